@@ -1,0 +1,1 @@
+"""vLLM's GPU model runner as compiled JAX: see `step.py` first."""

@@ -1,0 +1,48 @@
+"""Which padded sizes steps run at."""
+
+from collections.abc import Sequence
+
+from jaxrunner.config import EngineConfig
+from jaxrunner.layout import Bucket
+
+
+def step_buckets(config: EngineConfig, query_len: int = 1) -> tuple[Bucket, ...]:
+    """Returns the buckets of an engine, smallest first.
+
+    At each size a uniform one, `query_len` tokens a row, comes before the ragged one. Every
+    batch within `max_num_seqs` and `max_num_batched_tokens` fits one of them.
+    """
+    R, T = config.max_num_seqs, config.max_num_batched_tokens
+    rows = config.decode_buckets or powers(1, R, config.growth)
+    sizes = config.token_buckets or powers(min(16, T), T, config.growth)
+    rows = [r for r in rows if r < R] + [min(R, T // query_len)]
+    sizes = [s for s in sizes if s < T] + [T]
+    buckets = [Bucket(r * query_len, r, query_len, g) for r in rows for g in (True, False)]
+    buckets += [Bucket(s, min(s, R), 0, g) for s in sizes for g in (True, False)]
+    return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
+
+
+def choose(buckets: Sequence[Bucket], counts: Sequence[int], greedy: bool) -> Bucket:
+    """Returns the first bucket that holds rows of `counts` tokens.
+
+    Raises:
+      ValueError: none does.
+    """
+    tokens, rows = sum(counts), len(counts)
+    uniform = tokens // rows if max(counts) * rows == tokens else -1
+    for b in buckets:
+        fits = b.num_tokens >= tokens and b.num_rows >= rows and b.greedy == greedy
+        if fits and b.query_len in (0, uniform):
+            return b
+    raise ValueError(
+        f"a step of {rows} requests and {tokens} tokens fits no bucket, the largest is "
+        f"{buckets[-1]}: raise max_num_batched_tokens or max_num_seqs"
+    )
+
+
+def powers(first: int, last: int, growth: int) -> list[int]:
+    """Returns `first` times powers of `growth` below `last`, then `last`."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(growth * sizes[-1], last))
+    return sizes

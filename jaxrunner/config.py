@@ -1,0 +1,118 @@
+"""What a model is and how large an engine is: frozen, hashable, compiled in. Knows no device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrunner.settings import Settings
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder, in Hugging Face's names. Lengths are in tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: Any  # `jaxrunner.models.rope.Rope`
+    windows: tuple[int | None, ...]  # of each layer: keys a token sees, None for all before it
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: str = "float32"  # as stored in the checkpoint
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """The window of each cache group; layers with one window share a group."""
+        return tuple(dict.fromkeys(self.windows))
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes and flags for `pytree`."""
+        H, K = self.num_attention_heads, self.num_key_value_heads
+        return dict(
+            Y=self.num_hidden_layers, H=H, K=K, P=H // K + 2, D=self.head_dim,
+            E=self.hidden_size, F=self.intermediate_size, V=self.vocab_size,
+            G=len(self.groups), gate_up=2, qkv_bias=self.qkv_bias, o_bias=self.o_bias,
+            mlp_bias=self.mlp_bias, qk_norm=self.qk_norm, untied=not self.tie_word_embeddings,
+        )  # fmt: skip
+
+    def cache_salt(self, prompt_len: int) -> bytes:
+        """What, besides the tokens before it, a cached key depends on."""
+        dynamic = self.rope.dynamic
+        # Past `max_len`, dynamic scaling turns all of a prompt's keys by the prompt's length.
+        over = dynamic is not None and prompt_len > dynamic.max_len
+        return prompt_len.to_bytes(8, "little") if over else b""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine. Counts of tokens, requests or blocks; none is read from elsewhere."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int = 64
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    token_buckets: tuple[int, ...] = ()  # of steps with a prefill; powers of two where empty
+    decode_buckets: tuple[int, ...] = ()  # of steps where each request computes one token
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    async_depth: int = 2  # steps launched before the oldest is read
+    growth: int = 2  # ratio of one default bucket to the next
+    kv_dtype: str = "float32"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
+                     "max_num_batched_tokens", "async_depth"):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        for name in ("dtype", "kv_dtype"):
+            check_dtype(name, getattr(self, name))
+        for name in ("token_buckets", "decode_buckets"):
+            sizes = getattr(self, name)
+            if list(sizes) != sorted(set(sizes)) or any(s < 1 for s in sizes):
+                raise ValueError(f"{name} must be ascending sizes over 0, got {sizes}")
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def check_dtype(name: str, value: Any) -> str:
+    """Returns `value`, a dtype that models compute in.
+
+    Raises:
+      ValueError: it is not one.
+    """
+    if value not in DTYPES:
+        raise ValueError(f"{name} must be one of {DTYPES}, got {value!r}")
+    return value
+
+
+def read_dtype(settings: Settings) -> str:
+    """Returns the dtype a checkpoint says it is stored in (`dtype`, or `torch_dtype` of old)."""
+    value = settings.take("torch_dtype", str, settings.take("dtype", str, "float32"))
+    return check_dtype("dtype of config.json", value.removeprefix("torch."))
+
+
+def read_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
+    """Returns the ids of a special token: none, one, or a list in the file."""
+    value = settings.take(key, (int, list), [])
+    return tuple(value) if isinstance(value, list) else (value,)

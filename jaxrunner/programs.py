@@ -1,0 +1,99 @@
+"""Compiled programs by bucket: built ahead of time, looked up at run time, every miss recorded."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+import functools
+import os
+import time
+from typing import Any, NamedTuple
+
+import jax
+from tqdm.auto import tqdm
+
+
+class Key(NamedTuple):
+    """Names a program: a function, and the static size it is compiled for."""
+
+    name: str
+    size: Any  # hashable; a NamedTuple such as `Bucket`
+
+
+class Spec(NamedTuple):
+    """What a program is compiled from. Warm-up and dispatch both read `args`."""
+
+    function: Callable[..., Any]  # called as function(*args, **static); donates `state`
+    static: tuple[tuple[str, Any], ...]  # hashable
+    args: tuple[Any, ...]  # abstract arguments
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One entry of the ledger."""
+
+    key: Key
+    seconds: float
+    reason: str  # "warm-up", or what differed from the programs there were
+
+
+class Programs:
+    """The table of an engine's executables."""
+
+    def __init__(self, spec: Callable[[Key], Spec]):
+        self._spec = spec
+        self._table: dict[Key, Any] = {}
+        self.ledger: list[Compilation] = []
+        self.strict = False  # whether a compilation after warm-up raises
+
+    def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
+        """Compiles `keys`, those that cost most first."""
+        todo = [key for key in dict.fromkeys(keys) if key not in self._table]
+        bar = tqdm(total=len(todo), desc="Compiling", unit="program", disable=not progress)
+
+        def build(key: Key) -> None:
+            self._compile(key, "warm-up")
+            bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
+            bar.update()
+
+        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(build, sorted(todo, key=lambda k: k.size, reverse=True)))
+
+    def __getitem__(self, key: Key) -> Any:
+        """Returns the executable of `key`, compiling it where warm-up did not.
+
+        Raises:
+          RuntimeError: it must be compiled and `strict` is set; names the field that differs.
+        """
+        if key not in self._table:
+            reason = self._difference(key)
+            if self.strict:
+                raise RuntimeError(f"no compilation is allowed after warm-up: {key.name}, {reason}")
+            self._compile(key, reason)
+        return self._table[key]
+
+    def _compile(self, key: Key, reason: str) -> None:
+        start = time.perf_counter()
+        spec = self._spec(key)
+        leaves, treedef = jax.tree.flatten(spec.args)
+        self._table[key] = _executable(spec.function, spec.static, tuple(leaves), treedef)
+        self.ledger.append(Compilation(key, time.perf_counter() - start, reason))
+
+    def _difference(self, key: Key) -> str:
+        """Says in which fields `key` differs from the program nearest to it."""
+        sizes = [k.size for k in self._table if k.name == key.name]
+        if not sizes:
+            return f"program {key.name!r} was never compiled"
+
+        def differing(size: Any) -> list[str]:
+            pairs = zip(size._fields, size, key.size, strict=True)
+            return [f"{name}={new}, not {old}" for name, old, new in pairs if old != new]
+
+        return "; ".join(min(map(differing, sizes), key=len))
+
+
+@functools.lru_cache(maxsize=512)
+def _executable(function, static, leaves, treedef) -> Any:
+    """Compiles a function. Engines of equal sizes in one process share the result."""
+    args = jax.tree.unflatten(treedef, leaves)
+    jitted = jax.jit(function, static_argnames=[n for n, _ in static], donate_argnames="state")
+    return jitted.lower(*args, **dict(static)).compile()

@@ -1,0 +1,29 @@
+"""Min-p: keeps tokens at least `min_p` times as likely as the likeliest. arXiv:2407.01082."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.params import SamplingParams
+from jaxrunner.pytree import leaf, pytree
+from jaxrunner.sampling.rule import Context, Rule
+from jaxrunner.types import Array
+
+
+@pytree
+class MinP:
+    """Logarithm of `min_p`, -inf where it is off."""
+
+    log: Array = leaf("R", jnp.float32)
+
+
+def row(params: SamplingParams, seed: int) -> MinP:
+    """Reads a request's `min_p`."""
+    return MinP(log=np.float32(np.log(params.min_p) if params.min_p else -np.inf))
+
+
+def apply(logits: Array, row: MinP, context: Context) -> Array:
+    """Drops tokens of logits, [V], that are too far below the best."""
+    return jnp.where(logits < logits.max() + row.log, -jnp.inf, logits)
+
+
+min_p = Rule(MinP, row, apply)

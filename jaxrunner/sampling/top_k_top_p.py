@@ -1,0 +1,42 @@
+"""Top-k, then top-p of what is left (nucleus sampling, arXiv:1904.09751), in one sort.
+
+Ties have one rule at every batch size: logits descending, then ids ascending.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.params import SamplingParams
+from jaxrunner.pytree import leaf, pytree
+from jaxrunner.sampling.rule import Context, Rule
+from jaxrunner.types import Array
+
+
+@pytree
+class TopKTopP:
+    """Most tokens kept, and the mass they stop at; a large k and a p of 1 are off."""
+
+    k: Array = leaf("R")
+    p: Array = leaf("R", jnp.float32)
+
+
+def row(params: SamplingParams, seed: int) -> TopKTopP:
+    """Reads a request's `top_k` and `top_p`."""
+    k = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
+    return TopKTopP(k=np.int32(k), p=np.float32(params.top_p))
+
+
+def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
+    """Keeps of logits, [V], the k best, and of those the fewest whose mass reaches p."""
+    order = jnp.argsort(-logits, stable=True)
+    best = logits[order]
+    kept = jnp.arange(best.size) < row.k
+    mass = jax.nn.softmax(jnp.where(kept, best, -jnp.inf))
+    kept &= (jnp.cumsum(mass) - mass < row.p) | (row.p >= 1)
+    kept = kept.at[0].set(True)  # whatever p
+    kept = jnp.zeros_like(kept).at[order].set(kept, unique_indices=True)
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+top_k_top_p = Rule(TopKTopP, row, apply)

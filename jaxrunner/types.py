@@ -1,0 +1,119 @@
+"""The data of one engine, and the letters its shapes are written in.
+
+Batch    T tokens, padded    B requests, padded    J tokens scored per request (1 + drafts)
+Engine   R request slots     L most tokens of a request    X stop ids    W writes of an update
+Cache    G groups of layers  N KV blocks    S tokens in a block    M most blocks of a request
+Model    Y layers  H query heads  K KV heads  P heads packed for one KV head (H / K + 2)
+         D head dim  E embed  F MLP  V vocab
+
+An index equal to the size of its axis is padding: reads give 0, writes are dropped.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.pytree import each, leaf, pytree, static
+
+Array = jax.Array
+
+
+@pytree
+class Requests:
+    """What each slot knows of its request. Outlives the step."""
+
+    token_ids: Array = leaf("R L")  # prompt, output, then unverified drafts
+    total_len: Array = leaf("R")  # prompt and output tokens
+    num_computed: Array = leaf("R")  # tokens whose KV is in the cache
+    prompt_len: Array = leaf("R")
+    min_len: Array = leaf("R")  # `total_len` below which no stop id is sampled
+    max_len: Array = leaf("R")  # `total_len` at which the request ends
+    stop_ids: Array = leaf("R X")  # tokens that end it, padded with V
+    done: Array = leaf("R", jnp.bool)  # ended on the device; the host may not know it yet
+    blocks: tuple[Array, ...] = leaf("R M", each="G")  # the KV block of each run of S tokens
+
+
+@pytree
+class LayerCache:
+    """Paged keys and values of one layer."""
+
+    k: Array = leaf("N S K D", "kv")
+    v: Array = leaf("N S K D", "kv")
+
+
+@pytree
+class State:
+    """All that lives on the device between steps. Donated to every step."""
+
+    requests: Requests
+    sampling: tuple[Any, ...]  # a pytree of per-slot parameters for each rule
+    kv: tuple[LayerCache, ...] = each("Y")
+
+
+@pytree
+class Writes:
+    """Scattered writes into a table: table[row, col] = value."""
+
+    row: Array = leaf("W")
+    col: Array = leaf("W")
+    value: Array = leaf("W")
+
+
+@pytree
+class Plan:
+    """What the scheduler decided for one step."""
+
+    slot: Array = leaf("B")
+    num_tokens: Array = leaf("B")  # tokens to compute now, drafts included
+    blocks: tuple[Writes, ...] = each("G")  # KV blocks that running requests gain
+
+
+@pytree
+class Admission:
+    """Requests that enter the table before a step. `tokens` may follow in several admissions."""
+
+    slot: Array = leaf("A")
+    total_len: Array = leaf("A")
+    num_computed: Array = leaf("A")  # > 0 where a cached prefix was found
+    prompt_len: Array = leaf("A")
+    min_len: Array = leaf("A")
+    max_len: Array = leaf("A")
+    stop_ids: Array = leaf("A X")
+    tokens: Writes
+    blocks: tuple[Writes, ...] = each("G")
+
+
+@pytree
+class Inputs:
+    """What a model reads of each token."""
+
+    token_ids: Array = leaf("T")
+    positions: Array = leaf("T")
+    rope_len: Array = leaf("T")  # sequence length that length-dependent rotary scaling sees
+
+
+@pytree
+class Batch:
+    """One step laid out by token, derived on the device."""
+
+    inputs: Inputs
+    row: Array = leaf("T")  # the token's row in the batch, B for padding
+    cache_index: tuple[Array, ...] = leaf("T", each="G")  # block * S + offset, N * S for padding
+    query_start: Array = leaf("B+1")  # where each row's tokens start
+    seq_lens: Array = leaf("B")  # tokens of each request once this step is done
+    blocks: tuple[Array, ...] = leaf("B M", each="G")
+    scored: Array = leaf("B J")  # tokens whose logits are sampled from
+    num_drafts: Array = leaf("B")  # tokens of the step that are drafts
+    samples: Array = leaf("B", jnp.bool)  # whether the request is due a token
+    next_pos: Array = leaf("B")  # position of the first sampled token
+    query_len: int = static()  # tokens of every row, 0 if rows differ
+
+
+@pytree
+class StepOutput:
+    """What the host reads back."""
+
+    token_ids: Array = leaf("B J")  # the first `num_sampled` are real
+    num_sampled: Array = leaf("B")
+    finished: Array = leaf("B", jnp.bool)

@@ -1,0 +1,109 @@
+"""One process's device: which it is, what fits on it, and how large an engine follows."""
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.config import EngineConfig, ModelConfig, check_dtype
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 1 << 30  # on a CPU, where memory is not ours alone
+RESERVE = 0.1  # part of the budget kept for what a step makes on its way
+
+
+def engine_config(
+    model: ModelConfig,
+    params: Any,
+    *,
+    dtype: str,
+    kv_cache_dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int | None = None,
+    block_size: int = 64,
+    num_blocks: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    **rest: Any,
+) -> EngineConfig:
+    """Fills in the sizes that a user left open, for the default device.
+
+    `num_blocks`, `kv_cache_memory_bytes` and `gpu_memory_utilization` are three ways to say one
+    thing; the first that is given counts, and giving two is refused.
+
+    Raises:
+      ValueError: a size that contradicts the model, another size or the device.
+    """
+    given = {
+        name: value
+        for name, value in dict(
+            num_blocks=num_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+        ).items()
+        if value is not None
+    }
+    if len(given) > 1:
+        raise ValueError(f"give one of {sorted(given)}: each sets the size of the KV cache")
+    if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization must be over 0, at most 1, got {gpu_memory_utilization}"
+        )
+    longest = longest_len(model)
+    max_model_len = longest if max_model_len is None else max_model_len
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len} is over the model's {longest} positions: lower it"
+        )
+    kv_dtype = dtype if kv_cache_dtype == "auto" else check_dtype("kv_cache_dtype", kv_cache_dtype)
+    on_cpu = jax.default_backend() == "cpu"
+    max_num_batched_tokens = max_num_batched_tokens or (512 if on_cpu else 8192)
+    sizes = dict(
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens, dtype=dtype, kv_dtype=kv_dtype,
+        growth=4 if on_cpu else 2,
+    )  # fmt: skip
+    if num_blocks is None:
+        # No more than all slots can use at full length.
+        most = EngineConfig(num_blocks=1, **sizes, **rest).max_blocks * max_num_seqs
+        kv_bytes = kv_cache_memory_bytes or free_bytes(params, gpu_memory_utilization or 0.9)
+        num_blocks = min(most, kv_bytes // block_bytes(model, kv_dtype, block_size))
+        logger.info("%d KV blocks of %d tokens", num_blocks, block_size)
+    return EngineConfig(num_blocks=int(num_blocks), **sizes, **rest)
+
+
+def longest_len(model: ModelConfig) -> int:
+    """Returns the most positions a model can be asked for."""
+    dynamic = model.rope.dynamic
+    factor = dynamic.factor if dynamic is not None else 1.0
+    return int(model.max_position_embeddings * factor)
+
+
+def block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
+    """Returns the bytes of one block in the caches of all layers."""
+    dims = model.dims
+    itemsize = np.dtype(jax.numpy.dtype(kv_dtype)).itemsize
+    return 2 * dims["Y"] * block_size * dims["K"] * dims["D"] * itemsize
+
+
+def free_bytes(params: Any, utilization: float) -> int:
+    """Returns the bytes that the KV cache may take beside `params`.
+
+    Raises:
+      MemoryError: the weights leave no room.
+    """
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return CPU_KV_BYTES
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    budget = int(stats["bytes_limit"] * utilization * (1 - RESERVE))
+    used = max(stats["bytes_in_use"], weights)
+    if budget <= used:
+        raise MemoryError(
+            f"gpu_memory_utilization={utilization} of {stats['bytes_limit']} bytes leaves "
+            f"{budget}, {used} are in use: raise it or free memory"
+        )
+    return budget - used

@@ -1,0 +1,131 @@
+"""Every kernel in plain JAX: what runs on a CPU, and what the kernels are tested against.
+
+Queries are cut into tiles of one request's tokens, and each tile passes over its request's keys a
+chunk at a time (online softmax, arXiv:2205.14135), so nothing of size [T, L] is made. The work
+follows the longest request of the batch, not the largest possible one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.model import AttentionSpec
+from jaxrunner.types import Array, Batch, LayerCache
+
+CHUNK = 128  # keys a tile reads at a time, rounded to whole blocks
+TILE = 16  # queries of a tile where requests compute several tokens
+
+
+def paged_attention(
+    batch: Batch, q: Array, k: Array, v: Array, cache: LayerCache, spec: AttentionSpec
+) -> tuple[Array, LayerCache]:
+    """Writes k and v, [T, K, D], then attends q, [T, H, D], to each token's request.
+
+    Returns the attended values, [T, H, D], and the cache, which is consumed.
+    """
+    cache = write_kv(batch, k, v, cache, spec.group)
+    return attend(batch, q, cache, spec), cache
+
+
+def write_kv(batch: Batch, k: Array, v: Array, cache: LayerCache, group: int) -> LayerCache:
+    """Writes k and v, [T, K, D], into the blocks of their requests; padding writes nothing."""
+    S = cache.k.shape[1]
+    at = (batch.cache_index[group] // S, batch.cache_index[group] % S)
+
+    def put(blocks: Array, new: Array) -> Array:
+        # Without unique_indices XLA writes through compare-and-swap loops.
+        new = new.astype(blocks.dtype)
+        return blocks.at[at].set(new, mode="drop", unique_indices=True)
+
+    return LayerCache(k=put(cache.k, k), v=put(cache.v, v))
+
+
+def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
+    """Causal attention of q, [T, H, D], over the blocks of each token's request."""
+    T, H, D = q.shape
+    K = cache.k.shape[2]
+    tokens, rows = _tiles(batch, T)
+    q_IQKGD = _take(q, tokens).reshape(*tokens.shape, K, H // K, D)
+    pos_IQ = _take(batch.inputs.positions, tokens)
+    blocks_IM = _take(batch.blocks[spec.group], rows)
+    lens_I = _take(batch.seq_lens, rows)
+    out_IQKGD = _online_softmax(q_IQKGD, pos_IQ, blocks_IM, lens_I, cache, spec)
+    out = jnp.zeros((T, H, D), q.dtype)
+    return out.at[tokens].set(out_IQKGD.reshape(*tokens.shape, H, D).astype(q.dtype), mode="drop")
+
+
+def _take(x: Array, index: Array) -> Array:
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _tiles(batch: Batch, num_tokens: int) -> tuple[Array, Array]:
+    """Cuts the batch into tiles of one request's tokens.
+
+    Returns the tokens of each tile, [I, Q], padded with T, and its row, [I], padded with B.
+    """
+    B, T = batch.seq_lens.shape[0], num_tokens
+    start, end = batch.query_start[:-1], batch.query_start[1:]
+    if Q := batch.query_len:
+        num, tiles, row = jnp.ones(B, jnp.int32), B, jnp.arange(B, dtype=jnp.int32)
+    else:
+        Q, tiles = TILE, T // TILE + B
+        num = (end - start + Q - 1) // Q
+        row = jnp.searchsorted(jnp.cumsum(num), jnp.arange(tiles), side="right").astype(jnp.int32)
+    first = _take(start, row) + Q * (jnp.arange(tiles) - _take(jnp.cumsum(num) - num, row))
+    tokens = first[:, None] + jnp.arange(Q)[None]
+    return jnp.where(tokens < _take(end, row)[:, None], tokens, T).astype(jnp.int32), row
+
+
+def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec) -> Array:
+    """Attends tiles of queries, [I, Q, K, G, D], to their rows' keys; returns float32."""
+    Q, K, G, D = q.shape[1:]
+    tiles, M = blocks.shape
+    N, S = cache.k.shape[:2]
+    per_chunk = max(1, CHUNK // S)
+    C = per_chunk * S
+    blocks = jnp.pad(blocks, ((0, 0), (0, -M % per_chunk)), constant_values=N)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def read(kv: Array, i: Array) -> Array:
+        ids = jax.lax.dynamic_slice_in_dim(blocks, i * per_chunk, per_chunk, axis=1)
+        return _take(kv, ids).reshape(tiles, C, K, D)
+
+    def body(i, carry):
+        best, total, acc = carry
+        key_pos = i * C + jnp.arange(C)
+        seen = key_pos[None, None] <= pos[:, :, None]
+        if spec.window is not None:
+            seen &= key_pos[None, None] > pos[:, :, None] - spec.window
+        k, v = read(cache.k, i).astype(q.dtype), read(cache.v, i).astype(q.dtype)
+        # A weight of zero does not silence a NaN: what no query sees may hold another's junk.
+        v = jnp.where(seen.any(1)[:, :, None, None], v, jnp.zeros((), v.dtype))
+        scores = jnp.einsum("iqkgd,ickd->ikgqc", q, k, precision=precision)
+        scores = scores.astype(jnp.float32) * spec.scale
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        new_best = jnp.maximum(best, scores.max(-1))
+        shift = jnp.where(new_best == -jnp.inf, 0.0, new_best)
+        p = jnp.exp(scores - shift[..., None])
+        kept = jnp.exp(best - shift)
+        weighted = jnp.einsum("ikgqc,ickd->ikgqd", p.astype(q.dtype), v, precision=precision)
+        acc = acc * kept[..., None] + weighted.astype(jnp.float32)
+        return new_best, total * kept + p.sum(-1), acc
+
+    shape = (tiles, K, G, Q)
+    start = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, D))
+    first = jnp.zeros((), jnp.int32)
+    if spec.window is not None:
+        first = jnp.maximum(jnp.where(lens > 0, pos[:, 0], lens.max()).min() - spec.window, 0) // C
+    _, total, acc = jax.lax.fori_loop(first, (lens.max() + C - 1) // C, body, start)
+    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+    return jnp.moveaxis(out, 3, 1)
+
+
+def dense_attention(
+    batch_size: int, q: Array, k: Array, v: Array, cache: None, spec: AttentionSpec
+) -> tuple[Array, None]:
+    """Causal attention without a cache, for training: T is `batch_size` equal sequences."""
+    split = [x.reshape(batch_size, -1, *x.shape[1:]) for x in (q, k, v)]
+    window = None if spec.window is None else (spec.window - 1, 0)
+    out = jax.nn.dot_product_attention(
+        *split, scale=spec.scale, is_causal=True, local_window_size=window
+    )
+    return out.reshape(q.shape), None

@@ -1,0 +1,30 @@
+"""Building blocks that decoders share."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.types import Array
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 1) -> Array:
+    """Multiplies the last `axes` axes of x, [..., in], with those of weight, [out, in].
+
+    In float32 no precision is traded for speed: greedy tokens must not depend on the device.
+    """
+    contract = tuple(range(x.ndim - axes, x.ndim)), tuple(range(weight.ndim - axes, weight.ndim))
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jax.lax.dot_general(x, weight, (contract, ((), ())), precision=precision)
+    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, computed in float32. arXiv:1910.07467."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
+
+
+def swiglu(x: Array, gate_up: Array, down: Array, gate_up_bias=None, down_bias=None) -> Array:
+    """Gated MLP of x, [T, E]; gate_up is [2, F, E]. arXiv:2002.05202."""
+    gate, up = jnp.moveaxis(linear(x, gate_up, gate_up_bias), 1, 0)
+    return linear(jax.nn.silu(gate) * up, down, down_bias)

@@ -1,0 +1,193 @@
+"""Llama-like decoders: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Flags of the config cover the families that differ by a bias, a norm or a window.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
+from jaxrunner.model import Attend, AttentionSpec, Model, Source
+from jaxrunner.models.layers import linear, rms_norm, swiglu
+from jaxrunner.models.rope import read_rope, rotate, rotation
+from jaxrunner.pytree import each, leaf, pytree
+from jaxrunner.settings import Settings
+from jaxrunner.types import Array, Inputs
+
+
+@pytree
+class Layer:
+    """Weights of one layer. A KV head's query heads, key and value are packed along P."""
+
+    attn_norm: Array = leaf("E", "param")
+    qkv: Array = leaf("K P D E", "param")
+    qkv_bias: Array | None = leaf("K P D", "param", when="qkv_bias")
+    q_norm: Array | None = leaf("D", "param", when="qk_norm")
+    k_norm: Array | None = leaf("D", "param", when="qk_norm")
+    o: Array = leaf("E H D", "param")
+    o_bias: Array | None = leaf("E", "param", when="o_bias")
+    mlp_norm: Array = leaf("E", "param")
+    gate_up: Array = leaf("gate_up F E", "param")
+    gate_up_bias: Array | None = leaf("gate_up F", "param", when="mlp_bias")
+    down: Array = leaf("E F", "param")
+    down_bias: Array | None = leaf("E", "param", when="mlp_bias")
+
+
+@pytree
+class Params:
+    """Weights of a decoder."""
+
+    embed: Array = leaf("V E", "param")
+    norm: Array = leaf("E", "param")
+    head: Array | None = leaf("V E", "param", when="untied")
+    layers: tuple[Layer, ...] = each("Y")
+
+
+def forward(config: ModelConfig, params: Params, kv, inputs: Inputs, attend: Attend):
+    """Returns hidden states, [T, E], and the caches, one a layer."""
+    # One jit for all layers: equal layers are traced once.
+    layer = jax.jit(functools.partial(_layer, config, attend), static_argnames="spec")
+    turn = rotation(config.rope, inputs)
+    x, caches = params.embed[inputs.token_ids], []
+    for weights, cache, window in zip(params.layers, kv, config.windows, strict=True):
+        spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
+        x, cache = layer(x, weights, cache, turn, spec=spec)
+        caches.append(cache)
+    return rms_norm(x, params.norm, config.rms_norm_eps), tuple(caches)
+
+
+def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
+    """Scores every token of the vocabulary: hidden [..., E] -> [..., V], float32."""
+    head = params.embed if params.head is None else params.head
+    return linear(hidden, head).astype(jnp.float32)
+
+
+def _layer(config: ModelConfig, attend: Attend, x, w: Layer, cache, turn, *, spec):
+    H, D, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
+    T = x.shape[0]
+    qkv = linear(rms_norm(x, w.attn_norm, eps), w.qkv, w.qkv_bias)
+    q, k, v = qkv[:, :, :-2].reshape(T, H, D), qkv[:, :, -2], qkv[:, :, -1]
+    if config.qk_norm:
+        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    out, cache = attend(rotate(q, *turn), rotate(k, *turn), v, cache, spec)
+    x = x + linear(out, w.o, w.o_bias, axes=2)
+    mlp = swiglu(rms_norm(x, w.mlp_norm, eps), w.gate_up, w.down, w.gate_up_bias, w.down_bias)
+    return x + mlp, cache
+
+
+def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:
+    """Reads what all Llama-like decoders have in common; `flags` are the family's own fields.
+
+    `head_dim` is the family's default, 0 where it is derived from the hidden size.
+    """
+    heads = settings.size("num_attention_heads")
+    kv_heads = settings.size("num_key_value_heads", heads)
+    hidden, layers = settings.size("hidden_size"), settings.size("num_hidden_layers")
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
+        )
+    head_dim = settings.size("head_dim", head_dim or hidden // heads)
+    max_len = settings.size("max_position_embeddings")
+    settings.expect("hidden_act", "silu", "swish")
+    settings.expect("pretraining_tp", 1)
+    settings.expect("quantization_config", None)
+    bos = read_token_ids(settings, "bos_token_id")
+    fields = dict(
+        architecture=settings.take("architectures", list, ["?"])[0],
+        vocab_size=settings.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=settings.size("intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_len,
+        rms_norm_eps=settings.take("rms_norm_eps", float, 1e-6),
+        rope=read_rope(settings, head_dim, max_len),
+        windows=(None,) * layers,
+        tie_word_embeddings=settings.take("tie_word_embeddings", bool, False),
+        dtype=read_dtype(settings),
+        eos_token_ids=read_token_ids(settings, "eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+    )
+    settings.finish()
+    return ModelConfig(**fields | flags)
+
+
+def read(settings: Settings) -> ModelConfig:
+    """Reads a Llama config."""
+    bias = settings.take("attention_bias", bool, False)
+    mlp_bias = settings.take("mlp_bias", bool, False)
+    return read_decoder(settings, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+def sources(config: ModelConfig) -> Params:
+    """Returns where each weight lies in a Hugging Face checkpoint."""
+    c = config
+    V, E = c.vocab_size, c.hidden_size
+    layers = tuple(_layer_sources(c, f"model.layers.{i}.") for i in range(c.num_hidden_layers))
+    return Params(
+        embed=_whole("model.embed_tokens.weight", V, E),
+        norm=_whole("model.norm.weight", E),
+        head=None if c.tie_word_embeddings else _whole("lm_head.weight", V, E),
+        layers=layers,
+    )
+
+
+def _layer_sources(c: ModelConfig, prefix: str) -> Layer:
+    E, F, D = c.hidden_size, c.intermediate_size, c.head_dim
+    H, K = c.num_attention_heads, c.num_key_value_heads
+
+    def one(present: bool, name: str, *shape: int, held: tuple[int, ...] = ()) -> Source | None:
+        return _whole(prefix + name, *shape, held=held) if present else None
+
+    def packed(present: bool, part: str, names: dict[str, int], join, *inner: int):
+        if not present:
+            return None
+        names_ = tuple(f"{prefix}{name}.{part}" for name in names)
+        shapes = tuple((rows, *inner) for rows in names.values())
+        return Source(names_, shapes, join, functools.partial(_unpack, join, shapes))
+
+    def heads(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([a.reshape(K, -1, D, *a.shape[1:]) for a in arrays], 1)
+
+    attn = {"self_attn.q_proj": H * D, "self_attn.k_proj": K * D, "self_attn.v_proj": K * D}
+    mlp = {"mlp.gate_proj": F, "mlp.up_proj": F}
+    return Layer(
+        attn_norm=one(True, "input_layernorm.weight", E),
+        qkv=packed(True, "weight", attn, heads, E),
+        qkv_bias=packed(c.qkv_bias, "bias", attn, heads),
+        q_norm=one(c.qk_norm, "self_attn.q_norm.weight", D),
+        k_norm=one(c.qk_norm, "self_attn.k_norm.weight", D),
+        o=one(True, "self_attn.o_proj.weight", E, H * D, held=(E, H, D)),
+        o_bias=one(c.o_bias, "self_attn.o_proj.bias", E),
+        mlp_norm=one(True, "post_attention_layernorm.weight", E),
+        gate_up=packed(True, "weight", mlp, np.stack, E),
+        gate_up_bias=packed(c.mlp_bias, "bias", mlp, np.stack),
+        down=one(True, "mlp.down_proj.weight", E, F),
+        down_bias=one(c.mlp_bias, "mlp.down_proj.bias", E),
+    )
+
+
+def _whole(name: str, *shape: int, held: tuple[int, ...] = ()) -> Source:
+    """A weight that is one tensor, `held` by us in another shape."""
+    held = held or shape
+    return Source((name,), (shape,), lambda a: a[0].reshape(held), lambda a: [a.reshape(shape)])
+
+
+def _unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndarray):
+    """Splits a packed weight, by packing indices in its place."""
+    ends = np.cumsum([np.prod(shape) for shape in shapes])
+    index = [np.arange(e - np.prod(s), e).reshape(s) for e, s in zip(ends, shapes, strict=True)]
+    flat = np.empty(packed.size, packed.dtype)
+    flat[join(index).ravel()] = packed.ravel()
+    return [flat[i] for i in index]
+
+
+llama = Model(read, Params, forward, logits, sources)

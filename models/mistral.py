@@ -1,0 +1,15 @@
+"""Mistral: Llama with a sliding window. arXiv:2310.06825."""
+
+from jaxrunner.config import ModelConfig
+from jaxrunner.models.llama import llama, read_decoder
+from jaxrunner.settings import Settings
+
+
+def read(settings: Settings) -> ModelConfig:
+    """Reads a Mistral config; a null `sliding_window` is full attention, an absent one 4096."""
+    window = settings.take("sliding_window", int, 0 if "sliding_window" in settings else 4096)
+    layers = settings.size("num_hidden_layers")
+    return read_decoder(settings, windows=(window or None,) * layers)
+
+
+mistral = llama._replace(read=read)

@@ -1,0 +1,16 @@
+"""Qwen3: Llama with a norm on each query and key. arXiv:2505.09388."""
+
+from jaxrunner.config import ModelConfig
+from jaxrunner.models.llama import llama, read_decoder
+from jaxrunner.models.qwen2 import read_windows
+from jaxrunner.settings import Settings
+
+
+def read(settings: Settings) -> ModelConfig:
+    """Reads a Qwen3 config."""
+    bias = settings.take("attention_bias", bool, False)
+    flags = dict(qkv_bias=bias, o_bias=bias, qk_norm=True, windows=read_windows(settings))
+    return read_decoder(settings, head_dim=128, **flags)
+
+
+qwen3 = llama._replace(read=read)

@@ -1,0 +1,30 @@
+"""Which family serves which `architectures` entry of a `config.json`."""
+
+from jaxrunner.config import ModelConfig
+from jaxrunner.model import Model
+from jaxrunner.models.llama import llama
+from jaxrunner.models.mistral import mistral
+from jaxrunner.models.qwen2 import qwen2
+from jaxrunner.models.qwen3 import qwen3
+from jaxrunner.settings import Settings
+
+FAMILIES: dict[str, Model] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def read_model(settings: Settings) -> tuple[Model, ModelConfig]:
+    """Returns the family and the config of a checkpoint.
+
+    Raises:
+      ValueError: an architecture we do not have, or a setting that we do not support.
+    """
+    names = settings.take("architectures", list, [])
+    known = [name for name in names if name in FAMILIES]
+    if len(names) != 1 or not known:
+        raise ValueError(f"architectures must be one of {sorted(FAMILIES)}, got {names}")
+    model = FAMILIES[known[0]]
+    return model, model.read(settings)
