@@ -36,7 +36,7 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
 def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
     """Runs the model on the planned tokens. Returns the state, the batch and hidden, [T, E]."""
     requests = replace(state.requests, blocks=_put_blocks(state.requests.blocks, plan.blocks))
-    cache_shape = state.kv[0].k.shape[:2]
+    cache_shape = program.engine.num_blocks, program.engine.block_size
     batch = prepare_inputs(requests, plan, bucket, cache_shape, program.num_drafts)
     attend = functools.partial(program.attention, batch)
     hidden, kv = program.model.forward(program.config, params, state.kv, batch.inputs, attend)
@@ -142,14 +142,21 @@ def prepare_inputs(
     )
 
 
-def cache_index(blocks: Array, row: Array, positions: Array, cache_shape: tuple[int, int]) -> Array:
+def cache_index(
+    blocks: Array, row: Array, positions: Array, cache_shape: tuple[int, int],
+    *, parts: int = 1, part: int = 0, interleave: int = 1,
+) -> Array:  # fmt: skip
     """Returns where each token's KV goes, block * S + offset; N * S for padding.
 
-    blocks: [B, M]; row and positions: [T], row B for padding; cache_shape: (N, S).
+    blocks: [B, M]; row and positions: [T], row B for padding; cache_shape: (N, S). With context
+    parallelism a block holds S tokens of each of `parts` devices, dealt out `interleave` at a
+    time; tokens of other devices than `part` are padding.
     """
     (B, _), (N, S) = blocks.shape, cache_shape
-    block = take(blocks, (row, positions // S))
-    return jnp.where(row < B, block * S + positions % S, N * S)
+    block, offset = take(blocks, (row, positions // (S * parts))), positions % (S * parts)
+    mine = (row < B) & (offset // interleave % parts == part)
+    local = offset // (interleave * parts) * interleave + offset % interleave
+    return jnp.where(mine, block * S + local, N * S)
 
 
 def advance(requests: Requests, plan: Plan, batch: Batch, sampled: Array):

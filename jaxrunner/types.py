@@ -38,8 +38,8 @@ class Requests:
 class LayerCache:
     """Paged keys and values of one layer."""
 
-    k: Array = leaf("N S K D", "kv")
-    v: Array = leaf("N S K D", "kv")
+    k: Array = leaf("N K S D", "kv")
+    v: Array = leaf("N K S D", "kv")
 
 
 @pytree

@@ -28,8 +28,8 @@ def paged_attention(
 
 def write_kv(batch: Batch, k: Array, v: Array, cache: LayerCache, group: int) -> LayerCache:
     """Writes k and v, [T, K, D], into the blocks of their requests; padding writes nothing."""
-    S = cache.k.shape[1]
-    at = (batch.cache_index[group] // S, batch.cache_index[group] % S)
+    S = cache.k.shape[2]
+    at = (batch.cache_index[group] // S, slice(None), batch.cache_index[group] % S)
 
     def put(blocks: Array, new: Array) -> Array:
         # Without unique_indices XLA writes through compare-and-swap loops.
@@ -42,7 +42,7 @@ def write_kv(batch: Batch, k: Array, v: Array, cache: LayerCache, group: int) ->
 def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
     """Causal attention of q, [T, H, D], over the blocks of each token's request."""
     T, H, D = q.shape
-    K = cache.k.shape[2]
+    K = cache.k.shape[1]
     tokens, rows = _tiles(batch, T)
     q_IQKGD = _take(q, tokens).reshape(*tokens.shape, K, H // K, D)
     pos_IQ = _take(batch.inputs.positions, tokens)
@@ -79,15 +79,16 @@ def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec
     """Attends tiles of queries, [I, Q, K, G, D], to their rows' keys; returns float32."""
     Q, K, G, D = q.shape[1:]
     tiles, M = blocks.shape
-    N, S = cache.k.shape[:2]
+    S = cache.k.shape[2]
     per_chunk = max(1, CHUNK // S)
     C = per_chunk * S
-    blocks = jnp.pad(blocks, ((0, 0), (0, -M % per_chunk)), constant_values=N)
+    blocks = jnp.pad(blocks, ((0, 0), (0, -M % per_chunk)), mode="edge")
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def read(kv: Array, i: Array) -> Array:
         ids = jax.lax.dynamic_slice_in_dim(blocks, i * per_chunk, per_chunk, axis=1)
-        return _take(kv, ids).reshape(tiles, C, K, D)
+        chunk = kv.at[ids].get(mode="clip").astype(q.dtype)
+        return jnp.moveaxis(chunk, 2, 1).reshape(tiles, K, C, D)
 
     def body(i, carry):
         best, total, acc = carry
@@ -95,17 +96,17 @@ def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec
         seen = key_pos[None, None] <= pos[:, :, None]
         if spec.window is not None:
             seen &= key_pos[None, None] > pos[:, :, None] - spec.window
-        k, v = read(cache.k, i).astype(q.dtype), read(cache.v, i).astype(q.dtype)
+        k, v = read(cache.k, i), read(cache.v, i)
         # A weight of zero does not silence a NaN: what no query sees may hold another's junk.
-        v = jnp.where(seen.any(1)[:, :, None, None], v, jnp.zeros((), v.dtype))
-        scores = jnp.einsum("iqkgd,ickd->ikgqc", q, k, precision=precision)
+        v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.zeros((), v.dtype))
+        scores = jnp.einsum("iqkgd,ikcd->ikgqc", q, k, precision=precision)
         scores = scores.astype(jnp.float32) * spec.scale
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         new_best = jnp.maximum(best, scores.max(-1))
         shift = jnp.where(new_best == -jnp.inf, 0.0, new_best)
         p = jnp.exp(scores - shift[..., None])
         kept = jnp.exp(best - shift)
-        weighted = jnp.einsum("ikgqc,ickd->ikgqd", p.astype(q.dtype), v, precision=precision)
+        weighted = jnp.einsum("ikgqc,ikcd->ikgqd", p.astype(q.dtype), v, precision=precision)
         acc = acc * kept[..., None] + weighted.astype(jnp.float32)
         return new_best, total * kept + p.sum(-1), acc
 

@@ -1,0 +1,190 @@
+"""Speed of one engine: decode, prefill, first token, offline throughput, start-up.
+
+    python -m jaxrunner.bench llama8b --out result.json
+    python -m jaxrunner.bench tiny
+
+Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
+what one token more costs: the difference of two runs of unlike length over the same prompts.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+import json
+from pathlib import Path
+import platform
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.llm import LLM
+from jaxrunner.params import SamplingParams
+
+SAMPLED = dict(temperature=0.8, top_k=50, top_p=0.95)
+PARTS = ("decode", "prefill", "ttft", "offline")
+
+
+def _config(architecture: str, model_type: str, sizes: str, **rest: Any) -> dict[str, Any]:
+    """Returns a `config.json`; `sizes` are hidden, MLP, layers, heads, KV heads, vocabulary."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "vocab_size")  # fmt: skip
+    return dict(
+        architectures=[architecture], model_type=model_type, hidden_act="silu",
+        torch_dtype="bfloat16", attention_bias=False, max_position_embeddings=8192,
+        **dict(zip(names, map(int, sizes.split()), strict=True)), **rest,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model shape and the sizes of its workloads, in tokens and requests."""
+
+    config: dict[str, Any]
+    engine: dict[str, Any]
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    sampled_batches: tuple[int, ...] = (1, 64, 256)
+    context: int = 1024
+    short: int = 16  # outputs of the two runs whose difference is timed
+    long: int = 144
+    prefill: tuple[int, int] = (8, 4096)  # requests, tokens
+    ttft: tuple[int, ...] = (128, 1024)
+    offline: tuple[int, int, int] = (512, 512, 256)  # requests, tokens in, tokens out
+    mixed: tuple[tuple[int, int], tuple[int, int]] = ((32, 1024), (32, 512))  # in, out
+
+
+GPU_ENGINE = dict(
+    max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
+    token_buckets=(128, 512, 1024, 2048, 4096, 8192), decode_buckets=(1, 8, 32, 64, 128, 256),
+)  # fmt: skip
+
+PRESETS = {
+    "llama8b": Preset(
+        _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
+                rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
+        GPU_ENGINE,
+    ),
+    "qwen06b": Preset(
+        _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
+                rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),
+        GPU_ENGINE,
+    ),
+    "tiny": Preset(
+        _config("LlamaForCausalLM", "llama", "256 768 8 4 2 4096", head_dim=64,
+                rope_theta=10000.0, tie_word_embeddings=True),
+        dict(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=512, dtype="float32",
+             token_buckets=(64, 512), decode_buckets=(1, 16)),
+        batches=(1, 16), sampled_batches=(1, 16), context=128, short=4, long=36,
+        prefill=(4, 256), ttft=(64, 128), offline=(32, 64, 32), mixed=((8, 128), (8, 64)),
+    ),
+}  # fmt: skip
+
+
+class Bench:
+    """Runs the workloads of one preset."""
+
+    def __init__(self, preset: Preset, **engine: Any):
+        self.preset, self._ids = preset, np.random.default_rng(0)
+        folder = Path(tempfile.mkdtemp())
+        (folder / "config.json").write_text(json.dumps(preset.config))
+        start = time.perf_counter()
+        self.llm = LLM(
+            str(folder), load_format="dummy", skip_tokenizer_init=True,
+            enable_prefix_caching=False, **preset.engine | engine,
+        )  # fmt: skip
+        self.startup_s = time.perf_counter() - start
+
+    def decode(self) -> dict[str, float]:
+        """Returns milliseconds of a decode step by batch size, greedy and sampled."""
+        p, out = self.preset, {}
+        for batch in p.batches:
+            for name, rule in (("greedy", {}), ("topk_topp", SAMPLED)):
+                if rule and batch not in p.sampled_batches:
+                    continue
+                self.run(batch, p.context, 8, **rule)
+                short, long = (
+                    min(self.run(batch, p.context, new, **rule) for _ in range(2))
+                    for new in (p.short, p.long)
+                )
+                key = f"{name}_b{batch}_ctx{p.context}"
+                out[key] = (long - short) / (p.long - p.short) * 1e3
+                print(f"{key}: {out[key]:.3f} ms a step", flush=True)
+        return {"decode_ms_per_step": out}
+
+    def prefill(self) -> dict[str, float]:
+        """Returns prompt tokens a second."""
+        batch, length = self.preset.prefill
+        self.run(batch // 2, length, 1)
+        best = min(self.run(batch, length, 1) for _ in range(2))
+        return {f"prefill_tok_s_{length}x{batch}": batch * length / best}
+
+    def ttft(self) -> dict[str, float]:
+        """Returns milliseconds to the first token of one request, by prompt length."""
+        best = {n: min(self.run(1, n, 1) for _ in range(5)) for n in self.preset.ttft}
+        return {f"ttft_ms_1x{n}": seconds * 1e3 for n, seconds in best.items()}
+
+    def offline(self) -> dict[str, float]:
+        """Returns output tokens a second over many requests, of equal and of mixed lengths."""
+        num, length, new = self.preset.offline
+        equal = num * new / self.run(num, length, new)
+        ranges, rng = self.preset.mixed, np.random.default_rng(1)
+        inputs, outputs = (rng.integers(*bounds, num) for bounds in ranges)
+        prompts = [self.prompt(int(n)) for n in inputs]
+        seconds = self.time(prompts, [params(int(n)) for n in outputs])
+        return {
+            f"offline_{num}x({length}+{new})_out_tok_s": equal,
+            f"offline_mixed_{num}_out_tok_s": int(outputs.sum()) / seconds,
+        }
+
+    def run(self, batch: int, length: int, new: int, **rule: Any) -> float:
+        """Returns the seconds of one `generate` over random prompts of one length."""
+        return self.time([self.prompt(length) for _ in range(batch)], params(new, **rule))
+
+    def prompt(self, length: int) -> dict[str, list[int]]:
+        """Returns a prompt of random ids."""
+        ids = self._ids.integers(10, self.preset.config["vocab_size"] - 10, length)
+        return {"prompt_token_ids": ids.tolist()}
+
+    def time(self, prompts: list, sampling_params: Any) -> float:
+        """Returns the seconds of one `generate`."""
+        start = time.perf_counter()
+        self.llm.generate(prompts, sampling_params, use_tqdm=False, on_error="raise")
+        return time.perf_counter() - start
+
+
+def params(new: int, **rule: Any) -> SamplingParams:
+    """Returns greedy parameters, or those of `rule`, for `new` tokens that nothing stops."""
+    rule = {"temperature": 0.0} | rule
+    return SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, **rule)
+
+
+def machine() -> dict[str, str]:
+    """Returns what figures must be quoted with."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    """Runs a preset and prints or writes its figures as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrunner.bench", description=__doc__)
+    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--out", type=Path, help="file for the JSON")
+    args = parser.parse_args()
+    bench = Bench(PRESETS[args.preset])
+    result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
+    for part in args.parts.split(","):
+        run: Callable[[], dict[str, Any]] = getattr(bench, part)
+        result |= run()
+        if args.out:  # after each part: a run that is cut short leaves what it has
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A tiny decoder whose axes all differ, and a hand-driven runner, for tests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner import pytree
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.kernels_pallas import reference
+from jaxrunner.models.llama import llama
+from jaxrunner.models.registry import read_model
+from jaxrunner.params import SamplingParams
+from jaxrunner.request import NewRequest, SchedulerOutput
+from jaxrunner.runner import ModelRunner
+from jaxrunner.settings import Settings
+from jaxrunner.types import Inputs
+
+SETTINGS = dict(
+    architectures=["LlamaForCausalLM"],
+    hidden_size=20,
+    intermediate_size=28,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=61,
+    max_position_embeddings=128,
+)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def config(**changes) -> ModelConfig:
+    """Returns the config of the tiny decoder."""
+    return read_model(Settings(SETTINGS | changes))[1]
+
+
+def random_params(config: ModelConfig, seed: int = 0):
+    """Returns weights large enough that tokens depend on all of the context."""
+    keys = iter(jax.random.split(jax.random.key(seed), 99))
+    dims = config.dims | {"param": jnp.float32}
+    make = lambda axes, shape, dtype: jax.random.normal(next(keys), shape, dtype) * 0.4
+    return pytree.build(make, llama.params, dims)
+
+
+def engine_config(**changes) -> EngineConfig:
+    """Returns the sizes of a tiny engine, with few buckets."""
+    sizes = dict(
+        max_model_len=48,
+        num_blocks=60,
+        block_size=4,
+        max_num_seqs=5,
+        max_num_batched_tokens=32,
+        token_buckets=(32,),
+        decode_buckets=(5,),
+    )
+    return EngineConfig(**sizes | changes)
+
+
+@functools.cache
+def model_and_params():
+    """Returns the tiny config and its weights, made once."""
+    return config(), random_params(config())
+
+
+def runner(**changes) -> ModelRunner:
+    """Returns a runner of the tiny decoder."""
+    model_config, params = model_and_params()
+    return ModelRunner(llama, model_config, engine_config(**changes), params)
+
+
+def new_request(
+    name: str, prompt, *, blocks, params=GREEDY, seed=7, max_tokens=20, computed=0, prompt_len=None
+) -> NewRequest:
+    """Returns a request as a scheduler would send it."""
+    prompt_len = len(prompt) if prompt_len is None else prompt_len
+    return NewRequest(
+        request_id=name,
+        token_ids=list(prompt),
+        prompt_len=prompt_len,
+        params=params,
+        seed=seed,
+        max_len=prompt_len + max_tokens,
+        stop_ids=frozenset(params.stop_token_ids),
+        block_ids=(list(blocks),),
+        num_computed=computed,
+    )
+
+
+def scheduled(counts: dict[str, int], new=(), **rest) -> SchedulerOutput:
+    """Returns the output of a hand-made scheduler."""
+    return SchedulerOutput(scheduled_new_reqs=list(new), num_scheduled_tokens=counts, **rest)
+
+
+def generate(runner: ModelRunner, request: NewRequest, count: int, *, chunk: int = 32) -> list[int]:
+    """Drives one request by hand until it has `count` tokens."""
+    name, done, out = request.request_id, request.num_computed, []
+    new = [request]
+    while len(out) < count:
+        tokens = min(chunk, len(request.token_ids) + len(out) - done)
+        output = runner.step(scheduled({name: tokens}, new)).get()
+        new, done = [], done + tokens
+        out += output.sampled_token_ids[output.req_ids.index(name)]
+    runner.step(scheduled({}, finished_req_ids={name}))
+    return out
+
+
+def dense_logits(config: ModelConfig, params, ids) -> np.ndarray:
+    """Returns the logits of every position, by dense attention without a cache."""
+    ids = jnp.asarray(ids, jnp.int32)
+    n = ids.size
+    inputs = Inputs(ids, jnp.arange(n), jnp.full(n, n))
+    attend = functools.partial(reference.dense_attention, 1)
+    none = (None,) * config.num_hidden_layers
+    hidden, _ = llama.forward(config, params, none, inputs, attend)
+    return np.asarray(llama.logits(config, params, hidden))
