@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrunner.block_pool import BlockPool
@@ -117,3 +118,9 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""
         return self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives the device memory of the state back; the weights are the caller's."""
+        self._in_flight.clear()
+        for array in jax.tree.leaves(self.runner.state):
+            array.delete()

@@ -1,0 +1,127 @@
+"""The KV blocks of one cache group: who uses which, and what the others still hold. Knows no JAX.
+
+A block is in use while its reference count is over 0, and free otherwise. A free block keeps its
+contents and its hash, so that a later request with the same prefix can share it, until it is the
+oldest free block and is handed out again.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+import hashlib
+
+
+class BlockPool:
+    """Blocks 0 to `num_blocks - 1`. `null_block` pads tables: it is no block and has no owner."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, group: int = 0, enable_caching: bool = True
+    ):
+        self.num_blocks, self.block_size, self.group = num_blocks, block_size, group
+        self.enable_caching = enable_caching
+        self.null_block = num_blocks
+        self._num_refs = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._published: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block: hash and tokens
+        self._blocks_of: dict[bytes, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out."""
+        return len(self._free)
+
+    def is_free(self, block: int) -> bool:
+        """Whether nobody uses a block. The null block is never free."""
+        return block in self._free
+
+    def is_published(self, block: int) -> bool:
+        """Whether a block can be found by its hash."""
+        return block in self._published
+
+    def take(self, n: int) -> list[int]:
+        """Hands out the `n` blocks that were free for longest; they lose their hashes."""
+        assert n <= self.num_free, f"{n} blocks wanted, {self.num_free} free"
+        taken = [self._free.popitem(last=False)[0] for _ in range(n)]
+        for block in taken:
+            self._num_refs[block] = 1
+            self._forget(block)
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds one user to each block, in use or free."""
+        for block in blocks:
+            if block != self.null_block:
+                self._free.pop(block, None)
+                self._num_refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes one user from each block of a table, or of a part of it."""
+        # Tail first: a prefix is of use without its tail, a tail without its prefix is not.
+        for block in reversed(blocks):
+            if block != self.null_block:
+                assert self._num_refs[block] > 0, f"block {block} is free already"
+                self._num_refs[block] -= 1
+                if not self._num_refs[block]:
+                    self._free[block] = None
+
+    def publish(self, block: int, block_hash: bytes, tokens: Sequence[int]) -> None:
+        """Lets `lookup` find a block in use. Other blocks may have the same hash."""
+        assert self._num_refs[block] > 0, f"block {block} is free: its contents are not settled"
+        if self.enable_caching and block not in self._published:
+            self._published[block] = block_hash, tuple(tokens)
+            self._blocks_of.setdefault(block_hash, []).append(block)
+
+    def lookup(self, block_hash: bytes, tokens: Sequence[int]) -> int | None:
+        """Returns a block with this hash that holds just these tokens, if there is one."""
+        wanted = block_hash, tuple(tokens)
+        blocks = self._blocks_of.get(block_hash, ())
+        return next((block for block in blocks if self._published[block] == wanted), None)
+
+    def reset(self) -> bool:
+        """Forgets all hashes; False, and no change, while a block is in use."""
+        if self.num_free < self.num_blocks:
+            return False
+        self._published.clear()
+        self._blocks_of.clear()
+        return True
+
+    def check(self, owners: Iterable[Iterable[int]]) -> None:
+        """Asserts that the pool agrees with the tables of all users. For tests."""
+        entries = Counter(block for table in owners for block in table)
+        del entries[self.null_block]
+        counts = {block: refs for block, refs in enumerate(self._num_refs) if refs}
+        assert counts == entries, "reference counts differ from table entries"
+        assert len(counts) + self.num_free == self.num_blocks, "a block is lost"
+        assert not counts.keys() & self._free.keys(), "a block in use is free"
+        listed = [(h, block) for h, blocks in self._blocks_of.items() for block in blocks]
+        held = [(h, block) for block, (h, _) in self._published.items()]
+        assert sorted(listed) == sorted(held), "hashes of blocks and blocks of hashes differ"
+
+    def _forget(self, block: int) -> None:
+        if block in self._published:
+            block_hash, _ = self._published.pop(block)
+            blocks = self._blocks_of[block_hash]
+            blocks.remove(block)
+            if not blocks:
+                del self._blocks_of[block_hash]
+
+
+def block_hashes(
+    tokens: Sequence[int],
+    block_size: int,
+    *,
+    group: int,
+    salt: bytes,
+    known: Sequence[bytes] = (),
+) -> list[bytes]:
+    """Returns a hash for each full block of `tokens`; the first ones are `known`.
+
+    A hash stands for the block's tokens, all tokens before them, the cache group and the salt.
+    """
+    hashes = list(known)
+    parent = hashes[-1] if hashes else hashlib.sha256(salt).digest()
+    for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
+        content = array("i", tokens[end - block_size : end]).tobytes()
+        parent = hashlib.sha256(parent + group.to_bytes(4, "little") + content).digest()
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,148 @@
+"""The block tables of requests, in every cache group: prefix hits, growth, windows, release."""
+
+from collections.abc import Sequence
+import functools
+from typing import NamedTuple
+
+from jaxrunner.block_pool import BlockPool, block_hashes
+from jaxrunner.cache_groups import CacheGroup, find_prefix
+from jaxrunner.request import Request
+
+
+class Hit(NamedTuple):
+    """A cached prefix: its length in tokens, and the tables that hold it, by cache group."""
+
+    num_tokens: int
+    blocks: tuple[list[int], ...]  # the null block where no later token looks
+
+
+class BlockTables:
+    """Writes `blocks` and `block_hashes` of requests; `pools` says who uses what."""
+
+    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool]):
+        self._groups = tuple(zip(groups, pools, strict=True))
+        for group, pool in self._groups:
+            assert group.block_size == pool.block_size, "a pool and its group differ"
+
+    def find(self, request: Request) -> Hit:
+        """Returns the longest cached prefix of a request that leaves a token to compute."""
+        tokens = request.token_ids
+        self._extend_hashes(request)
+        lookups = [
+            functools.partial(_find_block, pool, hashes, tokens)
+            for (_, pool), hashes in zip(self._groups, request.block_hashes, strict=True)
+        ]
+        groups = [group for group, _ in self._groups]
+        cached = [functools.partial(_is_cached, lookup) for lookup in lookups]
+        num_tokens = find_prefix(groups, cached, len(tokens) - 1)
+        tables = []
+        for (group, pool), lookup in zip(self._groups, lookups, strict=True):
+            skipped = group.num_skipped_tokens(num_tokens) // group.block_size
+            seen = range(skipped, group.num_blocks(num_tokens))
+            tables.append([pool.null_block] * skipped + [lookup(i) for i in seen])
+        return Hit(num_tokens, tuple(tables))
+
+    def fits(self, request: Request, hit: Hit, max_tokens: int) -> bool:
+        """Whether the free blocks hold all known tokens of a request beside the hit.
+
+        max_tokens: the most tokens of a step.
+        """
+        for (group, pool), table in zip(self._groups, hit.blocks, strict=True):
+            nulls = table.count(pool.null_block)
+            most = group.max_blocks(request.num_tokens, max_tokens)
+            owned = min(most, group.num_blocks(request.num_tokens) - nulls)
+            in_use = sum(not pool.is_free(block) for block in table) - nulls
+            if owned - in_use > pool.num_free:
+                return False
+        return True
+
+    def attach(self, request: Request, hit: Hit) -> None:
+        """Makes a hit the tables of a request that has none."""
+        for (_, pool), table in zip(self._groups, hit.blocks, strict=True):
+            pool.share(table)
+        request.blocks = tuple(list(table) for table in hit.blocks)
+
+    def extend(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
+        """Lengthens a request's tables to hold `num_tokens`.
+
+        Returns the new blocks by cache group; None, and no change, where too few are free.
+        """
+        wanted = []
+        for (group, pool), table in zip(self._groups, request.blocks, strict=True):
+            wanted.append(max(0, group.num_blocks(num_tokens) - len(table)))
+            if wanted[-1] > pool.num_free:
+                return None
+        pools = [pool for _, pool in self._groups]
+        new = tuple(pool.take(n) for pool, n in zip(pools, wanted, strict=True))
+        for table, blocks in zip(request.blocks, new, strict=True):
+            table.extend(blocks)
+        return new
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Lets others share the full blocks of the first `num_tokens`: known, and launched."""
+        tables = zip(self._groups, request.blocks, strict=True)
+        for g, ((group, pool), table) in enumerate(tables):
+            if not pool.enable_caching:
+                continue
+            size = group.block_size
+            # Published blocks, and null ones before them, are a prefix of the table.
+            for i in reversed(range(num_tokens // size)):
+                if table[i] == pool.null_block or pool.is_published(table[i]):
+                    break
+                self._extend_hashes(request)
+                tokens = _slice(request, i * size, (i + 1) * size)
+                pool.publish(table[i], request.block_hashes[g][i], tokens)
+
+    def drop_skipped(self, request: Request, num_computed: int) -> None:
+        """Gives up the blocks that no token after the first `num_computed` sees."""
+        for (group, pool), table in zip(self._groups, request.blocks, strict=True):
+            end = group.num_skipped_tokens(num_computed) // group.block_size
+            start = end
+            while start > 0 and table[start - 1] != pool.null_block:
+                start -= 1
+            if start < end:
+                self.publish(request, num_computed)
+                pool.release(table[start:end])
+                table[start:end] = [pool.null_block] * (end - start)
+
+    def release(self, request: Request) -> None:
+        """Gives up all blocks of a request."""
+        for (_, pool), table in zip(self._groups, request.blocks, strict=True):
+            pool.release(table)
+        request.blocks = ()
+
+    def reset(self) -> bool:
+        """Forgets all prefixes; False, and no change, while a block is in use."""
+        pools = [pool for _, pool in self._groups]
+        idle = all(pool.num_free == pool.num_blocks for pool in pools)
+        return idle and all([pool.reset() for pool in pools])
+
+    def _extend_hashes(self, request: Request) -> None:
+        known = request.block_hashes or tuple([] for _ in self._groups)
+        fulls = [request.num_tokens // group.block_size for group, _ in self._groups]
+        if request.block_hashes and [len(hashes) for hashes in known] == fulls:
+            return
+        tokens = request.token_ids
+        request.block_hashes = tuple(
+            block_hashes(
+                tokens, pool.block_size, group=pool.group, salt=request.cache_salt, known=hashes
+            )
+            for (_, pool), hashes in zip(self._groups, known, strict=True)
+        )
+
+
+def _find_block(
+    pool: BlockPool, hashes: Sequence[bytes], tokens: Sequence[int], i: int
+) -> int | None:
+    size = pool.block_size
+    return pool.lookup(hashes[i], tokens[i * size : (i + 1) * size])
+
+
+def _is_cached(lookup: functools.partial, i: int) -> bool:
+    return lookup(i) is not None
+
+
+def _slice(request: Request, start: int, end: int) -> list[int]:
+    """Returns `request.token_ids[start:end]` without joining prompt and outputs."""
+    prompt, n = request.prompt_token_ids, len(request.prompt_token_ids)
+    return prompt[start:end] + request.output_token_ids[max(0, start - n) : max(0, end - n)]

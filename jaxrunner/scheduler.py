@@ -1,0 +1,281 @@
+"""Decides who computes how many tokens in a step, and who gives way. Knows no JAX.
+
+    output = scheduler.schedule()                # may run again before the next line
+    scheduler.update(output, sampled_token_ids)
+
+Steps may be scheduled ahead of their outputs: a request counts what it will have computed
+(`num_computed`) and been given (`num_in_flight`) once all launched steps are done. Steps run in
+the order of their scheduling, so a block may have a new owner while a step that reads it runs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import heapq
+
+from jaxrunner.block_pool import BlockPool
+from jaxrunner.block_tables import BlockTables, Hit
+from jaxrunner.cache_groups import CacheGroup
+from jaxrunner.request import NewRequest, Request, SchedulerOutput, Status
+
+POLICIES = ("fcfs", "priority")
+
+
+class Scheduler:
+    """Queues of requests, and the KV blocks they compute with."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        pools: Sequence[BlockPool],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        long_prefill_token_threshold: int = 0,
+    ):
+        """long_prefill_token_threshold: most tokens of one request in a step, 0 for no limit.
+
+        Raises:
+          ValueError: an unknown policy, or a pool too small for one request.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}: choose one")
+        for group, pool in zip(groups, pools, strict=True):
+            _check_size(group, pool, max_model_len, max_num_batched_tokens)
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.max_num_batched_tokens, self.policy = max_num_batched_tokens, policy
+        self.running: list[Request] = []  # in the order of their admission
+        self.num_preemptions = 0  # so far
+        self._most_tokens = long_prefill_token_threshold or max_num_batched_tokens
+        self._tables = BlockTables(groups, pools)
+        self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
+        self._requests: dict[str, Request] = {}
+        self._preempted: set[str] = set()  # unfinished requests that ever were
+        self._finished: set[str] = set()  # since the last step
+        self._num_added = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first step, or for their next after a preemption."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own blocks."""
+        return len(self.running)
+
+    def add(self, request: Request) -> None:
+        """Queues a new request.
+
+        Raises:
+          ValueError: no prompt, no room for a token behind it, or an id in use.
+        """
+        name, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise ValueError(f"{name} is unfinished: give each live request its own request_id")
+        if not prompt_len:
+            raise ValueError(f"prompt of {name} must hold at least 1 token, got 0: add a BOS token")
+        if request.max_len > self.max_model_len:
+            raise ValueError(
+                f"max_len of {name} must be at most max_model_len={self.max_model_len}, "
+                f"got {request.max_len}: ask for fewer tokens or raise max_model_len"
+            )
+        if prompt_len >= request.max_len:
+            raise ValueError(
+                f"prompt of {name} has {prompt_len} tokens, max_len={request.max_len} needs room "
+                "for one more: shorten the prompt or raise max_len"
+            )
+        request.arrival, self._num_added = self._num_added, self._num_added + 1
+        self._requests[request.request_id] = request
+        self._wait(request)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plans the next step: running requests first, then waiting ones."""
+        output = SchedulerOutput(finished_req_ids=self._finished)
+        self._finished = set()
+        budget = self._continue(output)
+        for request in output.requests.values():
+            self._commit(request, output)
+        if not output.preempted_req_ids:
+            self._admit(output, budget)
+        return output
+
+    def update(
+        self, output: SchedulerOutput, sampled: Mapping[str, Sequence[int]]
+    ) -> list[tuple[Request, list[int]]]:
+        """Takes in what a step sampled. Outputs must come in the order of their scheduling.
+
+        Returns the requests that gained tokens, with these; the last one may have ended them.
+        """
+        gained = []
+        for request_id, request in output.requests.items():
+            tokens = sampled.get(request_id, ())
+            if request.status is Status.FINISHED or not tokens:
+                continue
+            request.num_in_flight -= 1
+            assert request.num_in_flight >= 0, f"unasked token of request {request_id!r}"
+            gained.append((request, _append(request, tokens)))
+        self._end([request for request, _ in gained if request.finish_reason is not None])
+        return gained
+
+    def finish(
+        self, request_ids: Iterable[str], reason: str, stop_reason: int | str | None = None
+    ) -> None:
+        """Ends requests, waiting or running; ids of others are ignored."""
+        live = [self._requests[r] for r in dict.fromkeys(request_ids) if r in self._requests]
+        for request in live:
+            request.finish_reason, request.stop_reason = reason, stop_reason
+        self._end(live)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False, and no change, while a request runs."""
+        return self._tables.reset()
+
+    def _continue(self, output: SchedulerOutput) -> int:
+        """Plans the running requests. Returns the tokens that are left of the step's budget."""
+        budget = self.max_num_batched_tokens
+        for request in list(self.running):
+            n = min(_num_missing(request), self._most_tokens, budget)
+            if request.status is not Status.RUNNING or n <= 0:
+                continue  # preempted just now, or about to end, or no budget
+            # What launched steps sampled is not known to stand yet.
+            self._tables.drop_skipped(request, min(request.num_computed, request.num_tokens - 1))
+            new = self._tables.extend(request, request.num_computed + n)
+            while new is None:
+                victim = max(self.running, key=self._order)
+                budget += self._preempt(victim, output)
+                if victim is request:
+                    break
+                new = self._tables.extend(request, request.num_computed + n)
+            else:
+                budget -= n
+                output.num_scheduled_tokens[request.request_id] = n
+                output.requests[request.request_id] = request
+                if any(new):
+                    output.new_block_ids[request.request_id] = new
+        return budget
+
+    def _admit(self, output: SchedulerOutput, budget: int) -> None:
+        """Plans waiting requests, in their order, while there is room for them."""
+        while self._waiting and budget > 0 and self.num_running < self.max_num_seqs:
+            request = self._waiting[0][1]
+            if request.num_in_flight:
+                break  # it resumes with all its tokens, and some are not read yet
+            hit = self._tables.find(request)
+            if not self._tables.fits(request, hit, self.max_num_batched_tokens):
+                break
+            heapq.heappop(self._waiting)
+            n = min(request.num_tokens - hit.num_tokens, self._most_tokens, budget)
+            budget -= n
+            self._start(request, hit, n)
+            self.running.append(request)
+            output.scheduled_new_reqs.append(_new_request(request))
+            output.num_scheduled_tokens[request.request_id] = n
+            output.requests[request.request_id] = request
+            # At once, for the next one to share: a layer writes all keys before it reads any.
+            self._commit(request, output)
+
+    def _start(self, request: Request, hit: Hit, n: int) -> None:
+        """Gives a request its cached prefix, and blocks for `n` tokens more."""
+        self._tables.attach(request, hit)
+        new = self._tables.extend(request, hit.num_tokens + n)
+        assert new is not None, "what fits can be taken"
+        request.status, request.num_computed = Status.RUNNING, hit.num_tokens
+        if request.request_id not in self._preempted:
+            request.num_cached_tokens = hit.num_tokens
+
+    def _commit(self, request: Request, output: SchedulerOutput) -> None:
+        """Counts a request's tokens as computed: from here on nothing takes them off the step."""
+        request.num_computed += output.num_scheduled_tokens[request.request_id]
+        if request.num_computed >= request.num_tokens + request.num_in_flight:
+            request.num_in_flight += 1
+        self._tables.publish(request, min(request.num_computed, request.num_tokens))
+
+    def _preempt(self, request: Request, output: SchedulerOutput) -> int:
+        """Takes a running request off the device. Returns the tokens it had in this step."""
+        self._tables.publish(request, min(request.num_computed, request.num_tokens))
+        self._tables.release(request)
+        self.running.remove(request)
+        request.num_computed = 0
+        self._wait(request)
+        self._preempted.add(request.request_id)
+        self.num_preemptions += 1
+        output.preempted_req_ids.add(request.request_id)
+        output.new_block_ids.pop(request.request_id, None)
+        output.requests.pop(request.request_id, None)
+        return output.num_scheduled_tokens.pop(request.request_id, 0)
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        if any(request.status is Status.WAITING for request in requests):
+            gone = {request.request_id for request in requests}
+            self._waiting = [e for e in self._waiting if e[1].request_id not in gone]
+            heapq.heapify(self._waiting)
+        for request in requests:
+            if request.status is Status.RUNNING:
+                # The device need not have computed the last token.
+                self._tables.publish(request, min(request.num_computed, request.num_tokens - 1))
+                self._tables.release(request)
+                self.running.remove(request)
+            request.status, request.num_in_flight = Status.FINISHED, 0
+            del self._requests[request.request_id]
+            self._preempted.discard(request.request_id)
+            self._finished.add(request.request_id)
+
+    def _wait(self, request: Request) -> None:
+        request.status = Status.WAITING
+        heapq.heappush(self._waiting, (self._order(request), request))
+
+    def _order(self, request: Request) -> tuple[int, int]:
+        """Who is first to be admitted, and last to be preempted: the smallest."""
+        return request.priority if self.policy == "priority" else 0, request.arrival
+
+
+def _check_size(group: CacheGroup, pool: BlockPool, max_model_len: int, max_tokens: int) -> None:
+    needed = group.max_blocks(max_model_len, max_tokens)
+    if pool.num_blocks < needed:
+        size = group.block_size
+        raise ValueError(
+            f"num_blocks={pool.num_blocks} holds {pool.num_blocks * size} tokens, one request of "
+            f"max_model_len={max_model_len} needs {needed * size}: "
+            "raise num_blocks or lower max_model_len"
+        )
+
+
+def _num_missing(request: Request) -> int:
+    """Returns how many tokens of a running request can be computed next; 0 if it must end first."""
+    known = request.num_tokens + request.num_in_flight
+    return known - request.num_computed if known < request.max_len else 0
+
+
+def _new_request(request: Request) -> NewRequest:
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        prompt_len=len(request.prompt_token_ids),
+        params=request.params,
+        seed=request.seed,
+        max_len=request.max_len,
+        stop_ids=request.stop_ids,
+        block_ids=tuple(list(table) for table in request.blocks),
+        num_computed=request.num_computed,
+    )
+
+
+def _append(request: Request, tokens: Sequence[int]) -> list[int]:
+    """Gives a request its new tokens up to its end. Returns those it took."""
+    outputs, params = request.output_token_ids, request.params
+    for i, token in enumerate(tokens):
+        outputs.append(token)
+        if token in request.stop_ids and len(outputs) >= params.min_tokens:
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in params.stop_token_ids else None
+        elif request.num_tokens >= request.max_len:
+            request.finish_reason = "length"
+        if request.finish_reason is not None:
+            return list(tokens[: i + 1])
+    return list(tokens)

@@ -1,0 +1,141 @@
+"""Weights of a model: from a checkpoint, to a checkpoint, or random."""
+
+from collections.abc import Iterator
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from jaxrunner import checkpoint, pytree, safetensors_file
+from jaxrunner.config import ModelConfig, check_dtype
+from jaxrunner.model import Model, Source
+from jaxrunner.types import Array
+
+
+def load_params(
+    folder: Path,
+    model: Model,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    sharding_or_device: Any = None,
+    check_nan: bool = False,
+    progress: bool = True,
+) -> Any:
+    """Returns the params of a checkpoint folder, as `dtype`, on their device.
+
+    Nothing is allocated before the whole checkpoint was checked; then at most two weights are on
+    the host at a time, and as many of their parts. With `check_nan`, all values must be finite.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing, no safetensors, or does not hold what
+        `config` needs; names tensors and files.
+    """
+    target = np.dtype(check_dtype("dtype", dtype))
+    sources = _sources(model, config)
+    shapes = {n: s for source in sources for n, s in zip(source.names, source.shapes, strict=True)}
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    found = checkpoint.find(folder, shapes, ignored)
+    files = {path: np.memmap(path, np.uint8, "r") for path, _ in found.values()}
+    leaves = []
+    with tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress) as bar:
+        for source in sources:
+            parts = {}
+            for name in source.names:
+                path, tensor = found[name]
+                parts[f"{path}: {name}"] = safetensors_file.view(files[path], tensor)
+            if check_nan:
+                _check_finite(parts)
+            leaves.append(jax.device_put(_join(source, parts, target), sharding_or_device))
+            # One transfer is on its way while the next weight is joined, not more.
+            jax.block_until_ready(leaves[-2:-1])
+            bar.update(len(parts))
+    return jax.tree.unflatten(jax.tree.structure(_abstract(model, config, dtype)), leaves)
+
+
+def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
+    """Returns params made on the device: norms one, all else normal with deviation 0.02."""
+    key = jax.random.key(seed)
+    leaves, treedef = jax.tree.flatten_with_path(_abstract(model, config, dtype))
+    made = [
+        jnp.ones(leaf.shape, leaf.dtype)
+        if "norm" in str(path[-1])
+        else _normal(jax.random.fold_in(key, i), shape=leaf.shape, dtype=leaf.dtype)
+        for i, (path, leaf) in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, made)
+
+
+def save_checkpoint(
+    folder: Path, model: Model, config: ModelConfig, params: Any, config_json: dict[str, Any]
+) -> None:
+    """Writes model.safetensors and config.json as Hugging Face lays them out.
+
+    The tensors have the dtype of `params`, and config.json says so; one weight at a time is copied
+    to the host.
+    """
+    pairs = list(zip(_sources(model, config), jax.tree.leaves(params), strict=True))
+    tensors = {
+        name: (leaf.dtype, shape)
+        for source, leaf in pairs
+        for name, shape in zip(source.names, source.shapes, strict=True)
+    }
+
+    def arrays() -> Iterator[np.ndarray]:
+        for source, leaf in pairs:
+            # A JAX array keeps the host copy made of it for life: let a copy of it do so.
+            yield from source.split(np.asarray(leaf.copy()))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors_file.write(folder / "model.safetensors", tensors, arrays())
+    # Every transformers reads the old name of the dtype.
+    stored = config_json | {"torch_dtype": pairs[0][1].dtype.name}
+    stored.pop("dtype", None)
+    text = json.dumps(stored, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _sources(model: Model, config: ModelConfig) -> list[Source]:
+    """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`."""
+    return jax.tree.leaves(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
+
+
+def _abstract(model: Model, config: ModelConfig, dtype: str) -> Any:
+    return pytree.abstract(model.params, config.dims | {"param": dtype})
+
+
+def _check_finite(parts: dict[str, np.ndarray]) -> None:
+    for where, part in parts.items():
+        bad = part.size - np.count_nonzero(np.isfinite(part))
+        if bad:
+            raise ValueError(
+                f"{where} holds {bad} of {part.size} values that are NaN or infinite, all must be "
+                "finite: download the checkpoint again, or load it with check_nan=False"
+            )
+
+
+def _join(source: Source, parts: dict[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Makes a weight of its tensors; it shares no memory with their files."""
+    with np.errstate(over="ignore"):  # found below, by name
+        cast = [part.astype(dtype, copy=False) for part in parts.values()]
+    if dtype == np.float16:
+        for (where, part), half in zip(parts.items(), cast, strict=True):
+            if part.dtype != dtype and np.any(np.isinf(half) & np.isfinite(part)):
+                raise ValueError(
+                    f"{where} holds values over 65504, the largest of dtype='float16': "
+                    "use dtype='bfloat16' or 'float32'"
+                )
+    joined = source.join(cast)
+    # The CPU backend may use host memory in place, and a file may change after it was read.
+    shared = any(np.may_share_memory(joined, part) for part in parts.values())
+    return joined.copy() if shared else joined
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jax.random.normal(key, shape, dtype) * 0.02

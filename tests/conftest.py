@@ -1,0 +1,73 @@
+"""What holds for every test: strict JAX, two fake devices, no network."""
+
+import ipaddress
+import os
+import socket
+
+# Read at import by huggingface_hub and transformers, so before anything that imports them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import jax
+import pytest
+
+# Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+try:
+    import hypothesis
+except ImportError:
+    pass  # the tests that use it skip themselves
+else:
+    # The first example compiles, and a loaded machine is no bug: no deadline.
+    hypothesis.settings.register_profile("jaxrunner", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("jaxrunner")
+
+
+def pytest_addoption(parser, pluginmanager):
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds a test may take; without pytest-timeout, no limit")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU, and JAX runs on {jax.default_backend()} here")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Fails a test that looks up or connects to another machine, even where it caught the error."""
+    refused = []
+
+    def refuse_others(function, host_of):
+        def guarded(*args, **kwargs):
+            host = host_of(*args, **kwargs)
+            if not is_local(host):
+                refused.append(host)
+                raise ConnectionRefusedError(f"tests may not reach {host!r}")
+            return function(*args, **kwargs)
+
+        return guarded
+
+    def address_host(sock, address):
+        return address[0] if isinstance(address, tuple) else None  # a path names no machine
+
+    for name in ("connect", "connect_ex"):
+        real = getattr(socket.socket, name)
+        monkeypatch.setattr(socket.socket, name, refuse_others(real, address_host))
+    lookup = refuse_others(socket.getaddrinfo, lambda host, *args, **kwargs: host)
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    yield
+    assert not refused, f"the test reached for {refused}: use a stub on 127.0.0.1"
+
+
+def is_local(host):
+    """Returns whether `host`, a name or an address, is this machine; None is."""
+    name = host.decode() if isinstance(host, bytes) else host
+    try:
+        return name in (None, "", "localhost") or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,230 @@
+"""What must hold of an engine, whatever the batch, the chunks, the cache or the order."""
+
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxrunner.engine import Engine
+from jaxrunner.models.llama import llama
+from jaxrunner.params import SamplingParams
+
+PROMPTS = [
+    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9],
+    [9, 2, 6],
+    [5, 3, 5, 8, 9, 7, 9],
+    [3, 1, 4, 1, 5, 9, 2, 6, 7, 7],
+    [60],
+    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+]
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=12),
+    "sampled": SamplingParams(temperature=1.0, max_tokens=12),
+    "filtered": SamplingParams(temperature=1.3, top_k=9, top_p=0.8, min_p=0.01, max_tokens=12),
+}
+
+
+def params_of(kind: str, i: int) -> SamplingParams:
+    changes = dict(seed=i, max_tokens=9 + i, min_tokens=2 * (i % 2))
+    base = KINDS[kind]
+    return SamplingParams(
+        temperature=base.temperature, top_k=base.top_k, top_p=base.top_p, min_p=base.min_p,
+        stop_token_ids=[7, 30], **changes,
+    )  # fmt: skip
+
+
+def engine(**changes) -> Engine:
+    config, params = tiny.model_and_params()
+    return Engine(llama, config, tiny.engine_config(**changes), params)
+
+
+def run(engine: Engine, prompts, params, order=None) -> list[list[int]]:
+    """Returns the output tokens of each prompt, added in `order`."""
+    requests = {}
+    for i in order if order is not None else range(len(prompts)):
+        requests[i] = engine.add(f"{i}", prompts[i], params[i], priority=i % 2)
+    drain(engine)
+    return [requests[i].output_token_ids for i in range(len(prompts))]
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+        for pool in engine.pools:
+            pool.check(r.blocks[pool.group] for r in engine.scheduler.running)
+    while engine.step():
+        pass
+    assert [p.num_free for p in engine.pools] == [engine.config.num_blocks] * len(engine.pools)
+
+
+@functools.cache
+def alone(kind: str) -> list[list[int]]:
+    """Each prompt's tokens when nothing else is in the engine."""
+    outputs = []
+    for i, prompt in enumerate(PROMPTS):
+        outputs += run(engine(enable_prefix_caching=False), [prompt], [params_of(kind, i)])
+    assert len({tuple(o) for o in outputs}) == len(outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param(dict(async_depth=1), id="sync"),
+        pytest.param(dict(async_depth=3), id="three steps ahead"),
+        pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunks of 5"),
+        pytest.param(dict(max_num_batched_tokens=6, token_buckets=(6,)), id="chunks of 6"),
+        pytest.param(dict(num_blocks=13), id="preempted"),
+        pytest.param(dict(num_blocks=13, policy="priority"), id="preempted by priority"),
+        pytest.param(dict(max_num_seqs=2, decode_buckets=(2,)), id="queued"),
+        pytest.param(dict(decode_buckets=(1, 2, 3, 4, 5), token_buckets=(8, 32)), id="buckets"),
+        pytest.param(dict(block_size=16, num_blocks=15), id="large blocks"),
+    ],
+)
+def test_tokens_depend_on_the_request_alone(kind, changes):
+    params = [params_of(kind, i) for i in range(len(PROMPTS))]
+    e = engine(**changes)
+    assert run(e, PROMPTS, params) == alone(kind)
+    if changes.get("num_blocks") == 13:
+        assert e.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_arrival_changes_nothing(seed):
+    order = np.random.default_rng(seed).permutation(len(PROMPTS)).tolist()
+    params = [params_of("sampled", i) for i in range(len(PROMPTS))]
+    assert run(engine(), PROMPTS, params, order) == alone("sampled")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cached_prefix_changes_nothing(kind):
+    e = engine()
+    params = [params_of(kind, i) for i in range(len(PROMPTS))]
+    for expected_hits in (False, True):
+        requests = [e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params))]
+        drain(e)
+        assert [r.output_token_ids for r in requests] == alone(kind)
+        assert (requests[0].num_cached_tokens > 0) == expected_hits
+
+
+def test_a_prefix_computed_in_the_same_step_is_shared():  # 20
+    e = engine()
+    first, second = PROMPTS[0], PROMPTS[3]
+    a = e.add("a", first, params_of("greedy", 0))
+    b = e.add("b", second, params_of("greedy", 3))
+    e.step()
+    assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 8)
+    assert a.blocks[0][:2] == b.blocks[0][:2]
+    drain(e)
+    assert b.output_token_ids == alone("greedy")[3]
+
+
+def test_greedy_is_the_argmax_of_a_full_forward():  # 33
+    config, weights = tiny.model_and_params()
+    for i, output in enumerate(alone("greedy")):
+        ids = PROMPTS[i] + output
+        logits = tiny.dense_logits(config, weights, ids)
+        free = SamplingParams(temperature=0.0, max_tokens=len(output), ignore_eos=True)
+        got = run(engine(), [PROMPTS[i]], [free])[0]
+        want = tiny.dense_logits(config, weights, PROMPTS[i] + got)
+        assert got == want[len(PROMPTS[i]) - 1 : -1].argmax(-1).tolist()
+        assert logits.shape == (len(ids), config.vocab_size)
+
+
+def test_greedy_ignores_the_seed():  # 33
+    outputs = [
+        run(engine(), [PROMPTS[0]], [SamplingParams(temperature=0.0, seed=s)]) for s in (1, 2)
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_an_aborted_request_leaves_nothing_behind():  # 59
+    e = engine()
+    params = [params_of("sampled", i) for i in range(len(PROMPTS))]
+    kept = [e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params))]
+    for steps, name in enumerate(("waiting", "just launched", "decoding")):
+        e.add(name, [8, 8, 8, 8, 8, steps], SamplingParams(max_tokens=20))
+        for _ in range(steps):
+            e.step()
+        e.abort([name, "unknown"])
+    drain(e)
+    assert [r.output_token_ids for r in kept] == alone("sampled")
+
+
+def test_no_compilation_after_warm_up():  # 25
+    rng = np.random.default_rng(0)
+    e = engine(num_blocks=30, decode_buckets=(2, 5), token_buckets=(8, 32))
+    e.warm_up()
+    warm = len(e.runner.programs.ledger)
+    e.runner.programs.strict = True
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    try:
+        for i in range(200):
+            kind = list(KINDS)[rng.integers(3)]
+            prompt = rng.integers(0, 61, rng.integers(1, 40)).tolist()
+            e.add(f"{i}", prompt, params_of(kind, int(rng.integers(6))))
+            if i % 7 == 3:
+                e.abort([f"{i - 2}"])
+            e.step()
+        drain(e)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert (compiled, len(e.runner.programs.ledger)) == ([], warm)
+
+
+def test_a_compilation_after_warm_up_names_what_differs():
+    e = engine()
+    e.warm_up()
+    e.runner.programs.strict = True
+    e.runner.buckets = tuple(b._replace(num_rows=4) for b in e.runner.buckets)
+    e.add("a", PROMPTS[0], KINDS["greedy"])
+    with pytest.raises(RuntimeError, match=r"no compilation is allowed after warm-up: step, "
+                                           r"num_rows=4, not 5"):  # fmt: skip
+        e.step()
+    fresh = engine()
+    fresh.runner.programs.strict = True
+    fresh.add("a", PROMPTS[0], KINDS["greedy"])
+    with pytest.raises(RuntimeError, match="program 'admit' was never compiled"):
+        fresh.step()
+
+
+@pytest.mark.parametrize(
+    "prompt,params,message",
+    [
+        ([], {}, "prompt"),
+        ([1, 61], {}, "61"),
+        ([1, -1], {}, "-1"),
+        ([1] * 48, {}, "max_model_len=48"),
+        ([1], dict(stop_token_ids=[61]), "stop_token_ids has 61"),
+    ],
+)
+def test_bad_requests_change_nothing(prompt, params, message):
+    e = engine()
+    kept = e.add("kept", PROMPTS[0], params_of("greedy", 0))
+    with pytest.raises(ValueError, match=message):
+        e.add("bad", prompt, SamplingParams(**params))
+    with pytest.raises(ValueError, match="'kept' is unfinished"):
+        e.add("kept", [1], SamplingParams())
+    drain(e)
+    assert kept.output_token_ids == alone("greedy")[0]
+
+
+def test_a_pool_too_small_for_one_request_is_refused():
+    with pytest.raises(ValueError, match="num_blocks=11 holds 44 tokens, one request of "
+                                         "max_model_len=48 needs 48"):  # fmt: skip
+        engine(num_blocks=11)
+
+
+def test_closing_gives_the_state_back():
+    e = engine()
+    e.close()
+    chex.assert_trees_all_equal([x.is_deleted() for x in jax.tree.leaves(e.runner.state)],
+                                [True] * len(jax.tree.leaves(e.runner.state)))  # fmt: skip

@@ -1,0 +1,250 @@
+"""The rules of style that a program can check, on every file there is."""
+
+import ast
+from collections.abc import Iterable, Iterator
+import functools
+import io
+from pathlib import Path
+import re
+import tokenize
+from typing import TypeVar
+
+Node = TypeVar("Node", bound=ast.stmt | ast.expr)
+ROOT = Path(__file__).resolve().parents[1]
+PURE = ("step.py", "types.py", "sampling/", "speculators/", "models/", "kernels_pallas/")
+NO_JAX = ("scheduler", "block_pool", "request", "params")
+SUPPRESSION = re.compile(
+    r"#\s*(noqa|type:\s*ignore|pyright:|mypy:|ruff:|flake8:|pylint:|isort:|pragma:|nosec)"
+)
+RUNS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
+TALKS = {"socket", "socketserver", "http", "urllib", "requests", "xmlrpc", "multiprocessing"}
+WORDS = 12  # letters of a message that tell it from others
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Returns the sources in `folders`, each once: links are not followed."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if path == path.resolve())
+
+
+def package() -> list[Path]:
+    return python_files("jaxrunner", "models", "kernels_pallas")
+
+
+def package_name(path: Path) -> str:
+    """Returns the path inside the package: `models/x.py`, `step.py`."""
+    return path.relative_to(ROOT).as_posix().removeprefix("jaxrunner/")
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), path.name)
+
+
+def nodes(paths: Iterable[Path], *kinds: type[Node]) -> Iterator[tuple[str, Node]]:
+    """Yields each node of `kinds`, with its place."""
+    for path in paths:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, kinds):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def imports(path: Path) -> set[str]:
+    """Returns the full names of the modules that a file imports."""
+    names = set()
+    for _, node in nodes([path], ast.Import, ast.ImportFrom):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        else:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def num_lines(first: ast.stmt, last: ast.stmt) -> int:
+    return (last.end_lineno or last.lineno) - first.lineno + 1
+
+
+def limits(path: Path) -> tuple[int, int]:
+    """Returns the most lines of a file and of a function in it."""
+    return (400, 120) if "kernels_pallas" in path.parts else (300, 50)
+
+
+def test_files_are_short():
+    sizes = {path: len(path.read_text().splitlines()) for path in [*package(), *suite()]}
+    assert not [f"{path}: {n} lines" for path, n in sizes.items() if n > limits(path)[0]]
+
+
+def test_functions_are_short():
+    assert not [
+        f"{place} {node.name}: {num_lines(node, node)} lines"
+        for path in [*package(), *suite()]
+        for place, node in nodes([path], ast.FunctionDef, ast.AsyncFunctionDef)
+        if num_lines(node, node) > limits(path)[1]
+    ]
+
+
+def test_step_reads_at_a_glance():
+    steps = [node for _, node in nodes(named("step.py"), ast.FunctionDef) if node.name == "step"]
+    bodies = [s.body[1:] if ast.get_docstring(s) else s.body for s in steps]
+    assert all(num_lines(body[0], body[-1]) <= 15 for body in bodies)
+
+
+def test_checkers_are_never_silenced():
+    found = []
+    for path in [*package(), *suite()]:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT and SUPPRESSION.match(token.string):
+                found.append(f"{path.relative_to(ROOT)}:{token.start[0]} {token.string}")
+    assert not found
+
+
+def test_nothing_reads_the_environment():
+    names = re.compile(r"(get|put|unset)?env(iron)?b?$")
+    assert not [
+        place
+        for place, node in nodes(package(), ast.Attribute, ast.ImportFrom)
+        if (
+            isinstance(node, ast.Attribute) and is_name(node.value, "os") and names.match(node.attr)
+        )
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and imports_any(node, names))
+    ]
+
+
+def test_nothing_is_global():
+    assert not [place for place, _ in nodes(package(), ast.Global)]
+
+
+def test_device_code_changes_no_object():
+    pure = [path for path in package() if package_name(path).startswith(PURE)]
+    writes = [
+        place
+        for place, node in nodes(pure, ast.Attribute)
+        if isinstance(node.ctx, ast.Store | ast.Del)
+    ]
+    calls = [place for place, node in nodes(pure, ast.Call) if called(node) in SETTERS]
+    assert not writes + calls
+
+
+def test_models_know_no_mesh():
+    words = re.compile("mesh|sharding", re.IGNORECASE)
+    assert not [path for path in python_files("models") if words.search(path.read_text())]
+
+
+def test_the_scheduler_knows_no_jax():
+    found = {}
+    for name in NO_JAX:
+        for module, names in reachable(f"jaxrunner.{name}").items():
+            if any(n.split(".")[0] in ("jax", "jaxlib", "flax") for n in names):
+                found[name] = module
+    assert not found
+
+
+def test_nothing_runs_foreign_code_or_opens_a_port():
+    banned = RUNS_CODE | TALKS
+    found = [f"{p}: {n}" for p in package() for n in imports(p) if n.split(".")[0] in banned]
+    calls = [
+        f"{place} {called(node)}"
+        for place, node in nodes(package(), ast.Call)
+        if called(node) in ("eval", "exec", "__import__", "torch.load")
+        or any(k.arg in ("allow_pickle", "trust_remote_code") for k in node.keywords)
+    ]
+    assert not found + calls
+
+
+def test_every_field_of_a_pytree_declares_its_axes():
+    assert not [
+        f"{place} {node.name}.{ast.unparse(field.target)}"
+        for place, node in nodes(package(), ast.ClassDef)
+        if any(is_name(d, "pytree") for d in node.decorator_list)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and not declares(field)
+    ]
+
+
+def test_every_error_is_tested():
+    said = "\n".join(messages_in_tests())
+    parts = {part for text in said.splitlines() for part in re.split(r"[.\\\[(][*+sdw?]", text)}
+    parts = {part for part in parts if len(part) >= WORDS and " " in part}
+    missed = []
+    for place, node in nodes(package(), ast.Raise):
+        literals = fragments(node)
+        longest = max(literals, key=len, default="")
+        if longest not in said and not any(part in text for part in parts for text in literals):
+            missed.append(f"{place}: {longest!r}")
+    assert not missed, "no test matches these messages:\n" + "\n".join(missed)
+
+
+SETTERS = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
+
+
+def suite() -> list[Path]:
+    return python_files("tests")
+
+
+def named(name: str) -> list[Path]:
+    return [path for path in package() if package_name(path) == name]
+
+
+def is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def imports_any(node: ast.ImportFrom, names: re.Pattern) -> bool:
+    return any(names.match(alias.name) for alias in node.names)
+
+
+def reachable(module: str) -> dict[str, set[str]]:
+    """Returns what each module of ours imports, from `module` on; packages' own files aside."""
+    found, left = {}, [module]
+    while left:
+        name = left.pop()
+        path = ROOT / f"{name.replace('.', '/')}.py"
+        if name not in found and path.is_file():
+            found[name] = imports(path.resolve())
+            left += found[name]
+    return found
+
+
+def declares(field: ast.AnnAssign) -> bool:
+    """Returns whether a field is a `leaf`, static, or another pytree."""
+    if field.value is not None:
+        return isinstance(field.value, ast.Call) and called(field.value) in (
+            "leaf",
+            "each",
+            "static",
+        )
+    return ast.unparse(field.annotation) not in (
+        "Array",
+        "jax.Array",
+        "int",
+        "float",
+        "bool",
+        "str",
+    )
+
+
+def fragments(node: ast.Raise) -> list[str]:
+    """Returns the literal parts of the message that `raise` builds; none if it builds none."""
+    if not isinstance(node.exc, ast.Call):
+        return []
+    inserted = {
+        id(part)
+        for text in ast.walk(node.exc)
+        if isinstance(text, ast.FormattedValue)
+        for part in ast.walk(text)
+    }
+    strings = [n for n in ast.walk(node.exc) if isinstance(n, ast.Constant)]
+    values = [n.value for n in strings if isinstance(n.value, str) and id(n) not in inserted]
+    return [value.strip() for value in values if value.strip()]
+
+
+def messages_in_tests() -> Iterator[str]:
+    """Yields the strings in the tests but for docstrings, free of the escapes of `re`."""
+    for path in suite():
+        for _, node in nodes([path], ast.Constant):
+            if isinstance(node.value, str) and path.name != Path(__file__).name:
+                yield re.sub(r"\\(\W)", r"\1", node.value).replace("\n", " ")
