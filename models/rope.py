@@ -66,7 +66,8 @@ def read_rope(settings: Settings, head_dim: int, max_len: int) -> Rope:
     scaling.expect("partial_rotary_factor", 1.0, 1)
     if kind not in SCALINGS:
         raise ValueError(f"rope_type must be one of {sorted(SCALINGS)}, got {kind!r}")
-    inv_freq = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    # In float32, as models were trained: at long positions the last bit shows.
+    inv_freq = 1 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     inv_freq, rest = SCALINGS[kind](scaling, inv_freq, theta, max_len)
     scaling.finish()
     return Rope(tuple(float(np.float32(f)) for f in inv_freq), **rest)

@@ -1,0 +1,45 @@
+"""Small schedulers and requests, for tests of the scheduler."""
+
+from jaxrunner.block_pool import BlockPool
+from jaxrunner.cache_groups import CacheGroup
+from jaxrunner.params import SamplingParams
+from jaxrunner.request import Request
+from jaxrunner.scheduler import Scheduler
+
+
+def make(num_blocks=40, *, sizes=(4,), windows=(None,), **changes):
+    """Returns a scheduler and its pools, one for each group."""
+    kwargs = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32) | changes
+    groups = [CacheGroup(*group) for group in zip(sizes, windows, strict=True)]
+    pools = [BlockPool(num_blocks, size, g) for g, size in enumerate(sizes)]
+    return Scheduler(groups, pools, **kwargs), pools
+
+
+def new(request_id, prompt, max_tokens=8, *, min_tokens=0, stops=(), eos=(), **kwargs):
+    """Returns a request; an integer prompt is its length, of tokens that no other id shares."""
+    if isinstance(prompt, int):
+        prompt = [1000 * (1 + ord(request_id)) + i for i in range(prompt)]
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(
+            max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=list(stops)
+        ),
+        seed=0,
+        max_len=len(prompt) + max_tokens,
+        stop_ids=frozenset(stops) | frozenset(eos),
+        **kwargs,
+    )
+
+
+def step(scheduler, token=5):
+    """Schedules a step and reads it at once; returns its output."""
+    output = scheduler.schedule()
+    due = [r for r in output.requests.values() if r.num_in_flight]
+    scheduler.update(output, {r.request_id: [token] for r in due})
+    return output
+
+
+def check(scheduler, pools):
+    for g, pool in enumerate(pools):
+        pool.check([request.blocks[g] for request in scheduler.running])

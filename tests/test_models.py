@@ -1,0 +1,64 @@
+"""Every family and variant against Hugging Face transformers, token for token."""
+
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import tiny
+
+from jaxrunner.config import EngineConfig
+from jaxrunner.engine import Engine
+from jaxrunner.params import SamplingParams
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "golden.npz")
+NEW_TOKENS = 64
+PROMPTS = [families.ids(n, seed=n) for n in (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 33, 40, 51, 60)]
+
+
+@pytest.mark.parametrize("variant", families.VARIANTS)
+def test_logits_match_stored_ones(variant):
+    model, config, params = families.model_and_params(variant)
+    want = GOLDEN[variant]
+    got = tiny.dense_logits(config, params, families.ids(40))[-len(want) :]
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def huggingface():
+    pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
+    pytest.importorskip("transformers", reason="the reference needs transformers")
+    import huggingface
+
+    return huggingface
+
+
+@pytest.mark.parametrize("variant", families.VARIANTS)
+def test_greedy_tokens_equal_those_of_transformers(variant, huggingface):
+    model, config, params = families.model_and_params(variant)
+    sizes = dict(max_model_len=128, num_blocks=100, block_size=8, max_num_seqs=16,
+                 max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,))  # fmt: skip
+    engine = Engine(model, config, EngineConfig(**sizes), params)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    requests = [engine.add(f"{i}", p, greedy) for i, p in enumerate(PROMPTS)]
+    while engine.has_unfinished:
+        engine.step()
+    reference = huggingface.model(variant)
+    for i, request in enumerate(requests):
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        assert len(output) == NEW_TOKENS
+        if "dynamic" in variant or i % 8 == 5:
+            assert output == huggingface.greedy(reference, prompt, NEW_TOKENS)
+            continue
+        # Each token is the likeliest one after those before it: by induction, what generate gives.
+        logits = huggingface.logits(reference, prompt + output)
+        assert output == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("variant", families.VARIANTS)
+def test_logits_match_transformers(variant, huggingface):
+    _, config, params = families.model_and_params(variant)
+    ids = families.ids(100, seed=1)
+    reference = huggingface.model(variant)
+    got, want = tiny.dense_logits(config, params, ids), huggingface.logits(reference, ids)
+    np.testing.assert_allclose(got, want, atol=1e-4)
