@@ -115,7 +115,7 @@ class BlockTables:
         """Forgets all prefixes; False, and no change, while a block is in use."""
         pools = [pool for _, pool in self._groups]
         idle = all(pool.num_free == pool.num_blocks for pool in pools)
-        return idle and all([pool.reset() for pool in pools])
+        return idle and all(pool.reset() for pool in pools)
 
     def _extend_hashes(self, request: Request) -> None:
         known = request.block_hashes or tuple([] for _ in self._groups)

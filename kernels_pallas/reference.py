@@ -126,7 +126,8 @@ def dense_attention(
     """Causal attention without a cache, for training: T is `batch_size` equal sequences."""
     split = [x.reshape(batch_size, -1, *x.shape[1:]) for x in (q, k, v)]
     window = None if spec.window is None else (spec.window - 1, 0)
-    out = jax.nn.dot_product_attention(
-        *split, scale=spec.scale, is_causal=True, local_window_size=window
-    )
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        out = jax.nn.dot_product_attention(
+            *split, scale=spec.scale, is_causal=True, local_window_size=window
+        )
     return out.reshape(q.shape), None

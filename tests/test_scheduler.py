@@ -55,7 +55,8 @@ def test_priority_is_admitted_before_arrival():
 def test_whole_known_sequence_must_fit_at_admission():
     scheduler, _ = make(8, max_num_batched_tokens=8)
     scheduler.add(new("a", 14))
-    step(scheduler), step(scheduler)
+    step(scheduler)
+    step(scheduler)
     scheduler.add(new("b", 17))
     assert list(step(scheduler).num_scheduled_tokens) == ["a"]
     assert scheduler.num_waiting == 1
@@ -210,7 +211,7 @@ def test_engine_that_cannot_hold_one_request_is_refused():
     with pytest.raises(ValueError, match=text):
         make(12, max_model_len=64)
     make(12, windows=(9,), max_model_len=64)
-    with pytest.raises(ValueError, match="num_blocks=6 holds 24 tokens, .* needs 28: raise"):
+    with pytest.raises(ValueError, match=r"num_blocks=6 holds 24 tokens, .* needs 28: raise"):
         make(6, windows=(9,), max_model_len=64)
 
 

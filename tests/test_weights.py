@@ -6,6 +6,7 @@ import tracemalloc
 from checkpoints import (
     NEEDS_TORCH,
     Q1,
+    TINY,
     assert_same,
     dtypes,
     load,

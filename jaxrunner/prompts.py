@@ -1,0 +1,125 @@
+"""Reads what a user passes as prompts. An error is its own prompt's alone. Knows no JAX."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+import numbers
+import reprlib
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.tokenizer import Tokenizer
+
+KEYS = ("prompt", "prompt_token_ids")
+FORMS = 'a str, {"prompt": str} or {"prompt_token_ids": [int, ...]}'
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A prompt as text, as token ids, or as the error that it is."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    error: TypeError | ValueError | None = None
+
+    def resolve(self, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+        """Returns the prompt's text, None where only ids were given, and its token ids.
+
+        Raises:
+          TypeError, ValueError: the prompt is bad, or is text and there is no tokenizer.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.token_ids is not None:
+            return self.text, self.token_ids
+        if tokenizer is None:
+            raise ValueError(
+                "prompt is text and skip_tokenizer_init=True leaves no tokenizer: "
+                "pass prompt_token_ids"
+            )
+        return self.text, tokenizer.encode(self.text or "")
+
+
+def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
+    """Returns one prompt, or each of a list, parsed; a bad one of a list carries its error.
+
+    Raises:
+      TypeError: `prompts` as a whole is neither.
+    """
+    if isinstance(prompts, str | dict):
+        return [_parse(prompts)]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise TypeError(f"prompts must be {FORMS}, or a list of them, {_got(prompts)}")
+    if prompts and all(_is_integer(item) for item in prompts):
+        raise TypeError(
+            "prompts is a list of integers, which may be one prompt or many: "
+            'for one pass {"prompt_token_ids": [...]}'
+        )
+    return [_parse(prompt) for prompt in prompts]
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Checks that a model can take a prompt and add a token.
+
+    Raises:
+      TypeError: an id is not an integer.
+      ValueError: it is empty, too long, or has an id beyond the logits' width.
+    """
+    if not len(token_ids):
+        raise ValueError("prompt has 0 tokens, a model needs 1 to go on from: pass some text")
+    if len(token_ids) >= max_model_len:
+        raise ValueError(
+            f"prompt has {len(token_ids)} tokens, max_model_len={max_model_len} leaves room for "
+            f"{max_model_len - 1}: shorten it or raise max_model_len"
+        )
+    for i, token_id in enumerate(_integers(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"prompt_token_ids[{i}]={token_id} is out of range, the model's ids are 0 to "
+                f"{vocab_size - 1}: encode with the model's own tokenizer"
+            )
+
+
+def _parse(prompt: Any) -> ParsedPrompt:
+    try:
+        return ParsedPrompt(text=prompt) if isinstance(prompt, str) else _parse_dict(prompt)
+    except (TypeError, ValueError) as error:
+        return ParsedPrompt(error=error)
+
+
+def _parse_dict(prompt: Any) -> ParsedPrompt:
+    """Reads a text, ids, or ids with the text they stand for."""
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a prompt must be {FORMS}, {_got(prompt)}")
+    if unknown := [key for key in prompt if key not in KEYS]:
+        raise ValueError(
+            f"prompt has unknown keys {reprlib.repr(unknown)}: use {' or '.join(KEYS)}"
+        )
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if not given:
+        raise ValueError(f"prompt is a dict without a prompt: set {' or '.join(KEYS)}")
+    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"prompt must be a str, {_got(text)}")
+    if ids is not None and (
+        isinstance(ids, str | bytes | dict) or not isinstance(ids, Sequence | np.ndarray)
+    ):
+        raise TypeError(f"prompt_token_ids must be a list of integers, {_got(ids)}")
+    return ParsedPrompt(text, None if ids is None else _integers(ids))
+
+
+def _integers(values: Iterable[Any]) -> list[int]:
+    """Returns ids as plain integers."""
+    values = list(values)
+    for i, value in enumerate(values):
+        if not _is_integer(value):
+            raise TypeError(f"prompt_token_ids[{i}] must be an integer, {_got(value)}")
+    return [int(value) for value in values]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _got(value: Any) -> str:
+    return f"got {reprlib.repr(value)} of {type(value).__name__}"

@@ -1,0 +1,167 @@
+"""Text to token ids and back, as a checkpoint's tokenizer.json says. Knows no JAX."""
+
+from collections.abc import Iterable
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer`, at `inner`, with the special tokens and the chat template."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        chat_template: str | None = None,
+    ):
+        # Files may ask for the length or padding of some batch in training.
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner = inner
+        self.bos_token, self.eos_token, self.pad_token = bos_token, eos_token, pad_token
+        self.chat_template = chat_template
+        self.bos_token_id = _token_id(inner, "bos_token", bos_token)
+        self.eos_token_id = _token_id(inner, "eos_token", eos_token)
+        self.pad_token_id = _token_id(inner, "pad_token", pad_token)
+        added = inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """Reads a folder as Hugging Face's libraries save one.
+
+        Raises:
+          FileNotFoundError: it has no tokenizer.json.
+          ValueError: a file is broken.
+        """
+        folder = Path(path)
+        config = _read_json(folder / "tokenizer_config.json")
+        tokens = _read_json(folder / "special_tokens_map.json") | {
+            name: token for name, token in config.items() if token is not None
+        }
+        return cls(
+            _read_tokenizer(folder),
+            bos_token=_content(tokens, "bos_token"),
+            eos_token=_content(tokens, "eos_token"),
+            pad_token=_content(tokens, "pad_token"),
+            chat_template=_chat_template(folder, config),
+        )
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __contains__(self, token_id: int) -> bool:
+        """Whether an id is that of a token; a model's logits may be wider than its vocabulary."""
+        return 0 <= token_id < 2**32 and self.inner.id_to_token(int(token_id)) is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens there are, added ones included; the logits may be wider."""
+        return self.inner.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of a text.
+
+        Raises:
+          TypeError, ValueError: it is not a text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text to encode must be a str, got {type(text).__name__}: pass a str")
+        if not text.isascii():
+            _check_unicode(text)
+        return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids; an id that no token has is left out."""
+        known = [int(i) for i in ids if i in self]
+        return self.inner.decode(known, skip_special_tokens=skip_special_tokens)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text has half a surrogate pair at character {error.start}, which no UTF-8 holds: "
+            "remove it"
+        ) from error
+
+
+def _token_id(inner: tokenizers.Tokenizer, name: str, token: str | None) -> int | None:
+    if token is None:
+        return None
+    found = inner.token_to_id(token)
+    if found is None and name != "pad_token":  # nothing is padded with it here
+        raise ValueError(
+            f"{name}={token!r} is not in the vocabulary: correct tokenizer_config.json"
+        )
+    return found
+
+
+def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = [name for name in OTHER_FORMATS if (folder / name).is_file()]
+        found = f"{' and '.join(others)} cannot be read" if others else "the folder has none"
+        raise FileNotFoundError(
+            f"{path} is missing and {found}: save one with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    # `tokenizers` raises bare Exceptions.
+    except Exception as error:
+        raise ValueError(f"{path} is not a tokenizer ({error}): fetch it again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns an optional file's object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): fetch it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold an object, got {type(value).__name__}: fetch it again")
+    return value
+
+
+def _content(tokens: dict[str, Any], name: str) -> str | None:
+    """Returns a special token, which the file spells as a string or as an `AddedToken`."""
+    token = tokens.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is not None and not isinstance(token, str):
+        raise ValueError(
+            f"{name} must be a string or hold one as content, got {token!r}: correct it"
+        )
+    return token
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Returns the template of its own file, or the (default) one of the configuration."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}): fetch it again") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"chat_template of tokenizer_config.json must be a string, or a list with one named "
+            f"default, got {type(template).__name__}: correct it"
+        )
+    return template

@@ -1,0 +1,120 @@
+"""A device for tests of the scheduler: it knows of which prefix each KV slot holds the KV.
+
+Before it computes a token it looks at every KV slot that the token attends to: there must be the
+KV of this very prefix. So a block that is freed too early, shared wrongly or found before it is
+computed fails the step that reads it.
+"""
+
+from collections.abc import Sequence
+
+from jaxrunner.cache_groups import CacheGroup
+from jaxrunner.request import NewRequest, Request, SchedulerOutput
+
+VOCAB_SIZE = 40
+
+
+def extend(key: int, token: int) -> int:
+    """Returns the name of a prefix that is one token longer."""
+    return hash((key, token))
+
+
+def prefixes(tokens, salt: bytes) -> list[int]:
+    """Returns the names of all prefixes of `tokens`; the KV of a token is that of its prefix."""
+    keys, key = [], hash(tuple(salt))
+    for token in tokens:
+        keys.append(key := extend(key, token))
+    return keys
+
+
+def next_token(key: int) -> int:
+    return (key >> 5) % VOCAB_SIZE
+
+
+def ends(outputs: list[int], length: int, max_len: int, stop_ids, min_tokens: int) -> bool:
+    """The device's rule, in its own words."""
+    return length >= max_len or (outputs[-1] in stop_ids and len(outputs) >= min_tokens)
+
+
+def alone(request: Request) -> list[int]:
+    """Returns the outputs of a request that has the device for itself."""
+    prompt, outputs = request.prompt_token_ids, []
+    key = prefixes(prompt, request.cache_salt)[-1]
+    while True:
+        outputs.append(next_token(key))
+        length = len(prompt) + len(outputs)
+        if ends(outputs, length, request.max_len, request.stop_ids, request.params.min_tokens):
+            return outputs
+        key = extend(key, outputs[-1])
+
+
+class Row:
+    """A request as the device sees it."""
+
+    def __init__(self, new: NewRequest, salt: bytes):
+        self.new, self.tokens, self.salt = new, list(new.token_ids), salt
+        self.keys = prefixes(self.tokens, salt)
+        self.tables = [list(ids) for ids in new.block_ids]
+        self.num_computed, self.done = new.num_computed, False
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.keys.append(extend(self.keys[-1], token))
+        new, outputs = self.new, self.tokens[self.new.prompt_len :]
+        length, least = len(self.tokens), self.new.params.min_tokens
+        self.done = ends(outputs, length, new.max_len, new.stop_ids, least)
+
+
+class Device:
+    """Executes steps: table updates, then all writes, then all reads, then samples."""
+
+    def __init__(self, groups: Sequence[CacheGroup], num_blocks: int, max_num_seqs: int):
+        self.groups, self.num_blocks, self.max_num_seqs = groups, num_blocks, max_num_seqs
+        self.rows: dict[str, Row] = {}
+        sizes = [num_blocks * group.block_size for group in groups]
+        self.kv: list[list[int | None]] = [[None] * size for size in sizes]
+        self.num_no_ops = 0  # requests that had ended before a step that was to compute them
+
+    def run(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        for request_id in output.finished_req_ids | output.preempted_req_ids:
+            self.rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.request_id not in self.rows
+            self.rows[new.request_id] = Row(new, output.requests[new.request_id].cache_salt)
+        assert len(self.rows) <= self.max_num_seqs
+        for request_id, ids in output.new_block_ids.items():
+            for table, blocks in zip(self.rows[request_id].tables, ids, strict=True):
+                table.extend(blocks)
+        counts = output.num_scheduled_tokens
+        rows = [(r, self.rows[r], n) for r, n in counts.items() if not self.rows[r].done]
+        self.num_no_ops += len(counts) - len(rows)
+        for _, row, n in rows:
+            assert row.num_computed + n <= len(row.tokens), "a token that does not exist"
+            self.write(row, n)
+        for _, row, n in rows:
+            self.read(row, n)
+        return {r: [] for r in counts} | {r: self.sample(row, n) for r, row, n in rows}
+
+    def write(self, row: Row, n: int) -> None:
+        for g, group in enumerate(self.groups):
+            for position in range(row.num_computed, row.num_computed + n):
+                self.kv[g][self.slot(row, g, group, position)] = row.keys[position]
+
+    def read(self, row: Row, n: int) -> None:
+        """Checks what the first to the last of `n` tokens see."""
+        for g, group in enumerate(self.groups):
+            first = 0 if group.window is None else max(0, row.num_computed - group.window + 1)
+            for position in range(first, row.num_computed + n):
+                held = self.kv[g][self.slot(row, g, group, position)]
+                assert held == row.keys[position], f"foreign KV at {position} in group {g}"
+
+    def slot(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
+        block = row.tables[g][position // group.block_size]
+        assert 0 <= block < self.num_blocks, "the null block is read"
+        return block * group.block_size + position % group.block_size
+
+    def sample(self, row: Row, n: int) -> list[int]:
+        row.num_computed += n
+        if row.num_computed < len(row.tokens):
+            return []
+        row.append(next_token(row.keys[-1]))
+        return row.tokens[-1:]

@@ -1,0 +1,202 @@
+"""Random loads on a scheduler, executed in order, and as late as may be, by a fake device."""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+import random
+
+from fake_device import VOCAB_SIZE, Device, alone
+import pytest
+
+from jaxrunner.block_pool import BlockPool
+from jaxrunner.cache_groups import CacheGroup
+from jaxrunner.params import SamplingParams
+from jaxrunner.request import Request, SchedulerOutput, Status
+from jaxrunner.scheduler import Scheduler
+
+NUM_STEPS = 3000  # of each load
+EOS = 3
+SALTS = (b"", b"", b"", b"tenant")
+
+
+@dataclass(frozen=True)
+class Load:
+    """A scheduler's configuration, and how far it runs ahead of the device."""
+
+    depth: int = 1
+    policy: str = "fcfs"
+    groups: tuple[CacheGroup, ...] = (CacheGroup(4),)
+    num_blocks: int = 20
+    max_num_seqs: int = 6
+    budget: int = 16
+    threshold: int = 0
+    max_model_len: int = 48
+    caching: bool = True
+
+
+FULL, WINDOW = CacheGroup(4), CacheGroup(4, window=9)
+LOADS = {
+    "sync": Load(),
+    "sync priority": Load(policy="priority", num_blocks=14),
+    "async": Load(depth=2),
+    "async tiny pool": Load(depth=2, num_blocks=12),
+    "async priority": Load(depth=2, policy="priority", num_blocks=14),
+    "async three deep": Load(depth=3, num_blocks=14, threshold=5),
+    "three deep priority": Load(depth=3, policy="priority", num_blocks=13, budget=9),
+    "window": Load(depth=2, groups=(WINDOW,), num_blocks=13),
+    "tightest window": Load(depth=2, groups=(CacheGroup(2, window=3),), num_blocks=5, budget=6),
+    "window and full": Load(depth=2, groups=(FULL, WINDOW), policy="priority", num_blocks=16),
+    "two block sizes": Load(depth=3, groups=(CacheGroup(2, window=6), FULL), num_blocks=26),
+    "no caching": Load(depth=2, num_blocks=14, caching=False),
+}
+
+
+class Driver:
+    """Adds, aborts, schedules and reads at random; checks what must always hold."""
+
+    def __init__(self, load: Load, seed: int):
+        self.load, self.rng, self.seen = load, random.Random(seed), Counter()
+        self.pools = [
+            BlockPool(load.num_blocks, group.block_size, g, load.caching)
+            for g, group in enumerate(load.groups)
+        ]
+        self.scheduler = Scheduler(
+            load.groups, self.pools, max_num_seqs=load.max_num_seqs, policy=load.policy,
+            max_num_batched_tokens=load.budget, max_model_len=load.max_model_len,
+            long_prefill_token_threshold=load.threshold,
+        )  # fmt: skip
+        self.device = Device(load.groups, load.num_blocks, load.max_num_seqs)
+        self.queue: deque[SchedulerOutput] = deque()
+        self.requests: list[Request] = []
+        self.gained: dict[Request, list[int]] = {}
+        self.bases = [self.tokens(self.rng.randint(8, 30)) for _ in range(3)]
+
+    def tokens(self, n: int) -> list[int]:
+        return [self.rng.randrange(VOCAB_SIZE) for _ in range(n)]
+
+    def add(self) -> None:
+        """Adds a request; many continue a prefix, some under an id that just became free."""
+        rng, length = self.rng, self.load.max_model_len
+        base = rng.choice(self.bases + [r.token_ids for r in self.requests[-4:]])
+        prompt = base[: rng.randint(0, len(base))] + self.tokens(rng.randint(1, 8))
+        prompt = prompt[: rng.randint(length // 2, length - 1)]
+        max_len = min(length, len(prompt) + rng.randint(1, 24))
+        stops = rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1]))
+        params = SamplingParams(
+            max_tokens=max_len - len(prompt),
+            min_tokens=rng.randint(0, min(4, max_len - len(prompt))),
+            stop_token_ids=stops,
+        )
+        live = {r.request_id for r in self.requests if r.status is not Status.FINISHED}
+        request = Request(
+            request_id=rng.choice([str(i) for i in range(40) if str(i) not in live]),
+            prompt_token_ids=prompt, params=params, seed=0, max_len=max_len,
+            stop_ids=frozenset({EOS, *stops}), priority=rng.randint(0, 3),
+            cache_salt=rng.choice(SALTS),
+        )  # fmt: skip
+        self.scheduler.add(request)
+        self.requests.append(request)
+
+    def step(self) -> None:
+        """Schedules up to `depth` steps ahead, then reads the oldest."""
+        while sum(bool(output.requests) for output in self.queue) < self.load.depth:
+            if not self.schedule():
+                break
+        while self.queue:
+            output = self.queue.popleft()
+            sampled = self.device.run(output)
+            if output.requests:
+                self.update(output, sampled)
+                break
+
+    def schedule(self) -> bool:
+        output = self.scheduler.schedule()
+        self.queue.append(output)
+        self.seen["steps"] += bool(output.requests)
+        self.seen["hits"] += sum(new.num_computed > 0 for new in output.scheduled_new_reqs)
+        assert output.total_num_scheduled_tokens <= self.load.budget
+        assert min(output.num_scheduled_tokens.values(), default=1) > 0
+        assert self.scheduler.num_running <= self.load.max_num_seqs
+        assert output.num_scheduled_tokens.keys() == output.requests.keys()
+        assert output.new_block_ids.keys() <= output.requests.keys()
+        assert not output.preempted_req_ids & output.requests.keys()
+        assert not (output.preempted_req_ids and output.scheduled_new_reqs)
+        self.check()
+        return bool(output.requests)
+
+    def update(self, output: SchedulerOutput, sampled) -> None:
+        running = set(self.scheduler.running)
+        for request, tokens in self.scheduler.update(output, sampled):
+            self.gained.setdefault(request, []).extend(tokens)
+            late = request not in running
+            self.seen["late"] += late
+            self.seen["late end"] += late and request.status is Status.FINISHED
+        self.check()
+
+    def disturb(self) -> None:
+        """Aborts a request now and then; rarely all, and forgets what they computed."""
+        live = [r.request_id for r in self.requests if r.status is not Status.FINISHED]
+        if live and self.rng.random() < 0.02:
+            self.scheduler.finish([self.rng.choice(live)], "abort")
+        if self.rng.random() < 0.01:
+            self.scheduler.finish(live, "abort")
+            assert self.scheduler.reset_prefix_cache()
+            self.seen["resets"] += 1
+
+    def check(self) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.num_waiting
+        for g, pool in enumerate(self.pools):
+            pool.check([request.blocks[g] for request in running])
+            self.seen["windowed"] += any(pool.null_block in r.blocks[g] for r in running)
+        unfinished = sum(r.status is not Status.FINISHED for r in self.requests)
+        assert unfinished == len(running) + waiting
+
+    def run(self) -> None:
+        """Runs the load, then lets it drain, unless it makes no progress."""
+        idle = 0
+        while self.seen["steps"] < NUM_STEPS:
+            before = self.seen["steps"]
+            if self.scheduler.num_waiting < 4 and self.rng.random() < 0.4:
+                self.add()
+            self.disturb()
+            self.step()
+            self.requests = self.judge()
+            idle = 0 if self.seen["steps"] > before else idle + 1
+            assert idle < 20, "no progress"
+        for _ in range(500):
+            self.step()
+            if not self.scheduler.has_unfinished and not self.queue:
+                break
+        self.requests = self.judge()
+
+    def judge(self) -> list[Request]:
+        """Compares each ended request with a run alone. Returns the others."""
+        for request in self.requests:
+            if request.status is Status.FINISHED:
+                wanted, outputs = alone(request), request.output_token_ids
+                assert outputs == self.gained.get(request, [])
+                cut = request.finish_reason == "abort"
+                assert outputs == (wanted[: len(outputs)] if cut else wanted)
+                assert request.num_in_flight == 0
+                self.seen[request.finish_reason] += 1
+        return [r for r in self.requests if r.status is not Status.FINISHED]
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_any_load_computes_what_each_request_would_alone(name):
+    load = LOADS[name]
+    driver = Driver(load, seed=1)
+    driver.run()
+    assert not driver.requests and not driver.scheduler.running
+    assert all(pool.num_free == load.num_blocks for pool in driver.pools)
+    # Everything that can go wrong was tried.
+    seen = driver.seen
+    seen["preempted"], seen["no-op"] = driver.scheduler.num_preemptions, driver.device.num_no_ops
+    least = dict(steps=NUM_STEPS, preempted=30, stop=50, length=100, abort=50, resets=10)
+    if load.depth > 1:
+        least |= {"late": 30, "late end": 3, "no-op": 100}
+    if load.caching:
+        least["hits"] = 20
+    if any(group.window for group in load.groups):
+        least["windowed"] = 3000
+    assert not {key: seen[key] for key, n in least.items() if seen[key] < n}
+    assert load.caching or not seen["hits"]
