@@ -95,6 +95,7 @@ class BlockPool:
         assert not counts.keys() & self._free.keys(), "a block in use is free"
         listed = [(h, block) for h, blocks in self._blocks_of.items() for block in blocks]
         held = [(h, block) for block, (h, _) in self._published.items()]
+        assert all(self._blocks_of.values()), "a hash without blocks is kept"
         assert sorted(listed) == sorted(held), "hashes of blocks and blocks of hashes differ"
 
     def _forget(self, block: int) -> None:

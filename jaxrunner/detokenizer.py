@@ -1,6 +1,7 @@
 """Text of tokens as they come, and the stop strings in it. Knows no JAX."""
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import NamedTuple
 
 from jaxrunner.params import SamplingParams
@@ -40,16 +41,20 @@ class Detokenizer:
 
     def append(self, ids: Sequence[int]) -> str:
         """Takes in tokens. Returns the characters that are certain now."""
-        self._ids += self._visible(ids)
+        # One by one: two characters at once would hide where the first one ends.
+        return "".join([self._append(token_id) for token_id in self._visible(ids)])
+
+    def flush(self) -> str:
+        """Returns what was held back, complete or not."""
+        return self._finish(self._pending())
+
+    def _append(self, token_id: int) -> str:
+        self._ids.append(token_id)
         pending = self._pending()
         broken = len(pending) - len(pending.rstrip(BROKEN))
         if broken and len(self._ids) - self._read <= MAX_PENDING:
             return self._show(pending[: len(pending) - min(broken, MAX_BROKEN)])
         return self._finish(pending)
-
-    def flush(self) -> str:
-        """Returns what was held back, complete or not."""
-        return self._finish(self._pending())
 
     def _finish(self, pending: str) -> str:
         delta = self._show(pending)
@@ -63,7 +68,8 @@ class Detokenizer:
         """Returns what `text`, the certain part of `_pending`, adds to what is shown of it."""
         if len(text) <= len(self._shown) and self._shown.startswith(text):
             return ""
-        delta = text.removeprefix(self._shown)
+        # Not all of `_shown`: half a character at a prompt's end may have become a whole one.
+        delta = text[len(commonprefix([self._shown, text])) :]
         self._shown = text
         self._parts.append(delta)
         return delta

@@ -1,5 +1,6 @@
 """From a model's name to the folder that holds it. Fetches no pickle and no code."""
 
+import os
 from pathlib import Path
 import re
 
@@ -27,10 +28,10 @@ def resolve(
       FileNotFoundError: there is no such folder or model, or no way to it from here.
       ValueError: `model` is neither a folder nor a name of the form owner/name.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    path = os.path.expanduser(model)  # os.path's functions say no where pathlib's raise
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path):
         raise ValueError(f"model={str(model)!r} is a file: give the folder that holds it")
     if isinstance(model, Path) or model.startswith((".", "/", "~")):
         raise FileNotFoundError(f"model={str(model)!r} is no folder on this machine: correct it")

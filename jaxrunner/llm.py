@@ -200,6 +200,12 @@ class LLM:
             raise RuntimeError("this LLM is closed: build another one")
         prompts = parse_prompts(prompts)
         params = self._one_each("sampling_params", sampling_params or self._defaults, len(prompts))
+        for param in params:
+            if not isinstance(param, SamplingParams):
+                raise TypeError(
+                    f"sampling_params must be a SamplingParams, got {type(param).__name__}: "
+                    "pass SamplingParams(...), or a list of them"
+                )
         priorities = self._one_each("priority", priority or 0, len(prompts))
         states: list[RequestState] = []
         try:

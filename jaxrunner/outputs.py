@@ -38,7 +38,6 @@ class RequestMetrics:
     """When things happened to a request, on `time.monotonic`'s clock; None is not yet."""
 
     arrival_s: float
-    first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
 

@@ -125,7 +125,7 @@ def _plain(name: str, value: Any, bound: _Bound) -> Any:
     """Returns `value` as `bound.kind`, None where that is allowed."""
     if value is None and bound.optional:
         return None
-    got = value.item() if isinstance(value, np.generic) else value
+    got: Any = value.item() if isinstance(value, np.generic) else value
     kinds = (int, float) if bound.kind is float else (bound.kind,)
     if type(got) not in kinds:
         raise TypeError(

@@ -1,15 +1,11 @@
 """Jinja for templates of strangers: no attribute escapes, and bounds on time and size.
 
 What a template computes is bounded where it is computed: loops, calls and operators look at the
-clock, and text and lists are measured before they are made. Knows no JAX.
+clock, and text and lists are measured before they are made. One comparison or hash of a value
+that contains itself many times is not bounded. Knows no JAX.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
 import functools
-import itertools
-import json
-import time
 from typing import Any
 
 import jinja2
@@ -17,21 +13,28 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_TEMPLATE = 2**18  # characters; those of known models have up to 30,000
-MAX_SIZE = 2**24  # characters written in a rendering, or of one value
-MAX_NUMBER = 10**5  # iterations of a range, widths, indentations
-MAX_SECONDS = 5.0
-GUARD = "the guard"  # a key of the context that no template can spell
+from jaxrunner.sandbox_guard import (
+    CONCAT,
+    FILTERS,
+    GLOBALS,
+    GUARD,
+    STEPS,
+    Guard,
+    measured,
+    replaced_size,
+    result_size,
+    write,
+)
 
-# Filters that neither pad, nor wrap, nor repeat, nor draw random numbers.
-FILTERS = """abs attr capitalize count d default dictsort e escape first float forceescape
-    groupby int items last length list lower map max min reject rejectattr reverse round safe
-    select selectattr sort string striptags sum title trim unique upper urlencode
-    wordcount""".split()
-METHODS = """capitalize casefold count encode endswith find index isalnum isalpha isascii isdecimal
-    isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join lower lstrip
-    partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split
-    splitlines startswith strip swapcase title upper""".split()
+MAX_TEMPLATE = 2**18  # characters; those of known models have up to 30,000
+# Filters and methods that neither pad, nor wrap, nor repeat, nor draw random numbers.
+PLAIN_FILTERS = """abs attr capitalize count d default dictsort e escape first float forceescape
+    groupby int items last length list lower map max min reject rejectattr reverse safe select
+    selectattr sort striptags title trim truncate unique upper urlencode wordcount""".split()
+METHODS = """capitalize casefold copy count endswith find get index isalnum isalpha isascii
+    isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper items join
+    keys lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit
+    rstrip split splitlines startswith strip swapcase title upper values""".split()
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
@@ -54,47 +57,6 @@ def render(source: str, variables: dict[str, Any]) -> str:
         raise ValueError(f"chat template failed with {type(error).__name__}: {error}") from error
 
 
-class Guard:
-    """The clock and the sizes of one rendering."""
-
-    def __init__(self):
-        self._end = time.monotonic() + MAX_SECONDS
-        self._written = 0
-
-    def tick(self) -> None:
-        """Raises once the time is over."""
-        if time.monotonic() > self._end:
-            raise ValueError(f"rendering takes longer than {MAX_SECONDS} s: simplify the template")
-
-    def write(self, value: Any) -> Any:
-        """Counts a value that becomes output, also where that is captured."""
-        self._written += self.size(value)
-        self.fits(self._written)
-        return value
-
-    def fits(self, size: int) -> None:
-        """Raises if a value would have more than `MAX_SIZE` characters or items."""
-        self.tick()
-        if size > MAX_SIZE:
-            raise ValueError(
-                f"rendering makes a value of {size} characters or items, "
-                f"the limit is {MAX_SIZE}: simplify the template"
-            )
-
-    def size(self, value: Any) -> int:
-        """Returns about how many characters a value takes, its parts each time they occur."""
-        total, left = 0, [value]
-        while left:
-            item = left.pop()
-            if isinstance(item, dict):
-                left += itertools.chain(item.keys(), item.values())
-            elif isinstance(item, list | tuple | set | frozenset):
-                left += item
-            total += len(item) if isinstance(item, str | bytes) else 4
-            self.fits(total + len(left))
-        return total
-
-
 class Environment(ImmutableSandboxedEnvironment):
     """Jinja as Hugging Face configures it, with a `Guard` in the context of each rendering."""
 
@@ -107,40 +69,79 @@ class Environment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,
             extensions=["jinja2.ext.loopcontrols", Generation],
-            finalize=jinja2.pass_context(lambda context, value: context[GUARD].write(value)),
+            finalize=write,
         )
-        self.filters = {name: self.filters[name] for name in FILTERS}
-        self.filters |= {"tojson": _tojson, "replace": _replace, "join": _join, "indent": _indent}
-        self.filters |= {_STEPS: _steps, _CONCAT: _concat, "string": _string}
+        self.filters = {name: self.filters[name] for name in PLAIN_FILTERS} | FILTERS
         del self.globals["lipsum"]
-        self.globals |= {"range": _range, "strftime_now": _now, "raise_exception": _refuse}
+        self.globals |= GLOBALS
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Computes an operator, if the result has a bounded size."""
-        context[GUARD].fits(_result_size(operator, left, right))
+        context[GUARD].fits(result_size(context[GUARD], operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a function of the template, a global or a method."""
         guard, owner = context[GUARD], getattr(function, "__self__", None)
         guard.tick()
-        if isinstance(owner, str):
+        if isinstance(owner, str | bytes | int | float | dict | list | tuple):
             name = function.__name__
             if name not in METHODS:
-                raise ValueError(f"chat template calls str.{name}, which may pad: use another")
+                raise ValueError(
+                    f"chat template calls {name}, which is not in the sandbox: replace it"
+                )
             if name == "replace":
-                guard.fits(_replaced_size(owner, *args[:2]))
-            if name == "join":
-                args = (_joined(guard, owner, *args),)
+                guard.fits(replaced_size(owner, *args[:2]))
+            elif name == "join":
+                args = (measured(guard, owner, *args),)
         return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Refuses `str.format`, whose widths know no limit."""
+        if super().wrap_str_format(value) is not None:
+            raise ValueError("chat template takes str.format, which is not in the sandbox: use ~")
 
 
 class Generation(Extension):
     """`{% generation %}` marks what a trainer learns from; here it is its body."""
 
-    tags: set[str] = {"generation"}  # noqa
+    def __init__(self, environment: jinja2.Environment):
+        super().__init__(environment)
+        self.tags = {"generation"}
 
-    def parse(self, parser: Any) -> Any:
-        """Returns the nodes of the body."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Any) -> nodes.Node:
+        """Returns the body, with a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+@functools.cache
+def _environment() -> Environment:
+    return Environment()
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    """Returns a template whose loops, text and `~` go through the guard."""
+    environment = _environment()
+    tree = environment.parse(source)
+    for node in list(tree.find_all((nodes.For, nodes.Output, nodes.Concat))):
+        if isinstance(node, nodes.For):
+            node.iter = _filtered(node.iter, STEPS)
+        elif isinstance(node, nodes.Output):
+            # A constant is written through `finalize`, data of the template is not.
+            node.nodes = [
+                nodes.Const(n.data, lineno=n.lineno) if isinstance(n, nodes.TemplateData) else n
+                for n in node.nodes
+            ]
+        else:
+            node.nodes = [_filtered(nodes.List(node.nodes, lineno=node.lineno), CONCAT)]
+    tree.set_environment(environment)
+    return jinja2.Template.from_code(
+        environment, environment.compile(tree), environment.make_globals(None)
+    )
+
+
+def _filtered(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)

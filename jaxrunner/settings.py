@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class Settings:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             names = kind.__name__ if isinstance(kind, type) else [k.__name__ for k in kind]
             raise ValueError(f"{self._source}: {key!r} must be {names}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):  # JSON as Python reads it has NaN
+            raise ValueError(f"{self._source}: {key!r} must be finite, got {value}")
         return value
 
     def size(self, key: str, default: Any = MISSING) -> int:

@@ -14,7 +14,7 @@ def read_windows(settings: Settings) -> tuple[int | None, ...]:
     """Returns each layer's window: listed in `layer_types`, or from `max_window_layers` on."""
     layers = settings.size("num_hidden_layers")
     used = settings.take("use_sliding_window", bool, False)
-    window = settings.take("sliding_window", int, 4096)
+    window = settings.take("sliding_window", int, 0 if "sliding_window" in settings else 4096)
     first = settings.take("max_window_layers", int, 28)
     default = [f"{'sliding' if i >= first else 'full'}_attention" for i in range(layers)]
     kinds = settings.take("layer_types", list, default)
@@ -23,6 +23,7 @@ def read_windows(settings: Settings) -> tuple[int | None, ...]:
             f"layer_types must name full_attention or sliding_attention for {layers} layers, "
             f"got {kinds}"
         )
+    used = used and window > 0
     return tuple(window if used and kind == "sliding_attention" else None for kind in kinds)
 
 

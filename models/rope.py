@@ -64,6 +64,10 @@ def read_rope(settings: Settings, head_dim: int, max_len: int) -> Rope:
     theta = scaling.take("rope_theta", float, theta)
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
     scaling.expect("partial_rotary_factor", 1.0, 1)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even: rotary positions turn pairs")
+    if theta <= 1:
+        raise ValueError(f"rope_theta must be over 1, got {theta}")
     if kind not in SCALINGS:
         raise ValueError(f"rope_type must be one of {sorted(SCALINGS)}, got {kind!r}")
     # In float32, as models were trained: at long positions the last bit shows.
@@ -78,19 +82,21 @@ def _default(scaling: Settings, inv_freq, theta, max_len):
 
 
 def _linear(scaling: Settings, inv_freq, theta, max_len):
-    return inv_freq / scaling.take("factor", float), {}
+    return inv_freq / _factor(scaling), {}
 
 
 def _dynamic(scaling: Settings, inv_freq, theta, max_len):
     """NTK-aware interpolation with a base that follows the length, as Hugging Face defines it."""
-    max_len = scaling.take("original_max_position_embeddings", int, max_len)
-    return inv_freq, {"dynamic": Dynamic(theta, scaling.take("factor", float), max_len)}
+    scaling.expect("original_max_position_embeddings", max_len)  # Hugging Face ignores it
+    return inv_freq, {"dynamic": Dynamic(theta, _factor(scaling), max_len)}
 
 
 def _llama3(scaling: Settings, inv_freq, theta, max_len):
     """Llama 3.1: long wavelengths are slowed, short ones kept, those between blended."""
-    factor = scaling.take("factor", float)
+    factor = _factor(scaling)
     low, high = (scaling.take(f"{end}_freq_factor", float) for end in ("low", "high"))
+    if not 0 < low < high:
+        raise ValueError(f"low_freq_factor={low} must be over 0 and below high_freq_factor={high}")
     turns = scaling.size("original_max_position_embeddings") * inv_freq / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return inv_freq * (kept + (1 - kept) / factor), {}
@@ -98,7 +104,7 @@ def _llama3(scaling: Settings, inv_freq, theta, max_len):
 
 def _yarn(scaling: Settings, inv_freq, theta, max_len):
     """YaRN. arXiv:2309.00071."""
-    dim, factor = 2 * len(inv_freq), scaling.take("factor", float)
+    dim, factor = 2 * len(inv_freq), _factor(scaling)
     old_len = scaling.size("original_max_position_embeddings", max_len)
 
     def dim_of(turns: float) -> float:
@@ -118,6 +124,13 @@ def _yarn(scaling: Settings, inv_freq, theta, max_len):
     usual = gain(mscale) / gain(mscale_all) if mscale and mscale_all else gain(1.0)
     scale = scaling.take("attention_factor", float, usual)
     return inv_freq * ((1 - slowed) + slowed / factor), {"scale": scale}
+
+
+def _factor(scaling: Settings) -> float:
+    factor = scaling.take("factor", float)
+    if factor < 1:
+        raise ValueError(f"factor of the rope scaling must be at least 1, got {factor}")
+    return factor
 
 
 SCALINGS = {

@@ -1,5 +1,7 @@
 """Small schedulers and requests, for tests of the scheduler."""
 
+from typing import Any
+
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.params import SamplingParams
@@ -9,10 +11,10 @@ from jaxrunner.scheduler import Scheduler
 
 def make(num_blocks=40, *, sizes=(4,), windows=(None,), **changes):
     """Returns a scheduler and its pools, one for each group."""
-    kwargs = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32) | changes
+    kwargs: dict[str, Any] = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
     groups = [CacheGroup(*group) for group in zip(sizes, windows, strict=True)]
     pools = [BlockPool(num_blocks, size, g) for g, size in enumerate(sizes)]
-    return Scheduler(groups, pools, **kwargs), pools
+    return Scheduler(groups, pools, **(kwargs | changes)), pools
 
 
 def new(request_id, prompt, max_tokens=8, *, min_tokens=0, stops=(), eos=(), **kwargs):

@@ -46,13 +46,16 @@ def test_shared_block_is_free_once_all_users_are_gone():
 def test_freed_block_is_found_until_it_is_handed_out():
     pool = BlockPool(3, block_size=3)
     (block,) = pool.take(1)
-    pool.publish(block, b"h", TOKENS)
+    for _ in range(2):  # the second time changes nothing
+        pool.publish(block, b"h", TOKENS)
+        pool.check([[block]])
     pool.release([block])
     assert pool.take(2) == [1, 2]
     assert pool.lookup(b"h", TOKENS) == block
     assert pool.take(1) == [block]
     assert pool.lookup(b"h", TOKENS) is None
     assert not pool.is_published(block)
+    pool.check([[0, 1, 2]])
 
 
 def test_hit_takes_a_block_off_the_free_list():

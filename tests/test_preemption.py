@@ -52,6 +52,22 @@ def test_priority_preempts_the_worst_even_if_it_was_scheduled_already(ahead):
     check(scheduler, pools)
 
 
+def test_victim_returns_its_tokens_to_the_budget():
+    scheduler, pools = make(
+        8, policy="priority", max_num_batched_tokens=13, max_model_len=28,
+        long_prefill_token_threshold=8,
+    )  # fmt: skip
+    scheduler.add(new("a", 26, max_tokens=1, priority=9))
+    step(scheduler)
+    scheduler.add(new("b", 4, priority=1))
+    scheduler.add(new("c", 8, priority=2))
+    assert step(scheduler).num_scheduled_tokens == {"a": 8, "b": 4, "c": 1}
+    output = step(scheduler)
+    assert output.preempted_req_ids == {"a"}
+    assert output.num_scheduled_tokens == {"b": 1, "c": 7}
+    check(scheduler, pools)
+
+
 def test_priority_victim_may_be_the_request_that_asks():
     scheduler, pools = make(8, policy="priority", max_num_batched_tokens=17)
     scheduler.add(new("a", 15, priority=9))
@@ -138,3 +154,16 @@ def test_late_token_can_end_a_preempted_request():
     assert scheduler.update(outputs[1], {"a": [5], "b": [9]})[0][0].request_id == "a"
     assert request.output_token_ids == [6]
     check(scheduler, pools)
+
+
+def test_preempted_request_finds_what_it_computed_before_its_tokens_were_read():
+    scheduler, _ = make(7, max_num_batched_tokens=32, max_model_len=28)
+    scheduler.add(new("a", 9))
+    scheduler.add(new("b", 15))
+    outputs = [scheduler.schedule(), scheduler.schedule()]
+    scheduler.update(outputs[0], {"a": [5], "b": [5]})
+    assert scheduler.schedule().preempted_req_ids == {"b"}
+    scheduler.finish(["a"], "abort")
+    scheduler.update(outputs[1], {"a": [5], "b": [5]})
+    (resumed,) = scheduler.schedule().scheduled_new_reqs
+    assert (len(resumed.token_ids), resumed.num_computed) == (17, 16)

@@ -3,6 +3,8 @@
 import pytest
 from scheduling import check, make, new, step
 
+from jaxrunner.request import Status
+
 
 def test_budget_is_split_in_order_of_arrival():
     scheduler, _ = make(max_num_batched_tokens=8)
@@ -98,25 +100,25 @@ def test_prefixes_are_shared_within_a_salt(salt, hit):
     assert request.num_cached_tokens == hit
 
 
-def test_outputs_are_cached_too():
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("tokens", "hit"),
+    [([5, 5, 5], 8), ([5, 6], 4)],
+    ids=["all but the last", "last fills a block"],
+)
+def test_outputs_of_an_ended_request_are_cached(tokens, hit, depth):
     scheduler, _ = make()
-    scheduler.add(new("a", range(6), max_tokens=3))
-    while scheduler.has_unfinished:
-        step(scheduler, token=5)
-    scheduler.add(new("b", [*range(6), 5, 5, 5, 7]))
+    scheduler.add(request := new("a", range(6), max_tokens=3, eos=[6]))
+    outputs = [scheduler.schedule() for _ in range(depth)]
+    for token in tokens:
+        scheduler.update(outputs.pop(0), {"a": [token]})
+        outputs.append(scheduler.schedule())
+    assert request.output_token_ids == tokens
+    assert request.status is Status.FINISHED
+    scheduler.add(new("b", [*range(6), *tokens, 7]))
     (entered,) = scheduler.schedule().scheduled_new_reqs
-    assert entered.num_computed == 8
-
-
-def test_last_token_of_an_ended_request_is_not_cached():
-    scheduler, _ = make()
-    scheduler.add(new("a", range(6), max_tokens=2))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    scheduler.update(first, {"a": [5]})
-    scheduler.update(second, {"a": [5]})
-    scheduler.add(new("b", [*range(6), 5, 5, 7]))
-    (entered,) = scheduler.schedule().scheduled_new_reqs
-    assert entered.num_computed == 4
+    # The device stops before it computes the last token.
+    assert entered.num_computed == hit
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,19 @@ def test_window_frees_blocks_on_the_confirmed_count():
     assert seen == [0, 0, 0, 1, 1, 2]
 
 
+def test_block_is_published_before_its_window_passes():
+    scheduler, pools = make(sizes=(2,), windows=(1,))
+    scheduler.add(request := new("a", range(5)))
+    outputs = [scheduler.schedule() for _ in range(3)]
+    for output in outputs[:2]:
+        scheduler.update(output, {"a": [5]})
+    scheduler.schedule()
+    assert request.blocks[0][:3] == [pools[0].null_block] * 3
+    scheduler.add(new("b", [*range(5), 5, 7]))
+    (entered,) = scheduler.schedule().scheduled_new_reqs
+    assert entered.num_computed == 6
+
+
 def test_window_hit_starts_with_null_blocks():
     scheduler, pools = make(sizes=(2, 4), windows=(4, None))
     scheduler.add(first := new("a", range(14)))
@@ -195,15 +210,19 @@ def test_waiting_request_can_be_ended():
 
 
 def test_prefix_cache_is_reset_when_nothing_runs():
-    scheduler, _ = make(sizes=(4, 2), windows=(None, 4))
+    scheduler, pools = make(sizes=(4, 2), windows=(None, 4))
     scheduler.add(new("a", range(9), max_tokens=2))
     step(scheduler)
     assert not scheduler.reset_prefix_cache()
     step(scheduler)
-    assert scheduler.reset_prefix_cache()
-    scheduler.add(request := new("b", range(9)))
-    step(scheduler)
-    assert request.num_cached_tokens == 0
+    held = pools[1].take(1)  # by someone else
+    assert not scheduler.reset_prefix_cache()
+    pools[1].release(held)
+    for hit in (8, 0):
+        scheduler.add(request := new("b", range(9), max_tokens=1))
+        step(scheduler)
+        assert request.num_cached_tokens == hit
+        assert scheduler.reset_prefix_cache()
 
 
 def test_engine_that_cannot_hold_one_request_is_refused():

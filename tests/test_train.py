@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import functools
 import hashlib
+import itertools
 import json
 from pathlib import Path
 import sysconfig
@@ -63,7 +64,7 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls(monkeypatch):
     monkeypatch.setattr(trainer, "step", lambda config, train, state, *_: (state, jnp.ones(())))
     _, config, *_ = trained()
     train = trainer.TrainConfig(steps=50, eval_every=5, patience=2)
-    result = trainer.fit(config, train, np.zeros(9, np.int32), np.zeros(4, np.int32), str)
+    result = trainer.fit(config, train, np.zeros(9, np.int32), np.zeros(4, np.int32), print)
     assert [entry["step"] for entry in result.curve] == [5, 10, 15] and result.best["step"] == 5
 
 
@@ -81,13 +82,13 @@ def test_a_published_model_is_what_was_trained(tmp_path):
 
 
 def test_dropout_keeps_the_mean_and_touches_no_other_weight():
-    _, config, _, result = trained()
+    *_, result = trained()
     params = jax.tree.map(jnp.ones_like, result.params)
     thin = trainer.thinned(params, jax.random.key(0), 0.25)
     for layer, whole in zip(thin.layers, params.layers, strict=True):
         for name in ("o", "down"):
             dropped = np.asarray(getattr(layer, name))
-            assert set(np.unique(dropped).round(4)) == {0.0, 1.3333}
+            assert set(np.unique(dropped).round(4).tolist()) == {0.0, float(np.float32(1.3333))}
             assert (dropped == dropped[:1]).all() and abs(dropped.mean() - 1) < 0.2
         assert (layer.qkv == whole.qkv).all() and (layer.gate_up == whole.gate_up).all()
 
@@ -117,7 +118,7 @@ def test_cuts_and_order_change_no_document():
     texts = [CODE * 20, "x = 1\n", "y"]
     stream = text.shuffled_stream(bpe, texts, 3)
     ends = np.flatnonzero(stream == 0)
-    parts = [bpe.decode(stream[a + 1 : b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    parts = [bpe.decode(stream[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
     assert sorted(parts) == sorted(texts) and ends[0] == 0
     assert len(stream) > len(text.stream(bpe, texts))  # cut within tokens
 
@@ -221,8 +222,7 @@ def test_our_logits_are_those_of_transformers():
     assert model.generation_config.temperature == 0.7 and model.generation_config.do_sample
 
 
-def test_sampled_text_parses_as_python_or_nearly():
-    """What is written is indented blocks of code: most of its lines have a known shape."""
+def test_sampled_text_looks_like_python():
     config, params, bpe = shipped()
     [written] = sample.complete(config, params, bpe, ["import os\n\n\ndef "], num_tokens=120)
     words = set(written.split())

@@ -8,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner.models.llama import llama
 from jaxrunner.settings import Settings
@@ -77,7 +78,7 @@ def main() -> None:
     train = _train_config(args)
     values = settings(args.size, train.length)
     config = llama.read(Settings(values))
-    stream, held_out = jnp.concatenate(variants), text.stream(bpe, held_out)
+    stream, held_out = np.concatenate(variants), text.stream(bpe, held_out)
     result = fit(config, train, stream, held_out, say)
     origin = dict(name=args.name, python=args.python, licence=args.stdlib / "LICENSE.txt")
     record = publish(args.out, corpus, bpe, values, (config, train, result), origin)

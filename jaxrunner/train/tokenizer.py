@@ -50,7 +50,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> None:
 
 def stream(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
     """Returns the documents' tokens with `END` before, between and after them, int32."""
-    end = [tokenizer.token_to_id(END)]
+    end = tokenizer.encode(END, add_special_tokens=False).ids
     encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     return np.concatenate([end, *(e.ids + end for e in encoded)]).astype(np.int32)
 
@@ -61,8 +61,9 @@ def shuffled_stream(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> np
     A prompt may end anywhere, also within what would be one token: cuts teach the model to go on.
     """
     rng = np.random.default_rng(seed)
-    end = [tokenizer.token_to_id(END)]
-    cut = [_cut(texts[i], rng) for i in rng.permutation(len(texts))]
+    end = tokenizer.encode(END, add_special_tokens=False).ids
+    order: list[int] = rng.permutation(len(texts)).tolist()
+    cut = [_cut(texts[i], rng) for i in order]
     encoded = iter(tokenizer.encode_batch(list(itertools.chain(*cut)), add_special_tokens=False))
     ids = [np.concatenate([next(encoded).ids for _ in pieces] + [end]) for pieces in cut]
     return np.concatenate([end, *ids]).astype(np.int32)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 from dataclasses import dataclass
 import functools
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -69,7 +70,8 @@ def fit(
     """Trains on windows of `stream`, [N], until `held_out`, [M], gets no better."""
     state = init(config, train)
     tokens, curve, losses = jnp.asarray(stream), [], []
-    best, params, began = None, None, time.monotonic()
+    best: dict[str, float] = {"held_out_loss": math.inf}
+    params, began = state.params, time.monotonic()
     for index in range(1, train.steps + 1):
         state, loss = step(config, train, state, tokens, jnp.asarray(index, jnp.int32))
         losses.append(loss)
@@ -87,7 +89,7 @@ def fit(
         )
         report(" ".join(f"{k} {v}" for k, v in curve[-1].items()))
         losses = []
-        if best is None or curve[-1]["held_out_loss"] < best["held_out_loss"]:
+        if curve[-1]["held_out_loss"] < best["held_out_loss"]:
             best, params = curve[-1], jax.device_get(state.average)
         if late or len(curve) - 1 - curve.index(best) >= train.patience:
             break

@@ -1,0 +1,83 @@
+"""Shows what jaxrunner does: completes Python with the embedded model, several prompts at once.
+
+    python -m jaxrunner
+    python -m jaxrunner "def fib(n):"
+    python -m jaxrunner --model path/to/checkpoint "Once upon a time"
+"""
+
+import argparse
+import platform
+import sys
+import time
+
+import jax
+
+import jaxrunner
+from jaxrunner import LLM, SamplingParams, embedded
+
+PROMPTS = (
+    "def fibonacci(n):\n",
+    "class Stack:\n",
+    "import os\n\ndef walk(",
+    "def read_lines(path):\n    with open(",
+)
+CLEAR = "\r\033[K"  # the terminal's line
+NEXT = """\
+Next:
+  python -m jaxrunner "def fib(n):"      completes your own text
+  python -m jaxrunner --model DIR        uses a Hugging Face checkpoint folder
+  python -m jaxrunner.bench tiny         measures speed
+  README.md                              twenty lines of Python to start from"""
+
+
+def main() -> None:
+    """Reads the command line and streams completions."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrunner", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("prompts", nargs="*", help="texts to complete; Python ones by default")
+    parser.add_argument("--model", help="checkpoint folder or hub name; the embedded one by default")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    print(f"jaxrunner {jaxrunner.__version__}, Python {platform.python_version()}")
+    print(f"JAX {jax.__version__} on {len(jax.devices())} x {device.device_kind}")
+    print(f"model {args.model or 'tiny-pystdlib-7m, embedded'}")
+    prompts = args.prompts or list(PROMPTS)
+    start = time.perf_counter()
+    # Few sizes, few programs to wait for; float32 is what a CPU is fast in.
+    rows, tokens = min(len(prompts), 64), 64 if args.model is None else 512
+    sizes = dict(max_num_seqs=rows, decode_buckets=(rows,), token_buckets=(tokens,))
+    dtype = "float32" if device.platform == "cpu" and args.model is None else "auto"
+    model = args.model or str(embedded.PATH)
+    with LLM(model, dtype=dtype, max_num_batched_tokens=tokens, **sizes) as llm:
+        print(f"ready after {time.perf_counter() - start:.1f} s\n")
+        params = SamplingParams(
+            temperature=args.temperature, top_p=0.95, max_tokens=args.max_tokens, seed=args.seed
+        )
+        num_tokens, seconds = stream(llm, prompts, params)
+    print(f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s\n\n{NEXT}")
+
+
+def stream(llm: LLM, prompts: list[str], params: SamplingParams) -> tuple[int, float]:
+    """Prints one completion as it grows, or several as they end. Returns tokens and seconds."""
+    start, num_tokens, texts = time.perf_counter(), 0, dict[str, str]()
+    for output in llm.stream(prompts, params):
+        completion, first = output.outputs[0], output.request_id not in texts
+        num_tokens += len(completion.token_ids)
+        new = (output.prompt or "") * first + completion.text
+        text = texts[output.request_id] = texts.get(output.request_id, "") + new
+        end = f"--- {output.error or completion.finish_reason} {'-' * 60}"
+        if len(prompts) == 1:
+            print(new, end=f"\n{end}\n" if output.finished else "", flush=True)
+        elif output.finished:
+            print(f"{CLEAR * sys.stdout.isatty()}{text}\n{end}", flush=True)
+        elif sys.stdout.isatty():
+            tail = text.rsplit("\n", 1)[-1][-60:]
+            print(f"{CLEAR}{num_tokens:5d} tokens  {tail}", end="", flush=True)
+    return num_tokens, time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Conversations to text, by the template of a checkpoint. Knows no JAX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrunner.sandbox import render
+from jaxrunner.sandbox_guard import GLOBALS, GUARD
+
+# What no keyword argument may replace: our own names, and the sandbox's.
+RESERVED = {"template", "messages", GUARD, "namespace", "cycler", "joiner", "self", *GLOBALS}
+TAG = "(the final message goes on here) "  # with a space, to see whether a template trims
+
+
+def render_chat(
+    template: str | None,
+    messages: Sequence[dict[str, Any]],
+    /,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[dict[str, Any]] | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    **kwargs: Any,
+) -> str:
+    """Returns the text of a conversation, special tokens included.
+
+    messages: dicts with a role, and a content that is text or a list of
+        {"type": "text", "text": str}, which are joined by newlines.
+    continue_final_message: leaves the last message open for the model to go on.
+    kwargs: further variables of the template.
+
+    Raises:
+      TypeError, ValueError: a bad message or argument, or a template that fails; names it.
+    """
+    if template is None:
+        raise ValueError(
+            "chat_template is missing from the checkpoint: pass chat_template=, or use generate"
+        )
+    if not isinstance(template, str):
+        raise TypeError(
+            f"chat_template must be a str, got {type(template).__name__}: pass its text"
+        )
+    if taken := sorted(kwargs.keys() & RESERVED):
+        raise ValueError(f"chat_template_kwargs has the reserved name {taken[0]!r}: rename it")
+    messages = _read_messages(messages)
+    if continue_final_message:
+        if add_generation_prompt:
+            raise ValueError(
+                "continue_final_message=True leaves no room for a new message: "
+                "set add_generation_prompt=False"
+            )
+        messages[-1] = _open(messages[-1])
+    tokens = {"bos_token": bos_token, "eos_token": eos_token}
+    text = render(
+        template,
+        {
+            **kwargs,
+            **{name: token for name, token in tokens.items() if token is not None},
+            "messages": messages,
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+        },
+    )
+    return _cut(text) if continue_final_message else text
+
+
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Returns messages whose contents are text."""
+    if isinstance(messages, str | bytes | dict) or not isinstance(messages, Sequence):
+        raise TypeError(
+            f"messages must be a list of dicts, got {type(messages).__name__}: "
+            'pass [{"role": "user", "content": ...}]'
+        )
+    if not messages:
+        raise ValueError("messages is empty, a conversation needs one: add a message")
+    return [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _read_message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise TypeError(f"{name} must be a dict with role and content, got {_kind(message)}")
+    if not isinstance(message.get("role"), str):
+        raise TypeError(f"{name} must have a role that is a str, got {_kind(message.get('role'))}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return dict(message)
+    if isinstance(content, list | tuple):
+        content = "\n".join(_read_part(f"{name}.content[{i}]", p) for i, p in enumerate(content))
+    if not isinstance(content, str):
+        raise TypeError(
+            f"{name} must have a content that is a str or a list of text parts, "
+            f"got {_kind(content)}"
+        )
+    return {**message, "content": content}
+
+
+def _read_part(name: str, part: Any) -> str:
+    """Returns the text of one part of a message."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.get("type") != "text":
+        got = repr(part.get("type")) if isinstance(part, dict) else _kind(part)
+        raise ValueError(f"{name} must be a part of type 'text', the only one read, got {got}")
+    if not isinstance(part.get("text"), str):
+        raise TypeError(f"{name} must have a text that is a str, got {_kind(part.get('text'))}")
+    return part["text"]
+
+
+def _open(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns the final message with a mark where it ends."""
+    content = message.get("content")
+    if not content:
+        raise ValueError(
+            "continue_final_message=True needs a final message with content, got none: "
+            "use add_generation_prompt=True"
+        )
+    return {**message, "content": content + TAG}
+
+
+def _cut(text: str) -> str:
+    """Returns a rendered conversation up to the mark."""
+    place = text.rfind(TAG.strip())
+    if place < 0:
+        raise ValueError(
+            "chat template does not write the final message out, so that continue_final_message "
+            "has nothing to go on from: set it to False"
+        )
+    # A template that trims would have trimmed the message that is to go on.
+    return text[:place] if text.startswith(TAG, place) else text[:place].rstrip()
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

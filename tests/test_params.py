@@ -1,0 +1,156 @@
+"""Sampling parameters: what is accepted has an effect, the rest is refused by name."""
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxrunner.params import MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE, SamplingParams
+
+FLOATS = ["temperature", "top_p", "min_p"]
+INTS = ["top_k", "seed", "max_tokens", "min_tokens"]
+BOOLS = ["ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"]
+
+BAD_VALUES = [
+    *[(name, v) for name in FLOATS for v in (math.nan, math.inf, -math.inf, -0.1, 10**400)],
+    *[(name, v) for name in INTS for v in (-(2**31), -2, 2**64)],
+    ("temperature", 1e39),  # infinite in float32
+    ("top_p", 0),
+    ("top_p", 1e-300),  # 0 in float32
+    ("top_p", 1.01),
+    ("min_p", 1.01),
+    ("top_k", 2**31),
+    ("max_tokens", 0),
+    ("max_tokens", 2**31),
+    ("min_tokens", -1),
+    ("stop_token_ids", [3, -1]),
+    ("stop_token_ids", [2**63]),
+]
+BAD_TYPES = [
+    *[(name, v) for name in FLOATS for v in ("1", None, True, np.True_, [1.0], 1j)],
+    *[(name, v) for name in INTS for v in ("1", 1.0, True, np.float32(1), [1])],
+    *[(name, v) for name in BOOLS for v in (1, 0, "yes", None)],
+    *[(name, None) for name in ("top_k", "min_tokens")],
+    ("stop", 3),
+    ("stop", b"ab"),
+    ("stop", ["a", 3]),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", 3),
+    ("stop_token_ids", "ab"),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", [True]),
+]
+
+
+def make(**fields: Any) -> SamplingParams:
+    return SamplingParams(**fields)
+
+
+def test_the_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed) == (16, 0, None)
+    assert (params.stop, params.stop_token_ids) == ((), ())
+    assert [getattr(params, name) for name in BOOLS] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name, value", BAD_VALUES)
+def test_a_value_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}.* is out of range: take a"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name, value", BAD_TYPES)
+def test_a_value_of_the_wrong_type_is_refused_by_name(name, value):
+    with pytest.raises(TypeError, match=rf"^{name}.* must be .*, got "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["n", "presence_penalty", "Temperature"])
+def test_a_parameter_that_does_not_exist_is_refused(name):
+    message = f"no sampling parameter is called '{name}': use temperature, top_k"
+    with pytest.raises(TypeError, match=message):
+        make(**{name: 1})
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(SamplingParams(), **{name: 1})
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"stop": ""}, "stop has an empty string, which ends every text at once"),
+        ({"stop": ["a", ""]}, "stop has an empty string, which ends every text at once"),
+        ({"stop": "a", "detokenize": False}, "needs text, got detokenize=False: set it to True"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens=4 exceeds max_tokens=3: lower it"),
+        (
+            {"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)},
+            "stop_token_ids has 16 distinct ids, a request may have 15: stop on fewer",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    "given, stored",
+    [
+        ({"temperature": 1e-9}, {"temperature": MIN_TEMPERATURE}),
+        ({"temperature": -0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"seed": -1}, {"seed": None}),
+        ({"seed": np.uint64(2**64 - 1)}, {"seed": 2**64 - 1}),
+        ({"temperature": 1, "top_p": np.float32(0.5)}, {"top_p": 0.5}),
+        ({"temperature": np.int32(2)}, {"temperature": 2.0}),
+        ({"ignore_eos": np.True_}, {"ignore_eos": True}),
+        ({"stop": "ab"}, {"stop": ("ab",)}),
+        ({"stop": ["b", "a", "b"]}, {"stop": ("b", "a")}),
+        ({"stop_token_ids": None}, {"stop_token_ids": ()}),
+        ({"stop_token_ids": np.array([5, 3, 5])}, {"stop_token_ids": (5, 3)}),
+        ({"max_tokens": None, "min_tokens": 100}, {"max_tokens": None, "min_tokens": 100}),
+    ],
+)
+def test_what_means_the_same_is_stored_the_same(given, stored):
+    params, want = SamplingParams(**given), SamplingParams(**stored)
+    assert params == want
+    assert hash(params) == hash(want)
+    for field in dataclasses.fields(params):
+        assert type(getattr(params, field.name)) is type(getattr(want, field.name))
+
+
+def test_parameters_survive_copies_and_stay_as_they_are():
+    params = SamplingParams(stop="a", stop_token_ids=[1], temperature=0.5)
+    assert copy.deepcopy(params) == dataclasses.replace(params) == params
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
+        params.__setattr__("seed", 1)
+
+
+def test_only_temperature_zero_is_greedy():
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=1e-9).is_greedy
+
+
+@pytest.mark.parametrize("token_id", [100, 101, 2**30])
+def test_a_stop_id_beyond_the_logits_is_refused(token_id):
+    SamplingParams(stop_token_ids=[0, 99]).check(100)
+    message = f"stop_token_ids has {token_id}, the model's ids end at 99: take ids"
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(stop_token_ids=[0, token_id]).check(100)
+
+
+def test_an_output_reads_well():
+    completion = CompletionOutput(0, "x" * 1000, list(range(1000)), finish_reason="length")
+    assert completion.finished() and not CompletionOutput(0, "", []).finished()
+    output = RequestOutput("7", "hi", [1, 2], None, [completion], True, RequestMetrics(1.0))
+    assert output.num_cached_tokens == 0 and output.error is None
+    assert repr(output).startswith(
+        "RequestOutput(request_id='7', prompt='hi', prompt_token_ids=[1, 2], "
+        "outputs=[CompletionOutput(index=0, text='xxx"
+    )
+    assert "token_ids=[0, 1, 2, 3, 4, 5, 6, 7, ... 998, 999] (1000)" in repr(output)
+    assert "finish_reason='length'" in repr(output) and len(repr(output)) < 600
