@@ -51,17 +51,11 @@ def render_chat(
                 "set add_generation_prompt=False"
             )
         messages[-1] = _open(messages[-1])
+    variables = kwargs | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    variables["tools"] = None if tools is None else list(tools)
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
-    text = render(
-        template,
-        {
-            **kwargs,
-            **{name: token for name, token in tokens.items() if token is not None},
-            "messages": messages,
-            "tools": None if tools is None else list(tools),
-            "add_generation_prompt": add_generation_prompt,
-        },
-    )
+    variables |= {name: token for name, token in tokens.items() if token is not None}
+    text = render(template, variables)
     return _cut(text) if continue_final_message else text
 
 

@@ -1,15 +1,14 @@
 """Text of tokens as they come, and the stop strings in it. Knows no JAX."""
 
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import NamedTuple
 
 from jaxrunner.params import SamplingParams
 from jaxrunner.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
-MAX_BROKEN = 3  # of them may still become one character: UTF-8 takes up to 4 bytes
-MAX_PENDING = 64  # tokens; text that is broken for so long will not mend
+MAX_HALF = 3  # tokens that half a character takes at most: UTF-8 has up to 4 bytes
+MAX_PENDING = 64  # tokens; text that ends broken for so long is shown as it is
 CONTEXT = 8  # prompt tokens to decode with, if they are enough
 
 
@@ -51,9 +50,8 @@ class Detokenizer:
     def _append(self, token_id: int) -> str:
         self._ids.append(token_id)
         pending = self._pending()
-        broken = len(pending) - len(pending.rstrip(BROKEN))
-        if broken and len(self._ids) - self._read <= MAX_PENDING:
-            return self._show(pending[: len(pending) - min(broken, MAX_BROKEN)])
+        if pending.endswith(BROKEN) and len(self._ids) - self._read <= MAX_PENDING:
+            return self._show(pending.rstrip(BROKEN))
         return self._finish(pending)
 
     def _finish(self, pending: str) -> str:
@@ -68,9 +66,10 @@ class Detokenizer:
         """Returns what `text`, the certain part of `_pending`, adds to what is shown of it."""
         if len(text) <= len(self._shown) and self._shown.startswith(text):
             return ""
-        # Not all of `_shown`: half a character at a prompt's end may have become a whole one.
-        delta = text[len(commonprefix([self._shown, text])) :]
-        self._shown = text
+        # Half a character at a prompt's end, which is the end of `_shown`, may have become whole.
+        while not text.startswith(self._shown):
+            self._shown = self._shown[:-1]
+        delta, self._shown = text[len(self._shown) :], text
         self._parts.append(delta)
         return delta
 
@@ -93,10 +92,10 @@ class Detokenizer:
 
     def _last_whole(self) -> int:
         """Returns how many of the first tokens end in a whole character."""
-        for size in range(len(self._ids), max(len(self._ids) - MAX_BROKEN, 0), -1):
+        for size in range(len(self._ids), max(len(self._ids) - MAX_HALF, 0), -1):
             if not self._decode(self._ids[:size]).endswith(BROKEN):
                 return size
-        return max(len(self._ids) - MAX_BROKEN, 0)
+        return max(len(self._ids) - MAX_HALF, 0)
 
     def _visible(self, ids: Sequence[int]) -> list[int]:
         """Drops what decodes to nothing, so that no run of it hides the context."""
@@ -104,7 +103,7 @@ class Detokenizer:
         return [int(i) for i in ids if i not in hidden and i in self._tokenizer]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.inner.decode(ids, skip_special_tokens=self._skip)
 
 
 class StopMatch(NamedTuple):

@@ -22,10 +22,10 @@ def pack(spec: Any, tree: Any) -> np.ndarray:
     for leaf, value in zip(want, treedef.flatten_up_to(tree), strict=True):
         size = math.prod(leaf.shape)
         dtype = np.int32 if leaf.dtype == np.bool_ else leaf.dtype
-        array = np.ascontiguousarray(value, dtype)
+        array = np.asarray(value, dtype)
         if array.shape != leaf.shape:
             raise ValueError(f"packed arrays must be {leaf.shape}, got {array.shape}")
-        out[at : at + size] = array.reshape(-1).view(np.int32)
+        out[at : at + size] = np.ascontiguousarray(array).reshape(-1).view(np.int32)
         at += size
     return out
 

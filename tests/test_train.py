@@ -48,7 +48,13 @@ def trained():
     config = llama.read(Settings(values))
     stream = text.shuffled_stream(bpe, texts, 0)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
-        result = trainer.fit(config, TINY, stream, text.stream(bpe, texts[:2]), lambda _: None)
+        result = trainer.fit(
+            config,
+            TINY,
+            (stream, text.openings(bpe, stream)),
+            text.stream(bpe, texts[:2]),
+            lambda _: None,
+        )
     return values, config, bpe, result
 
 
@@ -64,7 +70,7 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls(monkeypatch):
     monkeypatch.setattr(trainer, "step", lambda config, train, state, *_: (state, jnp.ones(())))
     _, config, *_ = trained()
     train = trainer.TrainConfig(steps=50, eval_every=5, patience=2)
-    result = trainer.fit(config, train, np.zeros(9, np.int32), np.zeros(4, np.int32), print)
+    result = trainer.fit(config, train, (np.zeros(9, np.int32),) * 2, np.zeros(4, np.int32), print)
     assert [entry["step"] for entry in result.curve] == [5, 10, 15] and result.best["step"] == 5
 
 
@@ -121,6 +127,18 @@ def test_cuts_and_order_change_no_document():
     parts = [bpe.decode(stream[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
     assert sorted(parts) == sorted(texts) and ends[0] == 0
     assert len(stream) > len(text.stream(bpe, texts))  # cut within tokens
+
+
+def test_every_other_window_opens_a_passage():
+    *_, bpe, _ = trained()
+    stream = text.stream(bpe, [CODE * 40])
+    openings = text.openings(bpe, stream)
+    lines = {"def", "class"}
+    assert {bpe.decode(stream[i : i + 40].tolist()).split()[0] for i in openings} == lines
+    windows = trainer._windows(TINY, stream, jnp.asarray(openings), jax.random.key(1))
+    assert windows.shape == (TINY.batch, TINY.length + 1)
+    for window in np.asarray(windows)[::2].tolist():
+        assert window[0] == 0 and bpe.decode(window).startswith(("def add", "class Box"))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +224,8 @@ def test_our_logits_are_those_of_transformers():
     theirs = transformers.AutoTokenizer.from_pretrained(embedded.PATH)
     source = EXCERPT.read_text()
     ids = bpe.encode(source).ids
-    assert theirs(source)["input_ids"] == ids and theirs.decode(ids) == source
+    assert theirs(source)["input_ids"] == ids and ids[0] == 0
+    assert theirs.decode(ids, skip_special_tokens=True) == source
     assert theirs.bos_token_id == theirs.eos_token_id == config.bos_token_id == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(embedded.PATH, dtype=torch.float32)
     with torch.no_grad():

@@ -79,12 +79,12 @@ def main() -> None:
     values = settings(args.size, train.length)
     config = llama.read(Settings(values))
     stream, held_out = np.concatenate(variants), text.stream(bpe, held_out)
-    result = fit(config, train, stream, held_out, say)
+    result = fit(config, train, (stream, text.openings(bpe, stream)), held_out, say)
     origin = dict(name=args.name, python=args.python, licence=args.stdlib / "LICENSE.txt")
     record = publish(args.out, corpus, bpe, values, (config, train, result), origin)
     say(f"saved {args.out}: {record['held_out']}")
     params = jax.tree.map(jnp.asarray, result.params)
-    for completion in complete(config, params, bpe, [p or text.END for p in PROMPTS]):
+    for completion in complete(config, params, bpe, PROMPTS):
         print(f"{'-' * 72}\n{completion}")
     say("done")
 

@@ -26,7 +26,7 @@ def complete(
     seed: int = 0,
 ) -> list[str]:
     """Returns each prompt with `num_tokens` more tokens, or as many as the end token leaves."""
-    encoded = [e.ids for e in tokenizer.encode_batch(list(prompts), add_special_tokens=False)]
+    encoded = [e.ids for e in tokenizer.encode_batch(list(prompts))]
     length = max(map(len, encoded)) + num_tokens
     tokens = np.zeros((len(encoded), length), np.int32)
     for row, ids in zip(tokens, encoded, strict=True):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 END = "<|endoftext|>"  # before and after each document
 CUT_LEN = 400  # characters, on average, between two cuts
@@ -30,6 +30,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    begin = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    tokenizer.post_processor = begin
     return tokenizer
 
 
@@ -67,6 +69,15 @@ def shuffled_stream(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> np
     encoded = iter(tokenizer.encode_batch(list(itertools.chain(*cut)), add_special_tokens=False))
     ids = [np.concatenate([next(encoded).ids for _ in pieces] + [end]) for pieces in cut]
     return np.concatenate([end, *ids]).astype(np.int32)
+
+
+def openings(tokenizer: Tokenizer, stream: np.ndarray) -> np.ndarray:
+    """Returns the places in a stream where a line that is neither indented nor empty begins."""
+    size = range(tokenizer.get_vocab_size())
+    texts = tokenizer.decode_batch([[i] for i in size], skip_special_tokens=False)
+    newline = np.asarray([text == "\n" for text in texts])
+    flush = np.asarray([not text[:1].isspace() and text != END for text in texts])
+    return 1 + np.flatnonzero(newline[stream[:-1]] & flush[stream[1:]]).astype(np.int32)
 
 
 def _cut(text: str, rng: np.random.Generator) -> list[str]:

@@ -28,7 +28,7 @@ class TrainConfig:
     (weight decay, dropout, the average of weights, early stopping) matters most.
     """
 
-    steps: int = 3000
+    steps: int = 2000
     batch: int = 16  # windows of a step
     length: int = 2048  # tokens of a window
     peak_rate: float = 3e-3
@@ -63,13 +63,16 @@ class Result(NamedTuple):
 def fit(
     config: ModelConfig,
     train: TrainConfig,
-    stream: np.ndarray,
+    stream: tuple[np.ndarray, np.ndarray],
     held_out: np.ndarray,
     report: Callable[[str], None] = print,
 ) -> Result:
-    """Trains on windows of `stream`, [N], until `held_out`, [M], gets no better."""
+    """Trains on windows of a stream until `held_out`, [M], gets no better.
+
+    stream: its tokens, [N], and the places in it where a passage begins.
+    """
     state = init(config, train)
-    tokens, curve, losses = jnp.asarray(stream), [], []
+    tokens, curve, losses = jax.tree.map(jnp.asarray, stream), [], []
     best: dict[str, float] = {"held_out_loss": math.inf}
     params, began = state.params, time.monotonic()
     for index in range(1, train.steps + 1):
@@ -118,13 +121,10 @@ def init(config: ModelConfig, train: TrainConfig) -> Training:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def step(config: ModelConfig, train: TrainConfig, state: Training, stream: Array, index: Array):
-    """Takes one step on random windows of stream, [N]; returns the state and the mean loss."""
+def step(config: ModelConfig, train: TrainConfig, state: Training, stream: tuple, index: Array):
+    """Takes one step on random windows of the stream; returns the state and the mean loss."""
     start_key, drop_key = jax.random.split(jax.random.fold_in(jax.random.key(train.seed), index))
-    last = stream.shape[0] - train.length
-    starts = jax.random.randint(start_key, (train.batch,), 0, last)
-    cut = functools.partial(jax.lax.dynamic_slice_in_dim, stream, slice_size=train.length + 1)
-    windows = jax.vmap(cut)(starts)
+    windows = _windows(train, *stream, start_key)
 
     def mean_loss(params):
         params = jax.tree.map(lambda p: p.astype(train.dtype), params)
@@ -141,6 +141,24 @@ def step(config: ModelConfig, train: TrainConfig, state: Training, stream: Array
     decay = jnp.minimum(train.average, (1 + seen) / (10 + seen))
     average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.average, params)
     return Training(params, optimizer, average), loss
+
+
+def _windows(train: TrainConfig, stream: Array, openings: Array, key: Array) -> Array:
+    """Returns random windows, [batch, length + 1]; every other one opens a passage.
+
+    Such a one begins with token 0, as a prompt does, and then a line that is not indented: without
+    it the model cannot know how deep the first line of a prompt is.
+    """
+    any_key, opening_key = jax.random.split(key)
+    shape, last = (train.batch,), stream.shape[0] - train.length
+    start = jax.random.randint(any_key, shape, 0, last)
+    opening = openings[jax.random.randint(opening_key, shape, 0, openings.shape[0])]
+    opens = jnp.arange(train.batch) % 2 == 0
+    # One token before the passage stands where token 0 goes.
+    start = jnp.where(opens, jnp.minimum(opening, last) - 1, start)
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, stream, slice_size=train.length + 1)
+    windows = jax.vmap(cut)(start)
+    return windows.at[:, 0].set(jnp.where(opens, 0, windows[:, 0]))
 
 
 def token_losses(config: ModelConfig, params: Any, window: Array) -> Array:
