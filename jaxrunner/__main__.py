@@ -1,21 +1,22 @@
 """Shows what jaxrunner does: completes Python with the embedded model, several prompts at once.
 
-    python -m jaxrunner
-    python -m jaxrunner "def fib(n):"
-    python -m jaxrunner --model path/to/checkpoint "Once upon a time"
+python -m jaxrunner
+python -m jaxrunner "def fib(n):"
+python -m jaxrunner --model path/to/checkpoint "Once upon a time"
 """
 
 import argparse
 import platform
 import sys
 import time
+from typing import Any
 
 import jax
 
 import jaxrunner
 from jaxrunner import LLM, SamplingParams, embedded
 
-PROMPTS = (
+PROMPTS: tuple[str, ...] = (
     "def fibonacci(n):\n",
     "class Stack:\n",
     "import os\n\ndef walk(",
@@ -32,10 +33,13 @@ Next:
 
 def main() -> None:
     """Reads the command line and streams completions."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrunner", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrunner",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("prompts", nargs="*", help="texts to complete; Python ones by default")
-    parser.add_argument("--model", help="checkpoint folder or hub name; the embedded one by default")
+    parser.add_argument("--model", help="checkpoint folder or hub name")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
@@ -44,11 +48,11 @@ def main() -> None:
     print(f"jaxrunner {jaxrunner.__version__}, Python {platform.python_version()}")
     print(f"JAX {jax.__version__} on {len(jax.devices())} x {device.device_kind}")
     print(f"model {args.model or 'tiny-pystdlib-7m, embedded'}")
-    prompts = args.prompts or list(PROMPTS)
+    prompts: list[str] = args.prompts or list(PROMPTS)
     start = time.perf_counter()
     # Few sizes, few programs to wait for; float32 is what a CPU is fast in.
     rows, tokens = min(len(prompts), 64), 64 if args.model is None else 512
-    sizes = dict(max_num_seqs=rows, decode_buckets=(rows,), token_buckets=(tokens,))
+    sizes: dict[str, Any] = dict(max_num_seqs=rows, decode_buckets=(rows,), token_buckets=(tokens,))
     dtype = "float32" if device.platform == "cpu" and args.model is None else "auto"
     model = args.model or str(embedded.PATH)
     with LLM(model, dtype=dtype, max_num_batched_tokens=tokens, **sizes) as llm:

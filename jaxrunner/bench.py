@@ -96,9 +96,9 @@ class Bench:
         )  # fmt: skip
         self.startup_s = time.perf_counter() - start
 
-    def decode(self) -> dict[str, float]:
+    def decode(self) -> dict[str, dict[str, float]]:
         """Returns milliseconds of a decode step by batch size, greedy and sampled."""
-        p, out = self.preset, {}
+        p, out = self.preset, dict[str, float]()
         for batch in p.batches:
             for name, rule in (("greedy", {}), ("topk_topp", SAMPLED)):
                 if rule and batch not in p.sampled_batches:

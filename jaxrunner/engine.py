@@ -1,8 +1,8 @@
 """Tokens in, tokens out, for many requests at once: schedules, launches, reads, finishes.
 
-    engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
-    while engine.has_unfinished:
-        for request, new_token_ids in engine.step(): ...
+engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
+while engine.has_unfinished:
+    for request, new_token_ids in engine.step(): ...
 """
 
 from collections import deque
@@ -15,6 +15,7 @@ import numpy as np
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.layout import MAX_STOP_IDS
 from jaxrunner.model import Model
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import check_prompt
@@ -67,6 +68,11 @@ class Engine:
         params.check(vocab_size)
         wanted = max_len if params.max_tokens is None else params.max_tokens
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        if len(stops) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids and EOS are {len(stops)} ids, a request may have {MAX_STOP_IDS}: "
+                "stop on fewer"
+            )
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         request = Request(
             request_id=request_id,

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import Model
-from jaxrunner.params import MAX_STOP_TOKEN_IDS
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.types import Admission, LayerCache, Plan, Requests, State
+
+MAX_STOP_IDS = 32  # of a request: its own, and the model's EOS
 
 
 class Program(NamedTuple):
@@ -28,7 +29,7 @@ class Program(NamedTuple):
         """Axis sizes, dtypes and flags, for `pytree`."""
         e = self.engine
         return self.config.dims | dict(
-            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_TOKEN_IDS + 1, J=1 + self.num_drafts,
+            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, J=1 + self.num_drafts,
             N=e.num_blocks, S=e.block_size, M=e.max_blocks, key=2,
             kv=jnp.dtype(e.kv_dtype), param=jnp.dtype(e.dtype),
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """The Python API: prompts in, text out.
 
-    with LLM("path/to/checkpoint") as llm:
-        for output in llm.generate(["def fib(n):"], SamplingParams(temperature=0.7)):
-            print(output.outputs[0].text)
+with LLM("path/to/checkpoint") as llm:
+    for output in llm.generate(["def fib(n):"], SamplingParams(temperature=0.7)):
+        print(output.outputs[0].text)
 """
 
 from collections.abc import Iterator, Sequence

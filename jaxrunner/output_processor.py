@@ -29,7 +29,7 @@ class RequestState:
         self._told_tokens, self._told_text, self._told_end = 0, 0, False
 
     def start(self, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
-        """Takes in the prompt's tokens; text is made where there is a tokenizer and it is wanted."""
+        """Takes in the prompt's tokens. Without a tokenizer there will be no text."""
         self.prompt_token_ids = list(token_ids)
         if tokenizer is not None and self.params.detokenize:
             skip = self.params.skip_special_tokens

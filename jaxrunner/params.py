@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MAX_STOP_TOKEN_IDS = 15  # of a request; the device's table has one column more, for EOS
+MAX_STOP_TOKEN_IDS = 16  # of a request; the device's table has room for EOS too
 MIN_TEMPERATURE = 0.01  # below it, quotients of logits leave float32's useful range
 
 

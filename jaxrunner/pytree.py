@@ -43,6 +43,11 @@ def pytree(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
+def of(cls: type[T], **leaves: Any) -> T:
+    """Returns a `cls` of other leaves than device arrays: numpy's, or what stands for them."""
+    return cls(**leaves)
+
+
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)

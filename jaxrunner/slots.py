@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxrunner.layout import AdmitSize, Bucket, Program, admission_spec, admit_sizes, plan_spec
+from jaxrunner.pytree import of
 from jaxrunner.request import NewRequest
 from jaxrunner.transfer import pack, pad
 from jaxrunner.types import Admission, Plan, Writes
@@ -68,7 +69,8 @@ class Slots:
     def plan(self, req_ids, counts: Mapping[str, int], blocks, bucket: Bucket) -> np.ndarray:
         """Returns the packed plan of a step: each request's tokens, and blocks it gained."""
         spec, R = plan_spec(self._program, bucket), self._program.engine.max_num_seqs
-        plan = Plan(
+        plan = of(
+            Plan,
             slot=pad([self._slot_of[r] for r in req_ids], bucket.num_rows, R),
             num_tokens=pad([counts[r] for r in req_ids], bucket.num_rows, 0),
             blocks=tuple(
@@ -106,7 +108,8 @@ class Slots:
         for i, r in enumerate(new):
             stop_ids[i, : len(r.stop_ids)] = sorted(r.stop_ids)
         tokens, *blocks = (_writes(w, size.num_writes, R) for w in writes)
-        admission = Admission(
+        admission = of(
+            Admission,
             slot=pad([self._slot_of[r.request_id] for r in new], A, R),
             total_len=pad([len(r.token_ids) for r in new], A, 0),
             num_computed=pad([r.num_computed for r in new], A, 0),
@@ -146,4 +149,6 @@ def _flat(writes: list[Write]) -> np.ndarray:
 
 def _writes(flat: np.ndarray, size: int, num_slots: int) -> Writes:
     row, col, value = flat
-    return Writes(pad(row, size, num_slots), pad(col, size, 0), pad(value, size, 0))
+    return of(
+        Writes, row=pad(row, size, num_slots), col=pad(col, size, 0), value=pad(value, size, 0)
+    )

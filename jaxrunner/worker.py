@@ -1,14 +1,12 @@
 """One process's device: which it is, what fits on it, and how large an engine follows."""
 
-import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from jaxrunner.config import EngineConfig, ModelConfig, check_dtype
-
-logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30  # on a CPU, where memory is not ours alone
 RESERVE = 0.1  # part of the budget kept for what a step makes on its way
@@ -23,7 +21,6 @@ def engine_config(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int | None = None,
-    block_size: int = 64,
     num_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
@@ -32,47 +29,54 @@ def engine_config(
     """Fills in the sizes that a user left open, for the default device.
 
     `num_blocks`, `kv_cache_memory_bytes` and `gpu_memory_utilization` are three ways to say one
-    thing; the first that is given counts, and giving two is refused.
+    thing: at most one may be given. `rest` are fields of `EngineConfig`.
 
     Raises:
       ValueError: a size that contradicts the model, another size or the device.
+      MemoryError: the weights leave no room.
     """
-    given = {
-        name: value
-        for name, value in dict(
-            num_blocks=num_blocks,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-        ).items()
-        if value is not None
-    }
+    asked = dict(
+        num_blocks=num_blocks,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    _check_one_size(asked)
+    kv_dtype = dtype if kv_cache_dtype == "auto" else check_dtype("kv_cache_dtype", kv_cache_dtype)
+    on_cpu = jax.default_backend() == "cpu"
+    config = EngineConfig(
+        max_model_len=_checked_len(model, max_model_len),
+        num_blocks=num_blocks or 1,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or (512 if on_cpu else 8192),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        growth=4 if on_cpu else 2,
+        **rest,
+    )
+    if num_blocks is not None:
+        return config
+    kv_bytes = kv_cache_memory_bytes or free_bytes(params, gpu_memory_utilization or 0.9)
+    most = config.max_blocks * max_num_seqs  # what all slots use at full length
+    fitting = kv_bytes // block_bytes(model, config.kv_dtype, config.block_size)
+    return replace(config, num_blocks=max(1, min(most, fitting)))
+
+
+def _check_one_size(asked: dict[str, Any]) -> None:
+    given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"give one of {sorted(given)}: each sets the size of the KV cache")
-    if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(
-            f"gpu_memory_utilization must be over 0, at most 1, got {gpu_memory_utilization}"
-        )
+        raise ValueError(f"{' and '.join(given)} each set the size of the KV cache: give one")
+    utilization = asked["gpu_memory_utilization"]
+    if utilization is not None and not 0 < utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization must be over 0, at most 1, got {utilization}")
+
+
+def _checked_len(model: ModelConfig, max_model_len: int | None) -> int:
     longest = longest_len(model)
-    max_model_len = longest if max_model_len is None else max_model_len
-    if max_model_len > longest:
+    if max_model_len is not None and max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is over the model's {longest} positions: lower it"
         )
-    kv_dtype = dtype if kv_cache_dtype == "auto" else check_dtype("kv_cache_dtype", kv_cache_dtype)
-    on_cpu = jax.default_backend() == "cpu"
-    max_num_batched_tokens = max_num_batched_tokens or (512 if on_cpu else 8192)
-    sizes = dict(
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size,
-        max_num_batched_tokens=max_num_batched_tokens, dtype=dtype, kv_dtype=kv_dtype,
-        growth=4 if on_cpu else 2,
-    )  # fmt: skip
-    if num_blocks is None:
-        # No more than all slots can use at full length.
-        most = EngineConfig(num_blocks=1, **sizes, **rest).max_blocks * max_num_seqs
-        kv_bytes = kv_cache_memory_bytes or free_bytes(params, gpu_memory_utilization or 0.9)
-        num_blocks = min(most, kv_bytes // block_bytes(model, kv_dtype, block_size))
-        logger.info("%d KV blocks of %d tokens", num_blocks, block_size)
-    return EngineConfig(num_blocks=int(num_blocks), **sizes, **rest)
+    return longest if max_model_len is None else max_model_len
 
 
 def longest_len(model: ModelConfig) -> int:
@@ -85,8 +89,7 @@ def longest_len(model: ModelConfig) -> int:
 def block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
     """Returns the bytes of one block in the caches of all layers."""
     dims = model.dims
-    itemsize = np.dtype(jax.numpy.dtype(kv_dtype)).itemsize
-    return 2 * dims["Y"] * block_size * dims["K"] * dims["D"] * itemsize
+    return 2 * dims["Y"] * block_size * dims["K"] * dims["D"] * jnp.dtype(kv_dtype).itemsize
 
 
 def free_bytes(params: Any, utilization: float) -> int:

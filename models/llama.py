@@ -15,7 +15,7 @@ from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
 from jaxrunner.model import Attend, AttentionSpec, Model, Source
 from jaxrunner.models.layers import linear, rms_norm, swiglu
 from jaxrunner.models.rope import read_rope, rotate, rotation
-from jaxrunner.pytree import each, leaf, pytree
+from jaxrunner.pytree import each, leaf, of, pytree
 from jaxrunner.settings import Settings
 from jaxrunner.types import Array, Inputs
 
@@ -72,7 +72,7 @@ def _layer(config: ModelConfig, attend: Attend, x, w: Layer, cache, turn, *, spe
     T = x.shape[0]
     qkv = linear(rms_norm(x, w.attn_norm, eps), w.qkv, w.qkv_bias)
     q, k, v = qkv[:, :, :-2].reshape(T, H, D), qkv[:, :, -2], qkv[:, :, -1]
-    if config.qk_norm:
+    if w.q_norm is not None and w.k_norm is not None:
         q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
     out, cache = attend(rotate(q, *turn), rotate(k, *turn), v, cache, spec)
     x = x + linear(out, w.o, w.o_bias, axes=2)
@@ -132,7 +132,8 @@ def sources(config: ModelConfig) -> Params:
     c = config
     V, E = c.vocab_size, c.hidden_size
     layers = tuple(_layer_sources(c, f"model.layers.{i}.") for i in range(c.num_hidden_layers))
-    return Params(
+    return of(
+        Params,
         embed=_whole("model.embed_tokens.weight", V, E),
         norm=_whole("model.norm.weight", E),
         head=None if c.tie_word_embeddings else _whole("lm_head.weight", V, E),
@@ -159,7 +160,8 @@ def _layer_sources(c: ModelConfig, prefix: str) -> Layer:
 
     attn = {"self_attn.q_proj": H * D, "self_attn.k_proj": K * D, "self_attn.v_proj": K * D}
     mlp = {"mlp.gate_proj": F, "mlp.up_proj": F}
-    return Layer(
+    return of(
+        Layer,
         attn_norm=one(True, "input_layernorm.weight", E),
         qkv=packed(True, "weight", attn, heads, E),
         qkv_bias=packed(c.qkv_bias, "bias", attn, heads),

@@ -1,5 +1,6 @@
 """Every family and variant that models are tested in, with weights anyone can make again."""
 
+from typing import Any
 import zlib
 
 import jax
@@ -10,7 +11,7 @@ from jaxrunner.model import Source
 from jaxrunner.models.registry import read_model
 from jaxrunner.settings import Settings
 
-BASE = dict(
+BASE: dict[str, Any] = dict(
     hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=6,
     num_key_value_heads=2, head_dim=8, vocab_size=61, max_position_embeddings=256,
     hidden_act="silu", rms_norm_eps=1e-5, tie_word_embeddings=False,
@@ -68,8 +69,8 @@ def model_and_params(variant: str):
         parts = [weight(n, s) for n, s in zip(source.names, source.shapes, strict=True)]
         return jnp.asarray(source.join(parts))
 
-    is_source = lambda x: isinstance(x, Source)
-    return model, config, jax.tree.map(join, model.sources(config), is_leaf=is_source)
+    sources = model.sources(config)
+    return model, config, jax.tree.map(join, sources, is_leaf=lambda x: isinstance(x, Source))
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

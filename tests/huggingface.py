@@ -10,7 +10,8 @@ def model(variant: str):
     """Returns the Hugging Face model of a variant, with our weights."""
     family, _ = families.VARIANTS[variant]
     values = {k: v for k, v in families.settings(variant).items() if k != "architectures"}
-    config = getattr(transformers, f"{family}Config")(**values, bos_token_id=None, eos_token_id=None)
+    values |= dict(bos_token_id=None, eos_token_id=None)
+    config = getattr(transformers, f"{family}Config")(**values)
     torch_model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in torch_model.named_parameters():

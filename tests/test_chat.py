@@ -46,6 +46,8 @@ BOMBS = {
     "a large number": "{{ 10 ** (10**9) }}",
     "ranges in ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     "{% endfor %}",
+    "lists in lists": "{% set l = 'x' * 9999 %}{% for a in l %}{% for b in l %}{% endfor %}"
+    "{% endfor %}",
     "much data": "{% for i in range(99999) %}" + "y" * 1000 + "{% endfor %}",
     "much captured data": "{% set x %}{% for i in range(99999) %}" + "y" * 999 + "{% endfor %}"
     "{% endset %}",
@@ -58,8 +60,8 @@ BOMBS = {
     "nested JSON": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
     "{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}{{ n.x | tojson }}",
     "recursion": "{% macro m(a) %}{{ m(a) }}{% endmacro %}{{ m(1) }}",
-    "recursion that branches": "{% macro m(a) %}{% if a %}{{ m(a-1) }}{{ m(a-1) }}{% endif %}"
-    "{% endmacro %}{{ m(99) }}",
+    "recursion that branches": "{% macro m(a) %}{% if a %}{% set _ = [m(a[1:]), m(a[1:])] %}"
+    "{% endif %}{% endmacro %}{% set _ = m('x' * 99) %}",
     "a loop that calls itself": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
     "a method that pads": "{{ 'x'.center(10**9) }}",
     "a number's bytes": "{{ (5).to_bytes(10**9, 'big') }}",
@@ -161,9 +163,10 @@ def test_a_bomb_is_defused(name, monkeypatch):
         ("{{ messages.append(1) }}", "chat template failed with SecurityError"),
         ("{% include 'a' %}", "chat template failed with TypeError: no loader"),
         ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "failed with RecursionError"),
-        ("x" * (sandbox.MAX_TEMPLATE + 1), "characters, the limit is 262144: shorten it"),
+        ("x" * (sandbox.MAX_TEMPLATE + 1), "characters, the limit is 131072: shorten it"),
         (BOMBS["a long range"], "range has 1000000000 numbers, the limit is 100000: shorten it"),
         (BOMBS["a long text"], "makes a value of 1000000000 characters or items, the limit is"),
+        (BOMBS["doubled text"], "characters or items, the limit is 16777216: simplify"),
         (BOMBS["indented JSON"], "tojson has indent=1000000000, the limit is 100: lower it"),
         (BOMBS["a width"], "formats to a width, which is not in the sandbox: leave it out"),
         (BOMBS["a width of format"], "takes str.format, which is not in the sandbox: use ~"),

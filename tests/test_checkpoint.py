@@ -33,7 +33,10 @@ def replace(name, make):
 
 
 LIES = {
-    "missing": (lambda t: {n: a for n, a in t.items() if n != Q1}, rf"{Q1} \[60, 24\] is missing"),
+    "missing": (
+        lambda t: {n: a for n, a in t.items() if n != Q1},
+        rf"{Q1} \[60, 24\] is missing\. Download the checkpoint again, or correct config\.json",
+    ),
     "missing and extra": (
         rename(Q1, "model.q"),
         rf"{Q1} .* is missing; model\.q \[60, 24\] in model\.safetensors is not wanted",

@@ -1,6 +1,7 @@
 """What must hold of an engine, whatever the batch, the chunks, the cache or the order."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -28,7 +29,7 @@ KINDS = {
 
 
 def params_of(kind: str, i: int) -> SamplingParams:
-    changes = dict(seed=i, max_tokens=9 + i, min_tokens=2 * (i % 2))
+    changes: dict[str, Any] = dict(seed=i, max_tokens=9 + i, min_tokens=2 * (i % 2))
     base = KINDS[kind]
     return SamplingParams(
         temperature=base.temperature, top_k=base.top_k, top_p=base.top_p, min_p=base.min_p,
@@ -106,7 +107,9 @@ def test_a_cached_prefix_changes_nothing(kind):
     e = engine()
     params = [params_of(kind, i) for i in range(len(PROMPTS))]
     for expected_hits in (False, True):
-        requests = [e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params))]
+        requests = [
+            e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))
+        ]
         drain(e)
         assert [r.output_token_ids for r in requests] == alone(kind)
         assert (requests[0].num_cached_tokens > 0) == expected_hits
@@ -146,7 +149,7 @@ def test_greedy_ignores_the_seed():  # 33
 def test_an_aborted_request_leaves_nothing_behind():  # 59
     e = engine()
     params = [params_of("sampled", i) for i in range(len(PROMPTS))]
-    kept = [e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params))]
+    kept = [e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))]
     for steps, name in enumerate(("waiting", "just launched", "decoding")):
         e.add(name, [8, 8, 8, 8, 8, steps], SamplingParams(max_tokens=20))
         for _ in range(steps):
@@ -164,7 +167,7 @@ def test_no_compilation_after_warm_up():  # 25
     e.runner.programs.strict = True
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+        lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
     )
     try:
         for i in range(200):
@@ -215,6 +218,14 @@ def test_bad_requests_change_nothing(prompt, params, message):
         e.add("kept", [1], SamplingParams())
     drain(e)
     assert kept.output_token_ids == alone("greedy")[0]
+
+
+def test_too_many_stop_ids_are_refused():
+    params = SamplingParams(stop_token_ids=range(16))
+    with pytest.raises(
+        ValueError, match="stop_token_ids and EOS are 33 ids, a request may have 32"
+    ):
+        engine().add("a", [1], params, eos_token_ids=range(20, 37))
 
 
 def test_a_pool_too_small_for_one_request_is_refused():

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import threading
+from typing import ClassVar
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -34,12 +35,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of a hub, for one model that it may see and one it may not."""
 
     protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[str]] = []
+    broken = False
 
     def do_GET(self):
         files = WANTED | UNWANTED
         url = self.path.partition("?")[0]
-        self.server.asked.append(url)
-        if self.server.broken:
+        self.asked.append(url)
+        if self.broken:
             self.answer(500)
         elif url.startswith("/api/models/acme/closed"):
             self.answer(403, {"X-Error-Code": "GatedRepo"})
@@ -73,7 +76,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(data)
 
-    def log_message(self, *args):
+    def log_message(self, format, *args):
         """Says nothing: a test's output is its own."""
 
 
@@ -85,7 +88,8 @@ def etag(data):
 def hub(monkeypatch):
     """Runs a hub on this machine, with huggingface_hub allowed to ask it."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.broken, server.daemon_threads = [], False, True
+    server.daemon_threads = True
+    monkeypatch.setattr(Hub, "asked", [])
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -106,7 +110,7 @@ def fetch(hub, tmp_path, name="acme/tiny", **kwargs):
 def test_a_name_is_fetched_without_pickles_code_or_subfolders(hub, tmp_path):
     folder = fetch(hub, tmp_path)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == WANTED
-    got = {url.rpartition(f"{SHA}/")[2] for url in hub.asked if "/resolve/" in url}
+    got = {url.rpartition(f"{SHA}/")[2] for url in Hub.asked if "/resolve/" in url}
     assert got <= WANTED.keys()
 
 
@@ -122,14 +126,13 @@ def test_a_model_that_we_may_not_see_is_named(hub, tmp_path, name):
         fetch(hub, tmp_path, name)
 
 
-def test_the_cache_serves_when_the_hub_does_not(hub, tmp_path):
+def test_the_cache_serves_when_the_hub_does_not(hub, tmp_path, monkeypatch):
     missing = r"model='acme/tiny' is not all in the cache, and the hub cannot be asked: go online"
-    hub.broken = True
-    with pytest.raises(FileNotFoundError, match=missing):
+    with monkeypatch.context() as broken, pytest.raises(FileNotFoundError, match=missing):
+        broken.setattr(Hub, "broken", True)
         fetch(hub, tmp_path)
-    hub.broken = False
     folder = fetch(hub, tmp_path)
-    hub.broken = True
+    monkeypatch.setattr(Hub, "broken", True)
     assert fetch(hub, tmp_path) == folder
 
 
@@ -138,15 +141,15 @@ def test_offline_mode_asks_nobody(hub, tmp_path, monkeypatch):
     huggingface_hub.close_session()
     with pytest.raises(FileNotFoundError, match="not all in the cache, and the hub cannot be"):
         fetch(hub, tmp_path)
-    assert not hub.asked
+    assert not Hub.asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     huggingface_hub.close_session()
     folder = fetch(hub, tmp_path)
-    hub.asked.clear()
+    Hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
     assert fetch(hub, tmp_path) == folder
-    assert not hub.asked
+    assert not Hub.asked
 
 
 def test_a_folder_is_returned_as_it_is(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ PROMPTS = [
     "# naïve café 日本語 🎉\n",
     "with open(",
 ]
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
     token_buckets=(64,), decode_buckets=(4,), block_size=16, use_tqdm=False,
 )  # fmt: skip
@@ -78,7 +79,8 @@ def test_a_stream_tells_what_generate_returns(llm):
     assert max(len(parts) for parts in told.values()) > 2
     for parts, output in zip(told.values(), whole, strict=True):
         assert "".join(texts(parts)) == output.outputs[0].text
-        assert sum((p.outputs[0].token_ids for p in parts), []) == output.outputs[0].token_ids
+        ids = [token for part in parts for token in part.outputs[0].token_ids]
+        assert ids == output.outputs[0].token_ids
         assert [p.finished for p in parts] == [False] * (len(parts) - 1) + [True]
         assert parts[-1].outputs[0].finish_reason == output.outputs[0].finish_reason
 
@@ -258,7 +260,7 @@ def test_a_model_without_a_tokenizer_takes_ids(tmp_path):
              kv_cache_memory_bytes=1 << 20, **SIZES) as llm:  # fmt: skip
         ids, text = llm.generate([{"prompt_token_ids": [1, 2, 3]}, "x"], GREEDY, use_tqdm=False)
         assert len(ids.outputs[0].token_ids) == 20 and ids.outputs[0].text == ""
-        assert "leaves no tokenizer" in text.error
+        assert "leaves no tokenizer" in str(text.error)
         with pytest.raises(ValueError, match="chat needs a tokenizer"):
             llm.chat([{"role": "user", "content": "x"}])
 
@@ -269,7 +271,10 @@ BAD_SETTINGS = [
     (dict(generation_config="hf"), "generation_config must be one of"),
     (dict(max_model_len=4096), "max_model_len=4096 is over the model's 2048 positions"),
     (dict(num_blocks=7), "num_blocks=7 holds 112 tokens, one request of max_model_len=128"),
-    (dict(num_blocks=8, kv_cache_memory_bytes=1), "give one of"),
+    (
+        dict(num_blocks=8, kv_cache_memory_bytes=1),
+        "num_blocks and kv_cache_memory_bytes each set the size of the KV cache: give one",
+    ),
     (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization must be over 0"),
     (dict(max_num_seqs=0), "max_num_seqs must be an integer of at least 1, got 0"),
     (dict(decode_buckets=(4, 2)), "decode_buckets must be ascending sizes over 0"),

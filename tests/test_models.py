@@ -1,6 +1,7 @@
 """Every family and variant against Hugging Face transformers, token for token."""
 
 from pathlib import Path
+from typing import Any
 
 import families
 import numpy as np
@@ -13,12 +14,13 @@ from jaxrunner.params import SamplingParams
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "golden.npz")
 NEW_TOKENS = 64
-PROMPTS = [families.ids(n, seed=n) for n in (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 33, 40, 51, 60)]
+LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 33, 40, 51, 60)
+PROMPTS = [families.ids(n, seed=n) for n in LENGTHS]
 
 
 @pytest.mark.parametrize("variant", families.VARIANTS)
 def test_logits_match_stored_ones(variant):
-    model, config, params = families.model_and_params(variant)
+    _, config, params = families.model_and_params(variant)
     want = GOLDEN[variant]
     got = tiny.dense_logits(config, params, families.ids(40))[-len(want) :]
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -36,7 +38,7 @@ def huggingface():
 @pytest.mark.parametrize("variant", families.VARIANTS)
 def test_greedy_tokens_equal_those_of_transformers(variant, huggingface):
     model, config, params = families.model_and_params(variant)
-    sizes = dict(max_model_len=128, num_blocks=100, block_size=8, max_num_seqs=16,
+    sizes: dict[str, Any] = dict(max_model_len=128, num_blocks=100, block_size=8, max_num_seqs=16,
                  max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,))  # fmt: skip
     engine = Engine(model, config, EngineConfig(**sizes), params)
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)

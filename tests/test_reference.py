@@ -64,7 +64,9 @@ def test_paged_attention_equals_its_oracle(case, window, poison, dtype):
     bucket = Bucket(B if uniform else T, B, int(uniform))
     batch = step.prepare_inputs(requests, plan, bucket, (N, S), 0)
 
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     T = bucket.num_tokens
     q, k, v = draw(T, K * G, D), draw(T, K, D), draw(T, K, D)
     history = draw(B, L, 2, K, D)
@@ -109,5 +111,6 @@ def test_dense_attention_equals_its_oracle(window):
     out, cache = reference.dense_attention(2, q, k, v, None, spec)
     assert cache is None
     for rows in (slice(0, 7), slice(7, 14)):
-        want = oracle(*(np.asarray(x[rows], np.float64) for x in (q, k, v)), range(7), window)
+        q_, k_, v_ = (np.asarray(x[rows], np.float64) for x in (q, k, v))
+        want = oracle(q_, k_, v_, range(7), window)
         np.testing.assert_allclose(out[rows], want, atol=1e-5)

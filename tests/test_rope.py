@@ -56,9 +56,12 @@ def test_frequencies_are_those_of_transformers(parameters, rope_len):
 
     parameters = dict(rope_theta=10000.0) | parameters
     config = transformers.LlamaConfig(**TINY | dict(head_dim=DIM), rope_parameters=dict(parameters))
-    default = LlamaRotaryEmbedding.compute_default_rope_parameters
-    init = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"], default)
-    want, scale = init(config, "cpu", seq_len=rope_len)
+    if parameters["rope_type"] == "default":
+        module = LlamaRotaryEmbedding(config)
+        want, scale = module.inv_freq, module.attention_scaling
+    else:
+        init = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+        want, scale = init(config, "cpu", seq_len=rope_len)
     rope = read_rope(parameters)
     got, got_scale = turned(rope, rope_len)
     np.testing.assert_allclose(got, want.numpy(), rtol=3e-6, atol=1e-7)

@@ -20,11 +20,13 @@ DIMS = dict(R=4, L=32, X=3, M=8, G=1)
 
 def table(**changes) -> Requests:
     """An empty request table with some fields set."""
-    requests = pytree.zeros(Requests, DIMS)
-    blocks = (jnp.arange(32, dtype=jnp.int32).reshape(4, 8),)
-    full = dict(max_len=jnp.full(4, 32), stop_ids=jnp.full((4, 3), 61), blocks=blocks)
-    return replace(requests, **{k: jnp.asarray(v) for k, v in full.items() if k != "blocks"} | dict(
-        blocks=blocks) | {k: jnp.asarray(v) for k, v in changes.items()})  # fmt: skip
+    full = dict(
+        max_len=jnp.full(4, 32),
+        stop_ids=jnp.full((4, 3), 61),
+        blocks=(jnp.arange(32, dtype=jnp.int32).reshape(4, 8),),
+    )
+    changed = {name: jnp.asarray(value) for name, value in changes.items()}
+    return replace(pytree.zeros(Requests, DIMS), **full | changed)
 
 
 def plan(slots, counts) -> Plan:
@@ -63,13 +65,13 @@ def test_rows_are_ordered_by_their_token_counts():  # 2
 
 def test_slots_are_a_stack():  # 3
     slots = tiny.runner(max_num_seqs=3, decode_buckets=(), token_buckets=()).slots
-    add = lambda name: slots.add(tiny.new_request(name, [1], blocks=[0]))
-    assert [add(name) for name in "xyz"] == [2, 1, 0]
+    x, y, z, w, v = (tiny.new_request(name, [1], blocks=[0]) for name in "xyzwv")
+    assert [slots.add(request) for request in (x, y, z)] == [2, 1, 0]
     slots.remove("y")
-    assert add("w") == 1
+    assert slots.add(w) == 1
     slots.remove("unknown")
     with pytest.raises(RuntimeError, match="max_num_seqs=3 slots are all taken"):
-        add("v")
+        slots.add(v)
 
 
 def test_chunks_sample_only_when_the_prompt_ends():  # 4

@@ -1,6 +1,7 @@
 """A tiny decoder whose axes all differ, and a hand-driven runner, for tests."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +41,16 @@ def random_params(config: ModelConfig, seed: int = 0):
     """Returns weights large enough that tokens depend on all of the context."""
     keys = iter(jax.random.split(jax.random.key(seed), 99))
     dims = config.dims | {"param": jnp.float32}
-    make = lambda axes, shape, dtype: jax.random.normal(next(keys), shape, dtype) * 0.4
+
+    def make(axes, shape, dtype):
+        return jax.random.normal(next(keys), shape, dtype) * 0.4
+
     return pytree.build(make, llama.params, dims)
 
 
 def engine_config(**changes) -> EngineConfig:
     """Returns the sizes of a tiny engine, with few buckets."""
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         max_model_len=48,
         num_blocks=60,
         block_size=4,

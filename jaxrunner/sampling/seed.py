@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.params import SamplingParams
-from jaxrunner.pytree import leaf, pytree
+from jaxrunner.pytree import leaf, of, pytree
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.types import Array
 
@@ -19,7 +19,9 @@ class Seed:
 
 def row(params: SamplingParams, seed: int) -> Seed:
     """Reads a request's seed, 64 bits."""
-    return Seed(words=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), greedy=params.is_greedy)
+    return of(
+        Seed, words=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), greedy=params.is_greedy
+    )
 
 
 seed = Rule(Seed, row, lambda logits, row, context: logits)

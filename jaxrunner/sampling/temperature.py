@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.params import SamplingParams
-from jaxrunner.pytree import leaf, pytree
+from jaxrunner.pytree import leaf, of, pytree
 from jaxrunner.sampling.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -18,7 +18,7 @@ class Temperature:
 
 def row(params: SamplingParams, seed: int) -> Temperature:
     """Reads a request's temperature."""
-    return Temperature(value=np.float32(params.temperature or 1.0))
+    return of(Temperature, value=np.float32(params.temperature or 1.0))
 
 
 def apply(logits: Array, row: Temperature, context: Context) -> Array:

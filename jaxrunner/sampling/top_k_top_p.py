@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.params import SamplingParams
-from jaxrunner.pytree import leaf, pytree
+from jaxrunner.pytree import leaf, of, pytree
 from jaxrunner.sampling.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -24,7 +24,7 @@ class TopKTopP:
 def row(params: SamplingParams, seed: int) -> TopKTopP:
     """Reads a request's `top_k` and `top_p`."""
     k = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
-    return TopKTopP(k=np.int32(k), p=np.float32(params.top_p))
+    return of(TopKTopP, k=np.int32(k), p=np.float32(params.top_p))
 
 
 def apply(logits: Array, row: TopKTopP, context: Context) -> Array:

@@ -1,6 +1,6 @@
 """Makes golden.npz: Hugging Face logits of every variant, to check models without torch.
 
-    python tests/data/make_golden.py
+python tests/data/make_golden.py
 """
 
 from pathlib import Path
