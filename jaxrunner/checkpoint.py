@@ -1,6 +1,6 @@
 """Which file of a checkpoint folder holds each tensor, checked by name, shape and dtype."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,13 @@ from jaxrunner.settings import read_json
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-BUFFER = "rotary_emb.inv_freq"  # old checkpoints hold it, the config says it already
+# May be there unwanted: the config says the first, the second is the tied embedding again.
+SPARE = ("rotary_emb.inv_freq", "lm_head.weight")
 MOST_NAMED = 5  # problems in one message
 
 
-def find(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], ignored: Collection[str]
-) -> dict[str, tuple[Path, Tensor]]:
-    """Returns the file and place of each tensor of `shapes`; `ignored` ones may be there too.
+def find(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Path, Tensor]]:
+    """Returns the file and place of each tensor of `shapes`.
 
     Raises:
       FileNotFoundError, ValueError: a file or tensor is missing, extra, twice there, or not what
@@ -33,7 +32,7 @@ def find(
             found[name] = path, tensor
     if index is not None:
         problems += _check_index(index, found)
-    problems += _check_tensors(shapes, ignored, found)
+    problems += _check_tensors(shapes, found)
     if problems:
         more = len(problems) - MOST_NAMED
         named = "; ".join(problems[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
@@ -106,7 +105,6 @@ def _check_index(index: Mapping[str, str], found: Mapping[str, tuple[Path, Tenso
 
 def _check_tensors(
     shapes: Mapping[str, tuple[int, ...]],
-    ignored: Collection[str],
     found: Mapping[str, tuple[Path, Tensor]],
 ) -> list[str]:
     """Returns where the tensors are not those wanted."""
@@ -121,8 +119,8 @@ def _check_tensors(
         if tensor.dtype.name not in DTYPES:
             kinds = ", ".join(DTYPES)
             problems.append(f"{name} in {path.name} must be one of {kinds}, is {tensor.dtype}")
-    for name in sorted(found.keys() - shapes.keys() - set(ignored)):
-        if not name.endswith(BUFFER):
+    for name in sorted(found.keys() - shapes.keys()):
+        if not name.endswith(SPARE):
             path, tensor = found[name]
             problems.append(f"{name} {list(tensor.shape)} in {path.name} is not wanted")
     return problems

@@ -39,8 +39,7 @@ def load_params(
     target = np.dtype(check_dtype("dtype", dtype))
     sources = _sources(model, config)
     shapes = {n: s for source in sources for n, s in zip(source.names, source.shapes, strict=True)}
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    found = checkpoint.find(folder, shapes, ignored)
+    found = checkpoint.find(folder, shapes)
     files = {path: np.memmap(path, np.uint8, "r") for path, _ in found.values()}
     leaves = []
     with tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress) as bar:

@@ -271,3 +271,12 @@ def test_values_too_large_for_float16_are_refused(tmp_path, stored):
     write(tmp_path / checkpoint.WHOLE, tensors)
     with pytest.raises(ValueError, match=rf"{Q1} holds values over 65504"):
         load(tmp_path, model, config, "float16")
+
+
+def test_a_stored_infinity_is_not_taken_for_a_value_too_large(tmp_path):
+    model, config, _ = tiny()
+    tensors = split(model, config, random_params(model, config))
+    tensors[Q1][3, 4] = math.inf
+    write(tmp_path / checkpoint.WHOLE, tensors)
+    got = split(model, config, load(tmp_path, model, config, "float16"))
+    assert got[Q1][3, 4] == math.inf

@@ -90,7 +90,7 @@ def test_a_parameter_that_does_not_exist_is_refused(name):
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens=4 exceeds max_tokens=3: lower it"),
         (
             {"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)},
-            "stop_token_ids has 16 distinct ids, a request may have 15: stop on fewer",
+            "stop_token_ids has 17 distinct ids, a request may have 16: stop on fewer",
         ),
     ],
 )

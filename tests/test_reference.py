@@ -38,69 +38,92 @@ def oracle(q, keys, values, positions, window):
     return out
 
 
+class Problem:
+    """Requests with some keys in the cache and some tokens to compute, and what must come out."""
+
+    def __init__(self, case: str, dtype: str, poison: float):
+        rng = np.random.default_rng(0)
+        self.computed, self.counts = (np.array(x) for x in CASES[case])
+        B, self.uniform = len(self.counts), case == "one token each"
+        T = B if self.uniform else int(sum(self.counts)) + 3
+        N = R * M + 1  # one block is nobody's
+        self.tables = rng.permutation(N)[: R * M].reshape(R, M)
+        self.slots = rng.permutation(R)[:B]
+        bucket = Bucket(T, B, int(self.uniform))
+        self.batch = step.prepare_inputs(self.requests(), self.plan(), bucket, (N, S), 0)
+
+        def draw(*shape):
+            return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+        self.q, self.k, self.v = draw(T, K * G, D), draw(T, K, D), draw(T, K, D)
+        self.history = draw(B, 2, L, K, D)
+        self.cache = np.full((2, N, K, S, D), poison, jnp.dtype(dtype))
+        for b in range(B):
+            for p in range(self.computed[b]):
+                self.cache[:, *self.cell(b, p)] = self.history[b, :, p]
+
+    def cell(self, b: int, position: int):
+        """Where the cache holds a position of row b, in [N, K, S]."""
+        return self.tables[self.slots[b], position // S], slice(None), position % S
+
+    def requests(self) -> Requests:
+        def of_slot(values):
+            return jnp.zeros(R, jnp.int32).at[self.slots].set(jnp.asarray(values, jnp.int32))
+
+        return replace(
+            zeros(Requests, dict(R=R, L=L, X=1, M=M, G=1)),
+            num_computed=of_slot(self.computed),
+            total_len=of_slot(self.computed + self.counts),
+            blocks=(jnp.asarray(self.tables, jnp.int32),),
+        )
+
+    def plan(self) -> Plan:
+        none = Writes(*(jnp.zeros(0, jnp.int32),) * 3)
+        slots, counts = (jnp.asarray(x, jnp.int32) for x in (self.slots, self.counts))
+        return Plan(slots, counts, (none,))
+
+    def rows(self):
+        """Yields each row that computes, its tokens and their positions."""
+        start = 0
+        for b, count in enumerate(self.counts):
+            if count:
+                yield b, slice(start, start + count), self.computed[b] + np.arange(count)
+            start += 1 if self.uniform else count
+
+    def want(self, b: int, tokens: slice, positions, window):
+        old = self.history[b, :, : self.computed[b]].astype(np.float64)
+        keys, values = (
+            np.concatenate([old[i], new[tokens].astype(np.float64)])
+            for i, new in enumerate((self.k, self.v))
+        )
+        return oracle(self.q[tokens].astype(np.float64), keys, values, positions, window)
+
+
+attention = jax.jit(reference.paged_attention, static_argnames="spec")
+
+
 @pytest.mark.parametrize("poison", [0.0, np.nan], ids=["zeros", "junk"])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_paged_attention_equals_its_oracle(case, window, poison, dtype):
-    rng = np.random.default_rng(0)
-    computed, counts = (np.array(x) for x in CASES[case])
-    B, T = len(counts), int(sum(counts)) + 3
-    uniform = case == "one token each"
-    N = R * M + 1
-    tables = rng.permutation(N)[: R * M].reshape(R, M)  # blocks of no request keep their junk
-    slots = rng.permutation(R)[:B]
-
-    def of_slot(values):
-        return jnp.zeros(R, jnp.int32).at[slots].set(jnp.asarray(values, jnp.int32))
-
-    dims = dict(R=R, L=L, X=1, M=M, G=1, N=N, K=K, S=S, D=D, kv=dtype)
-    requests = replace(
-        zeros(Requests, dims), num_computed=of_slot(computed), total_len=of_slot(computed + counts),
-        blocks=(jnp.asarray(tables, jnp.int32),),
-    )  # fmt: skip
-    none = Writes(*(jnp.zeros(0, jnp.int32),) * 3)
-    plan = Plan(jnp.asarray(slots, jnp.int32), jnp.asarray(counts, jnp.int32), (none,))
-    bucket = Bucket(B if uniform else T, B, int(uniform))
-    batch = step.prepare_inputs(requests, plan, bucket, (N, S), 0)
-
-    def draw(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    T = bucket.num_tokens
-    q, k, v = draw(T, K * G, D), draw(T, K, D), draw(T, K, D)
-    history = draw(B, L, 2, K, D)
-    cache = LayerCache(*(jnp.full((N, K, S, D), poison, dtype),) * 2)
-    for b in range(B):
-        for p in range(computed[b]):
-            at = (tables[slots[b], p // S], slice(None), p % S)
-            cache = LayerCache(k=cache.k.at[at].set(history[b, p, 0]),
-                               v=cache.v.at[at].set(history[b, p, 1]))  # fmt: skip
+    problem = Problem(case, dtype, poison)
     spec = AttentionSpec(0, window, D**-0.5)
-    attention = jax.jit(reference.paged_attention, static_argnames="spec")
-    out, after = attention(batch, q, k, v, cache, spec=spec)
-
-    start, f64 = 0, lambda x: np.asarray(x, np.float64)
-    written = np.isnan(np.asarray(cache.k, np.float32)) | (np.asarray(cache.k, np.float32) == 0)
-    for b in range(B):
-        tokens = slice(start, start + counts[b])
-        keys, values = (
-            np.concatenate([f64(history[b, : computed[b], i]), f64(new[tokens])])
-            for i, new in enumerate((k, v))
-        )
-        positions = computed[b] + np.arange(counts[b])
-        want = oracle(f64(q[tokens]), keys, values, positions, window)
-        scale = max(np.abs(want).max(), 1e-9) if counts[b] else 1
-        error = np.abs(f64(out[tokens]) - want).max() / scale if counts[b] else 0
+    cache = LayerCache(*map(jnp.asarray, problem.cache))
+    inputs = map(jnp.asarray, (problem.q, problem.k, problem.v))
+    out, after = attention(problem.batch, *inputs, cache, spec=spec)
+    out = np.asarray(out, np.float64)
+    assert not np.isnan(out).any()
+    expected = problem.cache.copy()
+    for b, tokens, positions in problem.rows():
+        want = problem.want(b, tokens, positions, window)
+        error = np.abs(out[tokens] - want).max() / np.abs(want).max()
         assert error < (1e-5 if dtype == "float32" else 2e-2)
-        for p in positions:
-            cell = np.asarray(after.k[tables[slots[b], p // S], :, p % S])
-            np.testing.assert_array_equal(cell, np.asarray(k[start + p - computed[b]]))
-            written[tables[slots[b], p // S], :, p % S] = False
-        start += 1 if uniform else counts[b]
-    same = np.asarray(after.k) == np.asarray(cache.k)
-    assert (same | np.isnan(np.asarray(cache.k, np.float32)))[written].all()
-    assert not np.isnan(np.asarray(out, np.float32)).any()
+        for t, p in enumerate(positions, tokens.start):
+            expected[:, *problem.cell(b, p)] = problem.k[t], problem.v[t]
+    # Every other cell holds what it held.
+    np.testing.assert_array_equal(np.asarray(after.k, np.float32), expected[0].astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(after.v, np.float32), expected[1].astype(np.float32))
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from jaxrunner import checkpoint, pytree, safetensors_file, weights
 from jaxrunner.models.registry import read_model
@@ -37,6 +38,8 @@ def test_a_saved_checkpoint_loads_equal(tmp_path, variant, dtype):
     assert (read_again, config_again.dtype) == (model, dtype)
     assert_same(load(tmp_path, model, config_again, dtype), params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    with safe_open(tmp_path / "model.safetensors", "np") as file:  # asked for by old transformers
+        assert file.metadata() == {"format": "pt"}
 
 
 @variants
