@@ -1,5 +1,7 @@
 """Building blocks that decoders share."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -11,9 +13,13 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 1)
 
     In float32 no precision is traded for speed: greedy tokens must not depend on the device.
     """
-    contract = tuple(range(x.ndim - axes, x.ndim)), tuple(range(weight.ndim - axes, weight.ndim))
+    rows, out = x.shape[: x.ndim - axes], weight.shape[: weight.ndim - axes]
+    size = math.prod(weight.shape[weight.ndim - axes :])
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jax.lax.dot_general(x, weight, (contract, ((), ())), precision=precision)
+    # As matrices: of weights with more axes XLA makes transposed copies in every step.
+    y = jax.lax.dot_general(
+        x.reshape(-1, size), weight.reshape(-1, size), (((1,), (1,)), ((), ())), precision=precision
+    ).reshape(*rows, *out)
     return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
 
 
