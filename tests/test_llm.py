@@ -186,7 +186,7 @@ def test_detokenize_false_gives_ids_alone(llm):
 
 
 BAD = {
-    "empty": ("", "prompt has 0 tokens"),
+    "empty": ({"prompt_token_ids": []}, "prompt has 0 tokens"),
     "too long": ("x " * 200, "max_model_len=128 leaves room for 127"),
     "id out of range": ({"prompt_token_ids": [5, 4096]}, r"prompt_token_ids[1]=4096"),
     "negative id": ({"prompt_token_ids": [-1]}, r"prompt_token_ids[0]=-1"),
@@ -236,7 +236,8 @@ def test_chat_renders_the_template(llm):
                "{% if add_generation_prompt %}assistant:{% endif %}"  # fmt: skip
     message = [{"role": "user", "content": "hello"}]
     got = llm.chat(message, GREEDY, chat_template=template, use_tqdm=False)
-    want = llm.generate("user: hello\nassistant:", GREEDY, use_tqdm=False)
+    ids = llm.tokenizer.encode("user: hello\nassistant:", add_special_tokens=False)
+    want = llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)
     assert texts(got) == texts(want)
     two = llm.chat([message, message], GREEDY, chat_template=template, use_tqdm=False)
     assert texts(two) == texts(want) * 2
