@@ -183,6 +183,35 @@ def test_no_compilation_after_warm_up():  # 25
     assert (compiled, len(e.runner.programs.ledger)) == ([], warm)
 
 
+def test_a_drawn_seed_survives_preemption():  # D12
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    free, tight = engine(), engine(num_blocks=13)
+    want = run(free, PROMPTS, [params] * len(PROMPTS))
+    assert run(tight, PROMPTS, [params] * len(PROMPTS)) == want
+    assert tight.scheduler.num_preemptions > 0
+
+
+def test_the_length_limit_comes_before_min_tokens():  # D16
+    params = SamplingParams(temperature=0.0, max_tokens=None, min_tokens=1000)
+    prompt = PROMPTS[0]
+    (output,) = run(engine(), [prompt], [params])
+    assert len(prompt) + len(output) == 48
+
+
+def test_a_preempted_request_gives_its_slot_back():  # D15
+    e = engine(num_blocks=13)
+    for i, prompt in enumerate(PROMPTS):
+        e.add(f"{i}", prompt, params_of("greedy", i))
+    preempted = 0
+    while e.has_unfinished:
+        e.step()
+        owners = set(e.runner.slots._slot_of)
+        live = {r.request_id for r in e.scheduler.running} | e.scheduler._finished
+        assert owners <= live | {name for so, _ in e._in_flight for name in so.requests}
+        preempted = max(preempted, e.scheduler.num_preemptions)
+    assert preempted > 0
+
+
 def test_a_compilation_after_warm_up_names_what_differs():
     e = engine()
     e.warm_up()

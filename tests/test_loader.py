@@ -1,0 +1,74 @@
+"""What a checkpoint folder says beside its weights: defaults, EOS ids, dtype."""
+
+import json
+import logging
+
+import pytest
+
+from jaxrunner import SamplingParams, embedded
+from jaxrunner.loader import load
+from jaxrunner.settings import read_json
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Returns a function that loads a one-layer dummy with these generation defaults."""
+    config = read_json(embedded.PATH / "config.json") | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def make(generation=None, **arguments):
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        arguments = {"tokenizer": None, "load_format": "dummy"} | arguments
+        return load(str(tmp_path), progress=False, **arguments)
+
+    return make
+
+
+def test_sampling_defaults_are_the_checkpoints(checkpoint, caplog):
+    given = dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.9, max_new_tokens=7)
+    with caplog.at_level(logging.WARNING):
+        loaded = checkpoint(given)
+    want = SamplingParams(temperature=0.6, top_k=20, top_p=0.9, max_tokens=7)
+    assert loaded.default_params == want
+    said = [r.message for r in caplog.records if "Default sampling parameters" in r.message]
+    assert len(said) == 1 and "'temperature': 0.6" in said[0]
+    assert checkpoint(given, generation_config="vllm").default_params == SamplingParams()
+
+
+def test_a_checkpoint_that_does_not_sample_is_greedy(checkpoint):
+    assert checkpoint(dict(do_sample=False, temperature=0.6)).default_params.is_greedy
+    assert checkpoint({}).default_params == SamplingParams()
+
+
+def test_a_default_that_cannot_be_honoured_is_refused(checkpoint):
+    with pytest.raises(ValueError, match=r"repetition_penalty=1.1 is not supported yet, only 1"):
+        checkpoint(dict(repetition_penalty=1.1))
+    assert checkpoint(generation_config="vllm").default_params == SamplingParams()
+
+
+def test_eos_ids_come_from_all_who_name_them(checkpoint):
+    assert checkpoint().eos_token_ids == {0}
+    assert checkpoint(dict(eos_token_id=[5, 6])).eos_token_ids == {5, 6}
+    assert checkpoint(dict(eos_token_id=5), generation_config="vllm").eos_token_ids == {0}
+    with_tokenizer = checkpoint(dict(eos_token_id=7), tokenizer=str(embedded.PATH))
+    assert with_tokenizer.eos_token_ids == {0, 7}
+
+
+def test_dtype_auto_is_the_checkpoints(checkpoint):
+    for dtype, want in (("auto", "bfloat16"), ("float16", "float16")):
+        loaded = checkpoint(dtype=dtype)
+        assert loaded.dtype == want and loaded.params.embed.dtype == want
+    overridden = checkpoint(hf_overrides={"torch_dtype": "float32"})
+    assert overridden.dtype == "float32"
+
+
+def test_a_folder_without_a_config_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"a checkpoint folder must hold config.json"):
+        load(str(tmp_path), tokenizer=None)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        load(str(tmp_path), tokenizer=None)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json must be JSON, got"):
+        load(str(tmp_path), tokenizer=None)
