@@ -70,7 +70,8 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls(monkeypatch):
     monkeypatch.setattr(trainer, "step", lambda config, train, state, *_: (state, jnp.ones(())))
     _, config, *_ = trained()
     train = trainer.TrainConfig(steps=50, eval_every=5, patience=2)
-    result = trainer.fit(config, train, (np.zeros(9, np.int32),) * 2, np.zeros(4, np.int32), print)
+    nine = np.zeros(9, np.int32)
+    result = trainer.fit(config, train, (nine, nine), np.zeros(4, np.int32), print)
     assert [entry["step"] for entry in result.curve] == [5, 10, 15] and result.best["step"] == 5
 
 
@@ -135,7 +136,8 @@ def test_every_other_window_opens_a_passage():
     openings = text.openings(bpe, stream)
     lines = {"def", "class"}
     assert {bpe.decode(stream[i : i + 40].tolist()).split()[0] for i in openings} == lines
-    windows = trainer._windows(TINY, stream, jnp.asarray(openings), jax.random.key(1))
+    places = jnp.asarray(openings)
+    windows = trainer._windows(TINY, jnp.asarray(stream), places, jax.random.key(1))
     assert windows.shape == (TINY.batch, TINY.length + 1)
     for window in np.asarray(windows)[::2].tolist():
         assert window[0] == 0 and bpe.decode(window).startswith(("def add", "class Box"))

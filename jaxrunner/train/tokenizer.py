@@ -75,8 +75,8 @@ def openings(tokenizer: Tokenizer, stream: np.ndarray) -> np.ndarray:
     """Returns the places in a stream where a line that is neither indented nor empty begins."""
     size = range(tokenizer.get_vocab_size())
     texts = tokenizer.decode_batch([[i] for i in size], skip_special_tokens=False)
-    newline = np.asarray([text == "\n" for text in texts])
-    flush = np.asarray([not text[:1].isspace() and text != END for text in texts])
+    newline = np.asarray([text == "\n" for text in texts], np.bool_)
+    flush = np.asarray([not text[:1].isspace() and text != END for text in texts], np.bool_)
     return 1 + np.flatnonzero(newline[stream[:-1]] & flush[stream[1:]]).astype(np.int32)
 
 

@@ -121,10 +121,11 @@ def init(config: ModelConfig, train: TrainConfig) -> Training:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def step(config: ModelConfig, train: TrainConfig, state: Training, stream: tuple, index: Array):
+def step(config: ModelConfig, train: TrainConfig, state: Training, stream: Any, index: Array):
     """Takes one step on random windows of the stream; returns the state and the mean loss."""
     start_key, drop_key = jax.random.split(jax.random.fold_in(jax.random.key(train.seed), index))
-    windows = _windows(train, *stream, start_key)
+    tokens, openings = stream
+    windows = _windows(train, tokens, openings, start_key)
 
     def mean_loss(params):
         params = jax.tree.map(lambda p: p.astype(train.dtype), params)
