@@ -35,16 +35,24 @@ def huggingface():
     return huggingface
 
 
+def generate(engine, params):
+    requests = [engine.add(f"{i}", prompt, params) for i, prompt in enumerate(PROMPTS)]
+    while engine.has_unfinished:
+        engine.step()
+    return requests
+
+
 @pytest.mark.parametrize("variant", families.VARIANTS)
 def test_greedy_tokens_equal_those_of_transformers(variant, huggingface):
     model, config, params = families.model_and_params(variant)
-    sizes: dict[str, Any] = dict(max_model_len=128, num_blocks=100, block_size=8, max_num_seqs=16,
+    sizes: dict[str, Any] = dict(max_model_len=128, num_blocks=400, block_size=8, max_num_seqs=16,
                  max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,))  # fmt: skip
     engine = Engine(model, config, EngineConfig(**sizes), params)
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    requests = [engine.add(f"{i}", p, greedy) for i, p in enumerate(PROMPTS)]
-    while engine.has_unfinished:
-        engine.step()
+    first = generate(engine, greedy)
+    requests = generate(engine, greedy)  # most of each prompt is found in the prefix cache
+    assert [r.output_token_ids for r in first] == [r.output_token_ids for r in requests]
+    assert requests[-1].num_cached_tokens > 40
     reference = huggingface.model(variant)
     for i, request in enumerate(requests):
         prompt, output = request.prompt_token_ids, request.output_token_ids
