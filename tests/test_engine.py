@@ -268,3 +268,23 @@ def test_closing_gives_the_state_back():
     e.close()
     chex.assert_trees_all_equal([x.is_deleted() for x in jax.tree.leaves(e.runner.state)],
                                 [True] * len(jax.tree.leaves(e.runner.state)))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "dtype,kv_dtype,tolerance",
+    [
+        ("float16", "float16", 0.01),
+        ("bfloat16", "bfloat16", 0.1),
+        ("float32", "bfloat16", 0.05),
+    ],
+)
+def test_tokens_of_lower_precision_are_nearly_the_likeliest(dtype, kv_dtype, tolerance):
+    """The tolerance is a part of the largest logit, by which float32 may prefer another token."""
+    config, params = tiny.model_and_params()
+    lower = jax.tree.map(lambda x: x.astype(dtype), params)
+    e = Engine(llama, config, tiny.engine_config(dtype=dtype, kv_dtype=kv_dtype), lower)
+    free = SamplingParams(temperature=0.0, max_tokens=20)
+    for prompt, output in zip(PROMPTS, run(e, PROMPTS, [free] * len(PROMPTS)), strict=True):
+        logits = tiny.dense_logits(config, params, prompt + output)[len(prompt) - 1 : -1]
+        chosen = logits[np.arange(len(output)), output]
+        assert (logits.max(-1) - chosen).max() < tolerance * np.abs(logits).max()
