@@ -1,6 +1,7 @@
 """The static half of an engine, and the shapes of everything that follows from it."""
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -61,6 +62,7 @@ def make_state(program: Program) -> State:
     )
 
 
+@functools.lru_cache(maxsize=1024)  # asked for in every step
 def plan_spec(program: Program, bucket: Bucket) -> Plan:
     """Returns the abstract plan of a bucket; its W holds any blocks that T tokens can need."""
     T, B = bucket.num_tokens, bucket.num_rows
@@ -68,6 +70,7 @@ def plan_spec(program: Program, bucket: Bucket) -> Plan:
     return pytree.abstract(Plan, program.dims | dims)
 
 
+@functools.lru_cache(maxsize=64)
 def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, tuple[Any, ...]]:
     """Returns the abstract admission of a size, and its rows of sampling parameters."""
     A, W = size

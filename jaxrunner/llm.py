@@ -199,14 +199,15 @@ class LLM:
         if self._closed:
             raise RuntimeError("this LLM is closed: build another one")
         prompts = parse_prompts(prompts)
-        params = self._one_each("sampling_params", sampling_params or self._defaults, len(prompts))
+        sampling_params = self._defaults if sampling_params is None else sampling_params
+        params = self._one_each("sampling_params", sampling_params, len(prompts))
         for param in params:
             if not isinstance(param, SamplingParams):
                 raise TypeError(
                     f"sampling_params must be a SamplingParams, got {type(param).__name__}: "
                     "pass SamplingParams(...), or a list of them"
                 )
-        priorities = self._one_each("priority", priority or 0, len(prompts))
+        priorities = self._one_each("priority", 0 if priority is None else priority, len(prompts))
         states: list[RequestState] = []
         try:
             for prompt, param, rank in zip(prompts, params, priorities, strict=True):

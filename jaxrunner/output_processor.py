@@ -26,7 +26,8 @@ class RequestState:
         self._times: dict[str, float] = dict(arrival_s=time.monotonic())
         self._detokenizer: Detokenizer | None = None
         self._stops = StopChecker(params)
-        self._told_tokens, self._told_text, self._told_end = 0, 0, False
+        self._told_tokens = self._told_text = 0
+        self.told_all = False  # whether `output(delta=True)` has told the end
 
     def start(self, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         """Takes in the prompt's tokens. Without a tokenizer there will be no text."""
@@ -43,12 +44,7 @@ class RequestState:
     @property
     def has_news(self) -> bool:
         """Whether there is something that `output(delta=True)` has not told."""
-        return not self._told_end and (self.finished or self._told_tokens < len(self.token_ids))
-
-    @property
-    def told_all(self) -> bool:
-        """Whether `output(delta=True)` has told the end."""
-        return self._told_end
+        return not self.told_all and (self.finished or self._told_tokens < len(self.token_ids))
 
     def update(self, request: Request, new_token_ids: Sequence[int]) -> bool:
         """Takes in new tokens. Returns whether a stop string ended the request just now."""
@@ -91,7 +87,7 @@ class RequestState:
         )
         if delta:
             self._told_tokens, self._told_text = len(self.token_ids), end
-            self._told_end = self.finished
+            self.told_all = self.finished
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

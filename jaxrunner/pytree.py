@@ -85,11 +85,6 @@ def zeros(cls: type[T], dims: Dims) -> T:
     return build(lambda _, shape, dtype: jnp.zeros(shape, dtype), cls, dims)
 
 
-def axes(cls: type[T], dims: Dims) -> T:
-    """Returns `cls` filled with each field's axis names, for sharding rules."""
-    return build(lambda names, *_: names, cls, dims)
-
-
 def check(tree: Any, dims: Dims) -> None:
     """Checks that `tree` is what its class declares.
 

@@ -45,9 +45,9 @@ def engine_config(
     on_cpu = jax.default_backend() == "cpu"
     config = EngineConfig(
         max_model_len=_checked_len(model, max_model_len),
-        num_blocks=num_blocks or 1,
+        num_blocks=_or(num_blocks, 1),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens or (512 if on_cpu else 8192),
+        max_num_batched_tokens=_or(max_num_batched_tokens, 512 if on_cpu else 8192),
         dtype=dtype,
         kv_dtype=kv_dtype,
         growth=4 if on_cpu else 2,
@@ -55,10 +55,17 @@ def engine_config(
     )
     if num_blocks is not None:
         return config
-    kv_bytes = kv_cache_memory_bytes or free_bytes(params, gpu_memory_utilization or 0.9)
+    kv_bytes = kv_cache_memory_bytes
+    if kv_bytes is None:
+        kv_bytes = free_bytes(params, gpu_memory_utilization or 0.9)
     most = config.max_blocks * max_num_seqs  # what all slots use at full length
     fitting = kv_bytes // block_bytes(model, config.kv_dtype, config.block_size)
     return replace(config, num_blocks=max(1, min(most, fitting)))
+
+
+def _or(value: int | None, default: int) -> int:
+    """Returns what was asked for; a 0 is no default, it is refused where it is used."""
+    return default if value is None else value
 
 
 def _check_one_size(asked: dict[str, Any]) -> None:

@@ -210,8 +210,9 @@ def test_a_bad_prompt_fails_alone(llm, bad, message):
 
 
 def test_bad_calls_raise(llm):
-    with pytest.raises(ValueError, match="sampling_params must be one, or one for each of 2"):
-        llm.generate(PROMPTS[:2], [GREEDY] * 3)
+    for wrong in ([GREEDY] * 3, []):
+        with pytest.raises(ValueError, match="sampling_params must be one, or one for each of 2"):
+            llm.generate(PROMPTS[:2], wrong)
     with pytest.raises(ValueError, match="priority must be one, or one for each of 2 prompts"):
         llm.generate(PROMPTS[:2], GREEDY, priority=[1])
     with pytest.raises(ValueError, match="on_error must be 'return' or 'raise', got 'ignore'"):
@@ -224,9 +225,8 @@ def test_abort_ends_a_request(llm):
     outputs = []
     for output in llm.stream(PROMPTS[:2], GREEDY):
         outputs.append(output)
-        if len(outputs) == 1:
-            llm.abort(output.request_id)
-            llm.abort("unknown")
+        for request_id in [output.request_id, "unknown"] * (len(outputs) == 1):
+            llm.abort(request_id)
     ends = {o.request_id: o.outputs[0].finish_reason for o in outputs if o.finished}
     assert sorted(ends.values()) == ["abort", "length"]
 

@@ -53,3 +53,9 @@ def test_dynamic_rope_reaches_beyond_the_trained_positions():
     assert worker.longest_len(model) == 128
     with pytest.raises(ValueError, match="max_model_len=129 is over the model's 128 positions"):
         config(model=model, max_model_len=129)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "max_num_batched_tokens", "max_num_seqs"])
+def test_a_size_of_zero_is_no_default(name):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got 0"):
+        config(**{name: 0})
