@@ -24,6 +24,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._published: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block: hash and tokens
         self._blocks_of: dict[bytes, list[int]] = {}
+        self._tails: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block: parent and tokens
+        self._tails_of: dict[bytes, list[int]] = {}
 
     @property
     def num_free(self) -> int:
@@ -77,12 +79,27 @@ class BlockPool:
         blocks = self._blocks_of.get(block_hash, ())
         return next((block for block in blocks if self._published[block] == wanted), None)
 
+    def publish_tail(self, block: int, parent: bytes, tokens: Sequence[int]) -> None:
+        """Lets `lookup_tail` find a block by its first `tokens`, which its owner keeps.
+
+        parent: the hash of the block before it.
+        """
+        if self.enable_caching:
+            self._forget_tail(block)
+            self._tails[block] = parent, tuple(tokens)
+            self._tails_of.setdefault(parent, []).append(block)
+
+    def lookup_tail(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """Returns how many of `tokens` a block behind `parent` starts with at most, and which."""
+        found = [(_num_equal(self._tails[b][1], tokens), b) for b in self._tails_of.get(parent, ())]
+        return max(found, default=(0, self.null_block))
+
     def reset(self) -> bool:
         """Forgets all hashes; False, and no change, while a block is in use."""
         if self.num_free < self.num_blocks:
             return False
-        self._published.clear()
-        self._blocks_of.clear()
+        for table in (self._published, self._blocks_of, self._tails, self._tails_of):
+            table.clear()
         return True
 
     def check(self, owners: Iterable[Iterable[int]]) -> None:
@@ -105,6 +122,26 @@ class BlockPool:
             blocks.remove(block)
             if not blocks:
                 del self._blocks_of[block_hash]
+        self._forget_tail(block)
+
+    def _forget_tail(self, block: int) -> None:
+        if block in self._tails:
+            parent, _ = self._tails.pop(block)
+            blocks = self._tails_of[parent]
+            blocks.remove(block)
+            if not blocks:
+                del self._tails_of[parent]
+
+
+def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns how many elements two sequences have in common from their start on."""
+    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, min(len(a), len(b)))
+
+
+def root_hash(salt: bytes) -> bytes:
+    """Returns what stands before the first block."""
+    return hashlib.sha256(salt).digest()
 
 
 def block_hashes(
@@ -120,7 +157,7 @@ def block_hashes(
     A hash stands for the block's tokens, all tokens before them, the cache group and the salt.
     """
     hashes = list(known)
-    parent = hashes[-1] if hashes else hashlib.sha256(salt).digest()
+    parent = hashes[-1] if hashes else root_hash(salt)
     for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
         content = array("i", tokens[end - block_size : end]).tobytes()
         parent = hashlib.sha256(parent + group.to_bytes(4, "little") + content).digest()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
-from jaxrunner.block_pool import BlockPool, block_hashes
+from jaxrunner.block_pool import BlockPool, block_hashes, root_hash
 from jaxrunner.cache_groups import CacheGroup, find_prefix
 from jaxrunner.request import Request
 
@@ -14,6 +14,7 @@ class Hit(NamedTuple):
 
     num_tokens: int
     blocks: tuple[list[int], ...]  # the null block where no later token looks
+    tail: tuple[int, ...] = ()  # blocks to copy: their first tokens are the last of the prefix
 
 
 class BlockTables:
@@ -34,13 +35,32 @@ class BlockTables:
         ]
         groups = [group for group, _ in self._groups]
         cached = [functools.partial(_is_cached, lookup) for lookup in lookups]
-        num_tokens = find_prefix(groups, cached, len(tokens) - 1)
+        num_tokens = find_prefix(groups, cached, min(len(tokens) - 1, request.cache_limit))
         tables = []
         for (group, pool), lookup in zip(self._groups, lookups, strict=True):
             skipped = group.num_skipped_tokens(num_tokens) // group.block_size
             seen = range(skipped, group.num_blocks(num_tokens))
             tables.append([pool.null_block] * skipped + [lookup(i) for i in seen])
-        return Hit(num_tokens, tuple(tables))
+        return self._with_tail(request, tokens, Hit(num_tokens, tuple(tables)))
+
+    def _with_tail(self, request: Request, tokens: Sequence[int], hit: Hit) -> Hit:
+        """Lengthens a hit by the start of a block, which another request may go on writing."""
+        start, limit = hit.num_tokens, min(len(tokens) - 1, request.cache_limit)
+        found = []
+        for (_, pool), hashes in zip(self._groups, request.block_hashes, strict=True):
+            parent = (
+                hashes[start // pool.block_size - 1] if start else root_hash(request.cache_salt)
+            )
+            found.append(pool.lookup_tail(parent, tokens[start : start + pool.block_size]))
+        count = min(limit - start, *(n for n, _ in found))
+        return Hit(start + count, hit.blocks, tuple(b for _, b in found)) if count > 0 else hit
+
+    def copies(self, request: Request, hit: Hit) -> tuple[tuple[int, int], ...]:
+        """Returns the blocks to copy for a hit that a request has started from, by cache group."""
+        if not hit.tail:
+            return ()
+        to = [table[len(blocks)] for table, blocks in zip(request.blocks, hit.blocks, strict=True)]
+        return tuple(zip(hit.tail, to, strict=True))
 
     def fits(self, request: Request, hit: Hit, max_tokens: int) -> bool:
         """Whether the free blocks hold all known tokens of a request beside the hit.
@@ -92,6 +112,23 @@ class BlockTables:
                 self._extend_hashes(request)
                 tokens = _slice(request, i * size, (i + 1) * size)
                 pool.publish(table[i], request.block_hashes[g][i], tokens)
+
+    def publish_tail(self, request: Request, num_tokens: int) -> None:
+        """Lets others copy what the first `num_tokens` have in their last block.
+
+        Unlike with `publish`, a step before this one must have been launched with them.
+        """
+        if not (request.blocks and num_tokens):
+            return
+        self._extend_hashes(request)
+        for (_, pool), table, hashes in zip(
+            self._groups, request.blocks, request.block_hashes, strict=True
+        ):
+            i = (num_tokens - 1) // pool.block_size
+            tokens = _slice(request, i * pool.block_size, num_tokens)
+            if table[i] != pool.null_block:
+                parent = hashes[i - 1] if i else root_hash(request.cache_salt)
+                pool.publish_tail(table[i], parent, tokens)
 
     def drop_skipped(self, request: Request, num_computed: int) -> None:
         """Gives up the blocks that no token after the first `num_computed` sees."""

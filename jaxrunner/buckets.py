@@ -17,12 +17,12 @@ def step_buckets(config: EngineConfig, query_len: int = 1) -> tuple[Bucket, ...]
     sizes = config.token_buckets or powers(min(16, T), T, config.growth)
     rows = [r for r in rows if r < R] + [min(R, T // query_len)]
     sizes = [s for s in sizes if s < T] + [T]
-    buckets = [Bucket(r * query_len, r, query_len, g) for r in rows for g in (True, False)]
-    buckets += [Bucket(s, min(s, R), 0, g) for s in sizes for g in (True, False)]
+    buckets = [Bucket(r * query_len, r, query_len) for r in rows]
+    buckets += [Bucket(s, min(s, R)) for s in sizes]
     return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
 
 
-def choose(buckets: Sequence[Bucket], counts: Sequence[int], greedy: bool) -> Bucket:
+def choose(buckets: Sequence[Bucket], counts: Sequence[int]) -> Bucket:
     """Returns the first bucket that holds rows of `counts` tokens.
 
     Raises:
@@ -31,8 +31,7 @@ def choose(buckets: Sequence[Bucket], counts: Sequence[int], greedy: bool) -> Bu
     tokens, rows = sum(counts), len(counts)
     uniform = tokens // rows if max(counts) * rows == tokens else -1
     for b in buckets:
-        fits = b.num_tokens >= tokens and b.num_rows >= rows and b.greedy == greedy
-        if fits and b.query_len in (0, uniform):
+        if b.num_tokens >= tokens and b.num_rows >= rows and b.query_len in (0, uniform):
             return b
     raise ValueError(
         f"a step of {rows} requests and {tokens} tokens fits no bucket, the largest is "

@@ -6,6 +6,8 @@ from typing import Any
 from jaxrunner.settings import Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+NAN_POLICIES = ("error", "raise", "ignore")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class EngineConfig:
     kv_dtype: str = "float32"
     dtype: str = "float32"
     seed: int = 0
+    logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
+    nan_policy: str = "error"  # of NaN or infinite logits: end the request, or raise, or go on
 
     def __post_init__(self):
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -84,6 +88,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("dtype", "kv_dtype"):
             check_dtype(name, getattr(self, name))
+        for name, known in (("logprobs_mode", LOGPROBS_MODES), ("nan_policy", NAN_POLICIES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         for name in ("token_buckets", "decode_buckets"):
             sizes = getattr(self, name)
             if list(sizes) != sorted(set(sizes)) or any(s < 1 for s in sizes):

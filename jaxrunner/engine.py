@@ -6,7 +6,7 @@ while engine.has_unfinished:
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,22 +15,33 @@ import numpy as np
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.constraints import Constraints, accept, concern, masks, may_end
 from jaxrunner.layout import MAX_STOP_IDS
 from jaxrunner.model import Model
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import check_prompt
-from jaxrunner.request import Request, SchedulerOutput
-from jaxrunner.runner import ModelRunner, StepHandle
+from jaxrunner.request import NEVER, Request, SchedulerOutput
+from jaxrunner.runner import ModelRunner, ModelRunnerOutput, StepHandle
 from jaxrunner.scheduler import Scheduler
+
+Gained = list[tuple[Request, list[int]]]
 
 
 class Engine:
     """Drives a scheduler and a runner, `async_depth` steps ahead of what it has read."""
 
     def __init__(
-        self, model: Model, model_config: ModelConfig, config: EngineConfig, params: Any, **kwargs
+        self,
+        model: Model,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        params: Any,
+        *,
+        make_compiler: Callable[[], Any] | None = None,
+        **kwargs: Any,
     ):
-        """Builds an engine; `kwargs` go to `ModelRunner`."""
+        """make_compiler: returns a `GrammarCompiler`, once a request wants structured outputs.
+        `kwargs` go to `ModelRunner`."""
         self.config, self.model_config = config, model_config
         groups = [CacheGroup(config.block_size, window) for window in model_config.groups]
         self.pools = [
@@ -47,6 +58,8 @@ class Engine:
         )
         self.runner = ModelRunner(model, model_config, config, params, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._gained: Gained = []  # read, and not yet returned
+        self._compiling = Constraints(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
 
     def add(
@@ -57,8 +70,14 @@ class Engine:
         *,
         eos_token_ids: Iterable[int] = (),
         priority: int = 0,
+        score_start: int | None = None,
+        leader: Request | None = None,
     ) -> Request:
         """Queues a request.
+
+        score_start: the position of the first prompt token whose logprob is wanted, where
+            `prompt_logprobs` is set; all but the first where None. The cache may hold those before.
+        leader: a request with the same prompt, which is to be computed first and shared.
 
         Raises:
           TypeError, ValueError: a bad prompt or parameter, or an id that is in use; names it.
@@ -66,60 +85,156 @@ class Engine:
         vocab_size, max_len = self.model_config.vocab_size, self.config.max_model_len
         check_prompt(prompt_token_ids, vocab_size, max_len)
         params.check(vocab_size)
+        self._check(params)
+        start = NEVER if params.prompt_logprobs is None else max(1, score_start or 1)
         wanted = max_len if params.max_tokens is None else params.max_tokens
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
-        if len(stops) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_token_ids and EOS are {len(stops)} ids, a request may have {MAX_STOP_IDS}: "
-                "stop on fewer"
-            )
-        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
             params=params,
-            seed=seed,
+            seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
             max_len=min(len(prompt_token_ids) + wanted, max_len),
-            stop_ids=frozenset(stops),
+            stop_ids=_stop_ids(params, eos_token_ids),
             priority=priority,
             cache_salt=self.model_config.cache_salt(len(prompt_token_ids)),
+            cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
+            leader=leader,
+            score_start=start,
         )
-        self.scheduler.add(request)
+        self.scheduler.check(request)
+        if leader is not None:
+            leader.leads = True
+        if params.structured_outputs is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling.submit(request)
         return request
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or self._compiling.num_waiting > 0
 
-    def step(self) -> list[tuple[Request, list[int]]]:
+    def step(self) -> Gained:
         """Launches what can be launched, reads the oldest step.
 
         Returns the requests that gained tokens or ended, with their new tokens.
+
+        Raises:
+          FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Nothing
+            is lost: the request that it names has ended, the next step goes on.
         """
+        for request in self._compiling.ready(block=not self.scheduler.has_unfinished):
+            if request.finish_reason is None:
+                self.scheduler.add(request)
+            else:
+                self._gained.append((request, []))
         while len(self._in_flight) < self.config.async_depth and self._launch():
             pass
-        if not self._in_flight:
-            return []
-        scheduled, handle = self._in_flight.popleft()
-        output = handle.get()
-        sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
-        return self.scheduler.update(scheduled, sampled)
+        if self._in_flight:
+            self._read()
+        gained, self._gained = self._gained, []
+        return gained
 
     def _launch(self) -> bool:
         scheduled = self.scheduler.schedule()
-        handle = self.runner.step(scheduled)
+        if concern(scheduled.requests):
+            self.runner.execute_model(scheduled)
+            while self._in_flight:  # while the forward pass runs: a mask needs all tokens before
+                self._read()
+            handle = self.runner.sample_tokens(
+                masks(scheduled.requests, self.model_config.vocab_size)
+            )
+        else:
+            handle = self.runner.step(scheduled)
         if scheduled.num_scheduled_tokens:
             self._in_flight.append((scheduled, handle))
         return bool(scheduled.num_scheduled_tokens)
 
-    def abort(self, request_ids: Iterable[str], reason: str = "abort") -> None:
-        """Ends requests at any phase; ids of ended requests are ignored."""
-        self.scheduler.finish(list(request_ids), reason)
+    def _read(self) -> None:
+        """Reads the oldest step, and tells the scheduler of it."""
+        scheduled, handle = self._in_flight.popleft()
+        output = handle.get()
+        failed = self._failures(scheduled, output)
+        live = {r for r, request in scheduled.requests.items() if request.finish_reason is None}
+        sampled = {
+            req_id: tokens
+            for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
+            if req_id not in failed
+        }
+        for part in output.prompt_logprobs:
+            if part.req_id in live:
+                scheduled.requests[part.req_id].prompt_logprobs.append(part[1:])
+        gained = self.scheduler.update(scheduled, sampled)
+        if output.logprobs is not None:
+            row_of = {req_id: row for row, req_id in enumerate(output.req_ids)}
+            for request, tokens in gained:
+                row, count = row_of[request.request_id], len(tokens)
+                one = jax.tree.map(lambda x, r=row, n=count: x[r, :n], output.logprobs)
+                request.logprobs.append(one)
+        self._gained += gained
+        for request, tokens in gained:
+            if reason := accept(request, tokens):
+                self.finish([request.request_id], reason)
+        self._fail(scheduled, failed)
 
-    def warm_up(self, *, progress: bool = False) -> None:
-        """Compiles every program that `step` can need."""
-        self.runner.warm_up(progress=progress)
+    def _failures(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, str]:
+        """Returns why requests of a step got no token that counts."""
+        failed = {}
+        for i, req_id in enumerate(output.req_ids):
+            request = scheduled.requests[req_id]
+            if request.finish_reason is not None:
+                continue
+            if output.not_finite[i] and self.config.nan_policy != "ignore":
+                failed[req_id] = "the model gave NaN or infinite logits: look at its weights"
+            elif output.no_choice[i]:
+                failed[req_id] = (
+                    "its rules leave no token to sample: allowed_token_ids, bad_words, min_tokens, "
+                    "logits_fn and the grammar exclude each other"
+                )
+        return failed
+
+    def _fail(self, scheduled: SchedulerOutput, failed: dict[str, str]) -> None:
+        """Ends requests with an error of their own; a grammar that may end here ends well."""
+        for req_id, error in failed.items():
+            request = scheduled.requests[req_id]
+            if may_end(request):
+                self.finish([req_id], "stop")
+            else:
+                request.error = error
+                self.finish([req_id], "error")
+            self._gained.append((request, []))
+        if self.config.nan_policy == "raise":
+            for req_id, error in failed.items():
+                if error.startswith("the model gave"):
+                    raise FloatingPointError(f"request {req_id!r}: {error}")
+
+    def _check(self, params: SamplingParams) -> None:
+        """Refuses what only a caller with a tokenizer, or another engine, can honour."""
+        for word in params.bad_words or ():
+            if isinstance(word, str):
+                raise ValueError(f"bad_words has the text {word!r}, an engine takes token ids")
+        known = {name for rule in self.runner.program.rules for name in rule.extra_args}
+        for name, _ in params.extra_args or ():
+            if name not in known:
+                raise ValueError(
+                    f"extra_args has {name!r}, this engine's rules read {sorted(known)}: "
+                    "name it in the extra_args of a logits_fn"
+                )
+
+    def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
+        """Ends requests at any phase; ids of ended requests are ignored."""
+        request_ids = list(request_ids)
+        self._compiling.drop(request_ids, reason)
+        self.scheduler.finish(request_ids, reason, stop_reason)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests that nobody waits for any more."""
+        self.finish(request_ids, "abort")
+
+    def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
+        """Compiles every program that usual requests need, or with `rich` that any can need."""
+        self.runner.warm_up(rich=rich, progress=progress)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""
@@ -128,5 +243,17 @@ class Engine:
     def close(self) -> None:
         """Gives the device memory of the state back; the weights are the caller's."""
         self._in_flight.clear()
+        self._compiling.close()
         for array in jax.tree.leaves(self.runner.state):
             array.delete()
+
+
+def _stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    stops = set(params.stop_token_ids or ())
+    stops |= set() if params.ignore_eos else set(eos_token_ids)
+    if len(stops) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids and EOS are {len(stops)} ids, a request may have {MAX_STOP_IDS}: "
+            "stop on fewer"
+        )
+    return frozenset(stops)

@@ -1,50 +1,78 @@
 """The device functions that are compiled: one vector in, one vector out, the state donated."""
 
+from dataclasses import replace
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrunner import pytree
 from jaxrunner import step as device
 from jaxrunner.layout import (
+    COPIES,
     AdmitSize,
     Bucket,
+    CopySize,
     Program,
+    SampleSize,
+    ScoreSize,
     admission_spec,
     admit_sizes,
+    copies_spec,
+    logprob_widths,
     make_state,
     plan_spec,
+    score_size,
 )
 from jaxrunner.programs import Key, Spec
-from jaxrunner.transfer import packed_size, unpack
-from jaxrunner.types import Array, State, StepOutput
+from jaxrunner.sampling.sampler import describe_prompt
+from jaxrunner.transfer import pack_on_device, packed_size, unpack
+from jaxrunner.types import Array, Rows, State, Targets
 
 
 def step(params, state: State, vector: Array, *, program: Program, size: Bucket):
-    """Runs a whole step. Returns the state and the packed output, [B, J + 2]."""
+    """Runs a whole step in which each request takes its likeliest token.
+
+    Returns the state and the packed `StepOutput`.
+    """
     plan = unpack(plan_spec(program, size), vector)
     state, output = device.step(params, state, plan, program=program, bucket=size)
-    return state, _pack(output)
+    return state, pack_on_device(output)
 
 
 def forward(params, state: State, vector: Array, *, program: Program, size: Bucket):
-    """Runs the first phase of a step. Returns the state, the batch and the logits, [B, J, V]."""
+    """Runs the first phase of a step: all but the sampling.
+
+    Returns the state, the logits, [B, J, V], the rows, hidden, [T, E], and prompt tokens to score.
+    """
     plan = unpack(plan_spec(program, size), vector)
-    state, batch, hidden = device.forward(params, state, plan, program=program, bucket=size)
-    return state, batch, device.score(params, hidden, batch, program)
+    state, batch, rows, hidden = device.forward(params, state, plan, program=program, bucket=size)
+    logits = device.score(params, hidden, batch, program)
+    return state, logits, rows, hidden, device.find_targets(state.requests, batch, rows)
 
 
-def sample(logits, state: State, vector, batch, mask, *, program: Program, size: Bucket):
-    """Runs the second phase: mask, [B, ceil(V / 32)], has a bit for each token allowed."""
-    plan = unpack(plan_spec(program, size), vector)
-    V = logits.shape[-1]
-    bits = (mask[:, :, None] >> jnp.arange(32)[None, None]) & 1
-    allowed = bits.reshape(mask.shape[0], -1)[:, None, :V] == 1
-    logits = jnp.where(allowed, logits, -jnp.inf)
-    sampled = device.draw(logits, state, plan, batch, program, size)
-    state, output = device.finish(state, plan, batch, sampled)
-    return state, _pack(output)
+def sample(logits, state: State, rows: Rows, mask, *, program: Program, size: SampleSize):
+    """Runs the second phase. `state` is without its KV cache; mask is None where not `rich`.
+
+    Returns the state and the packed `StepOutput`. mask: [B, J, ceil(V / 32)], a bit for each
+    token allowed.
+    """
+    drawn = device.draw(logits, state, rows, mask, program=program, size=size)
+    state, output = device.finish(state, rows, drawn)
+    return state, pack_on_device(output)
+
+
+def score(params, state: State, hidden, targets: Targets, first, *, program, size: ScoreSize):
+    """Describes the prompt tokens `first` to `first + U` of the targets.
+
+    Returns the packed slots, positions and `Logprobs`, [U] each.
+    """
+    at = first + jnp.arange(size.num_targets)
+    targets = jax.tree.map(lambda x: device.take(x, at), targets)
+    logits = program.model.logits(program.config, params, device.take(hidden, targets.source))
+    logprobs = describe_prompt(logits, targets, state.requests, state.sampling, program, size)
+    return pack_on_device((targets.slot, targets.positions, logprobs))
 
 
 def admit(state: State, vector: Array, *, program: Program, size: AdmitSize) -> State:
@@ -52,12 +80,13 @@ def admit(state: State, vector: Array, *, program: Program, size: AdmitSize) -> 
     return device.admit(state, *unpack(admission_spec(program, size), vector))
 
 
-def _pack(output: StepOutput) -> Array:
-    ends = [output.num_sampled[:, None], output.finished[:, None].astype(jnp.int32)]
-    return jnp.concatenate([output.token_ids, *ends], axis=1)
+def copy(state: State, vector: Array, *, program: Program, size: CopySize) -> State:
+    """Copies KV blocks."""
+    copies = unpack(copies_spec(program, size), vector)
+    return device.copy_blocks(state, copies, program)
 
 
-FUNCTIONS = dict(step=step, forward=forward, sample=sample, admit=admit)
+FUNCTIONS = dict(copy=copy, step=step, forward=forward, sample=sample, score=score, admit=admit)
 
 
 def abstract(tree: Any) -> Any:
@@ -71,22 +100,40 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     `params` may be abstract.
     """
     state = jax.eval_shape(functools.partial(make_state, program))
-    spec = admission_spec if key.name == "admit" else plan_spec
-    vector = jax.ShapeDtypeStruct((packed_size(spec(program, key.size)),), jnp.int32)
-    static = dict(program=program, size=key.size)
-    args: tuple[Any, ...] = (params, state, vector)
-    if key.name == "admit":
-        args = state, vector
+    tables = replace(state, kv=())
+    size, static = key.size, dict(program=program, size=key.size)
+
+    def vector(spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((packed_size(spec),), jnp.int32)
+
+    args: tuple[Any, ...]
+    if key.name in ("admit", "copy"):
+        spec = admission_spec if key.name == "admit" else copies_spec
+        args = state, vector(spec(program, size))
     elif key.name == "sample":
-        _, batch, logits = jax.eval_shape(functools.partial(forward, **static), *args)
-        words = -(-program.config.vocab_size // 32)
-        mask = jax.ShapeDtypeStruct((key.size.num_rows, words), jnp.int32)
-        args = logits, state, vector, batch, mask
-    return Spec(FUNCTIONS[key.name], tuple(static.items()), args)
+        dims = program.dims | dict(B=size.num_rows)
+        B, J, V = (dims[axis] for axis in "BJV")
+        logits = jax.ShapeDtypeStruct((B, J, V), jnp.float32)
+        mask = jax.ShapeDtypeStruct((B, J, -(-V // 32)), jnp.int32) if size.rich else None
+        args = logits, tables, pytree.abstract(Rows, dims), mask
+    elif key.name == "score":
+        dims = program.dims | dict(T=size.num_tokens)
+        hidden = jax.ShapeDtypeStruct((dims["T"], dims["E"]), jnp.dtype(program.engine.dtype))
+        first = jax.ShapeDtypeStruct((), jnp.int32)
+        args = params, tables, hidden, pytree.abstract(Targets, dims), first
+    else:
+        args = params, state, vector(plan_spec(program, size))
+    donated = () if key.name == "score" else ("state",)
+    return Spec(FUNCTIONS[key.name], tuple(static.items()), args, donated)
 
 
-def program_keys(program: Program, buckets: tuple[Bucket, ...], *, two_phase: bool) -> list[Key]:
-    """Returns every program that an engine can need."""
-    names = ("step", "forward", "sample") if two_phase else ("step",)
-    keys = [Key(name, bucket) for name in names for bucket in buckets]
+def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -> list[Key]:
+    """Returns the programs that an engine can need; with `rich`, those of rare parameters too."""
+    keys = [Key(name, bucket) for name in ("step", "forward") for bucket in buckets]
+    rows = sorted({bucket.num_rows for bucket in buckets})
+    widths = logprob_widths(program.config.vocab_size) if rich else ()
+    sizes = [(False, 0), *((True, C) for C in (0, *widths) if rich)]
+    keys += [Key("sample", SampleSize(B, *size)) for B in rows for size in sizes]
+    sizes = {score_size(bucket.num_tokens, C) for bucket in buckets for C in widths}
+    keys += [Key("score", size) for size in sizes] + [Key("copy", COPIES)]
     return keys + [Key("admit", size) for size in admit_sizes(program)]

@@ -4,15 +4,28 @@ from collections.abc import Callable
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import Model
+from jaxrunner.params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.sampling.rule import Rule
-from jaxrunner.types import Admission, LayerCache, Plan, Requests, State
+from jaxrunner.types import (
+    Admission,
+    Copies,
+    LayerCache,
+    Logprobs,
+    Plan,
+    Requests,
+    State,
+    StepOutput,
+)
 
 MAX_STOP_IDS = 32  # of a request: its own, and the model's EOS
+# Lists of ids that few requests have: an admission may leave them out.
+WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
 
 
 class Program(NamedTuple):
@@ -31,18 +44,33 @@ class Program(NamedTuple):
         e = self.engine
         return self.config.dims | dict(
             R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, J=1 + self.num_drafts,
-            N=e.num_blocks, S=e.block_size, M=e.max_blocks, key=2,
+            N=e.num_blocks, S=e.block_size, M=e.max_blocks, key=2, **WIDE,
             kv=jnp.dtype(e.kv_dtype), param=jnp.dtype(e.dtype),
         )  # fmt: skip
 
 
 class Bucket(NamedTuple):
-    """The padded size of a step, and which of its parts are compiled in."""
+    """The padded size of a step."""
 
     num_tokens: int  # T
     num_rows: int  # B
     query_len: int = 0  # tokens of every row, 0 if rows differ
-    greedy: bool = False  # every row takes its likeliest token, no rule applies
+
+
+class SampleSize(NamedTuple):
+    """The padded size of a draw, and what is compiled into it."""
+
+    num_rows: int  # B
+    rich: bool = False  # whether the rules that few requests want are there
+    num_logprobs: int = 0  # C, 0 for no logprobs
+
+
+class ScoreSize(NamedTuple):
+    """The padded size of a launch that scores prompt tokens."""
+
+    num_tokens: int  # T
+    num_targets: int  # U
+    num_logprobs: int  # C
 
 
 class AdmitSize(NamedTuple):
@@ -50,6 +78,16 @@ class AdmitSize(NamedTuple):
 
     num_rows: int  # A
     num_writes: int  # W
+    wide: bool = False  # whether it holds the `WIDE` lists
+
+
+class CopySize(NamedTuple):
+    """The padded size of a launch that copies KV blocks."""
+
+    num_copies: int  # C
+
+
+COPIES = CopySize(8)  # more are copied in several launches
 
 
 def make_state(program: Program) -> State:
@@ -73,13 +111,48 @@ def plan_spec(program: Program, bucket: Bucket) -> Plan:
 @functools.lru_cache(maxsize=64)
 def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, tuple[Any, ...]]:
     """Returns the abstract admission of a size, and its rows of sampling parameters."""
-    A, W = size
+    A, W, wide = size
     dims = program.dims | dict(A=A, W=W, R=A)
+    dims |= {} if wide else dict.fromkeys(WIDE, 0)
     rows = tuple(pytree.abstract(rule.params, dims) for rule in program.rules)
     return pytree.abstract(Admission, dims), rows
 
 
-def admit_sizes(program: Program) -> tuple[AdmitSize, AdmitSize]:
-    """Returns the sizes of admissions: a few requests, or many."""
+@functools.lru_cache(maxsize=8)
+def copies_spec(program: Program, size: CopySize) -> tuple[Copies, ...]:
+    """Returns abstract copies, by cache group."""
+    dims = program.dims | dict(C=size.num_copies)
+    return tuple(pytree.abstract(Copies, dims) for _ in program.config.groups)
+
+
+def admit_sizes(program: Program) -> tuple[AdmitSize, ...]:
+    """Returns the sizes of admissions: a few requests, many, or some with long lists."""
     R = program.engine.max_num_seqs
-    return AdmitSize(min(8, R), 1024), AdmitSize(min(64, R), 8192)
+    few, many = min(8, R), min(64, R)
+    return AdmitSize(few, 1024), AdmitSize(many, 8192), AdmitSize(few, 8192, True)
+
+
+def logprob_widths(vocab_size: int) -> tuple[int, ...]:
+    """Returns the columns of logprobs that programs have: a few sizes, up to all tokens."""
+    return (*(C for C in (1, 20, MAX_LOGPROB_IDS) if C < vocab_size), vocab_size)
+
+
+def score_size(num_tokens: int, num_logprobs: int) -> ScoreSize:
+    """Returns the size of the launches that score prompt tokens of a step of T."""
+    return ScoreSize(num_tokens, min(256, num_tokens), num_logprobs)
+
+
+@functools.lru_cache(maxsize=256)
+def output_spec(program: Program, num_rows: int, num_logprobs: int) -> StepOutput:
+    """Returns the abstract output of a step."""
+    J = 1 + program.num_drafts
+    dims = dict(B=num_rows, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
+    return pytree.abstract(StepOutput, program.dims | dims)
+
+
+@functools.lru_cache(maxsize=256)
+def score_spec(program: Program, size: ScoreSize) -> tuple[Any, ...]:
+    """Returns the abstract output of a launch that scores: slots, positions, logprobs."""
+    U, C = size.num_targets, size.num_logprobs
+    one = jax.ShapeDtypeStruct((U,), jnp.int32)
+    return one, one, pytree.abstract(Logprobs, program.dims | dict(N=U, C=C))

@@ -5,21 +5,25 @@ with LLM("path/to/checkpoint") as llm:
         print(output.outputs[0].text)
 """
 
-from collections.abc import Iterator, Sequence
-import itertools
-import threading
+from collections.abc import Callable, Iterator, Sequence
+import functools
 from typing import Any
 
 import jax
-from tqdm.auto import tqdm
 
+from jaxrunner import beam, scoring
 from jaxrunner.chat import render_chat
+from jaxrunner.completions import Completions, news
 from jaxrunner.engine import Engine
+from jaxrunner.grammar import GrammarCompiler
 from jaxrunner.loader import load
-from jaxrunner.output_processor import RequestState
-from jaxrunner.outputs import RequestOutput
-from jaxrunner.params import SamplingParams
+from jaxrunner.output_processor import RequestState, request_output
+from jaxrunner.outputs import RequestOutput, RequestOutputs
+from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.prompts import parse_prompts
+from jaxrunner.sampling import RULES
+from jaxrunner.sampling.custom import with_logits_fn
+from jaxrunner.sampling.rule import Rule
 from jaxrunner.tokenizer import Tokenizer
 from jaxrunner.worker import engine_config
 
@@ -36,6 +40,10 @@ class LLM:
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them.
     check_nan: whether weights are searched for NaN and infinity.
+    logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request;
+        see `jaxrunner.sampling.custom`, which also has the slow variant for arbitrary Python.
+    warm_up: True compiles the programs of usual requests now, "all" also those for logprobs,
+        penalties, grammars and their like, which are otherwise compiled when first needed.
     The other sizes are fields of `EngineConfig`, or of `worker.engine_config`.
 
     Raises:
@@ -56,25 +64,29 @@ class LLM:
         generation_config: str = "auto",
         chat_template: str | None = None,
         check_nan: bool = False,
-        warm_up: bool = True,
+        logits_fn: Callable[..., Any] | Rule | None = None,
+        warm_up: bool | str = True,
         use_tqdm: bool = True,
         **sizes: Any,
     ):
+        rules = with_logits_fn(RULES, logits_fn)
         loaded = load(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
             hf_overrides=hf_overrides or {}, generation_config=generation_config, progress=use_tqdm,
         )  # fmt: skip
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
-        self._eos_token_ids, self._chat_template = loaded.eos_token_ids, chat_template
+        self._chat_template, eos = chat_template, loaded.eos_token_ids
         config = engine_config(loaded.config, loaded.params, dtype=loaded.dtype, seed=seed, **sizes)
-        self.engine = Engine(loaded.model, loaded.config, config, loaded.params)
+        self.engine = Engine(
+            loaded.model, loaded.config, config, loaded.params, rules=rules,
+            make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
+        )  # fmt: skip
+        if warm_up not in (True, False, "all"):
+            raise ValueError(f"warm_up must be True, False or 'all', got {warm_up!r}")
         if warm_up:
-            self.engine.warm_up(progress=use_tqdm)
-        self._states: dict[str, RequestState] = {}
-        self._names = map(str, itertools.count())
-        self._lock = threading.RLock()  # threads may generate at once: each step serves all
-        self._closed = False
+            self.engine.warm_up(rich=warm_up == "all", progress=use_tqdm)
+        self.completions = Completions(self.engine, self.tokenizer, eos)
 
     def __enter__(self) -> "LLM":
         return self
@@ -90,7 +102,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         on_error: str = "return",
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Answers prompts, in their order.
 
         prompts: a str, {"prompt": str}, {"prompt_token_ids": [int]}, or a list of them.
@@ -98,17 +110,15 @@ class LLM:
         on_error: "return" gives a bad prompt an output with finish_reason="error" and its
             message, and answers the others; "raise" raises before any is answered.
         """
-        states = self._add(prompts, sampling_params, priority, on_error)
-        bar = tqdm(total=len(states), desc="Processed prompts", disable=not use_tqdm)
+        groups = self._add(prompts, sampling_params, priority, on_error, whole=True)
+        states = [state for group in groups for state in group]
         try:
-            with bar:
-                while unfinished := [s for s in states if not s.finished]:
-                    bar.update(len(states) - len(unfinished) - bar.n)
-                    self._step()
-                bar.update(len(states) - bar.n)
+            self.completions.run(states, use_tqdm=use_tqdm)
         finally:
-            self._drop(states)
-        return [state.output() for state in states]
+            self.completions.drop(states)
+        return RequestOutputs(
+            request_output(group, [state.completion() for state in group]) for group in groups
+        )
 
     def stream(
         self,
@@ -120,21 +130,21 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Answers prompts like `generate`, yielding what is new of each request as it comes.
 
-        The text and token ids of a yielded output are those since the last one of that request;
-        its last one has `finished` set.
+        An output tells one completion as `output_kind` says: what is new since the last one (the
+        default), all so far, or all completions of its prompt once, at their end. The last one of
+        a prompt has `finished` set.
         """
-        states = self._add(prompts, sampling_params, priority, on_error)
+        groups = self._add(prompts, sampling_params, priority, on_error)
+        states = [state for group in groups for state in group]
         try:
-            live = states
-            while live:
-                for state in live:
-                    if state.has_news:
-                        yield state.output(delta=True)
-                live = [state for state in live if not state.told_all]
-                if live and not any(state.has_news for state in live):
-                    self._step()
+            while groups:
+                for group in groups:
+                    yield from news(group)
+                groups = [group for group in groups if not all(s.told_all for s in group)]
+                if groups and not any(state.has_news for group in groups for state in group):
+                    self.completions.step()
         finally:
-            self._drop(states)
+            self.completions.drop(states)
 
     def chat(
         self,
@@ -147,9 +157,9 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Answers one conversation, a list of messages, or several, a list of such lists."""
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = self.get_tokenizer()
         many = bool(messages) and not isinstance(messages[0], dict)
         prompts = []
         for conversation in messages if many else [messages]:
@@ -167,16 +177,46 @@ class LLM:
             prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self, prompts: Any, params: beam.BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[beam.BeamSearchOutput]:
+        """Returns the `beam_width` likeliest continuations that a beam search finds, best first."""
+        return beam.search(self.completions, parse_prompts(prompts), params, use_tqdm=use_tqdm)
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[Any, Any]], *, use_tqdm: bool = True
+    ) -> scoring.Loglikelihood:
+        """Returns how likely each continuation is after its context, and whether greedy says it.
+
+        pairs: (context, continuation), each a text or token ids. A text is split as lm-eval does:
+            trailing spaces of the context belong to the continuation. An empty context is BOS.
+        """
+        return scoring.loglikelihood(self.completions, pairs, use_tqdm=use_tqdm)
+
+    def score_tokens(
+        self, prompts: Any, *, start: int = 1, use_tqdm: bool = True
+    ) -> list[scoring.TokenScores]:
+        """Returns the logprob of each token of prompts, from position `start` on, as arrays."""
+        prompts = parse_prompts(prompts)
+        return scoring.score(self.completions, prompts, [start] * len(prompts), use_tqdm=use_tqdm)
+
     def abort(self, request_id: str) -> None:
         """Ends a request at any phase; its output says so. Unknown ids are ignored."""
-        with self._lock:
-            self.engine.abort([request_id])
-            if request_id in self._states:
-                self._states[request_id].abort()
+        self.completions.abort(request_id)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what requests without parameters get."""
         return self._defaults
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: leave skip_tokenizer_init out")
+        return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""
@@ -184,81 +224,52 @@ class LLM:
 
     def close(self) -> None:
         """Gives the device memory back. May be called twice; no request can follow."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self.engine.abort(list(self._states))
-                self.engine.close()
-                for array in jax.tree.leaves(self.engine.runner.params):
-                    array.delete()
+        if self.completions.close():
+            for array in jax.tree.leaves(self.engine.runner.params):
+                array.delete()
 
-    def _add(self, prompts, sampling_params, priority, on_error: str) -> list[RequestState]:
-        """Queues prompts. Those that are bad are finished already, unless `on_error` raises."""
+    def _add(
+        self, prompts, sampling_params, priority, on_error: str, *, whole: bool = False
+    ) -> list[list[RequestState]]:
+        """Queues prompts, and returns the completions of each."""
         if on_error not in ("return", "raise"):
             raise ValueError(f"on_error must be 'return' or 'raise', got {on_error!r}")
-        if self._closed:
-            raise RuntimeError("this LLM is closed: build another one")
         prompts = parse_prompts(prompts)
         sampling_params = self._defaults if sampling_params is None else sampling_params
-        params = self._one_each("sampling_params", sampling_params, len(prompts))
+        params = _one_each("sampling_params", sampling_params, len(prompts))
         for param in params:
             if not isinstance(param, SamplingParams):
                 raise TypeError(
                     f"sampling_params must be a SamplingParams, got {type(param).__name__}: "
                     "pass SamplingParams(...), or a list of them"
                 )
-        priorities = self._one_each("priority", 0 if priority is None else priority, len(prompts))
-        states: list[RequestState] = []
+            if whole and param.output_kind == RequestOutputKind.DELTA:
+                raise ValueError(
+                    "output_kind=DELTA is for LLM.stream, and generate returns the whole: "
+                    "leave it out"
+                )
+        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
+        groups: list[list[RequestState]] = []
         try:
             for prompt, param, rank in zip(prompts, params, priorities, strict=True):
-                states.append(self._add_one(prompt, param, rank, on_error))
+                groups.append(self.completions.add(prompt, param, on_error=on_error, priority=rank))
         except BaseException:
-            self._drop(states)
+            self.completions.drop(state for group in groups for state in group)
             raise
-        return states
+        return groups
 
-    def _add_one(self, prompt, params, priority: int, on_error: str) -> RequestState:
-        state = RequestState(next(self._names), params)
-        try:
-            state.prompt, token_ids = prompt.resolve(self.tokenizer)
-            state.start(token_ids, self.tokenizer)
-            with self._lock:
-                self.engine.add(
-                    state.request_id, token_ids, params,
-                    eos_token_ids=self._eos_token_ids, priority=priority,
-                )  # fmt: skip
-                self._states[state.request_id] = state
-        except (TypeError, ValueError) as error:
-            if on_error == "raise":
-                raise
-            state.fail(str(error))
-        return state
 
-    def _one_each(self, name: str, value: Any, count: int) -> list[Any]:
-        if not isinstance(value, Sequence):
-            return [value] * count
-        if len(value) != count:
-            raise ValueError(f"{name} must be one, or one for each of {count} prompts, "
-                             f"got {len(value)}")  # fmt: skip
-        return list(value)
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(
+            f"{name} must be one, or one for each of {count} prompts, got {len(value)}"
+        )
+    return list(value)
 
-    def _step(self) -> None:
-        """Runs one step of the engine for whoever waits, and hands out its tokens."""
-        with self._lock:
-            for request, tokens in self.engine.step():
-                state = self._states.get(request.request_id)
-                if state is not None and state.update(request, tokens):
-                    self.engine.abort([request.request_id], "stop")
 
-    def _drop(self, states: list[RequestState]) -> None:
-        """Forgets requests; those that are unfinished, after an interrupt, are aborted."""
-        with self._lock:
-            for state in states:
-                if not state.finished:
-                    self.abort(state.request_id)
-                self._states.pop(state.request_id, None)
-
-    def _need_tokenizer(self, purpose: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{purpose} needs a tokenizer: leave skip_tokenizer_init out")
-        return self.tokenizer
+def _compiler_maker(tokenizer: Tokenizer | None, vocab_size: int, eos) -> Callable | None:
+    if tokenizer is None:
+        return None
+    return functools.partial(GrammarCompiler, tokenizer, vocab_size=vocab_size, eos_token_ids=eos)

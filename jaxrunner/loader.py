@@ -84,16 +84,11 @@ def _generation_defaults(
     settings = Settings(read_json(path), str(path))
     eos = settings.take("eos_token_id", (int, list), list(config.eos_token_ids))
     kinds = dict(temperature=float, top_k=int, top_p=float, min_p=float, max_new_tokens=int)
+    kinds |= dict(repetition_penalty=float)
     values = {key: settings.take(key, kind, None) for key, kind in kinds.items()}
     values["max_tokens"] = values.pop("max_new_tokens")
     if settings.take("do_sample", bool, True) is False:
         values |= dict(temperature=0.0, top_k=None, top_p=None, min_p=None)
-    penalty = settings.take("repetition_penalty", float, 1.0)
-    if penalty != 1:
-        raise ValueError(
-            f"{path}: repetition_penalty={penalty} is not supported yet, only 1: pass "
-            "generation_config='vllm' to sample without it"
-        )
     given = {key: value for key, value in values.items() if value is not None}
     if given:
         logger.warning("Default sampling parameters, from %s: %s", path, given)

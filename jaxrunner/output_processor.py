@@ -1,37 +1,51 @@
 """Turns the tokens of a request into what its user sees: text, stop strings, deltas, times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import time
+from typing import Any
+
+import jax
+import numpy as np
 
 from jaxrunner.detokenizer import Detokenizer, StopChecker
-from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxrunner.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxrunner.params import SamplingParams
 from jaxrunner.request import Request
 from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.types import Logprobs
+
+LogprobDict = dict[int, Logprob]
+ARRAYS = ("value", "raw", "processed", "kept_mass")
 
 
 class RequestState:
-    """One request as its user will see it, from its prompt to its end."""
+    """One completion as its user will see it, from its prompt to its end."""
 
-    def __init__(self, request_id: str, params: SamplingParams):
-        self.request_id, self.params = request_id, params
+    def __init__(self, name: str, params: SamplingParams, index: int = 0):
+        self.name, self.params, self.index = name, params, index
+        self.request_id = f"{name}.{index}" if index else name
         self.prompt: str | None = None
         self.prompt_token_ids: list[int] | None = None
+        self.request: Request | None = None
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
-        self.num_cached_tokens = 0
-        self._times: dict[str, float] = dict(arrival_s=time.monotonic())
+        self.times: dict[str, float] = dict(arrival_s=time.monotonic())
+        self._logprobs: list[LogprobDict] = []
+        self._arrays: dict[str, list[float]] = {name: [] for name in ARRAYS}
+        self._num_parts = 0  # of `request.logprobs`, taken in
+        self._tokenizer: Tokenizer | None = None
         self._detokenizer: Detokenizer | None = None
         self._stops = StopChecker(params)
         self._told_tokens = self._told_text = 0
-        self.told_all = False  # whether `output(delta=True)` has told the end
+        self.told_all = False  # whether `completion(delta=True)` has told the end
 
     def start(self, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         """Takes in the prompt's tokens. Without a tokenizer there will be no text."""
         self.prompt_token_ids = list(token_ids)
+        self._tokenizer = tokenizer
         if tokenizer is not None and self.params.detokenize:
             skip = self.params.skip_special_tokens
             self._detokenizer = Detokenizer(tokenizer, token_ids, skip)
@@ -43,15 +57,16 @@ class RequestState:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something that `output(delta=True)` has not told."""
+        """Whether there is something that `completion(delta=True)` has not told."""
         return not self.told_all and (self.finished or self._told_tokens < len(self.token_ids))
 
     def update(self, request: Request, new_token_ids: Sequence[int]) -> bool:
         """Takes in new tokens. Returns whether a stop string ended the request just now."""
         if self.finished:
             return False
-        self.num_cached_tokens = request.num_cached_tokens
-        self._times.setdefault("first_token_s", time.monotonic())
+        if new_token_ids:
+            self.times.setdefault("first_token_s", time.monotonic())
+            self._add_logprobs(request, new_token_ids)
         for token_id in new_token_ids:
             self.token_ids.append(token_id)
             if self._detokenizer is not None and self._add_text(
@@ -59,6 +74,7 @@ class RequestState:
             ):
                 return request.finish_reason is None
         if request.finish_reason is not None:
+            self.error = request.error
             self._end(request.finish_reason, request.stop_reason)
         return False
 
@@ -72,33 +88,72 @@ class RequestState:
         if not self.finished:
             self._end("abort", None)
 
-    def output(self, *, delta: bool = False) -> RequestOutput:
-        """Returns the request so far, or with `delta` what is new since the last such call."""
+    def completion(self, *, delta: bool = False) -> CompletionOutput:
+        """Returns the completion so far, or with `delta` what is new since the last such call."""
         start, shown = (self._told_tokens, self._told_text) if delta else (0, 0)
-        end = len(self.text)
+        count, end = len(self.token_ids), len(self.text)
         if delta and not self.finished:
             end = max(shown, end - self._stops.num_held(self.text))
-        completion = CompletionOutput(
-            index=0,
+        if delta:
+            self._told_tokens, self._told_text = count, end
+            self.told_all = self.finished
+        told = self.params.num_logprobs is not None
+        arrays = {
+            name: np.array(self._arrays[name][start:count], np.float32) if told else None
+            for name in ARRAYS
+        }
+        return CompletionOutput(
+            index=self.index,
             text=self.text[shown:end],
             token_ids=self.token_ids[start:],
+            cumulative_logprob=sum(self._arrays["value"][:count]) if told else None,
+            logprobs=self._logprobs[start:count] if told else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            raw_logprobs=arrays["raw"],
+            processed_logprobs=arrays["processed"],
+            kept_mass=arrays["kept_mass"],
         )
-        if delta:
-            self._told_tokens, self._told_text = len(self.token_ids), end
-            self.told_all = self.finished
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None,
-            outputs=[completion],
-            finished=self.finished,
-            metrics=RequestMetrics(**self._times),
-            num_cached_tokens=self.num_cached_tokens,
-            error=self.error,
-        )
+
+    def prompt_logprobs(self) -> list[LogprobDict | None] | None:
+        """Returns an entry a token of the prompt, None for those that were not scored."""
+        if self.params.prompt_logprobs is None or self.request is None:
+            return None
+        entries: list[LogprobDict | None] = [None] * len(self.prompt_token_ids or ())
+        for positions, part in self.request.prompt_logprobs:
+            ids = [(self.prompt_token_ids or [])[p] for p in positions.tolist()]
+            named = self._entries(part, ids, self.params.prompt_logprobs, ranked=True)
+            for position, entry in zip(positions.tolist(), named, strict=True):
+                entries[position] = entry
+        return entries
+
+    def _add_logprobs(self, request: Request, token_ids: Sequence[int]) -> None:
+        if (wanted := self.params.num_logprobs) is None:
+            return
+        part = request.logprobs[self._num_parts]
+        self._num_parts += 1
+        ranked = self.params.logprob_token_ids is None
+        self._logprobs += self._entries(part, token_ids, wanted, ranked=ranked)
+        for name in ARRAYS:
+            self._arrays[name] += getattr(part, name).tolist()
+
+    def _entries(
+        self, part: Logprobs, token_ids: Sequence[int], wanted: int, *, ranked: bool
+    ) -> Iterator[LogprobDict]:
+        """Yields the logprobs of each token: its own first, then the `wanted` others."""
+        count = part.top_ids.shape[1] if wanted == -1 else wanted
+        rows: Any = jax.tree.map(np.ndarray.tolist, part)
+        for i, token_id in enumerate(token_ids):
+            entry = {token_id: Logprob(rows.value[i], rows.rank[i], self._token_text(token_id))}
+            others = zip(rows.top_ids[i][:count], rows.top_value[i], strict=False)
+            for rank, (other, value) in enumerate(others, 1):
+                if other != token_id:
+                    text = self._token_text(other)
+                    entry[other] = Logprob(value, rank if ranked else None, text)
+            yield entry
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def _add_text(self, new: str) -> bool:
         """Adds text. Returns whether it completed a stop string, which ends the request."""
@@ -117,4 +172,32 @@ class RequestState:
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-        self._times["finished_s"] = time.monotonic()
+        self.times["finished_s"] = time.monotonic()
+
+
+def request_output(
+    group: Sequence[RequestState],
+    outputs: Sequence[CompletionOutput],
+    *,
+    finished: bool | None = None,
+) -> RequestOutput:
+    """Returns the output of a prompt with these `outputs`; `group` is its completions."""
+    first = group[0]
+    finished = all(state.finished for state in group) if finished is None else finished
+    metrics = dict(arrival_s=min(state.times["arrival_s"] for state in group))
+    starts = [state.times[k] for state in group if (k := "first_token_s") in state.times]
+    if starts:
+        metrics["first_token_s"] = min(starts)
+    if finished:
+        metrics["finished_s"] = max(state.times["finished_s"] for state in group)
+    return RequestOutput(
+        request_id=first.name,
+        prompt=first.prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=first.prompt_logprobs(),
+        outputs=list(outputs),
+        finished=finished,
+        metrics=RequestMetrics(**metrics),
+        num_cached_tokens=first.request.num_cached_tokens if first.request else 0,
+        error=next((state.error for state in group if state.error is not None), None),
+    )

@@ -1,7 +1,20 @@
 """What `LLM.generate` returns, in vLLM's names. Knows no JAX."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrunner import html
+
+
+class Logprob(NamedTuple):
+    """How likely a token was, in nats; `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -12,13 +25,27 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None  # sum over `token_ids`, in nats
-    logprobs: list[Any] | None = None  # one entry a token
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    logprobs: list[dict[int, Logprob]] | None = None  # one entry a token
+    finish_reason: str | None = None  # "stop", "length", "abort", "error" or "repetition"
     stop_reason: int | str | None = None  # the stop id or string; None for EOS
+    # Of each token, float32 [n]:
+    raw_logprobs: np.ndarray | None = None  # under the model's own softmax
+    processed_logprobs: np.ndarray | None = None  # under what it was sampled from, after all rules
+    kept_mass: np.ndarray | None = None  # share that min-p, top-k, top-p left at its temperature
 
     def finished(self) -> bool:
         """Whether no more tokens will come."""
         return self.finish_reason is not None
+
+    def heat_map(self, decode: Callable[[list[int]], str] | None = None) -> html.HeatMap:
+        """Returns the tokens coloured by logprob. `decode` spells those that have no text."""
+        return html.draw(self, decode)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CompletionOutput):
+            return NotImplemented
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(_same(a, b) for a, b in pairs)
 
     def __repr__(self) -> str:
         shown = {
@@ -26,9 +53,12 @@ class CompletionOutput:
             "text": _short(self.text),
             "token_ids": _short(self.token_ids),
             "cumulative_logprob": self.cumulative_logprob,
-            "logprobs": None if self.logprobs is None else f"<{len(self.logprobs)} entries>",
+            "logprobs": _count(self.logprobs, "entries"),
             "finish_reason": repr(self.finish_reason) if self.finish_reason else None,
             "stop_reason": None if self.stop_reason is None else repr(self.stop_reason),
+            "raw_logprobs": _count(self.raw_logprobs, "values"),
+            "processed_logprobs": _count(self.processed_logprobs, "values"),
+            "kept_mass": _count(self.kept_mass, "values"),
         }
         return _call("CompletionOutput", shown)
 
@@ -49,27 +79,46 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None where the user gave token ids
     prompt_token_ids: list[int] | None  # None where the prompt could not be read
-    prompt_logprobs: list[Any] | None  # one entry a token, the first None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # one entry a token, the first None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     error: str | None = None  # why the request failed; it fails alone
 
+    def _repr_html_(self) -> str:
+        return html.request_html(self)
+
     def __repr__(self) -> str:
-        logprobs = self.prompt_logprobs
         shown = {
             "request_id": repr(self.request_id),
-            "prompt": None if self.prompt is None else _short(self.prompt),
+            "prompt": _short(self.prompt),
             "prompt_token_ids": _short(self.prompt_token_ids),
-            "prompt_logprobs": None if logprobs is None else f"<{len(logprobs)} entries>",
-            "outputs": self.outputs,
+            "prompt_logprobs": _count(self.prompt_logprobs, "entries"),
+            "outputs": _first(self.outputs, ", "),
             "finished": self.finished,
             "metrics": self.metrics,
             "num_cached_tokens": self.num_cached_tokens or None,
-            "error": None if self.error is None else repr(self.error),
+            "error": _short(self.error),
         }
         return _call("RequestOutput", shown)
+
+
+class RequestOutputs(list[RequestOutput]):
+    """What `LLM.generate` returns: a list that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        return html.requests_html(self)
+
+    def __repr__(self) -> str:
+        return "RequestOutputs(" + _first(self, ",\n ") + ")"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Returns whether two fields are equal. Of arrays `==` would return an array."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b, equal_nan=True)
+    return a == b
 
 
 def _call(name: str, shown: dict[str, Any]) -> str:
@@ -85,3 +134,13 @@ def _short(value: str | list[int] | None) -> str | None:
         return None if value is None else repr(list(value))
     ends = [", ".join(map(str, part)) for part in (value[:8], value[-2:])]
     return f"[{ends[0]}, ... {ends[1]}] ({len(value)})"
+
+
+def _count(values: Sequence[Any] | np.ndarray | None, name: str) -> str | None:
+    return None if values is None else f"<{len(values)} {name}>"
+
+
+def _first(outputs: Sequence[Any], separator: str) -> str:
+    """Returns the repr of a list, but of its first three outputs alone."""
+    inside = separator.join(map(repr, outputs[:3]))
+    return f"[{inside}]" if len(outputs) <= 3 else f"[{inside}{separator}...] ({len(outputs)})"

@@ -1,38 +1,104 @@
 """How a request is sampled and when it ends, in vLLM's names and defaults. Knows no JAX."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import IntEnum
 import reprlib
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
+from jaxrunner.bounds import Bound, plain
+from jaxrunner.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_TOKEN_IDS = 16  # of a request; the device's table has room for EOS too
+MAX_IDS = 1024  # of `allowed_token_ids`, of `logit_bias`, and of all `bad_words` together
+MAX_BAD_WORDS = 128
+MAX_LOGPROB_IDS = 128
 MIN_TEMPERATURE = 0.01  # below it, quotients of logits leave float32's useful range
+
+
+class RequestOutputKind(IntEnum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0  # all so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # all, once, at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams:
+    """Ends a request whose last tokens are one pattern, `min_count` times over.
+
+    Raises:
+      TypeError, ValueError: a field is of the wrong type or out of range; names it.
+    """
+
+    max_pattern_size: int  # tokens of a pattern
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self):
+        low = dict(max_pattern_size=1, min_pattern_size=1, min_count=2)
+        for name, least in low.items():
+            full = f"repetition_detection.{name}"
+            plain(full, getattr(self, name), Bound(int, least, 4096))
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError(
+                f"repetition_detection.min_pattern_size={self.min_pattern_size} exceeds "
+                f"max_pattern_size={self.max_pattern_size}: lower it"
+            )
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last tokens repeat."""
+        ids, end = token_ids, len(token_ids)
+        longest = min(self.max_pattern_size, end // self.min_count)
+        return any(
+            all(ids[i] == ids[i - size] for i in range(end - 1, end - 1 - rest, -1))
+            for size in range(self.min_pattern_size, longest + 1)
+            if (rest := size * (self.min_count - 1))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Checked and normalised when made: what is stored is what has an effect.
 
+    Lists are stored as tuples of distinct values, mappings as tuples of pairs.
+
     Raises:
       TypeError: a field has the wrong type or does not exist.
       ValueError: a field is out of range, or two fields contradict each other.
     """
 
+    n: int = 1  # completions; the i-th has the seed `seed + i`
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0  # 0 takes the likeliest token, and turns the next three off
-    top_k: int = 0  # 0 or -1 is off
     top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 is off
     min_p: float = 0.0
     seed: int | None = None  # None or -1 lets the engine draw one
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
     max_tokens: int | None = 16  # None is what `max_model_len` leaves
     min_tokens: int = 0  # tokens before which no stop id is sampled and no stop string ends it
-    stop: str | Sequence[str] | None = None  # stored as a tuple
-    stop_token_ids: Sequence[int] = ()  # stored as a tuple of distinct ids; None is none
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # likeliest tokens told beside each sampled one; -1 is all
+    prompt_logprobs: int | None = None  # the same of the prompt
+    logprob_token_ids: Sequence[int] | None = None  # told in place of the likeliest
+    flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind | None = None  # None: the whole, or of a stream what is new
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = None  # texts, or their token ids
+    extra_args: Mapping[str, float] | None = None  # read by the model's `logits_fn`
+    skip_reading_prefix_cache: bool | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any):
         """Names the parameters there are when one is not."""
@@ -42,11 +108,10 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self):
-        stop = () if self.stop is None else self.stop
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        values: dict[str, Any] = {name: _read(self, name) for name in _BOUNDS}
-        values["stop"] = (stop,) if isinstance(stop, str) else _elements("stop", stop, _STOP)
-        values["stop_token_ids"] = _elements("stop_token_ids", ids, _TOKEN_ID)
+        values = {name: getattr(self, name) for name in BOUNDS}
+        values["stop"] = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
+        values = {name: plain(name, value, BOUNDS[name]) for name, value in values.items()}
+        values["bad_words"] = _words(self.bad_words)
         for name, value in _normalised(values).items():
             object.__setattr__(self, name, value)
         _check_together(self)
@@ -56,85 +121,107 @@ class SamplingParams:
         """Whether the likeliest token is taken."""
         return self.temperature == 0
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Columns of logprobs beside the sampled token's; -1 is all, None is no logprobs."""
+        ids = self.logprob_token_ids
+        return self.logprobs if ids is None else len(ids)
+
     def check(self, vocab_size: int) -> None:
-        """Checks token ids against the width of the logits.
+        """Checks token ids and counts of tokens against the width of the logits.
 
         Raises:
           ValueError: one is beyond it.
         """
-        for token_id in self.stop_token_ids:
+        for name, token_id in _token_ids(self):
             if token_id >= vocab_size:
                 raise ValueError(
-                    f"stop_token_ids has {token_id}, the model's ids end at {vocab_size - 1}: "
+                    f"{name} has {token_id}, the model's ids end at {vocab_size - 1}: "
                     "take ids from the model's own tokenizer"
                 )
-
-
-class _Bound(NamedTuple):
-    """What a field, or an element of one, may be: a type, and for numbers a closed range."""
-
-    kind: type
-    low: float = 0
-    high: float = 0
-    optional: bool = False
-
-    @property
-    def wanted(self) -> str:
-        if self.kind in (bool, str):
-            return {bool: "True or False", str: "a string"}[self.kind]
-        kind = "an integer" if self.kind is int else "a finite number"
-        return f"{kind} from {self.low} to {self.high}" + " or None" * self.optional
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} exceeds the model's {vocab_size} tokens: "
+                    "take -1 for all"
+                )
 
 
 # Two counts add up to no more than an int32 of the device's tables holds.
 _COUNT = 2**30
 _FLOAT = 3e38  # float32 holds it
 _TINY = 1e-37  # float32 holds it as a normal number, which devices do not flush to 0
-_STOP = _Bound(str)
-_TOKEN_ID = _Bound(int, 0, _COUNT)
-_BOUNDS = {
-    "temperature": _Bound(float, 0, _FLOAT),
-    "top_k": _Bound(int, -1, _COUNT),
-    "top_p": _Bound(float, _TINY, 1),
-    "min_p": _Bound(float, 0, 1),
-    "seed": _Bound(int, -1, 2**64 - 1, optional=True),
-    "max_tokens": _Bound(int, 1, _COUNT, optional=True),
-    "min_tokens": _Bound(int, 0, _COUNT),
-    "ignore_eos": _Bound(bool),
-    "include_stop_str_in_output": _Bound(bool),
-    "detokenize": _Bound(bool),
-    "skip_special_tokens": _Bound(bool),
+_TOKEN_ID = Bound(int, 0, _COUNT)
+_PENALTY = Bound(float, -2, 2)
+_FLAG = Bound(bool)
+BOUNDS = {
+    "n": Bound(int, 1, 16384),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Bound(float, 0.001, 1000),
+    "temperature": Bound(float, 0, _FLOAT),
+    "top_p": Bound(float, _TINY, 1),
+    "top_k": Bound(int, -1, _COUNT),
+    "min_p": Bound(float, 0, 1),
+    "seed": Bound(int, -1, 2**64 - 1, optional=True),
+    "stop": Bound(str, each=True),
+    "stop_token_ids": Bound(int, 0, _COUNT, each=True, most=MAX_STOP_TOKEN_IDS),
+    "ignore_eos": _FLAG,
+    "max_tokens": Bound(int, 1, _COUNT, optional=True),
+    "min_tokens": Bound(int, 0, _COUNT),
+    "logprobs": Bound(int, -1, _COUNT, optional=True),
+    "prompt_logprobs": Bound(int, -1, _COUNT, optional=True),
+    "logprob_token_ids": Bound(int, 0, _COUNT, optional=True, each=True, most=MAX_LOGPROB_IDS),
+    "flat_logprobs": _FLAG,
+    "detokenize": _FLAG,
+    "skip_special_tokens": _FLAG,
+    "spaces_between_special_tokens": _FLAG,
+    "include_stop_str_in_output": _FLAG,
+    "output_kind": Bound(RequestOutputKind, optional=True),
+    "structured_outputs": Bound(StructuredOutputsParams, optional=True),
+    "logit_bias": Bound(float, -1e4, 1e4, optional=True, key=_TOKEN_ID, most=MAX_IDS),
+    "allowed_token_ids": Bound(int, 0, _COUNT, optional=True, each=True, most=MAX_IDS),
+    "extra_args": Bound(float, -_FLOAT, _FLOAT, optional=True, key=Bound(str), most=64),
+    "skip_reading_prefix_cache": Bound(bool, optional=True),
+    "repetition_detection": Bound(RepetitionDetectionParams, optional=True),
 }
 
 
-def _read(params: SamplingParams, name: str) -> Any:
-    """Returns a field as a plain Python value."""
-    return _plain(name, getattr(params, name), _BOUNDS[name])
-
-
-def _elements(name: str, values: Any, bound: _Bound) -> tuple[Any, ...]:
-    """Returns a field that holds several values as a tuple without repeats."""
-    if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
+def _words(words: Any) -> tuple[Any, ...]:
+    """Returns bad words as a tuple of texts and of tuples of ids."""
+    if isinstance(words, str | bytes | Mapping) or not isinstance(words, Sequence | None):
         raise TypeError(
-            f"{name} must be a list, each element {bound.wanted}, got {reprlib.repr(values)}"
+            "bad_words must be a list, each element a string or a list of token ids, "
+            f"got {reprlib.repr(words)}"
         )
-    return tuple(dict.fromkeys(_plain(f"{name}[{i}]", v, bound) for i, v in enumerate(values)))
+    found = {}
+    for i, word in enumerate(words or ()):
+        if not isinstance(word, str):
+            # Not `plain`, which drops repeats.
+            ids = plain(f"bad_words[{i}]", word, _TOKEN_ID._replace(each=True)) and word
+            word = tuple(int(token) for token in ids)
+        if not word:
+            raise ValueError(f"bad_words[{i}] is empty, which bans nothing: leave it out")
+        found[word] = None
+    tokens = sum(len(word) for word in found if not isinstance(word, str))
+    if len(found) > MAX_BAD_WORDS or tokens > MAX_IDS:
+        raise ValueError(
+            f"bad_words has {len(found)} words and {tokens} tokens, a request may have "
+            f"{MAX_BAD_WORDS} and {MAX_IDS}: give fewer"
+        )
+    return tuple(found)
 
 
-def _plain(name: str, value: Any, bound: _Bound) -> Any:
-    """Returns `value` as `bound.kind`, None where that is allowed."""
-    if value is None and bound.optional:
-        return None
-    got: Any = value.item() if isinstance(value, np.generic) else value
-    kinds = (int, float) if bound.kind is float else (bound.kind,)
-    if type(got) not in kinds:
-        raise TypeError(
-            f"{name} must be {bound.wanted}, got {reprlib.repr(value)} of {type(value).__name__}"
-        )
-    # Said so that NaN fails it.
-    if bound.kind in (int, float) and not bound.low <= got <= bound.high:
-        raise ValueError(f"{name}={reprlib.repr(value)} is out of range: take {bound.wanted}")
-    return bound.kind(got)
+def _token_ids(params: Any) -> Iterator[tuple[str, int]]:
+    """Yields each token id of a request's parameters, with its field."""
+    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            yield name, token_id
+    for token_id, _ in params.logit_bias or ():
+        yield "logit_bias", token_id
+    for word in params.bad_words or ():
+        for token_id in word if isinstance(word, tuple) else ():
+            yield "bad_words", token_id
 
 
 def _normalised(values: dict[str, Any]) -> dict[str, Any]:
@@ -148,18 +235,44 @@ def _normalised(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(params: SamplingParams) -> None:
-    """Checks what no field shows by itself."""
-    if "" in (params.stop or ()):
-        raise ValueError("stop has an empty string, which ends every text at once: leave it out")
-    if params.stop and not params.detokenize:
-        raise ValueError(f"stop={params.stop!r} needs text, got detokenize=False: set it to True")
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise ValueError(
+    """Checks what no field shows by itself, and what we do not do."""
+    ids = params.logprob_token_ids
+    for wrong, message in (
+        (
+            "" in (params.stop or ()),
+            "stop has an empty string, which ends every text at once: leave it out",
+        ),
+        (
+            params.stop and not params.detokenize,
+            f"stop={params.stop!r} needs text, got detokenize=False: set it to True",
+        ),
+        (
+            params.max_tokens is not None and params.min_tokens > params.max_tokens,
             f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}: "
-            "lower it or raise max_tokens"
-        )
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise ValueError(
-            f"stop_token_ids has {len(params.stop_token_ids)} distinct ids, "
-            f"a request may have {MAX_STOP_TOKEN_IDS}: stop on fewer"
-        )
+            "lower it or raise max_tokens",
+        ),
+        (
+            params.n > 1 and params.is_greedy,
+            f"n={params.n} with temperature=0 gives one text n times: take n=1 or raise it",
+        ),
+        (
+            params.allowed_token_ids == (),
+            "allowed_token_ids is empty, which leaves no token: name some, or None for all",
+        ),
+        (
+            ids is not None and params.logprobs not in (None, len(ids)),
+            f"logprobs={params.logprobs} must be the number of logprob_token_ids, "
+            f"{len(ids or ())}, or None",
+        ),
+        (
+            params.flat_logprobs,
+            "flat_logprobs=True is not supported: leave it out, and read "
+            "CompletionOutput.raw_logprobs and its like, which are arrays",
+        ),
+        (
+            not params.spaces_between_special_tokens,
+            "spaces_between_special_tokens=False is not supported: leave it out",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)

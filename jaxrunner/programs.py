@@ -22,9 +22,10 @@ class Key(NamedTuple):
 class Spec(NamedTuple):
     """What a program is compiled from. Warm-up and dispatch both read `args`."""
 
-    function: Callable[..., Any]  # called as function(*args, **static); donates `state`
+    function: Callable[..., Any]  # called as function(*args, **static)
     static: tuple[tuple[str, Any], ...]  # hashable
     args: tuple[Any, ...]  # abstract arguments
+    donated: tuple[str, ...] = ("state",)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Programs:
         start = time.perf_counter()
         spec = self._spec(key)
         leaves, treedef = jax.tree.flatten(spec.args)
-        self._table[key] = _executable(spec.function, spec.static, tuple(leaves), treedef)
+        self._table[key] = _executable(spec._replace(args=tuple(leaves)), treedef)
         self.ledger.append(Compilation(key, time.perf_counter() - start, reason))
 
     def _difference(self, key: Key) -> str:
@@ -92,8 +93,9 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=512)
-def _executable(function, static, leaves, treedef) -> Any:
+def _executable(spec: Spec, treedef) -> Any:
     """Compiles a function. Engines of equal sizes in one process share the result."""
-    args = jax.tree.unflatten(treedef, leaves)
-    jitted = jax.jit(function, static_argnames=[n for n, _ in static], donate_argnames="state")
-    return jitted.lower(*args, **dict(static)).compile()
+    args = jax.tree.unflatten(treedef, spec.args)
+    names = [name for name, _ in spec.static]
+    jitted = jax.jit(spec.function, static_argnames=names, donate_argnames=spec.donated)
+    return jitted.lower(*args, **dict(spec.static)).compile()

@@ -1,9 +1,15 @@
 """A request as the host sees it, and what one scheduled step says of requests. Knows no JAX."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxrunner.params import SamplingParams
+
+NEVER = 2**30  # a position beyond all
 
 
 class Status(Enum):
@@ -29,6 +35,10 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # tokens that end it, EOS included unless ignored
     priority: int = 0  # smaller runs first under the priority policy
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
+    cache_limit: int = NEVER  # most tokens whose KV may be taken from the prefix cache
+    leader: "Request | None" = None  # one with the same prompt, to be computed first
+    leads: bool = False  # whether others have this one as their leader
+    score_start: int = NEVER  # position of the first prompt token whose logprob is wanted
     arrival: int = 0  # order of `Scheduler.add`
 
     status: Status = Status.WAITING
@@ -38,8 +48,32 @@ class Request:
     num_computed: int = 0  # tokens launched, an upper bound of what the device has computed
     num_in_flight: int = 0  # sampled tokens launched and not yet read
     num_cached_tokens: int = 0  # tokens found in the prefix cache at the first admission
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    finish_reason: str | None = None  # "stop", "length", "repetition", "abort" or "error"
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    error: str | None = None  # why it failed, with the finish reason "error"
+    grammar: Any = None  # a `jaxrunner.grammar.Grammar` that has seen all known output
+    logprobs: list[Any] = field(default_factory=list)  # parts of outputs: `Logprobs`, [N]
+    prompt_logprobs: list[Any] = field(default_factory=list)  # parts: positions, `Logprobs`
+
+    def append(self, tokens: Sequence[int]) -> list[int]:
+        """Adds sampled tokens, up to the end. Returns those that were added."""
+        for i, token in enumerate(tokens):
+            self.output_token_ids.append(token)
+            self._end_at(token)
+            if self.finish_reason is not None:
+                return list(tokens[: i + 1])
+        return list(tokens)
+
+    def _end_at(self, token: int) -> None:
+        outputs, params = self.output_token_ids, self.params
+        pattern, long_enough = params.repetition_detection, len(outputs) >= params.min_tokens
+        if token in self.stop_ids and long_enough:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in (params.stop_token_ids or ()) else None
+        elif pattern is not None and long_enough and pattern.found(outputs):
+            self.finish_reason = "repetition"
+        elif self.num_tokens >= self.max_len:
+            self.finish_reason = "length"
 
     @property
     def token_ids(self) -> list[int]:
@@ -64,6 +98,25 @@ class NewRequest:
     stop_ids: frozenset[int]
     block_ids: tuple[list[int], ...]  # the whole table of each cache group
     num_computed: int  # tokens found in the prefix cache
+    score_start: int = NEVER
+    copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
+
+
+def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewRequest:
+    """Returns what the device is told of a request that starts."""
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        prompt_len=len(request.prompt_token_ids),
+        params=request.params,
+        seed=request.seed,
+        max_len=request.max_len,
+        stop_ids=request.stop_ids,
+        block_ids=tuple(list(table) for table in request.blocks),
+        num_computed=request.num_computed,
+        score_start=request.score_start,
+        copies=copies,
+    )
 
 
 @dataclass
@@ -80,3 +133,12 @@ class SchedulerOutput:
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
+
+
+class GrammarOutput(NamedTuple):
+    """Which tokens a grammar allows, for some requests of a step."""
+
+    req_ids: tuple[str, ...]
+    bitmask: (
+        np.ndarray
+    )  # [requests, (J,) ceil(V / 32)], int32; token t is bit t % 32 of word t // 32

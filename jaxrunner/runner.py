@@ -7,7 +7,8 @@
 builds a grammar mask while the forward pass runs.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,19 +18,41 @@ from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.launch import abstract, program_keys, program_spec
-from jaxrunner.layout import Program, make_state
+from jaxrunner.layout import (
+    Bucket,
+    Program,
+    SampleSize,
+    make_state,
+    output_spec,
+    score_size,
+    score_spec,
+)
 from jaxrunner.model import Model
 from jaxrunner.programs import Key, Programs
-from jaxrunner.request import SchedulerOutput
+from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
+from jaxrunner.transfer import read
+from jaxrunner.types import Logprobs
 
 
-class GrammarOutput(NamedTuple):
-    """Which tokens a grammar allows, for some requests of a step."""
+class Work(NamedTuple):
+    """A step that is about to be launched."""
 
-    req_ids: tuple[str, ...]
-    bitmask: np.ndarray  # [requests, ceil(V / 32)], int32; token t is bit t % 32 of word t // 32
+    req_ids: tuple[str, ...]  # in row order
+    bucket: Bucket
+    plan: np.ndarray  # packed
+    size: SampleSize | None  # None where each request takes its likeliest token
+    num_targets: int  # prompt tokens to score, at most
+    target_columns: int
+
+
+class PromptLogprobs(NamedTuple):
+    """Logprobs of tokens of a prompt."""
+
+    req_id: str
+    positions: np.ndarray  # of the tokens, [U]
+    logprobs: Logprobs  # [U] and [U, C]
 
 
 @dataclass(frozen=True)
@@ -39,23 +62,56 @@ class ModelRunnerOutput:
     req_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[list[int], ...] = ()  # [] for a request in mid-prefill
     finished: tuple[bool, ...] = ()  # ended on the device
+    not_finite: tuple[bool, ...] = ()  # the model gave NaN or infinity: the token means nothing
+    no_choice: tuple[bool, ...] = ()  # no token was left to sample from
+    logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class StepHandle:
     """A step in flight."""
 
-    def __init__(self, req_ids: tuple[str, ...] = (), packed: jax.Array | None = None):
-        self.req_ids, self._packed = req_ids, packed
+    def __init__(self, req_ids: tuple[str, ...] = (), spec: Any = None, packed: Any = None):
+        self.req_ids, self._spec, self._packed = req_ids, spec, packed
+        self._scores: list[tuple[Any, jax.Array]] = []
+        self._names: dict[int, str] = {}
         if packed is not None:
+            packed.copy_to_host_async()
+
+    def expect_scores(self, names: dict[int, str], scores: list[tuple[Any, jax.Array]]) -> None:
+        """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
+        self._names, self._scores = names, scores
+        for _, packed in scores:
             packed.copy_to_host_async()
 
     def get(self) -> ModelRunnerOutput:
         """Waits for the step and returns what it sampled."""
         if self._packed is None:
             return ModelRunnerOutput()
-        rows = np.asarray(self._packed)[: len(self.req_ids)].tolist()
-        tokens = tuple(row[: row[-2]] for row in rows)
-        return ModelRunnerOutput(self.req_ids, tokens, tuple(row[-1] == 1 for row in rows))
+        n = len(self.req_ids)
+        out = read(self._spec, np.asarray(self._packed))
+        counts = out.num_sampled[:n].tolist()
+        tokens = out.token_ids[:n].tolist()
+        flags = (flag[:n].tolist() for flag in (out.finished, out.not_finite, out.no_choice))
+        shape = out.token_ids.shape
+        logprobs = [
+            jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), p) for p in out.logprobs
+        ]
+        return ModelRunnerOutput(
+            self.req_ids,
+            tuple(row[:count] for row, count in zip(tokens, counts, strict=True)),
+            *map(tuple, flags),
+            logprobs=logprobs[0] if logprobs else None,
+            prompt_logprobs=tuple(self._prompt_logprobs()),
+        )
+
+    def _prompt_logprobs(self) -> Iterator[PromptLogprobs]:
+        for spec, packed in self._scores:
+            slots, positions, logprobs = read(spec, np.asarray(packed))
+            for slot in np.unique(slots[positions > 0]).tolist():
+                mine = (slots == slot) & (positions > 0)
+                part = jax.tree.map(lambda x, mine=mine: x[mine], logprobs)
+                yield PromptLogprobs(self._names[slot], positions[mine], part)
 
 
 class ModelRunner:
@@ -79,20 +135,27 @@ class ModelRunner:
         shapes = abstract(params)
         self.programs = Programs(lambda key: program_spec(self.program, shapes, key))
         self._forwarded: tuple[Any, ...] | None = None
+        self._masks: dict[int, jax.Array] = {}
 
-    def warm_up(self, *, two_phase: bool = False, progress: bool = False) -> None:
-        """Compiles every program that `step`, or also the two-phase path, can need."""
-        keys = program_keys(self.program, self.buckets, two_phase=two_phase)
+    def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
+        """Compiles every program that usual requests need, or with `rich` that any can need."""
+        keys = program_keys(self.program, self.buckets, rich=rich)
         self.programs.warm_up(keys, progress=progress)
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Applies the scheduler's changes, computes its tokens and samples, in one launch."""
-        req_ids, bucket, plan = self._prepare(scheduler_output)
-        if not req_ids:
+        """Applies the scheduler's changes, computes its tokens and samples.
+
+        In one launch where each request takes its likeliest token, else in two.
+        """
+        work = self._prepare(scheduler_output)
+        if work is None:
             return StepHandle()
-        program = self.programs[Key("step", bucket)]
-        self.state, packed = program(self.params, self.state, plan)
-        return StepHandle(req_ids, packed)
+        if work.size is not None or work.num_targets:
+            self._forward(work)
+            return self.sample_tokens()
+        program = self.programs[Key("step", work.bucket)]
+        self.state, packed = program(self.params, self.state, work.plan)
+        return StepHandle(work.req_ids, output_spec(self.program, work.bucket.num_rows, 0), packed)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Starts the forward pass of a step; `sample_tokens` must follow.
@@ -102,11 +165,9 @@ class ModelRunner:
         """
         if self._forwarded is not None:
             raise RuntimeError("execute_model was called twice: call sample_tokens in between")
-        req_ids, bucket, plan = self._prepare(scheduler_output)
-        if req_ids:
-            program = self.programs[Key("forward", bucket)]
-            self.state, batch, logits = program(self.params, self.state, plan)
-            self._forwarded = req_ids, bucket, plan, batch, logits
+        work = self._prepare(scheduler_output)
+        if work is not None:
+            self._forward(work)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
         """Samples the step that `execute_model` started; an empty step where it had no tokens.
@@ -116,20 +177,53 @@ class ModelRunner:
         """
         if self._forwarded is None:
             return StepHandle()
-        req_ids, bucket, plan, batch, logits = self._forwarded
+        work, logits, rows, scores = self._forwarded
+        B = work.bucket.num_rows
+        size = work.size or SampleSize(B)
+        size = size if grammar_output is None else size._replace(rich=True)
+        mask = self._mask(work.req_ids, B, grammar_output) if size.rich else None
+        self._forwarded = None
+        program = self.programs[Key("sample", size)]
+        tables, packed = program(logits, replace(self.state, kv=()), rows, mask)
+        self.state = replace(tables, kv=self.state.kv)
+        handle = StepHandle(work.req_ids, output_spec(self.program, B, size.num_logprobs), packed)
+        handle.expect_scores({self.slots[r]: r for r in work.req_ids}, scores)
+        return handle
+
+    def _forward(self, work: "Work") -> None:
+        """Launches the forward pass, and what scores prompt tokens."""
+        program = self.programs[Key("forward", work.bucket)]
+        self.state, logits, rows, hidden, targets = program(self.params, self.state, work.plan)
+        scores, tables = [], replace(self.state, kv=())
+        size = score_size(work.bucket.num_tokens, work.target_columns)
+        for first in range(0, work.num_targets, size.num_targets):
+            program = self.programs[Key("score", size)]
+            packed = program(self.params, tables, hidden, targets, np.int32(first))
+            scores.append((score_spec(self.program, size), packed))
+        self._forwarded = work, logits, rows, scores
+
+    def _mask(self, req_ids: tuple[str, ...], num_rows: int, grammar: GrammarOutput | None):
+        """Returns which tokens grammars allow, [B, J, ceil(V / 32)]."""
+        if grammar is None:
+            return self._all_allowed(num_rows)
         words = -(-self.program.config.vocab_size // 32)
-        mask = np.full((bucket.num_rows, words), -1, np.int32)
-        for req_id, allowed in zip(*(grammar_output or ((), ())), strict=True):
+        mask = np.full((num_rows, 1 + self.program.num_drafts, words), -1, np.int32)
+        for req_id, allowed in zip(*grammar, strict=True):
             if req_id not in req_ids:
                 raise ValueError(f"grammar_output must name requests of the step, got {req_id!r}")
             mask[req_ids.index(req_id)] = allowed
-        self._forwarded = None
-        program = self.programs[Key("sample", bucket)]
-        self.state, packed = program(logits, self.state, plan, batch, mask)
-        return StepHandle(req_ids, packed)
+        return mask
 
-    def _prepare(self, output: SchedulerOutput):
-        """Updates the tables. Returns the step's requests in row order, its bucket and plan."""
+    def _all_allowed(self, num_rows: int) -> jax.Array:
+        """Returns the mask of a step without grammars, made once."""
+        if num_rows not in self._masks:
+            words = -(-self.program.config.vocab_size // 32)
+            shape = (num_rows, 1 + self.program.num_drafts, words)
+            self._masks[num_rows] = jax.device_put(np.full(shape, -1, np.int32))
+        return self._masks[num_rows]
+
+    def _prepare(self, output: SchedulerOutput) -> "Work | None":
+        """Updates the tables. Returns the step's work, None where there is no token to compute."""
         for req_id in output.finished_req_ids | output.preempted_req_ids:
             self.slots.remove(req_id)
         new, counts = output.scheduled_new_reqs, output.num_scheduled_tokens
@@ -140,15 +234,23 @@ class ModelRunner:
         req_ids = tuple(sorted(counts, key=counts.__getitem__))  # decodes first; stable
         if not req_ids:
             self._admit(new, blocks)
-            return req_ids, None, None
+            return None
         sizes = [counts[r] for r in req_ids]
-        bucket = choose(self.buckets, sizes, self.slots.all_greedy(req_ids))
+        bucket = choose(self.buckets, sizes)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.slots.room(blocks, bucket)
         self._admit(new, none if fits else blocks)
-        return req_ids, bucket, self.slots.plan(req_ids, counts, blocks if fits else none, bucket)
+        return Work(
+            req_ids,
+            bucket,
+            self.slots.plan(req_ids, counts, blocks if fits else none, bucket),
+            self.slots.sample_size(req_ids, bucket.num_rows),
+            *self.slots.count_targets(counts),
+        )
 
     def _admit(self, new, blocks) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""
         for size, packed in self.slots.admissions(new, blocks):
             self.state = self.programs[Key("admit", size)](self.state, packed)
+        for size, packed in self.slots.copies(new):
+            self.state = self.programs[Key("copy", size)](self.state, packed)

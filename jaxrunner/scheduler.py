@@ -14,7 +14,7 @@ import heapq
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.block_tables import BlockTables, Hit
 from jaxrunner.cache_groups import CacheGroup
-from jaxrunner.request import NewRequest, Request, SchedulerOutput, Status
+from jaxrunner.request import Request, SchedulerOutput, Status, admitted
 
 POLICIES = ("fcfs", "priority")
 
@@ -69,8 +69,8 @@ class Scheduler:
         """Requests that own blocks."""
         return len(self.running)
 
-    def add(self, request: Request) -> None:
-        """Queues a new request.
+    def check(self, request: Request) -> None:
+        """Checks what `add` needs.
 
         Raises:
           ValueError: no prompt, no room for a token behind it, or an id in use.
@@ -90,6 +90,10 @@ class Scheduler:
                 f"prompt of {name} has {prompt_len} tokens, max_len={request.max_len} needs room "
                 "for one more: shorten the prompt or raise max_len"
             )
+
+    def add(self, request: Request) -> None:
+        """Queues a new request. Raises what `check` does."""
+        self.check(request)
         request.arrival, self._num_added = self._num_added, self._num_added + 1
         self._requests[request.request_id] = request
         self._wait(request)
@@ -119,7 +123,7 @@ class Scheduler:
                 continue
             request.num_in_flight -= 1
             assert request.num_in_flight >= 0, f"unasked token of request {request_id!r}"
-            gained.append((request, _append(request, tokens)))
+            gained.append((request, request.append(tokens)))
         self._end([request for request, _ in gained if request.finish_reason is not None])
         return gained
 
@@ -143,6 +147,9 @@ class Scheduler:
             n = min(_num_missing(request), self._most_tokens, budget)
             if request.status is not Status.RUNNING or n <= 0:
                 continue  # preempted just now, or about to end, or no budget
+            if request.leads and request.num_computed >= len(request.prompt_token_ids):
+                self._tables.publish_tail(request, len(request.prompt_token_ids))
+                request.leads = False
             # What launched steps sampled is not known to stand yet.
             self._tables.drop_skipped(request, min(request.num_computed, request.num_tokens - 1))
             new = self._tables.extend(request, request.num_computed + n)
@@ -162,32 +169,42 @@ class Scheduler:
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
         """Plans waiting requests, in their order, while there is room for them."""
+        followers = []
         while self._waiting and budget > 0 and self.num_running < self.max_num_seqs:
             request = self._waiting[0][1]
             if request.num_in_flight:
                 break  # it resumes with all its tokens, and some are not read yet
+            if _follows_too_soon(request, output):
+                followers.append(heapq.heappop(self._waiting))
+                continue
             hit = self._tables.find(request)
             if not self._tables.fits(request, hit, self.max_num_batched_tokens):
                 break
             heapq.heappop(self._waiting)
             n = min(request.num_tokens - hit.num_tokens, self._most_tokens, budget)
             budget -= n
-            self._start(request, hit, n)
+            copies = self._start(request, hit, n)
             self.running.append(request)
-            output.scheduled_new_reqs.append(_new_request(request))
+            output.scheduled_new_reqs.append(admitted(request, copies))
             output.num_scheduled_tokens[request.request_id] = n
             output.requests[request.request_id] = request
             # At once, for the next one to share: a layer writes all keys before it reads any.
             self._commit(request, output)
+        for entry in followers:
+            heapq.heappush(self._waiting, entry)
 
-    def _start(self, request: Request, hit: Hit, n: int) -> None:
-        """Gives a request its cached prefix, and blocks for `n` tokens more."""
+    def _start(self, request: Request, hit: Hit, n: int) -> tuple[tuple[int, int], ...]:
+        """Gives a request its cached prefix, and blocks for `n` tokens more.
+
+        Returns the blocks to copy, from and to, by cache group.
+        """
         self._tables.attach(request, hit)
         new = self._tables.extend(request, hit.num_tokens + n)
         assert new is not None, "what fits can be taken"
         request.status, request.num_computed = Status.RUNNING, hit.num_tokens
         if request.request_id not in self._preempted:
             request.num_cached_tokens = hit.num_tokens
+        return self._tables.copies(request, hit)
 
     def _commit(self, request: Request, output: SchedulerOutput) -> None:
         """Counts a request's tokens as computed: from here on nothing takes them off the step."""
@@ -218,7 +235,9 @@ class Scheduler:
         for request in requests:
             if request.status is Status.RUNNING:
                 # The device need not have computed the last token.
-                self._tables.publish(request, min(request.num_computed, request.num_tokens - 1))
+                computed = min(request.num_computed, request.num_tokens - 1)
+                self._tables.publish(request, computed)
+                self._tables.publish_tail(request, computed)
                 self._tables.release(request)
                 self.running.remove(request)
             request.status, request.num_in_flight = Status.FINISHED, 0
@@ -252,30 +271,10 @@ def _num_missing(request: Request) -> int:
     return known - request.num_computed if known < request.max_len else 0
 
 
-def _new_request(request: Request) -> NewRequest:
-    return NewRequest(
-        request_id=request.request_id,
-        token_ids=request.token_ids,
-        prompt_len=len(request.prompt_token_ids),
-        params=request.params,
-        seed=request.seed,
-        max_len=request.max_len,
-        stop_ids=request.stop_ids,
-        block_ids=tuple(list(table) for table in request.blocks),
-        num_computed=request.num_computed,
-    )
-
-
-def _append(request: Request, tokens: Sequence[int]) -> list[int]:
-    """Gives a request its new tokens up to its end. Returns those it took."""
-    outputs, params = request.output_token_ids, request.params
-    for i, token in enumerate(tokens):
-        outputs.append(token)
-        if token in request.stop_ids and len(outputs) >= params.min_tokens:
-            request.finish_reason = "stop"
-            request.stop_reason = token if token in params.stop_token_ids else None
-        elif request.num_tokens >= request.max_len:
-            request.finish_reason = "length"
-        if request.finish_reason is not None:
-            return list(tokens[: i + 1])
-    return list(tokens)
+def _follows_too_soon(request: Request, output: SchedulerOutput) -> bool:
+    """Whether a request should wait for another that computes the same prompt in these steps."""
+    leader = request.leader
+    if leader is None or leader.status is Status.FINISHED:
+        return False
+    now = output.num_scheduled_tokens.get(leader.request_id, 0)
+    return leader.num_computed - now < len(leader.prompt_token_ids)

@@ -1,18 +1,57 @@
 """The host's side of the request table: who has which slot, and what to upload. Knows no device."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxrunner.layout import AdmitSize, Bucket, Program, admission_spec, admit_sizes, plan_spec
+from jaxrunner.layout import (
+    COPIES,
+    AdmitSize,
+    Bucket,
+    CopySize,
+    Program,
+    SampleSize,
+    admission_spec,
+    admit_sizes,
+    copies_spec,
+    logprob_widths,
+    plan_spec,
+)
+from jaxrunner.params import SamplingParams
 from jaxrunner.pytree import of
 from jaxrunner.request import NewRequest
 from jaxrunner.transfer import pack, pad
-from jaxrunner.types import Admission, Plan, Writes
+from jaxrunner.types import Admission, Copies, Plan, Writes
 
 Write = tuple[int, int, list[int]]  # row, first column, values
+
+
+class Needs(NamedTuple):
+    """What a request's parameters ask of the programs."""
+
+    plain: bool  # its likeliest token, and nothing else
+    rich: bool  # rules that few requests want
+    num_logprobs: int  # columns, 0 for none
+    prompt_logprobs: int
+
+
+class Scoring(NamedTuple):
+    """Which prompt tokens of a request are still to be scored. Positions."""
+
+    computed: int
+    start: int
+    stop: int
+
+    @property
+    def num_left(self) -> int:
+        """Targets that no step has scored; each follows a token that is not computed."""
+        return max(0, self.stop - max(self.start, self.computed + 1))
+
+    def after(self, num_tokens: int) -> "Scoring":
+        """Returns what is left once `num_tokens` more are computed."""
+        return self._replace(computed=self.computed + num_tokens)
 
 
 class Slots:
@@ -23,7 +62,8 @@ class Slots:
         self._free = list(range(program.engine.max_num_seqs))
         self._slot_of: dict[str, int] = {}
         self._num_blocks: dict[str, list[int]] = {}  # by cache group
-        self._greedy: dict[str, bool] = {}
+        self._needs: dict[str, Needs] = {}
+        self._scoring: dict[str, Scoring] = {}
 
     def __getitem__(self, request_id: str) -> int:
         return self._slot_of[request_id]
@@ -42,19 +82,53 @@ class Slots:
             )
         slot = self._slot_of[request.request_id] = self._free.pop()
         self._num_blocks[request.request_id] = [len(ids) for ids in request.block_ids]
-        params = request.params
-        self._greedy[request.request_id] = params.is_greedy and not params.min_tokens
+        self._needs[request.request_id] = self._needs_of(request.params)
+        scoring = Scoring(request.num_computed, request.score_start, request.prompt_len)
+        if scoring.num_left:
+            self._scoring[request.request_id] = scoring
         return slot
 
     def remove(self, request_id: str) -> None:
         """Frees a request's slot; an unknown id is ignored."""
         if request_id in self._slot_of:
             self._free.append(self._slot_of.pop(request_id))
-            del self._num_blocks[request_id], self._greedy[request_id]
+            del self._num_blocks[request_id], self._needs[request_id]
+            self._scoring.pop(request_id, None)
 
-    def all_greedy(self, request_ids) -> bool:
-        """Whether every request takes its likeliest token with no rule in the way."""
-        return all(self._greedy[r] for r in request_ids)
+    def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize | None:
+        """Returns what these requests' draw needs; None where each takes its likeliest token."""
+        needs = [self._needs[r] for r in req_ids]
+        if all(need.plain for need in needs):
+            return None
+        columns = max(need.num_logprobs for need in needs)
+        rich = columns > 0 or any(need.rich for need in needs)
+        return SampleSize(num_rows, rich, columns)
+
+    def count_targets(self, counts: Mapping[str, int]) -> tuple[int, int]:
+        """Returns how many prompt tokens a step scores, at most, and with how many columns.
+
+        Takes them off what is still to come.
+        """
+        total = columns = 0
+        for r in [r for r in self._scoring if r in counts]:
+            left = self._scoring[r].after(counts[r])
+            total += self._scoring[r].num_left - left.num_left
+            columns = max(columns, self._needs[r].prompt_logprobs)
+            self._scoring[r] = left
+            if not left.num_left:
+                del self._scoring[r]
+        return total, columns
+
+    def _needs_of(self, params: SamplingParams) -> "Needs":
+        columns = [self._width(k) for k in (params.num_logprobs, params.prompt_logprobs)]
+        rich = any(rule.wanted(params) for rule in self._program.rules if rule.wanted)
+        return Needs(params.is_greedy and not rich and not columns[0], rich, *columns)
+
+    def _width(self, num_logprobs: int | None) -> int:
+        widths = logprob_widths(self._program.config.vocab_size)
+        if num_logprobs is None:
+            return 0
+        return widths[-1] if num_logprobs == -1 else next(w for w in widths if w >= num_logprobs)
 
     def append_blocks(self, new: Mapping[str, tuple[list[int], ...]]) -> tuple[list[Write], ...]:
         """Returns the writes, by cache group, that append blocks to requests' tables."""
@@ -94,12 +168,23 @@ class Slots:
                 groups[g].append((self._slot_of[r.request_id], 0, ids))
         flat = [_flat(tokens), *map(_flat, groups)]
         longest = max(writes.shape[1] for writes in flat)
-        small, large = admit_sizes(self._program)
+        small, large, wide = admit_sizes(self._program)
         size = small if len(new) <= small.num_rows and longest <= small.num_writes else large
+        if any(self._needs[r.request_id].rich for r in new):
+            size = wide
         for i in range(max(-(-len(new) // size.num_rows), -(-longest // size.num_writes))):
             part = slice(i * size.num_writes, (i + 1) * size.num_writes)
             rows = new[i * size.num_rows : (i + 1) * size.num_rows]
             yield size, self._admission(rows, [writes[:, part] for writes in flat], size)
+
+    def copies(self, new: list[NewRequest]) -> Iterator[tuple[CopySize, np.ndarray]]:
+        """Returns the packed block copies that new requests start from."""
+        copied = [r.copies for r in new if r.copies]
+        N, C = self._program.engine.num_blocks, COPIES.num_copies
+        for i in range(0, len(copied), C):
+            groups = [np.array(pairs).T for pairs in zip(*copied[i : i + C], strict=True)]
+            parts = tuple(of(Copies, source=pad(s, C, N), to=pad(t, C, N)) for s, t in groups)
+            yield COPIES, pack(copies_spec(self._program, COPIES), parts)
 
     def _admission(self, new: list[NewRequest], writes: list[np.ndarray], size: AdmitSize):
         program, A = self._program, size.num_rows
@@ -116,6 +201,7 @@ class Slots:
             prompt_len=pad([r.prompt_len for r in new], A, 0),
             min_len=pad([r.prompt_len + r.params.min_tokens for r in new], A, 0),
             max_len=pad([r.max_len for r in new], A, 0),
+            score_start=pad([r.score_start for r in new], A, 0),
             stop_ids=stop_ids,
             tokens=tokens,
             blocks=tuple(blocks),
@@ -133,7 +219,10 @@ def _stack(rows: list[Any], spec: Any) -> Any:
     table = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), spec)
     for i, row in enumerate(rows):
         for column, value in zip(jax.tree.leaves(table), jax.tree.leaves(row), strict=True):
-            column[i] = value
+            if column.ndim > 1:
+                column[i, : len(value)] = value
+            else:
+                column[i] = value
     return table
 
 

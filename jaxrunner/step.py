@@ -11,36 +11,40 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.layout import Bucket, Program
-from jaxrunner.sampling.rule import sample
+from jaxrunner.sampling.rule import Batched
+from jaxrunner.sampling.sampler import Drawn, sample
 from jaxrunner.types import (
     Admission,
     Array,
     Batch,
+    Copies,
     Inputs,
+    LayerCache,
     Plan,
     Requests,
+    Rows,
     State,
     StepOutput,
+    Targets,
     Writes,
 )
 
 
 def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
-    """Computes `plan` and samples for each request that is due a token; donates `state`."""
-    state, batch, hidden = forward(params, state, plan, program=program, bucket=bucket)
+    """Computes `plan`; each request that is due a token gets its likeliest. Donates `state`."""
+    state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = score(params, hidden, batch, program)
-    sampled = draw(logits, state, plan, batch, program, bucket)
-    return finish(state, plan, batch, sampled)
+    return finish(state, rows, likeliest(logits))
 
 
 def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
-    """Runs the model on the planned tokens. Returns the state, the batch and hidden, [T, E]."""
+    """Runs the model on the planned tokens. Returns the state, batch, rows and hidden, [T, E]."""
     requests = replace(state.requests, blocks=_put_blocks(state.requests.blocks, plan.blocks))
     cache_shape = program.engine.num_blocks, program.engine.block_size
-    batch = prepare_inputs(requests, plan, bucket, cache_shape, program.num_drafts)
+    batch, rows = prepare_inputs(requests, plan, bucket, cache_shape, program.num_drafts)
     attend = functools.partial(program.attention, batch)
     hidden, kv = program.model.forward(program.config, params, state.kv, batch.inputs, attend)
-    return replace(state, requests=requests, kv=kv), batch, hidden
+    return replace(state, requests=requests, kv=kv), batch, rows, hidden
 
 
 def score(params, hidden: Array, batch: Batch, program: Program) -> Array:
@@ -48,18 +52,56 @@ def score(params, hidden: Array, batch: Batch, program: Program) -> Array:
     return program.model.logits(program.config, params, take(hidden, batch.scored))
 
 
-def draw(logits: Array, state: State, plan: Plan, batch: Batch, program: Program, bucket: Bucket):
-    """Samples a token for each scored position: [B, J]."""
-    if bucket.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    requests = jax.tree.map(functools.partial(take, index=plan.slot), state.requests)
-    return sample(program.rules, logits, requests, state.sampling, plan.slot, batch.next_pos)
+def draw(logits: Array, state: State, rows: Rows, mask: Array | None, **static: Any) -> Drawn:
+    """Samples each scored position, [B, J], as its request asks; `static` goes to `sample`."""
+    B, J, V = logits.shape
+    flat = Batched(
+        slot=jnp.repeat(rows.slot, J),
+        position=(rows.next_pos[:, None] + jnp.arange(J)[None]).reshape(-1),
+        requests=state.requests,
+        mask=None if mask is None else mask.reshape(B * J, -1),
+    )
+    drawn = sample(logits.reshape(-1, V), flat, state.sampling, **static)
+    return Drawn(
+        drawn.token_ids.reshape(B, J),
+        drawn.not_finite.reshape(B, J).any(1),
+        drawn.no_choice.reshape(B, J).any(1),
+        drawn.logprobs,
+    )
 
 
-def finish(state: State, plan: Plan, batch: Batch, sampled: Array) -> tuple[State, StepOutput]:
-    """Writes what was sampled, [B, J], into the requests."""
-    requests, output = advance(state.requests, plan, batch, sampled)
+def likeliest(logits: Array) -> Drawn:
+    """Takes the likeliest token of each scored position, the first of equals."""
+    token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # NaN and infinity both show in the maximum.
+    not_finite = ~jnp.isfinite(logits.max(-1)).all(1)
+    return Drawn(token_ids, not_finite, jnp.zeros_like(not_finite), ())
+
+
+def finish(state: State, rows: Rows, drawn: Drawn) -> tuple[State, StepOutput]:
+    """Writes what was drawn, [B, J], into the requests."""
+    requests, num_sampled, finished = advance(state.requests, rows, drawn.token_ids)
+    output = StepOutput(
+        token_ids=drawn.token_ids,
+        num_sampled=num_sampled,
+        finished=finished,
+        not_finite=drawn.not_finite & rows.samples,
+        no_choice=drawn.no_choice & rows.samples,
+        logprobs=drawn.logprobs,
+    )
     return replace(state, requests=requests), output
+
+
+def find_targets(requests: Requests, batch: Batch, rows: Rows) -> Targets:
+    """Returns the prompt tokens to score: each follows a token of this step."""
+    T = batch.row.shape[0]
+    slot, positions = take(rows.slot, batch.row), batch.inputs.positions + 1
+    wanted = (batch.row < rows.slot.shape[0]) & (positions >= take(requests.score_start, slot))
+    wanted &= positions < take(requests.prompt_len, slot)
+    at = jnp.where(wanted, jnp.cumsum(wanted) - 1, T)
+    source = jnp.full(T, T, jnp.int32).at[at].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
+    slot, positions = take(slot, source), take(positions, source)
+    return Targets(source, take(requests.token_ids, (slot, positions)), positions, slot)
 
 
 def take(table: Array, index: Any) -> Array:
@@ -71,10 +113,14 @@ def admit(state: State, admission: Admission, rows: tuple[Any, ...]) -> State:
     """Writes new requests, and `rows` of their sampling parameters, into their slots."""
 
     def put(table: Array, values: Array) -> Array:
-        return table.at[admission.slot].set(values, mode="drop")
+        # Lists are only as wide as this admission needs; their lengths are among the rest.
+        columns = tuple(slice(n) for n in values.shape[1:])
+        at = (admission.slot, *columns)
+        return table.at[at].set(values, mode="drop") if values.size else table
 
     old = state.requests
-    names = ("total_len", "num_computed", "prompt_len", "min_len", "max_len", "stop_ids")
+    names = ("total_len", "num_computed", "prompt_len", "min_len", "max_len")
+    names += ("score_start", "stop_ids")
     changed = {name: put(getattr(old, name), getattr(admission, name)) for name in names}
     requests = replace(
         old,
@@ -84,6 +130,20 @@ def admit(state: State, admission: Admission, rows: tuple[Any, ...]) -> State:
         **changed,
     )
     return replace(state, requests=requests, sampling=jax.tree.map(put, state.sampling, rows))
+
+
+def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:
+    """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
+    group_of = [program.config.groups.index(window) for window in program.config.windows]
+
+    def copy(blocks: Array, copies: Copies) -> Array:
+        return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")
+
+    kv = tuple(
+        LayerCache(k=copy(layer.k, copies[g]), v=copy(layer.v, copies[g]))
+        for layer, g in zip(state.kv, group_of, strict=True)
+    )
+    return replace(state, kv=kv)
 
 
 def _write(table: Array, writes: Writes) -> Array:
@@ -96,7 +156,7 @@ def _put_blocks(tables: tuple[Array, ...], writes: tuple[Writes, ...]) -> tuple[
 
 def prepare_inputs(
     requests: Requests, plan: Plan, bucket: Bucket, cache_shape: tuple[int, int], num_drafts: int
-) -> Batch:
+) -> tuple[Batch, Rows]:
     """Lays the scheduled tokens of all requests side by side, padded to the bucket.
 
     A request that has ended computes nothing, whatever the plan says. `cache_shape` is (N, S).
@@ -127,19 +187,19 @@ def prepare_inputs(
         positions=positions,
         rope_len=jnp.where(positions < prompt_len, prompt_len, positions + 1),
     )
-    return Batch(
+    seq_lens = jnp.where(num_tokens > 0, seq_lens, 0)
+    batch = Batch(
         inputs=inputs,
         row=row,
         cache_index=tuple(cache_index(table, row, positions, cache_shape) for table in blocks),
         query_start=query_start,
-        seq_lens=jnp.where(num_tokens > 0, seq_lens, 0),
+        seq_lens=seq_lens,
         blocks=blocks,
         scored=jnp.clip(first[:, None] + jnp.arange(1 + num_drafts)[None], 0, T - 1),
-        num_drafts=drafts,
-        samples=(num_tokens > 0) & (seq_lens >= total),
-        next_pos=total,
         query_len=bucket.query_len,
     )
+    samples = (num_tokens > 0) & (seq_lens >= total)
+    return batch, Rows(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
 
 
 def cache_index(
@@ -159,32 +219,33 @@ def cache_index(
     return jnp.where(mine, block * S + local, N * S)
 
 
-def advance(requests: Requests, plan: Plan, batch: Batch, sampled: Array):
+def advance(requests: Requests, rows: Rows, sampled: Array):
     """Accepts the drafts that were sampled too, and writes the result into the requests.
 
     A draft stands if the target sampled the same token at its position, so the output is token
-    for token what it would be without drafts. Returns the requests and a `StepOutput`.
+    for token what it would be without drafts. Returns the requests, how many tokens each row
+    gained, and which rows ended.
     """
     J = sampled.shape[1]
     j = jnp.arange(J)[None]
-    of_row = functools.partial(take, index=plan.slot)
-    at = batch.next_pos[:, None] + j
-    drafted = take(requests.token_ids, (plan.slot[:, None], at))
-    accepted = jnp.cumprod((drafted == sampled) & (j < batch.num_drafts[:, None]), axis=1).sum(1)
+    of_row = functools.partial(take, index=rows.slot)
+    at = rows.next_pos[:, None] + j
+    drafted = take(requests.token_ids, (rows.slot[:, None], at))
+    accepted = jnp.cumprod((drafted == sampled) & (j < rows.num_drafts[:, None]), axis=1).sum(1)
     stops = jnp.any(sampled[:, :, None] == of_row(requests.stop_ids)[:, None], axis=2)
     stops &= at + 1 >= of_row(requests.min_len)[:, None]
     until_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1) + 1, J)
-    room = of_row(requests.max_len) - batch.next_pos
+    room = of_row(requests.max_len) - rows.next_pos
     num = jnp.minimum(jnp.minimum(accepted + 1, until_stop), room)
-    num = jnp.where(batch.samples, num, 0).astype(jnp.int32)
+    num = jnp.where(rows.samples, num, 0).astype(jnp.int32)
 
-    total = batch.next_pos + num
+    total = rows.next_pos + num
     hit = jnp.any(stops & (j == num[:, None] - 1), axis=1)
-    finished = batch.samples & (hit | (num >= room))
+    finished = rows.samples & (hit | (num >= room))
     columns = jnp.where(j < num[:, None], at, requests.token_ids.shape[1])
-    computed = jnp.where(batch.samples, total - 1, batch.seq_lens)
+    computed = jnp.where(rows.samples, total - 1, rows.seq_lens)
     # A row that computed nothing keeps what it has.
-    slot = jnp.where(batch.seq_lens > 0, plan.slot, requests.total_len.shape[0])
+    slot = jnp.where(rows.seq_lens > 0, rows.slot, requests.total_len.shape[0])
     requests = replace(
         requests,
         token_ids=requests.token_ids.at[slot[:, None], columns].set(sampled, mode="drop"),
@@ -192,4 +253,4 @@ def advance(requests: Requests, plan: Plan, batch: Batch, sampled: Array):
         num_computed=requests.num_computed.at[slot].set(computed, mode="drop"),
         done=requests.done.at[slot].set(finished, mode="drop"),
     )
-    return requests, StepOutput(token_ids=sampled, num_sampled=num, finished=finished)
+    return requests, num, finished

@@ -32,6 +32,7 @@ class Tokenizer:
         self.eos_token_id = _token_id(inner, "eos_token", eos_token)
         self.pad_token_id = _token_id(inner, "pad_token", pad_token)
         added = inner.get_added_tokens_decoder()
+        self._texts: dict[int, str] = {}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
@@ -78,6 +79,12 @@ class Tokenizer:
         if not text.isascii():
             _check_unicode(text)
         return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of one token by itself."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids; an id that no token has is left out."""

@@ -46,6 +46,28 @@ def unpack(spec: Any, vector: Array) -> Any:
     return jax.tree.unflatten(treedef, out)
 
 
+def pack_on_device(tree: Any) -> Array:
+    """Packs a program's arrays of 32 bits or bools into one vector. Runs inside the program."""
+
+    def words(x: Array) -> Array:
+        x = x.astype(jnp.int32) if x.dtype == jnp.bool else x
+        return (x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)).ravel()
+
+    return jnp.concatenate([words(x) for x in jax.tree.leaves(tree)])
+
+
+def read(spec: Any, vector: np.ndarray) -> Any:
+    """Returns the tree, shaped as `spec`, that `pack_on_device` packed: numpy views."""
+    leaves, treedef = jax.tree.flatten(spec)
+    out, at = [], 0
+    for leaf in leaves:
+        size = math.prod(leaf.shape)
+        part = vector[at : at + size].reshape(leaf.shape)
+        out.append(part != 0 if leaf.dtype == np.bool_ else part.view(leaf.dtype))
+        at += size
+    return jax.tree.unflatten(treedef, out)
+
+
 def pad(values: Any, size: int, fill: int) -> np.ndarray:
     """Returns `values` as int32, filled up to `size`."""
     out = np.full(size, fill, np.int32)

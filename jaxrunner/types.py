@@ -3,6 +3,7 @@
 Batch    T tokens, padded    B requests, padded    J tokens scored per request (1 + drafts)
 Engine   R request slots     L most tokens of a request    X stop ids    W writes of an update
 Cache    G groups of layers  N KV blocks    S tokens in a block    M most blocks of a request
+Logprobs N tokens, sampled or scored    C columns (of an update, copies)    Z 1 if wanted, else 0
 Model    Y layers  H query heads  K KV heads  P heads packed for one KV head (H / K + 2)
          D head dim  E embed  F MLP  V vocab
 
@@ -29,6 +30,7 @@ class Requests:
     prompt_len: Array = leaf("R")
     min_len: Array = leaf("R")  # `total_len` below which no stop id is sampled
     max_len: Array = leaf("R")  # `total_len` at which the request ends
+    score_start: Array = leaf("R")  # position of the first prompt token whose logprob is wanted
     stop_ids: Array = leaf("R X")  # tokens that end it, padded with V
     done: Array = leaf("R", jnp.bool)  # ended on the device; the host may not know it yet
     blocks: tuple[Array, ...] = leaf("R M", each="G")  # the KV block of each run of S tokens
@@ -70,6 +72,14 @@ class Plan:
 
 
 @pytree
+class Copies:
+    """KV blocks of one cache group to copy; `to` is N for padding."""
+
+    source: Array = leaf("C")
+    to: Array = leaf("C")
+
+
+@pytree
 class Admission:
     """Requests that enter the table before a step. `tokens` may follow in several admissions."""
 
@@ -79,6 +89,7 @@ class Admission:
     prompt_len: Array = leaf("A")
     min_len: Array = leaf("A")
     max_len: Array = leaf("A")
+    score_start: Array = leaf("A")
     stop_ids: Array = leaf("A X")
     tokens: Writes
     blocks: tuple[Writes, ...] = each("G")
@@ -104,10 +115,41 @@ class Batch:
     seq_lens: Array = leaf("B")  # tokens of each request once this step is done
     blocks: tuple[Array, ...] = leaf("B M", each="G")
     scored: Array = leaf("B J")  # tokens whose logits are sampled from
-    num_drafts: Array = leaf("B")  # tokens of the step that are drafts
+    query_len: int = static()  # tokens of every row, 0 if rows differ
+
+
+@pytree
+class Rows:
+    """What each row of a step is due: all that sampling knows of a plan."""
+
+    slot: Array = leaf("B")
+    seq_lens: Array = leaf("B")  # 0 where the row computed nothing
     samples: Array = leaf("B", jnp.bool)  # whether the request is due a token
     next_pos: Array = leaf("B")  # position of the first sampled token
-    query_len: int = static()  # tokens of every row, 0 if rows differ
+    num_drafts: Array = leaf("B")  # tokens of the step that are drafts
+
+
+@pytree
+class Targets:
+    """Prompt tokens whose logprobs are wanted, first ones first."""
+
+    source: Array = leaf("T")  # the token of the step before the target, T where there is none
+    token_ids: Array = leaf("T")
+    positions: Array = leaf("T")
+    slot: Array = leaf("T")
+
+
+@pytree
+class Logprobs:
+    """What is told of tokens, sampled or given, in natural logarithms."""
+
+    value: Array = leaf("N", jnp.float32)  # in the engine's `logprobs_mode`, as is `top_value`
+    rank: Array = leaf("N")  # tokens that are no less likely, itself included
+    raw: Array = leaf("N", jnp.float32)  # under the softmax of the model's own logits
+    processed: Array = leaf("N", jnp.float32)  # under what it was sampled from
+    kept_mass: Array = leaf("N", jnp.float32)  # share that min-p, top-k and top-p left
+    top_ids: Array = leaf("N C")  # the likeliest ones, or those that a request names
+    top_value: Array = leaf("N C", jnp.float32)
 
 
 @pytree
@@ -117,3 +159,6 @@ class StepOutput:
     token_ids: Array = leaf("B J")  # the first `num_sampled` are real
     num_sampled: Array = leaf("B")
     finished: Array = leaf("B", jnp.bool)
+    not_finite: Array = leaf("B", jnp.bool)  # NaN or infinite logits: the tokens mean nothing
+    no_choice: Array = leaf("B", jnp.bool)  # rules left no token, so only the grammar counted
+    logprobs: tuple[Logprobs, ...] = each("Z")  # one, or none

@@ -80,6 +80,10 @@ class Device:
         for new in output.scheduled_new_reqs:
             assert new.request_id not in self.rows
             self.rows[new.request_id] = Row(new, output.requests[new.request_id].cache_salt)
+            for g, (source, to) in enumerate(new.copies):
+                size = self.groups[g].block_size
+                held = self.kv[g][source * size : (source + 1) * size]
+                self.kv[g][to * size : (to + 1) * size] = held
         assert len(self.rows) <= self.max_num_seqs
         for request_id, ids in output.new_block_ids.items():
             for table, blocks in zip(self.rows[request_id].tables, ids, strict=True):

@@ -37,7 +37,7 @@ def nothing_is_left(request):
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        assert not llm._states and not llm.engine.has_unfinished
+        assert not llm.completions._states and not llm.engine.has_unfinished
         while llm.engine.step():
             pass
         assert [pool.num_free for pool in llm.engine.pools] == [64]
@@ -146,7 +146,7 @@ def test_stop_ids_and_their_reason(llm):
 
 def test_eos_ends_a_request_unless_ignored(llm):  # 61
     free = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    eos, llm._eos_token_ids = llm._eos_token_ids, frozenset([free[3]])
+    eos, llm.completions.eos_token_ids = llm.completions.eos_token_ids, frozenset([free[3]])
     try:
         for params, count, reason in (
             (GREEDY, free.index(free[3]) + 1, "stop"),
@@ -157,7 +157,7 @@ def test_eos_ends_a_request_unless_ignored(llm):  # 61
             assert (got.finish_reason, got.stop_reason) == (reason, None)
             assert count is None or len(got.token_ids) == count
     finally:
-        llm._eos_token_ids = eos
+        llm.completions.eos_token_ids = eos
 
 
 def test_a_request_ends_at_max_model_len(llm):
@@ -262,7 +262,7 @@ def test_a_model_without_a_tokenizer_takes_ids(tmp_path):
         ids, text = llm.generate([{"prompt_token_ids": [1, 2, 3]}, "x"], GREEDY, use_tqdm=False)
         assert len(ids.outputs[0].token_ids) == 20 and ids.outputs[0].text == ""
         assert "leaves no tokenizer" in str(text.error)
-        with pytest.raises(ValueError, match="chat needs a tokenizer"):
+        with pytest.raises(ValueError, match="there is no tokenizer"):
             llm.chat([{"role": "user", "content": "x"}])
 
 

@@ -13,7 +13,7 @@ from jaxrunner.buckets import choose, powers, step_buckets
 from jaxrunner.layout import Bucket
 from jaxrunner.params import SamplingParams
 from jaxrunner.programs import Key
-from jaxrunner.runner import GrammarOutput
+from jaxrunner.request import GrammarOutput
 from jaxrunner.types import Plan
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -38,7 +38,7 @@ def buckets(rows, tokens, query_len=1):
     ],
 )
 def test_the_first_bucket_that_fits_is_chosen(counts, want):  # 21, 23
-    got = choose(buckets(8, (1, 2, 4, 8, 16)), counts, True)
+    got = choose(buckets(8, (1, 2, 4, 8, 16)), counts)
     assert (got.num_tokens, got.num_rows, got.query_len) == want
 
 
@@ -46,13 +46,13 @@ def test_the_first_bucket_that_fits_is_chosen(counts, want):  # 21, 23
     "counts,want", [([4], (4, 1, 4)), ([4] * 3, (16, 4, 4)), ([3] * 3, (16, 4, 0))]
 )
 def test_uniform_buckets_of_drafting_rows(counts, want):  # 22
-    got = choose(buckets(4, (4, 8, 16), query_len=4), counts, False)
+    got = choose(buckets(4, (4, 8, 16), query_len=4), counts)
     assert (got.num_tokens, got.num_rows, got.query_len) == want
 
 
 def test_a_step_that_fits_no_bucket_is_refused():
     with pytest.raises(ValueError, match="a step of 1 requests and 17 tokens fits no bucket"):
-        choose(buckets(8, (8, 16)), [17], True)
+        choose(buckets(8, (8, 16)), [17])
 
 
 def test_every_legal_step_fits():
@@ -61,7 +61,7 @@ def test_every_legal_step_fits():
     for _ in range(500):
         rows = rng.integers(1, 6)
         counts = rng.integers(1, 32 // rows + 1, rows).tolist()
-        b = choose(table, counts, bool(rng.integers(2)))
+        b = choose(table, counts)
         assert b.num_tokens >= sum(counts) and b.num_rows >= rows
         assert b.query_len in (0, counts[0])
     assert powers(1, 20, 4) == [1, 4, 16, 20]
@@ -134,18 +134,19 @@ def test_a_grammar_mask_constrains_its_request_alone(runner):
 
 def test_the_ledger_says_what_was_compiled_and_why(runner):
     programs = tiny.runner().programs
-    key = runner.programs.ledger[0].key._replace(name="step", size=Bucket(5, 5, 1, True))
+    key = runner.programs.ledger[0].key._replace(name="step", size=Bucket(5, 5, 1))
     programs.warm_up([key, key])
     assert [(c.key, c.reason) for c in programs.ledger] == [(key, "warm-up")]
-    programs[key._replace(size=Bucket(5, 5, 1, False))]
-    assert programs.ledger[1].reason == "greedy=False, not True"
+    programs[key._replace(size=Bucket(5, 5))]
+    assert programs.ledger[1].reason == "query_len=0, not 1"
 
 
-@pytest.mark.parametrize("size", [Bucket(5, 5, 1, True), Bucket(32, 5, 0, True)])
-def test_the_step_never_copies_the_cache(size):
+@pytest.mark.parametrize("name", ["step", "forward"])
+@pytest.mark.parametrize("size", [Bucket(5, 5, 1), Bucket(32, 5, 0)])
+def test_the_step_never_copies_the_cache(name, size):
     """The cache is donated and updated in place: no instruction copies an array of its shape."""
     runner = tiny.runner()
-    program = runner.programs[Key("step", size)]
+    program = runner.programs[Key(name, size)]
     copies = re.findall(r"= f32\[60,2,4,8\]\S* copy\(.*", program.as_text())
     assert not copies
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.state))

@@ -75,12 +75,13 @@ class Driver:
     def tokens(self, n: int) -> list[int]:
         return [self.rng.randrange(VOCAB_SIZE) for _ in range(n)]
 
-    def add(self) -> None:
+    def add(self, leader: Request | None = None) -> None:
         """Adds a request; many continue a prefix, some under an id that just became free."""
         rng, length = self.rng, self.load.max_model_len
         base = rng.choice([*self.bases, *self.ended])
         prompt = base[: rng.randint(0, 2 * len(base))] + self.tokens(rng.randint(1, 8))
         prompt = prompt[: rng.randint(length // 2, length - 1)]
+        prompt = prompt if leader is None else leader.prompt_token_ids
         max_len = min(length, len(prompt) + rng.randint(1, 24))
         stops = rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1]))
         params = SamplingParams(
@@ -93,10 +94,13 @@ class Driver:
             request_id=rng.choice([str(i) for i in range(40) if str(i) not in live]),
             prompt_token_ids=prompt, params=params, seed=0, max_len=max_len,
             stop_ids=frozenset({EOS, *stops}), priority=rng.randint(0, 3),
-            cache_salt=rng.choice(SALTS),
+            cache_salt=rng.choice(SALTS) if leader is None else leader.cache_salt, leader=leader,
         )  # fmt: skip
         self.scheduler.add(request)
         self.requests.append(request)
+        if rng.random() < 0.2:
+            request.leads = True
+            self.add(leader=request)
 
     def step(self) -> None:
         """Schedules up to `depth` steps ahead, then reads the oldest."""
@@ -115,6 +119,7 @@ class Driver:
         self.queue.append(output)
         self.seen["steps"] += bool(output.requests)
         self.seen["hits"] += sum(new.num_computed > 0 for new in output.scheduled_new_reqs)
+        self.seen["copies"] += sum(len(new.copies) > 0 for new in output.scheduled_new_reqs)
         assert output.total_num_scheduled_tokens <= self.load.budget
         assert min(output.num_scheduled_tokens.values(), default=1) > 0
         assert self.scheduler.num_running <= self.load.max_num_seqs
@@ -198,7 +203,7 @@ def test_any_load_computes_what_each_request_would_alone(name):
     if load.depth > 1:
         least |= {"late": 30, "late end": 3, "no-op": 50}
     if load.caching:
-        least["hits"] = 20
+        least |= {"hits": 20, "copies": 10}
     if any(group.window for group in load.groups):
         least["windowed"] = 3000
     assert not {key: seen[key] for key, n in least.items() if seen[key] < n}

@@ -1,23 +1,13 @@
-"""Sampling rules against float64 oracles, and draws against the exact distribution."""
-
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+"""What is drawn: the exact distribution, one rule for ties, noise by seed and position alone."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rules
 
-from jaxrunner import pytree
+from jaxrunner.layout import SampleSize
 from jaxrunner.params import SamplingParams
-from jaxrunner.sampling import RULES
-from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.min_tokens import min_tokens
-from jaxrunner.sampling.rule import Context, sample
-from jaxrunner.sampling.temperature import temperature
-from jaxrunner.sampling.top_k_top_p import top_k_top_p
-from jaxrunner.types import Requests
 
 LOGITS = np.array([3.0, 1.0, 2.5, 2.5, -1.0, 0.0, 2.0, -np.inf], np.float32)
 KINDS = {
@@ -51,41 +41,19 @@ def oracle(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return out
 
 
-def tables(params, seeds):
-    """Returns the rules' tables for one request a row."""
-    rows = [[rule.row(p, s) for rule in RULES] for p, s in zip(params, seeds, strict=True)]
-    return tuple(
-        jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *column)
-        for column in zip(*rows, strict=True)
-    )
+def one(logits, **settings):
+    """Returns what the rules make of one row."""
+    return rules.processed([logits], [SamplingParams(**settings)])[0]
 
 
-def requests(count, stop_ids=(), min_len=0):
-    zeros = pytree.zeros(Requests, dict(R=count, L=1, X=2, M=1, G=1))
-    stops = np.full((count, 2), len(LOGITS), np.int32)
-    stops[:, : len(stop_ids)] = stop_ids
-    changes = dict(stop_ids=jnp.asarray(stops), min_len=jnp.full(count, min_len))
-    return replace(zeros, **changes)
-
-
-draw_jit = jax.jit(lambda *args: sample(RULES, *args))
-
-
-def draw(logits, params, seeds, position, **kwargs):
-    """Draws one token for each seed at `position`."""
-    count = len(seeds)
-    logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, 1, len(logits)))
-    slots, positions = jnp.arange(count), jnp.full(count, position)
-    table = tables([params] * count, seeds)
-    return np.asarray(draw_jit(logits, requests(count, **kwargs), table, slots, positions))[:, 0]
-
-
+@pytest.mark.parametrize("rich", [False, True], ids=["usual rules", "all rules"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_draws_follow_the_exact_distribution(kind):  # 34
+def test_draws_follow_the_exact_distribution(kind, rich):  # 34
     settings = KINDS[kind]
     params = SamplingParams(**settings)
     count, rounds = 1000, 100
-    drawn = np.concatenate([draw(LOGITS, params, range(count), p) for p in range(rounds)])
+    draw = [rules.draw(LOGITS, params, range(count), p, rich=rich) for p in range(rounds)]
+    drawn = np.concatenate(draw)
     expected = oracle(LOGITS, **settings) * count * rounds
     seen = np.bincount(drawn, minlength=len(LOGITS))
     possible = expected > 0
@@ -95,86 +63,78 @@ def test_draws_follow_the_exact_distribution(kind):  # 34
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom) + 8  # far beyond the 0.999 quantile
 
 
-def apply(rule, logits, params, **context):
-    request: Any = SimpleNamespace(**context)
-    context = Context(jnp.int32(context.get("position", 0)), request)
-    return np.asarray(rule.apply(jnp.asarray(logits, jnp.float32), rule.row(params, 0), context))
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_equal_their_oracle(kind, seed):
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(size=501) * 3, 1)  # with ties
     logits[rng.integers(0, 501, 30)] = -np.inf
-    params = SamplingParams(**KINDS[kind])
-    out = logits
-    for rule in (temperature, min_p, top_k_top_p):
-        out = apply(rule, out, params)
+    out = one(logits, **KINDS[kind])
     want = oracle(logits, **KINDS[kind])
     np.testing.assert_array_equal(out > -np.inf, want > 0)
     np.testing.assert_allclose(np.asarray(jax.nn.softmax(jnp.asarray(out))), want, atol=1e-6)
 
 
-def test_ties_of_top_k_go_to_the_lower_id():  # 32
-    kept = apply(top_k_top_p, [3, 2, 2, 1], SamplingParams(top_k=2)) > -np.inf
-    assert kept.tolist() == [True, True, False, False]
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 33])
+def test_ties_of_top_k_go_to_the_lower_id_at_every_batch_size(rows):  # 32, D10
+    params = [SamplingParams(top_k=2)] * rows
+    kept = rules.processed([[3, 2, 2, 1]] * rows, params) > -np.inf
+    assert kept.tolist() == [[True, True, False, False]] * rows
 
 
 @pytest.mark.parametrize("p,count", [(0.6, 2), (0.5, 1), (0.81, 3), (1e-6, 1), (1.0, 3)])
 def test_top_p_keeps_the_fewest_that_reach_it(p, count):  # 32
-    logits = np.log([0.5, 0.3, 0.2])
-    assert (apply(top_k_top_p, logits, SamplingParams(top_p=p)) > -np.inf).sum() == count
+    assert (one(np.log([0.5, 0.3, 0.2]), top_p=p) > -np.inf).sum() == count
 
 
 def test_top_p_acts_on_what_top_k_left():  # 32
-    kept = apply(top_k_top_p, np.log([0.4, 0.3, 0.2, 0.1]), SamplingParams(top_k=2, top_p=0.57))
-    assert (kept > -np.inf).sum() == 1  # 0.4 / 0.7 is 0.571
+    kept = one(np.log([0.4, 0.3, 0.2, 0.1]), top_k=2, top_p=0.57) > -np.inf
+    assert kept.sum() == 1  # 0.4 / 0.7 is 0.571
 
 
 def test_min_p_counts_from_the_likeliest():  # 31
-    kept = apply(min_p, [2.0, -0.30, -0.31], SamplingParams(min_p=0.1)) > -np.inf
-    assert kept.tolist() == [True, True, False]
+    assert (one([2.0, -0.30, -0.31], min_p=0.1) > -np.inf).tolist() == [True, True, False]
+    assert (one([2.0, -2.60, -2.61], min_p=0.1, temperature=2) > -np.inf).tolist() == [
+        True, True, False,
+    ]  # fmt: skip
 
 
-def test_greedy_is_the_argmax_whatever_the_seed():  # 33
-    logits = [1.0, 5.0, 5.0, 2.0]
-    drawn = draw(logits, SamplingParams(temperature=0.0), range(50), 3)
+@pytest.mark.parametrize("rich", [False, True])
+def test_greedy_is_the_argmax_whatever_the_seed(rich):  # 33
+    greedy = SamplingParams(temperature=0.0)
+    drawn = rules.draw([1.0, 5.0, 5.0, 2.0], greedy, range(50), 3, rich=rich)
     assert set(drawn.tolist()) == {1}
 
 
-def test_noise_depends_on_seed_and_position_alone():  # 34
+def test_noise_depends_on_seed_and_position_alone():  # 34, D11
     params, logits = SamplingParams(), np.zeros(8, np.float32)
-    alone = [draw(logits, params, [s], 5)[0] for s in range(6)]
-    assert draw(logits, params, list(range(6)), 5).tolist() == alone
-    assert draw(logits, params, [5, 4, 3, 2, 1, 0], 5).tolist() == alone[::-1]
-    at_5, at_6 = (draw(logits, params, range(40), p) for p in (5, 6))
+    alone = [rules.draw(logits, params, [s], 5)[0] for s in range(6)]
+    assert rules.draw(logits, params, list(range(6)), 5).tolist() == alone
+    assert rules.draw(logits, params, [5, 4, 3, 2, 1, 0], 5).tolist() == alone[::-1]
+    at_5, at_6 = (rules.draw(logits, params, range(40), p) for p in (5, 6))
     assert (at_5 != at_6).any()
     wide = [2**63 + 1, 1]  # both words of a seed count
-    many = np.stack([draw(logits, params, wide, p) for p in range(20)])
+    many = np.stack([rules.draw(logits, params, wide, p) for p in range(20)])
     assert (many[:, 0] != many[:, 1]).any()
 
 
-def test_the_noise_of_a_draft_is_that_of_its_position():
-    logits = jnp.zeros((1, 3, 8))
-    table = tables([SamplingParams()], [9])
-    three = draw_jit(logits, requests(1), table, jnp.array([0]), jnp.array([4]))[0].tolist()
-    one = [draw(np.zeros(8), SamplingParams(), [9], p)[0] for p in (4, 5, 6)]
-    assert three == one
-
-
-def test_min_tokens_keeps_stop_ids_out_until_then():
-    params = SamplingParams(min_tokens=4, max_tokens=9)
-    banned = [
-        apply(min_tokens, LOGITS, params, position=p, min_len=jnp.int32(7),
-              stop_ids=jnp.array([0, len(LOGITS)]))[0] == -np.inf
-        for p in range(3, 9)
-    ]  # fmt: skip
-    assert banned == [True, True, True, True, False, False]  # prompt 3: outputs 1 to 4
+def test_more_rules_in_the_program_change_no_bit():
+    params = [SamplingParams(temperature=0.7, top_k=5), SamplingParams(), SamplingParams(min_p=0.2)]
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3, 61)).astype(np.float32)
+    batch = rules.batched(rules.requests(3), range(3), [4, 5, 6])
+    tables = rules.tables(params)
+    few, many = (
+        rules.process(jnp.asarray(logits), batch, tables, program=rules.program(), rich=rich)
+        for rich in (False, True)
+    )
+    np.testing.assert_array_equal(few.logits, many.logits)
+    np.testing.assert_array_equal(few.kept_mass, many.kept_mass)
 
 
 def test_a_padded_row_draws_without_nan():
-    zeros = jax.tree.map(jnp.zeros_like, tables([SamplingParams()], [0]))
-    logits = jnp.asarray(LOGITS)[None, None]
-    out = draw_jit(logits, requests(1), zeros, jnp.array([1]), jnp.array([0]))
-    assert 0 <= int(out[0, 0]) < len(LOGITS)
+    batch = rules.batched(rules.requests(1), [1], [0])
+    for rich in (False, True):
+        run = rules.sampler(rules.program(), SampleSize(1, rich, 0))
+        out = run(jnp.asarray(LOGITS)[None], batch, rules.tables([SamplingParams()]))
+        assert 0 <= int(out.token_ids[0]) < len(LOGITS) and not out.not_finite[0]

@@ -59,7 +59,9 @@ def test_rows_are_ordered_by_their_token_counts():  # 2
         for i, (name, n) in enumerate(counts.items())
     ]
     assert runner.step(tiny.scheduled(counts, new)).get().req_ids == ("B", "D", "C", "A")
-    batch = prepare(table(total_len=[5, 1, 3, 1]), plan([1, 3, 2, 0, 4, 4], [1, 1, 3, 5, 0, 0]), 16)
+    batch, _ = prepare(
+        table(total_len=[5, 1, 3, 1]), plan([1, 3, 2, 0, 4, 4], [1, 1, 3, 5, 0, 0]), 16
+    )
     assert batch.query_start.tolist() == [0, 1, 2, 5, 10, 10, 10]
 
 
@@ -86,15 +88,15 @@ def test_chunks_sample_only_when_the_prompt_ends():  # 4
                      total_len=[0, 10, 0, 0])  # fmt: skip
     for computed, count in ((0, 4), (4, 4), (8, 2)):
         requests = replace(requests, num_computed=jnp.array([0, computed, 0, 0]))
-        batch = prepare(requests, plan([1], [count]), 8)
+        batch, rows = prepare(requests, plan([1], [count]), 8)
         assert batch.seq_lens.tolist() == [computed + count]
         assert batch.inputs.token_ids[:count].tolist() == PROMPT[computed : computed + count]
-        assert batch.samples.tolist() == [computed + count == 10]
+        assert rows.samples.tolist() == [computed + count == 10]
 
 
 def test_a_cached_prefix_is_not_read_again():  # 5
     requests = table(total_len=[10, 0, 0, 0], num_computed=[8, 0, 0, 0])
-    batch = prepare(requests, plan([0], [2]), 8)
+    batch, _ = prepare(requests, plan([0], [2]), 8)
     assert batch.inputs.positions[:2].tolist() == [8, 9]
     assert batch.scored.tolist() == [[1]]
 
@@ -102,13 +104,13 @@ def test_a_cached_prefix_is_not_read_again():  # 5
 def test_accepted_drafts_advance_the_request():  # 6, 8
     ids = jnp.zeros((4, 32), jnp.int32).at[2, :24].set(jnp.arange(24))  # drafts 21, 22, 23
     requests = table(token_ids=ids, total_len=[0, 0, 21, 0], num_computed=[0, 0, 20, 0])
-    batch = prepare(requests, plan([2], [4]), 4, num_drafts=3, query_len=4)
+    batch, rows = prepare(requests, plan([2], [4]), 4, num_drafts=3, query_len=4)
     assert batch.inputs.token_ids.tolist() == [20, 21, 22, 23]
     assert batch.inputs.positions.tolist() == [20, 21, 22, 23]
-    assert (batch.scored.tolist(), batch.num_drafts.tolist()) == ([[0, 1, 2, 3]], [3])
+    assert (batch.scored.tolist(), rows.num_drafts.tolist()) == ([[0, 1, 2, 3]], [3])
     sampled = jnp.array([[21, 22, 50, 51]])  # two drafts stand, then another token
-    requests, output = step.advance(requests, plan([2], [4]), batch, sampled)
-    assert output.num_sampled.tolist() == [3]
+    requests, num_sampled, _ = step.advance(requests, rows, sampled)
+    assert num_sampled.tolist() == [3]
     assert (requests.num_computed[2], requests.total_len[2]) == (23, 24)
     assert requests.token_ids[2, 21:24].tolist() == [21, 22, 50]
     # What a drafter reads of the three tokens that stand: each one's successor.
@@ -119,13 +121,13 @@ def test_rows_with_and_without_drafts_share_a_batch():  # 7, 9
     ids = jnp.tile(jnp.arange(32, dtype=jnp.int32), (4, 1))
     requests = table(token_ids=ids, total_len=[9, 12, 10, 0], num_computed=[8, 11, 0, 0])
     plan_ = plan([0, 1, 2], [1, 4, 5])  # decode, decode with 3 drafts, mid-prefill of 5
-    batch = prepare(requests, plan_, 16, num_drafts=3)
+    batch, rows = prepare(requests, plan_, 16, num_drafts=3)
     assert batch.query_start.tolist() == [0, 1, 5, 10]
-    assert batch.num_drafts.tolist() == [0, 3, 0]
-    assert batch.samples.tolist() == [True, True, False]
+    assert rows.num_drafts.tolist() == [0, 3, 0]
+    assert rows.samples.tolist() == [True, True, False]
     sampled = jnp.array([[40, 0, 0, 0], [12, 41, 0, 0], [42, 0, 0, 0]])
-    after, output = step.advance(requests, plan_, batch, sampled)
-    assert output.num_sampled.tolist() == [1, 2, 0]
+    after, num_sampled, _ = step.advance(requests, rows, sampled)
+    assert num_sampled.tolist() == [1, 2, 0]
     assert after.num_computed.tolist() == [9, 13, 5, 0]
     assert after.token_ids[2].tolist() == ids[2].tolist()
     drafter = step.take(after.token_ids, (2, jnp.arange(4) + 1))  # the prompt, shifted by one
@@ -247,7 +249,7 @@ def test_context_parallel_devices_hold_every_token_once(interleave):  # 16
 
 
 def test_a_padded_token_writes_nowhere():  # 17
-    batch = prepare(table(total_len=[3, 0, 0, 0]), plan([0, 4], [3, 0]), 8)
+    batch, _ = prepare(table(total_len=[3, 0, 0, 0]), plan([0, 4], [3, 0]), 8)
     assert batch.cache_index[0].tolist() == [0, 1, 2] + [128] * 5
     assert batch.row.tolist() == [0, 0, 0] + [2] * 5
 
@@ -257,7 +259,7 @@ def test_min_tokens_and_stop_ids_agree_with_the_length():
                      min_len=[7, 6, 0, 0], max_len=[9, 9, 9, 6],
                      stop_ids=[[8, 61, 61]] * 4)  # fmt: skip
     plan_ = plan([0, 1, 2, 3], [1, 1, 1, 1])
-    batch = prepare(requests, plan_, 4, query_len=1)
-    after, output = step.advance(requests, plan_, batch, jnp.array([[8], [8], [8], [9]]))
-    assert output.finished.tolist() == [False, True, True, True]
+    _, rows = prepare(requests, plan_, 4, query_len=1)
+    after, _, finished = step.advance(requests, rows, jnp.array([[8], [8], [8], [9]]))
+    assert finished.tolist() == [False, True, True, True]
     assert after.done.tolist() == [False, True, True, True]

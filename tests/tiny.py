@@ -86,7 +86,7 @@ def new_request(
         params=params,
         seed=seed,
         max_len=prompt_len + max_tokens,
-        stop_ids=frozenset(params.stop_token_ids),
+        stop_ids=frozenset(params.stop_token_ids or ()),
         block_ids=(list(blocks),),
         num_computed=computed,
     )

@@ -1,5 +1,6 @@
 """What every request has: a seed, and whether it is greedy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -7,6 +8,9 @@ from jaxrunner.params import SamplingParams
 from jaxrunner.pytree import leaf, of, pytree
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.types import Array
+
+# Streams of noise. A draft and what replaces it must not share one: the output would be biased.
+TARGET, ACCEPT, DRAFT = range(3)
 
 
 @pytree
@@ -22,6 +26,12 @@ def row(params: SamplingParams, seed: int) -> Seed:
     return of(
         Seed, words=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), greedy=params.is_greedy
     )
+
+
+def noise(words: Array, position: Array, *, stream: int, shape: tuple[int, ...]) -> Array:
+    """Returns Gumbel noise, `shape`, of a seed's two words for the token at a position."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(words), position)
+    return jax.random.gumbel(jax.random.fold_in(key, stream), shape, jnp.float32)
 
 
 seed = Rule(Seed, row, lambda logits, row, context: logits)

@@ -15,7 +15,7 @@ from jaxrunner.types import Array
 
 @pytree
 class TopKTopP:
-    """Most tokens kept, and the mass they stop at; a large k and a p of 1 are off."""
+    """Most tokens kept, and the mass they stop at; 0 and 1 are off."""
 
     k: Array = leaf("R")
     p: Array = leaf("R", jnp.float32)
@@ -23,15 +23,19 @@ class TopKTopP:
 
 def row(params: SamplingParams, seed: int) -> TopKTopP:
     """Reads a request's `top_k` and `top_p`."""
-    k = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
-    return of(TopKTopP, k=np.int32(k), p=np.float32(params.top_p))
+    return of(TopKTopP, k=np.int32(params.top_k), p=np.float32(params.top_p))
+
+
+def asks(row: TopKTopP, context: Context) -> Array:
+    """Whether a token may be dropped. A padded row has a p of 0."""
+    return (row.k > 0) | ((row.p > 0) & (row.p < 1))
 
 
 def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     """Keeps of logits, [V], the k best, and of those the fewest whose mass reaches p."""
     order = jnp.argsort(-logits, stable=True)
     best = logits[order]
-    kept = jnp.arange(best.size) < row.k
+    kept = (jnp.arange(best.size) < row.k) | (row.k == 0)
     mass = jax.nn.softmax(jnp.where(kept, best, -jnp.inf))
     kept &= (jnp.cumsum(mass) - mass < row.p) | (row.p >= 1)
     kept = kept.at[0].set(True)  # whatever p
@@ -39,4 +43,4 @@ def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     return jnp.where(kept, logits, -jnp.inf)
 
 
-top_k_top_p = Rule(TopKTopP, row, apply)
+top_k_top_p = Rule(TopKTopP, row, apply, asks, truncates=True)

@@ -1,0 +1,92 @@
+"""What a field may hold, as one table says, and how it is told when it does not. Knows no JAX."""
+
+from collections.abc import Iterable, Mapping
+import reprlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Bound(NamedTuple):
+    """A type, and for numbers a closed range; `each` for a list of such values.
+
+    With `key`, a mapping (or pairs) from what `key` says to such values.
+    """
+
+    kind: type
+    low: float = 0
+    high: float = 0
+    optional: bool = False
+    each: bool = False
+    key: "Bound | None" = None
+    most: int = 2**30  # elements
+
+    @property
+    def wanted(self) -> str:
+        """What a value must be, in words."""
+        words = {bool: "True or False", str: "a string"}
+        kind = words.get(self.kind, f"a {self.kind.__name__}")
+        if self.kind in (int, float):
+            number = "an integer" if self.kind is int else "a finite number"
+            kind = f"{number} from {self.low} to {self.high}"
+        return kind + " or None" * self.optional
+
+
+def plain(name: str, value: Any, bound: Bound) -> Any:
+    """Returns a value as Python's own, hashable: tuples for lists and, in pairs, for mappings.
+
+    Raises:
+      TypeError: it has the wrong type.
+      ValueError: it is out of range, or there are too many.
+    """
+    if value is None and (bound.optional or bound.each):
+        return None if bound.optional else ()
+    if bound.key is not None:
+        return _pairs(name, value, bound, bound.key)
+    return _elements(name, value, bound) if bound.each else _one(name, value, bound)
+
+
+def _one(name: str, value: Any, bound: Bound) -> Any:
+    got: Any = value.item() if isinstance(value, np.generic) else value
+    kinds = (int, float) if bound.kind is float else (bound.kind,)
+    if type(got) not in kinds:
+        raise TypeError(
+            f"{name} must be {bound.wanted}, got {reprlib.repr(value)} of {type(value).__name__}"
+        )
+    # Said so that NaN fails it.
+    if bound.kind in (int, float) and not bound.low <= got <= bound.high:
+        raise ValueError(f"{name}={reprlib.repr(value)} is out of range: take {bound.wanted}")
+    return bound.kind(got) if bound.kind in (int, float) else got
+
+
+def _elements(name: str, values: Any, bound: Bound) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"{name} must be a list, each element {bound.wanted}, got {reprlib.repr(values)}"
+        )
+    found = dict.fromkeys(_one(f"{name}[{i}]", v, bound) for i, v in enumerate(values))
+    _check_count(name, len(found), bound.most)
+    return tuple(found)
+
+
+def _pairs(name: str, values: Any, bound: Bound, key: Bound) -> tuple[tuple[Any, Any], ...]:
+    try:
+        given = list(values.items() if isinstance(values, Mapping) else values)
+        pairs = [(k, v) for k, v in given]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be a dict from {key.wanted} to {bound.wanted}, got {reprlib.repr(values)}"
+        ) from error
+    found: dict[Any, Any] = {}
+    for k, v in pairs:
+        known = _one(f"key of {name}", k, key)
+        if known in found:
+            raise ValueError(f"{name} has {known!r} twice: give each key one value")
+        found[known] = _one(f"{name}[{known!r}]", v, bound)
+    _check_count(name, len(found), bound.most)
+    return tuple(found.items())
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise ValueError(f"{name} has {count} distinct elements, it may have {most}: give fewer")

@@ -1,0 +1,144 @@
+"""Completions of prompts: queued, run, and handed their tokens. Threads may share one."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+import itertools
+import threading
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from jaxrunner.engine import Engine
+from jaxrunner.output_processor import RequestState, request_output
+from jaxrunner.outputs import RequestOutput
+from jaxrunner.params import RequestOutputKind, SamplingParams
+from jaxrunner.prompts import ParsedPrompt
+from jaxrunner.tokenizer import Tokenizer
+
+
+class Completions:
+    """Every unfinished completion of an engine, as its user will see it."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]):
+        self.engine, self.tokenizer = engine, tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._states: dict[str, RequestState] = {}
+        self._names = map(str, itertools.count())
+        self._lock = threading.RLock()  # threads may generate at once: each step serves all
+        self._closed = False
+
+    def add(
+        self,
+        prompt: ParsedPrompt,
+        params: SamplingParams,
+        *,
+        on_error: str = "raise",
+        **kwargs: Any,
+    ) -> list[RequestState]:
+        """Queues the `n` completions of a prompt; `kwargs` go to `Engine.add`.
+
+        Raises:
+          RuntimeError: this is closed.
+          TypeError, ValueError: the prompt or a parameter is bad; with `on_error="return"` its
+            completions are finished already, with the error, instead.
+        """
+        if self._closed:
+            raise RuntimeError("this LLM is closed: build another one")
+        name = next(self._names)
+        states = [RequestState(name, params, i) for i in range(params.n)]
+        try:
+            text, token_ids = prompt.resolve(self.tokenizer)
+            for state in states:
+                state.prompt = text
+                state.start(token_ids, self.tokenizer)
+            params = _encode_words(params, self.tokenizer)
+            with self._lock:
+                for state in states:
+                    leader = None if state is states[0] else states[0].request
+                    self._add(state, token_ids, params, kwargs | {"leader": leader})
+        except (TypeError, ValueError) as error:
+            self.drop(states)
+            if on_error == "raise":
+                raise
+            for state in states:
+                state.fail(str(error))
+        return states
+
+    def _add(self, state: RequestState, token_ids, params: SamplingParams, kwargs) -> None:
+        if params.seed is not None:
+            params = replace(params, seed=(params.seed + state.index) % 2**64)
+        state.request = self.engine.add(
+            state.request_id, token_ids, params, eos_token_ids=self.eos_token_ids, **kwargs
+        )
+        self._states[state.request_id] = state
+
+    def run(self, states: Sequence[RequestState], *, use_tqdm: bool = False) -> None:
+        """Steps until these completions are whole."""
+        bar = tqdm(total=len(states), desc="Processed prompts", disable=not use_tqdm)
+        with bar:
+            while unfinished := sum(not state.finished for state in states):
+                bar.update(len(states) - unfinished - bar.n)
+                self.step()
+            bar.update(len(states) - bar.n)
+
+    def step(self) -> None:
+        """Runs one step of the engine for whoever waits, and hands out its tokens."""
+        with self._lock:
+            for request, tokens in self.engine.step():
+                state = self._states.get(request.request_id)
+                if state is not None and state.update(request, tokens):
+                    self.engine.finish([request.request_id], "stop")
+
+    def abort(self, name: str) -> None:
+        """Ends a prompt's completions at any phase; unknown names are ignored."""
+        with self._lock:
+            for state in [state for state in self._states.values() if state.name == name]:
+                self.engine.abort([state.request_id])
+                state.abort()
+
+    def drop(self, states: Iterable[RequestState]) -> None:
+        """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
+        with self._lock:
+            for state in states:
+                if self._states.pop(state.request_id, None) and not state.finished:
+                    self.engine.abort([state.request_id])
+                    state.abort()
+
+    def close(self) -> bool:
+        """Ends all, and gives the engine's memory back. Returns False where that was done."""
+        with self._lock:
+            was_open, self._closed = not self._closed, True
+            if was_open:
+                self.engine.abort(list(self._states))
+                self.engine.close()
+            return was_open
+
+
+def news(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
+    """Yields what a stream has to tell of a prompt's completions, and marks it as told."""
+    kind = group[0].params.output_kind
+    if kind == RequestOutputKind.FINAL_ONLY:
+        if all(state.finished for state in group):
+            yield request_output(group, [state.completion(delta=True) for state in group])
+        return
+    for state in group:
+        if state.has_news:
+            new, whole = state.completion(delta=True), state.completion()
+            told = whole if kind == RequestOutputKind.CUMULATIVE else new
+            yield request_output(group, [told], finished=all(s.told_all for s in group))
+
+
+def _encode_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Returns parameters whose bad words are token ids: of the word as it is, and after a space."""
+    texts = [word for word in params.bad_words or () if isinstance(word, str)]
+    if not texts:
+        return params
+    if tokenizer is None:
+        raise ValueError(
+            f"bad_words has the text {texts[0]!r} and there is no tokenizer: give token ids"
+        )
+    words: list[Any] = []
+    for word in params.bad_words or ():
+        forms = (word, f" {word.lstrip()}") if isinstance(word, str) else ()
+        words += [tokenizer.encode(form, add_special_tokens=False) for form in forms] or [word]
+    return replace(params, bad_words=[word for word in words if len(word)])

@@ -1,0 +1,105 @@
+"""Grammars of requests: those being compiled, and the masks of those that run. Knows no JAX."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.request import GrammarOutput, Request
+
+
+class Constraints:
+    """Requests that wait for their grammar. A compiled one is its request's `grammar`."""
+
+    def __init__(self, make_compiler: Callable[[], Any] | None):
+        """make_compiler: returns a `GrammarCompiler`; called once, when a request needs it."""
+        self._make_compiler, self._compiler = make_compiler, None
+        self._waiting: list[tuple[Request, Future]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is not compiled yet."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Starts compiling a request's grammar, in another thread.
+
+        Raises:
+          ImportError: llguidance is not installed.
+          ValueError: there is no tokenizer to compile it for, or the id is in use.
+        """
+        if self._make_compiler is None:
+            raise ValueError(
+                "structured_outputs needs the tokenizer of the model: leave skip_tokenizer_init "
+                "out, or give the engine a GrammarCompiler"
+            )
+        if any(request.request_id == other.request_id for other, _ in self._waiting):
+            raise ValueError(
+                f"request {request.request_id!r} is unfinished: give each live request its own "
+                "request_id"
+            )
+        self._compiler = self._compiler or self._make_compiler()
+        future = self._compiler.submit(request.params.structured_outputs)
+        self._waiting.append((request, future))
+
+    def ready(self, *, block: bool) -> Iterator[Request]:
+        """Yields requests whose grammar is there, or that it failed, which ends them."""
+        if block and self._waiting:
+            wait([future for _, future in self._waiting], return_when=FIRST_COMPLETED)
+        done = [pair for pair in self._waiting if pair[1].done()]
+        self._waiting = [pair for pair in self._waiting if not pair[1].done()]
+        for request, future in done:
+            error = future.exception()
+            if error is None:
+                request.grammar = future.result()
+            else:
+                request.error, request.finish_reason = str(error), "error"
+            yield request
+
+    def close(self) -> None:
+        """Ends the compiler's threads."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def drop(self, request_ids: Iterable[str], reason: str) -> list[Request]:
+        """Ends requests that wait; returns them."""
+        gone = set(request_ids)
+        dropped = [request for request, _ in self._waiting if request.request_id in gone]
+        self._waiting = [pair for pair in self._waiting if pair[0].request_id not in gone]
+        for request in dropped:
+            request.finish_reason = reason
+        return dropped
+
+
+def concern(requests: Mapping[str, Request]) -> bool:
+    """Whether a step of these requests needs masks."""
+    return any(request.grammar is not None for request in requests.values())
+
+
+def masks(requests: Mapping[str, Request], vocab_size: int) -> GrammarOutput:
+    """Returns which tokens the grammars allow next; all, for a request that has just ended."""
+    ruled = [request for request in requests.values() if request.grammar is not None]
+    bitmask = np.full((len(ruled), -(-vocab_size // 32)), -1, np.int32)
+    for row, request in zip(bitmask, ruled, strict=True):
+        if request.finish_reason is None:
+            request.grammar.fill(row)
+    return GrammarOutput(tuple(request.request_id for request in ruled), bitmask)
+
+
+def accept(request: Request, token_ids: list[int]) -> str | None:
+    """Takes new tokens into a request's grammar. Returns why the request ends, if it does."""
+    if request.grammar is None or request.finish_reason is not None:
+        return None
+    if not request.grammar.accept(token_ids):
+        request.error = (
+            f"structured_outputs: the grammar refuses a token of {token_ids}: "
+            f"{request.grammar.error or 'it allows others'}"
+        )
+        return "error"
+    return "stop" if request.grammar.finished else None
+
+
+def may_end(request: Request) -> bool:
+    """Whether what a request's grammar has seen is complete."""
+    return request.grammar is not None and request.grammar.is_accepting

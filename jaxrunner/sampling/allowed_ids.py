@@ -1,0 +1,38 @@
+"""Allowed ids: only the tokens that a request names."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.params import SamplingParams
+from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.sampling.rule import Context, Rule
+from jaxrunner.types import Array
+
+
+@pytree
+class AllowedIds:
+    """A list of ids; an empty one allows all."""
+
+    count: Array = leaf("R")
+    ids: Array = leaf("R allowed")
+
+
+def row(params: SamplingParams, seed: int) -> AllowedIds:
+    """Reads a request's `allowed_token_ids`."""
+    ids = np.array(params.allowed_token_ids or (), np.int32)
+    return of(AllowedIds, count=np.int32(ids.size), ids=ids)
+
+
+def apply(logits: Array, row: AllowedIds, context: Context) -> Array:
+    """Drops tokens of logits, [V], that are not listed."""
+    V = logits.size
+    ids = jnp.where(jnp.arange(row.ids.size) < row.count, row.ids, V)
+    kept = jnp.zeros(V, jnp.bool).at[ids].set(True, mode="drop") | (row.count == 0)
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+allowed_ids = Rule(
+    AllowedIds, row, apply,
+    asks=lambda row, context: row.count > 0,
+    wanted=lambda params: params.allowed_token_ids is not None,
+)  # fmt: skip

@@ -1,0 +1,75 @@
+"""What is told of tokens: logprobs, ranks, and those of other tokens beside them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.params import SamplingParams
+from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.sampling.rule import Rule
+from jaxrunner.types import Array, Logprobs
+
+
+class Processed(NamedTuple):
+    """What rules made of logits."""
+
+    logits: Array  # [N, V]
+    kept_mass: Array  # [N], share of the probability that truncation left
+    no_choice: Array  # [N], whether no token was left; then only the grammar counted
+
+
+@pytree
+class LogprobIds:
+    """Ids whose logprobs a request wants in place of the likeliest; an empty list is none."""
+
+    count: Array = leaf("R")
+    ids: Array = leaf("R named")
+
+
+def row(params: SamplingParams, seed: int) -> LogprobIds:
+    """Reads a request's `logprob_token_ids`."""
+    ids = np.array(params.logprob_token_ids or (), np.int32)
+    return of(LogprobIds, count=np.int32(ids.size), ids=ids)
+
+
+logprob_ids = Rule(
+    LogprobIds, row, lambda logits, row, context: logits,
+    wanted=lambda params: params.logprob_token_ids is not None,
+)  # fmt: skip
+
+
+def describe(
+    raw: Array, processed: Processed, token_ids: Array, named: LogprobIds,
+    *, mode: str, num_logprobs: int,
+) -> Logprobs:  # fmt: skip
+    """Says how likely `token_ids`, [N], were, and which tokens were likeliest.
+
+    raw: the model's logits, [N, V]. mode: of `value` and `top_value`, one of `LOGPROBS_MODES`;
+    greedy rows are processed at a temperature of 1. A request's own ids come in their order.
+    """
+    chosen = raw if mode.startswith("raw") else processed.logits
+    norm = jax.nn.logsumexp(chosen, axis=-1) if mode.endswith("logprobs") else jnp.zeros(())
+    norm = jnp.broadcast_to(norm, token_ids.shape)
+    value = _at(chosen, token_ids[:, None])
+    _, top_ids = jax.lax.top_k(chosen, num_logprobs)
+    C = min(num_logprobs, named.ids.shape[1])
+    names = jnp.where(named.count[:, None] > 0, named.ids[:, :C], top_ids[:, :C])
+    top_ids = jnp.concatenate([names, top_ids[:, C:]], axis=1)
+    return Logprobs(
+        value=value[:, 0] - norm,
+        rank=(chosen >= value).sum(-1, dtype=jnp.int32),
+        raw=_at(raw, token_ids[:, None])[:, 0] - jax.nn.logsumexp(raw, axis=-1),
+        processed=(
+            _at(processed.logits, token_ids[:, None])[:, 0]
+            - jax.nn.logsumexp(processed.logits, axis=-1)
+        ),
+        kept_mass=processed.kept_mass,
+        top_ids=top_ids,
+        top_value=_at(chosen, top_ids) - norm[:, None],
+    )
+
+
+def _at(x: Array, ids: Array) -> Array:
+    return jnp.take_along_axis(x, ids, axis=1)

@@ -1,0 +1,83 @@
+"""Runs all rules, draws tokens, and says how likely they were."""
+
+from dataclasses import replace
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.layout import Program, SampleSize, ScoreSize
+from jaxrunner.sampling.grammar import grammar
+from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
+from jaxrunner.sampling.rule import Batched, NoParams, rows_of, run
+from jaxrunner.sampling.seed import TARGET, noise
+from jaxrunner.types import Array, Logprobs, Requests, Targets
+
+
+class Drawn(NamedTuple):
+    """Tokens, and what became of them. [N] from `sample`, [B, J] in a step."""
+
+    token_ids: Array
+    not_finite: Array  # the model's logits were NaN or infinite
+    no_choice: Array
+    logprobs: tuple[Logprobs, ...]  # one, or none
+
+
+def sample(
+    logits: Array, batch: Batched, tables: tuple[Any, ...], *, program: Program, size: SampleSize
+) -> Drawn:
+    """Samples a token for each row of logits, [N, V].
+
+    The noise of a token comes from its request's seed, its position and its id alone, so a
+    request gets the same tokens in any batch.
+    """
+    processed = process(logits, batch, tables, program=program, rich=size.rich)
+    seeds = rows_of(tables[0], batch.slot)  # the first rule is `seed`
+    draws = functools.partial(noise, stream=TARGET, shape=logits.shape[1:])
+    random = jax.vmap(draws)(seeds.words, batch.position)
+    random = jnp.where(seeds.greedy[:, None], 0.0, random)
+    token_ids = jnp.argmax(processed.logits + random, axis=-1).astype(jnp.int32)
+    logprobs: tuple[Logprobs, ...] = ()
+    if size.num_logprobs:
+        named = rows_of(tables[program.rules.index(logprob_ids)], batch.slot)
+        mode, num = program.engine.logprobs_mode, size.num_logprobs
+        logprobs = (describe(logits, processed, token_ids, named, mode=mode, num_logprobs=num),)
+    # A logits function may give NaN too.
+    not_finite = ~jnp.isfinite(logits.max(-1)) | jnp.isnan(processed.logits.max(-1))
+    return Drawn(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
+
+
+def process(
+    logits: Array, batch: Batched, tables: tuple[Any, ...], *, program: Program, rich: bool
+) -> Processed:
+    """Runs the rules on logits, [N, V]: all of them where `rich`, else those of every draw."""
+    out, before = logits, None
+    for rule, table in zip(program.rules, tables, strict=True):
+        if rule.truncates and before is None:
+            before = out
+        if rich or rule.wanted is None:
+            out = run(rule, out, table, batch)
+    mass = [jax.nn.logsumexp(x, axis=-1) for x in (out, out if before is None else before)]
+    no_choice = out.max(-1) == -jnp.inf
+    kept_mass = jnp.where(no_choice, 1.0, jnp.exp(mass[0] - mass[1]))
+    if rich:
+        # The grammar outranks the other rules: what it allows is never refused in favour of id 0.
+        out = jnp.where(no_choice[:, None], run(grammar, logits, NoParams(), batch), out)
+    return Processed(out, kept_mass, no_choice)
+
+
+def describe_prompt(
+    logits: Array, targets: Targets, requests: Requests, tables, program: Program, size: ScoreSize
+) -> Logprobs:
+    """Says how likely prompt tokens were, given logits, [U, V], at the token before each."""
+    mode = program.engine.logprobs_mode
+    U = targets.slot.size
+    processed = Processed(logits, jnp.ones(U), jnp.zeros(U, jnp.bool))
+    if mode.startswith("processed"):
+        batch = Batched(targets.slot, targets.positions, requests, None)
+        processed = process(logits, batch, tables, program=program, rich=True)
+    named = rows_of(tables[program.rules.index(logprob_ids)], targets.slot)
+    likeliest = replace(named, count=jnp.zeros_like(named.count))  # custom ids are of outputs
+    num = size.num_logprobs
+    return describe(logits, processed, targets.token_ids, likeliest, mode=mode, num_logprobs=num)

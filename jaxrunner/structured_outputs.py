@@ -1,0 +1,184 @@
+"""What text a request may generate, in vLLM's names. Knows neither JAX nor llguidance."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+import json
+import re
+import reprlib
+from typing import Any
+
+MAX_SOURCE_BYTES = 2**16  # of a schema, a regex, a grammar, or all choices together
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """One constraint, checked and normalised when made; equal ones share a compiled grammar.
+
+    Exactly one of the first five is given. A schema keeps the order of its properties, which is
+    the order they are generated in; objects may have further properties unless it forbids them.
+
+    Raises:
+      TypeError: a field has the wrong type or does not exist.
+      ValueError: a field is out of range or not supported, or two contradict each other.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema, stored as compact text
+    regex: str | None = None  # the whole text matches it
+    choice: Sequence[str] | None = None  # stored as a tuple without repeats
+    grammar: str | None = None  # Lark, in llguidance's dialect
+    json_object: bool | None = None  # any object; None is stored as False
+    structural_tag: Any = None  # not supported
+    disable_any_whitespace: bool = False  # between JSON's tokens; else a line break or a space
+    disable_additional_properties: bool = False  # not supported
+    whitespace_pattern: str | None = None  # a regex of what may stand between JSON's tokens
+    disable_fallback: bool = False  # no effect: there is one backend and nothing to fall back on
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """Names the fields there are when one is not."""
+        known = [field.name for field in fields(cls)]
+        for name in kwargs.keys() - set(known):
+            raise TypeError(f"no structured output is called {name!r}: use {', '.join(known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        values: dict[str, Any] = {name: _flag(name, getattr(self, name)) for name in FLAGS}
+        values["json_object"] = self.json_object is not None and _flag(
+            "json_object", self.json_object
+        )
+        values["json"] = None if self.json is None else _schema(self.json)
+        values["choice"] = None if self.choice is None else _choices(self.choice)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            values[name] = None if value is None else _text(name, value)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        _check_together(self)
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint that is given."""
+        return _given(self)[0]
+
+
+# A regex over this alphabet matches whitespace alone, so JSON stays JSON.
+_WHITESPACE = re.compile(
+    r"(?:[ \t\n\r]|\\[ntr]|\[(?:[ \t\n\r]|\\[ntr])+\]|[()|*+?]|\{\d{1,3}(?:,\d{0,3})?\})*"
+)
+# Strings, regexes and comments of Lark end at their line, closed or not: the scan stays linear.
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*"?|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])*/?|(<|\btemperature\s*=)'
+)
+
+
+def _given(params: StructuredOutputsParams) -> list[str]:
+    return [name for name in KINDS if getattr(params, name) not in (None, False)]
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"structured_outputs.{name} must be True or False, got {reprlib.repr(value)}"
+        )
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    """Returns a field's text, which is neither empty nor too long, and UTF-8 holds it."""
+    if not isinstance(value, str):
+        raise TypeError(
+            f"structured_outputs.{name} must be a string, got {reprlib.repr(value)} "
+            f"of {type(value).__name__}"
+        )
+    if not value:
+        raise ValueError(f"structured_outputs.{name} is empty: say what to generate")
+    _check_size(name, len(value))
+    try:
+        _check_size(name, len(value.encode()))
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"structured_outputs.{name} has half a surrogate pair at character {error.start}, "
+            "which no UTF-8 holds: remove it"
+        ) from error
+    return value
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > MAX_SOURCE_BYTES:
+        raise ValueError(
+            f"structured_outputs.{name} has {size} bytes or more, "
+            f"the limit is {MAX_SOURCE_BYTES}: shorten it"
+        )
+
+
+def _schema(value: Any) -> str:
+    """Returns a schema as one spelling of JSON."""
+    if not isinstance(value, str | dict):
+        raise TypeError(
+            f"structured_outputs.json must be a JSON schema as a dict or a string, "
+            f"got {reprlib.repr(value)}"
+        )
+    value = _text("json", value) if isinstance(value, str) else value
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(parsed, dict):
+            raise TypeError("a schema is an object")
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"structured_outputs.json is not a JSON schema ({error}): correct it"
+        ) from error
+    return _text("json", text)
+
+
+def _choices(values: Any) -> tuple[str, ...]:
+    if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"structured_outputs.choice must be a list of strings, got {reprlib.repr(values)}"
+        )
+    choices = tuple(dict.fromkeys(_text(f"choice[{i}]", v) for i, v in enumerate(values)))
+    if not choices:
+        raise ValueError("structured_outputs.choice has no string to choose: give at least one")
+    _check_size("choice", sum(len(choice.encode()) + 1 for choice in choices))
+    return choices
+
+
+def _check_together(params: StructuredOutputsParams) -> None:
+    """Checks what no field shows by itself, and refuses what would have no effect."""
+    if params.structural_tag is not None:
+        raise ValueError(
+            "structured_outputs.structural_tag is not supported: write the tags in a grammar"
+        )
+    given = _given(params)
+    if len(given) != 1:
+        raise ValueError(
+            f"structured_outputs needs exactly one of {', '.join(KINDS)}, "
+            f"got {' and '.join(given) or 'none'}: give one"
+        )
+    if params.disable_additional_properties:
+        raise ValueError(
+            "structured_outputs.disable_additional_properties is not supported: set "
+            '"additionalProperties": false in the objects of the schema'
+        )
+    for name in ("disable_any_whitespace", "whitespace_pattern"):
+        if getattr(params, name) and params.kind not in ("json", "json_object"):
+            raise ValueError(
+                f"structured_outputs.{name} has an effect on json and json_object only, "
+                f"got {params.kind}: leave it out"
+            )
+    if params.whitespace_pattern and params.disable_any_whitespace:
+        raise ValueError(
+            "structured_outputs.whitespace_pattern contradicts disable_any_whitespace: give one"
+        )
+    if not _WHITESPACE.fullmatch(params.whitespace_pattern or ""):
+        raise ValueError(
+            f"structured_outputs.whitespace_pattern={reprlib.repr(params.whitespace_pattern)} "
+            r"may match more than whitespace: take space, \n, \t, \r, [] | () * + ? {m,n} alone"
+        )
+    for match in _LARK.finditer(params.grammar or ""):
+        if match[1]:
+            raise ValueError(
+                f"structured_outputs.grammar has {match[1]!r} at character {match.start()}, which "
+                "would name a token or a temperature, not supported: write text and rules alone"
+            )
