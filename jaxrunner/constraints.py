@@ -1,6 +1,6 @@
 """Grammars of requests: those being compiled, and the masks of those that run. Knows no JAX."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -26,8 +26,8 @@ class Constraints:
         """Starts compiling a request's grammar, in another thread.
 
         Raises:
-          ImportError: llguidance is not installed.
-          ValueError: there is no tokenizer to compile it for, or the id is in use.
+          ValueError: there is no tokenizer to compile it for, llguidance is not installed, or the
+            id is in use.
         """
         if self._make_compiler is None:
             raise ValueError(
@@ -39,23 +39,30 @@ class Constraints:
                 f"request {request.request_id!r} is unfinished: give each live request its own "
                 "request_id"
             )
-        self._compiler = self._compiler or self._make_compiler()
+        if self._compiler is None:
+            self._compiler = self._made_compiler(self._make_compiler)
         future = self._compiler.submit(request.params.structured_outputs)
         self._waiting.append((request, future))
 
-    def ready(self, *, block: bool) -> Iterator[Request]:
-        """Yields requests whose grammar is there, or that it failed, which ends them."""
+    def _made_compiler(self, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except ImportError as error:
+            raise ValueError(f"structured_outputs cannot be used: {error}") from error
+
+    def ready(self, *, block: bool) -> list[Request]:
+        """Returns requests whose grammar is there, or that it failed, which ends them."""
         if block and self._waiting:
             wait([future for _, future in self._waiting], return_when=FIRST_COMPLETED)
         done = [pair for pair in self._waiting if pair[1].done()]
-        self._waiting = [pair for pair in self._waiting if not pair[1].done()]
+        self._waiting = [pair for pair in self._waiting if pair not in done]
         for request, future in done:
             error = future.exception()
             if error is None:
                 request.grammar = future.result()
             else:
                 request.error, request.finish_reason = str(error), "error"
-            yield request
+        return [request for request, _ in done]
 
     def close(self) -> None:
         """Ends the compiler's threads."""

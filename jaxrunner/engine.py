@@ -133,8 +133,11 @@ class Engine:
             pass
         if self._in_flight:
             self._read()
-        gained, self._gained = self._gained, []
-        return gained
+        gained: dict[Request, list[int]] = {}
+        for request, tokens in self._gained:  # of several steps, where grammars are about
+            gained.setdefault(request, []).extend(tokens)
+        self._gained = []
+        return list(gained.items())
 
     def _launch(self) -> bool:
         scheduled = self.scheduler.schedule()
@@ -166,12 +169,7 @@ class Engine:
             if part.req_id in live:
                 scheduled.requests[part.req_id].prompt_logprobs.append(part[1:])
         gained = self.scheduler.update(scheduled, sampled)
-        if output.logprobs is not None:
-            row_of = {req_id: row for row, req_id in enumerate(output.req_ids)}
-            for request, tokens in gained:
-                row, count = row_of[request.request_id], len(tokens)
-                one = jax.tree.map(lambda x, r=row, n=count: x[r, :n], output.logprobs)
-                request.logprobs.append(one)
+        _share_out(output, gained)
         self._gained += gained
         for request, tokens in gained:
             if reason := accept(request, tokens):
@@ -257,3 +255,14 @@ def _stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset
             "stop on fewer"
         )
     return frozenset(stops)
+
+
+def _share_out(output: ModelRunnerOutput, gained: Gained) -> None:
+    """Gives each request that asked the logprobs of its new tokens."""
+    row_of = {req_id: row for row, req_id in enumerate(output.req_ids)}
+    for request, tokens in gained:
+        if request.params.num_logprobs is not None:
+            row, count = row_of[request.request_id], len(tokens)
+            # Copied, so that the whole batch's need not be kept.
+            one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), output.logprobs)
+            request.logprobs.append(one)

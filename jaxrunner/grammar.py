@@ -166,7 +166,8 @@ class Grammar:
     def fill(self, row: np.ndarray) -> None:
         """Writes which tokens may come next into row, [W] int32; EOS alone after an error.
 
-        Bit t % 32 of word t // 32 is token t, and W = ceil(V / 32).
+        Bit t % 32 of word t // 32 is token t, and W = ceil(V / 32). Where the next text is certain
+        that is one token, as the tokenizer writes it.
         """
         text, ends, _ = self._vocabulary
         if self.finished:

@@ -130,12 +130,13 @@ class RequestState:
     def _add_logprobs(self, request: Request, token_ids: Sequence[int]) -> None:
         if (wanted := self.params.num_logprobs) is None:
             return
-        part = request.logprobs[self._num_parts]
-        self._num_parts += 1
-        ranked = self.params.logprob_token_ids is None
-        self._logprobs += self._entries(part, token_ids, wanted, ranked=ranked)
-        for name in ARRAYS:
-            self._arrays[name] += getattr(part, name).tolist()
+        ranked, at = self.params.logprob_token_ids is None, 0
+        for part in request.logprobs[self._num_parts :]:
+            tokens = token_ids[at : (at := at + part.value.size)]
+            self._logprobs += self._entries(part, tokens, wanted, ranked=ranked)
+            for name in ARRAYS:
+                self._arrays[name] += getattr(part, name).tolist()
+        self._num_parts = len(request.logprobs)
 
     def _entries(
         self, part: Logprobs, token_ids: Sequence[int], wanted: int, *, ranked: bool

@@ -144,12 +144,13 @@ class Scheduler:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""
         budget = self.max_num_batched_tokens
         for request in list(self.running):
+            prompt_len = len(request.prompt_token_ids)
+            if request.leads and request.status is Status.RUNNING:
+                self._tables.publish_tail(request, min(request.num_computed, prompt_len))
+                request.leads = request.num_computed < prompt_len
             n = min(_num_missing(request), self._most_tokens, budget)
             if request.status is not Status.RUNNING or n <= 0:
                 continue  # preempted just now, or about to end, or no budget
-            if request.leads and request.num_computed >= len(request.prompt_token_ids):
-                self._tables.publish_tail(request, len(request.prompt_token_ids))
-                request.leads = False
             # What launched steps sampled is not known to stand yet.
             self._tables.drop_skipped(request, min(request.num_computed, request.num_tokens - 1))
             new = self._tables.extend(request, request.num_computed + n)

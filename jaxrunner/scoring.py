@@ -99,7 +99,8 @@ def _split(completions: Completions, i: int, pair: Any) -> tuple[list[int], list
         spaces = len(context) - len(context.rstrip())
         context, rest = context[: len(context) - spaces], context[len(context) - spaces :] + rest
         first, whole = tokenizer.encode(context), tokenizer.encode(context + rest)
-        parts = first, whole[len(first) :]
+        # Where a token spans both, the continuation is taken by itself.
+        parts = first, whole[len(first) :] or tokenizer.encode(rest, add_special_tokens=False)
     else:
         parsed = parse_prompts([{"prompt_token_ids": part} for part in pair])
         parts = parsed[0].resolve(None)[1], parsed[1].resolve(None)[1]

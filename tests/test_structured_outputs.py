@@ -136,7 +136,7 @@ def test_wrong_types_are_named(fields, message):
         ({"json": {"title": "x" * 2**16}}, "structured_outputs.json has 65548 bytes or more"),
         ({"json": " " * 2**16 + "{}"}, "structured_outputs.json has 65538 bytes or more"),
         ({"regex": "é" * (2**15 + 1)}, "structured_outputs.regex has 65538 bytes or more"),
-        ({"grammar": "a" * (2**16 + 1)}, "the limit is 65536: shorten it"),
+        ({"grammar": "a" * (2**16 + 1)}, "has 65537 bytes or more, the limit is 65536: shorten it"),
         ({"choice": map(str, range(20000))}, "structured_outputs.choice has 108890 bytes or more"),
         ({"structural_tag": "{}"}, "structured_outputs.structural_tag is not supported: write the"),
         (
