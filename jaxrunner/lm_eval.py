@@ -12,6 +12,7 @@ It gives the numbers of lm-eval's Hugging Face backend at batch size 1: tests/te
 
 from collections.abc import Sequence
 import hashlib
+import importlib
 import logging
 from typing import Any
 
@@ -20,6 +21,8 @@ from jaxrunner.llm import LLM
 from jaxrunner.params import SamplingParams
 
 try:
+    # Registers lm-eval's own models, which it leaves out where there is one already.
+    importlib.import_module("lm_eval.models")
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
@@ -38,7 +41,6 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 KNOWN = (*MAX_TOKENS, "until", "do_sample", *SAMPLING)
 
 
-@register_model("jaxrunner")
 class JaxRunnerLM(TemplateLM):
     """Scores and generates with an `LLM`, all requests of a kind in one batch.
 
@@ -47,7 +49,8 @@ class JaxRunnerLM(TemplateLM):
         last, and the engine wants room for another behind it: `max_length` is at most, and by
         default, `max_model_len - 2`. With a folder or name, it sets `max_model_len`.
     max_gen_toks: tokens to generate where a task does not say.
-    add_bos_token: whether texts are encoded with BOS; None leaves it to the tokenizer.
+    add_bos_token: whether a text's one special token is BOS, or it has none; None leaves special
+        tokens to the tokenizer.
     prefix_token_id: what an empty context is, and what comes before a text whose every token is
         scored; None takes BOS, or EOS of a tokenizer that has no BOS.
     chat_template, chat_template_args: in place of the checkpoint's template, and its variables.
@@ -115,16 +118,14 @@ class JaxRunnerLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Returns the ids of a text; one that begins with BOS gets no second."""
-        special = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        prefix = self.tokenizer.token_text(self.prefix_token_id)
-        if add_special_tokens is None and string.startswith(prefix):
-            special = False
-        ids = self.tokenizer.encode(string, add_special_tokens=special is not False)
-        bos = self.tokenizer.bos_token_id
-        # A tokenizer that adds no BOS of its own can be told to.
-        if special and self.add_bos_token and bos is not None and ids[:1] != [bos]:
-            ids = [bos, *ids]
-        return ids
+        encode, bos = self.tokenizer.encode, self.tokenizer.bos_token_id
+        if special := add_special_tokens is not False:
+            prefix = self.tokenizer.token_text(self.prefix_token_id)
+            special = add_special_tokens or not string.startswith(prefix)
+        if self.add_bos_token is None:
+            return encode(string, add_special_tokens=special)
+        first = [bos] if special and self.add_bos_token and bos is not None else []
+        return first + encode(string, add_special_tokens=False)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -184,7 +185,7 @@ class JaxRunnerLM(TemplateLM):
           ValueError: a generation argument that there is not, or no room for a context.
         """
         prompts, params, num_cut = [], [], 0
-        for context, kwargs in (request.args for request in requests):
+        for context, kwargs in (request.arguments for request in requests):
             params.append(self._sampling_params(kwargs))
             ids = self.tok_encode(context) or [self.prefix_token_id]
             room = self.max_length - (params[-1].max_tokens or 0)
@@ -210,7 +211,7 @@ class JaxRunnerLM(TemplateLM):
         """Returns the text of a conversation; of one that the template refuses, less its system
         messages. Without `add_generation_prompt` the last message is left open."""
         tokenizer = self.tokenizer
-        options = self._template_args | dict(
+        options: dict[str, Any] = self._template_args | dict(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
             bos_token=tokenizer.bos_token,
@@ -265,6 +266,9 @@ class JaxRunnerLM(TemplateLM):
                 num_cut,
                 self.max_length,
             )
+
+
+register_model("jaxrunner")(JaxRunnerLM)  # as a decorator it would hide the class's type
 
 
 def _llm(model: str | LLM | None, max_length: int | None, llm_args: dict[str, Any]) -> LLM:

@@ -34,7 +34,7 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
     """Computes `plan`; each request that is due a token gets its likeliest. Donates `state`."""
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = score(params, hidden, batch, program)
-    return finish(state, rows, likeliest(logits))
+    return finish(state, rows, likeliest(logits, rows))
 
 
 def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
@@ -62,20 +62,26 @@ def draw(logits: Array, state: State, rows: Rows, mask: Array | None, **static: 
         mask=None if mask is None else mask.reshape(B * J, -1),
     )
     drawn = sample(logits.reshape(-1, V), flat, state.sampling, **static)
+    real = _real(rows, J)
     return Drawn(
         drawn.token_ids.reshape(B, J),
-        drawn.not_finite.reshape(B, J).any(1),
-        drawn.no_choice.reshape(B, J).any(1),
+        (drawn.not_finite.reshape(B, J) & real).any(1),
+        (drawn.no_choice.reshape(B, J) & real).any(1),
         drawn.logprobs,
     )
 
 
-def likeliest(logits: Array) -> Drawn:
-    """Takes the likeliest token of each scored position, the first of equals."""
+def likeliest(logits: Array, rows: Rows) -> Drawn:
+    """Takes the likeliest token of each scored position, [B, J], the first of equals."""
     token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # NaN and infinity both show in the maximum.
-    not_finite = ~jnp.isfinite(logits.max(-1)).all(1)
+    not_finite = (~jnp.isfinite(logits.max(-1)) & _real(rows, logits.shape[1])).any(1)
     return Drawn(token_ids, not_finite, jnp.zeros_like(not_finite), ())
+
+
+def _real(rows: Rows, J: int) -> Array:
+    """Returns which scored positions are a request's own, [B, J]; it may have fewer drafts."""
+    return jnp.arange(J)[None] <= rows.num_drafts[:, None]
 
 
 def finish(state: State, rows: Rows, drawn: Drawn) -> tuple[State, StepOutput]:

@@ -129,21 +129,6 @@ def test_a_stop_string_cuts_the_text(llm, include):
     assert got.token_ids == free.token_ids[: len(got.token_ids)]
 
 
-def test_stop_ids_and_their_reason(llm):
-    free = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    stop = free[5]
-    first = free.index(stop)
-    for least in (0, first + 1):
-        params = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[stop],
-                                min_tokens=least)  # fmt: skip
-        got = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
-        if least:
-            assert stop not in got.token_ids[:least] and len(got.token_ids) > least
-        else:
-            assert got.token_ids == free[: first + 1]
-            assert (got.finish_reason, got.stop_reason) == ("stop", stop)
-
-
 def test_eos_ends_a_request_unless_ignored(llm):  # 61
     free = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     eos, llm.completions.eos_token_ids = llm.completions.eos_token_ids, frozenset([free[3]])

@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner.params import MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE, SamplingParams
+from jaxrunner.params import (
+    MAX_STOP_TOKEN_IDS,
+    MIN_TEMPERATURE,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
 
-FLOATS = ["temperature", "top_p", "min_p"]
+FLOATS = ["temperature", "top_p", "min_p", "repetition_penalty"]
 INTS = ["top_k", "seed", "max_tokens", "min_tokens"]
 BOOLS = ["ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"]
 
@@ -91,6 +96,29 @@ def test_a_parameter_that_does_not_exist_is_refused(name):
             {"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)},
             "stop_token_ids has 17 distinct elements, it may have 16: give fewer",
         ),
+        ({"n": 2, "temperature": 0}, "n=2 with temperature=0 gives one text n times: take n=1"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty, which leaves no token: name some"),
+        (
+            {"logprobs": 3, "logprob_token_ids": [1, 2]},
+            "logprobs=3 must be the number of logprob_token_ids, 2, or None",
+        ),
+        ({"flat_logprobs": True}, "flat_logprobs=True is not supported: leave it out, and read"),
+        (
+            {"spaces_between_special_tokens": False},
+            "spaces_between_special_tokens=False is not supported: leave it out",
+        ),
+        ({"bad_words": ["a", ""]}, r"bad_words\[1\] is empty, which bans nothing: leave it out"),
+        ({"bad_words": [[1]] * 2 + [[i] for i in range(129)]}, "bad_words has 129 words and 129"),
+        ({"bad_words": [range(1025)]}, "bad_words has 1 words and 1025 tokens, a request may"),
+        ({"logit_bias": [(1, 0.5), (1, 0.25)]}, "logit_bias has 1 twice: give each key one value"),
+        (
+            {"allowed_token_ids": range(1025)},
+            "allowed_token_ids has 1025 distinct elements, it",
+        ),
+        (
+            {"extra_args": {str(i): 0 for i in range(65)}},
+            "extra_args has 65 distinct elements, it may have 64: give fewer",
+        ),
     ],
 )
 def test_a_contradiction_is_refused(fields, message):
@@ -142,3 +170,60 @@ def test_a_stop_id_beyond_the_logits_is_refused(token_id):
     message = f"stop_token_ids has {token_id}, the model's ids end at 99: take ids"
     with pytest.raises(ValueError, match=message):
         SamplingParams(stop_token_ids=[0, token_id]).check(100)
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "extra_args"])
+@pytest.mark.parametrize("value", [3, [1, 2], "ab", [(1, 2, 3)]])
+def test_what_is_no_mapping_is_refused_by_name(name, value):
+    with pytest.raises(TypeError, match=rf"^{name} must be a dict from a.* to a finite number"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["word", 3, {"a": 1}])
+def test_bad_words_are_a_list(value):
+    with pytest.raises(TypeError, match=r"^bad_words must be a list, each element a string or a"):
+        make(bad_words=value)
+
+
+def test_mappings_and_words_are_stored_as_tuples():
+    params = SamplingParams(logit_bias={3: 1, np.int64(5): 0.5}, bad_words=["a", [3, 3], (3, 3)])
+    assert params.logit_bias == ((3, 1.0), (5, 0.5)) and params.bad_words == ("a", (3, 3))
+    assert dataclasses.replace(params, seed=3) == dataclasses.replace(params, seed=3)
+    assert isinstance(hash(params), int)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"logprob_token_ids": [0, 100]},
+        {"allowed_token_ids": [100]},
+        {"logit_bias": {100: 1.0}},
+        {"bad_words": [[1, 100]]},
+    ],
+)
+def test_every_id_is_checked_against_the_logits(field):
+    (name,) = field
+    SamplingParams(**field).check(101)
+    with pytest.raises(ValueError, match=f"{name} has 100, the model's ids end at 99: take ids"):
+        SamplingParams(**field).check(100)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_tokens_are_refused(name):
+    SamplingParams(**{name: 100}).check(100)
+    with pytest.raises(ValueError, match=f"{name}=101 exceeds the model's 100 tokens: take -1"):
+        SamplingParams(**{name: 101}).check(100)
+
+
+def test_repetition_of_a_pattern_is_found():
+    pattern = RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=2, min_count=3)
+    assert pattern.found([9, 1, 2, 1, 2, 1, 2]) and pattern.found([1, 2, 3] * 3)
+    assert not pattern.found([1, 2, 1, 2, 1]) and not pattern.found([1, 2, 1, 2, 2, 1])
+    assert not pattern.found([]) and not pattern.found([1, 2, 3, 1, 2, 3, 1, 2])
+    assert pattern.found([7, 7, 7, 7, 7, 7]) and not pattern.found([7, 7, 7, 7, 7])
+    single = RepetitionDetectionParams(max_pattern_size=1, min_count=4)
+    assert single.found([5, 7, 7, 7, 7]) and not single.found([7, 7, 7])
+    with pytest.raises(ValueError, match=r"min_pattern_size=4 exceeds max_pattern_size=3: lower"):
+        RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=4)
+    with pytest.raises(ValueError, match=r"repetition_detection\.min_count=1 is out of range"):
+        RepetitionDetectionParams(max_pattern_size=3, min_count=1)

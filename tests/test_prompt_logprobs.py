@@ -1,13 +1,16 @@
 """Logprobs of prompts: over chunks, modes, the cache and preemption; and scores as arrays."""
 
+from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from tiny import dense_logits
 
 from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.beam import BeamSearchParams
 from jaxrunner.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.programs import Key
@@ -197,7 +200,9 @@ def test_scores_are_arrays_of_the_same_numbers(llm):
 
 def test_loglikelihood_takes_contexts_from_the_cache(llm):
     llm.reset_prefix_cache()
-    context = "import os\nimport sys\n\n\ndef read(path):\n    with open(path) as f:\n        return"
+    context = (
+        "import os\nimport sys\n\n\ndef read(path):\n    with open(path) as f:\n        return"
+    )
     found = llm.loglikelihood([(context, " f"), (context, " self"), (context, "")][:2],
                               use_tqdm=False)  # fmt: skip
     ids = llm.tokenizer.encode(context)
@@ -241,6 +246,21 @@ def test_a_bad_pair_is_named(llm, pairs, error, message):
     with pytest.raises(error, match=message):
         llm.loglikelihood(pairs, use_tqdm=False)
     assert not llm.engine.has_unfinished
+
+
+def test_a_prompt_whose_logits_are_nan_cannot_be_scored(llm):
+    embed = llm.engine.runner.params.embed
+    llm.engine.runner.params = replace(llm.engine.runner.params, embed=embed.at[33].set(jnp.nan))
+    try:
+        with pytest.raises(ValueError, match="prompt 0 cannot be scored: the model gave NaN"):
+            llm.score_tokens([{"prompt_token_ids": ids} for ids in ([33, 6], [5, 6])],
+                             use_tqdm=False)  # fmt: skip
+        with pytest.raises(ValueError, match="a beam failed: the model gave NaN"):
+            params = BeamSearchParams(beam_width=2, max_tokens=3)
+            llm.beam_search([{"prompt_token_ids": [33, 6]}], params, use_tqdm=False)
+    finally:
+        llm.engine.runner.params = replace(llm.engine.runner.params, embed=embed)
+        llm.reset_prefix_cache()
 
 
 def test_without_a_tokenizer_an_empty_context_needs_a_token():

@@ -50,25 +50,27 @@ def describe(
     greedy rows are processed at a temperature of 1. A request's own ids come in their order.
     """
     chosen = raw if mode.startswith("raw") else processed.logits
-    norm = jax.nn.logsumexp(chosen, axis=-1) if mode.endswith("logprobs") else jnp.zeros(())
-    norm = jnp.broadcast_to(norm, token_ids.shape)
-    value = _at(chosen, token_ids[:, None])
-    _, top_ids = jax.lax.top_k(chosen, num_logprobs)
+    own = token_ids[:, None]
+    shown = _logprobs if mode.endswith("logprobs") else _at
+    _, top_ids = jax.lax.top_k(jnp.where(chosen == 0, 0.0, chosen), num_logprobs)
     C = min(num_logprobs, named.ids.shape[1])
     names = jnp.where(named.count[:, None] > 0, named.ids[:, :C], top_ids[:, :C])
     top_ids = jnp.concatenate([names, top_ids[:, C:]], axis=1)
     return Logprobs(
-        value=value[:, 0] - norm,
-        rank=(chosen >= value).sum(-1, dtype=jnp.int32),
-        raw=_at(raw, token_ids[:, None])[:, 0] - jax.nn.logsumexp(raw, axis=-1),
-        processed=(
-            _at(processed.logits, token_ids[:, None])[:, 0]
-            - jax.nn.logsumexp(processed.logits, axis=-1)
-        ),
+        value=shown(chosen, own)[:, 0],
+        rank=(chosen >= _at(chosen, own)).sum(-1, dtype=jnp.int32),
+        raw=_logprobs(raw, own)[:, 0],
+        processed=_logprobs(processed.logits, own)[:, 0],
         kept_mass=processed.kept_mass,
         top_ids=top_ids,
-        top_value=_at(chosen, top_ids) - norm[:, None],
+        top_value=shown(chosen, top_ids),
     )
+
+
+def _logprobs(x: Array, ids: Array) -> Array:
+    # Differences first: of large logits, a logarithm of their sum would round them away.
+    best = x.max(-1, keepdims=True)
+    return _at(x, ids) - best - jnp.log(jnp.exp(x - best).sum(-1, keepdims=True))
 
 
 def _at(x: Array, ids: Array) -> Array:

@@ -43,8 +43,9 @@ def sample(
         named = rows_of(tables[program.rules.index(logprob_ids)], batch.slot)
         mode, num = program.engine.logprobs_mode, size.num_logprobs
         logprobs = (describe(logits, processed, token_ids, named, mode=mode, num_logprobs=num),)
-    # A logits function may give NaN too.
-    not_finite = ~jnp.isfinite(logits.max(-1)) | jnp.isnan(processed.logits.max(-1))
+    # A logits function may give NaN too, and a low temperature infinity.
+    best = processed.logits.max(-1)
+    not_finite = ~jnp.isfinite(logits.max(-1)) | jnp.isnan(best) | (best == jnp.inf)
     return Drawn(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
 
 
@@ -58,9 +59,11 @@ def process(
             before = out
         if rich or rule.wanted is None:
             out = run(rule, out, table, batch)
-    mass = [jax.nn.logsumexp(x, axis=-1) for x in (out, out if before is None else before)]
-    no_choice = out.max(-1) == -jnp.inf
-    kept_mass = jnp.where(no_choice, 1.0, jnp.exp(mass[0] - mass[1]))
+    best = out.max(-1)  # truncation keeps the likeliest
+    no_choice = best == -jnp.inf
+    floor = jnp.where(no_choice, 0.0, best)[:, None]
+    mass = [jnp.exp(x - floor).sum(-1) for x in (out, out if before is None else before)]
+    kept_mass = jnp.where(no_choice, 1.0, mass[0] / mass[1])
     if rich:
         # The grammar outranks the other rules: what it allows is never refused in favour of id 0.
         out = jnp.where(no_choice[:, None], run(grammar, logits, NoParams(), batch), out)
