@@ -104,8 +104,9 @@ def test_a_stream_tells_as_its_kind_says(llm):
 
 
 def test_only_three_kinds_of_warm_up_there_are():
+    wrong: dict[str, Any] = SIZES | {"warm_up": "some"}
     with pytest.raises(ValueError, match="warm_up must be True, False or 'all', got 'some'"):
-        LLM(str(embedded.PATH), num_blocks=64, **SIZES | dict(warm_up="some"))
+        LLM(str(embedded.PATH), num_blocks=64, **wrong)
 
 
 def test_stop_ids_and_their_reason(llm):

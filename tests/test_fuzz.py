@@ -5,7 +5,7 @@ from decimal import Decimal
 import itertools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from jaxrunner.beam import BeamSearchParams
 from jaxrunner.params import RepetitionDetectionParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
-V = 4096
+V, COUNT, NAN, INF = 4096, 2**30, math.nan, math.inf
 NUM_BAD = 3000  # at least
 SIZES: dict[str, Any] = dict(
     dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
@@ -24,13 +24,14 @@ SIZES: dict[str, Any] = dict(
     warm_up=False,
 )  # fmt: skip
 
-NAN, INF, HUGE = math.nan, math.inf, (10**400, -(10**400), 10**5000, -(10**5000))
+HUGE = (10**400, -(10**400), 10**5000, -(10**5000))  # the last two have no repr
 # Neither a number, nor a list of them.
 JUNK = (
     "", "1", "nan", "-1", b"1", b"", bytearray(b"1"), 1j, 0j, np.complex64(1), Decimal(1), object(),
     object, len, ..., NotImplemented, np.array(1), np.array(1.0), np.str_("1"), np.bytes_(b"1"),
     np.datetime64("2020-01-01"), np.timedelta64(1, "s"), np.float32, slice(1), {"a": 1}, {},
 )  # fmt: skip
+NO_TEXT = tuple(value for value in JUNK if not isinstance(value, str))
 LISTS = ([], [1], (), (1,), [[1]], [1.0], {1}, [None], range(2), np.array([1]), np.array([[1.5]]))
 BOOLS = (True, False, np.True_, np.False_)
 FLOATS = (
@@ -41,193 +42,154 @@ NOT_FINITE = (
     NAN, INF, -INF, *(kind(v) for kind in (np.float16, np.float32, np.float64)
     for v in (NAN, INF, -INF)), np.longdouble(1), 1e39, -1e39, 1e308, -1e308, *HUGE,
 )  # fmt: skip
+EDGES = (-1, -2, -(2**31), -(2**31) - 1, -(2**63), COUNT + 1, 2**31 - 1, 2**31, 2**32, 2**63)
 NOT_INTS = (*JUNK, *LISTS, *BOOLS, *FLOATS, *HUGE, jnp.int32(1))
 NOT_FLOATS = (*JUNK, *LISTS, *BOOLS, *NOT_FINITE, jnp.float32(1))
-EDGES = (0, -1, -2, -(2**31), -(2**31) - 1, -(2**63), 2**30 + 1, 2**31 - 1, 2**31, 2**32, 2**63)
-NOT_IDS = (*NOT_INTS, None, *EDGES[1:], 2**64, np.int8(-1), np.int64(-1), np.uint64(2**63))
 NOT_BOOLS = (*JUNK, *LISTS, *FLOATS, 0, 1, -1, 2, np.int32(1), "True", "yes", *HUGE)
-
-COUNT = 2**30
-INT_FIELDS = {  # least, most, whether None is good
-    "n": (1, 16384, False), "top_k": (-1, COUNT, False), "seed": (-1, 2**64 - 1, True),
-    "max_tokens": (1, COUNT, True), "min_tokens": (0, COUNT, False), "logprobs": (-1, COUNT, True),
-    "prompt_logprobs": (-1, COUNT, True),
-}  # fmt: skip
-FLOAT_FIELDS = {
-    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.001, 1000),
-    "temperature": (0, 3e38), "top_p": (1e-37, 1), "min_p": (0, 1),
-}  # fmt: skip
-BOOL_FIELDS = (
-    "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens",
-    "spaces_between_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
+NOT_TEXTS = tuple(value for value in (*NOT_INTS, 0, 3) if not isinstance(value, str))
+NOT_IDS = (*NOT_INTS, None, *EDGES, 2**64, np.int8(-1), np.int64(-1), np.uint64(2**63))
+NO_LISTS = (0, 1.5, NAN, True, b"ab", object(), len, np.array(3), HUGE[2])
+NO_PAIRS = (*NO_LISTS, "ab", [1, 2], [(1, 2, 3)], [(1,)], [None], [[[1, 2]]], [(1, 2), 3])
 ID_FIELDS = {"stop_token_ids": 16, "logprob_token_ids": 128, "allowed_token_ids": 1024}  # most
-TEXT = "structured_outputs."
-PATTERN = "repetition_detection."
+
+Row = tuple[Any, str, dict[str, Any], Any]  # a class, a field, what stands beside it, bad values
 
 
-class Bad(NamedTuple):
-    """An input, and the word that its refusal must have."""
+def numbers() -> Iterator[Row]:
+    def beyond(low, high) -> list[Any]:
+        values = (*EDGES, 0, low - 1, low - 2, high + 1, np.int64(low - 1), np.uint64(2**64 - 1))
+        return [v for v in values if not low <= v <= high]
 
-    name: str
-    make: Callable[..., Any]
-    fields: dict[str, Any]
-
-
-def out_of_range(low: Any, high: Any, optional: bool) -> Iterator[Any]:
-    yield from (v for v in (*EDGES, low - 1, low - 2, high + 1, 2 * high) if not low <= v <= high)
-    yield from (np.int64(v) for v in (low - 1, high + 1) if abs(v) < 2**63)
-    yield from () if optional else (None,)
-
-
-def numbers() -> Iterator[Bad]:
-    for name, bounds in INT_FIELDS.items():
-        for value in (*NOT_INTS, *out_of_range(*bounds)):
-            yield Bad(name, SamplingParams, {name: value})
-    for name, (low, high) in FLOAT_FIELDS.items():
-        beyond = (low - 1e-6 - abs(low) * 1e-6, np.float64(-1e38), -5e-324, 0)
-        least = [v for v in beyond if not low <= v]
-        above = [high * 1.000001, np.float64(high * 2), np.int64(2**62)] * (name != "temperature")
-        for value in (*NOT_FLOATS, None, *least, *above):
-            yield Bad(name, SamplingParams, {name: value})
-    for name in BOOL_FIELDS:
-        for value in (*NOT_BOOLS, None):
-            yield Bad(name, SamplingParams, {name: value})
-    for value in NOT_BOOLS:
-        yield Bad(
-            "skip_reading_prefix_cache", SamplingParams, dict(skip_reading_prefix_cache=value)
-        )
+    ints = dict(n=(1, 16384), top_k=(-1, COUNT), seed=(-1, 2**64 - 1), max_tokens=(1, COUNT),
+                min_tokens=(0, COUNT), logprobs=(-1, COUNT), prompt_logprobs=(-1, COUNT))  # fmt: skip
+    for name, bounds in ints.items():
+        none = (None,) * (name in ("n", "top_k", "min_tokens"))
+        yield SamplingParams, name, {}, (*NOT_INTS, *beyond(*bounds), *none)
+    floats = dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), temperature=(0, 3e38),
+                  repetition_penalty=(0.001, 1000), top_p=(1e-37, 1), min_p=(0, 1))  # fmt: skip
+    for name, (low, high) in floats.items():
+        values = (-1e38, -2.001, low - 1e-9, -5e-324, 0, high * 1.001, np.float64(3.1e38))
+        outside = [v for v in values if not low <= v <= high]
+        yield SamplingParams, name, {}, (*NOT_FLOATS, None, *outside)
+    for name in (
+        "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens",
+        "spaces_between_special_tokens", "include_stop_str_in_output",
+    ):  # fmt: skip
+        yield SamplingParams, name, {}, (*NOT_BOOLS, None)
+    yield SamplingParams, "skip_reading_prefix_cache", {}, NOT_BOOLS
     for name in ("output_kind", "structured_outputs", "repetition_detection"):
-        for value in (*NOT_INTS, 0, 1, 2, "DELTA", {"regex": "a"}, {"max_pattern_size": 2}):
-            yield Bad(name, SamplingParams, {name: value})
-
-
-def lists() -> Iterator[Bad]:
-    places = (lambda x: [x], lambda x: (3, x), lambda x: [x, 3, 5], lambda x: iter([5, x]))
-    no_list = (0, 1.5, NAN, True, "ab", b"ab", {"a": 1}, {3: 4}, object(), len, np.array(3))
-    for name, most in ID_FIELDS.items():
-        for place, value in itertools.product(places, NOT_IDS):
-            yield Bad(name, SamplingParams, {name: place(value)})
-        for value in (*no_list, range(most + 1), list(range(most + 99)), np.arange(most + 1)):
-            yield Bad(name, SamplingParams, {name: value})
-    for place, value in itertools.product(places[:3], NOT_IDS):
-        yield Bad("bad_words", SamplingParams, dict(bad_words=[[7], place(value)]))
-    words = (*no_list, [""], [[]], [()], ["a", ""], [None], [3], [1.5], [b"a"], [{}], [{1: 2}],
-             [{1, 2}], [["a"]], [[1], None], [[[1]]], [object()], [[i] for i in range(129)],
-             [range(1025)], [range(600), range(601)], [np.array(3)], [np.array([1.5])],
-             [str(i) for i in range(129)], HUGE)  # fmt: skip
-    for value in words:
-        yield Bad("bad_words", SamplingParams, dict(bad_words=value))
-    texts = (v for v in (*NOT_INTS, 0, 3, None) if not isinstance(v, str))
-    for value in (*((["a", v]) for v in texts), *no_list[:4], *no_list[5:], "", [""], ["a", ""]):
-        yield Bad("stop", SamplingParams, dict(stop=value))
-
-
-def mappings() -> Iterator[Bad]:
-    def hashable(value: Any) -> bool:
-        try:
-            return isinstance(hash(value), int)
-        except TypeError:
-            return False
-
-    values = (*NOT_FLOATS, None)
-    for value in values:
-        yield Bad("logit_bias", SamplingParams, dict(logit_bias={3: 1.0, 5: value}))
-        yield Bad("extra_args", SamplingParams, dict(extra_args={"heat": value}))
-    for value in (-10001, 10001, 1e5, -1e38, 2**31, 2**63, np.float32(2e4)):
-        yield Bad("logit_bias", SamplingParams, dict(logit_bias={5: value}))
-    for value in filter(hashable, NOT_IDS):
-        yield Bad("logit_bias", SamplingParams, dict(logit_bias={value: 1.0}))
-        yield Bad("logit_bias", SamplingParams, dict(logit_bias=[(3, 1.0), (value, 1.0)]))
-    for value in (*(v for v in NOT_IDS if hashable(v) and not isinstance(v, str)), 3):
-        yield Bad("extra_args", SamplingParams, dict(extra_args={value: 1.0}))
-    no_pairs = (0, 1.5, NAN, True, "ab", b"ab", object(), len, np.array(3), [1, 2], [(1, 2, 3)],
-                [(1,)], [None], [[[1, 2]]], [(1, 2), 3], HUGE)  # fmt: skip
-    for name, key, most in (("logit_bias", int, 1024), ("extra_args", str, 64)):
-        twice = [(key(1), 0.5), (key(2), 0.5), (key(1), 0.5)]
-        for value in (*no_pairs, twice, {key(i): 0.0 for i in range(most + 1)}):
-            yield Bad(name, SamplingParams, {name: value})
-    yield Bad("logit_bias", SamplingParams, dict(logit_bias=[(np.int64(1), 0.5), (1, 0.5)]))
-
-
-def nested() -> Iterator[Bad]:
-    make: Callable[..., Any] = RepetitionDetectionParams
+        yield SamplingParams, name, {}, (*NOT_INTS, 0, 1, "DELTA", {"regex": "a"})
+    one, two = RepetitionDetectionParams, BeamSearchParams
     for name, low in dict(max_pattern_size=1, min_pattern_size=1, min_count=2).items():
-        for value in (*NOT_INTS, *out_of_range(low, 4096, False)):
-            yield Bad(PATTERN + name, make, dict(max_pattern_size=4) | {name: value})
-    yield Bad("min_pattern_size", make, dict(max_pattern_size=3, min_pattern_size=4))
-    make = BeamSearchParams
+        yield one, name, dict(max_pattern_size=4), (*NOT_INTS, *beyond(low, 4096), None)
+    yield one, "min_pattern_size", dict(max_pattern_size=3), (4, 4096)
     good = dict(beam_width=2, max_tokens=2)
     for name, high in dict(beam_width=1024, max_tokens=COUNT).items():
-        for value in (*NOT_INTS, *out_of_range(1, high, False)):
-            yield Bad(name, make, good | {name: value})
+        yield two, name, good, (*NOT_INTS, *beyond(1, high), None)
     for name in ("ignore_eos", "include_stop_str_in_output"):
-        yield from (Bad(name, make, good | {name: value}) for value in (*NOT_BOOLS, None))
-    for value in (*NOT_FLOATS, None, -101, 101, 1e38):
-        yield Bad("length_penalty", make, good | dict(length_penalty=value))
-    for value in (*NOT_FLOATS, None, 1, 0.5, -1):
-        yield Bad("temperature", make, good | dict(temperature=value))
-    make = StructuredOutputsParams
-    for name in ("regex", "grammar", "whitespace_pattern"):
-        texts = [v for v in (*NOT_INTS, 3, ["a"]) if not isinstance(v, str)]
-        for value in (*texts, "", "\ud800", "x" * 2**16 + "x", "é" * 2**15 + "é"):
-            rest = dict(json_object=True) if name == "whitespace_pattern" else {}
-            yield Bad(TEXT + name, make, rest | {name: value})
-    for value in (*filter(lambda v: not isinstance(v, dict), NOT_INTS), 3, "[", "3", "[]", "{", '{"a": NaN}', '{"a": 1e999}', '{"a":' * 2000,
-                  {(1,): 2}, {"a": NAN}, {"a": {1}}, {"a": "\ud800"}, {"a": 10**5000},
-                  '{"a": ' + "9" * 5000 + "}", {"a": b"x"}, {"a": "x" * 2**16}):  # fmt: skip
-        yield Bad(TEXT + "json", make, dict(json=value))
-    for value in (*JUNK, 3, 1.5, True, *HUGE, [], [""], ["a", 3], [None], [["a"]], [b"a"], ["\ud800"],
-                  ["x" * 2**16], [str(i) for i in range(2**15)]):  # fmt: skip
-        yield Bad(TEXT + "choice", make, dict(choice=value))
+        yield two, name, good, (*NOT_BOOLS, None)
+    yield two, "length_penalty", good, (*NOT_FLOATS, None, -101, 101, 1e38)
+    yield two, "temperature", good, (*NOT_FLOATS, None, 1, 0.5, -1)
+
+
+def lists() -> Iterator[Row]:
+    places = (lambda x: [x], lambda x: (3, x), lambda x: [x, 3, 5], lambda x: iter([5, x]))
+    for name, most in ID_FIELDS.items():
+        yield SamplingParams, name, {}, (place(x) for place in places for x in NOT_IDS)
+        many = (range(most + 1), list(range(most + 99)), np.arange(most + 1))
+        yield SamplingParams, name, {}, (*NO_LISTS, "ab", {3: 4}, *many)
+    words = (
+        "ab", {3: 4}, [""], [[]], [()], ["a", ""], [None], [3], [b"a"], [{}], [{1: 2}], [{1, 2}],
+        [["a"]], [[[1]]], [[i] for i in range(129)], [range(1025)], [range(600), range(601)],
+        [np.array(3)], [np.array([1.5])], [str(i) for i in range(129)],
+    )  # fmt: skip
+    inside = ([[7], place(x)] for place in places[:3] for x in NOT_IDS)
+    yield SamplingParams, "bad_words", {}, (*NO_LISTS, *words, *inside)
+    texts = (["a", value] for value in (*NOT_TEXTS, None))
+    yield SamplingParams, "stop", {}, (*NO_LISTS, *texts, {3: 4}, "", [""], ["a", ""])
+
+
+def mappings() -> Iterator[Row]:
+    keys = [k for k in NOT_IDS if not isinstance(k, list | set | dict | bytearray | np.ndarray)]
+    keys = [k for k in keys if not isinstance(k, slice | type(jnp.int32(1)))]  # no hash
+    values = ({3: 1.0, 5: value} for value in (*NOT_FLOATS, None, -10001, 10001, 1e38, 2**63))
+    pairs = ([(3, 1.0), (k, 1.0)] for k in keys)
+    twice = ([(1, 0.5), (2, 0.5), (1, 0.5)], [(np.int64(1), 0.5), (1, 0.5)])
+    for bad in (
+        NO_PAIRS,
+        values,
+        pairs,
+        twice,
+        ({k: 1.0} for k in keys),
+        [{i: 0 for i in range(1025)}],
+    ):
+        yield SamplingParams, "logit_bias", {}, bad
+    values = ({"heat": value} for value in (*NOT_FLOATS, None))
+    names = ({k: 1.0} for k in keys if not isinstance(k, str))
+    twice = [[("a", 0.5), ("b", 0.5), ("a", 0.5)]]
+    for bad in (NO_PAIRS, values, names, twice, [{str(i): 0 for i in range(65)}]):
+        yield SamplingParams, "extra_args", {}, bad
+
+
+def structures() -> Iterator[Row]:
+    make, some = StructuredOutputsParams, dict(json_object=True)
+    long = ("", "\ud800", "x" * 2**16 + "x", "é" * 2**15 + "é")
+    for name in ("regex", "grammar"):
+        yield make, name, {}, (*NOT_TEXTS, *long)
+    spaces = ("a", r"\s", ".", "[^a]", "é", r"\x20", "[a ]", " {1,2}x")
+    yield make, "whitespace_pattern", some, (*NOT_TEXTS, *long, *spaces)
+    schemas = ("[", "3", "[]", "{", '{"a": NaN}', '{"a": 1e999}', '{"a":' * 2000, {(1,): 2},
+               {"a": NAN}, {"a": {1}}, {"a": "\ud800"}, {"a": HUGE[2]}, {"a": b"x"},
+               '{"a": ' + "9" * 5000 + "}", {"a": "x" * 2**16})  # fmt: skip
+    no_schemas = (value for value in NOT_INTS if not isinstance(value, dict))
+    yield make, "json", {}, (*no_schemas, *schemas)
+    choices = ([], [""], ["a", 3], [None], [["a"]], [b"a"], ["\ud800"], ["x" * 2**16])
+    yield make, "choice", {}, (*JUNK, *NO_LISTS, *choices, [str(i) for i in range(2**15)])
     for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
-        for value in (*NOT_BOOLS, None):
-            yield Bad(TEXT + name, make, dict(json_object=True) | {name: value})
-    for value in NOT_BOOLS:
-        yield Bad(TEXT + "json_object", make, dict(json_object=value))
-    for value in (*JUNK, *BOOLS, 3):
-        yield Bad(TEXT + "structural_tag", make, dict(structural_tag=value))
-
-
-def contradictions() -> Iterator[Bad]:
-    make: Callable[..., Any] = SamplingParams
-    for n, zero in itertools.product((2, 3, 16384), (0, 0.0, -0.0, np.float32(0))):
-        yield Bad("n", make, dict(n=n, temperature=zero))
-    for most, least in ((1, 2), (16, 17), (16, COUNT), (np.int8(3), np.int64(4))):
-        yield Bad("min_tokens", make, dict(max_tokens=most, min_tokens=least))
-    for stop in ("a", ["a", "b"], ("\n",)):
-        yield Bad("stop", make, dict(stop=stop, detokenize=False))
-    for ids, count in itertools.product(([], [1], [1, 2]), (-1, 3, COUNT)):
-        yield Bad("logprobs", make, dict(logprob_token_ids=ids, logprobs=count))
-    yield Bad("allowed_token_ids", make, dict(allowed_token_ids=[]))
-    yield Bad("flat_logprobs", make, dict(flat_logprobs=True))
-    yield Bad("spaces_between_special_tokens", make, dict(spaces_between_special_tokens=False))
-    for name in ("best_of", "Temperature", "logits_processors", "use_beam_search", "top-p", ""):
-        for kind in (SamplingParams, StructuredOutputsParams, RepetitionDetectionParams):
-            yield Bad(name, kind, {name: 1})
+        yield make, name, some, (*NOT_BOOLS, None)
+    yield make, "json_object", {}, NOT_BOOLS
+    yield make, "structural_tag", {}, (*JUNK, *BOOLS, *HUGE, 3)
+    tags = ("start: <eos>", "start: <|a|>", 'start[temperature=0.5]: "a"', "start: <[3]>")
+    yield make, "grammar", {}, tags
     given = dict(json="{}", regex="a", choice=["a"], grammar='start: "a"', json_object=True)
-    for pair in itertools.combinations(given, 2):
-        yield Bad(pair[1], StructuredOutputsParams, {name: given[name] for name in pair})
+    for first, second in itertools.permutations(given, 2):
+        yield make, first, {second: given[second]}, [given[first]]
     for name in ("regex", "choice", "grammar"):
-        for rest in (dict(disable_any_whitespace=True), dict(whitespace_pattern=" ")):
-            fields = {name: given[name]} | rest
-            yield Bad(TEXT + next(iter(rest)), StructuredOutputsParams, fields)
-    for text in ("a", r"\s", ".", "[^a]", "é", r"\x20", "[a ]", " {1,2}x"):
-        fields = dict(json_object=True, whitespace_pattern=text)
-        yield Bad(TEXT + "whitespace_pattern", StructuredOutputsParams, fields)
-    for text in ("start: <eos>", "start: <|a|>", 'start[temperature=0.5]: "a"', "start: <[3]>"):
-        yield Bad(TEXT + "grammar", StructuredOutputsParams, dict(grammar=text))
+        yield make, "disable_any_whitespace", {name: given[name]}, [True]
+        yield make, "whitespace_pattern", {name: given[name]}, [" "]
 
 
-def made() -> list[Bad]:
-    return [*numbers(), *lists(), *mappings(), *nested(), *contradictions()]
+def contradictions() -> Iterator[Row]:
+    make = SamplingParams
+    for zero in (0, 0.0, -0.0, np.float32(0)):
+        yield make, "n", dict(temperature=zero), (2, 3, 16384)
+    for most in (1, 16, np.int8(3)):
+        yield make, "min_tokens", dict(max_tokens=most), (17, COUNT, np.int64(18))
+    yield make, "stop", dict(detokenize=False), ("a", ["a", "b"], ("\n",))
+    for ids in ([], [1], [1, 2]):
+        yield make, "logprobs", dict(logprob_token_ids=ids), (-1, 3, COUNT)
+    yield make, "allowed_token_ids", {}, ([], (), np.array([], int))
+    yield make, "flat_logprobs", {}, [True]
+    yield make, "spaces_between_special_tokens", {}, [False]
+    for kind in (SamplingParams, StructuredOutputsParams, RepetitionDetectionParams):
+        for name in ("best_of", "Temperature", "logits_processors", "top-p"):
+            yield kind, name, {}, [1]
+
+
+def made() -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """Yields bad parameters: a class, the name that its refusal must have, and the fields."""
+    prefix = {StructuredOutputsParams: r"(structured_outputs\.)?",
+              RepetitionDetectionParams: r"(repetition_detection\.)?"}  # fmt: skip
+    for rows in (numbers(), lists(), mappings(), structures(), contradictions()):
+        for make, name, rest, values in rows:
+            yield from ((make, prefix.get(make, "") + name, rest | {name: v}) for v in values)
 
 
 def fault(name: str, error: Exception | str | None) -> str | None:
     """Says what is wrong with a refusal."""
     if not isinstance(error, TypeError | ValueError | str):
         return "accepted" if error is None else f"{type(error).__name__}: {str(error)[:80]}"
-    if not re.search(rf"(?<![a-z_]){re.escape(name)}(?![a-z_])", str(error)):
+    if not re.search(rf"(?<![a-z_])({name})(?![a-z_])", str(error)):
         return f"{name} is not named: {str(error)[:80]}"
     return "told at length" if len(str(error)) > 2000 else None
 
@@ -241,23 +203,22 @@ def caught(make: Callable[..., Any], *args: Any, **fields: Any) -> Exception | N
 
 
 def short(value: Any) -> str:
-    return (
-        f"{type(value).__name__} of {value.bit_length()} bits"
-        if value in HUGE
-        else f"{value!r:.60}"
-    )
+    try:
+        return repr(value)[:60]
+    except ValueError:
+        return "a huge number"
 
 
 def test_bad_parameters_are_refused_by_name():
-    found = [(bad, fault(bad.name, caught(bad.make, **bad.fields))) for bad in made()]
-    wrong = [(bad.make.__name__, bad.name, why) for bad, why in found if why]
+    found = [(*bad, fault(bad[1], caught(bad[0], **bad[2]))) for bad in made()]
+    wrong = [(name, short(fields), why) for _, name, fields, why in found if why]
     assert not wrong, f"{len(wrong)} of {len(found)}: {wrong[:40]}"
     assert len(found) >= NUM_BAD
 
 
-GOOD = "def fibonacci(n):\n"
-NEIGHBOURS = (
-    (GOOD, SamplingParams(temperature=0, max_tokens=9)),
+TEXT = "def fibonacci(n):\n"
+NEIGHBOURS: Any = (
+    (TEXT, SamplingParams(temperature=0, max_tokens=9)),
     ("class Stack:\n", SamplingParams(seed=3, max_tokens=12, logprobs=2, prompt_logprobs=2)),
     ("import os\n", SamplingParams(seed=4, presence_penalty=1.5, top_k=9, logprobs=3)),
     ({"prompt_token_ids": [0, V - 1, 7]}, SamplingParams(seed=5, n=2, min_tokens=16, logprobs=0)),
@@ -266,61 +227,79 @@ NEIGHBOURS = (
 )
 
 
-def prompts() -> Iterator[tuple[Any, str]]:
-    """Yields bad prompts, each with what its refusal names."""
-    good_text = (v for v in (*JUNK, *LISTS, *BOOLS, *FLOATS, 0, 3, None))
-    for value in good_text:
-        if not isinstance(value, str):
-            yield value, "prompt"
-            yield {"prompt": value}, "prompt"
-    no_ids = (
-        *JUNK,
-        *BOOLS,
-        *FLOATS,
-        3,
-        {3},
-        iter([3]),
-        [],
-        (),
-        np.array([]),
-        np.array([[3]]),
-        *HUGE,
-    )
-    for value in no_ids:
-        yield {"prompt_token_ids": value}, "prompt(_token_ids)?"
-    for value in (*NOT_IDS, V, V + 1, np.int32(V), np.uint64(V)):
-        for ids in ([value], [3, value], (value, 3), [3] * 120 + [value]):
-            yield {"prompt_token_ids": ids}, "prompt_token_ids"
-    yield from (({key: "x"}, "prompt") for key in ("promt", "", 3, None, "multi_modal_data"))
-    yield from ((text, "prompt") for text in ("", "\ud83d", "a\udcff", "x " * 200, "é" * 10**5))
-    yield from (({"prompt_token_ids": [3] * n}, "prompt") for n in (128, 129, 10**5))
-
-
 def requests() -> Iterator[tuple[Any, SamplingParams, str]]:
-    """Yields bad requests whose parameters may be good, of other models."""
-    for prompt, name in prompts():
-        yield prompt, SamplingParams(), name
-    for token_id in (V, V + 1, 2**16, COUNT, np.int64(V)):
-        for ids in ([token_id], [3, token_id], [token_id, 3], [*range(9), token_id]):
-            for name in ID_FIELDS:
-                yield GOOD, SamplingParams(**{name: ids}), name
-            yield GOOD, SamplingParams(logit_bias=dict.fromkeys(ids, 1.0)), "logit_bias"
-            yield GOOD, SamplingParams(bad_words=["a", ids]), "bad_words"
-        for name in ("logprobs", "prompt_logprobs"):
-            yield GOOD, SamplingParams(**{name: min(token_id + 1, COUNT)}), name
-    for word in ("\ud800", "a\udfff"):
-        yield GOOD, SamplingParams(bad_words=[word]), "bad_words"
-        yield GOOD, SamplingParams(stop=[word]), "stop"
-    for args in ({"heat": 1.0}, {"": 1.0}, {"temperature": 1}):
-        yield GOOD, SamplingParams(extra_args=args), "extra_args"
+    """Yields bad prompts, and parameters that only another model could honour."""
+    ids = "prompt_token_ids"
+    bad = [({"prompt": v}, "prompt") for v in (*NOT_TEXTS, None)]
+    bad += [(v, "prompt") for v in (*NO_TEXT, *LISTS, *BOOLS, *FLOATS, *HUGE[:0], None)]
+    no_ids = (*JUNK, *BOOLS, *FLOATS, *HUGE, 3, {3}, iter([3]), [], np.array([]), np.array([[3]]))
+    bad += [({ids: v}, "prompt|prompt_token_ids") for v in no_ids]
+    for v in (*NOT_IDS, V, V + 1, np.int32(V), np.uint64(V)):
+        bad += [({ids: list}, ids) for list in ([v], [3, v], (v, 3), [3] * 120 + [v])]
+    bad += [({key: "x"}, "prompt") for key in ("promt", "", 3, None, "multi_modal_data")]
+    bad += [(text, "prompt") for text in ("\ud83d", "a\udcff", "x " * 200, "é" * 10**5)]
+    bad += [({ids: [3] * n}, "prompt") for n in (128, 129, 10**5)]
+    yield from ((prompt, SamplingParams(), name) for prompt, name in bad)
+    fields: list[tuple[str, Any]] = []
+    for v in (V, V + 1, 2**16, COUNT, np.int64(V)):
+        fields += [(name, min(v + 1, COUNT)) for name in ("logprobs", "prompt_logprobs")]
+        for some in ([v], [3, v], [v, 3], [*range(9), v]):
+            fields += [(name, some) for name in ID_FIELDS]
+            fields += [("logit_bias", dict.fromkeys(some, 1.0)), ("bad_words", ["a", some])]
+    fields += [(name, [word]) for name in ("bad_words", "stop") for word in ("\ud800", "a\udfff")]
+    fields += [("extra_args", {name: 1.0}) for name in ("heat", "", "temperature")]
     for kind, texts in dict(
         regex=("(a", "a{2,1}", "[", "*", "(?=a)b", r"\1"),
         json=('{"type": "strange"}', '{"$ref": "#/nowhere"}', '{"minimum": "a"}'),
         grammar=("start: nothing", "a", 'start: "a', 'start: a\na: "b" +* "c"'),
     ).items():
-        for text in texts:
-            wanted = StructuredOutputsParams(**{kind: text})
-            yield GOOD, SamplingParams(structured_outputs=wanted), TEXT + kind
+        wanted = [StructuredOutputsParams(**{kind: text}) for text in texts]
+        fields += [("structured_outputs", one) for one in wanted]
+    yield from ((TEXT, SamplingParams(**{name: value}), name) for name, value in fields)
+
+
+def calls(llm) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """Yields calls that are bad as a whole, each with what its refusal names."""
+    one, two = SamplingParams(max_tokens=1), BeamSearchParams(beam_width=2, max_tokens=2)
+    for v in (*JUNK, *BOOLS, *FLOATS, *HUGE, 0, 3, [3], [1, 2], (3,), {3}, range(2), None):
+        if not isinstance(v, str | dict):
+            yield "prompts", llm.generate, (v, one), {}
+            yield "prompts", llm.score_tokens, (v,), {}
+            yield "prompts", llm.beam_search, (v, two), {}
+        yield "on_error", llm.generate, (TEXT, one), dict(on_error=v)
+        yield "sampling_params", llm.generate, ([TEXT, TEXT], [one, v]), {}
+        yield "params", llm.beam_search, (TEXT, v), {}
+        yield "pair 1", llm.loglikelihood, ([("a", "b"), v],), {}
+        if not isinstance(v, str):
+            yield "pair 1", llm.loglikelihood, ([("a", "b"), ("a", v)],), {}
+            yield "pair 0", llm.loglikelihood, ([([3], v), ("a", "b")],), {}
+    for v in (*NOT_INTS, None):
+        yield "priority", llm.generate, (TEXT, one), dict(priority=[v])
+        yield "priority", llm.generate, ([TEXT, TEXT], one), dict(priority=[1, v])
+        yield "start", llm.score_tokens, (TEXT,), dict(start=v)
+    yield from (("start", llm.score_tokens, (TEXT,), dict(start=v)) for v in EDGES)
+    for v in ([], [1], [1, 2, 3], "ab", "abc", {1, 2}, 1.5):
+        yield "priority", llm.generate, ([TEXT, TEXT], one), dict(priority=v)
+
+
+GOOD: tuple[dict[str, Any], ...] = (
+    *({"temperature": v} for v in (0, -0.0, 5e-324, 1e-9, 3e38, np.float16(0.5))),
+    *({"top_p": v} for v in (1e-37, 1, 1.0)), *({"min_p": v} for v in (0, 1e-300, 1)),
+    *({"top_k": v} for v in (-1, 0, 1, V, COUNT)), *({"seed": v} for v in (-1, 0, 2**64 - 1)),
+    dict(n=2, seed=2**64 - 1), dict(n=9), dict(temperature=3e38, min_p=1, top_p=1e-37, top_k=V),
+    *({name: v} for name in ("presence_penalty", "frequency_penalty") for v in (-2, 2)),
+    *({"repetition_penalty": v} for v in (0.001, 1000)), dict(max_tokens=None, ignore_eos=True),
+    *(dict(max_tokens=v, ignore_eos=True) for v in (1, 127, COUNT)), dict(min_tokens=3),
+    dict(min_tokens=COUNT, max_tokens=None), dict(min_tokens=COUNT, max_tokens=COUNT),
+    *({name: v} for name in ("logprobs", "prompt_logprobs") for v in (-1, 0, V)),
+    *({name: v} for name in ID_FIELDS for v in ([0], [V - 1], [0, V - 1], range(V - 16, V))),
+    dict(logprob_token_ids=range(128)), dict(allowed_token_ids=range(V - 1024, V)),
+    *({"logit_bias": v} for v in ({}, {0: 1e4, V - 1: 1e4}, {0: -1e4, V - 1: 1e4}, [(0, -1e4)])),
+    dict(logit_bias={i: 1e4 for i in range(1024)}, temperature=1e-9, repetition_penalty=1000),
+    *({"bad_words": v} for v in ([], [[0], [V - 1]], [range(1024)], [[i] for i in range(128)])),
+    dict(repetition_detection=RepetitionDetectionParams(max_pattern_size=4096, min_count=4096)),
+)  # fmt: skip
+PROMPTS = (TEXT, {"prompt_token_ids": [0]}, {"prompt_token_ids": [V - 1] * 127})
 
 
 @pytest.fixture(scope="module")
@@ -334,11 +313,10 @@ def launched(llm, monkeypatch):
     """Returns the ids of all requests that reach the runner."""
     seen: set[str] = set()
     for name in ("step", "execute_model"):
-        real = getattr(llm.engine.runner, name)
 
-        def record(scheduled, real=real):
-            seen.update(scheduled.num_scheduled_tokens, scheduled.requests)
-            seen.update(new.request_id for new in scheduled.scheduled_new_reqs)
+        def record(scheduled, real=getattr(llm.engine.runner, name)):
+            new = (request.request_id for request in scheduled.scheduled_new_reqs)
+            seen.update(scheduled.num_scheduled_tokens, scheduled.requests, new)
             return real(scheduled)
 
         monkeypatch.setattr(llm.engine.runner, name, record)
@@ -347,73 +325,65 @@ def launched(llm, monkeypatch):
     assert [pool.num_free for pool in llm.engine.pools] == [64]
 
 
+def among(others: list[Any]) -> list[tuple[int, Any]]:
+    """Returns requests with the good neighbours among them, each neighbour with its number."""
+    share = -(-len(others) // len(NEIGHBOURS))
+    parts = [others[i * share : (i + 1) * share] for i in range(len(NEIGHBOURS))]
+    pairs = zip(parts, enumerate(NEIGHBOURS), strict=True)
+    return [one for part, good in pairs for one in (*((-1, other) for other in part), good)]
+
+
 def answers(llm, requests) -> list[Any]:
     """Returns outputs of requests, from an empty cache."""
     assert llm.reset_prefix_cache()
-    prompts, params = zip(*requests, strict=True)
-    return llm.generate(list(prompts), list(params), use_tqdm=False)
-
-
-def interleaved(bad: list[Any]) -> Iterator[tuple[int, Any]]:
-    """Yields bad requests and the good neighbours among them, each with its number."""
-    share = -(-len(bad) // len(NEIGHBOURS))
-    for i, good in enumerate(NEIGHBOURS):
-        yield from ((-1, one) for one in bad[i * share : (i + 1) * share])
-        yield i, good
+    return llm.generate([r[0] for r in requests], [r[1] for r in requests], use_tqdm=False)
 
 
 def test_bad_requests_are_refused_alone_and_reach_no_device(llm, launched):
-    bad = list(requests())
+    bad, wrong, good = list(requests()), [], []
     want = [output.outputs for output in answers(llm, NEIGHBOURS)]
     launched.clear()
-    order = list(interleaved(bad))
-    outputs = answers(llm, [one[:2] for _, one in order])
-    good = {i: o for (i, _), o in zip(order, outputs, strict=True) if i >= 0}
-    assert [good[i].outputs for i in range(len(want))] == want  # bit for bit
-    wrong = []
-    for (i, one), output in zip(order, outputs, strict=True):
-        if i < 0:
-            reasons = {c.finish_reason for c in output.outputs}
-            why = fault(one[2], output.error) or (reasons != {"error"} and str(reasons))
-            wrong += [(one[2], short(one[0]), why)] if why else []
-            wrong += [(one[2], short(one[0]), "launched")] if output.request_id in launched else []
+    order = among(bad)
+    for (i, one), output in zip(order, answers(llm, [one for _, one in order]), strict=True):
+        if i >= 0:
+            good.append(output)
+            continue
+        why = fault(one[2], output.error)
+        if {c.finish_reason for c in output.outputs} != {"error"} or output.request_id in launched:
+            why = "launched"
+        wrong += [(one[2], short(one[0]), why)] if why else []
+    assert [output.outputs for output in good] == want  # bit for bit
     assert not wrong, f"{len(wrong)} of {len(bad)}: {wrong[:40]}"
     assert len(bad) >= NUM_BAD // 6
-    names = {o.request_id for o in good.values()}
-    assert {name.split(".")[0] for name in launched} == names
-
-
-def calls(llm) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
-    """Yields calls that are bad as a whole, each with what its refusal names."""
-    one = SamplingParams(max_tokens=1)
-    two = BeamSearchParams(beam_width=2, max_tokens=2)
-    for value in (*JUNK, *BOOLS, *FLOATS, 0, 3, [3], [1, 2], (3,), {3}, range(2)):
-        if not isinstance(value, str | list | tuple | dict):
-            yield "prompts", llm.generate, (value, one), {}
-            yield "prompts", llm.score_tokens, (value,), {}
-            yield "prompts", llm.beam_search, (value, two), {}
-        yield "on_error", llm.generate, (GOOD, one), dict(on_error=value)
-        yield "sampling_params", llm.generate, (GOOD, value), {}
-        yield "sampling_params", llm.generate, ([GOOD, GOOD], [one, value]), {}
-        yield "params", llm.beam_search, (GOOD, value), {}
-        yield "pair 1", llm.loglikelihood, ([("a", "b"), value],), {}
-        yield "pair 1", llm.loglikelihood, ([("a", "b"), ("a", value)],), {}
-    for value in (*NOT_INTS, None):
-        yield "priority", llm.generate, (GOOD, one), dict(priority=[value])
-        yield "priority", llm.generate, ([GOOD, GOOD], one), dict(priority=[1, value])
-        yield "start", llm.score_tokens, (GOOD,), dict(start=value)
-    for value in (-1, -(2**31), 2**31, 2**63, 100):
-        yield "start", llm.score_tokens, (GOOD,), dict(start=value)
-    for value in ([], [1], [1, 2, 3], "ab", "abc"):
-        yield "priority", llm.generate, ([GOOD, GOOD], one), dict(priority=value)
+    assert {name.split(".")[0] for name in launched} == {output.request_id for output in good}
 
 
 def test_bad_calls_are_refused_and_reach_no_device(llm, launched):
     wrong, count = [], 0
     for name, method, args, fields in calls(llm):
-        why = fault(name, caught(method, *args, **fields, use_tqdm=False))
-        why = why or ("launched" if launched else None)
-        launched.clear()
-        wrong += [(method.__name__, name, why, short((args, fields)))] if why else []
         count += 1
+        why = fault(name, caught(method, *args, **fields, use_tqdm=False))
+        if why or launched:
+            wrong.append((method.__name__, name, short((args[1:] or args, fields)), why))
+        launched.clear()
     assert not wrong, f"{len(wrong)} of {count}: {wrong[:40]}"
+
+
+def test_the_widest_values_are_accepted_and_do_no_harm(llm, launched):
+    want = answers(llm, NEIGHBOURS)
+    wide = [(p, SamplingParams(**dict(max_tokens=3) | f)) for f in GOOD for p in PROMPTS]
+    order = among(wide)
+    good = []
+    for (i, one), output in zip(order, answers(llm, [one for _, one in order]), strict=True):
+        good += [output] * (i >= 0)
+        for told in output.outputs:
+            assert output.error is None and told.finish_reason in ("stop", "length"), one
+            assert told.token_ids and all(0 <= t < V for t in told.token_ids), one
+            entries = [*(told.logprobs or ()), *(output.prompt_logprobs or ())]
+            values = [v.logprob for entry in entries for v in (entry or {}).values()]
+            assert np.isfinite(values).all(), one
+    for got, wanted in zip(good, want, strict=True):
+        for a, b in zip(got.outputs, wanted.outputs, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+            if b.raw_logprobs is not None:
+                np.testing.assert_allclose(a.raw_logprobs, b.raw_logprobs, atol=1e-4)

@@ -132,8 +132,9 @@ def test_texts_become_the_tokens_that_hugging_face_makes(name, add_bos_token, ch
 def test_a_context_of_spaces_is_the_prefix_token_without_a_bos(checkpoints):
     lm, other = (model(checkpoints[name]) for name in ("BOS", "no BOS"))
     ids = lm.tok_encode("   pass", add_special_tokens=False)
-    direct = lm.llm.loglikelihood([([0], ids)], use_tqdm=False)
-    assert score(other, ("   ", "pass")) == [(direct.logprob[0], direct.is_greedy[0])]
+    for token_id, asked in ((0, other), (5, JaxRunnerLM(other.llm, prefix_token_id=5))):
+        direct = lm.llm.loglikelihood([([token_id], ids)], use_tqdm=False)
+        assert score(asked, ("   ", "pass")) == [(direct.logprob[0], direct.is_greedy[0])]
     assert generate(other, "") == generate(lm, "")
 
 

@@ -186,7 +186,7 @@ def test_bad_words_are_a_list(value):
 
 
 def test_mappings_and_words_are_stored_as_tuples():
-    params = SamplingParams(logit_bias={3: 1, np.int64(5): 0.5}, bad_words=["a", [3, 3], (3, 3)])
+    params = make(logit_bias={3: 1, np.int64(5): 0.5}, bad_words=["a", [3, 3], (3, 3)])
     assert params.logit_bias == ((3, 1.0), (5, 0.5)) and params.bad_words == ("a", (3, 3))
     assert dataclasses.replace(params, seed=3) == dataclasses.replace(params, seed=3)
     assert isinstance(hash(params), int)
@@ -203,16 +203,16 @@ def test_mappings_and_words_are_stored_as_tuples():
 )
 def test_every_id_is_checked_against_the_logits(field):
     (name,) = field
-    SamplingParams(**field).check(101)
+    make(**field).check(101)
     with pytest.raises(ValueError, match=f"{name} has 100, the model's ids end at 99: take ids"):
-        SamplingParams(**field).check(100)
+        make(**field).check(100)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_more_logprobs_than_tokens_are_refused(name):
-    SamplingParams(**{name: 100}).check(100)
+    make(**{name: 100}).check(100)
     with pytest.raises(ValueError, match=f"{name}=101 exceeds the model's 100 tokens: take -1"):
-        SamplingParams(**{name: 101}).check(100)
+        make(**{name: 101}).check(100)
 
 
 def test_repetition_of_a_pattern_is_found():

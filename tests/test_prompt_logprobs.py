@@ -13,7 +13,7 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.beam import BeamSearchParams
 from jaxrunner.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.programs import Key
+from jaxrunner.programs import Key, Programs
 from jaxrunner.prompts import ParsedPrompt
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -39,7 +39,7 @@ def entries(request) -> dict[int, tuple[float, int, list[int]]]:
     return found
 
 
-def run(e: Engine, name: str, prompt=PROMPT, **params):
+def run(e: Engine, name: str, prompt=PROMPT, **params: Any):
     params = {"temperature": 0, "max_tokens": 2, "prompt_logprobs": 3} | params
     request = e.add(name, prompt, SamplingParams(**params))
     while e.has_unfinished:
@@ -128,14 +128,13 @@ def test_prompts_honour_the_mode(mode):  # D7: vLLM gives raw logprobs whatever 
 def test_the_head_runs_on_the_tokens_that_ask_alone():  # D7: vLLM runs it on all of all requests
     e = engine(max_num_seqs=2, max_num_batched_tokens=32)
     launched = []
-    score = e.runner.programs.__class__.__getitem__
 
-    class Spy:
+    class Spy(Programs):
         def __getitem__(self, key: Key):
             launched.append(key)
-            return score(programs, key)
+            return super().__getitem__(key)
 
-    programs, e.runner.programs = e.runner.programs, Spy()
+    e.runner.programs.__class__ = Spy
     e.add("long", range(25), SamplingParams(max_tokens=1))
     e.add("asks", PROMPT[:5], SamplingParams(max_tokens=1, prompt_logprobs=0))
     while e.has_unfinished:
@@ -206,6 +205,7 @@ def test_loglikelihood_takes_contexts_from_the_cache(llm):
     found = llm.loglikelihood([(context, " f"), (context, " self"), (context, "")][:2],
                               use_tqdm=False)  # fmt: skip
     ids = llm.tokenizer.encode(context)
+    whole: list[int] = []
     for i, rest in enumerate((" f", " self")):
         whole = [*ids, *llm.tokenizer.encode(rest, add_special_tokens=False)]
         want = scored(llm, whole)[len(ids) - 1 :]

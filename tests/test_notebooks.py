@@ -1,0 +1,119 @@
+"""The notebooks: short, stored without outputs, and run from end to end on a CPU."""
+
+from collections.abc import Iterator
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MAX_CODE_LINES = 60
+# What a notebook prints where it is right.
+PRINTS = {"2_sampling.ipynb": ["[True, True, True, True]", "'sigmas': 1"]}
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def shown(notebook: Any) -> Iterator[dict[str, str]]:
+    """Yields what each display of an executed notebook shows: text by MIME type."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.output_type in ("display_data", "execute_result"):
+                yield output.data
+
+
+def printed(notebook: Any, stream: str) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return "".join(o.text for o in outputs if o.output_type == "stream" and o.name == stream)
+
+
+def is_picture(data: dict[str, str]) -> bool:
+    return "image/png" in data or "<svg" in data.get("text/html", "")
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """Returns a function that runs a notebook in a folder of its own, with this Python."""
+    for name in ("ipykernel", "matplotlib"):
+        pytest.importorskip(name)
+    nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))
+    settings = dict(
+        PYTHONPATH=str(ROOT),
+        JAX_PLATFORMS="cpu",
+        IPYTHONDIR=str(tmp_path / "ipython"),  # no history and settings of the user's
+        JUPYTER_DATA_DIR=str(tmp_path / "data"),  # no kernels of the user's
+        JUPYTER_RUNTIME_DIR=str(tmp_path / "runtime"),
+        JUPYTER_PREFER_ENV_PATH="1",
+    )
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own draws into the notebook
+
+    def run(path: Path) -> Any:
+        work = tmp_path / "work"
+        work.mkdir()
+        notebook = nbformat.read(path, as_version=4)
+        where = {"metadata": {"path": str(work)}}
+        client = nbclient.NotebookClient(
+            notebook, timeout=300, kernel_name="python3", resources=where
+        )
+        client.execute()
+        return notebook
+
+    return run
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_a_notebook_is_short(path):
+    lines = [
+        line.strip() for cell in code_cells(path) for line in "".join(cell["source"]).split("\n")
+    ]
+    code = [line for line in lines if line and not line.startswith("#")]
+    assert 0 < len(code) <= MAX_CODE_LINES
+
+
+@each_notebook
+def test_a_notebook_is_stored_without_outputs(path):
+    for cell in code_cells(path):
+        assert cell["outputs"] == [] and cell["execution_count"] is None and not cell["metadata"]
+    metadata = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    assert metadata["kernelspec"]["name"] == "python3"
+    assert "version" not in metadata.get("language_info", {}), "another machine has another one"
+
+
+@each_notebook
+def test_a_notebook_is_valid(path):
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) >= (4, 5)
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.slow
+@each_notebook
+def test_a_notebook_runs(path, execute):
+    if "structured_outputs" in path.read_text(encoding="utf-8"):
+        pytest.importorskip("llguidance")
+    notebook = execute(path)  # raises where a cell does
+    displays = list(shown(notebook))
+    assert all("text/plain" in data for data in displays), "a terminal has to show it too"
+    assert any("text/html" in data for data in displays)
+    assert any(map(is_picture, displays))
+    assert printed(notebook, "stderr") == "", "warnings do not belong in a notebook"
+    told = printed(notebook, "stdout")
+    assert all(text in told for text in PRINTS.get(path.name, ()))
+    outputs = json.dumps([cell.get("outputs", ()) for cell in notebook.cells])
+    assert str(ROOT) not in outputs, "this machine's folders"
