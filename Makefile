@@ -76,13 +76,17 @@ $(VENV)/.dev: $(VENV)/.base
 	@$(call install,$(call project,$(CUDA) dev))
 	@touch $@
 
-# Not made where PyTorch cannot be had, so that the next run tries again.
+# Not made where PyTorch cannot be had, so that the next run tries again. accelerate, which lm-eval's
+# Hugging Face backend needs, comes after PyTorch: it would fetch another build.
 $(VENV)/.references: $(VENV)/.dev
 	@$(PY) -c 'import torch, transformers' 2>/dev/null || { \
 	  echo "Installing the references: transformers, $(TORCH) for the CPU"; \
 	  $(call install,'transformers>=5') || true; \
 	  $(PY) -m pip install --quiet '$(TORCH)$(TORCH_BUILD)' 2>/dev/null \
 	    $(if $(UV),|| $(UV) pip install --quiet --python $(PY) --torch-backend=cpu '$(TORCH)' 2>/dev/null) || true; }
-	@if $(PY) -c 'import torch, transformers' 2>/dev/null; then touch $@; else \
+	@echo "Installing lm-eval, and what runs the notebooks"
+	@$(call install,$(call project,$(CUDA) dev eval notebook))
+	@if $(PY) -c 'import torch, transformers' 2>/dev/null; \
+	then $(call install,accelerate) || true; touch $@; else \
 	  echo "PyTorch for the CPU cannot be installed here: tests against transformers WILL BE SKIPPED."; \
 	  echo "To run them: $(PY) -m pip install torch transformers"; fi

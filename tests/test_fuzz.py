@@ -60,8 +60,8 @@ def numbers() -> Iterator[Row]:
         values = (*EDGES, 0, low - 1, low - 2, high + 1, np.int64(low - 1), np.uint64(2**64 - 1))
         return [v for v in values if not low <= v <= high]
 
-    ints = dict(n=(1, 16384), top_k=(-1, COUNT), seed=(-1, 2**64 - 1), max_tokens=(1, COUNT),
-                min_tokens=(0, COUNT), logprobs=(-1, COUNT), prompt_logprobs=(-1, COUNT))  # fmt: skip
+    ints = dict(n=(1, 16384), max_tokens=(1, COUNT), min_tokens=(0, COUNT), seed=(-1, 2**64 - 1))
+    ints |= dict.fromkeys(("top_k", "logprobs", "prompt_logprobs"), (-1, COUNT))
     for name, bounds in ints.items():
         none = (None,) * (name in ("n", "top_k", "min_tokens"))
         yield SamplingParams, name, {}, (*NOT_INTS, *beyond(*bounds), *none)
@@ -178,40 +178,31 @@ def contradictions() -> Iterator[Row]:
 
 def made() -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """Yields bad parameters: a class, the name that its refusal must have, and the fields."""
-    prefix = {StructuredOutputsParams: r"(structured_outputs\.)?",
-              RepetitionDetectionParams: r"(repetition_detection\.)?"}  # fmt: skip
     for rows in (numbers(), lists(), mappings(), structures(), contradictions()):
         for make, name, rest, values in rows:
-            yield from ((make, prefix.get(make, "") + name, rest | {name: v}) for v in values)
+            yield from ((make, name, rest | {name: value}) for value in values)
 
 
-def fault(name: str, error: Exception | str | None) -> str | None:
+def fault(name: str, message: str | None) -> str | None:
     """Says what is wrong with a refusal."""
-    if not isinstance(error, TypeError | ValueError | str):
-        return "accepted" if error is None else f"{type(error).__name__}: {str(error)[:80]}"
-    if not re.search(rf"(?<![a-z_])({name})(?![a-z_])", str(error)):
-        return f"{name} is not named: {str(error)[:80]}"
-    return "told at length" if len(str(error)) > 2000 else None
+    named = re.search(rf"(?<![a-z_])({name})(?![a-z_])", message or "accepted")
+    return None if named and len(message or "") < 2000 else f"{name}: {message!s:.90}"
 
 
-def caught(make: Callable[..., Any], *args: Any, **fields: Any) -> Exception | None:
+def caught(name: str, make: Callable[..., Any], *args: Any, **fields: Any) -> str | None:
+    """Says what is wrong with how an input is refused."""
     try:
         make(*args, **fields)
+    except (TypeError, ValueError) as error:
+        return fault(name, str(error))
     except Exception as error:
-        return error
-    return None
-
-
-def short(value: Any) -> str:
-    try:
-        return repr(value)[:60]
-    except ValueError:
-        return "a huge number"
+        return f"{name}: {error!r:.90}"
+    return f"{name}: accepted {fields or args!r:.90}"
 
 
 def test_bad_parameters_are_refused_by_name():
-    found = [(*bad, fault(bad[1], caught(bad[0], **bad[2]))) for bad in made()]
-    wrong = [(name, short(fields), why) for _, name, fields, why in found if why]
+    found = [caught(name, make, **fields) for make, name, fields in made()]
+    wrong = [why for why in found if why]
     assert not wrong, f"{len(wrong)} of {len(found)}: {wrong[:40]}"
     assert len(found) >= NUM_BAD
 
@@ -282,26 +273,6 @@ def calls(llm) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[
         yield "priority", llm.generate, ([TEXT, TEXT], one), dict(priority=v)
 
 
-GOOD: tuple[dict[str, Any], ...] = (
-    *({"temperature": v} for v in (0, -0.0, 5e-324, 1e-9, 3e38, np.float16(0.5))),
-    *({"top_p": v} for v in (1e-37, 1, 1.0)), *({"min_p": v} for v in (0, 1e-300, 1)),
-    *({"top_k": v} for v in (-1, 0, 1, V, COUNT)), *({"seed": v} for v in (-1, 0, 2**64 - 1)),
-    dict(n=2, seed=2**64 - 1), dict(n=9), dict(temperature=3e38, min_p=1, top_p=1e-37, top_k=V),
-    *({name: v} for name in ("presence_penalty", "frequency_penalty") for v in (-2, 2)),
-    *({"repetition_penalty": v} for v in (0.001, 1000)), dict(max_tokens=None, ignore_eos=True),
-    *(dict(max_tokens=v, ignore_eos=True) for v in (1, 127, COUNT)), dict(min_tokens=3),
-    dict(min_tokens=COUNT, max_tokens=None), dict(min_tokens=COUNT, max_tokens=COUNT),
-    *({name: v} for name in ("logprobs", "prompt_logprobs") for v in (-1, 0, V)),
-    *({name: v} for name in ID_FIELDS for v in ([0], [V - 1], [0, V - 1], range(V - 16, V))),
-    dict(logprob_token_ids=range(128)), dict(allowed_token_ids=range(V - 1024, V)),
-    *({"logit_bias": v} for v in ({}, {0: 1e4, V - 1: 1e4}, {0: -1e4, V - 1: 1e4}, [(0, -1e4)])),
-    dict(logit_bias={i: 1e4 for i in range(1024)}, temperature=1e-9, repetition_penalty=1000),
-    *({"bad_words": v} for v in ([], [[0], [V - 1]], [range(1024)], [[i] for i in range(128)])),
-    dict(repetition_detection=RepetitionDetectionParams(max_pattern_size=4096, min_count=4096)),
-)  # fmt: skip
-PROMPTS = (TEXT, {"prompt_token_ids": [0]}, {"prompt_token_ids": [V - 1] * 127})
-
-
 @pytest.fixture(scope="module")
 def llm():
     with LLM(str(embedded.PATH), **SIZES) as llm:
@@ -313,8 +284,9 @@ def launched(llm, monkeypatch):
     """Returns the ids of all requests that reach the runner."""
     seen: set[str] = set()
     for name in ("step", "execute_model"):
+        real = getattr(llm.engine.runner, name)
 
-        def record(scheduled, real=getattr(llm.engine.runner, name)):
+        def record(scheduled, real=real):
             new = (request.request_id for request in scheduled.scheduled_new_reqs)
             seen.update(scheduled.num_scheduled_tokens, scheduled.requests, new)
             return real(scheduled)
@@ -348,10 +320,10 @@ def test_bad_requests_are_refused_alone_and_reach_no_device(llm, launched):
         if i >= 0:
             good.append(output)
             continue
-        why = fault(one[2], output.error)
-        if {c.finish_reason for c in output.outputs} != {"error"} or output.request_id in launched:
-            why = "launched"
-        wrong += [(one[2], short(one[0]), why)] if why else []
+        ended = {told.finish_reason for told in output.outputs} == {"error"}
+        fine = ended and output.request_id not in launched
+        why = fault(one[2], output.error) if fine else f"{one[2]}: launched, {output!r:.99}"
+        wrong += [why] if why else []
     assert [output.outputs for output in good] == want  # bit for bit
     assert not wrong, f"{len(wrong)} of {len(bad)}: {wrong[:40]}"
     assert len(bad) >= NUM_BAD // 6
@@ -359,31 +331,9 @@ def test_bad_requests_are_refused_alone_and_reach_no_device(llm, launched):
 
 
 def test_bad_calls_are_refused_and_reach_no_device(llm, launched):
-    wrong, count = [], 0
+    wrong = []
     for name, method, args, fields in calls(llm):
-        count += 1
-        why = fault(name, caught(method, *args, **fields, use_tqdm=False))
-        if why or launched:
-            wrong.append((method.__name__, name, short((args[1:] or args, fields)), why))
+        why = caught(name, method, *args, **fields, use_tqdm=False)
+        wrong += [f"{method.__name__} {why or 'launched'}"] if why or launched else []
         launched.clear()
-    assert not wrong, f"{len(wrong)} of {count}: {wrong[:40]}"
-
-
-def test_the_widest_values_are_accepted_and_do_no_harm(llm, launched):
-    want = answers(llm, NEIGHBOURS)
-    wide = [(p, SamplingParams(**dict(max_tokens=3) | f)) for f in GOOD for p in PROMPTS]
-    order = among(wide)
-    good = []
-    for (i, one), output in zip(order, answers(llm, [one for _, one in order]), strict=True):
-        good += [output] * (i >= 0)
-        for told in output.outputs:
-            assert output.error is None and told.finish_reason in ("stop", "length"), one
-            assert told.token_ids and all(0 <= t < V for t in told.token_ids), one
-            entries = [*(told.logprobs or ()), *(output.prompt_logprobs or ())]
-            values = [v.logprob for entry in entries for v in (entry or {}).values()]
-            assert np.isfinite(values).all(), one
-    for got, wanted in zip(good, want, strict=True):
-        for a, b in zip(got.outputs, wanted.outputs, strict=True):
-            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
-            if b.raw_logprobs is not None:
-                np.testing.assert_allclose(a.raw_logprobs, b.raw_logprobs, atol=1e-4)
+    assert not wrong, f"{len(wrong)}: {wrong[:40]}"

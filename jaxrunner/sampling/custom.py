@@ -47,8 +47,9 @@ def logits_fn(
     """Returns the rule that runs `fn(logits [V], row) -> logits [V]`, float32, on every request.
 
     It runs after the penalties and bad words, before the temperature. `fn` is traced once into
-    each program, so it must be a function of its arguments alone. extra_args: the names that it
-    reads in `row.args`, with what a request without them gets.
+    each program, so it must be a function of its arguments alone. Logits that earlier rules have
+    dropped are -inf. extra_args: the names that it reads in `row.args`, with what a request
+    without them gets.
 
     Raises:
       TypeError, ValueError: `fn` cannot be called, or there are too many names.
