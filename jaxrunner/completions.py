@@ -114,11 +114,18 @@ class Completions:
             return was_open
 
 
+def has_news(group: Sequence[RequestState]) -> bool:
+    """Whether `news` would yield."""
+    if group[0].params.output_kind == RequestOutputKind.FINAL_ONLY:
+        return all(state.finished for state in group)
+    return any(state.has_news for state in group)
+
+
 def news(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
     """Yields what a stream has to tell of a prompt's completions, and marks it as told."""
     kind = group[0].params.output_kind
     if kind == RequestOutputKind.FINAL_ONLY:
-        if all(state.finished for state in group):
+        if has_news(group):
             yield request_output(group, [state.completion(delta=True) for state in group])
         return
     for state in group:

@@ -13,7 +13,7 @@ import jax
 
 from jaxrunner import beam, scoring
 from jaxrunner.chat import render_chat
-from jaxrunner.completions import Completions, news
+from jaxrunner.completions import Completions, has_news, news
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
 from jaxrunner.loader import load
@@ -141,7 +141,7 @@ class LLM:
                 for group in groups:
                     yield from news(group)
                 groups = [group for group in groups if not all(s.told_all for s in group)]
-                if groups and not any(state.has_news for group in groups for state in group):
+                if groups and not any(map(has_news, groups)):
                     self.completions.step()
         finally:
             self.completions.drop(states)
