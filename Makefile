@@ -6,6 +6,7 @@ PYTHON := # builds the environment; where empty, the newest of PYTHONS that runs
 PYTHONS = $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 CUDA = $(shell if $(has_gpu); then [ "$$($(driver))" -ge 13 ] 2>/dev/null && echo cuda13 || echo cuda12; fi)
+WORKERS = $(shell if $(has_gpu); then echo 0; else echo 2; fi) # processes; a GPU is not shared
 TORCH := torch==2.13.0
 # The references run on the CPU: its build of PyTorch is a tenth of the size.
 TORCH_BUILD := $(if $(filter Darwin,$(shell uname)),,+cpu)
@@ -35,7 +36,7 @@ demo: $(VENV)/.base ## writes text with the model that comes along
 	@$(PY) -m jaxrunner $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.references ## runs the tests
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## checks style, format and types
 	@status=0; \

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tqdm.auto import tqdm
 
-from jaxrunner.bounds import Bound, plain
+from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.completions import Completions
 from jaxrunner.output_processor import RequestState
 from jaxrunner.params import SamplingParams
@@ -19,6 +19,7 @@ _BOUNDS = {
     "beam_width": Bound(int, 1, 1024),
     "max_tokens": Bound(int, 1, 2**30),
     "ignore_eos": Bound(bool),
+    "temperature": Bound(float, 0, 1e30),
     "length_penalty": Bound(float, -100, 100),
     "include_stop_str_in_output": Bound(bool),
 }
@@ -89,6 +90,8 @@ def search(
     Raises:
       TypeError, ValueError: a prompt is bad or leaves no room for `max_tokens`.
     """
+    if not isinstance(params, BeamSearchParams):
+        raise TypeError(f"params must be a BeamSearchParams, got {shown(params)}")
     engine, tokenizer = completions.engine, completions.tokenizer
     eos = frozenset() if params.ignore_eos else completions.eos_token_ids
     columns = min(2 * params.beam_width, engine.model_config.vocab_size)

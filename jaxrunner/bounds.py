@@ -32,6 +32,14 @@ class Bound(NamedTuple):
         return kind + " or None" * self.optional
 
 
+def shown(value: Any) -> str:
+    """Returns a short repr, whatever the value."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an integer of thousands of digits, or a class of its user's
+        return f"a {type(value).__name__} that has no repr"
+
+
 def plain(name: str, value: Any, bound: Bound) -> Any:
     """Returns a value as Python's own, hashable: tuples for lists and, in pairs, for mappings.
 
@@ -51,22 +59,50 @@ def _one(name: str, value: Any, bound: Bound) -> Any:
     kinds = (int, float) if bound.kind is float else (bound.kind,)
     if type(got) not in kinds:
         raise TypeError(
-            f"{name} must be {bound.wanted}, got {reprlib.repr(value)} of {type(value).__name__}"
+            f"{name} must be {bound.wanted}, got {shown(value)} of {type(value).__name__}"
         )
     # Said so that NaN fails it.
     if bound.kind in (int, float) and not bound.low <= got <= bound.high:
-        raise ValueError(f"{name}={reprlib.repr(value)} is out of range: take {bound.wanted}")
+        raise ValueError(f"{name}={shown(value)} is out of range: take {bound.wanted}")
+    if bound.kind is str:
+        check_unicode(name, got)
     return bound.kind(got) if bound.kind in (int, float) else got
 
 
+def check_unicode(name: str, text: str) -> None:
+    """Refuses a text that no UTF-8 holds.
+
+    Raises:
+      ValueError: it has half a surrogate pair; names the field.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half a surrogate pair at character {error.start}, which no UTF-8 holds: "
+            "remove it"
+        ) from error
+
+
 def _elements(name: str, values: Any, bound: Bound) -> tuple[Any, ...]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(
-            f"{name} must be a list, each element {bound.wanted}, got {reprlib.repr(values)}"
-        )
-    found = dict.fromkeys(_one(f"{name}[{i}]", v, bound) for i, v in enumerate(values))
-    _check_count(name, len(found), bound.most)
+    found: dict[Any, None] = {}
+    for i, value in enumerate(elements(name, values, bound.wanted)):
+        found[_one(f"{name}[{i}]", value, bound)] = None
+        _check_count(name, len(found), bound.most)
     return tuple(found)
+
+
+def elements(name: str, values: Any, wanted: str) -> Iterable[Any]:
+    """Returns what can be iterated as a list of a user's.
+
+    Raises:
+      TypeError: it is none; an array without axes is none either.
+    """
+    no_list = isinstance(values, str | bytes | bytearray | Mapping)
+    no_list |= isinstance(values, np.ndarray) and values.ndim == 0
+    if no_list or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, each element {wanted}, got {shown(values)}")
+    return values
 
 
 def _pairs(name: str, values: Any, bound: Bound, key: Bound) -> tuple[tuple[Any, Any], ...]:
@@ -75,7 +111,7 @@ def _pairs(name: str, values: Any, bound: Bound, key: Bound) -> tuple[tuple[Any,
         pairs = [(k, v) for k, v in given]
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} must be a dict from {key.wanted} to {bound.wanted}, got {reprlib.repr(values)}"
+            f"{name} must be a dict from {key.wanted} to {bound.wanted}, got {shown(values)}"
         ) from error
     found: dict[Any, Any] = {}
     for k, v in pairs:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxrunner.block_pool import BlockPool
+from jaxrunner.bounds import Bound, plain
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.constraints import Constraints, accept, concern, masks, may_end
@@ -24,6 +25,7 @@ from jaxrunner.request import NEVER, Request, SchedulerOutput
 from jaxrunner.runner import ModelRunner, ModelRunnerOutput, StepHandle
 from jaxrunner.scheduler import Scheduler
 
+_POSITION = Bound(int, 0, NEVER)
 Gained = list[tuple[Request, list[int]]]
 
 
@@ -86,7 +88,8 @@ class Engine:
         check_prompt(prompt_token_ids, vocab_size, max_len)
         params.check(vocab_size)
         self._check(params)
-        start = NEVER if params.prompt_logprobs is None else max(1, score_start or 1)
+        start = plain("start", 1 if score_start is None else score_start, _POSITION)
+        start = NEVER if params.prompt_logprobs is None else max(1, start)
         wanted = max_len if params.max_tokens is None else params.max_tokens
         request = Request(
             request_id=request_id,
@@ -129,8 +132,9 @@ class Engine:
                 self.scheduler.add(request)
             else:
                 self._gained.append((request, []))
-        while len(self._in_flight) < self.config.async_depth and self._launch():
-            pass
+        for _ in range(self.config.async_depth - len(self._in_flight)):
+            if not self._launch():
+                break
         if self._in_flight:
             self._read()
         gained: dict[Request, list[int]] = {}

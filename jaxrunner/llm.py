@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxrunner import beam, scoring
+from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.chat import render_chat
 from jaxrunner.completions import Completions, has_news, news
 from jaxrunner.engine import Engine
@@ -233,7 +234,7 @@ class LLM:
     ) -> list[list[RequestState]]:
         """Queues prompts, and returns the completions of each."""
         if on_error not in ("return", "raise"):
-            raise ValueError(f"on_error must be 'return' or 'raise', got {on_error!r}")
+            raise ValueError(f"on_error must be 'return' or 'raise', got {shown(on_error)}")
         prompts = parse_prompts(prompts)
         sampling_params = self._defaults if sampling_params is None else sampling_params
         params = _one_each("sampling_params", sampling_params, len(prompts))
@@ -248,7 +249,9 @@ class LLM:
                     "output_kind=DELTA is for LLM.stream, and generate returns the whole: "
                     "leave it out"
                 )
-        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
+        ranks = _one_each("priority", 0 if priority is None else priority, len(prompts))
+        bound = Bound(int, -(2**62), 2**62)
+        priorities = [plain(f"priority[{i}]", rank, bound) for i, rank in enumerate(ranks)]
         groups: list[list[RequestState]] = []
         try:
             for prompt, param, rank in zip(prompts, params, priorities, strict=True):

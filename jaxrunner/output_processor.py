@@ -67,8 +67,11 @@ class RequestState:
         if new_token_ids:
             self.times.setdefault("first_token_s", time.monotonic())
             self._add_logprobs(request, new_token_ids)
-        for token_id in new_token_ids:
+        for i, token_id in enumerate(new_token_ids):
             self.token_ids.append(token_id)
+            last = i == len(new_token_ids) - 1 and request.finish_reason == "stop"
+            if last and token_id in request.stop_ids and not self.params.include_stop_str_in_output:
+                break  # it ends the text and is no part of it
             if self._detokenizer is not None and self._add_text(
                 self._detokenizer.append([token_id])
             ):

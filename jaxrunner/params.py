@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-import reprlib
 from typing import Any
 
-from jaxrunner.bounds import Bound, plain
+from jaxrunner.bounds import Bound, check_unicode, elements, plain, shown
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_TOKEN_IDS = 16  # of a request; the device's table has room for EOS too
@@ -189,19 +188,15 @@ BOUNDS = {
 
 def _words(words: Any) -> tuple[Any, ...]:
     """Returns bad words as a tuple of texts and of tuples of ids."""
-    if isinstance(words, str | bytes | Mapping) or not isinstance(words, Sequence | None):
-        raise TypeError(
-            "bad_words must be a list, each element a string or a list of token ids, "
-            f"got {reprlib.repr(words)}"
-        )
+    wanted = "a string or a list of token ids"
     found = {}
-    for i, word in enumerate(words or ()):
-        if not isinstance(word, str):
-            # Not `plain`, which drops repeats.
-            ids = plain(f"bad_words[{i}]", word, _TOKEN_ID._replace(each=True)) and word
-            word = tuple(int(token) for token in ids)
+    for i, given in enumerate(() if words is None else elements("bad_words", words, wanted)):
+        name = f"bad_words[{i}]"
+        if isinstance(given, str):
+            check_unicode(name, given)
+        word = given if isinstance(given, str) else _word(name, given)
         if not word:
-            raise ValueError(f"bad_words[{i}] is empty, which bans nothing: leave it out")
+            raise ValueError(f"{name} is empty, which bans nothing: leave it out")
         found[word] = None
     tokens = sum(len(word) for word in found if not isinstance(word, str))
     if len(found) > MAX_BAD_WORDS or tokens > MAX_IDS:
@@ -210,6 +205,14 @@ def _words(words: Any) -> tuple[Any, ...]:
             f"{MAX_BAD_WORDS} and {MAX_IDS}: give fewer"
         )
     return tuple(found)
+
+
+def _word(name: str, ids: Any) -> tuple[int, ...]:
+    """Returns the token ids of a word; unlike with other lists, order and repeats count."""
+    if isinstance(ids, set | frozenset):
+        raise TypeError(f"{name} must be a string or a list of token ids, got {shown(ids)}")
+    ids = elements(name, ids, _TOKEN_ID.wanted)
+    return tuple(plain(f"{name}[{i}]", token, _TOKEN_ID) for i, token in enumerate(ids))
 
 
 def _token_ids(params: Any) -> Iterator[tuple[str, int]]:

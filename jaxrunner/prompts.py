@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 import numbers
-import reprlib
 from typing import Any
 
 import numpy as np
 
+from jaxrunner.bounds import check_unicode, shown
 from jaxrunner.tokenizer import Tokenizer
 
 KEYS = ("prompt", "prompt_token_ids")
@@ -75,14 +75,14 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
     for i, token_id in enumerate(_integers(token_ids)):
         if not 0 <= token_id < vocab_size:
             raise ValueError(
-                f"prompt_token_ids[{i}]={token_id} is out of range, the model's ids are 0 to "
+                f"prompt_token_ids[{i}]={shown(token_id)} is out of range, the model's ids are 0 to "
                 f"{vocab_size - 1}: encode with the model's own tokenizer"
             )
 
 
 def _parse(prompt: Any) -> ParsedPrompt:
     try:
-        return ParsedPrompt(text=prompt) if isinstance(prompt, str) else _parse_dict(prompt)
+        return _parse_dict({"prompt": prompt} if isinstance(prompt, str) else prompt)
     except (TypeError, ValueError) as error:
         return ParsedPrompt(error=error)
 
@@ -92,17 +92,18 @@ def _parse_dict(prompt: Any) -> ParsedPrompt:
     if not isinstance(prompt, dict):
         raise TypeError(f"a prompt must be {FORMS}, {_got(prompt)}")
     if unknown := [key for key in prompt if key not in KEYS]:
-        raise ValueError(
-            f"prompt has unknown keys {reprlib.repr(unknown)}: use {' or '.join(KEYS)}"
-        )
+        raise ValueError(f"prompt has unknown keys {shown(unknown)}: use {' or '.join(KEYS)}")
     given = {key: value for key, value in prompt.items() if value is not None}
     if not given:
         raise ValueError(f"prompt is a dict without a prompt: set {' or '.join(KEYS)}")
     text, ids = given.get("prompt"), given.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt must be a str, {_got(text)}")
+    check_unicode("prompt", text or "")
     if ids is not None and (
-        isinstance(ids, str | bytes | dict) or not isinstance(ids, Sequence | np.ndarray)
+        isinstance(ids, str | bytes | bytearray | dict)
+        or not isinstance(ids, Sequence | np.ndarray)
+        or (isinstance(ids, np.ndarray) and ids.ndim == 0)
     ):
         raise TypeError(f"prompt_token_ids must be a list of integers, {_got(ids)}")
     return ParsedPrompt(text, None if ids is None else _integers(ids))
@@ -118,8 +119,8 @@ def _integers(values: Iterable[Any]) -> list[int]:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.timedelta64)
 
 
 def _got(value: Any) -> str:
-    return f"got {reprlib.repr(value)} of {type(value).__name__}"
+    return f"got {shown(value)} of {type(value).__name__}"

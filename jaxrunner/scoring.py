@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.completions import Completions
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import ParsedPrompt, parse_prompts
+from jaxrunner.request import NEVER
 
 SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
 
@@ -43,6 +45,7 @@ def score(
     Raises:
       TypeError, ValueError: a prompt is bad, or its logits are NaN.
     """
+    starts = [plain("start", start, Bound(int, 0, NEVER)) for start in starts]
     states = []
     try:
         for prompt, start in zip(prompts, starts, strict=True):
@@ -92,7 +95,7 @@ def loglikelihood(
 def _split(completions: Completions, i: int, pair: Any) -> tuple[list[int], list[int]]:
     """Returns the token ids of a context and of its continuation."""
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise TypeError(f"pair {i} must be (context, continuation), got {pair!r:.80}")
+        raise TypeError(f"pair {i} must be (context, continuation), got {shown(pair)}")
     tokenizer = completions.tokenizer
     if all(isinstance(part, str) for part in pair) and tokenizer is not None:
         context, rest = pair
@@ -103,7 +106,9 @@ def _split(completions: Completions, i: int, pair: Any) -> tuple[list[int], list
         parts = first, whole[len(first) :] or tokenizer.encode(rest, add_special_tokens=False)
     else:
         parsed = parse_prompts([{"prompt_token_ids": part} for part in pair])
-        parts = parsed[0].resolve(None)[1], parsed[1].resolve(None)[1]
+        if error := parsed[0].error or parsed[1].error:
+            raise type(error)(f"pair {i}: {error}")
+        parts = parsed[0].token_ids or [], parsed[1].token_ids or []
     context_ids, rest_ids = (list(part) for part in parts)
     if not context_ids:
         start = None if tokenizer is None else tokenizer.bos_token_id

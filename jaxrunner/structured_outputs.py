@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 import json
 import re
-import reprlib
 from typing import Any
+
+from jaxrunner.bounds import shown
 
 MAX_SOURCE_BYTES = 2**16  # of a schema, a regex, a grammar, or all choices together
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -78,9 +79,7 @@ def _given(params: StructuredOutputsParams) -> list[str]:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(
-            f"structured_outputs.{name} must be True or False, got {reprlib.repr(value)}"
-        )
+        raise TypeError(f"structured_outputs.{name} must be True or False, got {shown(value)}")
     return value
 
 
@@ -88,7 +87,7 @@ def _text(name: str, value: Any) -> str:
     """Returns a field's text, which is neither empty nor too long, and UTF-8 holds it."""
     if not isinstance(value, str):
         raise TypeError(
-            f"structured_outputs.{name} must be a string, got {reprlib.repr(value)} "
+            f"structured_outputs.{name} must be a string, got {shown(value)} "
             f"of {type(value).__name__}"
         )
     if not value:
@@ -117,7 +116,7 @@ def _schema(value: Any) -> str:
     if not isinstance(value, str | dict):
         raise TypeError(
             f"structured_outputs.json must be a JSON schema as a dict or a string, "
-            f"got {reprlib.repr(value)}"
+            f"got {shown(value)}"
         )
     value = _text("json", value) if isinstance(value, str) else value
     try:
@@ -133,10 +132,9 @@ def _schema(value: Any) -> str:
 
 
 def _choices(values: Any) -> tuple[str, ...]:
-    if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
-        raise TypeError(
-            f"structured_outputs.choice must be a list of strings, got {reprlib.repr(values)}"
-        )
+    no_list = isinstance(values, str | bytes | dict) or getattr(values, "ndim", 1) == 0
+    if no_list or not isinstance(values, Iterable):
+        raise TypeError(f"structured_outputs.choice must be a list of strings, got {shown(values)}")
     choices = tuple(dict.fromkeys(_text(f"choice[{i}]", v) for i, v in enumerate(values)))
     if not choices:
         raise ValueError("structured_outputs.choice has no string to choose: give at least one")
@@ -173,7 +171,7 @@ def _check_together(params: StructuredOutputsParams) -> None:
         )
     if not _WHITESPACE.fullmatch(params.whitespace_pattern or ""):
         raise ValueError(
-            f"structured_outputs.whitespace_pattern={reprlib.repr(params.whitespace_pattern)} "
+            f"structured_outputs.whitespace_pattern={shown(params.whitespace_pattern)} "
             r"may match more than whitespace: take space, \n, \t, \r, [] | () * + ? {m,n} alone"
         )
     for match in _LARK.finditer(params.grammar or ""):

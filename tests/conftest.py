@@ -12,6 +12,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import jax
 import pytest
 
+from jaxrunner import programs
+
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -30,6 +32,22 @@ else:
 def pytest_addoption(parser, pluginmanager):
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds a test may take; without pytest-timeout, no limit")
+
+
+def pytest_configure(config):
+    # Most of the time is XLA's; a program that two tests compile is compiled once.
+    if hasattr(config, "cache"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_executables():
+    """Forgets a module's executables: each maps memory, of which a process may map so much."""
+    yield
+    programs._executable.cache_clear()
+    jax.clear_caches()
 
 
 def pytest_runtest_setup(item):

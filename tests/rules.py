@@ -139,13 +139,19 @@ def drawer(program: Program, size: SampleSize):
     return jax.jit(functools.partial(step.draw, program=program, size=size))
 
 
-def draw(logits, params: SamplingParams, seeds, position, *, rich=False, **history) -> np.ndarray:
-    """Draws one token for each seed at `position`."""
+def draws(logits, params: SamplingParams, seeds, positions, *, rich=False) -> np.ndarray:
+    """Draws a token for each seed at each position, [positions, seeds]."""
     count = len(seeds)
     logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None], (count, len(logits)))
-    batch = batched(requests(count, **history), range(count), [position] * count)
-    run = sampler(program(), SampleSize(count, rich))
-    return np.asarray(run(logits, batch, tables([params] * count, seeds)).token_ids)
+    run, table = sampler(program(), SampleSize(count, rich)), tables([params] * count, seeds)
+    known = requests(count)
+    batches = (batched(known, range(count), [p] * count) for p in positions)
+    return np.stack([np.asarray(run(logits, batch, table).token_ids) for batch in batches])
+
+
+def draw(logits, params: SamplingParams, seeds, position, *, rich=False) -> np.ndarray:
+    """Draws one token for each seed at `position`."""
+    return draws(logits, params, seeds, [position], rich=rich)[0]
 
 
 def describe(logits, params, *, mode="raw_logprobs", num_logprobs=1, **history) -> Drawn:

@@ -15,8 +15,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import host_logits_fn, logits_fn, with_logits_fn
 
-
-NO_FUNCTION: Any = 3
+NO_FN: Any = 3
 
 
 def engine(rules=RULES, params=None, **changes) -> Engine:
@@ -83,8 +82,8 @@ def test_a_host_function_that_raises_ends_its_request_alone(caplog):
 @pytest.mark.parametrize(
     "make,error,message",
     [
-        (lambda: logits_fn(NO_FUNCTION), TypeError, "logits_fn must be a function, got int: pass one"),
-        (lambda: host_logits_fn(NO_FUNCTION), TypeError, "host_logits_fn must be a function, got int"),
+        (lambda: logits_fn(NO_FN), TypeError, "logits_fn must be a function, got int: pass one"),
+        (lambda: host_logits_fn(NO_FN), TypeError, "host_logits_fn must be a function, got int"),
         (
             lambda: logits_fn(only_successors, extra_args=dict.fromkeys(map(str, range(17)), 0)),
             ValueError, "extra_args of a logits_fn are 17, it may have 16",

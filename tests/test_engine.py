@@ -161,7 +161,7 @@ def test_an_aborted_request_leaves_nothing_behind():  # 59
 
 def test_no_compilation_after_warm_up():  # 25
     rng = np.random.default_rng(0)
-    e = engine(num_blocks=30, decode_buckets=(2, 5), token_buckets=(8, 32))
+    e = engine(num_blocks=30, decode_buckets=(5,), token_buckets=(8, 32))
     e.warm_up(rich=True)
     warm = len(e.runner.programs.ledger)
     e.runner.programs.strict = True
@@ -214,7 +214,7 @@ def test_a_preempted_request_gives_its_slot_back():  # D15
 
 def test_a_compilation_after_warm_up_names_what_differs():
     e = engine()
-    e.warm_up(rich=True)
+    e.warm_up()
     e.runner.programs.strict = True
     e.runner.buckets = tuple(b._replace(num_rows=4) for b in e.runner.buckets)
     e.add("a", PROMPTS[0], KINDS["greedy"])

@@ -1,4 +1,4 @@
-"""Each field of vLLM's `SamplingParams` has an effect or is refused; its widest values do no harm."""
+"""Each field of vLLM's `SamplingParams` has an effect, or is refused; its widest values work."""
 
 import dataclasses
 from typing import Any
@@ -30,7 +30,8 @@ DEFAULTS: dict[str, Any] = dict(
 AS_TUPLES = ("stop", "stop_token_ids", "bad_words")  # stored as () where they are None
 EOS = 0
 PROMPT = "for i in range(10):\n    x[i] = 0\n    x[i] = 0\n    x[i] ="
-GREEDY = dict(temperature=0.0)
+SEEDED: dict[str, Any] = dict(seed=1)
+GREEDY: dict[str, Any] = dict(temperature=0.0)
 ENDS = GREEDY | dict(logit_bias={EOS: 100.0}, max_tokens=4)  # says EOS whenever it may
 SAYS_EOS = ENDS | dict(ignore_eos=True)
 TWICE = RepetitionDetectionParams(max_pattern_size=1)
@@ -85,8 +86,12 @@ GOOD: tuple[dict[str, Any], ...] = (
     *({"bad_words": v} for v in ([], [[0], [V - 1]], [range(1024)], [[i] for i in range(128)])),
     dict(repetition_detection=RepetitionDetectionParams(max_pattern_size=4096, min_count=4096)),
 )  # fmt: skip
-PROMPTS: tuple[Any, ...] = ("x = ", [EOS], [V - 1] * 120)
-NEIGHBOURS = (dict(temperature=0), dict(seed=2, logprobs=0), dict(seed=3, top_k=9, min_tokens=16))
+PROMPTS = ({"prompt_token_ids": [EOS]}, {"prompt_token_ids": [V - 1] * 120})
+NEIGHBOURS: tuple[dict[str, Any], ...] = (
+    dict(temperature=0),
+    dict(seed=2, logprobs=0),
+    dict(seed=3, top_k=9, min_tokens=16),
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +102,7 @@ def llm():
 
 def ask(llm, *params: dict[str, Any], prompt: Any = PROMPT) -> list[Any]:
     """Returns the output of each of some parameters."""
-    asked = [SamplingParams(**dict(seed=1) | some) for some in params]
+    asked = [SamplingParams(**SEEDED | some) for some in params]
     return llm.generate([prompt] * len(asked), asked, use_tqdm=False)
 
 
@@ -135,6 +140,13 @@ def test_a_field_has_an_effect(llm, name):
         assert (changed["tokens"], changed["finish_reason"]) == ([9, 9], "repetition")
 
 
+def test_the_text_of_a_stop_token_is_told_like_that_of_a_stop_string(llm):
+    stop = GREEDY | dict(stop_token_ids=[199])
+    outputs = ask(llm, stop, stop | dict(include_stop_str_in_output=True))
+    assert [seen(output)["tokens"] for output in outputs] == [[449, 199]] * 2
+    assert [seen(output)["text"] for output in outputs] == [" 0", " 0\n"]  # vLLM's
+
+
 def test_the_kind_of_output_shapes_a_stream(llm):
     whole = ask(llm, GREEDY)[0].outputs[0].token_ids
     told = {}
@@ -165,10 +177,9 @@ def test_the_widest_values_do_no_harm(llm):
     """Those of neighbours included: their tokens stay as they were."""
     want = ask(llm, *NEIGHBOURS)
     for prompt in PROMPTS:
-        wide = [dict(max_tokens=3) | fields for fields in GOOD]
-        prompt = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        wide: list[dict[str, Any]] = [{"max_tokens": 3} | fields for fields in GOOD]
         prompts = [PROMPT] * 3 + [prompt] * len(wide)
-        params = [SamplingParams(**dict(seed=1) | p) for p in (*NEIGHBOURS, *wide)]
+        params = [SamplingParams(**SEEDED | p) for p in (*NEIGHBOURS, *wide)]
         order = np.random.default_rng(len(prompts)).permutation(len(prompts))
         outputs = llm.generate(
             [prompts[i] for i in order], [params[i] for i in order], use_tqdm=False

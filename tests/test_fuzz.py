@@ -156,6 +156,8 @@ def made() -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """Yields bad parameters: a class, the name that its refusal must have, and the fields."""
     for make, name, rest, values in (*numbers(), *several(), *structures(), *contradictions()):
         yield from ((make, name, rest | {name: value}) for value in values)
+    for name in ("bad_words", "stop"):
+        yield from ((SamplingParams, name, {name: [w]}) for w in ("\ud800", "a\udfff"))
 
 
 def fault(name: str, message: str) -> str | None:
@@ -213,7 +215,6 @@ def requests() -> Iterator[tuple[Any, SamplingParams, str]]:
         for some in ([v], [3, v], [v, 3], [*range(9), v]):
             given += [(name, some) for name in ID_FIELDS]
             given += [("logit_bias", dict.fromkeys(some, 1.0)), ("bad_words", ["a", some])]
-    given += [(name, [word]) for name in ("bad_words", "stop") for word in ("\ud800", "a\udfff")]
     given += [("structured_outputs", StructuredOutputsParams(regex=v)) for v in BAD_REGEXES]
     given += [("structured_outputs", StructuredOutputsParams(json=v)) for v in BAD_SCHEMAS]
     given += [("structured_outputs", StructuredOutputsParams(grammar=v)) for v in BAD_GRAMMARS]

@@ -52,8 +52,7 @@ def test_draws_follow_the_exact_distribution(kind, rich):  # 34
     settings = KINDS[kind]
     params = SamplingParams(**settings)
     count, rounds = 1000, 100
-    draw = [rules.draw(LOGITS, params, range(count), p, rich=rich) for p in range(rounds)]
-    drawn = np.concatenate(draw)
+    drawn = rules.draws(LOGITS, params, range(count), range(rounds), rich=rich).ravel()
     expected = oracle(LOGITS, **settings) * count * rounds
     seen = np.bincount(drawn, minlength=len(LOGITS))
     possible = expected > 0
