@@ -75,8 +75,8 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
     for i, token_id in enumerate(_integers(token_ids)):
         if not 0 <= token_id < vocab_size:
             raise ValueError(
-                f"prompt_token_ids[{i}]={shown(token_id)} is out of range, the model's ids are 0 to "
-                f"{vocab_size - 1}: encode with the model's own tokenizer"
+                f"prompt_token_ids[{i}]={shown(token_id)} is out of range, the model's ids are 0 "
+                f"to {vocab_size - 1}: encode with the model's own tokenizer"
             )
 
 

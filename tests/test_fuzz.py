@@ -156,8 +156,7 @@ def made() -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """Yields bad parameters: a class, the name that its refusal must have, and the fields."""
     for make, name, rest, values in (*numbers(), *several(), *structures(), *contradictions()):
         yield from ((make, name, rest | {name: value}) for value in values)
-    for name in ("bad_words", "stop"):
-        yield from ((SamplingParams, name, {name: [w]}) for w in ("\ud800", "a\udfff"))
+    yield from ((SamplingParams, name, {name: ["\ud800"]}) for name in ("bad_words", "stop"))
 
 
 def fault(name: str, message: str) -> str | None:
