@@ -246,11 +246,11 @@ def calls(llm) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[
 
 @pytest.fixture(scope="module")
 def llm():
+    pytest.importorskip("llguidance")
     with LLM(
         str(embedded.PATH), dtype="float32", max_model_len=128, max_num_seqs=4, block_size=16,
         max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,), num_blocks=64,
-        use_tqdm=False, warm_up=False,
-    ) as llm:  # fmt: skip
+        use_tqdm=False, warm_up=False) as llm:  # fmt: skip
         yield llm
 
 

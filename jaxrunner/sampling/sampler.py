@@ -59,11 +59,14 @@ def process(
             before = out
         if rich or rule.wanted is None:
             out = run(rule, out, table, batch)
+    before = out if before is None else before
     best = out.max(-1)  # truncation keeps the likeliest
     no_choice = best == -jnp.inf
     floor = jnp.where(no_choice, 0.0, best)[:, None]
-    mass = [jnp.exp(x - floor).sum(-1) for x in (out, out if before is None else before)]
-    kept_mass = jnp.where(no_choice, 1.0, mass[0] / mass[1])
+    mass = [jnp.exp(x - floor).sum(-1) for x in (out, before)]
+    cut = ((out == -jnp.inf) & (before > -jnp.inf)).any(-1)
+    # Two sums of one row may round differently: where nothing was cut, all of it was kept.
+    kept_mass = jnp.where(no_choice | ~cut, 1.0, mass[0] / mass[1])
     if rich:
         # The grammar outranks the other rules: what it allows is never refused in favour of id 0.
         out = jnp.where(no_choice[:, None], run(grammar, logits, NoParams(), batch), out)
