@@ -190,7 +190,7 @@ class ModelRunner:
         handle.expect_scores({self.slots[r]: r for r in work.req_ids}, scores)
         return handle
 
-    def _forward(self, work: "Work") -> None:
+    def _forward(self, work: Work) -> None:
         """Launches the forward pass, and what scores prompt tokens."""
         program = self.programs[Key("forward", work.bucket)]
         self.state, logits, rows, hidden, targets = program(self.params, self.state, work.plan)
@@ -206,8 +206,7 @@ class ModelRunner:
         """Returns which tokens grammars allow, [B, J, ceil(V / 32)]."""
         if grammar is None:
             return self._all_allowed(num_rows)
-        words = -(-self.program.config.vocab_size // 32)
-        mask = np.full((num_rows, 1 + self.program.num_drafts, words), -1, np.int32)
+        mask = self._open_mask(num_rows)
         for req_id, allowed in zip(*grammar, strict=True):
             if req_id not in req_ids:
                 raise ValueError(f"grammar_output must name requests of the step, got {req_id!r}")
@@ -217,12 +216,14 @@ class ModelRunner:
     def _all_allowed(self, num_rows: int) -> jax.Array:
         """Returns the mask of a step without grammars, made once."""
         if num_rows not in self._masks:
-            words = -(-self.program.config.vocab_size // 32)
-            shape = (num_rows, 1 + self.program.num_drafts, words)
-            self._masks[num_rows] = jax.device_put(np.full(shape, -1, np.int32))
+            self._masks[num_rows] = jax.device_put(self._open_mask(num_rows))
         return self._masks[num_rows]
 
-    def _prepare(self, output: SchedulerOutput) -> "Work | None":
+    def _open_mask(self, num_rows: int) -> np.ndarray:
+        words = -(-self.program.config.vocab_size // 32)
+        return np.full((num_rows, 1 + self.program.num_drafts, words), -1, np.int32)
+
+    def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""
         for req_id in output.finished_req_ids | output.preempted_req_ids:
             self.slots.remove(req_id)

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from jaxrunner.bounds import shown
+from jaxrunner.bounds import check_unicode, shown
 
 MAX_SOURCE_BYTES = 2**16  # of a schema, a regex, a grammar, or all choices together
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -93,13 +93,8 @@ def _text(name: str, value: Any) -> str:
     if not value:
         raise ValueError(f"structured_outputs.{name} is empty: say what to generate")
     _check_size(name, len(value))
-    try:
-        _check_size(name, len(value.encode()))
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"structured_outputs.{name} has half a surrogate pair at character {error.start}, "
-            "which no UTF-8 holds: remove it"
-        ) from error
+    check_unicode(f"structured_outputs.{name}", value)
+    _check_size(name, len(value.encode()))
     return value
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import tokenizers
 
+from jaxrunner.bounds import check_unicode
+
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
 
 
@@ -77,7 +79,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, got {type(text).__name__}: pass a str")
         if not text.isascii():
-            _check_unicode(text)
+            check_unicode("text", text)
         return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def token_text(self, token_id: int) -> str:
@@ -90,16 +92,6 @@ class Tokenizer:
         """Returns the text of ids; an id that no token has is left out."""
         known = [int(i) for i in ids if i in self]
         return self.inner.decode(known, skip_special_tokens=skip_special_tokens)
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"text has half a surrogate pair at character {error.start}, which no UTF-8 holds: "
-            "remove it"
-        ) from error
 
 
 def _token_id(inner: tokenizers.Tokenizer, name: str, token: str | None) -> int | None:
