@@ -1,7 +1,7 @@
-"""Speed of one engine: decode, prefill, first token, offline throughput, start-up.
+"""Speed of one engine: decode, prefill, first token, offline throughput, host time, start-up.
 
     python -m jaxrunner.bench llama8b --out result.json
-    python -m jaxrunner.bench tiny
+    python -m jaxrunner.bench tiny --parts decode,host --repeats 3
 
 Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
 what one token more costs: the difference of two runs of unlike length over the same prompts.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import json
 from pathlib import Path
 import platform
+import statistics
 import tempfile
 import time
 from typing import Any
@@ -20,11 +21,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrunner import host_time
+from jaxrunner.engine import Engine, Gained
 from jaxrunner.llm import LLM
 from jaxrunner.params import SamplingParams
 
 SAMPLED = dict(temperature=0.8, top_k=50, top_p=0.95)
-PARTS = ("decode", "prefill", "ttft", "offline")
+PARTS = ("decode", "prefill", "ttft", "offline", "host")
+PERCENTILES = (50, 90, 99)
 
 
 def _config(architecture: str, model_type: str, sizes: str, **rest: Any) -> dict[str, Any]:
@@ -53,6 +57,8 @@ class Preset:
     ttft: tuple[int, ...] = (128, 1024)
     offline: tuple[int, int, int] = (512, 512, 256)  # requests, tokens in, tokens out
     mixed: tuple[tuple[int, int], tuple[int, int]] = ((32, 1024), (32, 512))  # in, out
+    host_batches: tuple[int, ...] = (1, 8, 64, 256)
+    host_steps: int = 100
 
 
 GPU_ENGINE = dict(
@@ -78,6 +84,7 @@ PRESETS = {
              token_buckets=(64, 512), decode_buckets=(1, 16)),
         batches=(1, 16), sampled_batches=(1, 16), context=128, short=4, long=36,
         prefill=(4, 256), ttft=(64, 128), offline=(32, 64, 32), mixed=((8, 128), (8, 64)),
+        host_batches=(1, 16),
     ),
 }  # fmt: skip
 
@@ -125,17 +132,43 @@ class Bench:
         best = {n: min(self.run(1, n, 1) for _ in range(5)) for n in self.preset.ttft}
         return {f"ttft_ms_1x{n}": seconds * 1e3 for n, seconds in best.items()}
 
-    def offline(self) -> dict[str, float]:
-        """Returns output tokens a second over many requests, of equal and of mixed lengths."""
+    def offline(self) -> dict[str, Any]:
+        """Returns output tokens a second over many requests, of equal and of mixed lengths.
+
+        Of the mixed ones also milliseconds to the first token, from the call on, and from one
+        token of a request to its next.
+        """
         num, length, new = self.preset.offline
         equal = num * new / self.run(num, length, new)
         ranges, rng = self.preset.mixed, np.random.default_rng(1)
         inputs, outputs = (rng.integers(*bounds, num) for bounds in ranges)
         prompts = [self.prompt(int(n)) for n in inputs]
-        seconds = self.time(prompts, [params(int(n)) for n in outputs])
+        with Arrivals(self.llm.engine) as arrivals:
+            start = time.perf_counter()
+            seconds = self.time(prompts, [params(int(n)) for n in outputs])
+        name, times = f"offline_mixed_{num}", arrivals.by_request()
         return {
             f"offline_{num}x({length}+{new})_out_tok_s": equal,
-            f"offline_mixed_{num}_out_tok_s": int(outputs.sum()) / seconds,
+            f"{name}_out_tok_s": int(outputs.sum()) / seconds,
+            f"{name}_ttft_ms": percentiles_ms([at[0] - start for at in times]),
+            f"{name}_itl_ms": percentiles_ms(np.concatenate([np.diff(at) for at in times])),
+        }
+
+    def host(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Returns what the host does, by phase: microseconds of a decode step by batch size, and
+        milliseconds of one `generate` for one token of many prompts."""
+        p, times = self.preset, dict[str, dict[str, float]]()
+        num, length, _ = p.offline
+        for batch in p.host_batches:
+            prompts = [self.prompt(min(64, p.context)) for _ in range(batch)]
+            wanted = params(p.host_steps + batch + 16)
+            times[f"b{batch}"] = host_time.decode_us(self.llm, prompts, wanted, p.host_steps)
+            print(f"host, batch {batch}: {times[f'b{batch}']['host']:.0f} us a step", flush=True)
+        prompts = [self.prompt(length) for _ in range(num)]
+        admission = host_time.generate_ms(self.llm, prompts, params(1))
+        return {
+            "host_us_per_step": times,
+            "host_ms_per_admission": {f"{num}x{length}": admission},
         }
 
     def run(self, batch: int, length: int, new: int, **rule: Any) -> float:
@@ -154,10 +187,52 @@ class Bench:
         return time.perf_counter() - start
 
 
+class Arrivals:
+    """When an engine's requests got tokens, while this is entered."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._step = engine, engine.step
+        self._steps: list[tuple[float, Gained]] = []
+
+    def __enter__(self) -> "Arrivals":
+        self._engine.step = self._timed
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._engine.step = self._step
+
+    def _timed(self) -> Gained:
+        gained = self._step()
+        self._steps.append((time.perf_counter(), gained))
+        return gained
+
+    def by_request(self) -> list[list[float]]:
+        """Returns the times, in seconds, at which each request got tokens."""
+        times: dict[str, list[float]] = {}
+        for at, gained in self._steps:
+            for request, tokens in gained:
+                if tokens:
+                    times.setdefault(request.request_id, []).append(at)
+        return list(times.values())
+
+
 def params(new: int, **rule: Any) -> SamplingParams:
     """Returns greedy parameters, or those of `rule`, for `new` tokens that nothing stops."""
     rule = {"temperature": 0.0} | rule
     return SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, **rule)
+
+
+def percentiles_ms(seconds: Any) -> dict[str, float]:
+    """Returns percentiles of some seconds, in milliseconds."""
+    values = np.percentile(seconds, PERCENTILES) * 1e3
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
+
+
+def medians(results: list[Any]) -> Any:
+    """Returns the median of each figure of several like results."""
+    if isinstance(results[0], dict):
+        return {name: medians([result[name] for result in results]) for name in results[0]}
+    return statistics.median(results)
 
 
 def machine() -> dict[str, str]:
@@ -174,13 +249,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxrunner.bench", description=__doc__)
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each part, for medians")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     bench = Bench(PRESETS[args.preset])
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     for part in args.parts.split(","):
         run: Callable[[], dict[str, Any]] = getattr(bench, part)
-        result |= run()
+        result |= medians([run() for _ in range(args.repeats)])
         if args.out:  # after each part: a run that is cut short leaves what it has
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

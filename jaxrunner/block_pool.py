@@ -156,10 +156,12 @@ def block_hashes(
 
     A hash stands for the block's tokens, all tokens before them, the cache group and the salt.
     """
-    hashes = list(known)
+    hashes, name = list(known), group.to_bytes(4, "little")
     parent = hashes[-1] if hashes else root_hash(salt)
-    for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
-        content = array("i", tokens[end - block_size : end]).tobytes()
-        parent = hashlib.sha256(parent + group.to_bytes(4, "little") + content).digest()
+    content = array("i", tokens[len(hashes) * block_size :])
+    size = block_size * content.itemsize
+    whole = memoryview(content.tobytes())
+    for start in range(0, len(whole) - size + 1, size):
+        parent = hashlib.sha256(parent + name + whole[start : start + size]).digest()
         hashes.append(parent)
     return hashes

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxrunner.block_pool import BlockPool, block_hashes, root_hash
 from jaxrunner.cache_groups import CacheGroup, find_prefix
-from jaxrunner.request import Request
+from jaxrunner.request import NEVER, Request
 
 
 class Hit(NamedTuple):
@@ -22,11 +22,15 @@ class BlockTables:
 
     def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool]):
         self._groups = tuple(zip(groups, pools, strict=True))
+        self.have_windows = any(group.window is not None for group in groups)
+        self._caching = [(g, pool) for g, pool in enumerate(pools) if pool.enable_caching]
         for group, pool in self._groups:
             assert group.block_size == pool.block_size, "a pool and its group differ"
 
     def find(self, request: Request) -> Hit:
         """Returns the longest cached prefix of a request that leaves a token to compute."""
+        if not self._caching:
+            return Hit(0, tuple([] for _ in self._groups))
         tokens = request.token_ids
         self._extend_hashes(request)
         lookups = [
@@ -96,20 +100,27 @@ class BlockTables:
         new = tuple(pool.take(n) for pool, n in zip(pools, wanted, strict=True))
         for table, blocks in zip(request.blocks, new, strict=True):
             table.extend(blocks)
+        rooms = zip(pools, request.blocks, strict=True)
+        request.num_held = min(pool.block_size * len(table) for pool, table in rooms)
         return new
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Lets others share the full blocks of the first `num_tokens`: known, and launched."""
-        tables = zip(self._groups, request.blocks, strict=True)
-        for g, ((group, pool), table) in enumerate(tables):
-            if not pool.enable_caching:
-                continue
-            size = group.block_size
+        if num_tokens < request.full_len:
+            return
+        sizes = [pool.block_size for _, pool in self._caching]
+        request.full_len = min((num_tokens // n * n + n for n in sizes), default=NEVER)
+        for (g, pool), size in zip(self._caching, sizes, strict=True):
+            table = request.blocks[g]
             # Published blocks, and null ones before them, are a prefix of the table.
-            for i in reversed(range(num_tokens // size)):
-                if table[i] == pool.null_block or pool.is_published(table[i]):
+            start = end = num_tokens // size
+            while start > 0 and not pool.is_published(table[start - 1]):
+                if table[start - 1] == pool.null_block:
                     break
+                start -= 1
+            if start < end:
                 self._extend_hashes(request)
+            for i in range(start, end):
                 tokens = _slice(request, i * size, (i + 1) * size)
                 pool.publish(table[i], request.block_hashes[g][i], tokens)
 
@@ -118,7 +129,7 @@ class BlockTables:
 
         Unlike with `publish`, a step before this one must have been launched with them.
         """
-        if not (request.blocks and num_tokens):
+        if not (request.blocks and num_tokens and self._caching):
             return
         self._extend_hashes(request)
         for (_, pool), table, hashes in zip(
@@ -146,7 +157,7 @@ class BlockTables:
         """Gives up all blocks of a request."""
         for (_, pool), table in zip(self._groups, request.blocks, strict=True):
             pool.release(table)
-        request.blocks = ()
+        request.blocks, request.num_held, request.full_len = (), 0, 0
 
     def reset(self) -> bool:
         """Forgets all prefixes; False, and no change, while a block is in use."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 import itertools
 import threading
+import time
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -14,6 +15,8 @@ from jaxrunner.outputs import RequestOutput
 from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.prompts import ParsedPrompt
 from jaxrunner.tokenizer import Tokenizer
+
+REDRAW_S = 0.1  # a count of what is finished looks at every completion
 
 
 class Completions:
@@ -74,11 +77,14 @@ class Completions:
 
     def run(self, states: Sequence[RequestState], *, use_tqdm: bool = False) -> None:
         """Steps until these completions are whole."""
-        bar = tqdm(total=len(states), desc="Processed prompts", disable=not use_tqdm)
-        with bar:
-            while unfinished := sum(not state.finished for state in states):
-                bar.update(len(states) - unfinished - bar.n)
-                self.step()
+        shown_s = time.monotonic()
+        with tqdm(total=len(states), desc="Processed prompts", disable=not use_tqdm) as bar:
+            for state in states:
+                while not state.finished:
+                    self.step()
+                    if use_tqdm and time.monotonic() - shown_s > REDRAW_S:
+                        bar.update(sum(state.finished for state in states) - bar.n)
+                        shown_s = time.monotonic()
             bar.update(len(states) - bar.n)
 
     def step(self) -> None:
@@ -130,8 +136,9 @@ def news(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
         return
     for state in group:
         if state.has_news:
-            new, whole = state.completion(delta=True), state.completion()
-            told = whole if kind == RequestOutputKind.CUMULATIVE else new
+            told = state.completion(delta=True)
+            if kind == RequestOutputKind.CUMULATIVE:
+                told = state.completion()
             yield request_output(group, [told], finished=all(s.told_all for s in group))
 
 

@@ -8,6 +8,7 @@ from jaxrunner.settings import Settings
 DTYPES = ("float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 NAN_POLICIES = ("error", "raise", "ignore")
+ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class EngineConfig:
     seed: int = 0
     logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
     nan_policy: str = "error"  # of NaN or infinite logits: end the request, or raise, or go on
+    attention_backend: str = "auto"  # kernels where they serve the model, or one by name
 
     def __post_init__(self):
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -88,7 +90,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("dtype", "kv_dtype"):
             check_dtype(name, getattr(self, name))
-        for name, known in (("logprobs_mode", LOGPROBS_MODES), ("nan_policy", NAN_POLICIES)):
+        named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES)
+        for name, known in (named | dict(attention_backend=ATTENTION_BACKENDS)).items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         for name in ("token_buckets", "decode_buckets"):

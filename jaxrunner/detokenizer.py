@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrunner.params import SamplingParams
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.tokenizer import BROKEN, Tokenizer
 
-BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
 MAX_HALF = 3  # tokens that half a character takes at most: UTF-8 has up to 4 bytes
 MAX_PENDING = 64  # tokens; text that ends broken for so long is shown as it is
 CONTEXT = 8  # prompt tokens to decode with, if they are enough
@@ -41,14 +40,21 @@ class Detokenizer:
     def append(self, ids: Sequence[int]) -> str:
         """Takes in tokens. Returns the characters that are certain now."""
         # One by one: two characters at once would hide where the first one ends.
-        return "".join([self._append(token_id) for token_id in self._visible(ids)])
+        return "".join([self._append(token_id) for token_id in ids])
 
     def flush(self) -> str:
         """Returns what was held back, complete or not."""
         return self._finish(self._pending())
 
     def _append(self, token_id: int) -> str:
-        self._ids.append(token_id)
+        text = self._tokenizer.whole_text(token_id)
+        if text and self._read == len(self._ids) and not self._known.endswith(BROKEN):
+            self._ids, self._read, self._known = [int(token_id)], 1, text
+            self._parts.append(text)
+            return text
+        if not (visible := self._visible([token_id])):
+            return ""
+        self._ids += visible
         pending = self._pending()
         if pending.endswith(BROKEN) and len(self._ids) - self._read <= MAX_PENDING:
             return self._show(pending.rstrip(BROKEN))

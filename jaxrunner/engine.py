@@ -137,11 +137,13 @@ class Engine:
                 break
         if self._in_flight:
             self._read()
-        gained: dict[Request, list[int]] = {}
-        for request, tokens in self._gained:  # of several steps, where grammars are about
-            gained.setdefault(request, []).extend(tokens)
-        self._gained = []
-        return list(gained.items())
+        gained, self._gained = self._gained, []
+        if len({request for request, _ in gained}) == len(gained):
+            return gained
+        merged: dict[Request, list[int]] = {}
+        for request, tokens in gained:  # of several steps, where grammars are about
+            merged.setdefault(request, []).extend(tokens)
+        return list(merged.items())
 
     def _launch(self) -> bool:
         scheduled = self.scheduler.schedule()
@@ -163,29 +165,29 @@ class Engine:
         scheduled, handle = self._in_flight.popleft()
         output = handle.get()
         failed = self._failures(scheduled, output)
-        live = {r for r, request in scheduled.requests.items() if request.finish_reason is None}
-        sampled = {
-            req_id: tokens
-            for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
-            if req_id not in failed
-        }
+        sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+        for req_id in failed:
+            del sampled[req_id]
         for part in output.prompt_logprobs:
-            if part.req_id in live:
-                scheduled.requests[part.req_id].prompt_logprobs.append(part[1:])
+            request = scheduled.requests[part.req_id]
+            if request.finish_reason is None:
+                request.prompt_logprobs.append(part[1:])
         gained = self.scheduler.update(scheduled, sampled)
-        _share_out(output, gained)
+        if output.logprobs is not None:
+            _share_out(output, gained)
         self._gained += gained
         for request, tokens in gained:
-            if reason := accept(request, tokens):
+            if request.grammar is not None and (reason := accept(request, tokens)):
                 self.finish([request.request_id], reason)
         self._fail(scheduled, failed)
 
     def _failures(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, str]:
         """Returns why requests of a step got no token that counts."""
-        failed = {}
+        failed: dict[str, str] = {}
+        if True not in output.not_finite and True not in output.no_choice:
+            return failed
         for i, req_id in enumerate(output.req_ids):
-            request = scheduled.requests[req_id]
-            if request.finish_reason is not None:
+            if scheduled.requests[req_id].finish_reason is not None:
                 continue
             if output.not_finite[i] and self.config.nan_policy != "ignore":
                 failed[req_id] = "the model gave NaN or infinite logits: look at its weights"

@@ -62,20 +62,16 @@ class RequestState:
 
     def update(self, request: Request, new_token_ids: Sequence[int]) -> bool:
         """Takes in new tokens. Returns whether a stop string ended the request just now."""
-        if self.finished:
+        if self.finish_reason is not None:
             return False
-        if new_token_ids:
-            self.times.setdefault("first_token_s", time.monotonic())
+        if new_token_ids and "first_token_s" not in self.times:
+            self.times["first_token_s"] = time.monotonic()
+        if request.logprobs:
             self._add_logprobs(request, new_token_ids)
-        for i, token_id in enumerate(new_token_ids):
-            self.token_ids.append(token_id)
-            last = i == len(new_token_ids) - 1 and request.finish_reason == "stop"
-            if last and token_id in request.stop_ids and not self.params.include_stop_str_in_output:
-                break  # it ends the text and is no part of it
-            if self._detokenizer is not None and self._add_text(
-                self._detokenizer.append([token_id])
-            ):
-                return request.finish_reason is None
+        if self._detokenizer is None:
+            self.token_ids += new_token_ids
+        elif self._add_tokens(request, new_token_ids, self._detokenizer):
+            return request.finish_reason is None
         if request.finish_reason is not None:
             self.error = request.error
             self._end(request.finish_reason, request.stop_reason)
@@ -102,8 +98,8 @@ class RequestState:
             self.told_all = self.finished
         told = self.params.num_logprobs is not None
         arrays = {
-            name: np.array(self._arrays[name][start:count], np.float32) if told else None
-            for name in ARRAYS
+            name: np.array(self._arrays[name][start:count], np.float32)
+            for name in (ARRAYS if told else ())
         }
         return CompletionOutput(
             index=self.index,
@@ -113,9 +109,9 @@ class RequestState:
             logprobs=self._logprobs[start:count] if told else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            raw_logprobs=arrays["raw"],
-            processed_logprobs=arrays["processed"],
-            kept_mass=arrays["kept_mass"],
+            raw_logprobs=arrays.get("raw"),
+            processed_logprobs=arrays.get("processed"),
+            kept_mass=arrays.get("kept_mass"),
         )
 
     def prompt_logprobs(self) -> list[LogprobDict | None] | None:
@@ -155,6 +151,17 @@ class RequestState:
                     text = self._token_text(other)
                     entry[other] = Logprob(value, rank if ranked else None, text)
             yield entry
+
+    def _add_tokens(self, request: Request, token_ids: Sequence[int], text: Detokenizer) -> bool:
+        """Adds tokens and their text. Returns whether a stop string ended the request."""
+        for i, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            last = i == len(token_ids) and request.finish_reason == "stop"
+            if last and token_id in request.stop_ids and not self.params.include_stop_str_in_output:
+                break  # it ends the text and is no part of it
+            if self._add_text(text.append([token_id])):
+                return True
+        return False
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

@@ -72,12 +72,13 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
             f"prompt has {len(token_ids)} tokens, max_model_len={max_model_len} leaves room for "
             f"{max_model_len - 1}: shorten it or raise max_model_len"
         )
-    for i, token_id in enumerate(_integers(token_ids)):
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"prompt_token_ids[{i}]={shown(token_id)} is out of range, the model's ids are 0 "
-                f"to {vocab_size - 1}: encode with the model's own tokenizer"
-            )
+    ids = _integers(token_ids)
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise ValueError(
+            f"prompt_token_ids[{i}]={shown(ids[i])} is out of range, the model's ids are 0 "
+            f"to {vocab_size - 1}: encode with the model's own tokenizer"
+        )
 
 
 def _parse(prompt: Any) -> ParsedPrompt:
@@ -112,6 +113,8 @@ def _parse_dict(prompt: Any) -> ParsedPrompt:
 def _integers(values: Iterable[Any]) -> list[int]:
     """Returns ids as plain integers."""
     values = list(values)
+    if set(map(type, values)) <= {int}:
+        return values  # at once: prompts are long
     for i, value in enumerate(values):
         if not _is_integer(value):
             raise TypeError(f"prompt_token_ids[{i}] must be an integer, {_got(value)}")

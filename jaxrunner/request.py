@@ -1,6 +1,5 @@
 """A request as the host sees it, and what one scheduled step says of requests. Knows no JAX."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ class Status(Enum):
 class Request:
     """One request from admission to its end. Lengths and counts are in tokens.
 
-    The scheduler alone changes the fields below `arrival`.
+    The scheduler alone changes the fields below `arrival`, outputs through `append`.
     """
 
     request_id: str
@@ -43,8 +42,11 @@ class Request:
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = field(init=False)  # prompt and output; a count, as every step asks for it
     blocks: tuple[list[int], ...] = ()  # by cache group; the pool's `null_block` where skipped
     block_hashes: tuple[list[bytes], ...] = ()  # by cache group, one a full block of known tokens
+    num_held: int = 0  # tokens that `blocks` have room for
+    full_len: int = 0  # known tokens at which another block is full, and to be published
     num_computed: int = 0  # tokens launched, an upper bound of what the device has computed
     num_in_flight: int = 0  # sampled tokens launched and not yet read
     num_cached_tokens: int = 0  # tokens found in the prefix cache at the first admission
@@ -55,14 +57,21 @@ class Request:
     logprobs: list[Any] = field(default_factory=list)  # parts of outputs: `Logprobs`, [N]
     prompt_logprobs: list[Any] = field(default_factory=list)  # parts: positions, `Logprobs`
 
-    def append(self, tokens: Sequence[int]) -> list[int]:
+    def __post_init__(self):
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def append(self, tokens: list[int]) -> list[int]:
         """Adds sampled tokens, up to the end. Returns those that were added."""
-        for i, token in enumerate(tokens):
+        pattern = self.params.repetition_detection
+        for count, token in enumerate(tokens, 1):
             self.output_token_ids.append(token)
-            self._end_at(token)
-            if self.finish_reason is not None:
-                return list(tokens[: i + 1])
-        return list(tokens)
+            self.num_tokens += 1
+            # Nothing else ends a request, and most tokens are none of it.
+            if token in self.stop_ids or self.num_tokens >= self.max_len or pattern is not None:
+                self._end_at(token)
+                if self.finish_reason is not None:
+                    return tokens[:count]
+        return tokens
 
     def _end_at(self, token: int) -> None:
         outputs, params = self.output_token_ids, self.params
@@ -79,10 +88,6 @@ class Request:
     def token_ids(self) -> list[int]:
         """All tokens that the host knows."""
         return self.prompt_token_ids + self.output_token_ids
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass

@@ -9,6 +9,7 @@ builds a grammar mask while the forward pass runs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import reference
+from jaxrunner.kernels_pallas.choose import choose_attention
 from jaxrunner.launch import abstract, program_keys, program_spec
 from jaxrunner.layout import (
     Bucket,
@@ -32,7 +33,7 @@ from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
-from jaxrunner.transfer import read
+from jaxrunner.transfer import Layout
 from jaxrunner.types import Logprobs
 
 
@@ -71,25 +72,31 @@ class ModelRunnerOutput:
 class StepHandle:
     """A step in flight."""
 
-    def __init__(self, req_ids: tuple[str, ...] = (), spec: Any = None, packed: Any = None):
-        self.req_ids, self._spec, self._packed = req_ids, spec, packed
-        self._scores: list[tuple[Any, jax.Array]] = []
+    def __init__(self, req_ids: tuple[str, ...] = (), layout: Any = None, packed: Any = None):
+        self.req_ids, self._layout, self._packed = req_ids, layout, packed
+        self._scores: list[tuple[Any, Any]] = []
         self._names: dict[int, str] = {}
         if packed is not None:
             packed.copy_to_host_async()
 
-    def expect_scores(self, names: dict[int, str], scores: list[tuple[Any, jax.Array]]) -> None:
+    def expect_scores(self, names: dict[int, str], scores: list[tuple[Any, Any]]) -> None:
         """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
         self._names, self._scores = names, scores
         for _, packed in scores:
             packed.copy_to_host_async()
 
+    def wait(self) -> None:
+        """Waits until the step's outputs are on the host."""
+        self._packed = np.asarray(self._packed)
+        self._scores = [(layout, np.asarray(packed)) for layout, packed in self._scores]
+
     def get(self) -> ModelRunnerOutput:
         """Waits for the step and returns what it sampled."""
         if self._packed is None:
             return ModelRunnerOutput()
+        self.wait()
         n = len(self.req_ids)
-        out = read(self._spec, np.asarray(self._packed))
+        out = self._layout.read(self._packed)
         counts = out.num_sampled[:n].tolist()
         tokens = out.token_ids[:n].tolist()
         flags = (flag[:n].tolist() for flag in (out.finished, out.not_finite, out.no_choice))
@@ -106,8 +113,8 @@ class StepHandle:
         )
 
     def _prompt_logprobs(self) -> Iterator[PromptLogprobs]:
-        for spec, packed in self._scores:
-            slots, positions, logprobs = read(spec, np.asarray(packed))
+        for layout, packed in self._scores:
+            slots, positions, logprobs = layout.read(packed)
             for slot in np.unique(slots[positions > 0]).tolist():
                 mine = (slots == slot) & (positions > 0)
                 part = jax.tree.map(lambda x, mine=mine: x[mine], logprobs)
@@ -124,11 +131,11 @@ class ModelRunner:
         config: EngineConfig,
         params: Any,
         *,
-        attention=reference.paged_attention,
         rules=RULES,
     ):
         self.params = params
-        self.program = Program(model, model_config, config, attention, rules)
+        self.attention = choose_attention(model_config, config)
+        self.program = Program(model, model_config, config, self.attention.attention, rules)
         self.state = make_state(self.program)
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
@@ -136,6 +143,7 @@ class ModelRunner:
         self.programs = Programs(lambda key: program_spec(self.program, shapes, key))
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
+        self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
 
     def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
         """Compiles every program that usual requests need, or with `rich` that any can need."""
@@ -155,7 +163,7 @@ class ModelRunner:
             return self.sample_tokens()
         program = self.programs[Key("step", work.bucket)]
         self.state, packed = program(self.params, self.state, work.plan)
-        return StepHandle(work.req_ids, output_spec(self.program, work.bucket.num_rows, 0), packed)
+        return StepHandle(work.req_ids, self._output(work.bucket.num_rows, 0), packed)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Starts the forward pass of a step; `sample_tokens` must follow.
@@ -186,8 +194,9 @@ class ModelRunner:
         program = self.programs[Key("sample", size)]
         tables, packed = program(logits, replace(self.state, kv=()), rows, mask)
         self.state = replace(tables, kv=self.state.kv)
-        handle = StepHandle(work.req_ids, output_spec(self.program, B, size.num_logprobs), packed)
-        handle.expect_scores({self.slots[r]: r for r in work.req_ids}, scores)
+        handle = StepHandle(work.req_ids, self._output(B, size.num_logprobs), packed)
+        if scores:
+            handle.expect_scores({self.slots[r]: r for r in work.req_ids}, scores)
         return handle
 
     def _forward(self, work: Work) -> None:
@@ -199,7 +208,7 @@ class ModelRunner:
         for first in range(0, work.num_targets, size.num_targets):
             program = self.programs[Key("score", size)]
             packed = program(self.params, tables, hidden, targets, np.int32(first))
-            scores.append((score_spec(self.program, size), packed))
+            scores.append((Layout(score_spec(self.program, size)), packed))
         self._forwarded = work, logits, rows, scores
 
     def _mask(self, req_ids: tuple[str, ...], num_rows: int, grammar: GrammarOutput | None):
@@ -240,7 +249,8 @@ class ModelRunner:
         bucket = choose(self.buckets, sizes)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.slots.room(blocks, bucket)
-        self._admit(new, none if fits else blocks)
+        if new or not fits:
+            self._admit(new, none if fits else blocks)
         return Work(
             req_ids,
             bucket,

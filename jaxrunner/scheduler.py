@@ -103,14 +103,15 @@ class Scheduler:
         output = SchedulerOutput(finished_req_ids=self._finished)
         self._finished = set()
         budget = self._continue(output)
-        for request in output.requests.values():
-            self._commit(request, output)
+        counts = output.num_scheduled_tokens.values()
+        for request, n in zip(output.requests.values(), counts, strict=True):
+            self._commit(request, n)
         if not output.preempted_req_ids:
             self._admit(output, budget)
         return output
 
     def update(
-        self, output: SchedulerOutput, sampled: Mapping[str, Sequence[int]]
+        self, output: SchedulerOutput, sampled: Mapping[str, list[int]]
     ) -> list[tuple[Request, list[int]]]:
         """Takes in what a step sampled. Outputs must come in the order of their scheduling.
 
@@ -118,13 +119,15 @@ class Scheduler:
         """
         gained = []
         for request_id, request in output.requests.items():
-            tokens = sampled.get(request_id, ())
-            if request.status is Status.FINISHED or not tokens:
+            tokens = sampled.get(request_id)
+            if not tokens or request.status is Status.FINISHED:
                 continue
             request.num_in_flight -= 1
             assert request.num_in_flight >= 0, f"unasked token of request {request_id!r}"
             gained.append((request, request.append(tokens)))
-        self._end([request for request, _ in gained if request.finish_reason is not None])
+        ended = [request for request, _ in gained if request.finish_reason is not None]
+        if ended:
+            self._end(ended)
         return gained
 
     def finish(
@@ -144,27 +147,32 @@ class Scheduler:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""
         budget = self.max_num_batched_tokens
         for request in list(self.running):
-            prompt_len = len(request.prompt_token_ids)
-            if request.leads and request.status is Status.RUNNING:
+            if request.status is not Status.RUNNING:
+                continue  # preempted just now
+            if request.leads:
+                prompt_len = len(request.prompt_token_ids)
                 self._tables.publish_tail(request, min(request.num_computed, prompt_len))
                 request.leads = request.num_computed < prompt_len
             n = min(_num_missing(request), self._most_tokens, budget)
-            if request.status is not Status.RUNNING or n <= 0:
-                continue  # preempted just now, or about to end, or no budget
-            # What launched steps sampled is not known to stand yet.
-            self._tables.drop_skipped(request, min(request.num_computed, request.num_tokens - 1))
-            new = self._tables.extend(request, request.num_computed + n)
+            if n <= 0:
+                continue  # about to end, or no budget
+            if self._tables.have_windows:
+                # What launched steps sampled is not known to stand yet.
+                confirmed = min(request.num_computed, request.num_tokens - 1)
+                self._tables.drop_skipped(request, confirmed)
+            end = request.num_computed + n
+            new = () if end <= request.num_held else self._tables.extend(request, end)
             while new is None:
                 victim = max(self.running, key=self._order)
                 budget += self._preempt(victim, output)
                 if victim is request:
                     break
-                new = self._tables.extend(request, request.num_computed + n)
+                new = self._tables.extend(request, end)
             else:
                 budget -= n
                 output.num_scheduled_tokens[request.request_id] = n
                 output.requests[request.request_id] = request
-                if any(new):
+                if new:
                     output.new_block_ids[request.request_id] = new
         return budget
 
@@ -190,7 +198,7 @@ class Scheduler:
             output.num_scheduled_tokens[request.request_id] = n
             output.requests[request.request_id] = request
             # At once, for the next one to share: a layer writes all keys before it reads any.
-            self._commit(request, output)
+            self._commit(request, n)
         for entry in followers:
             heapq.heappush(self._waiting, entry)
 
@@ -207,12 +215,13 @@ class Scheduler:
             request.num_cached_tokens = hit.num_tokens
         return self._tables.copies(request, hit)
 
-    def _commit(self, request: Request, output: SchedulerOutput) -> None:
-        """Counts a request's tokens as computed: from here on nothing takes them off the step."""
-        request.num_computed += output.num_scheduled_tokens[request.request_id]
+    def _commit(self, request: Request, n: int) -> None:
+        """Counts tokens of a request as computed: from here on nothing takes them off the step."""
+        request.num_computed += n
         if request.num_computed >= request.num_tokens + request.num_in_flight:
             request.num_in_flight += 1
-        self._tables.publish(request, min(request.num_computed, request.num_tokens))
+        if request.num_tokens >= request.full_len:
+            self._tables.publish(request, min(request.num_computed, request.num_tokens))
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Takes a running request off the device. Returns the tokens it had in this step."""

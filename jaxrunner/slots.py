@@ -1,6 +1,8 @@
 """The host's side of the request table: who has which slot, and what to upload. Knows no device."""
 
 from collections.abc import Iterable, Iterator, Mapping
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,7 @@ from jaxrunner.layout import (
 from jaxrunner.params import SamplingParams
 from jaxrunner.pytree import of
 from jaxrunner.request import NewRequest
-from jaxrunner.transfer import pack, pad
+from jaxrunner.transfer import Layout, pack, pad
 from jaxrunner.types import Admission, Copies, Plan, Writes
 
 Write = tuple[int, int, list[int]]  # row, first column, values
@@ -63,7 +65,10 @@ class Slots:
         self._slot_of: dict[str, int] = {}
         self._num_blocks: dict[str, list[int]] = {}  # by cache group
         self._needs: dict[str, Needs] = {}
+        self._choosy: set[str] = set()  # whose needs are not plain
         self._scoring: dict[str, Scoring] = {}
+        self._no_plan = functools.cache(self._empty_plan)
+        self._admission_layout = functools.cache(self._admission_spec)
 
     def __getitem__(self, request_id: str) -> int:
         return self._slot_of[request_id]
@@ -82,7 +87,9 @@ class Slots:
             )
         slot = self._slot_of[request.request_id] = self._free.pop()
         self._num_blocks[request.request_id] = [len(ids) for ids in request.block_ids]
-        self._needs[request.request_id] = self._needs_of(request.params)
+        needs = self._needs[request.request_id] = self._needs_of(request.params)
+        if not needs.plain:
+            self._choosy.add(request.request_id)
         scoring = Scoring(request.num_computed, request.score_start, request.prompt_len)
         if scoring.num_left:
             self._scoring[request.request_id] = scoring
@@ -94,11 +101,12 @@ class Slots:
             self._free.append(self._slot_of.pop(request_id))
             del self._num_blocks[request_id], self._needs[request_id]
             self._scoring.pop(request_id, None)
+            self._choosy.discard(request_id)
 
     def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize | None:
         """Returns what these requests' draw needs; None where each takes its likeliest token."""
-        needs = [self._needs[r] for r in req_ids]
-        if all(need.plain for need in needs):
+        needs = [self._needs[r] for r in self._choosy.intersection(req_ids)]
+        if not needs:
             return None
         columns = max(need.num_logprobs for need in needs)
         rich = columns > 0 or any(need.rich for need in needs)
@@ -142,19 +150,33 @@ class Slots:
 
     def plan(self, req_ids, counts: Mapping[str, int], blocks, bucket: Bucket) -> np.ndarray:
         """Returns the packed plan of a step: each request's tokens, and blocks it gained."""
+        layout, padding = self._no_plan(bucket)
+        vector = padding.copy()
+        plan = layout.read(vector)  # views
+        plan.slot[: len(req_ids)] = [self._slot_of[r] for r in req_ids]
+        plan.num_tokens[: len(req_ids)] = [counts[r] for r in req_ids]
+        for writes, w in zip(blocks, plan.blocks, strict=True):
+            if writes:
+                row, col, value = _flat(writes)
+                w.row[: row.size], w.col[: row.size], w.value[: row.size] = row, col, value
+        return vector
+
+    def _empty_plan(self, bucket: Bucket) -> tuple[Layout, np.ndarray]:
+        """Returns the layout of a plan, and one of padding alone."""
         spec, R = plan_spec(self._program, bucket), self._program.engine.max_num_seqs
+        layout, none = Layout(spec), _flat([])
         plan = of(
             Plan,
-            slot=pad([self._slot_of[r] for r in req_ids], bucket.num_rows, R),
-            num_tokens=pad([counts[r] for r in req_ids], bucket.num_rows, 0),
-            blocks=tuple(
-                _writes(_flat(b), w.row.size, R) for b, w in zip(blocks, spec.blocks, strict=True)
-            ),
+            slot=pad([], bucket.num_rows, R),
+            num_tokens=pad([], bucket.num_rows, 0),
+            blocks=tuple(_writes(none, w.row.size, R) for w in spec.blocks),
         )
-        return pack(spec, plan)
+        return layout, layout.pack(plan)
 
     def room(self, blocks, bucket: Bucket) -> bool:
         """Whether a plan of this bucket holds these block writes."""
+        if not any(blocks):
+            return True
         widths = [w.row.size for w in plan_spec(self._program, bucket).blocks]
         lengths = [sum(len(ids) for *_, ids in writes) for writes in blocks]
         return all(n <= w for n, w in zip(lengths, widths, strict=True))
@@ -176,6 +198,10 @@ class Slots:
             part = slice(i * size.num_writes, (i + 1) * size.num_writes)
             rows = new[i * size.num_rows : (i + 1) * size.num_rows]
             yield size, self._admission(rows, [writes[:, part] for writes in flat], size)
+
+    def _admission_spec(self, size: AdmitSize) -> tuple[Any, Layout]:
+        spec = admission_spec(self._program, size)
+        return spec, Layout(spec)
 
     def copies(self, new: list[NewRequest]) -> Iterator[tuple[CopySize, np.ndarray]]:
         """Returns the packed block copies that new requests start from."""
@@ -206,34 +232,34 @@ class Slots:
             tokens=tokens,
             blocks=tuple(blocks),
         )
-        spec = admission_spec(program, size)
-        rows = tuple(
-            _stack([rule.row(r.params, r.seed) for r in new], want)
-            for rule, want in zip(program.rules, spec[1], strict=True)
-        )
-        return pack(spec, (admission, rows))
+        rows = [tuple(rule.row(r.params, r.seed) for rule in program.rules) for r in new]
+        spec, layout = self._admission_layout(size)
+        return layout.pack((admission, _stack(rows, spec[1])))
 
 
 def _stack(rows: list[Any], spec: Any) -> Any:
-    """Stacks requests' rows of one rule, padded with zeros to `spec`."""
+    """Stacks requests' rows of all rules, padded with zeros to `spec`."""
     table = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), spec)
-    for i, row in enumerate(rows):
-        for column, value in zip(jax.tree.leaves(table), jax.tree.leaves(row), strict=True):
-            if column.ndim > 1:
-                column[i, : len(value)] = value
-            else:
-                column[i] = value
+    values = zip(*map(jax.tree.leaves, rows), strict=True)  # of each column
+    for column, of_requests in zip(jax.tree.leaves(table) if rows else (), values, strict=True):
+        if column.ndim == 1:
+            column[: len(rows)] = of_requests
+            continue
+        for i, value in enumerate(of_requests):
+            column[i, : len(value)] = value
     return table
 
 
 def _flat(writes: list[Write]) -> np.ndarray:
     """Returns writes one by one: rows, columns and values, [3, W]."""
-    parts = [
-        np.stack([np.full(len(v), row), np.arange(start, start + len(v)), v])
-        for row, start, v in writes
-        if len(v)
-    ]
-    return np.concatenate([np.zeros((3, 0), np.int64), *parts], axis=1)
+    lengths = np.array([len(values) for *_, values in writes], np.int64)
+    rows, starts = np.array([(row, start) for row, start, _ in writes], np.int64).reshape(-1, 2).T
+    first, total = np.cumsum(lengths) - lengths, int(lengths.sum())
+    flat = np.empty((3, total), np.int32)
+    flat[0] = np.repeat(rows, lengths)
+    flat[1] = np.arange(total) + np.repeat(starts - first, lengths)
+    flat[2] = np.fromiter(itertools.chain.from_iterable(v for *_, v in writes), np.int32, total)
+    return flat
 
 
 def _writes(flat: np.ndarray, size: int, num_slots: int) -> Writes:

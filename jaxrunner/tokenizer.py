@@ -9,6 +9,7 @@ import tokenizers
 
 from jaxrunner.bounds import check_unicode
 
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
 
 
@@ -35,6 +36,9 @@ class Tokenizer:
         self.pad_token_id = _token_id(inner, "pad_token", pad_token)
         added = inner.get_added_tokens_decoder()
         self._texts: dict[int, str] = {}
+        self._whole_texts: dict[int, str] = {}
+        # Bytes side by side; other decoders look at a token's neighbours.
+        self._joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
@@ -87,6 +91,15 @@ class Tokenizer:
         if token_id not in self._texts:
             self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return self._texts[token_id]
+
+    def whole_text(self, token_id: int) -> str:
+        """Returns what a token adds to any text of whole characters; "" where that depends."""
+        text = self._whole_texts.get(token_id)
+        if text is None:
+            known = self._joins_bytes and token_id not in self.special_ids
+            text = self.token_text(token_id) if known else ""
+            self._whole_texts[token_id] = text = "" if BROKEN in text else text
+        return text
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids; an id that no token has is left out."""

@@ -1,5 +1,6 @@
 """Packs a tree of small arrays into one int32 vector, so that a step uploads once."""
 
+import itertools
 import math
 from typing import Any
 
@@ -10,24 +11,45 @@ import numpy as np
 from jaxrunner.types import Array
 
 
+class Layout:
+    """Where each array of a tree lies in the vector that holds it. Worked out once for a `spec`."""
+
+    def __init__(self, spec: Any):
+        """spec: a tree of abstract arrays of 32 bits or bools."""
+        leaves, self._treedef = jax.tree.flatten(spec)
+        ends = [0, *itertools.accumulate(math.prod(leaf.shape) for leaf in leaves)]
+        self.size = ends[-1]
+        places = [slice(*pair) for pair in itertools.pairwise(ends)]
+        self._parts = [(p, x.shape, x.dtype) for p, x in zip(places, leaves, strict=True)]
+
+    def pack(self, tree: Any) -> np.ndarray:
+        """Packs numpy arrays or scalars, shaped as `spec`, into one vector."""
+        out = np.empty(self.size, np.int32)
+        values = self._treedef.flatten_up_to(tree)
+        for (place, shape, dtype), value in zip(self._parts, values, strict=True):
+            array = np.asarray(value, np.int32 if dtype == np.bool_ else dtype)
+            if array.shape != shape:
+                raise ValueError(f"packed arrays must be {shape}, got {array.shape}")
+            out[place] = np.ascontiguousarray(array).reshape(-1).view(np.int32)
+        return out
+
+    def read(self, vector: np.ndarray) -> Any:
+        """Returns the tree that `pack` or `pack_on_device` packed: views, but of bools."""
+        out = []
+        for place, shape, dtype in self._parts:
+            part = vector[place].reshape(shape)
+            out.append(part != 0 if dtype == np.bool_ else part.view(dtype))
+        return self._treedef.unflatten(out)
+
+
 def packed_size(spec: Any) -> int:
     """Returns the length of the vector that holds a tree of `spec`, abstract arrays."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec))
+    return Layout(spec).size
 
 
 def pack(spec: Any, tree: Any) -> np.ndarray:
-    """Packs numpy arrays or scalars of 32 bits or bools, shaped as `spec`, into one vector."""
-    want, treedef = jax.tree.flatten(spec)
-    out, at = np.empty(packed_size(spec), np.int32), 0
-    for leaf, value in zip(want, treedef.flatten_up_to(tree), strict=True):
-        size = math.prod(leaf.shape)
-        dtype = np.int32 if leaf.dtype == np.bool_ else leaf.dtype
-        array = np.asarray(value, dtype)
-        if array.shape != leaf.shape:
-            raise ValueError(f"packed arrays must be {leaf.shape}, got {array.shape}")
-        out[at : at + size] = np.ascontiguousarray(array).reshape(-1).view(np.int32)
-        at += size
-    return out
+    """Packs one tree as `Layout.pack` does."""
+    return Layout(spec).pack(tree)
 
 
 def unpack(spec: Any, vector: Array) -> Any:
@@ -54,18 +76,6 @@ def pack_on_device(tree: Any) -> Array:
         return (x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)).ravel()
 
     return jnp.concatenate([words(x) for x in jax.tree.leaves(tree)])
-
-
-def read(spec: Any, vector: np.ndarray) -> Any:
-    """Returns the tree, shaped as `spec`, that `pack_on_device` packed: numpy views."""
-    leaves, treedef = jax.tree.flatten(spec)
-    out, at = [], 0
-    for leaf in leaves:
-        size = math.prod(leaf.shape)
-        part = vector[at : at + size].reshape(leaf.shape)
-        out.append(part != 0 if leaf.dtype == np.bool_ else part.view(leaf.dtype))
-        at += size
-    return jax.tree.unflatten(treedef, out)
 
 
 def pad(values: Any, size: int, fill: int) -> np.ndarray:

@@ -3,10 +3,17 @@
 from dataclasses import replace
 import json
 import sys
+import time
+from typing import Any
 
 import pytest
 
-from jaxrunner import __main__, bench, embedded
+from jaxrunner import LLM, SamplingParams, __main__, bench, embedded, host_time
+
+SIZES: dict[str, Any] = dict(
+    dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, num_blocks=8,
+    token_buckets=(32,), decode_buckets=(2,), use_tqdm=False, warm_up=False,
+)  # fmt: skip
 
 
 def test_the_demo_streams_several_completions(monkeypatch, capsys):
@@ -30,13 +37,13 @@ def test_the_demo_completes_its_argument(monkeypatch, capsys):
 def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     small = replace(
         bench.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, short=1, long=3,
-        prefill=(2, 16), ttft=(4,), offline=(3, 4, 2), mixed=((2, 5), (1, 3)),
-        engine=dict(dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32,
-                    token_buckets=(32,), decode_buckets=(2,), use_tqdm=False),
+        prefill=(2, 16), ttft=(4,), offline=(3, 4, 2), mixed=((2, 5), (2, 4)),
+        host_batches=(1, 2), host_steps=3,
+        engine=SIZES | dict(warm_up=True),
     )  # fmt: skip
     monkeypatch.setitem(bench.PRESETS, "tiny", small)
     out = tmp_path / "tiny.json"
-    monkeypatch.setattr(sys, "argv", ["bench", "tiny", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["bench", "tiny", "--out", str(out), "--repeats", "2"])
     bench.main()
     result = json.loads(out.read_text())
     assert json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""])) == result
@@ -45,6 +52,30 @@ def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     decode = result["decode_ms_per_step"]
     assert decode.keys() == {"greedy_b1_ctx8", "greedy_b2_ctx8", "topk_topp_b2_ctx8"}
     assert all(result[name] > 0 for name in names)
+    for name in ("offline_mixed_3_ttft_ms", "offline_mixed_3_itl_ms"):
+        assert 0 < result[name]["p50"] <= result[name]["p90"] <= result[name]["p99"]
+    host, admission = result["host_us_per_step"], result["host_ms_per_admission"]["3x4"]
+    assert host.keys() == {"b1", "b2"} and admission.keys() == {*host_time.PHASES, "host", "step"}
+    assert all(0 < times["host"] < times["step"] for times in (*host.values(), admission))
+
+
+def test_a_figure_of_repeated_runs_is_the_median():
+    runs = [{"a": 3.0, "b": {"c": 1.0}}, {"a": 9.0, "b": {"c": 0.0}}, {"a": 4.0, "b": {"c": 7.0}}]
+    assert bench.medians(runs) == {"a": 4.0, "b": {"c": 1.0}}
+
+
+def test_time_is_counted_once_for_what_calls_another():
+    with LLM(str(embedded.PATH), **SIZES) as llm:
+        with host_time.Clock(llm) as clock:
+            start = time.perf_counter()
+            llm.generate(["def f(x):"], SamplingParams(max_tokens=8), use_tqdm=False)
+            seconds = time.perf_counter() - start
+            phases = clock.lap()
+        assert not clock.lap() and phases.keys() == set(host_time.PHASES)
+        assert 0.9 * seconds < sum(phases.values()) < seconds
+        llm.generate(["def f(x):"], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert not clock.lap()
+        assert "step" not in vars(llm.engine)
 
 
 @pytest.mark.parametrize("name", ["llama8b", "qwen06b"])

@@ -1,0 +1,337 @@
+"""Paged attention of one query token a request: bandwidth-bound, so all is about reading KV once.
+
+Each work item is a run of key tiles of one request and KV head. A request whose run is longer than
+the chip's share is split (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html)
+and its parts are merged by a second, nearly empty launch. Items are found on the device, once a
+step: XLA shares them between layers.
+"""
+
+from dataclasses import dataclass
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.types import Array
+
+ROWS = 64  # of a wgmma: the query heads of a KV head, padded
+NOTHING = -1e30  # a score that no weight comes of
+LOG2_E = math.log2(math.e)
+MAX_PARTS = 64  # that a request is split into
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Sizes that change speed alone."""
+
+    block_kv: int = 64  # keys of a tile
+    stages: int = 3  # tiles in flight
+    num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
+
+
+class Items(NamedTuple):
+    """Which keys each CTA reads. `I` items at most, those behind the last are row B."""
+
+    row: Array  # [I]
+    first: Array  # [I] first tile
+    last: Array  # [I] one past the last tile
+    part: Array  # [I] 0 where the item is its row's only one, else 1; 2 for a row's first part
+    length: Array  # [I] of the row
+    block: Array  # [I] of the first tile: read with the rest, its keys come a memory latency sooner
+    split_row: Array  # [X] rows of several parts, then B
+    split_first: Array  # [X] first item of such a row
+    split_parts: Array  # [X]
+
+
+def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
+    """Says why q, [B, H, D], and k, [N, K, S, D], are not served; None if they are."""
+    (_, H, D), (_, K, S, _) = q.shape, k.shape
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
+        return f"wants q and KV of one dtype, bfloat16 or float16, got {q.dtype} and {k.dtype}"
+    if D % 16 or D > 256:
+        return f"wants a head_dim that is a multiple of 16 up to 256, got {D}"
+    if H % K or H // K > ROWS:
+        return f"wants at most {ROWS} query heads for a KV head, got {H} for {K}"
+    if S % 8 or (S % config.block_kv and config.block_kv % S):
+        return f"wants a block_size that divides or is a multiple of {config.block_kv}, got {S}"
+    return None
+
+
+def plan(
+    seq_lens: Array, blocks: Array, cache_shape: tuple[int, ...], window: int | None,
+    config: TuningConfig,
+) -> Items:  # fmt: skip
+    """Shares the keys of rows with `seq_lens`, [B], out among the chip's CTAs."""
+    _, num_kv_heads, S, _ = cache_shape
+    B, extra = seq_lens.shape[0], -(-config.num_ctas // num_kv_heads)
+    last = (seq_lens + config.block_kv - 1) // config.block_kv
+    first = jnp.zeros_like(last)
+    if window is not None:
+        first = jnp.maximum(seq_lens - window, 0) // config.block_kv
+    tiles = last - first
+    share = (tiles.sum() * num_kv_heads + config.num_ctas - 1) // config.num_ctas
+    # An empty row has an item too, which writes its zeros.
+    parts = jnp.clip((tiles + share - 1) // jnp.maximum(share, 1), 1, MAX_PARTS)
+    rows, split = jnp.arange(B, dtype=jnp.int32), parts > 1
+    # Comparisons of all with all, where a search or a scatter would be many launches.
+    upto = rows[:, None] >= rows[None]
+    end, rank = (jnp.where(upto, x[None], 0).sum(1) for x in (parts, split.astype(jnp.int32)))
+    item = jnp.arange(B + extra, dtype=jnp.int32)
+    row = (end[None] <= item[:, None]).sum(1, dtype=jnp.int32)
+    of = jnp.minimum(row, B - 1)
+    part, num, tiles, first = item - (end - parts)[of], parts[of], tiles[of], first[of]
+    start = first + part * tiles // num
+    at = split[None] & (rank[None] == 1 + jnp.arange(extra)[:, None])
+    return Items(
+        row=row,
+        first=start,
+        last=first + (part + 1) * tiles // num,
+        part=jnp.where(num == 1, 0, jnp.where(part == 0, 2, 1)),
+        length=seq_lens[of],
+        block=blocks[of, jnp.minimum(start * config.block_kv // S, blocks.shape[1] - 1)],
+        split_row=jnp.where(at, rows[None], B).min(1),
+        split_first=jnp.where(at, (end - parts)[None], 0).sum(1),
+        split_parts=jnp.where(at, parts[None], 0).sum(1),
+    )
+
+
+def decode_attention(
+    q: Array, k: Array, v: Array, blocks: Array, seq_lens: Array, *,
+    scale: float, window: int | None = None, soft_cap: float | None = None,
+    sinks: Array | None = None, config: TuningConfig = TuningConfig(),
+) -> Array:  # fmt: skip
+    """Attends the last token of each row to all `seq_lens`, [B], tokens of its blocks.
+
+    q: [B, H, D]; k and v: [N, K, S, D]; blocks: [B, M]; sinks: [H], logits that only take weight.
+    Returns [B, H, D]; zeros where a row has no tokens.
+
+    Raises:
+      ValueError: the shapes are refused.
+    """
+    if reason := refuses(q, k, config):
+        raise ValueError(f"decode_attention {reason}")
+    (B, H, D), K = q.shape, k.shape[1]
+    G = H // K
+    items = plan(seq_lens, blocks, k.shape, window, config)
+    num_items, num_split = items.row.shape[0], items.split_row.shape[0]
+    out = jax.empty_ref(jax.ShapeDtypeStruct((B, K, G, D), q.dtype))
+    part = jax.empty_ref(jax.ShapeDtypeStruct((num_items + MAX_PARTS, K, G, D), jnp.float32))
+    weight = jax.empty_ref(jax.ShapeDtypeStruct((num_items + MAX_PARTS, K, G, 8), jnp.float32))
+    sink = jnp.full((K, ROWS), NOTHING, jnp.float32)
+    if sinks is not None:
+        sink = sink.at[:, :G].set(sinks.reshape(K, G).astype(jnp.float32) * LOG2_E)
+    # A copy into tiles of 8 rows must not straddle them.
+    padded = G if 8 % G == 0 else -(-G // 8) * 8
+    heads = jnp.pad(q.reshape(B * K, G, D), ((0, 0), (0, padded - G), (0, 0))).reshape(-1, D)
+    heads = jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0)))
+    body = functools.partial(
+        _attend, config, G, padded, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None
+    )
+    copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
+    _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))(
+        heads, k, v, blocks, *items[:6], sink, out, part, weight
+    )
+    merge = [plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((ROWS, 8), jnp.float32)]
+    merge += [plgpu.SMEM((D,), q.dtype), plgpu.Barrier(num_arrivals=2)]
+    _launch(_merge, (num_split, H), merge, 4096)(*items[6:], part, weight, out)
+    return jax.freeze(out).reshape(B, H, D)
+
+
+def _launch(body, grid: tuple[int, int], scratch: list, scratch_bytes: int = 0):
+    params = plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane,
+        reduction_scratch_bytes=scratch_bytes,
+    )  # fmt: skip
+    return plgpu.kernel(
+        body, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch,
+        compiler_params=params,
+    )  # fmt: skip
+
+
+def _scratch(dtype, D: int, copies: int, config: TuningConfig) -> list:
+    swizzle = plgpu.find_swizzle(D * 16)
+    tiled = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    kv = (config.stages, config.block_kv, D)
+    # What is computed takes the place of the keys, all of which have been read.
+    keys = plgpu.RefUnion(
+        plgpu.SMEM(kv, dtype, transforms=tiled),
+        plgpu.SMEM((ROWS, D), dtype),
+        [plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((ROWS, 8), jnp.float32)],
+    )
+    return [
+        plgpu.SMEM((ROWS, D), dtype, transforms=tiled),
+        keys,
+        plgpu.SMEM(kv, dtype, transforms=tiled),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+    ]
+
+
+def _attend(
+    config, G, padded, q_ref, k_ref, v_ref, blocks_ref, row_ref, first_ref, last_ref, part_of_ref,
+    length_ref, block_ref, sink_ref, out_ref, part_ref, weight_ref, q_smem, keys, v_smem, q_ready, k_ready, v_ready,
+    *, scale, window, soft_cap, sinks,
+):  # fmt: skip
+    """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
+    item, h = lax.axis_index("item"), lax.axis_index("head")
+    k_smem, out_smem, (part_smem, weight_smem) = keys
+    (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
+    row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
+    length, first_block = length_ref[item], block_ref[item]
+    layout = plgpu.Layout.WGMMA
+    per_row = layout.reduce(1)
+
+    def wide(x, like):
+        return lax.broadcast_in_dim(x, like.shape, [0])
+
+    def block_of(tile, part=0):
+        at = jnp.minimum((tile * C + part * S) // S, M - 1)
+        return blocks_ref[row, at]
+
+    @pl.when(row < B)
+    def _():
+        heads = q_smem.at[pl.ds(0, max(padded, 8))]
+        # Rows behind the head group are read along; nothing comes of them.
+        start = (row * K + h) * padded
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, heads.shape[0])], heads, q_ready)
+
+        def fetch(tile, stage, block):
+            for part in range(max(1, C // S)):
+                block = block_of(tile, part) if part else block
+                block = jnp.clip(block, 0, N - 1)
+                at = pl.ds(lax.rem(tile * C, S), C) if S > C else slice(None)
+                to = pl.ds(part * S, S) if S < C else slice(None)
+                for ref, smem, ready in ((k_ref, k_smem, k_ready), (v_ref, v_smem, v_ready)):
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[block, h, at], smem.at[stage, to], ready.at[stage]
+                    )
+
+        for i in range(config.stages):
+
+            @pl.when(first + i < last)
+            def _(i=i):
+                fetch(first + i, i, block_of(first + i) if i else first_block)
+
+        plgpu.barrier_wait(q_ready)
+
+        def tile_step(tile, carry):
+            acc, best, total, block = carry
+            stage = lax.rem(tile - first, config.stages)
+            next_block = block_of(tile + config.stages + 1)
+            plgpu.barrier_wait(k_ready.at[stage])
+
+            def multiply(scores):
+                plgpu.wgmma(scores, q_smem, plgpu.transpose_ref(k_smem.at[stage], (1, 0)))
+                return scores[...]
+
+            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, C), jnp.float32)) * scale
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            at = tile * C + plgpu.broadcasted_iota(jnp.int32, (ROWS, C), 1, layout=layout)
+            seen = at < length
+            if window is not None:
+                seen &= at >= length - window
+            scores = jnp.where(seen, scores * LOG2_E, NOTHING)
+            new_best = jnp.maximum(best, scores.max(axis=1))
+            p = jnp.exp2(scores - wide(new_best, scores))
+            kept = jnp.exp2(best - new_best)
+            total = total * kept + p.sum(axis=1)
+            acc = acc * wide(kept, acc)
+            plgpu.barrier_wait(v_ready.at[stage])
+            partly = (tile + 1) * C > length
+            if window is not None:
+                partly |= tile * C < length - window
+
+            @pl.when(partly)
+            def _():  # a weight of zero does not silence a NaN in what nobody sees
+                at = tile * C + plgpu.broadcasted_iota(jnp.int32, (C, D), 0, layout=layout)
+                seen = at < length
+                if window is not None:
+                    seen &= at >= length - window
+                values = plgpu.load(v_smem.at[stage], layout=layout)
+                v_smem[stage] = jnp.where(seen, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+            def accumulate(acc):
+                plgpu.wgmma(acc, p.astype(v_smem.dtype), v_smem.at[stage])
+
+            acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+
+            @pl.when(tile + config.stages < last)
+            def _():
+                fetch(tile + config.stages, stage, block)
+
+            return acc, new_best, total, next_block
+
+        start = (
+            plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), layout),
+            plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), per_row),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
+            block_of(first + config.stages),
+        )
+        acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
+        if sinks:
+            sink = plgpu.load(sink_ref.at[h], layout=per_row, optimized=False)
+            sink = jnp.where(part_of == 1, NOTHING, sink)  # once a row
+            new_best = jnp.maximum(best, sink)
+            kept = jnp.exp2(best - new_best)
+            total = total * kept + jnp.exp2(sink - new_best)
+            acc, best = acc * wide(kept, acc), new_best
+        safe = jnp.maximum(total, 1e-30)
+        acc = acc / wide(safe, acc)
+
+        @pl.when(part_of == 0)
+        def _():
+            out_smem[...] = acc.astype(out_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_ref.at[row, h])
+
+        @pl.when(part_of != 0)
+        def _():
+            part_smem[...] = acc
+            weight = best + jnp.log2(safe)
+            weight_smem[...] = lax.broadcast_in_dim(weight, (ROWS, 8), [0])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, G)], part_ref.at[item, h])
+            plgpu.copy_smem_to_gmem(weight_smem.at[pl.ds(0, G)], weight_ref.at[item, h])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _merge(
+    row_ref, first_ref, parts_ref, part_ref, weight_ref, out_ref,
+    part_smem, weight_smem, out_smem, ready,
+):  # fmt: skip
+    """Merges the parts of one row and query head, each weighted by its softmax total."""
+    i, head = lax.axis_index("item"), lax.axis_index("head")
+    (B, K, G, _), layout = out_ref.shape, plgpu.Layout.WGMMA
+    row, first, parts = row_ref[i], first_ref[i], parts_ref[i]
+    h, g = lax.div(head, G), lax.rem(head, G)
+
+    @pl.when(row < B)
+    def _():
+        at = pl.ds(first, MAX_PARTS)
+        plgpu.copy_gmem_to_smem(part_ref.at[at, h, g], part_smem, ready)
+        plgpu.copy_gmem_to_smem(weight_ref.at[at, h, g], weight_smem, ready)
+        plgpu.barrier_wait(ready)
+        part, weight = (
+            plgpu.load(x, layout=layout, optimized=False) for x in (part_smem, weight_smem)
+        )
+
+        def real(like):
+            return plgpu.broadcasted_iota(jnp.int32, like.shape, 0, layout=layout) < parts
+
+        weight = jnp.where(real(weight), weight, NOTHING).max(axis=1)
+        weight = jnp.exp2(weight - weight.max())
+        weight = weight / weight.sum()
+        part = part * lax.broadcast_in_dim(weight, part.shape, [0])
+        out_smem[...] = jnp.where(real(part), part, 0.0).sum(axis=0).astype(out_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, h, g])
+        plgpu.wait_smem_to_gmem(0)

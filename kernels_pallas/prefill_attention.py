@@ -1,0 +1,400 @@
+"""Causal attention of many new tokens over a paged KV cache, on Hopper (Mosaic GPU).
+
+The rows of a step are cut into tiles of consecutive tokens. A block of the grid takes (tile, head)
+pairs one after the other, the costly ones first: one warpgroup copies queries, keys and values
+into shared memory, block by block of the cache, and the others compute, 64 tokens each. A compute
+warpgroup starts the product with the next keys and that with the last values together and takes
+the softmax while they run; the warpgroups start them in turns, so that one's softmax hides behind
+the other's products. After FlashAttention-3, arXiv:2407.08608.
+"""
+
+from dataclasses import dataclass
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from jaxrunner.types import Array
+
+LOG2E = math.log2(math.e)
+ROWS = 64  # tokens of a warpgroup: the height of a Hopper matrix product
+FLOOR = -1e30  # less than any score, yet finite: a row that sees no key must not become NaN
+SMEM_BYTES = 226 * 1024  # of a block, less what barriers need
+LAYOUT = plgpu.Layout.WGMMA
+COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=mgpu.LoweringSemantics.Lane)
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Sizes that change speed alone."""
+
+    block_kv: int = 0  # keys of a step; 0: 128, or 64 where heads are larger than that
+    stages: int = 2  # steps of keys and values that are in shared memory
+    warpgroups: int = 2  # that compute; a tile has 64 tokens for each
+    registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that copies
+    num_ctas: int = 132  # one for each multiprocessor of an H200
+
+    def keys(self, D: int) -> int:
+        return self.block_kv or (64 if D > 128 else 128)
+
+    def smem_bytes(self, D: int) -> int:
+        """Returns the bytes of queries, keys and values."""
+        return 2 * D * (ROWS * self.warpgroups + 2 * self.stages * self.keys(D))
+
+
+class _Static(NamedTuple):
+    """What is known when the kernel is compiled. Shapes are those of `prefill_attention`."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    config: TuningConfig
+    keys: int  # of a step
+    shared: bool  # results leave through the queries' place, there being no other
+
+
+def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
+    """Says why q, [T, H, D], and k, [N, K, S, D], are not served; None if they are."""
+    (_, H, D), (_, K, S, _) = q.shape, k.shape
+    keys = config.keys(D)
+    if jax.__version_info__ < (0, 11):
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
+        return f"wants q and KV of one dtype, bfloat16 or float16, got {q.dtype} and {k.dtype}"
+    if D % 16 or not 64 <= D <= 256 or k.shape[3] != D:
+        return f"wants a head_dim that is a multiple of 16 from 64 to 256, got {D}, {k.shape[3]}"
+    if H % K:
+        return f"wants query heads that are a multiple of the KV heads, got {H} for {K}"
+    if S % 8 or keys % 64 or (S % keys and keys % S):
+        return f"wants a block_size that divides or is a multiple of {keys}, got {S}"
+    if (got := config.smem_bytes(D)) > SMEM_BYTES:
+        return f"wants at most {SMEM_BYTES} bytes of shared memory, got {got} of {config}"
+    return None
+
+
+def prefill_attention(
+    q: Array, k: Array, v: Array, blocks: Array, query_start: Array, seq_lens: Array, *,
+    scale: float, window: int | None = None, soft_cap: float | None = None,
+    sinks: Array | None = None, config: TuningConfig = TuningConfig(),
+) -> Array:  # fmt: skip
+    """Attends q, [T, H, D], to the keys of each token's row; returns [T, H, D].
+
+    k, v: [N, K, S, D]; blocks: [B, M] int32, unused entries may be anything; query_start: [B+1]
+    and seq_lens: [B], int32. The tokens query_start[b]:query_start[b+1] are the last ones of the
+    seq_lens[b] of row b, whose keys are all in the cache. `scale` is positive. `sinks`, [H], are
+    logits that join the softmax and have no value. Tokens of no row become 0.
+
+    Raises: ValueError where `refuses` says why.
+    """
+    if reason := refuses(q, k, config):
+        raise ValueError(f"prefill_attention {reason}")
+    T, dtype = q.shape[0], q.dtype
+    # Copies into tiled shared memory start at a multiple of 8 tokens.
+    q = jnp.pad(q, ((0, -T % 8), (0, 0), (0, 0)))
+    tile, keys = ROWS * config.warpgroups, config.keys(q.shape[2])
+    shared = config.smem_bytes(q.shape[2]) + 2 * tile * q.shape[2] > SMEM_BYTES
+    s = _Static(q.shape, k.shape, scale, window, soft_cap, config, keys, shared)
+    table = tiles(query_start, seq_lens, T, tile, keys, window)
+    args = [q, k, v, blocks.astype(jnp.int32), table]
+    if sinks is not None:
+        args.append(sinks.astype(jnp.float32) * LOG2E)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, s, sinks is not None),
+        out_type=jax.ShapeDtypeStruct(q.shape, dtype), scratch_types=_scratch(s, dtype),
+        grid=(config.num_ctas,), grid_names=("cta",),
+        num_threads=config.warpgroups + 1, thread_name="wg", compiler_params=COMPILER,
+    )  # fmt: skip
+    return kernel(*args)[:T]
+
+
+def tiles(query_start, seq_lens, T: int, tile: int, keys: int, window: int | None) -> Array:
+    """Cuts the rows of T tokens into tiles of `tile`, those with most steps of `keys` first.
+
+    Returns [I + 1, 8], int32. Of each tile: the row, its first token (a multiple of 8, so perhaps
+    an earlier row's), the first and last + 1 token to write, the position of token 0, the first
+    step, the row's keys, the steps. The last line is the number of tiles. Tokens behind the last
+    row make tiles that have no steps.
+    """
+    B = seq_lens.shape[0]
+    starts = jnp.append(query_start.astype(jnp.int32), jnp.int32(T))
+    lens = jnp.append(seq_lens.astype(jnp.int32), jnp.int32(0))
+    begin, end = starts[:-1], starts[1:]
+    aligned = begin // 8 * 8
+    num = jnp.where(end > begin, (end - aligned + tile - 1) // tile, 0)
+    most = (T + 7 * (B + 1)) // tile + B + 1
+    after, i = jnp.cumsum(num), jnp.arange(most, dtype=jnp.int32)
+    row = (after[None] <= i[:, None]).sum(1, dtype=jnp.int32)
+    live, row = row <= B, jnp.minimum(row, B)
+    first = aligned[row] + tile * (i - (after - num)[row])
+    low, high = jnp.maximum(first, begin[row]), jnp.minimum(first + tile, end[row])
+    zero = lens[row] - end[row]
+    start = 0 * i if window is None else jnp.maximum(low + zero - window + 1, 0) // keys
+    steps = jnp.where(lens[row] > 0, jnp.maximum(-(-(high + zero) // keys) - start, 0), 0)
+    cost = jnp.where(live, steps, -1)
+    ahead = (cost[:, None] < cost[None]) | ((cost[:, None] == cost[None]) & (i[:, None] > i[None]))
+    columns = jnp.minimum(row, B - 1), first, low, high, zero, start, lens[row], steps
+    table = jnp.zeros((most, 8), jnp.int32)
+    table = table.at[ahead.sum(1)].set(jnp.stack(columns, axis=1), unique_indices=True)
+    return jnp.concatenate([table, jnp.full((1, 8), after[-1], jnp.int32)])
+
+
+def _scratch(s: _Static, dtype) -> dict[str, Any]:
+    """Returns what a block of the grid allocates."""
+    D, S, config = s.q[2], s.k[2], s.config
+    lanes = 64 if D % 64 == 0 else 32 if D % 32 == 0 else 16
+    layout = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(2 * lanes)
+    rows = plgpu.SMEM((config.warpgroups, ROWS, D), dtype, transforms=layout)
+    kv = plgpu.SMEM((config.stages, s.keys, D), dtype, transforms=layout)
+    full = plgpu.Barrier(num_arrivals=max(1, s.keys // S), num_barriers=config.stages)
+    free = plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages)
+    each = plgpu.Barrier(num_barriers=config.warpgroups)
+    barriers = dict(k_full=full, v_full=full, k_free=free, v_free=free)
+    barriers |= dict(q_full=each, q_free=each, turn=each)
+    return dict(q_smem=rows, k_smem=kv, v_smem=kv, o_smem=None if s.shared else rows, **barriers)
+
+
+def _kernel(s: _Static, has_sinks: bool, q, k, v, blocks, table, *rest, **smem):
+    """Takes every `num_ctas`-th (tile, head), there and back again, so that all cost the same."""
+    sinks, out = rest if has_sinks else (None, *rest)
+    wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+    H, ctas, config = s.q[1], s.config.num_ctas, s.config
+    items = table[table.shape[0] - 1, 0] * H
+
+    def at(r):
+        return r * ctas + jnp.where(lax.rem(r, 2) == 0, cta, ctas - 1 - cta)
+
+    def item(r):
+        return lax.div(at(r), H), lax.rem(at(r), H)
+
+    rounds = lax.div(items, ctas)
+    rounds = rounds + (at(rounds) < items).astype(jnp.int32)
+
+    @pl.when(wg < config.warpgroups)
+    def _():
+        plgpu.set_max_registers(config.registers[0], action="increase")
+        plgpu.barrier_arrive(smem["q_free"].at[wg])
+        for slot in range(config.stages):
+            plgpu.barrier_arrive(smem["k_free"].at[slot])
+            plgpu.barrier_arrive(smem["v_free"].at[slot])
+        # The last warpgroup gives the first one its first turn.
+        pl.when(wg == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
+
+        def attend(r, step):
+            return _attend(s, *item(r), step, wg, table, sinks, out, smem)
+
+        lax.fori_loop(0, rounds, attend, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == config.warpgroups)
+    def _():
+        plgpu.set_max_registers(config.registers[1], action="decrease")
+
+        def fetch(r, step):
+            return _fetch(s, *item(r), step, (q, k, v, blocks, table), smem)
+
+        lax.fori_loop(0, rounds, fetch, jnp.int32(0))
+
+
+def _fetch(s: _Static, tile, h, step, inputs, smem):
+    """Copies what (tile, h) needs; `step` counts the steps before it, and so in `_attend`."""
+    q, k, v, blocks, table = inputs
+    (N, K, S, _), keys = s.k, s.keys
+    row, first, start, num = (table[tile, column] for column in (0, 1, 5, 7))
+    kv_head = lax.div(h, s.q[1] // K)
+    copies, part = max(1, keys // S), min(keys, S)
+    for wg in range(s.config.warpgroups):
+        plgpu.barrier_wait(smem["q_free"].at[wg])
+        rows = pl.ds(first + wg * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(q.at[rows, h], smem["q_smem"].at[wg], smem["q_full"].at[wg])
+
+    def body(j, _):
+        token, slot = (start + num - 1 - j) * keys, lax.rem(step + j, s.config.stages)
+        offset = lax.rem(token, S) if S > keys else 0
+        # Entries behind the row's end may be anything, so both indices are clamped.
+        places = [jnp.minimum(lax.div(token, S) + c, blocks.shape[1] - 1) for c in range(copies)]
+        ids = [jnp.clip(blocks[row, place], 0, N - 1) for place in places]
+        for name, cache in (("k", k), ("v", v)):
+            plgpu.barrier_wait(smem[name + "_free"].at[slot])
+            for c, block in enumerate(ids):
+                source = cache.at[block, kv_head, pl.ds(offset, part)]
+                target = smem[name + "_smem"].at[slot, pl.ds(c * part, part)]
+                plgpu.copy_gmem_to_smem(source, target, smem[name + "_full"].at[slot])
+        return _
+
+    lax.fori_loop(0, num, body, None)
+    return step + num
+
+
+def _attend(s: _Static, tile, h, step, wg, table, sinks, out, smem):
+    """Computes the warpgroup's 64 tokens of (tile, h), from the last step of keys to the first."""
+    low, high, zero, start, num = (table[tile, column] for column in (2, 3, 4, 5, 7))
+    first = table[tile, 1] + wg * ROWS
+    top, keys, stages = start + num - 1, s.keys, s.config.stages
+    q_smem, k_smem, v_smem = smem["q_smem"].at[wg], smem["k_smem"], smem["v_smem"]
+    plgpu.barrier_wait(smem["q_full"].at[wg])
+
+    def begin(_, carry):
+        best, total, p = carry
+        at = lax.rem(step, stages)
+        plgpu.barrier_wait(smem["k_full"].at[at])
+
+        product = pl.run_state(lambda ref: plgpu.wgmma(ref, q_smem, k_smem.at[at].T))
+        scores = product(plgpu.ACC.init(_full((ROWS, keys), 0.0)))
+        plgpu.barrier_arrive(smem["k_free"].at[at])
+        weights, best, total, _ = _softmax(s, scores, best, total, first + zero - top * keys)
+        plgpu.barrier_wait(smem["v_full"].at[at])
+        _silence(v_smem.at[at], table[tile, 6] - top * keys)
+        return best, total, weights.astype(p.dtype)
+
+    def body(j, carry, masked):
+        acc, best, total, p = carry
+        at, last = lax.rem(step + j, stages), lax.rem(step + j - 1, stages)
+        plgpu.barrier_wait(smem["k_full"].at[at])
+        plgpu.barrier_wait(smem["turn"].at[wg])
+
+        def products(refs):
+            scores_ref, acc_ref, *result_refs = refs
+            plgpu.wgmma(scores_ref, q_smem, k_smem.at[at].T)
+            plgpu.wgmma(acc_ref, p, v_smem.at[last])
+            plgpu.barrier_arrive(smem["turn"].at[lax.rem(wg + 1, s.config.warpgroups)])
+            scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+            plgpu.barrier_arrive(smem["k_free"].at[at])
+            ahead = first + zero - (top - j) * keys if masked else None
+            results = _softmax(s, scores, best, total, ahead)
+            for ref, result in zip(result_refs, results, strict=True):
+                ref[...] = result
+
+        zeros = _full((ROWS, keys), 0.0)
+        _, acc, weights, best, total, kept = pl.run_state(products)(
+            (plgpu.ACC.init(zeros), plgpu.ACC.init(acc), zeros, best, total, total)
+        )
+        # The registers of `p` are free only now that the product which reads them is done.
+        p = lax.optimization_barrier(weights).astype(p.dtype)
+        plgpu.barrier_arrive(smem["v_free"].at[last])
+        plgpu.barrier_wait(smem["v_full"].at[at])
+        return acc * lax.broadcast_in_dim(kept, acc.shape, [0]), best, total, p
+
+    def end(_, acc):
+        last = lax.rem(step + num - 1, stages)
+        acc = pl.run_state(lambda ref: plgpu.wgmma(ref, p, v_smem.at[last]))(plgpu.ACC.init(acc))
+        plgpu.barrier_arrive(smem["v_free"].at[last])
+        return acc
+
+    # Loops of at most one turn stand for conditions: a tile may have no step.
+    some = jnp.minimum(num, 1)
+    acc, p = _full((ROWS, s.q[2]), 0.0), _full((ROWS, keys), 0.0).astype(out.dtype)
+    best, total = (_full((ROWS,), value, LAYOUT.reduce(1)) for value in (FLOOR, 0.0))
+    best, total, p = lax.fori_loop(0, some, begin, (best, total, p))
+    # The steps from `a` to `b` need no mask.
+    a = lax.div(jnp.maximum(jnp.maximum(first, low) + zero + 1, 0), keys)
+    a, b = jnp.clip(top + 1 - a, some, num), num
+    if s.window is not None:
+        b = jnp.maximum(jnp.minimum(first + ROWS, high) + zero - s.window, 0)
+        b = jnp.clip(top + 1 - lax.div(b + keys - 1, keys), a, num)
+    masked, free = (functools.partial(body, masked=x) for x in (True, False))
+    carry = lax.fori_loop(some, a, masked, (acc, best, total, p))
+    carry = lax.fori_loop(a, b, free, carry)
+    if s.window is not None:
+        carry = lax.fori_loop(b, num, masked, carry)
+    acc, best, total, p = carry
+    if not s.shared:
+        plgpu.barrier_arrive(smem["q_free"].at[wg])
+    acc = lax.fori_loop(0, some, end, acc)
+    if sinks is not None:
+        total = total + jnp.exp2(sinks[h] - best)
+    acc = acc * lax.broadcast_in_dim(1.0 / jnp.maximum(total, 1e-30), acc.shape, [0])
+    place = smem["q_smem" if s.shared else "o_smem"].at[wg]
+    _put(acc.astype(out.dtype), out.at[:, h], place, first, low, high)
+    if s.shared:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem["q_free"].at[wg])
+    return step + num
+
+
+def _full(shape, value, layout=LAYOUT):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _softmax(s: _Static, scores, best, total, ahead):
+    """Takes scores, [64, keys], into the largest and the sum of the weights, [64], in base 2.
+
+    `ahead` is how far the first query's position is ahead of the first key's, None if all see all.
+    Returns the weights, the largest, the sum, and what is kept of older weights.
+    """
+    unit = s.scale * LOG2E
+    if s.soft_cap is not None:
+        scores, unit = jnp.tanh(scores * (s.scale / s.soft_cap)), s.soft_cap * LOG2E
+    if ahead is not None:
+        scores = _mask(s, scores, ahead)
+    new_best = jnp.maximum(best, scores.max(axis=1) * unit)
+    kept = jnp.exp2(best - new_best)
+    weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(new_best, scores.shape, [0]))
+    total = total * kept + weights.sum(axis=1)
+    return lax.optimization_barrier((weights, new_best, total, kept))
+
+
+def _mask(s: _Static, scores, ahead):
+    """Hides keys that are behind the query, or out of its window."""
+    column, row = (plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), i, layout=LAYOUT) for i in (1, 0))
+    # Eight columns at a time, and behind a barrier: else the compiler computes all indices ahead of
+    # the loops and runs out of registers.
+    apart = lax.optimization_barrier(column - row)
+    parts = []
+    for start in range(0, s.keys, 8):
+        seen = apart <= ahead - start
+        if s.window is not None:
+            seen = seen & (apart > ahead - s.window - start)
+        part = lax.slice(scores, (0, start), (ROWS, start + 8))
+        parts.append(jnp.where(seen, part, -jnp.inf))
+    return lax.concatenate(parts, 1)
+
+
+def _silence(v, limit):
+    """Zeroes the values from row `limit` on, [keys, D]: a weight of 0 does not silence a NaN."""
+
+    @pl.when(limit < v.shape[0])
+    def _():
+        # Every warpgroup does so: what they write over each other is the same.
+        for start in range(0, v.shape[0], ROWS):
+            part = v.at[pl.ds(start, ROWS)]
+            values = plgpu.layout_cast(part[...], LAYOUT)
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=LAYOUT)
+            part[...] = jnp.where(row < limit - start, values, jnp.zeros((), values.dtype))
+        plgpu.commit_smem()
+
+
+def _put(acc, out, place, first, low, high):
+    """Writes acc, [64, D], to those tokens from `first` on that are from `low` to `high`."""
+    whole = (first >= low) & (first + ROWS <= high)
+
+    @pl.when(whole)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        place[...] = acc
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(place, out.at[pl.ds(first, ROWS)])
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * 3))
+    def put_some(_, acc, out, *scalars):
+        # From registers, two elements of a row at a time.
+        index = ir.IndexType.get()
+        first, low, high = (arith.index_cast(index, x.registers.item()) for x in scalars)
+        places = acc.layout.thread_idxs(acc.shape)
+        for (row, column), value in zip(places, acc.registers.flat, strict=True):
+            token = arith.addi(first, row)
+            above = arith.cmpi(arith.CmpIPredicate.sge, token, low)
+            below = arith.cmpi(arith.CmpIPredicate.slt, token, high)
+            with mgpu.when(arith.andi(above, below)):
+                vector.store(value, out, [token, column])
+
+    pl.when(jnp.logical_not(whole))(lambda: put_some(acc, out, first, low, high))
