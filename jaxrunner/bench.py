@@ -2,9 +2,10 @@
 
     python -m jaxrunner.bench llama8b --out result.json
     python -m jaxrunner.bench tiny --parts decode,host --repeats 3
+    python -m jaxrunner.bench --kernels
 
 Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
-what one token more costs: the difference of two runs of unlike length over the same prompts.
+what one token more costs a batch that decodes together.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrunner import host_time
+from jaxrunner import host_time, kernel_bench
 from jaxrunner.engine import Engine, Gained
 from jaxrunner.llm import LLM
 from jaxrunner.params import SamplingParams
@@ -51,8 +52,7 @@ class Preset:
     batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     sampled_batches: tuple[int, ...] = (1, 64, 256)
     context: int = 1024
-    short: int = 16  # outputs of the two runs whose difference is timed
-    long: int = 144
+    new: int = 144  # outputs of the runs whose decode steps are timed
     prefill: tuple[int, int] = (8, 4096)  # requests, tokens
     ttft: tuple[int, ...] = (128, 1024)
     offline: tuple[int, int, int] = (512, 512, 256)  # requests, tokens in, tokens out
@@ -63,7 +63,7 @@ class Preset:
 
 GPU_ENGINE = dict(
     max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
-    token_buckets=(128, 512, 1024, 2048, 4096, 8192), decode_buckets=(1, 8, 32, 64, 128, 256),
+    token_buckets=(128, 512, 1024, 2048, 4096, 8192), decode_buckets=(8, 32, 64, 128, 256),
 )  # fmt: skip
 
 PRESETS = {
@@ -82,7 +82,7 @@ PRESETS = {
                 rope_theta=10000.0, tie_word_embeddings=True),
         dict(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=512, dtype="float32",
              token_buckets=(64, 512), decode_buckets=(1, 16)),
-        batches=(1, 16), sampled_batches=(1, 16), context=128, short=4, long=36,
+        batches=(1, 16), sampled_batches=(1, 16), context=128, new=36,
         prefill=(4, 256), ttft=(64, 128), offline=(32, 64, 32), mixed=((8, 128), (8, 64)),
         host_batches=(1, 16),
     ),
@@ -104,19 +104,20 @@ class Bench:
         self.startup_s = time.perf_counter() - start
 
     def decode(self) -> dict[str, dict[str, float]]:
-        """Returns milliseconds of a decode step by batch size, greedy and sampled."""
+        """Returns milliseconds of a decode step by batch size, greedy and sampled.
+
+        From the first step in which all requests of a batch get a token to the last one.
+        """
         p, out = self.preset, dict[str, float]()
         for batch in p.batches:
             for name, rule in (("greedy", {}), ("topk_topp", SAMPLED)):
                 if rule and batch not in p.sampled_batches:
                     continue
-                self.run(batch, p.context, 8, **rule)
-                short, long = (
-                    min(self.run(batch, p.context, new, **rule) for _ in range(2))
-                    for new in (p.short, p.long)
-                )
+                with Arrivals(self.llm.engine) as arrivals:
+                    self.run(batch, p.context, p.new, **rule)
+                times = arrivals.of_steps(batch)
                 key = f"{name}_b{batch}_ctx{p.context}"
-                out[key] = (long - short) / (p.long - p.short) * 1e3
+                out[key] = (times[-1] - times[0]) / (len(times) - 1) * 1e3
                 print(f"{key}: {out[key]:.3f} ms a step", flush=True)
         return {"decode_ms_per_step": out}
 
@@ -206,6 +207,10 @@ class Arrivals:
         self._steps.append((time.perf_counter(), gained))
         return gained
 
+    def of_steps(self, batch: int) -> list[float]:
+        """Returns when, in seconds, steps ended that gave `batch` requests a token each."""
+        return [at for at, gained in self._steps if sum(bool(new) for _, new in gained) == batch]
+
     def by_request(self) -> list[list[float]]:
         """Returns the times, in seconds, at which each request got tokens."""
         times: dict[str, list[float]] = {}
@@ -247,11 +252,17 @@ def machine() -> dict[str, str]:
 def main() -> None:
     """Runs a preset and prints or writes its figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m jaxrunner.bench", description=__doc__)
-    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("preset", choices=PRESETS, nargs="?", default="tiny")
+    parser.add_argument("--kernels", action="store_true", help="time each kernel, and no model")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each part, for medians")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
+    if args.kernels:
+        result = machine() | kernel_bench.run()
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        return
     bench = Bench(PRESETS[args.preset])
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     for part in args.parts.split(","):

@@ -6,6 +6,8 @@ from typing import Any
 from jaxrunner.settings import Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Of the KV cache, in vLLM's names, and what JAX calls them. Those of 8 bits have scales beside them.
+SCALED = dict(fp8="float8_e4m3fn", fp8_e4m3="float8_e4m3fn", int8="int8")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 NAN_POLICIES = ("error", "raise", "ignore")
 ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
@@ -75,7 +77,7 @@ class EngineConfig:
     policy: str = "fcfs"
     async_depth: int = 2  # steps launched before the oldest is read
     growth: int = 2  # ratio of one default bucket to the next
-    kv_dtype: str = "float32"
+    kv_dtype: str = "float32"  # in JAX's name
     dtype: str = "float32"
     seed: int = 0
     logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
@@ -88,8 +90,8 @@ class EngineConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name in ("dtype", "kv_dtype"):
-            check_dtype(name, getattr(self, name))
+        check_dtype("dtype", self.dtype)
+        check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
         named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES)
         for name, known in (named | dict(attention_backend=ATTENTION_BACKENDS)).items():
             if getattr(self, name) not in known:
@@ -100,20 +102,35 @@ class EngineConfig:
                 raise ValueError(f"{name} must be ascending sizes over 0, got {sizes}")
 
     @property
+    def scaled(self) -> bool:
+        """Whether keys and values are of 8 bits."""
+        return self.kv_dtype in SCALED.values()
+
+    @property
     def max_blocks(self) -> int:
         """Blocks of the longest request."""
         return -(-self.max_model_len // self.block_size)
 
 
-def check_dtype(name: str, value: Any) -> str:
-    """Returns `value`, a dtype that models compute in.
+def check_dtype(name: str, value: Any, known: tuple[str, ...] = DTYPES) -> str:
+    """Returns `value`, one of the `known` dtypes: those that models compute in.
 
     Raises:
       ValueError: it is not one.
     """
-    if value not in DTYPES:
-        raise ValueError(f"{name} must be one of {DTYPES}, got {value!r}")
+    if value not in known:
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
     return value
+
+
+def read_kv_dtype(value: str, dtype: str) -> str:
+    """Returns JAX's name of a user's `kv_cache_dtype`; "auto" is the model's `dtype`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    known = dict(auto=dtype) | {name: name for name in DTYPES} | SCALED
+    return known[check_dtype("kv_cache_dtype", value, tuple(known))]
 
 
 def read_dtype(settings: Settings) -> str:

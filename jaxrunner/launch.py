@@ -71,6 +71,7 @@ def score(params, state: State, hidden, targets: Targets, first, *, program, siz
     at = first + jnp.arange(size.num_targets)
     targets = jax.tree.map(lambda x: device.take(x, at), targets)
     logits = program.model.logits(program.config, params, device.take(hidden, targets.source))
+    logits = logits.astype(jnp.float32)
     logprobs = describe_prompt(logits, targets, state.requests, state.sampling, program, size)
     return pack_on_device((targets.slot, targets.positions, logprobs))
 
@@ -113,7 +114,7 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     elif key.name == "sample":
         dims = program.dims | dict(B=size.num_rows)
         B, J, V = (dims[axis] for axis in "BJV")
-        logits = jax.ShapeDtypeStruct((B, J, V), jnp.float32)
+        logits = jax.ShapeDtypeStruct((B, J, V), jnp.dtype(program.engine.dtype))
         mask = jax.ShapeDtypeStruct((B, J, -(-V // 32)), jnp.int32) if size.rich else None
         args = logits, tables, pytree.abstract(Rows, dims), mask
     elif key.name == "score":

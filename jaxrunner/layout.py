@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.model import Model
+from jaxrunner.model import Model, Ops
 from jaxrunner.params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.types import (
     Admission,
+    Batch,
     Copies,
     LayerCache,
     Logprobs,
@@ -34,9 +35,10 @@ class Program(NamedTuple):
     model: Model
     config: ModelConfig
     engine: EngineConfig
-    attention: Callable[..., Any]  # (batch, q, k, v, cache, spec) -> (out [T, H, D], cache)
+    ops: Callable[[Batch], Ops]  # what layers run on a batch
     rules: tuple[Rule, ...] = ()
     num_drafts: int = 0
+    sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
 
     @property
     def dims(self) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class Program(NamedTuple):
         return self.config.dims | dict(
             R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, J=1 + self.num_drafts,
             N=e.num_blocks, S=e.block_size, M=e.max_blocks, key=2, **WIDE,
-            kv=jnp.dtype(e.kv_dtype), param=jnp.dtype(e.dtype),
+            kv=jnp.dtype(e.kv_dtype), scaled=e.scaled, param=jnp.dtype(e.dtype),
         )  # fmt: skip
 
 

@@ -17,11 +17,28 @@ class AttentionSpec(NamedTuple):
     scale: float  # of the scores
 
 
-# (q [T, H, D], k [T, K, D], v [T, K, D], cache, spec) -> (out [T, H, D], cache).
-# Stores k and v where serving does, then attends; a trainer passes dense attention and no cache.
-Attend = Callable[
-    [Array, Array, Array, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
-]
+class Heads(NamedTuple):
+    """What makes queries and keys of packed projections: norms of each head, then a rotation."""
+
+    cos: Array  # [T, 1, D / 2], float32
+    sin: Array
+    q_norm: Array | None  # [D], weights of RMSNorm
+    k_norm: Array | None
+    eps: float
+
+
+class Ops(NamedTuple):
+    """What of a layer has kernels of its own. `jaxrunner.ops` makes them for serving or training.
+
+    attend: (qkv [T, K, P, D], heads, cache, spec) -> (out [T, H, D], cache). Stores keys and
+        values where serving does, then attends; a trainer has no cache.
+    add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each.
+    """
+
+    attend: Callable[
+        [Array, Heads, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
+    ]
+    add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
 
 
 class Source(NamedTuple):
@@ -41,6 +58,6 @@ class Model(NamedTuple):
 
     read: Callable[..., ModelConfig]  # (settings) -> config
     params: type  # pytree of weights, declared by axes
-    forward: Callable[..., Any]  # (config, params, kv, inputs, attend) -> hidden [T, E], kv
-    logits: Callable[..., Array]  # (config, params, hidden [..., E]) -> [..., V], float32
+    forward: Callable[..., Any]  # (config, params, kv, inputs, ops) -> hidden [T, E], kv
+    logits: Callable[..., Array]  # (config, params, hidden [..., E]) -> [..., V], its dtype
     sources: Callable[[ModelConfig], Any]  # -> `params` filled with `Source`

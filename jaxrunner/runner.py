@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas.choose import choose_attention
 from jaxrunner.launch import abstract, program_keys, program_spec
 from jaxrunner.layout import (
     Bucket,
@@ -29,6 +28,7 @@ from jaxrunner.layout import (
     score_spec,
 )
 from jaxrunner.model import Model
+from jaxrunner.ops import choose_ops
 from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.sampling import RULES
@@ -134,8 +134,10 @@ class ModelRunner:
         rules=RULES,
     ):
         self.params = params
-        self.attention = choose_attention(model_config, config)
-        self.program = Program(model, model_config, config, self.attention.attention, rules)
+        self.ops = choose_ops(model_config, config)
+        # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
+        sample = self.ops.sample if rules == RULES else None
+        self.program = Program(model, model_config, config, self.ops.ops, rules, sample=sample)
         self.state = make_state(self.program)
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)

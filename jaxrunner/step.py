@@ -19,7 +19,6 @@ from jaxrunner.types import (
     Batch,
     Copies,
     Inputs,
-    LayerCache,
     Plan,
     Requests,
     Rows,
@@ -42,13 +41,13 @@ def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucke
     requests = replace(state.requests, blocks=_put_blocks(state.requests.blocks, plan.blocks))
     cache_shape = program.engine.num_blocks, program.engine.block_size
     batch, rows = prepare_inputs(requests, plan, bucket, cache_shape, program.num_drafts)
-    attend = functools.partial(program.attention, batch)
-    hidden, kv = program.model.forward(program.config, params, state.kv, batch.inputs, attend)
+    ops = program.ops(batch)
+    hidden, kv = program.model.forward(program.config, params, state.kv, batch.inputs, ops)
     return replace(state, requests=requests, kv=kv), batch, rows, hidden
 
 
 def score(params, hidden: Array, batch: Batch, program: Program) -> Array:
-    """Returns the logits of the scored tokens, [B, J, V], float32."""
+    """Returns the logits of the scored tokens, [B, J, V], in the dtype of `hidden`."""
     return program.model.logits(program.config, params, take(hidden, batch.scored))
 
 
@@ -74,8 +73,9 @@ def draw(logits: Array, state: State, rows: Rows, mask: Array | None, **static: 
 def likeliest(logits: Array, rows: Rows) -> Drawn:
     """Takes the likeliest token of each scored position, [B, J], the first of equals."""
     token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # NaN and infinity both show in the maximum.
-    not_finite = (~jnp.isfinite(logits.max(-1)) & _real(rows, logits.shape[1])).any(1)
+    # The first NaN counts as the largest, so NaN and infinity both show where the maximum is.
+    best = jnp.take_along_axis(logits, token_ids[..., None], -1)[..., 0]
+    not_finite = (~jnp.isfinite(best) & _real(rows, logits.shape[1])).any(1)
     return Drawn(token_ids, not_finite, jnp.zeros_like(not_finite), ())
 
 
@@ -142,11 +142,11 @@ def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> S
     """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
     group_of = [program.config.groups.index(window) for window in program.config.windows]
 
-    def copy(blocks: Array, copies: Copies) -> Array:
+    def copy(copies: Copies, blocks: Array) -> Array:
         return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")
 
     kv = tuple(
-        LayerCache(k=copy(layer.k, copies[g]), v=copy(layer.v, copies[g]))
+        jax.tree.map(functools.partial(copy, copies[g]), layer)
         for layer, g in zip(state.kv, group_of, strict=True)
     )
     return replace(state, kv=kv)

@@ -38,10 +38,15 @@ class Requests:
 
 @pytree
 class LayerCache:
-    """Paged keys and values of one layer."""
+    """Paged keys and values of one layer.
+
+    Those of 8 bits are multiples of a scale, one for each token and head.
+    """
 
     k: Array = leaf("N K S D", "kv")
     v: Array = leaf("N K S D", "kv")
+    k_scale: Array | None = leaf("N K S", jnp.float32, when="scaled")
+    v_scale: Array | None = leaf("N K S", jnp.float32, when="scaled")
 
 
 @pytree

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.config import EngineConfig, ModelConfig, check_dtype
+from jaxrunner.config import SCALED, EngineConfig, ModelConfig, read_kv_dtype
 
 CPU_KV_BYTES = 1 << 30  # on a CPU, where memory is not ours alone
 RESERVE = 0.1  # part of the budget kept for what a step makes on its way
@@ -41,7 +41,6 @@ def engine_config(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     _check_one_size(asked)
-    kv_dtype = dtype if kv_cache_dtype == "auto" else check_dtype("kv_cache_dtype", kv_cache_dtype)
     on_cpu = jax.default_backend() == "cpu"
     config = EngineConfig(
         max_model_len=_checked_len(model, max_model_len),
@@ -49,7 +48,7 @@ def engine_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_or(max_num_batched_tokens, 512 if on_cpu else 8192),
         dtype=dtype,
-        kv_dtype=kv_dtype,
+        kv_dtype=read_kv_dtype(kv_cache_dtype, dtype),
         growth=4 if on_cpu else 2,
         **rest,
     )
@@ -94,9 +93,10 @@ def longest_len(model: ModelConfig) -> int:
 
 
 def block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
-    """Returns the bytes of one block in the caches of all layers."""
-    dims = model.dims
-    return 2 * dims["Y"] * block_size * dims["K"] * dims["D"] * jnp.dtype(kv_dtype).itemsize
+    """Returns the bytes of one block in the caches of all layers, scales included."""
+    dims, scale = model.dims, 4 if kv_dtype in SCALED.values() else 0
+    row = dims["D"] * jnp.dtype(kv_dtype).itemsize + scale
+    return 2 * dims["Y"] * block_size * dims["K"] * row
 
 
 def free_bytes(params: Any, utilization: float) -> int:

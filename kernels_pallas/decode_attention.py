@@ -8,7 +8,6 @@ step: XLA shares them between layers.
 
 from dataclasses import dataclass
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -17,11 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from jaxrunner.kernels_pallas import decode_scaled, overlap
+from jaxrunner.kernels_pallas.decode_scaled import LOG2_E, NOTHING
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: the query heads of a KV head, padded
-NOTHING = -1e30  # a score that no weight comes of
-LOG2_E = math.log2(math.e)
 MAX_PARTS = 64  # that a request is split into
 
 
@@ -30,7 +29,7 @@ class TuningConfig:
     """Sizes that change speed alone."""
 
     block_kv: int = 64  # keys of a tile
-    stages: int = 3  # tiles in flight
+    stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
 
 
@@ -51,7 +50,10 @@ class Items(NamedTuple):
 def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
     """Says why q, [B, H, D], and k, [N, K, S, D], are not served; None if they are."""
     (_, H, D), (_, K, S, _) = q.shape, k.shape
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
+    if k.dtype in decode_scaled.DTYPES:
+        if reason := decode_scaled.refuses(q, k):
+            return reason
+    elif q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
         return f"wants q and KV of one dtype, bfloat16 or float16, got {q.dtype} and {k.dtype}"
     if D % 16 or D > 256:
         return f"wants a head_dim that is a multiple of 16 up to 256, got {D}"
@@ -103,11 +105,13 @@ def plan(
 def decode_attention(
     q: Array, k: Array, v: Array, blocks: Array, seq_lens: Array, *,
     scale: float, window: int | None = None, soft_cap: float | None = None,
-    sinks: Array | None = None, config: TuningConfig = TuningConfig(),
+    sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
+    config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Attends the last token of each row to all `seq_lens`, [B], tokens of its blocks.
 
-    q: [B, H, D]; k and v: [N, K, S, D]; blocks: [B, M]; sinks: [H], logits that only take weight.
+    q: [B, H, D]; k and v: [N, K, S, D]; blocks: [B, M]; sinks: [H], logits that only take weight;
+    k_scale and v_scale: [N, K, S], float32, what k and v of 8 bits are multiples of.
     Returns [B, H, D]; zeros where a row has no tokens.
 
     Raises:
@@ -129,23 +133,30 @@ def decode_attention(
     padded = G if 8 % G == 0 else -(-G // 8) * 8
     heads = jnp.pad(q.reshape(B * K, G, D), ((0, 0), (0, padded - G), (0, 0))).reshape(-1, D)
     heads = jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0)))
-    body = functools.partial(
-        _attend, config, G, padded, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None
-    )
-    copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
-    _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))(
-        heads, k, v, blocks, *items[:6], sink, out, part, weight
-    )
+    static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
+    rest = blocks, *items[:6], sink, out, part, weight
+    if k_scale is None:
+        body = functools.partial(_attend, config, G, padded, **static)
+        copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
+        scratch = _scratch(q.dtype, D, copies, config)
+        _launch(body, (num_items, K), scratch)(heads, k, v, *rest)
+    else:
+        body = functools.partial(decode_scaled.attend, config, G, padded, **static)
+        scratch = decode_scaled.scratch(k, max(padded, 8), config.stages, config.block_kv)
+        heads = decode_scaled.prepare(heads, k.dtype)
+        _launch(body, (num_items, K), scratch, 1024, True)(heads, k, v, k_scale, v_scale, *rest)
     merge = [plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((ROWS, 8), jnp.float32)]
     merge += [plgpu.SMEM((D,), q.dtype), plgpu.Barrier(num_arrivals=2)]
     _launch(_merge, (num_split, H), merge, 4096)(*items[6:], part, weight, out)
     return jax.freeze(out).reshape(B, H, D)
 
 
-def _launch(body, grid: tuple[int, int], scratch: list, scratch_bytes: int = 0):
+def _launch(
+    body, grid: tuple[int, int], scratch: list, scratch_bytes: int = 0, own_barriers: bool = False
+):
     params = plgpu.CompilerParams(
         approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane,
-        reduction_scratch_bytes=scratch_bytes,
+        reduction_scratch_bytes=scratch_bytes, unsafe_no_auto_barriers=own_barriers,
     )  # fmt: skip
     return plgpu.kernel(
         body, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch,
@@ -179,6 +190,7 @@ def _attend(
     *, scale, window, soft_cap, sinks,
 ):  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
+    overlap.begin()
     item, h = lax.axis_index("item"), lax.axis_index("head")
     k_smem, out_smem, (part_smem, weight_smem) = keys
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
@@ -227,7 +239,7 @@ def _attend(
             plgpu.barrier_wait(k_ready.at[stage])
 
             def multiply(scores):
-                plgpu.wgmma(scores, q_smem, plgpu.transpose_ref(k_smem.at[stage], (1, 0)))
+                plgpu.wgmma(scores, q_smem, k_smem.at[stage].T)
                 return scores[...]
 
             scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, C), jnp.float32)) * scale
@@ -309,6 +321,7 @@ def _merge(
     part_smem, weight_smem, out_smem, ready,
 ):  # fmt: skip
     """Merges the parts of one row and query head, each weighted by its softmax total."""
+    overlap.begin()
     i, head = lax.axis_index("item"), lax.axis_index("head")
     (B, K, G, _), layout = out_ref.shape, plgpu.Layout.WGMMA
     row, first, parts = row_ref[i], first_ref[i], parts_ref[i]

@@ -1,4 +1,4 @@
-"""Attention over the paged cache by kernels: rows of one token through one, longer through another."""
+"""Attention over the paged cache: rows of one token through one kernel, longer through another."""
 
 import jax.numpy as jnp
 

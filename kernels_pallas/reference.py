@@ -5,6 +5,8 @@ chunk at a time (online softmax, arXiv:2205.14135), so nothing of size [T, L] is
 follows the longest request of the batch, not the largest possible one.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -31,12 +33,39 @@ def write_kv(batch: Batch, k: Array, v: Array, cache: LayerCache, group: int) ->
     S = cache.k.shape[2]
     at = (batch.cache_index[group] // S, slice(None), batch.cache_index[group] % S)
 
-    def put(blocks: Array, new: Array) -> Array:
+    def put(blocks: Array | None, new: Array | None) -> Array | None:
+        if blocks is None or new is None:
+            return None
         # Without unique_indices XLA writes through compare-and-swap loops.
         new = new.astype(blocks.dtype)
         return blocks.at[at].set(new, mode="drop", unique_indices=True)
 
-    return LayerCache(k=put(cache.k, k), v=put(cache.v, v))
+    (k, k_scale), (v, v_scale) = (
+        (x, None) if cache.k_scale is None else quantize(x, cache.k.dtype) for x in (k, v)
+    )
+    return LayerCache(
+        k=put(cache.k, k),
+        v=put(cache.v, v),
+        k_scale=put(cache.k_scale, k_scale),
+        v_scale=put(cache.v_scale, v_scale),
+    )
+
+
+def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """Returns x, [..., D], as multiples of 8 bits of a scale, [...], and the scale, float32.
+
+    The largest of a row becomes the largest of `dtype`; NaN and infinity make the scale NaN or
+    infinite, so that they show.
+    """
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
+    top = jnp.abs(x).max(-1)
+    # What is so small that its scale could be flushed to zero counts as zero. A kernel multiplies
+    # in bfloat16, so the scale is a number of that.
+    scale = jax.lax.reduce_precision(jnp.where(top < 1e-30, 1.0, top / most), 8, 7)
+    x = jnp.clip(x / scale[..., None], -most, most)
+    return (jnp.round(x) if whole else x).astype(dtype), scale
 
 
 def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
@@ -85,10 +114,12 @@ def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec
     blocks = jnp.pad(blocks, ((0, 0), (0, -M % per_chunk)), mode="edge")
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-    def read(kv: Array, i: Array) -> Array:
+    def read(kv: Array, scale: Array | None, i: Array) -> Array:
         ids = jax.lax.dynamic_slice_in_dim(blocks, i * per_chunk, per_chunk, axis=1)
-        chunk = kv.at[ids].get(mode="clip").astype(q.dtype)
-        return jnp.moveaxis(chunk, 2, 1).reshape(tiles, K, C, D)
+        chunk = kv.at[ids].get(mode="clip")
+        if scale is not None:
+            chunk = chunk.astype(jnp.float32) * scale.at[ids].get(mode="clip")[..., None]
+        return jnp.moveaxis(chunk.astype(q.dtype), 2, 1).reshape(tiles, K, C, D)
 
     def body(i, carry):
         best, total, acc = carry
@@ -96,7 +127,7 @@ def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec
         seen = key_pos[None, None] <= pos[:, :, None]
         if spec.window is not None:
             seen &= key_pos[None, None] > pos[:, :, None] - spec.window
-        k, v = read(cache.k, i), read(cache.v, i)
+        k, v = read(cache.k, cache.k_scale, i), read(cache.v, cache.v_scale, i)
         # A weight of zero does not silence a NaN: what no query sees may hold another's junk.
         v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.zeros((), v.dtype))
         scores = jnp.einsum("iqkgd,ikcd->ikgqc", q, k, precision=precision)

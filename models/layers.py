@@ -30,6 +30,12 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x32.astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
 
 
+def add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """Returns x + residual, [T, E], and its norm."""
+    total = x + residual
+    return total, rms_norm(total, weight, eps)
+
+
 def swiglu(x: Array, gate_up: Array, down: Array, gate_up_bias=None, down_bias=None) -> Array:
     """Gated MLP of x, [T, E]; gate_up is [2, F, E]. arXiv:2002.05202."""
     gate, up = jnp.moveaxis(linear(x, gate_up, gate_up_bias), 1, 0)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
-from jaxrunner.model import Attend, AttentionSpec, Model, Source
-from jaxrunner.models.layers import linear, rms_norm, swiglu
-from jaxrunner.models.rope import read_rope, rotate, rotation
+from jaxrunner.model import AttentionSpec, Heads, Model, Ops, Source
+from jaxrunner.models.layers import linear, swiglu
+from jaxrunner.models.rope import read_rope, rotation
 from jaxrunner.pytree import each, leaf, of, pytree
 from jaxrunner.settings import Settings
 from jaxrunner.types import Array, Inputs
@@ -48,36 +48,32 @@ class Params:
     layers: tuple[Layer, ...] = each("Y")
 
 
-def forward(config: ModelConfig, params: Params, kv, inputs: Inputs, attend: Attend):
+def forward(config: ModelConfig, params: Params, kv, inputs: Inputs, ops: Ops):
     """Returns hidden states, [T, E], and the caches, one a layer."""
     # One jit for all layers: equal layers are traced once.
-    layer = jax.jit(functools.partial(_layer, config, attend), static_argnames="spec")
+    layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
     turn = rotation(config.rope, inputs)
     x, caches = params.embed[inputs.token_ids], []
+    delta = jnp.zeros_like(x)  # what the layer before adds to x
     for weights, cache, window in zip(params.layers, kv, config.windows, strict=True):
         spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
-        x, cache = layer(x, weights, cache, turn, spec=spec)
+        x, delta, cache = layer(x, delta, weights, cache, turn, spec=spec)
         caches.append(cache)
-    return rms_norm(x, params.norm, config.rms_norm_eps), tuple(caches)
+    return ops.add_norm(x, delta, params.norm, config.rms_norm_eps)[1], tuple(caches)
 
 
 def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
-    """Scores every token of the vocabulary: hidden [..., E] -> [..., V], float32."""
-    head = params.embed if params.head is None else params.head
-    return linear(hidden, head).astype(jnp.float32)
+    """Scores every token of the vocabulary: hidden [..., E] -> [..., V], in its dtype."""
+    return linear(hidden, params.embed if params.head is None else params.head)
 
 
-def _layer(config: ModelConfig, attend: Attend, x, w: Layer, cache, turn, *, spec):
-    H, D, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
-    T = x.shape[0]
-    qkv = linear(rms_norm(x, w.attn_norm, eps), w.qkv, w.qkv_bias)
-    q, k, v = qkv[:, :, :-2].reshape(T, H, D), qkv[:, :, -2], qkv[:, :, -1]
-    if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
-    out, cache = attend(rotate(q, *turn), rotate(k, *turn), v, cache, spec)
-    x = x + linear(out, w.o, w.o_bias, axes=2)
-    mlp = swiglu(rms_norm(x, w.mlp_norm, eps), w.gate_up, w.down, w.gate_up_bias, w.down_bias)
-    return x + mlp, cache
+def _layer(config: ModelConfig, ops: Ops, x, delta, w: Layer, cache, turn, *, spec):
+    eps = config.rms_norm_eps
+    x, h = ops.add_norm(x, delta, w.attn_norm, eps)
+    qkv = linear(h, w.qkv, w.qkv_bias)
+    out, cache = ops.attend(qkv, Heads(*turn, w.q_norm, w.k_norm, eps), cache, spec)
+    x, h = ops.add_norm(x, linear(out, w.o, w.o_bias, axes=2), w.mlp_norm, eps)
+    return x, swiglu(h, w.gate_up, w.down, w.gate_up_bias, w.down_bias), cache
 
 
 def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:

@@ -12,9 +12,9 @@ import numpy as np
 import tiny
 
 from jaxrunner import pytree, step
-from jaxrunner.kernels_pallas import reference
 from jaxrunner.layout import MAX_STOP_IDS, WIDE, Program, SampleSize
 from jaxrunner.models.llama import llama
+from jaxrunner.ops import paged
 from jaxrunner.params import SamplingParams
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.rule import Batched
@@ -56,7 +56,7 @@ class Expected(NamedTuple):
 def program(mode: str = "raw_logprobs", rules=RULES, **changes) -> Program:
     """Returns the static half of an engine."""
     engine = tiny.engine_config(logprobs_mode=mode, **changes)
-    return Program(llama, tiny.config(), engine, reference.paged_attention, rules)
+    return Program(llama, tiny.config(), engine, paged, rules)
 
 
 def tables(params, seeds=None, rules=RULES) -> tuple[Any, ...]:

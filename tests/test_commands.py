@@ -36,7 +36,7 @@ def test_the_demo_completes_its_argument(monkeypatch, capsys):
 
 def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     small = replace(
-        bench.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, short=1, long=3,
+        bench.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, new=4,
         prefill=(2, 16), ttft=(4,), offline=(3, 4, 2), mixed=((2, 5), (2, 4)),
         host_batches=(1, 2), host_steps=3,
         engine=SIZES | dict(warm_up=True),

@@ -18,8 +18,8 @@ import rules
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.grammar import GrammarCompiler
-from jaxrunner.kernels_pallas import reference
 from jaxrunner.models.llama import llama
+from jaxrunner.ops import dense
 from jaxrunner.outputs import CompletionOutput, RequestOutput
 from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind
 from jaxrunner.sampling.seed import TARGET, noise
@@ -95,9 +95,9 @@ class Oracle:
         return np.asarray(self._forward(self._weights, padded))[: len(ids)]
 
     def _dense(self, weights, ids):
-        attend = functools.partial(reference.dense_attention, 1)
+        ops = dense(1)
         inputs, none = Inputs(ids, jnp.arange(L), jnp.full(L, L)), (None,) * 8
-        hidden, _ = llama.forward(self._config, weights, none, inputs, attend)
+        hidden, _ = llama.forward(self._config, weights, none, inputs, ops)
         return llama.logits(self._config, weights, hidden)
 
 

@@ -109,7 +109,7 @@ attention = jax.jit(reference.paged_attention, static_argnames="spec")
 def test_paged_attention_equals_its_oracle(case, window, poison, dtype):
     problem = Problem(case, dtype, poison)
     spec = AttentionSpec(0, window, D**-0.5)
-    cache = LayerCache(*map(jnp.asarray, problem.cache))
+    cache = LayerCache(*map(jnp.asarray, problem.cache), None, None)
     inputs = map(jnp.asarray, (problem.q, problem.k, problem.v))
     out, after = attention(problem.batch, *inputs, cache, spec=spec)
     out = np.asarray(out, np.float64)

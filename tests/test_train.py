@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxrunner import embedded, weights
-from jaxrunner.kernels_pallas.reference import dense_attention
 from jaxrunner.models.llama import llama
+from jaxrunner.ops import dense
 from jaxrunner.settings import Settings, read_json
 from jaxrunner.train import corpus, publish, sample, trainer
 from jaxrunner.train import tokenizer as text
@@ -236,8 +236,8 @@ def test_our_logits_are_those_of_transformers():
     positions = jnp.arange(len(ids), dtype=jnp.int32)
     inputs = Inputs(tokens, positions, jnp.full_like(positions, len(ids)))
     caches = (None,) * config.num_hidden_layers
-    attend = functools.partial(dense_attention, 1)
-    hidden, _ = llama.forward(config, params, caches, inputs, attend)
+    ops = dense(1)
+    hidden, _ = llama.forward(config, params, caches, inputs, ops)
     got = llama.logits(config, params, hidden)
     np.testing.assert_allclose(np.asarray(got), want, atol=1e-3)
     assert model.generation_config.temperature == 0.7 and model.generation_config.do_sample

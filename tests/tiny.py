@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import reference
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
+from jaxrunner.ops import dense
 from jaxrunner.params import SamplingParams
 from jaxrunner.request import NewRequest, SchedulerOutput
 from jaxrunner.runner import ModelRunner
@@ -115,7 +115,7 @@ def dense_logits(config: ModelConfig, params, ids) -> np.ndarray:
     ids = jnp.asarray(ids, jnp.int32)
     n = ids.size
     inputs = Inputs(ids, jnp.arange(n), jnp.full(n, n))
-    attend = functools.partial(reference.dense_attention, 1)
+    ops = dense(1)
     none = (None,) * config.num_hidden_layers
-    hidden, _ = llama.forward(config, params, none, inputs, attend)
+    hidden, _ = llama.forward(config, params, none, inputs, ops)
     return np.asarray(llama.logits(config, params, hidden))

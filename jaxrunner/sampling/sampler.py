@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from jaxrunner.layout import Program, SampleSize, ScoreSize
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
+from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.rule import Batched, NoParams, rows_of, run
-from jaxrunner.sampling.seed import TARGET, noise
+from jaxrunner.sampling.seed import TARGET, noise, seed
+from jaxrunner.sampling.temperature import temperature
+from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Array, Logprobs, Requests, Targets
 
 
@@ -32,6 +35,9 @@ def sample(
     The noise of a token comes from its request's seed, its position and its id alone, so a
     request gets the same tokens in any batch.
     """
+    if program.sample is not None and not size.rich:
+        return _usual(program, logits, batch, tables)
+    logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, rich=size.rich)
     seeds = rows_of(tables[0], batch.slot)  # the first rule is `seed`
     draws = functools.partial(noise, stream=TARGET, shape=logits.shape[1:])
@@ -47,6 +53,20 @@ def sample(
     best = processed.logits.max(-1)
     not_finite = ~jnp.isfinite(logits.max(-1)) | jnp.isnan(best) | (best == jnp.inf)
     return Drawn(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
+
+
+def _usual(program: Program, logits: Array, batch: Batched, tables: tuple[Any, ...]) -> Drawn:
+    """Draws by the rules that every request has, in a kernel."""
+    usual = (seed, temperature, min_p, top_k_top_p)
+    seeds, heat, floor, cut = (
+        rows_of(tables[program.rules.index(rule)], batch.slot) for rule in usual
+    )
+    drawn = program.sample(
+        logits, seeds.words, batch.position, seeds.greedy, heat.value, floor.log, cut.k, cut.p
+    )
+    # No rule here takes all tokens away: logits that are all -inf are the model's own.
+    not_finite = drawn.not_finite | drawn.no_choice
+    return Drawn(drawn.token_ids, not_finite, jnp.zeros_like(not_finite), ())
 
 
 def process(

@@ -10,8 +10,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxrunner.config import ModelConfig
-from jaxrunner.kernels_pallas.reference import dense_attention
 from jaxrunner.models.llama import llama
+from jaxrunner.ops import dense
 from jaxrunner.types import Array, Inputs
 
 
@@ -47,12 +47,12 @@ def _sample(config: ModelConfig, params: Any, tokens: Array, lens: Array, how: t
     num_tokens, temperature, seed = how
     B, L = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32)[None], (B, L)).reshape(-1)
-    attend, rows = functools.partial(dense_attention, B), jnp.arange(B)
+    ops, rows = dense(B), jnp.arange(B)
 
     def body(i: Array, tokens: Array) -> Array:
         inputs = Inputs(tokens.reshape(-1), positions, jnp.full_like(positions, L))
         caches = (None,) * config.num_hidden_layers
-        hidden, _ = llama.forward(config, params, caches, inputs, attend)
+        hidden, _ = llama.forward(config, params, caches, inputs, ops)
         scores = llama.logits(config, params, hidden.reshape(B, L, -1)[rows, lens + i - 1])
         key = jax.random.fold_in(jax.random.key(seed), i)
         # The Gumbel trick; at temperature 0 the likeliest.

@@ -15,8 +15,8 @@ import optax
 
 from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
-from jaxrunner.kernels_pallas.reference import dense_attention
 from jaxrunner.models.llama import llama
+from jaxrunner.ops import dense
 from jaxrunner.types import Array, Inputs
 
 EVAL_BATCH = 16  # windows
@@ -168,8 +168,8 @@ def token_losses(config: ModelConfig, params: Any, window: Array) -> Array:
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     inputs = Inputs(tokens, positions, jnp.full_like(positions, tokens.shape[0]))
     caches = (None,) * config.num_hidden_layers
-    attend = functools.partial(dense_attention, 1)
-    hidden, _ = llama.forward(config, params, caches, inputs, attend)
+    ops = dense(1)
+    hidden, _ = llama.forward(config, params, caches, inputs, ops)
     scores = llama.logits(config, params, hidden)
     return optax.softmax_cross_entropy_with_integer_labels(scores, targets)
 

@@ -1,0 +1,82 @@
+"""Which implementation of a layer's operations runs, and why not another."""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.kernels_pallas import decode_attention, fused, prefill_attention, reference
+from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.model import AttentionSpec, Heads, Ops
+from jaxrunner.models.layers import add_rms_norm, rms_norm
+from jaxrunner.models.rope import rotate
+from jaxrunner.types import Array, Batch
+
+
+class Choice(NamedTuple):
+    """An implementation, by its name in `EngineConfig.attention_backend`, and why it was taken."""
+
+    name: str
+    ops: Callable[[Batch], Ops]
+    reason: str
+    sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
+
+
+def paged(batch: Batch) -> Ops:
+    """Plain JAX over the paged cache of `batch`."""
+    return _plain(functools.partial(reference.paged_attention, batch))
+
+
+def dense(batch_size: int) -> Ops:
+    """Plain JAX without a cache, for training: T is `batch_size` equal sequences."""
+    return _plain(functools.partial(reference.dense_attention, batch_size))
+
+
+def _plain(attention: Callable[..., Any]) -> Ops:
+    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
+        return attention(*split_heads(qkv, heads), cache, spec)
+
+    return Ops(attend, add_rms_norm)
+
+
+def split_heads(qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+    """Returns queries, [T, H, D], keys and values, [T, K, D], of packed projections."""
+    T, K, P, D = qkv.shape
+    q, k, v = qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]
+    if heads.q_norm is not None and heads.k_norm is not None:
+        q, k = rms_norm(q, heads.q_norm, heads.eps), rms_norm(k, heads.k_norm, heads.eps)
+    return rotate(q, heads.cos, heads.sin), rotate(k, heads.cos, heads.sin), v
+
+
+def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
+    """Returns what computes the layers of an engine.
+
+    Raises:
+      ValueError: `attention_backend` names kernels that this model or device cannot use.
+    """
+    wanted = engine.attention_backend
+    if wanted == "reference":
+        return Choice("reference", paged, "it was asked for")
+    reason = refuses(model, engine)
+    if reason is None:
+        served = "it serves this model on this device"
+        return Choice("mosaic_gpu", fused.ops, served, sample_tokens)
+    if wanted == "mosaic_gpu":
+        raise ValueError(f"attention_backend='mosaic_gpu' {reason}: use 'auto' or 'reference'")
+    return Choice("reference", paged, f"mosaic_gpu {reason}")
+
+
+def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
+    """Says why the kernels do not serve this model on this device; None if they do."""
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability != "9.0":
+        return f"wants a Hopper GPU (compute capability 9.0), got {device.device_kind}"
+    H, K, D = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
+    shape = engine.num_blocks, K, engine.block_size, D
+    kv = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.kv_dtype))
+    return decode_attention.refuses(q, kv) or prefill_attention.refuses(q, kv)

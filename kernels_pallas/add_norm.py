@@ -1,0 +1,126 @@
+"""A residual addition and the RMSNorm of its result in one kernel: each row is read once.
+
+A thread block serves one row, held in registers between the sum of squares and the scaling. Each
+warp sums up a part of the row, and the warps add their sums up in shared memory. (Mosaic's own
+reduction over warps has one scratch for all warpgroups: several at once would race.)
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import overlap
+from jaxrunner.types import Array
+
+LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
+MAX_LEN = 16384  # of a row
+MAX_GROUPS = 8  # warpgroups of a thread block
+MAX_WIDTH = 4096  # numbers of a row that fit a warpgroup's registers
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How a row is cut."""
+
+    width: int = 2048  # numbers a warpgroup holds at most: 16 a thread
+
+
+def refuses(
+    x: Array, residual: Array, weight: Array, *, config: TuningConfig = TuningConfig()
+) -> str | None:
+    """Returns why these shapes and dtypes are not served, None if they are."""
+    if x.ndim != 2 or x.shape != residual.shape:
+        return f"x and residual must be [T, E] alike, got {x.shape} and {residual.shape}"
+    T, E = x.shape
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x must be bfloat16 or float16, got {x.dtype}"
+    if residual.dtype != x.dtype or weight.dtype != x.dtype:
+        return f"all must be {x.dtype}, got {residual.dtype} and {weight.dtype}"
+    if weight.shape != (E,):
+        return f"weight must be [{E}], got {list(weight.shape)}"
+    if T < 1:
+        return "at least 1 row is needed, got 0"
+    if E % 64 or not 64 <= E <= MAX_LEN:
+        return f"rows must be a multiple of 64 long, at most {MAX_LEN}, got {E}"
+    if config.width > MAX_WIDTH:
+        return f"width must be at most {MAX_WIDTH}, got {config.width}"
+    if not _groups(E, config.width):
+        return f"rows of {E} cannot be cut into 1 to {MAX_GROUPS} of at most {config.width}"
+    return None
+
+
+def add_rms_norm(
+    x: Array, residual: Array, weight: Array, *, eps: float, config: TuningConfig = TuningConfig()
+) -> tuple[Array, Array]:
+    """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
+
+    The sum is rounded to the dtype of x before it is normed, in float32; the normed row is rounded
+    before it is multiplied by weight, [E].
+
+    Raises:
+      ValueError: what `refuses` says.
+    """
+    if why := refuses(x, residual, weight, config=config):
+        raise ValueError(why)
+    T, E = x.shape
+    groups = _groups(E, config.width)
+    warps, _ = _cut(E // groups)
+    cut = groups, warps, E // (groups * warps)
+    row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
+    total, out = plgpu.kernel(
+        partial(_kernel, eps=eps),
+        out_type=(row, row),
+        scratch_types=(
+            plgpu.SMEM((groups, warps), jnp.float32),
+            plgpu.Barrier(num_arrivals=groups),
+        ),
+        grid=(T,),
+        grid_names=("row",),
+        num_threads=groups,
+        thread_name="group",
+        kernel_name="add_rms_norm",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(x.reshape(T, *cut), residual.reshape(T, *cut), weight.reshape(cut))
+    return total.reshape(T, E), out.reshape(T, E)
+
+
+def _kernel(x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barrier, *, eps):
+    overlap.begin()
+    _, groups, warps, width = x_ref.shape
+    row, group = lax.axis_index("row"), lax.axis_index("group")
+    load = partial(plgpu.load, layout=_layout(warps * width), optimized=False)
+    x = load(x_ref.at[row, group]) + load(residual_ref.at[row, group])
+    weight = load(weight_ref.at[group])
+    total_ref[row, group] = x
+    x = x.astype(jnp.float32)
+    part_smem[group] = (x * x).sum(-1)
+    # All threads arrive, so that all parts are seen once all are through.
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+    square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
+    gain = lax.rsqrt(square / (groups * warps * width) + eps)
+    out_ref[row, group] = (x * gain).astype(weight.dtype) * weight
+
+
+def _groups(E: int, width: int) -> int:
+    """Returns how many warpgroups share a row, each with `width` at most; 0 if none can."""
+    fits = (n for n in range(1, MAX_GROUPS + 1) if E % (64 * n) == 0 and E // n <= width)
+    return next(fits, 0)
+
+
+def _cut(width: int) -> tuple[int, int]:
+    """Returns how many warps share a warpgroup's part, and how many neighbours a thread holds."""
+    sizes = ((warps, vec) for warps in (4, 2, 1) for vec in (8, 4, 2, 1))  # 8: 16 bytes
+    return next((w, v) for w, v in sizes if width % (w * LANES * v) == 0)
+
+
+def _layout(width: int):
+    """Lays out [warps, numbers of a warp]; warps that are left over repeat the work of others."""
+    warps, vec = _cut(width)
+    tiling = plgpu.Tiling(((warps, LANES * vec), (vec,)))
+    spare = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
+    return plgpu.Layout.TILED(tiling, (*spare, *((-3,) if warps > 1 else ())), (-2,), -1)

@@ -1,0 +1,196 @@
+"""Problems for the kernels: sizes of real models for the bench, awkward ones for the tests.
+
+All numbers are random, table entries that nothing may read are junk, and so is what lies in the
+cache where no token is.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.kernels_pallas.add_norm import add_rms_norm
+from jaxrunner.kernels_pallas.decode_attention import decode_attention
+from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
+from jaxrunner.kernels_pallas.rope_write import rope_write
+from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.types import Array
+
+
+class Case(NamedTuple):
+    """One problem of one kernel."""
+
+    kernel: str
+    name: str
+    make: Callable[[int], tuple[Any, ...]]  # (seed) -> the kernel's arguments
+    run: Callable[..., Any]  # the kernel
+    amount: float  # of bytes that must move, or of operations
+    unit: str  # "TB/s" or "TFLOP/s"
+    options: dict[str, Any]  # what `run` was told besides
+
+
+class Attention(NamedTuple):
+    """Rows of `new` tokens behind `context` others. The sizes are Llama-3-8B's."""
+
+    name: str
+    new: tuple[int, ...]
+    context: tuple[int, ...]
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 64
+    dtype: str = "bfloat16"
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def lens(self) -> np.ndarray:
+        """Tokens of each row; none where it has no new one."""
+        new = np.array(self.new, np.int32)
+        return np.where(new > 0, new + np.array(self.context, np.int32), 0).astype(np.int32)
+
+    def make(self, seed: int, *, decode: bool) -> tuple[Array, ...]:
+        """Returns q, k, v, blocks, then the starts of rows (of prefill alone) and their lengths."""
+        rng, key = np.random.default_rng(seed), jax.random.key(seed)
+        lens, S, K, D = self.lens, self.block_size, self.kv_heads, self.head_dim
+        used = -(-lens // S)
+        N, T = int(used.sum()) + 3, sum(self.new) if not decode else len(self.new)
+        order = rng.permutation(N)
+        ends = np.cumsum(used)
+        blocks = rng.integers(-(2**31), 2**31 - 1, (len(lens), int(used.max()) + 2), np.int32)
+        written = np.zeros((N, S), bool)
+        for row, (count, end, length) in enumerate(zip(used, ends, lens, strict=True)):
+            mine = order[end - count : end]
+            blocks[row, :count] = mine
+            written[mine] = np.arange(count * S).reshape(count, S) < length
+        keys = jax.random.split(key, 3)
+        shape = (N, K, S, D)
+        kv = [jax.random.normal(k, shape, jnp.dtype(self.dtype)) for k in keys[:2]]
+        kv = [jnp.where(written[:, None, :, None], x, jnp.nan) for x in kv]
+        q = jax.random.normal(keys[2], (T, self.heads, D), jnp.dtype(self.dtype))
+        starts = np.concatenate([[0], np.cumsum(self.new)]).astype(np.int32)
+        rows = (lens,) if decode else (starts, lens)
+        return q, *kv, jnp.asarray(blocks), *map(jnp.asarray, rows)
+
+    def case(self, kernel: Callable[..., Any]) -> Case:
+        """Returns the problem for one of the two kernels."""
+        decode, name = kernel is decode_attention, kernel.__name__
+        new, context = np.array(self.new, np.float64), np.array(self.context, np.float64)
+        sinks = np.linspace(-2, 3, self.heads).astype(np.float32) if self.sinks else None
+        options = dict(scale=self.head_dim**-0.5, window=self.window, soft_cap=self.soft_cap)
+        size = 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        flops = 4 * self.heads * self.head_dim * (new * (context + new / 2)).sum()
+        amount = float(self.lens.sum()) * size if decode else float(flops)
+        run = functools.partial(kernel, **options, sinks=sinks)
+        make = functools.partial(self.make, decode=decode)
+        unit = "TB/s" if decode else "TFLOP/s"
+        return Case(name, self.name, make, run, amount, unit, options | dict(sinks=sinks))
+
+
+def norms(T: int, E: int) -> Case:
+    """A residual addition and a norm of [T, E]."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        shapes = (T, E), (T, E), (E,)
+        return tuple(
+            jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)
+        )
+
+    run, options = functools.partial(add_rms_norm, eps=1e-5), dict(eps=1e-5)
+    return Case("add_rms_norm", f"{T} x {E}", make, run, 8.0 * T * E, "TB/s", options)
+
+
+def writes(T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool) -> Case:
+    """Rotation of T tokens, and their keys and values into a cache; every fifth is padding."""
+    K, D, S, P = kv_heads, head_dim, 64, heads // kv_heads + 2
+    N = T // S + 3
+
+    def make(seed: int) -> tuple[Array, ...]:
+        rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 5)
+        qkv = jax.random.normal(keys[0], (T, K, P, D), jnp.bfloat16)
+        angle = jnp.asarray(rng.uniform(0, 6, (T, 1, D // 2)), jnp.float32)
+        k, v = (jax.random.normal(key, (N, K, S, D), jnp.bfloat16) for key in keys[1:3])
+        at = rng.permutation(N * S)[:T].astype(np.int32)
+        at[::5] = N * S
+        weights = [jax.random.normal(key, (D,), jnp.bfloat16) for key in keys[3:]] if normed else []
+        return qkv, jnp.cos(angle), jnp.sin(angle), k, v, jnp.asarray(at), *weights
+
+    name = f"{T} tokens, {heads} heads of {D}" + (", normed" if normed else "")
+    run = functools.partial(rope_write, eps=1e-6)
+    return Case("rope_write", name, make, run, 4.0 * T * K * P * D, "TB/s", dict(eps=1e-6))
+
+
+def draws(N: int, V: int, name: str, *, k: int = 0, p: float = 1.0, min_p: float = 0.0) -> Case:
+    """Draws for N rows of V logits; every fourth row is greedy."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        rng, key = np.random.default_rng(seed), jax.random.key(seed)
+        logits = jax.random.normal(key, (N, V), jnp.float32) * 2
+        peaks = jax.random.uniform(jax.random.fold_in(key, 1), (N, V)) < 20 / V
+        logits = (logits + jnp.where(peaks, 9.0, 0.0)).astype(jnp.bfloat16)
+        words = rng.integers(0, 2**32, (N, 2), np.uint32)
+        greedy = np.arange(N) % 4 == 3
+        rules = (np.float32(0.8), np.float32(np.log(min_p) if min_p else -np.inf), np.int32(k))
+        rows = [np.full(N, value) for value in (*rules, np.float32(p))]
+        positions = rng.integers(0, 4096, N, np.int32)
+        return logits, *map(jnp.asarray, (words, positions, greedy, *rows))
+
+    options = dict(k=k, p=p, min_p=min_p)
+    return Case(
+        "sample_tokens", f"{N} x {V}, {name}", make, sample_tokens, 2.0 * N * V, "TB/s", options
+    )
+
+
+EDGES = (1, 63, 64, 65, 0, 200, 2)  # lengths about the ends of blocks, and a row without tokens
+_D = [
+    Attention("edges", tuple(min(1, n) for n in EDGES), tuple(max(0, n - 1) for n in EDGES), 8, 2),
+    Attention("split", (1,), (1087,)),
+    Attention("skewed", (1,) * 40, (5000,) + (16,) * 39, 8, 2),
+    Attention("blocks of 16", (1, 1), (99, 332), 8, 2, block_size=16),
+    Attention("blocks of 256", (1, 1), (99, 776), 8, 2, block_size=256),
+    Attention("no groups, heads of 64", (1, 1), (99, 332), 4, 4, 64),
+    Attention("groups of 7", (1, 1, 1), (99, 332, 63), 14, 2),
+    Attention("heads of 80", (1, 1), (99, 332), 4, 4, 80),
+    Attention("heads of 96", (1, 1), (99, 332), 8, 2, 96),
+    Attention("heads of 256", (1, 1), (99, 332), 8, 4, 256),
+    Attention("float16", (1, 1), (99, 332), 8, 2, dtype="float16"),
+    Attention("all else", (1,) * 3, (1087, 99, 30), 8, 2, window=77, soft_cap=9.0, sinks=True),
+]
+_P = [
+    Attention("edges", EDGES, (5, 0, 64, 7, 0, 129, 62), 8, 2),
+    Attention("blocks of 16", (100, 30), (0, 77), 8, 2, block_size=16),
+    Attention("blocks of 256", (300, 30), (0, 300), 8, 2, block_size=256),
+    Attention("heads of 64", (100, 30), (0, 77), 4, 4, 64),
+    Attention("heads of 80", (100, 30), (0, 77), 4, 4, 80),
+    Attention("heads of 96", (100, 30), (0, 77), 8, 2, 96),
+    Attention("heads of 256", (100, 30), (0, 77), 8, 4, 256),
+    Attention("groups of 7", (100, 30), (0, 77), 14, 2),
+    Attention("float16", (100, 30), (0, 77), 8, 2, dtype="float16"),
+    Attention("all else", (300, 30), (0, 77), 8, 2, window=100, soft_cap=9.0, sinks=True),
+]
+TESTS: tuple[Case, ...] = (
+    *(a.case(decode_attention) for a in _D),
+    *(a.case(prefill_attention) for a in _P),
+    *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
+    writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
+    writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
+    *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
+    draws(8, 50257, "temperature"), draws(5, 32000, "min-p", min_p=0.05),
+    draws(4, 4096, "top-p", p=0.9), draws(6, 1111, "all", k=300, p=0.9, min_p=0.01),
+)  # fmt: skip
+BENCH: tuple[Case, ...] = (
+    *(Attention(f"{B} x {L}", (1,) * B, (L - 1,) * B).case(decode_attention) for B, L in
+      ((1, 1088), (8, 1088), (64, 1088), (256, 1088), (64, 4096))),
+    *(Attention(f"{B} x {L}", (L,) * B, (0,) * B).case(prefill_attention) for B, L in
+      ((8, 4096), (8, 1024), (1, 1024))),
+    Attention("4 x 256 upon 3840", (256,) * 4, (3840,) * 4).case(prefill_attention),
+    *(norms(T, E) for T, E in ((8, 4096), (8192, 4096))),
+    *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
+    *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
+    draws(256, 128256, "temperature"),
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""Vectors of 128, an element a thread of one warpgroup: what kernels that never tile are made of.
+
+Arithmetic on them stays in registers. What threads tell each other goes through shared memory.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf, vector
+import numpy as np
+
+from jaxrunner.types import Array
+
+LANES = 128
+LAYOUT = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def kernel(body: Callable[..., None], out: Any, grid: tuple[int, ...], scratch: Any = ()):
+    """Returns a kernel of one warpgroup a program: `body(*program, *inputs, *out, *scratch)`."""
+    names = ("row", "part")[: len(grid)]
+
+    def run(*refs: Any) -> None:
+        body(*(lax.axis_index(name) for name in names), *refs)
+
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    return plgpu.kernel(
+        run, out_type=out, grid=grid, grid_names=names, scratch_types=scratch,
+        compiler_params=params,
+    )  # fmt: skip
+
+
+def lane() -> Array:
+    """Returns each thread's number."""
+    return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=LAYOUT)
+
+
+def full(value: Any, dtype: Any) -> Array:
+    """Returns a vector of equal numbers, for loops to carry."""
+    return plgpu.layout_cast(jnp.full((LANES,), value, dtype), LAYOUT)
+
+
+def ones(mask: Array) -> Array:
+    """Returns 1 where a mask holds, else 0."""
+    return jnp.where(mask, 1, 0).astype(jnp.int32)
+
+
+def count(masks: Sequence[Array]) -> Array:
+    """Returns how many of several masks hold, for each thread."""
+    return functools.reduce(jnp.add, map(ones, masks))
+
+
+def places(masks: Sequence[Array], scratch: Any) -> tuple[list[Array], Array]:
+    """Returns where to put what is masked, side by side, and how much that is.
+
+    scratch: [256], int32, in shared memory.
+    """
+    counts = count(masks)
+    total, step = counts, 1
+    scratch[pl.ds(0, LANES)] = full(0, jnp.int32)
+    while step < LANES:
+        scratch[pl.ds(LANES, LANES)] = total
+        total = total + scratch[pl.ds(LANES - step, LANES)]
+        step *= 2
+    out = [total - counts]
+    for mask in masks[:-1]:
+        out.append(out[-1] + ones(mask))
+    return out, jnp.sum(counts)
+
+
+def gather(ref: Any, index: Array) -> Array:
+    """Reads `ref[index]`, each thread its own element."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct((LANES,), ref.dtype, layout=LAYOUT),
+    )
+    def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        value = memref.load(ref, [_position(index)])
+        registers = np.array([vector.broadcast(ir.VectorType.get((1,), value.type), value)], object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=None)
+
+    return load(ref, index)
+
+
+def scatter(ref: Any, index: Sequence[Array], value: Sequence[Array], keep: Sequence[Array]):
+    """Sets `ref[index] = value` where `keep`, all at once; ref in shared memory."""
+    num = len(index)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[LAYOUT] * (3 * num)))
+    def store(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        mgpu.utils.warpgroup_barrier()
+        for i in range(num):
+            where, what, wanted = arrays[i], arrays[num + i], arrays[2 * num + i]
+            with ir.InsertionPoint(scf.IfOp(_element(wanted)).then_block):
+                memref.store(_element(what), ref, [_position(where)])
+                scf.yield_([])
+        mgpu.utils.warpgroup_barrier()
+
+    store(ref, *index, *value, *keep)
+
+
+def _element(x: mgpu.FragmentedArray) -> ir.Value:
+    return vector.extract(x.registers[0], dynamic_position=[], static_position=[0])
+
+
+def _position(index: mgpu.FragmentedArray) -> ir.Value:
+    return arith.index_cast(ir.IndexType.get(), _element(index))
+
+
+def order(x: Array) -> Array:
+    """Maps a float to an integer of the same order, and back; -0 comes before 0."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def unorder(key: Array) -> Array:
+    """Maps an integer of `order` back."""
+    return lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
+def gumbel(key: tuple[Array, Array], ids: Array) -> Array:
+    """Returns bit for bit `jax.random.gumbel(key, [V], float32)[ids]`."""
+    bits = _threefry(key, ids.astype(jnp.uint32))
+    bits = (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+    uniform = lax.bitcast_convert_type(bits, jnp.float32) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
+
+
+def _threefry(key: tuple[Array, Array], low: Array) -> Array:
+    """Threefry-2x32 of (0, low), its two words joined as `jax.random.bits` does."""
+    keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x, y = keys[0], low + keys[1]
+    for i in range(5):
+        for r in ROTATIONS[i % 2]:
+            x = x + y
+            y = x ^ ((y << jnp.uint32(r)) | (y >> jnp.uint32(32 - r)))
+        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x ^ y

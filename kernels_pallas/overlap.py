@@ -1,0 +1,13 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still ends.
+
+Blocks that call `begin` are placed as soon as there is room, set themselves up, and wait here for
+the results of the kernel before.
+"""
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def begin() -> None:
+    """Waits for all earlier kernels, then lets the next one be placed."""
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()

@@ -1,0 +1,79 @@
+"""What kernels must compute, in float64 numpy, a row at a time."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def wide(x) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def one_row(q, keys, values, positions, *, scale, window, soft_cap, sinks):
+    """Attends q, [Q, H, D], at `positions` to keys and values, [K, n, D]."""
+    Q, H, D = q.shape
+    K, n = keys.shape[:2]
+    scores = np.einsum("qkgd,knd->qkgn", q.reshape(Q, K, H // K, D), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    seen = np.arange(n)[None] <= positions[:, None]
+    if window is not None:
+        seen &= np.arange(n)[None] > positions[:, None] - window
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    best = scores.max(-1, keepdims=True)
+    extra = 0.0
+    if sinks is not None:
+        sink = np.asarray(sinks, np.float64).reshape(1, K, H // K, 1)
+        best = np.maximum(best, sink)
+        extra = np.exp(sink - best)
+    p = np.exp(scores - best)
+    p /= p.sum(-1, keepdims=True) + extra
+    return np.einsum("qkgn,knd->qkgd", p, values).reshape(Q, H, D)
+
+
+def decode_attention(q, k, v, blocks, lens, **options):
+    starts = np.arange(len(lens) + 1)
+    return prefill_attention(q, k, v, blocks, starts, lens, **options)
+
+
+def prefill_attention(q, k, v, blocks, starts, lens, **options):
+    q, k, v = wide(q), wide(k), wide(v)
+    out, S = np.zeros(q.shape), k.shape[2]
+    for b, n in enumerate(np.asarray(lens)):
+        if n:
+            rows = slice(int(starts[b]), int(starts[b + 1]))
+            ids = np.asarray(blocks)[b, : -(-n // S)]
+            keys, values = (
+                np.moveaxis(x[ids], 1, 0).reshape(k.shape[1], -1, k.shape[3])[:, :n] for x in (k, v)
+            )
+            positions = n - (rows.stop - rows.start) + np.arange(rows.stop - rows.start)
+            out[rows] = one_row(q[rows], keys, values, positions, **options)
+    return out
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def add_rms_norm(x, residual, weight, *, eps):
+    # The sum is rounded before it is normed: so says the specification.
+    total = wide((wide(x) + wide(residual)).astype(jnp.bfloat16))
+    return total, rms_norm(total, wide(weight), eps)
+
+
+def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps):
+    heads, cos, sin = wide(qkv), wide(cos), wide(sin)
+    q, new_k, new_v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
+    if q_norm is not None:
+        q, new_k = rms_norm(q, wide(q_norm), eps), rms_norm(new_k, wide(k_norm), eps)
+
+    def turn(x, cos, sin):
+        a, b = np.split(x, 2, -1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    k, v, S = wide(k).copy(), wide(v).copy(), k.shape[2]
+    turned = turn(new_k, cos, sin)
+    for t, index in enumerate(np.asarray(at)):
+        if index < k.shape[0] * S:
+            k[index // S, :, index % S], v[index // S, :, index % S] = turned[t], new_v[t]
+    T, K, G, D = q.shape
+    return turn(q, cos[:, None], sin[:, None]).reshape(T, K * G, D), k, v

@@ -1,0 +1,199 @@
+"""Kernels compute what their oracles do, on a GPU; everywhere they lower, and refuse in words."""
+
+import contextlib
+from dataclasses import replace
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import rules
+import tiny
+
+from jaxrunner import ops, pytree
+from jaxrunner.kernels_pallas import (
+    add_norm,
+    decode_attention,
+    prefill_attention,
+    rope_write,
+    sampler,
+)
+from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
+from jaxrunner.layout import WIDE, SampleSize
+from jaxrunner.model import AttentionSpec
+from jaxrunner.sampling import RULES
+from jaxrunner.sampling.min_p import min_p
+from jaxrunner.sampling.sampler import sample
+from jaxrunner.sampling.seed import seed
+from jaxrunner.sampling.temperature import temperature
+from jaxrunner.sampling.top_k_top_p import top_k_top_p
+from jaxrunner.types import Batch, Inputs, LayerCache
+
+BOUND = dict(bfloat16=6e-3, float16=1e-3, float32=1e-6)  # of ||out - oracle|| / ||oracle||
+NEW = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+lowers = pytest.mark.skipif(not NEW, reason="the kernels need JAX 0.11 or newer")
+
+
+def case_id(case: Case) -> str:
+    return f"{case.kernel}: {case.name}"
+
+
+def error(got, want: np.ndarray) -> float:
+    got = oracles.wide(got)
+    assert np.isfinite(got).all()
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in TESTS if c.kernel != "sample_tokens"], ids=case_id)
+def test_kernels_equal_their_oracles(case: Case):
+    args = case.make(time.time_ns() % 2**31)
+    want = getattr(oracles, case.kernel)(*args, **case.options)
+    got = jax.jit(case.run)(*args)
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    # Approximate tanh, and a product of two roundings.
+    loose = 3 if case.options.get("soft_cap") else 2
+    for mine, right in zip(got, want, strict=True):
+        if case.kernel == "rope_write" and mine.ndim == 4:
+            mine, right = jnp.nan_to_num(mine), np.nan_to_num(right)
+        assert error(mine, right) < loose * BOUND[str(mine.dtype)]
+
+
+def plain_tokens(logits, words, positions, greedy, heat, floor, k, p):
+    """Draws in plain JAX, which has an oracle of its own."""
+    N = len(positions)
+    tables = [pytree.zeros(rule.params, WIDE | dict(R=N, key=2)) for rule in RULES]
+    values = {
+        seed: dict(words=words, greedy=greedy), temperature: dict(value=heat),
+        min_p: dict(log=floor), top_k_top_p: dict(k=k, p=p),
+    }  # fmt: skip
+    for rule, fields in values.items():
+        tables[RULES.index(rule)] = replace(tables[RULES.index(rule)], **fields)
+    batch = rules.batched(rules.requests(N), range(N), positions)
+    draw = functools.partial(sample, program=rules.program(), size=SampleSize(N))
+    return jax.jit(draw)(logits.astype(jnp.float32), batch, tuple(tables)).token_ids
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in TESTS if c.kernel == "sample_tokens"], ids=case_id)
+def test_the_sampler_draws_the_tokens_of_plain_jax(case: Case):
+    args = case.make(time.time_ns() % 2**31)
+    drawn = jax.jit(case.run)(*args)
+    np.testing.assert_array_equal(drawn.token_ids, plain_tokens(*args))
+    assert not np.asarray(drawn.not_finite | drawn.no_choice).any()
+    broken = args[0].at[1, 7].set(jnp.nan), *args[1:]
+    again = jax.jit(case.run)(*broken)
+    assert np.asarray(again.not_finite).tolist() == [i == 1 for i in range(len(args[2]))]
+    others = np.arange(len(args[2])) != 1
+    np.testing.assert_array_equal(again.token_ids[others], drawn.token_ids[others])
+
+
+@pytest.mark.gpu
+def test_layers_of_mixed_batches_equal_plain_jax():
+    """Rows of one token and of many, side by side, through all kernels of `attend`."""
+    rng, sizes = np.random.default_rng(), Attention("", (1, 1, 40, 0, 70), (99, 0, 64, 0, 0), 8, 2)
+    _, k, v, blocks, starts, lens = sizes.make(3, decode=False)
+    k, v, blocks = jnp.nan_to_num(k), jnp.nan_to_num(v), jnp.clip(blocks, 0, k.shape[0] - 1)
+    T = 128
+    row = np.searchsorted(np.asarray(starts)[1:], np.arange(T), side="right")
+    new = np.asarray(starts)[1:] - np.asarray(starts)[:-1]
+    at = np.full(T, k.shape[0] * 64)
+    for t in range(int(starts[-1])):
+        p = int(lens[row[t]]) - int(new[row[t]]) + t - int(starts[row[t]])
+        at[t] = int(blocks[row[t], p // 64]) * 64 + p % 64
+    positions = np.zeros(T, np.int32)
+    for t in range(int(starts[-1])):
+        positions[t] = int(lens[row[t]]) - int(new[row[t]]) + t - int(starts[row[t]])
+    batch = Batch(
+        Inputs(jnp.zeros(T, jnp.int32), jnp.asarray(positions), jnp.ones(T, jnp.int32)),
+        jnp.asarray(row), (jnp.asarray(at, jnp.int32),), starts, lens, (blocks,),
+        jnp.zeros((5, 1), jnp.int32), query_len=0,
+    )  # fmt: skip
+    qkv = jnp.asarray(rng.standard_normal((T, 2, 6, 128)), jnp.bfloat16)
+    angle = jnp.asarray(rng.uniform(0, 6, (T, 1, 64)), jnp.float32)
+    heads = ops.Heads(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
+    spec, cache = AttentionSpec(0, None, 128**-0.5), LayerCache(k, v, None, None)
+
+    def run(make):
+        attend = jax.jit(lambda qkv, cache: make(batch).attend(qkv, heads, cache, spec))
+        return attend(qkv, cache)
+
+    (got, after), (want, expected) = run(ops.fused.ops), run(ops.paged)
+    real = slice(int(starts[-1]))
+    assert error(got[real], oracles.wide(want[real])) < 2 * BOUND["bfloat16"]
+    np.testing.assert_array_equal(np.asarray(after.k), np.asarray(expected.k))
+    np.testing.assert_array_equal(np.asarray(after.v), np.asarray(expected.v))
+
+
+def cuda():
+    """A stand-in for the device that kernels are lowered for."""
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh) if NEW else contextlib.nullcontext()
+
+
+@lowers
+@pytest.mark.parametrize("case", TESTS, ids=case_id)
+def test_kernels_lower_for_cuda(case: Case):
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.make(0))
+    with cuda():
+        text = jax.jit(case.run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+KV = shape(9, 2, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "q", "k", "words"),
+    [
+        (decode_attention, shape(1, 8, 128, dtype="float32"), KV, "one dtype, bfloat16 or float16"),
+        (decode_attention, shape(1, 8, 72), shape(9, 2, 64, 72), "head_dim that is a multiple"),
+        (decode_attention, shape(1, 130, 128), KV, "at most 64 query heads for a KV head"),
+        (decode_attention, shape(1, 8, 128), shape(9, 2, 24, 128), "block_size that divides"),
+        (prefill_attention, shape(8, 8, 128, dtype="float32"), KV, "dtype"),
+        (prefill_attention, shape(8, 8, 72), shape(9, 2, 64, 72), "head_dim"),
+        (prefill_attention, shape(8, 9, 128), KV, "multiple of the KV heads"),
+        (prefill_attention, shape(8, 8, 128), shape(9, 2, 24, 128), "block_size"),
+    ],
+)
+@lowers
+def test_attention_refuses_in_words(kernel, q, k, words):
+    assert words in kernel.refuses(q, k)
+    name = kernel.__name__.split(".")[-1]
+    rows = [shape(1, dtype="int32")] * (1 if kernel is decode_attention else 2)
+    with pytest.raises(ValueError, match=f"{name} wants"):
+        jax.eval_shape(
+            functools.partial(getattr(kernel, name), scale=1.0), q, k, k, shape(1, 3), *rows
+        )
+
+
+def test_small_kernels_refuse_in_words():
+    with pytest.raises(ValueError, match="x and residual must be"):
+        add_norm.add_rms_norm(jnp.ones((2, 64)), jnp.ones((3, 64)), jnp.ones(64), eps=1e-6)
+    with pytest.raises(ValueError, match="logits are float16: float32 or bfloat16 is wanted"):
+        sampler.sample_tokens(jnp.ones((2, 64), jnp.float16), *[jnp.ones(2)] * 7)
+    qkv, turn, cache = jnp.ones((2, 2, 6, 16)), jnp.ones((2, 1, 8)), jnp.ones((3, 2, 8, 16))
+    with pytest.raises(ValueError, match="qkv must be bfloat16 or float16, got float32"):
+        rope_write.rope_write(qkv, turn, turn, cache, cache, jnp.zeros(2, jnp.int32), eps=1e-6)
+
+
+def test_engines_choose_in_the_open():
+    """On a CPU the reference runs, and says why; kernels that cannot run are no silent choice."""
+    config, engine = tiny.config(), tiny.engine_config()
+    choice = ops.choose_ops(config, replace(engine, attention_backend="reference"))
+    assert (choice.name, choice.reason) == ("reference", "it was asked for")
+    with pytest.raises(ValueError, match="attention_backend must be one of"):
+        replace(engine, attention_backend="flash")
+    if jax.default_backend() == "cpu":
+        choice = ops.choose_ops(config, engine)
+        assert choice.name == "reference" and "wants a Hopper GPU" in choice.reason
+        with pytest.raises(ValueError, match="attention_backend='mosaic_gpu' wants a Hopper GPU"):
+            ops.choose_ops(config, replace(engine, attention_backend="mosaic_gpu"))
