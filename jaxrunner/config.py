@@ -6,7 +6,7 @@ from typing import Any
 from jaxrunner.settings import Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Of the KV cache, in vLLM's names, and what JAX calls them. Those of 8 bits have scales beside them.
+# Dtypes of a KV cache with scales, in vLLM's names, and what JAX calls them.
 SCALED = dict(fp8="float8_e4m3fn", fp8_e4m3="float8_e4m3fn", int8="int8")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 NAN_POLICIES = ("error", "raise", "ignore")

@@ -7,6 +7,7 @@ with LLM("path/to/checkpoint") as llm:
 
 from collections.abc import Callable, Iterator, Sequence
 import functools
+import gc
 from typing import Any
 
 import jax
@@ -87,7 +88,18 @@ class LLM:
             raise ValueError(f"warm_up must be True, False or 'all', got {warm_up!r}")
         if warm_up:
             self.engine.warm_up(rich=warm_up == "all", progress=use_tqdm)
+            # What tracing left behind would be searched for garbage in the midst of a step.
+            gc.collect()
+            gc.freeze()
         self.completions = Completions(self.engine, self.tokenizer, eos)
+
+    def report(self) -> str:
+        """Says what runs on which device, and why: one line each."""
+        choice, device = self.engine.runner.ops, jax.local_devices()[0]
+        return (
+            f"device: {device.device_kind}\n"
+            f"layers and sampling: {choice.name}, because {choice.reason}"
+        )
 
     def __enter__(self) -> "LLM":
         return self
@@ -225,6 +237,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives the device memory back. May be called twice; no request can follow."""
+        gc.unfreeze()
         if self.completions.close():
             for array in jax.tree.leaves(self.engine.runner.params):
                 array.delete()

@@ -1,6 +1,7 @@
 """Which implementation of a layer's operations runs, and why not another."""
 
 from collections.abc import Callable
+from dataclasses import replace
 import functools
 from typing import Any, NamedTuple
 
@@ -8,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import decode_attention, fused, prefill_attention, reference
+from jaxrunner.kernels_pallas import (
+    add_norm,
+    decode_attention,
+    paged_attention,
+    prefill_attention,
+    reference,
+    rope_write,
+)
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, Heads, Ops
 from jaxrunner.models.layers import add_rms_norm, rms_norm
@@ -42,6 +50,29 @@ def _plain(attention: Callable[..., Any]) -> Ops:
     return Ops(attend, add_rms_norm)
 
 
+def fused(batch: Batch) -> Ops:
+    """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses."""
+
+    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
+        at = batch.cache_index[spec.group]
+        cos, sin, q_norm, k_norm, eps = heads
+        args = qkv, cos, sin, cache.k, cache.v, at, q_norm, k_norm
+        if cache.k_scale is None and rope_write.refuses(*args) is None:
+            q, k, v = rope_write.rope_write(*args, eps=eps)
+            cache = replace(cache, k=k, v=v)
+        else:
+            q, k, v = split_heads(qkv, heads)
+            cache = reference.write_kv(batch, k, v, cache, spec.group)
+        return paged_attention.attend(batch, q, cache, spec), cache
+
+    def norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        if add_norm.refuses(x, residual, weight) is None:
+            return add_norm.add_rms_norm(x, residual, weight, eps=eps)
+        return add_rms_norm(x, residual, weight, eps)
+
+    return Ops(attend, norm)
+
+
 def split_heads(qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
     """Returns queries, [T, H, D], keys and values, [T, K, D], of packed projections."""
     T, K, P, D = qkv.shape
@@ -63,7 +94,9 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
     reason = refuses(model, engine)
     if reason is None:
         served = "it serves this model on this device"
-        return Choice("mosaic_gpu", fused.ops, served, sample_tokens)
+        if engine.scaled:
+            served += "; prefill over an 8-bit cache is plain JAX"
+        return Choice("mosaic_gpu", fused, served, sample_tokens)
     if wanted == "mosaic_gpu":
         raise ValueError(f"attention_backend='mosaic_gpu' {reason}: use 'auto' or 'reference'")
     return Choice("reference", paged, f"mosaic_gpu {reason}")
@@ -72,8 +105,7 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
 def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
     """Says why the kernels do not serve this model on this device; None if they do."""
     device = jax.local_devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability != "9.0":
+    if getattr(device, "compute_capability", None) != "9.0":
         return f"wants a Hopper GPU (compute capability 9.0), got {device.device_kind}"
     H, K, D = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))

@@ -51,13 +51,19 @@ class Programs:
         todo = [key for key in dict.fromkeys(keys) if key not in self._table]
         bar = tqdm(total=len(todo), desc="Compiling", unit="program", disable=not progress)
 
-        def build(key: Key) -> None:
-            self._compile(key, "warm-up")
+        def finish(key: Key, start: float, build: _Build) -> None:
+            self._finish(key, start, build, "warm-up")
             bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
             bar.update()
 
         with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(build, sorted(todo, key=lambda k: k.size, reverse=True)))
+            waiting = []
+            # Python lowers one program after the other; compiling does not hold it up.
+            for key in sorted(todo, key=lambda k: k.size, reverse=True):
+                start = time.perf_counter()
+                waiting.append(pool.submit(finish, key, start, self._lower(key)))
+            for future in waiting:
+                future.result()
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the executable of `key`, compiling it where warm-up did not.
@@ -74,9 +80,15 @@ class Programs:
 
     def _compile(self, key: Key, reason: str) -> None:
         start = time.perf_counter()
+        self._finish(key, start, self._lower(key), reason)
+
+    def _lower(self, key: Key) -> "_Build":
         spec = self._spec(key)
         leaves, treedef = jax.tree.flatten(spec.args)
-        self._table[key] = _executable(spec._replace(args=tuple(leaves)), treedef)
+        return _build(spec._replace(args=tuple(leaves)), treedef)
+
+    def _finish(self, key: Key, start: float, build: "_Build", reason: str) -> None:
+        self._table[key] = build.executable
         self.ledger.append(Compilation(key, time.perf_counter() - start, reason))
 
     def _difference(self, key: Key) -> str:
@@ -92,10 +104,23 @@ class Programs:
         return "; ".join(min(map(differing, sizes), key=len))
 
 
+class _Build:
+    """A program on its way from its spec to an executable."""
+
+    def __init__(self, lowered: Any):
+        self._lowered: Any = lowered
+
+    @functools.cached_property
+    def executable(self) -> Any:
+        """Compiles, once."""
+        executable, self._lowered = self._lowered.compile(), None
+        return executable
+
+
 @functools.lru_cache(maxsize=512)
-def _executable(spec: Spec, treedef) -> Any:
-    """Compiles a function. Engines of equal sizes in one process share the result."""
+def _build(spec: Spec, treedef) -> _Build:
+    """Lowers a function. Engines of equal sizes in one process share the result."""
     args = jax.tree.unflatten(treedef, spec.args)
     names = [name for name, _ in spec.static]
     jitted = jax.jit(spec.function, static_argnames=names, donate_argnames=spec.donated)
-    return jitted.lower(*args, **dict(spec.static)).compile()
+    return _Build(jitted.lower(*args, **dict(spec.static)))

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import decode_scaled, overlap
+from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap
 from jaxrunner.kernels_pallas.decode_scaled import LOG2_E, NOTHING
 from jaxrunner.types import Array
 
@@ -50,8 +50,8 @@ class Items(NamedTuple):
 def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
     """Says why q, [B, H, D], and k, [N, K, S, D], are not served; None if they are."""
     (_, H, D), (_, K, S, _) = q.shape, k.shape
-    if k.dtype in decode_scaled.DTYPES:
-        if reason := decode_scaled.refuses(q, k):
+    if k.dtype in eight_bits.DTYPES:
+        if reason := eight_bits.refuses(q, k):
             return reason
     elif q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
         return f"wants q and KV of one dtype, bfloat16 or float16, got {q.dtype} and {k.dtype}"
@@ -117,7 +117,7 @@ def decode_attention(
     Raises:
       ValueError: the shapes are refused.
     """
-    if reason := refuses(q, k, config):
+    if reason := refuses(q, k, config) or eight_bits.unscaled(k, k_scale, v_scale):
         raise ValueError(f"decode_attention {reason}")
     (B, H, D), K = q.shape, k.shape[1]
     G = H // K
@@ -143,7 +143,6 @@ def decode_attention(
     else:
         body = functools.partial(decode_scaled.attend, config, G, padded, **static)
         scratch = decode_scaled.scratch(k, max(padded, 8), config.stages, config.block_kv)
-        heads = decode_scaled.prepare(heads, k.dtype)
         _launch(body, (num_items, K), scratch, 1024, True)(heads, k, v, k_scale, v_scale, *rest)
     merge = [plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((ROWS, 8), jnp.float32)]
     merge += [plgpu.SMEM((D,), q.dtype), plgpu.Barrier(num_arrivals=2)]
@@ -186,7 +185,8 @@ def _scratch(dtype, D: int, copies: int, config: TuningConfig) -> list:
 
 def _attend(
     config, G, padded, q_ref, k_ref, v_ref, blocks_ref, row_ref, first_ref, last_ref, part_of_ref,
-    length_ref, block_ref, sink_ref, out_ref, part_ref, weight_ref, q_smem, keys, v_smem, q_ready, k_ready, v_ready,
+    length_ref, block_ref, sink_ref, out_ref, part_ref, weight_ref, q_smem, keys, v_smem,
+    q_ready, k_ready, v_ready,
     *, scale, window, soft_cap, sinks,
 ):  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
@@ -260,15 +260,7 @@ def _attend(
             if window is not None:
                 partly |= tile * C < length - window
 
-            @pl.when(partly)
-            def _():  # a weight of zero does not silence a NaN in what nobody sees
-                at = tile * C + plgpu.broadcasted_iota(jnp.int32, (C, D), 0, layout=layout)
-                seen = at < length
-                if window is not None:
-                    seen &= at >= length - window
-                values = plgpu.load(v_smem.at[stage], layout=layout)
-                v_smem[stage] = jnp.where(seen, values, jnp.zeros_like(values))
-                plgpu.commit_smem()
+            pl.when(partly)(lambda: _silence(v_smem.at[stage], tile * C, length, window))
 
             def accumulate(acc):
                 plgpu.wgmma(acc, p.astype(v_smem.dtype), v_smem.at[stage])
@@ -300,20 +292,34 @@ def _attend(
 
         @pl.when(part_of == 0)
         def _():
-            out_smem[...] = acc.astype(out_smem.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_ref.at[row, h])
+            _put(acc.astype(out_smem.dtype), out_smem, out_ref.at[row, h])
 
         @pl.when(part_of != 0)
         def _():
-            part_smem[...] = acc
-            weight = best + jnp.log2(safe)
-            weight_smem[...] = lax.broadcast_in_dim(weight, (ROWS, 8), [0])
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, G)], part_ref.at[item, h])
-            plgpu.copy_smem_to_gmem(weight_smem.at[pl.ds(0, G)], weight_ref.at[item, h])
+            _put(acc, part_smem, part_ref.at[item, h])
+            weight = lax.broadcast_in_dim(best + jnp.log2(safe), (ROWS, 8), [0])
+            _put(weight, weight_smem, weight_ref.at[item, h])
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _silence(values_ref, first, length, window):
+    """Zeroes what nobody sees, [C, D] from key `first` on: a weight of 0 silences no NaN."""
+    layout = plgpu.Layout.WGMMA
+    at = first + plgpu.broadcasted_iota(jnp.int32, values_ref.shape, 0, layout=layout)
+    seen = at < length
+    if window is not None:
+        seen &= at >= length - window
+    values = plgpu.load(values_ref, layout=layout)
+    values_ref[...] = jnp.where(seen, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def _put(x, smem, ref):
+    """Writes x, [64, ...], by way of `smem`, to as many rows as `ref` has."""
+    smem[...] = x
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, ref.shape[0])], ref)
 
 
 def _merge(
@@ -323,7 +329,7 @@ def _merge(
     """Merges the parts of one row and query head, each weighted by its softmax total."""
     overlap.begin()
     i, head = lax.axis_index("item"), lax.axis_index("head")
-    (B, K, G, _), layout = out_ref.shape, plgpu.Layout.WGMMA
+    (B, _, G, _), layout = out_ref.shape, plgpu.Layout.WGMMA
     row, first, parts = row_ref[i], first_ref[i], parts_ref[i]
     h, g = lax.div(head, G), lax.rem(head, G)
 

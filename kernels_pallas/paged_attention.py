@@ -1,5 +1,7 @@
 """Attention over the paged cache: rows of one token through one kernel, longer through another."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import reference
@@ -9,25 +11,17 @@ from jaxrunner.model import AttentionSpec
 from jaxrunner.types import Array, Batch, LayerCache
 
 
-def paged_attention(
-    batch: Batch, q: Array, k: Array, v: Array, cache: LayerCache, spec: AttentionSpec
-) -> tuple[Array, LayerCache]:
-    """Writes k and v, [T, K, D], then attends q, [T, H, D], to each token's request.
-
-    Returns the attended values, [T, H, D], and the cache, which is consumed.
-    """
-    cache = reference.write_kv(batch, k, v, cache, spec.group)
-    return attend(batch, q, cache, spec), cache
-
-
 def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
     """Causal attention of q, [T, H, D], over the blocks of each token's request."""
     kv = cache.k, cache.v, batch.blocks[spec.group]
-    sizes = dict(scale=spec.scale, window=spec.window)
+    sizes: dict[str, Any] = dict(scale=spec.scale, window=spec.window)
+    sizes |= dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
     start, lens = batch.query_start, batch.seq_lens
     if batch.query_len == 1:
         return decode_attention(q, *kv, lens, **sizes)
-    if batch.query_len:  # rows stand apart by more tokens than they may have
+    # Rows of a uniform batch stand apart by more tokens than they may have; and prefill over 8
+    # bits compiles for a GPU, but has not been seen to be right on one.
+    if batch.query_len or cache.k_scale is not None:
         return reference.attend(batch, q, cache, spec)
     T, one = q.shape[0], start[1:] - start[:-1] == 1
     # A row of one token has none for the other kernel, so its tokens count as padding there.

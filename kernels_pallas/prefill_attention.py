@@ -8,7 +8,7 @@ the softmax while they run; the warpgroups start them in turns, so that one's so
 the other's products. After FlashAttention-3, arXiv:2407.08608.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import functools
 import math
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from jaxrunner.kernels_pallas import eight_bits, prefill_scaled
+from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.types import Array
 
 LOG2E = math.log2(math.e)
@@ -40,14 +42,16 @@ class TuningConfig:
     stages: int = 2  # steps of keys and values that are in shared memory
     warpgroups: int = 2  # that compute; a tile has 64 tokens for each
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that copies
+    registers_8bit: tuple[int, int] = (208, 88)  # where the one that copies converts, too
     num_ctas: int = 132  # one for each multiprocessor of an H200
 
     def keys(self, D: int) -> int:
         return self.block_kv or (64 if D > 128 else 128)
 
-    def smem_bytes(self, D: int) -> int:
+    def smem_bytes(self, D: int, dtype) -> int:
         """Returns the bytes of queries, keys and values."""
-        return 2 * D * (ROWS * self.warpgroups + 2 * self.stages * self.keys(D))
+        more = prefill_scaled.smem_bytes(D, self.keys(D)) if dtype in eight_bits.DTYPES else 0
+        return 2 * D * (ROWS * self.warpgroups + 2 * self.stages * self.keys(D)) + more
 
 
 class _Static(NamedTuple):
@@ -61,6 +65,7 @@ class _Static(NamedTuple):
     config: TuningConfig
     keys: int  # of a step
     shared: bool  # results leave through the queries' place, there being no other
+    behind: float  # what results are to be multiplied by
 
 
 def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
@@ -69,7 +74,10 @@ def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
     keys = config.keys(D)
     if jax.__version_info__ < (0, 11):
         return f"wants JAX 0.11 or later, got {jax.__version__}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
+    if k.dtype in eight_bits.DTYPES:
+        if reason := eight_bits.refuses(q, k):
+            return reason
+    elif q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
         return f"wants q and KV of one dtype, bfloat16 or float16, got {q.dtype} and {k.dtype}"
     if D % 16 or not 64 <= D <= 256 or k.shape[3] != D:
         return f"wants a head_dim that is a multiple of 16 from 64 to 256, got {D}, {k.shape[3]}"
@@ -77,7 +85,7 @@ def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
         return f"wants query heads that are a multiple of the KV heads, got {H} for {K}"
     if S % 8 or keys % 64 or (S % keys and keys % S):
         return f"wants a block_size that divides or is a multiple of {keys}, got {S}"
-    if (got := config.smem_bytes(D)) > SMEM_BYTES:
+    if (got := config.smem_bytes(D, k.dtype)) > SMEM_BYTES:
         return f"wants at most {SMEM_BYTES} bytes of shared memory, got {got} of {config}"
     return None
 
@@ -85,89 +93,69 @@ def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
 def prefill_attention(
     q: Array, k: Array, v: Array, blocks: Array, query_start: Array, seq_lens: Array, *,
     scale: float, window: int | None = None, soft_cap: float | None = None,
-    sinks: Array | None = None, config: TuningConfig = TuningConfig(),
+    sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
+    config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Attends q, [T, H, D], to the keys of each token's row; returns [T, H, D].
 
     k, v: [N, K, S, D]; blocks: [B, M] int32, unused entries may be anything; query_start: [B+1]
     and seq_lens: [B], int32. The tokens query_start[b]:query_start[b+1] are the last ones of the
     seq_lens[b] of row b, whose keys are all in the cache. `scale` is positive. `sinks`, [H], are
-    logits that join the softmax and have no value. Tokens of no row become 0.
+    logits that join the softmax and have no value. k_scale and v_scale, [N, K, S], are what k and
+    v of 8 bits are multiples of: float32 that is bfloat16. Tokens of no row become 0.
 
     Raises: ValueError where `refuses` says why.
     """
-    if reason := refuses(q, k, config):
+    if reason := refuses(q, k, config) or eight_bits.unscaled(k, k_scale, v_scale):
         raise ValueError(f"prefill_attention {reason}")
-    T, dtype = q.shape[0], q.dtype
+    T, dtype, D = q.shape[0], q.dtype, q.shape[2]
     # Copies into tiled shared memory start at a multiple of 8 tokens.
     q = jnp.pad(q, ((0, -T % 8), (0, 0), (0, 0)))
-    tile, keys = ROWS * config.warpgroups, config.keys(q.shape[2])
-    shared = config.smem_bytes(q.shape[2]) + 2 * tile * q.shape[2] > SMEM_BYTES
-    s = _Static(q.shape, k.shape, scale, window, soft_cap, config, keys, shared)
+    tile, keys = ROWS * config.warpgroups, config.keys(D)
+    shared = config.smem_bytes(D, k.dtype) + 2 * tile * D > SMEM_BYTES
+    behind = prefill_scaled.behind(k.dtype)
+    s = _Static(q.shape, k.shape, scale * behind, window, soft_cap, config, keys, shared, behind)
     table = tiles(query_start, seq_lens, T, tile, keys, window)
-    args = [q, k, v, blocks.astype(jnp.int32), table]
-    if sinks is not None:
-        args.append(sinks.astype(jnp.float32) * LOG2E)
+    args = dict(q=q, k=k, v=v, blocks=blocks.astype(jnp.int32), table=table)
+    args |= {} if k_scale is None else dict(k_scale=k_scale, v_scale=v_scale)
+    args |= {} if sinks is None else dict(sinks=sinks.astype(jnp.float32) * LOG2E)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, s, sinks is not None),
-        out_type=jax.ShapeDtypeStruct(q.shape, dtype), scratch_types=_scratch(s, dtype),
+        functools.partial(_kernel, s, tuple(args)),
+        out_type=jax.ShapeDtypeStruct(q.shape, dtype), scratch_types=_scratch(s, dtype, k),
         grid=(config.num_ctas,), grid_names=("cta",),
-        num_threads=config.warpgroups + 1, thread_name="wg", compiler_params=COMPILER,
+        num_threads=config.warpgroups + 1, thread_name="wg",
+        compiler_params=replace(COMPILER, unsafe_no_auto_barriers=k_scale is not None),
     )  # fmt: skip
-    return kernel(*args)[:T]
+    return kernel(*args.values())[:T]
 
 
-def tiles(query_start, seq_lens, T: int, tile: int, keys: int, window: int | None) -> Array:
-    """Cuts the rows of T tokens into tiles of `tile`, those with most steps of `keys` first.
-
-    Returns [I + 1, 8], int32. Of each tile: the row, its first token (a multiple of 8, so perhaps
-    an earlier row's), the first and last + 1 token to write, the position of token 0, the first
-    step, the row's keys, the steps. The last line is the number of tiles. Tokens behind the last
-    row make tiles that have no steps.
-    """
-    B = seq_lens.shape[0]
-    starts = jnp.append(query_start.astype(jnp.int32), jnp.int32(T))
-    lens = jnp.append(seq_lens.astype(jnp.int32), jnp.int32(0))
-    begin, end = starts[:-1], starts[1:]
-    aligned = begin // 8 * 8
-    num = jnp.where(end > begin, (end - aligned + tile - 1) // tile, 0)
-    most = (T + 7 * (B + 1)) // tile + B + 1
-    after, i = jnp.cumsum(num), jnp.arange(most, dtype=jnp.int32)
-    row = (after[None] <= i[:, None]).sum(1, dtype=jnp.int32)
-    live, row = row <= B, jnp.minimum(row, B)
-    first = aligned[row] + tile * (i - (after - num)[row])
-    low, high = jnp.maximum(first, begin[row]), jnp.minimum(first + tile, end[row])
-    zero = lens[row] - end[row]
-    start = 0 * i if window is None else jnp.maximum(low + zero - window + 1, 0) // keys
-    steps = jnp.where(lens[row] > 0, jnp.maximum(-(-(high + zero) // keys) - start, 0), 0)
-    cost = jnp.where(live, steps, -1)
-    ahead = (cost[:, None] < cost[None]) | ((cost[:, None] == cost[None]) & (i[:, None] > i[None]))
-    columns = jnp.minimum(row, B - 1), first, low, high, zero, start, lens[row], steps
-    table = jnp.zeros((most, 8), jnp.int32)
-    table = table.at[ahead.sum(1)].set(jnp.stack(columns, axis=1), unique_indices=True)
-    return jnp.concatenate([table, jnp.full((1, 8), after[-1], jnp.int32)])
-
-
-def _scratch(s: _Static, dtype) -> dict[str, Any]:
+def _scratch(s: _Static, dtype, cache) -> dict[str, Any]:
     """Returns what a block of the grid allocates."""
     D, S, config = s.q[2], s.k[2], s.config
     lanes = 64 if D % 64 == 0 else 32 if D % 32 == 0 else 16
     layout = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(2 * lanes)
     rows = plgpu.SMEM((config.warpgroups, ROWS, D), dtype, transforms=layout)
     kv = plgpu.SMEM((config.stages, s.keys, D), dtype, transforms=layout)
-    full = plgpu.Barrier(num_arrivals=max(1, s.keys // S), num_barriers=config.stages)
+    scaled = cache.dtype in eight_bits.DTYPES
+    copies = 1 if scaled else max(1, s.keys // S)
+    full = plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages)
     free = plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages)
     each = plgpu.Barrier(num_barriers=config.warpgroups)
     barriers = dict(k_full=full, v_full=full, k_free=free, v_free=free)
     barriers |= dict(q_full=each, q_free=each, turn=each)
+    if scaled:
+        barriers |= prefill_scaled.scratch(cache, s.keys)
     return dict(q_smem=rows, k_smem=kv, v_smem=kv, o_smem=None if s.shared else rows, **barriers)
 
 
-def _kernel(s: _Static, has_sinks: bool, q, k, v, blocks, table, *rest, **smem):
+def _kernel(s: _Static, names: tuple[str, ...], *refs, **smem):
     """Takes every `num_ctas`-th (tile, head), there and back again, so that all cost the same."""
-    sinks, out = rest if has_sinks else (None, *rest)
+    *refs, out = refs
+    inputs = dict(zip(names, refs, strict=True))
+    table, sinks = inputs["table"], inputs.get("sinks")
     wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
     H, ctas, config = s.q[1], s.config.num_ctas, s.config
+    registers = config.registers_8bit if "k_scale" in inputs else config.registers
     items = table[table.shape[0] - 1, 0] * H
 
     def at(r):
@@ -181,7 +169,7 @@ def _kernel(s: _Static, has_sinks: bool, q, k, v, blocks, table, *rest, **smem):
 
     @pl.when(wg < config.warpgroups)
     def _():
-        plgpu.set_max_registers(config.registers[0], action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         plgpu.barrier_arrive(smem["q_free"].at[wg])
         for slot in range(config.stages):
             plgpu.barrier_arrive(smem["k_free"].at[slot])
@@ -197,41 +185,52 @@ def _kernel(s: _Static, has_sinks: bool, q, k, v, blocks, table, *rest, **smem):
 
     @pl.when(wg == config.warpgroups)
     def _():
-        plgpu.set_max_registers(config.registers[1], action="decrease")
+        plgpu.set_max_registers(registers[1], action="decrease")
 
         def fetch(r, step):
-            return _fetch(s, *item(r), step, (q, k, v, blocks, table), smem)
+            return _fetch(s, *item(r), step, inputs, smem)
 
         lax.fori_loop(0, rounds, fetch, jnp.int32(0))
 
 
 def _fetch(s: _Static, tile, h, step, inputs, smem):
     """Copies what (tile, h) needs; `step` counts the steps before it, and so in `_attend`."""
-    q, k, v, blocks, table = inputs
+    q, blocks, table = (inputs[name] for name in ("q", "blocks", "table"))
     (N, K, S, _), keys = s.k, s.keys
     row, first, start, num = (table[tile, column] for column in (0, 1, 5, 7))
     kv_head = lax.div(h, s.q[1] // K)
     copies, part = max(1, keys // S), min(keys, S)
-    for wg in range(s.config.warpgroups):
-        plgpu.barrier_wait(smem["q_free"].at[wg])
-        rows = pl.ds(first + wg * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(q.at[rows, h], smem["q_smem"].at[wg], smem["q_full"].at[wg])
 
-    def body(j, _):
-        token, slot = (start + num - 1 - j) * keys, lax.rem(step + j, s.config.stages)
+    def queries():
+        for wg in range(s.config.warpgroups):
+            plgpu.barrier_wait(smem["q_free"].at[wg])
+            rows = pl.ds(first + wg * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(q.at[rows, h], smem["q_smem"].at[wg], smem["q_full"].at[wg])
+
+    def places(j):
+        token = (start + num - 1 - j) * keys
         offset = lax.rem(token, S) if S > keys else 0
         # Entries behind the row's end may be anything, so both indices are clamped.
-        places = [jnp.minimum(lax.div(token, S) + c, blocks.shape[1] - 1) for c in range(copies)]
-        ids = [jnp.clip(blocks[row, place], 0, N - 1) for place in places]
-        for name, cache in (("k", k), ("v", v)):
+        columns = [jnp.minimum(lax.div(token, S) + c, blocks.shape[1] - 1) for c in range(copies)]
+        ids = [jnp.clip(blocks[row, column], 0, N - 1) for column in columns]
+        return [(block, kv_head, pl.ds(offset, part)) for block in ids]
+
+    def body(j, _):
+        slot, parts = lax.rem(step + j, s.config.stages), places(j)
+        for name in ("k", "v"):
             plgpu.barrier_wait(smem[name + "_free"].at[slot])
-            for c, block in enumerate(ids):
-                source = cache.at[block, kv_head, pl.ds(offset, part)]
+            for c, place in enumerate(parts):
                 target = smem[name + "_smem"].at[slot, pl.ds(c * part, part)]
-                plgpu.copy_gmem_to_smem(source, target, smem[name + "_full"].at[slot])
+                full = smem[name + "_full"].at[slot]
+                plgpu.copy_gmem_to_smem(inputs[name].at[place], target, full)
         return _
 
-    lax.fori_loop(0, num, body, None)
+    if "k_scale" in inputs:
+        caches = {name: (inputs[name], inputs[name + "_scale"]) for name in ("k", "v")}
+        prefill_scaled.fill(caches, queries, places, (step, num, kv_head), smem)
+    else:
+        queries()
+        lax.fori_loop(0, num, body, None)
     return step + num
 
 
@@ -312,7 +311,7 @@ def _attend(s: _Static, tile, h, step, wg, table, sinks, out, smem):
     acc = lax.fori_loop(0, some, end, acc)
     if sinks is not None:
         total = total + jnp.exp2(sinks[h] - best)
-    acc = acc * lax.broadcast_in_dim(1.0 / jnp.maximum(total, 1e-30), acc.shape, [0])
+    acc = acc * lax.broadcast_in_dim(s.behind / jnp.maximum(total, 1e-30), acc.shape, [0])
     place = smem["q_smem" if s.shared else "o_smem"].at[wg]
     _put(acc.astype(out.dtype), out.at[:, h], place, first, low, high)
     if s.shared:

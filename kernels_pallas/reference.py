@@ -5,6 +5,7 @@ chunk at a time (online softmax, arXiv:2205.14135), so nothing of size [T, L] is
 follows the longest request of the batch, not the largest possible one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,16 +34,14 @@ def write_kv(batch: Batch, k: Array, v: Array, cache: LayerCache, group: int) ->
     S = cache.k.shape[2]
     at = (batch.cache_index[group] // S, slice(None), batch.cache_index[group] % S)
 
-    def put(blocks: Array | None, new: Array | None) -> Array | None:
-        if blocks is None or new is None:
-            return None
+    def put(blocks: Array, new: Array) -> Array:
         # Without unique_indices XLA writes through compare-and-swap loops.
         new = new.astype(blocks.dtype)
         return blocks.at[at].set(new, mode="drop", unique_indices=True)
 
-    (k, k_scale), (v, v_scale) = (
-        (x, None) if cache.k_scale is None else quantize(x, cache.k.dtype) for x in (k, v)
-    )
+    if cache.k_scale is None or cache.v_scale is None:
+        return replace(cache, k=put(cache.k, k), v=put(cache.v, v))
+    (k, k_scale), (v, v_scale) = (quantize(x, cache.k.dtype) for x in (k, v))
     return LayerCache(
         k=put(cache.k, k),
         v=put(cache.v, v),

@@ -69,9 +69,10 @@ def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
 
 def _layer(config: ModelConfig, ops: Ops, x, delta, w: Layer, cache, turn, *, spec):
     eps = config.rms_norm_eps
+    cos, sin = turn
     x, h = ops.add_norm(x, delta, w.attn_norm, eps)
     qkv = linear(h, w.qkv, w.qkv_bias)
-    out, cache = ops.attend(qkv, Heads(*turn, w.q_norm, w.k_norm, eps), cache, spec)
+    out, cache = ops.attend(qkv, Heads(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
     x, h = ops.add_norm(x, linear(out, w.o, w.o_bias, axes=2), w.mlp_norm, eps)
     return x, swiglu(h, w.gate_up, w.down, w.gate_up_bias, w.down_bias), cache
 

@@ -46,7 +46,7 @@ def pytest_configure(config):
 def few_executables():
     """Forgets a module's executables: each maps memory, of which a process may map so much."""
     yield
-    programs._executable.cache_clear()
+    programs._build.cache_clear()
     jax.clear_caches()
 
 

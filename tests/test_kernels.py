@@ -44,7 +44,7 @@ def case_id(case: Case) -> str:
 def error(got, want: np.ndarray) -> float:
     got = oracles.wide(got)
     assert np.isfinite(got).all()
-    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
 
 
 @pytest.mark.gpu
@@ -121,7 +121,7 @@ def test_layers_of_mixed_batches_equal_plain_jax():
         attend = jax.jit(lambda qkv, cache: make(batch).attend(qkv, heads, cache, spec))
         return attend(qkv, cache)
 
-    (got, after), (want, expected) = run(ops.fused.ops), run(ops.paged)
+    (got, after), (want, expected) = run(ops.fused), run(ops.paged)
     real = slice(int(starts[-1]))
     assert error(got[real], oracles.wide(want[real])) < 2 * BOUND["bfloat16"]
     np.testing.assert_array_equal(np.asarray(after.k), np.asarray(expected.k))

@@ -24,9 +24,9 @@ from jaxrunner.types import LayerCache
 # Of each dtype: half a step, as a part of the largest number of a row, and of the number itself.
 STEPS = {"int8": (0.5 / 127, 0.0), "float8_e4m3fn": (2.0**-10 / 448, 2.0**-4)}
 # The largest error of attention, as a part of the largest value, over heavy-tailed keys and values.
-ATTENTION = {"int8": 0.03, "float8_e4m3fn": 0.1}
+ATTENTION = {"int8": 0.03, "float8_e4m3fn": 0.05}
 # The largest error of a logit, as a part of the largest logit.
-LOGITS = {"int8": 0.02, "fp8": 0.06}
+LOGITS = {"int8": 0.01, "fp8": 0.04}
 
 
 def heavy(rng, *shape):
@@ -61,7 +61,7 @@ def test_what_is_not_finite_still_shows(dtype, value):
 
 
 class Problem(test_reference.Problem):
-    """Heavy-tailed keys and values, and a cache of 8 bits full of junk where nothing was written."""
+    """Heavy-tailed keys and values, and a cache of 8 bits, full of junk where none of them is."""
 
     def __init__(self, case: str, dtype: str, kv_dtype: str):
         super().__init__(case, dtype, np.nan)
@@ -82,11 +82,10 @@ class Problem(test_reference.Problem):
         self.low = LayerCache(*map(jnp.asarray, (*low, *scale)))
 
 
-@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("case", test_reference.CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype,window", [("float32", None), ("bfloat16", 5)])
 @pytest.mark.parametrize("kv_dtype", ATTENTION)
-def test_attention_is_near_its_oracle(kv_dtype, dtype, case, window):
+def test_attention_is_near_its_oracle(kv_dtype, dtype, window, case):
     problem = Problem(case, dtype, kv_dtype)
     spec = AttentionSpec(0, window, problem.q.shape[2] ** -0.5)
     inputs = map(jnp.asarray, (problem.q, problem.k, problem.v))
@@ -220,12 +219,12 @@ def test_a_cache_of_whole_numbers_has_no_scales():
     cache = make_state(engine("auto").runner.program).kv[0]
     assert (cache.k_scale, cache.v_scale) == (None, None)
     dims = tiny.config().dims | dict(N=3, S=4, kv=jnp.dtype("int8"), scaled=True)
-    assert pytree.zeros(LayerCache, dims).v_scale.shape == (3, dims["K"], 4)
+    assert jax.tree.leaves(pytree.zeros(LayerCache, dims))[3].shape == (3, dims["K"], 4)
 
 
 def test_other_names_are_refused():
     known = r"\('auto', 'float32', 'bfloat16', 'float16', 'fp8', 'fp8_e4m3', 'int8'\)"
     with pytest.raises(ValueError, match=rf"kv_cache_dtype must be one of {known}, got 'int4'"):
         worker.engine_config(tiny.config(), (), dtype="float32", kv_cache_dtype="int4")
-    with pytest.raises(ValueError, match="kv_dtype must be one of .*'float8_e4m3fn', 'int8'"):
+    with pytest.raises(ValueError, match=r"kv_dtype must be one of .*'float8_e4m3fn', 'int8'"):
         EngineConfig(max_model_len=8, num_blocks=8, kv_dtype="fp8_e5m2")

@@ -1,10 +1,12 @@
 """The Python API on the embedded model: text, stops, streams, chat, bad input."""
 
+import gc
 import itertools
 import json
 import threading
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -45,6 +47,16 @@ def nothing_is_left(request):
 
 def texts(outputs):
     return [output.outputs[0].text for output in outputs]
+
+
+def test_garbage_is_not_sought_among_what_stays(llm):
+    assert gc.get_freeze_count() > 0
+
+
+def test_a_report_says_what_runs_and_why(llm):
+    assert "layers and sampling: " in llm.report() and ", because " in llm.report()
+    if jax.default_backend() == "cpu":
+        assert "reference, because mosaic_gpu wants a Hopper GPU" in llm.report()
 
 
 def test_outputs_come_in_the_order_of_their_prompts(llm):

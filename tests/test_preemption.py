@@ -37,9 +37,9 @@ def test_priority_preempts_the_worst_even_if_it_was_scheduled_already(ahead):
     scheduler.add(best := new("b", 16, priority=1))
     for _ in range(2 if ahead else 1):
         outputs.append(scheduler.schedule())
-        scheduler.update(outputs[-2], dict.fromkeys(outputs[-2].requests, (5,)))
+        scheduler.update(outputs[-2], {r: [5] for r in outputs[-2].requests})
     if not ahead:
-        scheduler.update(outputs[-1], dict.fromkeys(outputs[-1].requests, (5,)))
+        scheduler.update(outputs[-1], {r: [5] for r in outputs[-1].requests})
         outputs.append(scheduler.schedule())
     # One block was left: the worst took it, and returned it with its place in the step.
     output = outputs[-1]

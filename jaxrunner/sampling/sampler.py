@@ -11,7 +11,7 @@ from jaxrunner.layout import Program, SampleSize, ScoreSize
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.rule import Batched, NoParams, rows_of, run
+from jaxrunner.sampling.rule import Batched, NoParams, Rule, rows_of, run
 from jaxrunner.sampling.seed import TARGET, noise, seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
@@ -36,7 +36,7 @@ def sample(
     request gets the same tokens in any batch.
     """
     if program.sample is not None and not size.rich:
-        return _usual(program, logits, batch, tables)
+        return _usual(program.sample, program.rules, logits, batch, tables)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, rich=size.rich)
     seeds = rows_of(tables[0], batch.slot)  # the first rule is `seed`
@@ -55,13 +55,11 @@ def sample(
     return Drawn(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
 
 
-def _usual(program: Program, logits: Array, batch: Batched, tables: tuple[Any, ...]) -> Drawn:
+def _usual(kernel, rules: tuple[Rule, ...], logits: Array, batch: Batched, tables) -> Drawn:
     """Draws by the rules that every request has, in a kernel."""
     usual = (seed, temperature, min_p, top_k_top_p)
-    seeds, heat, floor, cut = (
-        rows_of(tables[program.rules.index(rule)], batch.slot) for rule in usual
-    )
-    drawn = program.sample(
+    seeds, heat, floor, cut = (rows_of(tables[rules.index(rule)], batch.slot) for rule in usual)
+    drawn = kernel(
         logits, seeds.words, batch.position, seeds.greedy, heat.value, floor.log, cut.k, cut.p
     )
     # No rule here takes all tokens away: logits that are all -inf are the model's own.

@@ -1,0 +1,36 @@
+"""How prefill attention cuts the tokens of a step into tiles, on the device."""
+
+import jax.numpy as jnp
+
+from jaxrunner.types import Array
+
+
+def tiles(query_start, seq_lens, T: int, tile: int, keys: int, window: int | None) -> Array:
+    """Cuts the rows of T tokens into tiles of `tile`, those with most steps of `keys` first.
+
+    Returns [I + 1, 8], int32. Of each tile: the row, its first token (a multiple of 8, so perhaps
+    an earlier row's), the first and last + 1 token to write, the position of token 0, the first
+    step, the row's keys, the steps. The last line is the number of tiles. Tokens behind the last
+    row make tiles that have no steps.
+    """
+    B = seq_lens.shape[0]
+    starts = jnp.append(query_start.astype(jnp.int32), jnp.int32(T))
+    lens = jnp.append(seq_lens.astype(jnp.int32), jnp.int32(0))
+    begin, end = starts[:-1], starts[1:]
+    aligned = begin // 8 * 8
+    num = jnp.where(end > begin, (end - aligned + tile - 1) // tile, 0)
+    most = (T + 7 * (B + 1)) // tile + B + 1
+    after, i = jnp.cumsum(num), jnp.arange(most, dtype=jnp.int32)
+    row = (after[None] <= i[:, None]).sum(1, dtype=jnp.int32)
+    live, row = row <= B, jnp.minimum(row, B)
+    first = aligned[row] + tile * (i - (after - num)[row])
+    low, high = jnp.maximum(first, begin[row]), jnp.minimum(first + tile, end[row])
+    zero = lens[row] - end[row]
+    start = 0 * i if window is None else jnp.maximum(low + zero - window + 1, 0) // keys
+    steps = jnp.where(lens[row] > 0, jnp.maximum(-(-(high + zero) // keys) - start, 0), 0)
+    cost = jnp.where(live, steps, -1)
+    ahead = (cost[:, None] < cost[None]) | ((cost[:, None] == cost[None]) & (i[:, None] > i[None]))
+    columns = jnp.minimum(row, B - 1), first, low, high, zero, start, lens[row], steps
+    table = jnp.zeros((most, 8), jnp.int32)
+    table = table.at[ahead.sum(1)].set(jnp.stack(columns, axis=1), unique_indices=True)
+    return jnp.concatenate([table, jnp.full((1, 8), after[-1], jnp.int32)])

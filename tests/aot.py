@@ -1,0 +1,100 @@
+"""Compiles kernels and a step for an H200 where there is none; run by test_aot in its own process.
+
+python tests/aot.py FOLDER   # prints what the compiler says, and one line of JSON
+"""
+
+import json
+from pathlib import Path
+import re
+import sys
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+import tiny
+
+from jaxrunner import launch, ops, pytree
+from jaxrunner.kernels_pallas.cases import TESTS
+from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.layout import Bucket, Program
+from jaxrunner.models.registry import read_model
+from jaxrunner.programs import Key
+from jaxrunner.sampling import RULES
+from jaxrunner.settings import Settings
+
+DEVICE = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 pcie_bandwidth: 34359738368
+  ecc_enabled: true name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 28 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+KERNELS = ("decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "sample_tokens")
+MODEL = dict(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=512, intermediate_size=1024,
+    num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+    vocab_size=4096, max_position_embeddings=4096, hidden_act="silu", attention_bias=False,
+    tie_word_embeddings=True, torch_dtype="bfloat16",
+)  # fmt: skip
+
+
+def placed(tree):
+    """Puts abstract arrays on the device that is not there."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=DEVICE, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def compile_step(bucket: Bucket) -> tuple[Any, int, str]:
+    """Returns a compiled step, the bytes of its KV cache and how HLO writes the cache's shape."""
+    model, config = read_model(Settings(MODEL))
+    engine = tiny.engine_config(
+        dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
+        max_num_seqs=16, max_num_batched_tokens=128,
+    )  # fmt: skip
+    program = Program(model, config, engine, ops.fused, RULES, sample=sample_tokens)
+    params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
+    spec = launch.program_spec(program, params, Key("step", bucket))
+    static = dict(spec.static)
+    jitted = jax.jit(spec.function, static_argnames=list(static), donate_argnames=spec.donated)
+    compiled = jitted.lower(*placed(spec.args), **static).compile()
+    kv = jax.tree.leaves(spec.args[1].kv)
+    shape = ",".join(map(str, kv[0].shape))
+    return compiled, sum(x.size * x.dtype.itemsize for x in kv), f"bf16[{shape}]"
+
+
+def main(folder: Path) -> None:
+    """Compiles a case of each kernel, then two steps; `folder` gets XLA's dumps."""
+    for kernel in KERNELS:
+        case = next(case for case in TESTS if case.kernel == kernel)
+        jax.jit(case.run).lower(*placed(jax.eval_shape(lambda c=case: c.make(0)))).compile()
+    found = []
+    for bucket in (Bucket(8, 8, 1), Bucket(128, 16)):
+        compiled, kv_bytes, shape = compile_step(bucket)
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        dumps = sorted(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_mtime)
+        found.append(
+            dict(
+                aliased=memory.alias_size_in_bytes, kv_bytes=kv_bytes,
+                copies=len(re.findall(re.escape(shape) + r"\S* copy\(", text)),
+                loops=text.count(" while("),
+                graphs=dumps[-1].read_text().count("kCommandBuffer") if dumps else None,
+            )
+        )  # fmt: skip
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

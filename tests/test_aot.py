@@ -1,0 +1,35 @@
+"""What the compiler says of kernels and steps, where the CUDA plugin is there; needs no GPU."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEW = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PLUGIN and NEW), reason="needs JAX 0.11, the CUDA 13 plugin and ptxas")
+def test_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    told = dict(
+        XLA_FLAGS=f"--xla_dump_to={tmp_path}", MOSAIC_GPU_DUMP_PTXAS="1", JAX_PLATFORMS="cpu",
+        PYTHONPATH=paths,
+    )  # fmt: skip
+    command = [sys.executable, str(ROOT / "tests" / "aot.py"), str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    spills = re.findall(r"(\d+) bytes spill stores", done.stdout + done.stderr)
+    assert len(spills) > 10 and set(spills) == {"0"}
+    for step in json.loads(done.stdout.strip().splitlines()[-1]):
+        assert step["aliased"] >= step["kv_bytes"]  # the cache is written in place
+        assert (step["copies"], step["loops"], step["graphs"]) == (0, 0, 1)
