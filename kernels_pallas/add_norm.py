@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import overlap
+from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
 LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
@@ -95,7 +96,7 @@ def _kernel(x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barr
     load = partial(plgpu.load, layout=_layout(warps * width), optimized=False)
     x = load(x_ref.at[row, group]) + load(residual_ref.at[row, group])
     weight = load(weight_ref.at[group])
-    total_ref[row, group] = x
+    put(total_ref.at[row, group], x)
     x = x.astype(jnp.float32)
     part_smem[group] = (x * x).sum(-1)
     # All threads arrive, so that all parts are seen once all are through.
@@ -103,7 +104,7 @@ def _kernel(x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barr
     plgpu.barrier_wait(barrier)
     square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
     gain = lax.rsqrt(square / (groups * warps * width) + eps)
-    out_ref[row, group] = (x * gain).astype(weight.dtype) * weight
+    put(out_ref.at[row, group], (x * gain).astype(weight.dtype) * weight)
 
 
 def _groups(E: int, width: int) -> int:

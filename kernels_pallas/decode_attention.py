@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap
 from jaxrunner.kernels_pallas.decode_scaled import LOG2_E, NOTHING
+from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: the query heads of a KV head, padded
@@ -317,7 +318,7 @@ def _silence(values_ref, first, length, window):
 
 def _put(x, smem, ref):
     """Writes x, [64, ...], by way of `smem`, to as many rows as `ref` has."""
-    smem[...] = x
+    put(smem, x)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, ref.shape[0])], ref)
 
@@ -350,7 +351,7 @@ def _merge(
         weight = jnp.exp2(weight - weight.max())
         weight = weight / weight.sum()
         part = part * lax.broadcast_in_dim(weight, part.shape, [0])
-        out_smem[...] = jnp.where(real(part), part, 0.0).sum(axis=0).astype(out_smem.dtype)
+        put(out_smem, jnp.where(real(part), part, 0.0).sum(axis=0).astype(out_smem.dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, h, g])
         plgpu.wait_smem_to_gmem(0)

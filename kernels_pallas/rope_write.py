@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import overlap
+from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
 LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
@@ -126,13 +127,13 @@ def rope_write(
             if scales:
                 by = _load(scale_refs[0].at[i, c], _layout((C,), x.shape[-1]).reduce(1))
                 x = x / lax.broadcast_in_dim(by, x.shape, [0])
-            cache_ref[lax.div(at, S), c, lax.rem(at, S), h] = x.astype(cache_k.dtype)
+            put(cache_ref.at[lax.div(at, S), c, lax.rem(at, S), h], x.astype(cache_k.dtype))
 
         at = at_ref[t]
         q, k = turned(0, slice(0, G), (C, G)), turned(1, G, (C,))
         v = _load(qkv_ref.at[t, c, G + 1], _layout((C,), D))
         for h, x in zip(halves, q, strict=True):
-            q_ref[t, c, :, h] = x
+            put(q_ref.at[t, c, :, h], x)
 
         @pl.when((at >= 0) & (at < N * S))
         def _():
