@@ -15,6 +15,7 @@ import numpy as np
 from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
+from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.types import Array
@@ -46,6 +47,7 @@ class Attention(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    kv_dtype: str | None = None  # of 8 bits, with scales
 
     @property
     def lens(self) -> np.ndarray:
@@ -54,7 +56,10 @@ class Attention(NamedTuple):
         return np.where(new > 0, new + np.array(self.context, np.int32), 0).astype(np.int32)
 
     def make(self, seed: int, *, decode: bool) -> tuple[Array, ...]:
-        """Returns q, k, v, blocks, then the starts of rows (of prefill alone) and their lengths."""
+        """Returns q, k, v, blocks, the starts of rows (of prefill alone) and their lengths.
+
+        With `kv_dtype` then the scales of k and v.
+        """
         rng, key = np.random.default_rng(seed), jax.random.key(seed)
         lens, S, K, D = self.lens, self.block_size, self.kv_heads, self.head_dim
         used = -(-lens // S)
@@ -73,8 +78,11 @@ class Attention(NamedTuple):
         kv = [jnp.where(written[:, None, :, None], x, jnp.nan) for x in kv]
         q = jax.random.normal(keys[2], (T, self.heads, D), jnp.dtype(self.dtype))
         starts = np.concatenate([[0], np.cumsum(self.new)]).astype(np.int32)
-        rows = (lens,) if decode else (starts, lens)
-        return q, *kv, jnp.asarray(blocks), *map(jnp.asarray, rows)
+        rows = [jnp.asarray(x) for x in ((lens,) if decode else (starts, lens))]
+        if self.kv_dtype is None:
+            return q, *kv, jnp.asarray(blocks), *rows
+        (k, k_scale), (v, v_scale) = (quantize(x, jnp.dtype(self.kv_dtype)) for x in kv)
+        return q, k, v, jnp.asarray(blocks), *rows, k_scale, v_scale
 
     def case(self, kernel: Callable[..., Any]) -> Case:
         """Returns the problem for one of the two kernels."""
@@ -82,13 +90,22 @@ class Attention(NamedTuple):
         new, context = np.array(self.new, np.float64), np.array(self.context, np.float64)
         sinks = np.linspace(-2, 3, self.heads).astype(np.float32) if self.sinks else None
         options = dict(scale=self.head_dim**-0.5, window=self.window, soft_cap=self.soft_cap)
-        size = 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        stored = jnp.dtype(self.kv_dtype or self.dtype).itemsize * self.head_dim
+        size = 2 * self.kv_heads * (stored + (0 if self.kv_dtype is None else 4))
         flops = 4 * self.heads * self.head_dim * (new * (context + new / 2)).sum()
         amount = float(self.lens.sum()) * size if decode else float(flops)
-        run = functools.partial(kernel, **options, sinks=sinks)
+        run = functools.partial(_attend, kernel, self.kv_dtype, **options, sinks=sinks)
         make = functools.partial(self.make, decode=decode)
         unit = "TB/s" if decode else "TFLOP/s"
         return Case(name, self.name, make, run, amount, unit, options | dict(sinks=sinks))
+
+
+def _attend(kernel: Callable[..., Any], kv_dtype: str | None, *args: Array, **options: Any):
+    """Calls a kernel, the scales of an 8-bit cache by their names."""
+    if kv_dtype is None:
+        return kernel(*args, **options)
+    *others, k_scale, v_scale = args
+    return kernel(*others, k_scale=k_scale, v_scale=v_scale, **options)
 
 
 def norms(T: int, E: int) -> Case:
@@ -160,6 +177,8 @@ _D = [
     Attention("heads of 256", (1, 1), (99, 332), 8, 4, 256),
     Attention("float16", (1, 1), (99, 332), 8, 2, dtype="float16"),
     Attention("all else", (1,) * 3, (1087, 99, 30), 8, 2, window=77, soft_cap=9.0, sinks=True),
+    Attention("fp8", (1,) * 3, (1087, 99, 30), 8, 2, kv_dtype="float8_e4m3fn"),
+    Attention("int8", (1,) * 3, (1087, 99, 30), 8, 2, window=77, kv_dtype="int8"),
 ]
 _P = [
     Attention("edges", EDGES, (5, 0, 64, 7, 0, 129, 62), 8, 2),
@@ -172,6 +191,8 @@ _P = [
     Attention("groups of 7", (100, 30), (0, 77), 14, 2),
     Attention("float16", (100, 30), (0, 77), 8, 2, dtype="float16"),
     Attention("all else", (300, 30), (0, 77), 8, 2, window=100, soft_cap=9.0, sinks=True),
+    Attention("fp8", (300, 30), (0, 77), 8, 2, kv_dtype="float8_e4m3fn"),
+    Attention("int8", (300, 30), (0, 77), 8, 2, kv_dtype="int8"),
 ]
 TESTS: tuple[Case, ...] = (
     *(a.case(decode_attention) for a in _D),
@@ -186,6 +207,8 @@ TESTS: tuple[Case, ...] = (
 BENCH: tuple[Case, ...] = (
     *(Attention(f"{B} x {L}", (1,) * B, (L - 1,) * B).case(decode_attention) for B, L in
       ((1, 1088), (8, 1088), (64, 1088), (256, 1088), (64, 4096))),
+    *(Attention(f"256 x 1088, {kv}", (1,) * 256, (1087,) * 256, kv_dtype=kv).case(decode_attention)
+      for kv in ("float8_e4m3fn", "int8")),
     *(Attention(f"{B} x {L}", (L,) * B, (0,) * B).case(prefill_attention) for B, L in
       ((8, 4096), (8, 1024), (1, 1024))),
     Attention("4 x 256 upon 3840", (256,) * 4, (3840,) * 4).case(prefill_attention),

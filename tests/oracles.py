@@ -30,13 +30,14 @@ def one_row(q, keys, values, positions, *, scale, window, soft_cap, sinks):
     return np.einsum("qkgn,knd->qkgd", p, values).reshape(Q, H, D)
 
 
-def decode_attention(q, k, v, blocks, lens, **options):
+def decode_attention(q, k, v, blocks, lens, *scales, **options):
     starts = np.arange(len(lens) + 1)
-    return prefill_attention(q, k, v, blocks, starts, lens, **options)
+    return prefill_attention(q, k, v, blocks, starts, lens, *scales, **options)
 
 
-def prefill_attention(q, k, v, blocks, starts, lens, **options):
+def prefill_attention(q, k, v, blocks, starts, lens, k_scale=1.0, v_scale=1.0, **options):
     q, k, v = wide(q), wide(k), wide(v)
+    k, v = k * wide(k_scale)[..., None], v * wide(v_scale)[..., None]
     out, S = np.zeros(q.shape), k.shape[2]
     for b, n in enumerate(np.asarray(lens)):
         if n:
