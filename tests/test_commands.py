@@ -6,9 +6,11 @@ import sys
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
-from jaxrunner import LLM, SamplingParams, __main__, bench, embedded, host_time
+from jaxrunner import LLM, SamplingParams, __main__, bench, embedded, host_time, kernel_bench
+from jaxrunner.kernels_pallas.cases import Case
 
 SIZES: dict[str, Any] = dict(
     dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, num_blocks=8,
@@ -57,6 +59,24 @@ def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     host, admission = result["host_us_per_step"], result["host_ms_per_admission"]["3x4"]
     assert host.keys() == {"b1", "b2"} and admission.keys() == {*host_time.PHASES, "host", "step"}
     assert all(0 < times["host"] < times["step"] for times in (*host.values(), admission))
+
+
+def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
+    def make(seed):
+        return jnp.full((4, 4), float(seed)), jnp.ones((4, 4))
+
+    case = Case("product", "4 x 4", make, lambda x, y: x @ y, 128.0, "TFLOP/s", {})
+    monkeypatch.setattr(kernel_bench, "BENCH", (case,))
+    monkeypatch.setattr(kernel_bench, "read_rate", lambda: 1.0)
+    monkeypatch.setattr(kernel_bench, "product_rate", lambda: 2.0)
+    out = tmp_path / "kernels.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "--kernels", "--out", str(out)])
+    bench.main()
+    result = json.loads(out.read_text())
+    figure = result["product"]["4 x 4"]
+    assert figure["rate"] == pytest.approx(128 / figure["us"] / 1e6)
+    assert result["ceilings"] == {"TB/s": 1.0, "TFLOP/s": 2.0}
+    assert "TFLOP/s" in capsys.readouterr().out
 
 
 def test_a_figure_of_repeated_runs_is_the_median():
