@@ -95,7 +95,7 @@ class LLM:
 
     def report(self) -> str:
         """Says what runs on which device, and why: one line each."""
-        choice, device = self.engine.runner.ops, jax.local_devices()[0]
+        choice, device = self.engine.runner.choice, jax.local_devices()[0]
         return (
             f"device: {device.device_kind}\n"
             f"layers and sampling: {choice.name}, because {choice.reason}"

@@ -134,10 +134,10 @@ class ModelRunner:
         rules=RULES,
     ):
         self.params = params
-        self.ops = choose_ops(model_config, config)
+        self.choice = choose_ops(model_config, config)
         # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
-        sample = self.ops.sample if rules == RULES else None
-        self.program = Program(model, model_config, config, self.ops.ops, rules, sample=sample)
+        sample = self.choice.sample if rules == RULES else None
+        self.program = Program(model, model_config, config, self.choice.ops, rules, sample=sample)
         self.state = make_state(self.program)
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.layout import Bucket, Program
+from jaxrunner.ragged import find_rows
 from jaxrunner.sampling.rule import Batched
 from jaxrunner.sampling.sampler import Drawn, sample
 from jaxrunner.types import (
@@ -174,7 +175,7 @@ def prepare_inputs(
     query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(width)])
     start = query_start[:-1]
     t = jnp.arange(T)
-    row = (query_start[None, 1:] <= t[:, None]).sum(1, dtype=jnp.int32)  # one launch
+    row = find_rows(query_start[1:], t)
     offset = t - take(start, row)
     real = offset < take(num_tokens, row)
     row = jnp.where(real, row, B)

@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap
-from jaxrunner.kernels_pallas.decode_scaled import LOG2_E, NOTHING
+from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.ragged import find_rows
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: the query heads of a KV head, padded
@@ -85,7 +86,7 @@ def plan(
     upto = rows[:, None] >= rows[None]
     end, rank = (jnp.where(upto, x[None], 0).sum(1) for x in (parts, split.astype(jnp.int32)))
     item = jnp.arange(B + extra, dtype=jnp.int32)
-    row = (end[None] <= item[:, None]).sum(1, dtype=jnp.int32)
+    row = find_rows(end, item)
     of = jnp.minimum(row, B - 1)
     part, num, tiles, first = item - (end - parts)[of], parts[of], tiles[of], first[of]
     start = first + part * tiles // num
@@ -246,11 +247,8 @@ def _attend(
             scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, C), jnp.float32)) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
-            at = tile * C + plgpu.broadcasted_iota(jnp.int32, (ROWS, C), 1, layout=layout)
-            seen = at < length
-            if window is not None:
-                seen &= at >= length - window
-            scores = jnp.where(seen, scores * LOG2_E, NOTHING)
+            visible = seen(tile * C, (ROWS, C), 1, length, window)
+            scores = jnp.where(visible, scores * LOG2_E, NOTHING)
             new_best = jnp.maximum(best, scores.max(axis=1))
             p = jnp.exp2(scores - wide(new_best, scores))
             kept = jnp.exp2(best - new_best)
@@ -283,11 +281,8 @@ def _attend(
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         if sinks:
             sink = plgpu.load(sink_ref.at[h], layout=per_row, optimized=False)
-            sink = jnp.where(part_of == 1, NOTHING, sink)  # once a row
-            new_best = jnp.maximum(best, sink)
-            kept = jnp.exp2(best - new_best)
-            total = total * kept + jnp.exp2(sink - new_best)
-            acc, best = acc * wide(kept, acc), new_best
+            best, total, kept = with_sink(sink, part_of, best, total)
+            acc = acc * wide(kept, acc)
         safe = jnp.maximum(total, 1e-30)
         acc = acc / wide(safe, acc)
 
@@ -306,13 +301,9 @@ def _attend(
 
 def _silence(values_ref, first, length, window):
     """Zeroes what nobody sees, [C, D] from key `first` on: a weight of 0 silences no NaN."""
-    layout = plgpu.Layout.WGMMA
-    at = first + plgpu.broadcasted_iota(jnp.int32, values_ref.shape, 0, layout=layout)
-    seen = at < length
-    if window is not None:
-        seen &= at >= length - window
-    values = plgpu.load(values_ref, layout=layout)
-    values_ref[...] = jnp.where(seen, values, jnp.zeros_like(values))
+    visible = seen(first, values_ref.shape, 0, length, window)
+    values = plgpu.load(values_ref, layout=LAYOUT)
+    values_ref[...] = jnp.where(visible, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 

@@ -8,7 +8,6 @@ plans the items and merges their parts.
 """
 
 import functools
-import math
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,10 +19,8 @@ from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
 from jaxrunner.kernels_pallas import eight_bits, overlap
-from jaxrunner.kernels_pallas.eight_bits import LAYOUT
+from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 
-LOG2_E = math.log2(math.e)
-NOTHING = -1e30  # a score that no weight comes of
 # Numbers in e4m3 come times 2**-120. Queries and weights make up for most of it ahead of a
 # product, so that its small terms stay normal numbers.
 AHEAD, BEHIND = 2.0**96, 2.0**24
@@ -97,10 +94,6 @@ def attend(
                 to = smem.at[stage, pl.ds(i * part, part)], scale_smem.at[stage, i]
                 eight_bits.fetch(rows, scales, place, to, ready.at[stage])
 
-    def seen(tile):
-        at = tile * C + plgpu.broadcasted_iota(jnp.int32, (C, heads), 0, layout=LAYOUT)
-        return at < length if window is None else (at < length) & (at >= length - window)
-
     def tile_step(tile, carry):
         acc, best, total, block = carry
         stage = lax.rem(tile - first, config.stages)
@@ -120,7 +113,8 @@ def attend(
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         # What is not seen may hold anything, scales that are NaN too.
-        scores = jnp.where(seen(tile), scores * LOG2_E, NOTHING)
+        visible = seen(tile * C, (C, heads), 0, length, window)
+        scores = jnp.where(visible, scores * LOG2_E, NOTHING)
         # The maximum is a barrier too: behind it, all are done with the product before, whose
         # values and weights are overwritten below.
         new_best = jnp.maximum(best, scores.max(axis=0))
@@ -128,7 +122,7 @@ def attend(
         p = jnp.exp2(scores - of_head(new_best))
         kept = jnp.exp2(best - new_best)
         total = total * of_head(kept) + p
-        p = jnp.where(seen(tile), p * of_key(by_v * ahead), 0.0)
+        p = jnp.where(visible, p * of_key(by_v * ahead), 0.0)
         p_smem.T[...] = plgpu.layout_cast(p.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
@@ -162,11 +156,8 @@ def attend(
         total = total.sum(axis=0)
         if sinks:
             sink = plgpu.load(sink_ref.at[h, pl.ds(0, heads)], layout=by_head, optimized=False)
-            sink = jnp.where(part_of == 1, NOTHING, sink)  # once a row
-            new_best = jnp.maximum(best, sink)
-            kept = jnp.exp2(best - new_best)
-            total = total * kept + jnp.exp2(sink - new_best)
-            acc, best = acc * of_head(kept, D), new_best
+            best, total, kept = with_sink(sink, part_of, best, total)
+            acc = acc * of_head(kept, D)
         safe = jnp.maximum(total, 1e-30)
         acc = acc * of_head(behind / safe, D)
 

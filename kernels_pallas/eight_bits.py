@@ -9,8 +9,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 import numpy as np
 
+from jaxrunner.kernels_pallas.online_softmax import LAYOUT
+
 DTYPES = (jnp.float8_e4m3fn, jnp.int8)
-LAYOUT = plgpu.Layout.WGMMA
 # Of four e4m3 numbers: what is below the sign, moved to where bfloat16 has it. That is the number
 # times 2**-120, and NaN becomes finite.
 E4M3_TO_BF16 = """{

@@ -10,7 +10,6 @@ the other's products. After FlashAttention-3, arXiv:2407.08608.
 
 from dataclasses import dataclass, replace
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +22,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from jaxrunner.kernels_pallas import eight_bits, prefill_scaled
+from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.types import Array
 
-LOG2E = math.log2(math.e)
 ROWS = 64  # tokens of a warpgroup: the height of a Hopper matrix product
-FLOOR = -1e30  # less than any score, yet finite: a row that sees no key must not become NaN
 SMEM_BYTES = 226 * 1024  # of a block, less what barriers need
-LAYOUT = plgpu.Layout.WGMMA
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=mgpu.LoweringSemantics.Lane)
 
 
@@ -118,7 +115,7 @@ def prefill_attention(
     table = tiles(query_start, seq_lens, T, tile, keys, window)
     args = dict(q=q, k=k, v=v, blocks=blocks.astype(jnp.int32), table=table)
     args |= {} if k_scale is None else dict(k_scale=k_scale, v_scale=v_scale)
-    args |= {} if sinks is None else dict(sinks=sinks.astype(jnp.float32) * LOG2E)
+    args |= {} if sinks is None else dict(sinks=sinks.astype(jnp.float32) * LOG2_E)
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, tuple(args)),
         out_type=jax.ShapeDtypeStruct(q.shape, dtype), scratch_types=_scratch(s, dtype, k),
@@ -292,7 +289,7 @@ def _attend(s: _Static, tile, h, step, wg, table, sinks, out, smem):
     # Loops of at most one turn stand for conditions: a tile may have no step.
     some = jnp.minimum(num, 1)
     acc, p = _full((ROWS, s.q[2]), 0.0), _full((ROWS, keys), 0.0).astype(out.dtype)
-    best, total = (_full((ROWS,), value, LAYOUT.reduce(1)) for value in (FLOOR, 0.0))
+    best, total = (_full((ROWS,), value, LAYOUT.reduce(1)) for value in (NOTHING, 0.0))
     best, total, p = lax.fori_loop(0, some, begin, (best, total, p))
     # The steps from `a` to `b` need no mask.
     a = lax.div(jnp.maximum(jnp.maximum(first, low) + zero + 1, 0), keys)
@@ -330,9 +327,9 @@ def _softmax(s: _Static, scores, best, total, ahead):
     `ahead` is how far the first query's position is ahead of the first key's, None if all see all.
     Returns the weights, the largest, the sum, and what is kept of older weights.
     """
-    unit = s.scale * LOG2E
+    unit = s.scale * LOG2_E
     if s.soft_cap is not None:
-        scores, unit = jnp.tanh(scores * (s.scale / s.soft_cap)), s.soft_cap * LOG2E
+        scores, unit = jnp.tanh(scores * (s.scale / s.soft_cap)), s.soft_cap * LOG2_E
     if ahead is not None:
         scores = _mask(s, scores, ahead)
     new_best = jnp.maximum(best, scores.max(axis=1) * unit)

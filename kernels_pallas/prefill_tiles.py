@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jaxrunner.ragged import find_rows
 from jaxrunner.types import Array
 
 
@@ -21,7 +22,7 @@ def tiles(query_start, seq_lens, T: int, tile: int, keys: int, window: int | Non
     num = jnp.where(end > begin, (end - aligned + tile - 1) // tile, 0)
     most = (T + 7 * (B + 1)) // tile + B + 1
     after, i = jnp.cumsum(num), jnp.arange(most, dtype=jnp.int32)
-    row = (after[None] <= i[:, None]).sum(1, dtype=jnp.int32)
+    row = find_rows(after, i)
     live, row = row <= B, jnp.minimum(row, B)
     first = aligned[row] + tile * (i - (after - num)[row])
     low, high = jnp.maximum(first, begin[row]), jnp.minimum(first + tile, end[row])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.model import AttentionSpec
+from jaxrunner.ragged import find_rows
 from jaxrunner.types import Array, Batch, LayerCache
 
 CHUNK = 128  # keys a tile reads at a time, rounded to whole blocks
@@ -97,7 +98,7 @@ def _tiles(batch: Batch, num_tokens: int) -> tuple[Array, Array]:
     else:
         Q, tiles = TILE, T // TILE + B
         num = (end - start + Q - 1) // Q
-        row = jnp.searchsorted(jnp.cumsum(num), jnp.arange(tiles), side="right").astype(jnp.int32)
+        row = find_rows(jnp.cumsum(num), jnp.arange(tiles))
     first = _take(start, row) + Q * (jnp.arange(tiles) - _take(jnp.cumsum(num) - num, row))
     tokens = first[:, None] + jnp.arange(Q)[None]
     return jnp.where(tokens < _take(end, row)[:, None], tokens, T).astype(jnp.int32), row

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import lanes
 from jaxrunner.kernels_pallas.lanes import LANES
+from jaxrunner.kernels_pallas.online_softmax import LOG2_E
 from jaxrunner.types import Array
 
-LOG2E = 1.4426950408889634
 MAX_ID = 2**31 - 1
 
 
@@ -129,7 +129,7 @@ def _own(row: Row, chunk: Array, x: Array, ids: Array) -> Array:
 
 def mass_of(x: Array, best: Array) -> Array:
     """Returns the mass of logits where that of `best` is 1."""
-    return jnp.exp2((x - best) * LOG2E)
+    return jnp.exp2((x - best) * LOG2_E)
 
 
 def first_best(scores: list[Array], ids: list[Array]) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEW = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+NEW = jax.__version_info__ >= (0, 11)
 PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")
 
 

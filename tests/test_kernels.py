@@ -35,7 +35,7 @@ from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Batch, Inputs, LayerCache
 
 BOUND = dict(bfloat16=6e-3, float16=1e-3, float32=1e-6)  # of ||out - oracle|| / ||oracle||
-NEW = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+NEW = jax.__version_info__ >= (0, 11)
 lowers = pytest.mark.skipif(not NEW, reason="the kernels need JAX 0.11 or newer")
 
 

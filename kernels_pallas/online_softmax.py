@@ -1,0 +1,29 @@
+"""What kernels share of an online softmax (arXiv:2205.14135). Scores are in base 2."""
+
+import math
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.types import Array
+
+LOG2_E = math.log2(math.e)
+NOTHING = -1e30  # less than any score, yet finite: a row that sees no key must not become NaN
+LAYOUT = plgpu.Layout.WGMMA
+
+
+def seen(first, shape: tuple[int, int], axis: int, length, window: int | None) -> Array:
+    """Says which keys the last of `length` tokens sees; keys lie along `axis`, from `first` on."""
+    at = first + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+    return at < length if window is None else (at < length) & (at >= length - window)
+
+
+def with_sink(sink, part, best, total) -> tuple[Array, Array, Array]:
+    """Lets a logit join the softmax that has no value, once a row: not in a later `part`, 1.
+
+    Returns the largest score, the total, and what is kept of older weights.
+    """
+    sink = jnp.where(part == 1, NOTHING, sink)
+    new_best = jnp.maximum(best, sink)
+    kept = jnp.exp2(best - new_best)
+    return new_best, total * kept + jnp.exp2(sink - new_best), kept
