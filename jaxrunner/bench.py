@@ -64,6 +64,7 @@ class Preset:
 GPU_ENGINE = dict(
     max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
     token_buckets=(128, 512, 1024, 2048, 4096, 8192), decode_buckets=(8, 32, 64, 128, 256),
+    num_decode_steps=8,
 )  # fmt: skip
 
 PRESETS = {
@@ -106,7 +107,7 @@ class Bench:
     def decode(self) -> dict[str, dict[str, float]]:
         """Returns milliseconds of a decode step by batch size, greedy and sampled.
 
-        From the first step in which all requests of a batch get a token to the last one.
+        From the first launch in which all requests of a batch get tokens to the last one.
         """
         p, out = self.preset, dict[str, float]()
         for batch in p.batches:
@@ -116,9 +117,9 @@ class Bench:
                 self.run(batch, p.context, 2, **rule)  # a program's first run sets up its graph
                 with Arrivals(self.llm.engine) as arrivals:
                     self.run(batch, p.context, p.new, **rule)
-                times = arrivals.of_steps(batch)
+                (start, _), *launches = arrivals.of_all(batch)
                 key = f"{name}_b{batch}_ctx{p.context}"
-                out[key] = (times[-1] - times[0]) / (len(times) - 1) * 1e3
+                out[key] = (launches[-1][0] - start) / sum(n for _, n in launches) * 1e3
                 print(f"{key}: {out[key]:.3f} ms a step", flush=True)
         return {"decode_ms_per_step": out}
 
@@ -163,7 +164,8 @@ class Bench:
         num, length, _ = p.offline
         for batch in p.host_batches:
             prompts = [self.prompt(min(64, p.context)) for _ in range(batch)]
-            wanted = params(p.host_steps + batch + 16)
+            ahead = 4 * self.llm.engine.config.num_decode_steps
+            wanted = params(p.host_steps + batch + 16 + ahead)
             times[f"b{batch}"] = host_time.decode_us(self.llm, prompts, wanted, p.host_steps)
             print(f"host, batch {batch}: {times[f'b{batch}']['host']:.0f} us a step", flush=True)
         prompts = [self.prompt(length) for _ in range(num)]
@@ -208,9 +210,11 @@ class Arrivals:
         self._steps.append((time.perf_counter(), gained))
         return gained
 
-    def of_steps(self, batch: int) -> list[float]:
-        """Returns when, in seconds, steps ended that gave `batch` requests a token each."""
-        return [at for at, gained in self._steps if sum(bool(new) for _, new in gained) == batch]
+    def of_all(self, batch: int) -> list[tuple[float, int]]:
+        """Returns when, in seconds, launches ended that gave `batch` requests tokens, and the
+        steps that they were."""
+        lengths = ((at, [len(new) for _, new in gained if new]) for at, gained in self._steps)
+        return [(at, max(counts)) for at, counts in lengths if len(counts) == batch]
 
     def by_request(self) -> list[list[float]]:
         """Returns the times, in seconds, at which each request got tokens."""
@@ -266,6 +270,7 @@ def main() -> None:
         return
     bench = Bench(PRESETS[args.preset])
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
+    result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
     for part in args.parts.split(","):
         run: Callable[[], dict[str, Any]] = getattr(bench, part)
         result |= medians([run() for _ in range(args.repeats)])

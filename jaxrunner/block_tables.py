@@ -27,6 +27,21 @@ class BlockTables:
         for group, pool in self._groups:
             assert group.block_size == pool.block_size, "a pool and its group differ"
 
+    def check_size(self, max_model_len: int, max_tokens: int) -> None:
+        """Checks that the pools hold one request; max_tokens: the most tokens of a step.
+
+        Raises:
+          ValueError: one does not.
+        """
+        for group, pool in self._groups:
+            needed, size = group.max_blocks(max_model_len, max_tokens), group.block_size
+            if pool.num_blocks < needed:
+                raise ValueError(
+                    f"num_blocks={pool.num_blocks} holds {pool.num_blocks * size} tokens, one "
+                    f"request of max_model_len={max_model_len} needs {needed * size}: "
+                    "raise num_blocks or lower max_model_len"
+                )
+
     def find(self, request: Request) -> Hit:
         """Returns the longest cached prefix of a request that leaves a token to compute."""
         if not self._caching:
@@ -77,6 +92,15 @@ class BlockTables:
             owned = min(most, group.num_blocks(request.num_tokens) - nulls)
             in_use = sum(not pool.is_free(block) for block in table) - nulls
             if owned - in_use > pool.num_free:
+                return False
+        return True
+
+    def have_room(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
+        """Whether the free blocks suffice for requests to grow to `lengths`, in tokens."""
+        for g, (group, pool) in enumerate(self._groups):
+            pairs = zip(requests, lengths, strict=True)
+            new = (max(0, group.num_blocks(n) - len(r.blocks[g])) for r, n in pairs)
+            if sum(new) > pool.num_free:
                 return False
         return True
 

@@ -75,7 +75,8 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = ()  # of steps where each request computes one token
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
-    async_depth: int = 2  # steps launched before the oldest is read
+    async_depth: int = 2  # launches before the oldest is read
+    num_decode_steps: int = 1  # of one launch, where a batch does nothing else
     growth: int = 2  # ratio of one default bucket to the next
     kv_dtype: str = "float32"  # in JAX's name
     dtype: str = "float32"
@@ -86,7 +87,7 @@ class EngineConfig:
 
     def __post_init__(self):
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
-                     "max_num_batched_tokens", "async_depth"):  # fmt: skip
+                     "max_num_batched_tokens", "async_depth", "num_decode_steps"):  # fmt: skip
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.bounds import Bound, plain
+from jaxrunner.buckets import step_buckets
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.constraints import Constraints, accept, concern, masks, may_end
@@ -57,6 +58,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             policy=config.policy,
+            step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
         )
         self.runner = ModelRunner(model, model_config, config, params, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
@@ -146,7 +148,8 @@ class Engine:
         return list(merged.items())
 
     def _launch(self) -> bool:
-        scheduled = self.scheduler.schedule()
+        several = not self.runner.slots.need_the_host
+        scheduled = self.scheduler.schedule(self.config.num_decode_steps if several else 1)
         if concern(scheduled.requests):
             self.runner.execute_model(scheduled)
             while self._in_flight:  # while the forward pass runs: a mask needs all tokens before

@@ -76,20 +76,24 @@ class Clock:
 def decode_us(
     llm: LLM, prompts: Sequence[Any], params: SamplingParams, num_steps: int
 ) -> dict[str, float]:
-    """Returns the median microseconds by phase of steps in which each prompt gains a token.
+    """Returns the median microseconds by phase of a step in which each prompt gains a token.
 
     "host" is all phases but the wait, "step" all. `params` must ask for many more tokens.
     """
-    completions, laps = llm.completions, deque[Mapping[str, float]](maxlen=num_steps)
+    config = llm.engine.config
+    num_launches = -(-num_steps // config.num_decode_steps)
+    completions, laps = llm.completions, deque[Mapping[str, float]](maxlen=num_launches)
     states = [s for prompt in parse_prompts(prompts) for s in completions.add(prompt, params)]
     while not all(state.token_ids for state in states):
         completions.step()
     with Clock(llm) as clock:
         # What is still in flight may be of other steps: not kept.
-        for _ in range(llm.engine.config.async_depth + num_steps):
+        for _ in range(config.async_depth + num_launches):
             clock.lap()
+            before = len(states[0].token_ids)
             completions.step()
-            laps.append(clock.lap())
+            num_tokens = len(states[0].token_ids) - before
+            laps.append({phase: s / num_tokens for phase, s in clock.lap().items()})
     assert not any(state.finished for state in states), "a request ended while it was timed"
     completions.drop(states)
     phases = [phase for phase in PHASES if any(phase in lap for lap in laps)]

@@ -17,6 +17,7 @@ from jaxrunner.layout import (
     Program,
     SampleSize,
     ScoreSize,
+    Steps,
     admission_spec,
     admit_sizes,
     copies_spec,
@@ -38,6 +39,13 @@ def step(params, state: State, vector: Array, *, program: Program, size: Bucket)
     """
     plan = unpack(plan_spec(program, size), vector)
     state, output = device.step(params, state, plan, program=program, bucket=size)
+    return state, pack_on_device(output)
+
+
+def steps(params, state: State, vector: Array, *, program: Program, size: Steps):
+    """Runs several decode steps. Returns the state and the packed `StepOutput`."""
+    plan = unpack(plan_spec(program, size), vector)
+    state, output = device.steps(params, state, plan, program=program, size=size)
     return state, pack_on_device(output)
 
 
@@ -87,7 +95,9 @@ def copy(state: State, vector: Array, *, program: Program, size: CopySize) -> St
     return device.copy_blocks(state, copies, program)
 
 
-FUNCTIONS = dict(copy=copy, step=step, forward=forward, sample=sample, score=score, admit=admit)
+FUNCTIONS = dict(
+    copy=copy, step=step, steps=steps, forward=forward, sample=sample, score=score, admit=admit
+)  # fmt: skip
 
 
 def abstract(tree: Any) -> Any:
@@ -135,6 +145,10 @@ def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -
     widths = logprob_widths(program.config.vocab_size) if rich else ()
     sizes = [(False, 0), *((True, C) for C in (0, *widths) if rich)]
     keys += [Key("sample", SampleSize(B, *size)) for B in rows for size in sizes]
+    if (n := program.engine.num_decode_steps) > 1:
+        decodes = [bucket.num_rows for bucket in buckets if bucket.query_len == 1]
+        samples = {B: [None, *(SampleSize(B, *size) for size in sizes)] for B in decodes}
+        keys += [Key("steps", Steps(B, n, sample)) for B in decodes for sample in samples[B]]
     sizes = {score_size(bucket.num_tokens, C) for bucket in buckets for C in widths}
     keys += [Key("score", size) for size in sizes] + [Key("copy", COPIES)]
     return keys + [Key("admit", size) for size in admit_sizes(program)]

@@ -67,6 +67,24 @@ class SampleSize(NamedTuple):
     num_logprobs: int = 0  # C, 0 for no logprobs
 
 
+class Steps(NamedTuple):
+    """The padded size of several decode steps in one launch."""
+
+    num_rows: int  # B
+    num_steps: int  # tokens of each row
+    sample: SampleSize | None  # None where each request takes its likeliest token
+
+    @property
+    def bucket(self) -> Bucket:
+        """The size of each step."""
+        return Bucket(self.num_rows, self.num_rows, 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all steps."""
+        return self.num_rows * self.num_steps
+
+
 class ScoreSize(NamedTuple):
     """The padded size of a launch that scores prompt tokens."""
 
@@ -103,9 +121,9 @@ def make_state(program: Program) -> State:
 
 
 @functools.lru_cache(maxsize=1024)  # asked for in every step
-def plan_spec(program: Program, bucket: Bucket) -> Plan:
-    """Returns the abstract plan of a bucket; its W holds any blocks that T tokens can need."""
-    T, B = bucket.num_tokens, bucket.num_rows
+def plan_spec(program: Program, size: Bucket | Steps) -> Plan:
+    """Returns the abstract plan of a size; its W holds any blocks that its tokens can need."""
+    T, B = size.num_tokens, size.num_rows
     dims = dict(B=B, W=T // program.engine.block_size + B)
     return pytree.abstract(Plan, program.dims | dims)
 
@@ -145,10 +163,12 @@ def score_size(num_tokens: int, num_logprobs: int) -> ScoreSize:
 
 
 @functools.lru_cache(maxsize=256)
-def output_spec(program: Program, num_rows: int, num_logprobs: int) -> StepOutput:
-    """Returns the abstract output of a step."""
-    J = 1 + program.num_drafts
-    dims = dict(B=num_rows, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
+def output_spec(
+    program: Program, num_rows: int, num_logprobs: int, num_steps: int = 1
+) -> StepOutput:
+    """Returns the abstract output of a step, or of several in one launch."""
+    J = num_steps + program.num_drafts
+    dims = dict(B=num_rows, J=J, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
     return pytree.abstract(StepOutput, program.dims | dims)
 
 

@@ -96,9 +96,12 @@ class LLM:
     def report(self) -> str:
         """Says what runs on which device, and why: one line each."""
         choice, device = self.engine.runner.choice, jax.local_devices()[0]
+        n = self.engine.config.num_decode_steps
         return (
             f"device: {device.device_kind}\n"
-            f"layers and sampling: {choice.name}, because {choice.reason}"
+            f"layers and sampling: {choice.name}, because {choice.reason}\n"
+            f"decode steps of a launch: {n}"
+            + ("; 1 while a request has a grammar, whose mask needs all tokens before" * (n > 1))
         )
 
     def __enter__(self) -> "LLM":

@@ -44,16 +44,19 @@ def dense(batch_size: int) -> Ops:
 
 
 def _plain(attention: Callable[..., Any]) -> Ops:
-    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
+    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec, ahead: Any = ()):
         return attention(*split_heads(qkv, heads), cache, spec)
 
-    return Ops(attend, add_rms_norm)
+    def norm(x: Array, residual: Array, weight: Array, eps: float, ahead: Any = ()):
+        return add_rms_norm(x, residual, weight, eps)
+
+    return Ops(attend, norm)
 
 
 def fused(batch: Batch) -> Ops:
     """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses."""
 
-    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
+    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec, ahead: Any = ()):
         at = batch.cache_index[spec.group]
         cos, sin, q_norm, k_norm, eps = heads
         args = qkv, cos, sin, cache.k, cache.v, at, q_norm, k_norm
@@ -63,11 +66,11 @@ def fused(batch: Batch) -> Ops:
         else:
             q, k, v = split_heads(qkv, heads)
             cache = reference.write_kv(batch, k, v, cache, spec.group)
-        return paged_attention.attend(batch, q, cache, spec), cache
+        return paged_attention.attend(batch, q, cache, spec, ahead), cache
 
-    def norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    def norm(x: Array, residual: Array, weight: Array, eps: float, ahead: Any = ()):
         if add_norm.refuses(x, residual, weight) is None:
-            return add_norm.add_rms_norm(x, residual, weight, eps=eps)
+            return add_norm.add_rms_norm(x, residual, weight, eps=eps, ahead=ahead)
         return add_rms_norm(x, residual, weight, eps)
 
     return Ops(attend, norm)

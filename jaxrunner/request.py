@@ -85,6 +85,16 @@ class Request:
             self.finish_reason = "length"
 
     @property
+    def num_known(self) -> int:
+        """Its tokens once all launched steps are done."""
+        return self.num_tokens + self.num_in_flight
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that can be computed next while it runs; 0 if it must end first."""
+        return self.num_known - self.num_computed if self.num_known < self.max_len else 0
+
+    @property
     def token_ids(self) -> list[int]:
         """All tokens that the host knows."""
         return self.prompt_token_ids + self.output_token_ids
@@ -134,10 +144,20 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)  # since the last step
     preempted_req_ids: set[str] = field(default_factory=set)  # in this step
     requests: dict[str, Request] = field(default_factory=dict)  # the scheduled ones
+    num_steps: int = 1  # of this launch; of several, each computes a token of each request
 
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
+
+
+def follows_too_soon(request: Request, output: SchedulerOutput) -> bool:
+    """Whether a request should wait for another that computes the same prompt in these steps."""
+    leader = request.leader
+    if leader is None or leader.status is Status.FINISHED:
+        return False
+    now = output.num_scheduled_tokens.get(leader.request_id, 0)
+    return leader.num_computed - now < len(leader.prompt_token_ids)
 
 
 class GrammarOutput(NamedTuple):

@@ -22,6 +22,7 @@ from jaxrunner.layout import (
     Bucket,
     Program,
     SampleSize,
+    Steps,
     make_state,
     output_spec,
     score_size,
@@ -41,7 +42,7 @@ class Work(NamedTuple):
     """A step that is about to be launched."""
 
     req_ids: tuple[str, ...]  # in row order
-    bucket: Bucket
+    bucket: Bucket | Steps
     plan: np.ndarray  # packed
     size: SampleSize | None  # None where each request takes its likeliest token
     num_targets: int  # prompt tokens to score, at most
@@ -155,24 +156,33 @@ class ModelRunner:
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.
 
-        In one launch where each request takes its likeliest token, else in two.
+        In one launch where each request takes its likeliest token or does several steps, else in
+        two.
         """
         work = self._prepare(scheduler_output)
         if work is None:
             return StepHandle()
-        if work.size is not None or work.num_targets:
+        size, num_steps = work.bucket, scheduler_output.num_steps
+        if num_steps == 1 and (work.size is not None or work.num_targets):
             self._forward(work)
             return self.sample_tokens()
-        program = self.programs[Key("step", work.bucket)]
+        program = self.programs[Key("steps" if num_steps > 1 else "step", size)]
         self.state, packed = program(self.params, self.state, work.plan)
-        return StepHandle(work.req_ids, self._output(work.bucket.num_rows, 0), packed)
+        columns = 0 if work.size is None else work.size.num_logprobs
+        layout = self._output(size.num_rows, columns, num_steps)
+        return StepHandle(work.req_ids, layout, packed)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Starts the forward pass of a step; `sample_tokens` must follow.
 
         Raises:
+          ValueError: several steps are scheduled.
           RuntimeError: the step before was not sampled.
         """
+        if scheduler_output.num_steps > 1:
+            raise ValueError(
+                f"num_steps={scheduler_output.num_steps} steps are one launch: call step"
+            )
         if self._forwarded is not None:
             raise RuntimeError("execute_model was called twice: call sample_tokens in between")
         work = self._prepare(scheduler_output)
@@ -247,19 +257,17 @@ class ModelRunner:
         if not req_ids:
             self._admit(new, blocks)
             return None
-        sizes = [counts[r] for r in req_ids]
-        bucket = choose(self.buckets, sizes)
+        several = output.num_steps > 1
+        bucket = choose(self.buckets, [1 if several else counts[r] for r in req_ids])
+        sample = self.slots.sample_size(req_ids, bucket.num_rows)
+        if several:
+            bucket = Steps(bucket.num_rows, output.num_steps, sample)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.slots.room(blocks, bucket)
         if new or not fits:
             self._admit(new, none if fits else blocks)
-        return Work(
-            req_ids,
-            bucket,
-            self.slots.plan(req_ids, counts, blocks if fits else none, bucket),
-            self.slots.sample_size(req_ids, bucket.num_rows),
-            *self.slots.count_targets(counts),
-        )
+        plan = self.slots.plan(req_ids, counts, blocks if fits else none, bucket)
+        return Work(req_ids, bucket, plan, sample, *self.slots.count_targets(counts))
 
     def _admit(self, new, blocks) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""

@@ -14,7 +14,8 @@ import heapq
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.block_tables import BlockTables, Hit
 from jaxrunner.cache_groups import CacheGroup
-from jaxrunner.request import Request, SchedulerOutput, Status, admitted
+from jaxrunner.chunk_budget import ChunkBudget
+from jaxrunner.request import Request, SchedulerOutput, Status, admitted, follows_too_soon
 
 POLICIES = ("fcfs", "priority")
 
@@ -32,27 +33,30 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
+        step_sizes: Sequence[int] = (),
     ):
         """long_prefill_token_threshold: most tokens of one request in a step, 0 for no limit.
+        step_sizes: padded sizes that prefills should fill, none where padding costs nothing.
 
         Raises:
           ValueError: an unknown policy, or a pool too small for one request.
         """
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}: choose one")
-        for group, pool in zip(groups, pools, strict=True):
-            _check_size(group, pool, max_model_len, max_num_batched_tokens)
+        self._tables = BlockTables(groups, pools)
+        self._tables.check_size(max_model_len, max_num_batched_tokens)
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens, self.policy = max_num_batched_tokens, policy
         self.running: list[Request] = []  # in the order of their admission
         self.num_preemptions = 0  # so far
         self._most_tokens = long_prefill_token_threshold or max_num_batched_tokens
-        self._tables = BlockTables(groups, pools)
+        self._chunks = ChunkBudget(step_sizes, max_num_batched_tokens) if step_sizes else None
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self._requests: dict[str, Request] = {}
         self._preempted: set[str] = set()  # unfinished requests that ever were
         self._finished: set[str] = set()  # since the last step
         self._num_added = 0
+        self._no_room = False  # for the first that waits, since a request last gave blocks up
 
     @property
     def has_unfinished(self) -> bool:
@@ -98,15 +102,21 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._wait(request)
 
-    def schedule(self) -> SchedulerOutput:
-        """Plans the next step: running requests first, then waiting ones."""
+    def schedule(self, num_steps: int = 1) -> SchedulerOutput:
+        """Plans the next step: running requests first, then waiting ones.
+
+        Or `num_steps` at once, where none waits for a slot that is free, each running request is
+        due one token and there are blocks for all; `num_steps` of the output says which.
+        """
+        several = num_steps > 1 and self._may_run_on(num_steps)
         output = SchedulerOutput(finished_req_ids=self._finished)
+        output.num_steps = num_steps if several else 1
         self._finished = set()
         budget = self._continue(output)
         counts = output.num_scheduled_tokens.values()
         for request, n in zip(output.requests.values(), counts, strict=True):
             self._commit(request, n)
-        if not output.preempted_req_ids:
+        if not output.preempted_req_ids and not several:
             self._admit(output, budget)
         return output
 
@@ -122,7 +132,7 @@ class Scheduler:
             tokens = sampled.get(request_id)
             if not tokens or request.status is Status.FINISHED:
                 continue
-            request.num_in_flight -= 1
+            request.num_in_flight -= min(output.num_steps, output.num_scheduled_tokens[request_id])
             assert request.num_in_flight >= 0, f"unasked token of request {request_id!r}"
             gained.append((request, request.append(tokens)))
         ended = [request for request, _ in gained if request.finish_reason is not None]
@@ -145,7 +155,7 @@ class Scheduler:
 
     def _continue(self, output: SchedulerOutput) -> int:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""
-        budget = self.max_num_batched_tokens
+        budget = self._budget()
         for request in list(self.running):
             if request.status is not Status.RUNNING:
                 continue  # preempted just now
@@ -153,9 +163,11 @@ class Scheduler:
                 prompt_len = len(request.prompt_token_ids)
                 self._tables.publish_tail(request, min(request.num_computed, prompt_len))
                 request.leads = request.num_computed < prompt_len
-            n = min(_num_missing(request), self._most_tokens, budget)
+            n = cost = min(request.num_missing, self._most_tokens, budget)
             if n <= 0:
                 continue  # about to end, or no budget
+            if output.num_steps > 1:
+                n = min(output.num_steps, request.max_len - request.num_known)
             if self._tables.have_windows:
                 # What launched steps sampled is not known to stand yet.
                 confirmed = min(request.num_computed, request.num_tokens - 1)
@@ -169,12 +181,31 @@ class Scheduler:
                     break
                 new = self._tables.extend(request, end)
             else:
-                budget -= n
+                budget -= cost
                 output.num_scheduled_tokens[request.request_id] = n
                 output.requests[request.request_id] = request
                 if new:
                     output.new_block_ids[request.request_id] = new
         return budget
+
+    def _budget(self) -> int:
+        """Returns the most tokens of a step."""
+        free = self.max_num_seqs - self.num_running
+        if self._chunks is None or self.num_waiting <= free:
+            return self.max_num_batched_tokens
+        counts = [request.num_missing for request in self.running]
+        waiting = heapq.nsmallest(free, self._waiting)
+        num_due = sum(counts) + sum(request.num_tokens for _, request in waiting)
+        return self._chunks.next(counts.count(1), num_due)
+
+    def _may_run_on(self, num_steps: int) -> bool:
+        """Whether all running requests may decode `num_steps` tokens and none is kept waiting."""
+        if self._waiting and self.num_running < self.max_num_seqs and not self._no_room:
+            return False
+        due = [request for request in self.running if request.num_missing]
+        ends = [min(request.num_computed + num_steps, request.max_len) for request in due]
+        decodes = bool(due) and all(request.num_missing == 1 for request in due)
+        return decodes and self._tables.have_room(due, ends)
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
         """Plans waiting requests, in their order, while there is room for them."""
@@ -183,11 +214,12 @@ class Scheduler:
             request = self._waiting[0][1]
             if request.num_in_flight:
                 break  # it resumes with all its tokens, and some are not read yet
-            if _follows_too_soon(request, output):
+            if follows_too_soon(request, output):
                 followers.append(heapq.heappop(self._waiting))
                 continue
             hit = self._tables.find(request)
-            if not self._tables.fits(request, hit, self.max_num_batched_tokens):
+            self._no_room = not self._tables.fits(request, hit, self.max_num_batched_tokens)
+            if self._no_room:
                 break
             heapq.heappop(self._waiting)
             n = min(request.num_tokens - hit.num_tokens, self._most_tokens, budget)
@@ -218,8 +250,8 @@ class Scheduler:
     def _commit(self, request: Request, n: int) -> None:
         """Counts tokens of a request as computed: from here on nothing takes them off the step."""
         request.num_computed += n
-        if request.num_computed >= request.num_tokens + request.num_in_flight:
-            request.num_in_flight += 1
+        if request.num_computed >= request.num_known:
+            request.num_in_flight = request.num_computed + 1 - request.num_tokens
         if request.num_tokens >= request.full_len:
             self._tables.publish(request, min(request.num_computed, request.num_tokens))
 
@@ -250,41 +282,15 @@ class Scheduler:
                 self._tables.publish_tail(request, computed)
                 self._tables.release(request)
                 self.running.remove(request)
-            request.status, request.num_in_flight = Status.FINISHED, 0
+            request.status, request.num_in_flight, self._no_room = Status.FINISHED, 0, False
             del self._requests[request.request_id]
             self._preempted.discard(request.request_id)
             self._finished.add(request.request_id)
 
     def _wait(self, request: Request) -> None:
-        request.status = Status.WAITING
+        request.status, self._no_room = Status.WAITING, False
         heapq.heappush(self._waiting, (self._order(request), request))
 
     def _order(self, request: Request) -> tuple[int, int]:
         """Who is first to be admitted, and last to be preempted: the smallest."""
         return request.priority if self.policy == "priority" else 0, request.arrival
-
-
-def _check_size(group: CacheGroup, pool: BlockPool, max_model_len: int, max_tokens: int) -> None:
-    needed = group.max_blocks(max_model_len, max_tokens)
-    if pool.num_blocks < needed:
-        size = group.block_size
-        raise ValueError(
-            f"num_blocks={pool.num_blocks} holds {pool.num_blocks * size} tokens, one request of "
-            f"max_model_len={max_model_len} needs {needed * size}: "
-            "raise num_blocks or lower max_model_len"
-        )
-
-
-def _num_missing(request: Request) -> int:
-    """Returns how many tokens of a running request can be computed next; 0 if it must end first."""
-    known = request.num_tokens + request.num_in_flight
-    return known - request.num_computed if known < request.max_len else 0
-
-
-def _follows_too_soon(request: Request, output: SchedulerOutput) -> bool:
-    """Whether a request should wait for another that computes the same prompt in these steps."""
-    leader = request.leader
-    if leader is None or leader.status is Status.FINISHED:
-        return False
-    now = output.num_scheduled_tokens.get(leader.request_id, 0)
-    return leader.num_computed - now < len(leader.prompt_token_ids)

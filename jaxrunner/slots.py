@@ -15,6 +15,7 @@ from jaxrunner.layout import (
     CopySize,
     Program,
     SampleSize,
+    Steps,
     admission_spec,
     admit_sizes,
     copies_spec,
@@ -66,6 +67,7 @@ class Slots:
         self._num_blocks: dict[str, list[int]] = {}  # by cache group
         self._needs: dict[str, Needs] = {}
         self._choosy: set[str] = set()  # whose needs are not plain
+        self._structured: set[str] = set()  # who has a grammar
         self._scoring: dict[str, Scoring] = {}
         self._no_plan = functools.cache(self._empty_plan)
         self._admission_layout = functools.cache(self._admission_spec)
@@ -90,6 +92,8 @@ class Slots:
         needs = self._needs[request.request_id] = self._needs_of(request.params)
         if not needs.plain:
             self._choosy.add(request.request_id)
+        if request.params.structured_outputs is not None:
+            self._structured.add(request.request_id)
         scoring = Scoring(request.num_computed, request.score_start, request.prompt_len)
         if scoring.num_left:
             self._scoring[request.request_id] = scoring
@@ -102,6 +106,12 @@ class Slots:
             del self._num_blocks[request_id], self._needs[request_id]
             self._scoring.pop(request_id, None)
             self._choosy.discard(request_id)
+            self._structured.discard(request_id)
+
+    @property
+    def need_the_host(self) -> bool:
+        """Whether a request wants of each token what is done between launches."""
+        return bool(self._structured)
 
     def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize | None:
         """Returns what these requests' draw needs; None where each takes its likeliest token."""
@@ -148,36 +158,37 @@ class Slots:
                 counts[g] += len(ids)
         return groups
 
-    def plan(self, req_ids, counts: Mapping[str, int], blocks, bucket: Bucket) -> np.ndarray:
+    def plan(self, req_ids, counts: Mapping[str, int], blocks, size: Bucket | Steps) -> np.ndarray:
         """Returns the packed plan of a step: each request's tokens, and blocks it gained."""
-        layout, padding = self._no_plan(bucket)
+        layout, padding = self._no_plan(size)
         vector = padding.copy()
         plan = layout.read(vector)  # views
         plan.slot[: len(req_ids)] = [self._slot_of[r] for r in req_ids]
-        plan.num_tokens[: len(req_ids)] = [counts[r] for r in req_ids]
+        several = isinstance(size, Steps)
+        plan.num_tokens[: len(req_ids)] = 1 if several else [counts[r] for r in req_ids]
         for writes, w in zip(blocks, plan.blocks, strict=True):
             if writes:
                 row, col, value = _flat(writes)
                 w.row[: row.size], w.col[: row.size], w.value[: row.size] = row, col, value
         return vector
 
-    def _empty_plan(self, bucket: Bucket) -> tuple[Layout, np.ndarray]:
+    def _empty_plan(self, size: Bucket | Steps) -> tuple[Layout, np.ndarray]:
         """Returns the layout of a plan, and one of padding alone."""
-        spec, R = plan_spec(self._program, bucket), self._program.engine.max_num_seqs
+        spec, R = plan_spec(self._program, size), self._program.engine.max_num_seqs
         layout, none = Layout(spec), _flat([])
         plan = of(
             Plan,
-            slot=pad([], bucket.num_rows, R),
-            num_tokens=pad([], bucket.num_rows, 0),
+            slot=pad([], size.num_rows, R),
+            num_tokens=pad([], size.num_rows, 0),
             blocks=tuple(_writes(none, w.row.size, R) for w in spec.blocks),
         )
         return layout, layout.pack(plan)
 
-    def room(self, blocks, bucket: Bucket) -> bool:
-        """Whether a plan of this bucket holds these block writes."""
+    def room(self, blocks, size: Bucket | Steps) -> bool:
+        """Whether a plan of this size holds these block writes."""
         if not any(blocks):
             return True
-        widths = [w.row.size for w in plan_spec(self._program, bucket).blocks]
+        widths = [w.row.size for w in plan_spec(self._program, size).blocks]
         lengths = [sum(len(ids) for *_, ids in writes) for writes in blocks]
         return all(n <= w for n, w in zip(lengths, widths, strict=True))
 

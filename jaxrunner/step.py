@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.layout import Bucket, Program
+from jaxrunner.layout import Bucket, Program, SampleSize, Steps
 from jaxrunner.ragged import find_rows
 from jaxrunner.sampling.rule import Batched
 from jaxrunner.sampling.sampler import Drawn, sample
@@ -35,6 +35,36 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = score(params, hidden, batch, program)
     return finish(state, rows, likeliest(logits, rows))
+
+
+def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
+    """Computes `plan`, a token of each request, and goes on with each until it ends.
+
+    Returns the state and the outputs of all steps as one, in which J is `size.num_steps`.
+    """
+    blocks = _put_blocks(state.requests.blocks, plan.blocks)
+    state = replace(state, requests=replace(state.requests, blocks=blocks))
+    plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
+
+    sampled = None if size.sample is None else functools.partial(sampled_step, size=size.sample)
+
+    def body(state: State, _: None):
+        return (sampled or step)(params, state, plan, program=program, bucket=size.bucket)
+
+    state, outputs = jax.lax.scan(body, state, length=size.num_steps)
+    flags = (outputs.finished, outputs.not_finite, outputs.no_choice)
+    logprobs = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), outputs.logprobs)
+    tokens, num_sampled = outputs.token_ids[..., 0].T, outputs.num_sampled.sum(0)
+    return state, StepOutput(tokens, num_sampled, *(flag.any(0) for flag in flags), logprobs)
+
+
+def sampled_step(params, state: State, plan: Plan, *, program, bucket: Bucket, size: SampleSize):
+    """Computes `plan`; each request that is due a token draws it as it asks, without a grammar."""
+    state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
+    logits = score(params, hidden, batch, program)
+    B, J, V = logits.shape
+    mask = jnp.full((B, J, -(-V // 32)), -1, jnp.int32) if size.rich else None
+    return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
 
 
 def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):

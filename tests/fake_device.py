@@ -89,14 +89,19 @@ class Device:
             for table, blocks in zip(self.rows[request_id].tables, ids, strict=True):
                 table.extend(blocks)
         counts = output.num_scheduled_tokens
-        rows = [(r, self.rows[r], n) for r, n in counts.items() if not self.rows[r].done]
-        self.num_no_ops += len(counts) - len(rows)
-        for _, row, n in rows:
-            assert row.num_computed + n <= len(row.tokens), "a token that does not exist"
-            self.write(row, n)
-        for _, row, n in rows:
-            self.read(row, n)
-        return {r: [] for r in counts} | {r: self.sample(row, n) for r, row, n in rows}
+        self.num_no_ops += sum(self.rows[r].done for r in counts)
+        sampled: dict[str, list[int]] = {r: [] for r in counts}
+        for _ in range(output.num_steps):
+            tokens = counts if output.num_steps == 1 else dict.fromkeys(counts, 1)
+            rows = [(r, self.rows[r], n) for r, n in tokens.items() if not self.rows[r].done]
+            for _, row, n in rows:
+                assert row.num_computed + n <= len(row.tokens), "a token that does not exist"
+                self.write(row, n)
+            for _, row, n in rows:
+                self.read(row, n)
+            for r, row, n in rows:
+                sampled[r] += self.sample(row, n)
+        return sampled
 
     def write(self, row: Row, n: int) -> None:
         for g, group in enumerate(self.groups):

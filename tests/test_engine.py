@@ -85,6 +85,12 @@ def alone(kind: str) -> list[list[int]]:
         pytest.param(dict(max_num_seqs=2, decode_buckets=(2,)), id="queued"),
         pytest.param(dict(decode_buckets=(1, 2, 3, 4, 5), token_buckets=(8, 32)), id="buckets"),
         pytest.param(dict(block_size=16, num_blocks=15), id="large blocks"),
+        pytest.param(dict(num_decode_steps=4), id="4 steps a launch"),
+        pytest.param(dict(num_decode_steps=3, num_blocks=13), id="3 steps, preempted"),
+        pytest.param(dict(num_decode_steps=8, async_depth=3), id="8 steps, 3 launches ahead"),
+        pytest.param(
+            dict(num_decode_steps=5, max_num_seqs=2, decode_buckets=(2,)), id="5 steps, queued"
+        ),
     ],
 )
 def test_tokens_depend_on_the_request_alone(kind, changes):
@@ -93,6 +99,8 @@ def test_tokens_depend_on_the_request_alone(kind, changes):
     assert run(e, PROMPTS, params) == alone(kind)
     if changes.get("num_blocks") == 13:
         assert e.scheduler.num_preemptions > 0
+    names = {compilation.key.name for compilation in e.runner.programs.ledger}
+    assert ("steps" in names) == ("num_decode_steps" in changes)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -31,6 +31,8 @@ class Load:
     threshold: int = 0
     max_model_len: int = 48
     caching: bool = True
+    sizes: tuple[int, ...] = ()
+    num_steps: int = 1
 
 
 FULL, WINDOW = CacheGroup(4), CacheGroup(4, window=9)
@@ -48,6 +50,11 @@ LOADS = {
     "window and full": Load(depth=2, groups=(FULL, WINDOW), policy="priority", num_blocks=16),
     "two block sizes": Load(depth=3, groups=(CacheGroup(2, window=6), FULL), num_blocks=26),
     "no caching": Load(depth=2, num_blocks=14, caching=False),
+    "filled sizes": Load(depth=2, num_blocks=16, sizes=(4, 8, 16), max_num_seqs=4),
+    "steps": Load(num_steps=4),
+    "steps, async, tiny pool": Load(depth=2, num_steps=3, num_blocks=12),
+    "steps in windows": Load(depth=3, num_steps=5, groups=(FULL, WINDOW), num_blocks=16),
+    "steps, filled sizes": Load(depth=2, num_steps=2, sizes=(3, 9, 16), num_blocks=14),
 }
 
 
@@ -63,7 +70,7 @@ class Driver:
         self.scheduler = Scheduler(
             load.groups, self.pools, max_num_seqs=load.max_num_seqs, policy=load.policy,
             max_num_batched_tokens=load.budget, max_model_len=load.max_model_len,
-            long_prefill_token_threshold=load.threshold,
+            long_prefill_token_threshold=load.threshold, step_sizes=load.sizes,
         )  # fmt: skip
         self.device = Device(load.groups, load.num_blocks, load.max_num_seqs)
         self.queue: deque[SchedulerOutput] = deque()
@@ -115,12 +122,14 @@ class Driver:
                 break
 
     def schedule(self) -> bool:
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(self.load.num_steps)
         self.queue.append(output)
+        self.seen["several"] += output.num_steps > 1
         self.seen["steps"] += bool(output.requests)
         self.seen["hits"] += sum(new.num_computed > 0 for new in output.scheduled_new_reqs)
         self.seen["copies"] += sum(len(new.copies) > 0 for new in output.scheduled_new_reqs)
-        assert output.total_num_scheduled_tokens <= self.load.budget
+        assert output.total_num_scheduled_tokens <= self.load.budget * output.num_steps
+        assert output.num_steps == 1 or not output.scheduled_new_reqs
         assert min(output.num_scheduled_tokens.values(), default=1) > 0
         assert self.scheduler.num_running <= self.load.max_num_seqs
         assert output.num_scheduled_tokens.keys() == output.requests.keys()
@@ -202,6 +211,8 @@ def test_any_load_computes_what_each_request_would_alone(name):
     least = dict(steps=NUM_STEPS, preempted=30, stop=50, length=100, abort=50, resets=10)
     if load.depth > 1:
         least |= {"late": 30, "late end": 3, "no-op": 50}
+    if load.num_steps > 1:
+        least |= {"several": 100}
     if load.caching:
         least |= {"hits": 20, "copies": 10}
     if any(group.window for group in load.groups):

@@ -263,3 +263,28 @@ def test_prompt_leaves_room_for_a_token():
     text = "prompt of request 'a' has 9 tokens, max_len=9 needs room for one more"
     with pytest.raises(ValueError, match=text):
         scheduler.add(request)
+
+
+def test_steps_at_once_are_for_decodes_that_nobody_waits_behind():
+    scheduler, pools = make(num_blocks=10, max_num_seqs=2)
+    scheduler.add(new("a", 6, max_tokens=9))
+    assert scheduler.schedule(4).num_steps == 1  # a prefill
+    output = scheduler.schedule(4)
+    assert (output.num_steps, output.num_scheduled_tokens) == (4, {"a": 4})
+    assert len(output.new_block_ids["a"][0]) == 1  # for tokens 8 and 9
+    scheduler.add(new("b", 3))
+    assert scheduler.schedule(4).num_steps == 1  # a slot is free
+    scheduler.add(new("c", 3))
+    output = scheduler.schedule(4)
+    assert (output.num_steps, output.num_scheduled_tokens) == (4, {"a": 3, "b": 4})  # to max_len
+    check(scheduler, pools)
+
+
+def test_steps_at_once_need_blocks_for_all():
+    scheduler, _ = make(num_blocks=8, max_num_seqs=2)
+    for name in "ab":
+        scheduler.add(new(name, 15, max_tokens=16))
+    step(scheduler)
+    step(scheduler)
+    assert [r.num_held for r in scheduler.running] == [16, 16]
+    assert step(scheduler).num_steps == 1  # token 16 of both takes two blocks more, of none left

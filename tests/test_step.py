@@ -263,3 +263,13 @@ def test_min_tokens_and_stop_ids_agree_with_the_length():
     after, _, finished = step.advance(requests, rows, jnp.array([[8], [8], [8], [9]]))
     assert finished.tolist() == [False, True, True, True]
     assert after.done.tolist() == [False, True, True, True]
+
+
+def test_several_steps_are_one_launch():
+    runner = tiny.runner()
+    new = tiny.new_request("a", PROMPT[:6], blocks=range(8))
+    runner.step(tiny.scheduled({"a": 6}, [new]))
+    with pytest.raises(ValueError, match="num_steps=2 steps are one launch: call step"):
+        runner.execute_model(tiny.scheduled({"a": 2}, num_steps=2))
+    got = runner.step(tiny.scheduled({"a": 3}, num_steps=3)).get().sampled_token_ids[0]
+    assert got == tiny.generate(tiny.runner(), new, 4)[1:]

@@ -1,0 +1,28 @@
+"""Several decode steps of one launch, by an engine."""
+
+import pytest
+from test_engine import PROMPTS, engine, run
+
+from jaxrunner.layout import SampleSize, Steps
+from jaxrunner.params import SamplingParams
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
+    plain = SamplingParams(temperature=temperature, max_tokens=13, seed=3)
+    want = run(engine(), PROMPTS[:3], [plain] * 3)
+    e = engine(num_decode_steps=6)
+    assert run(e, PROMPTS[:3], [plain] * 3) == want
+    sizes = [c.key.size for c in e.runner.programs.ledger if c.key.name == "steps"]
+    sample = None if temperature == 0 else SampleSize(5)
+    assert sizes == [Steps(5, 6, sample)]
+
+
+def test_many_steps_are_few_launches():
+    e = engine(num_decode_steps=4, async_depth=1)
+    request = e.add("a", [3, 1, 4], SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True))
+    gains = []
+    while e.has_unfinished:
+        gains.append([len(tokens) for _, tokens in e.step()])
+    assert gains == [[1], [4], [4], [2]]
+    assert (len(request.output_token_ids), request.finish_reason) == (11, "length")
