@@ -30,16 +30,18 @@ class Heads(NamedTuple):
 class Ops(NamedTuple):
     """What of a layer has kernels of its own. `jaxrunner.ops` makes them for serving or training.
 
-    attend: (qkv [T, K, P, D], heads, cache, spec, ahead) -> (out [T, H, D], cache). Stores keys
-        and values where serving does, then attends; a trainer has no cache.
-    add_norm: (x, residual, weight, eps, ahead) -> (x + residual, its RMSNorm), [T, E] each.
-
-    ahead, which may be left out: weights of the products that follow, in their order. They change
-    no result; a kernel may begin to fetch them.
+    attend: (qkv [T, K, P, D], heads, cache, spec) -> (out [T, H, D], cache). Stores keys and
+        values where serving does, then attends; a trainer has no cache.
+    project: (x [T, ...], weight [E, ...], bias [E] or None) -> the residual that `add_norm` takes.
+    add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
+        is [T, E], or parts of it, [parts, T, E] in float32.
     """
 
-    attend: Callable[..., tuple[Array, LayerCache | None]]
-    add_norm: Callable[..., tuple[Array, Array]]
+    attend: Callable[
+        [Array, Heads, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
+    ]
+    project: Callable[[Array, Array, Array | None], Array]
+    add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
 
 
 class Source(NamedTuple):

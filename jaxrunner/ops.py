@@ -19,9 +19,12 @@ from jaxrunner.kernels_pallas import (
 )
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, Heads, Ops
-from jaxrunner.models.layers import add_rms_norm, rms_norm
+from jaxrunner.models.layers import add_rms_norm, linear, linear_parts, rms_norm
 from jaxrunner.models.rope import rotate
 from jaxrunner.types import Array, Batch
+
+# Where XLA, too, cuts the sum of a product into parts: they are summed by the norm that follows.
+TILES, TILE, MAX_PARTS = 256, (64, 128), 8
 
 
 class Choice(NamedTuple):
@@ -44,19 +47,20 @@ def dense(batch_size: int) -> Ops:
 
 
 def _plain(attention: Callable[..., Any]) -> Ops:
-    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec, ahead: Any = ()):
+    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
         return attention(*split_heads(qkv, heads), cache, spec)
 
-    def norm(x: Array, residual: Array, weight: Array, eps: float, ahead: Any = ()):
-        return add_rms_norm(x, residual, weight, eps)
+    return Ops(attend, _linear, add_rms_norm)
 
-    return Ops(attend, norm)
+
+def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    return linear(x, weight, bias, axes=weight.ndim - 1)
 
 
 def fused(batch: Batch) -> Ops:
     """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses."""
 
-    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec, ahead: Any = ()):
+    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
         at = batch.cache_index[spec.group]
         cos, sin, q_norm, k_norm, eps = heads
         args = qkv, cos, sin, cache.k, cache.v, at, q_norm, k_norm
@@ -66,14 +70,24 @@ def fused(batch: Batch) -> Ops:
         else:
             q, k, v = split_heads(qkv, heads)
             cache = reference.write_kv(batch, k, v, cache, spec.group)
-        return paged_attention.attend(batch, q, cache, spec, ahead), cache
+        return paged_attention.attend(batch, q, cache, spec), cache
 
-    def norm(x: Array, residual: Array, weight: Array, eps: float, ahead: Any = ()):
+    def norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
         if add_norm.refuses(x, residual, weight) is None:
-            return add_norm.add_rms_norm(x, residual, weight, eps=eps, ahead=ahead)
-        return add_rms_norm(x, residual, weight, eps)
+            return add_norm.add_rms_norm(x, residual, weight, eps=eps)
+        whole = residual if residual.ndim == 2 else residual.sum(0)
+        return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
 
-    return Ops(attend, norm)
+    return Ops(attend, _project, norm)
+
+
+def _project(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Multiplies; in parts where the tiles of the product are too few for the chip."""
+    T, E = x.shape[0], weight.shape[0]
+    parts = max(1, min(MAX_PARTS, TILES * TILE[0] * TILE[1] // (max(T, TILE[0]) * E)))
+    if parts == 1 or bias is not None or weight.size // E % (parts * TILE[1]):
+        return _linear(x, weight, bias)
+    return linear_parts(x, weight, parts)
 
 
 def split_heads(qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
@@ -96,10 +110,7 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
         return Choice("reference", paged, "it was asked for")
     reason = refuses(model, engine)
     if reason is None:
-        served = "it serves this model on this device"
-        if engine.scaled:
-            served += "; prefill over an 8-bit cache is plain JAX"
-        return Choice("mosaic_gpu", fused, served, sample_tokens)
+        return Choice("mosaic_gpu", fused, "it serves this model on this device", sample_tokens)
     if wanted == "mosaic_gpu":
         raise ValueError(f"attention_backend='mosaic_gpu' {reason}: use 'auto' or 'reference'")
     return Choice("reference", paged, f"mosaic_gpu {reason}")

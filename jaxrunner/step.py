@@ -52,10 +52,19 @@ def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
         return (sampled or step)(params, state, plan, program=program, bucket=size.bucket)
 
     state, outputs = jax.lax.scan(body, state, length=size.num_steps)
-    flags = (outputs.finished, outputs.not_finite, outputs.no_choice)
-    logprobs = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), outputs.logprobs)
-    tokens, num_sampled = outputs.token_ids[..., 0].T, outputs.num_sampled.sum(0)
-    return state, StepOutput(tokens, num_sampled, *(flag.any(0) for flag in flags), logprobs)
+    return state, StepOutput(
+        token_ids=outputs.token_ids[..., 0].T,
+        num_sampled=outputs.num_sampled.sum(0),
+        finished=outputs.finished.any(0),
+        not_finite=outputs.not_finite.any(0),
+        no_choice=outputs.no_choice.any(0),
+        logprobs=jax.tree.map(_by_row, outputs.logprobs),
+    )
+
+
+def _by_row(x: Array) -> Array:
+    """Turns what is of each step and row, [I, B, ...], into [B * I, ...]."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
 def sampled_step(params, state: State, plan: Plan, *, program, bucket: Bucket, size: SampleSize):

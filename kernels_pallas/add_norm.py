@@ -10,11 +10,10 @@ from functools import partial
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import overlap, weights_ahead
+from jaxrunner.kernels_pallas import overlap
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -29,21 +28,21 @@ class TuningConfig:
     """How a row is cut."""
 
     width: int = 2048  # numbers a warpgroup holds at most: 16 a thread
-    ahead_bytes: int = 24 << 20  # of the next products' weights that are fetched ahead
-    ahead_blocks: int = 66  # thread blocks at least, where there is something to fetch
 
 
 def refuses(
     x: Array, residual: Array, weight: Array, *, config: TuningConfig = TuningConfig()
 ) -> str | None:
     """Returns why these shapes and dtypes are not served, None if they are."""
-    if x.ndim != 2 or x.shape != residual.shape:
+    if x.ndim != 2 or x.shape != residual.shape[-2:]:
         return f"x and residual must be [T, E] alike, got {x.shape} and {residual.shape}"
     T, E = x.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x must be bfloat16 or float16, got {x.dtype}"
-    if residual.dtype != x.dtype or weight.dtype != x.dtype:
-        return f"all must be {x.dtype}, got {residual.dtype} and {weight.dtype}"
+    if weight.dtype != x.dtype:
+        return f"weight must be {x.dtype}, got {weight.dtype}"
+    if residual.dtype != (wanted := x.dtype if residual.ndim == 2 else jnp.float32):
+        return f"residual {list(residual.shape)} must be {jnp.dtype(wanted)}, got {residual.dtype}"
     if weight.shape != (E,):
         return f"weight must be [{E}], got {list(weight.shape)}"
     if T < 1:
@@ -58,13 +57,13 @@ def refuses(
 
 
 def add_rms_norm(
-    x: Array, residual: Array, weight: Array,
-    *, eps: float, ahead: tuple[Array, ...] = (), config: TuningConfig = TuningConfig(),
-) -> tuple[Array, Array]:  # fmt: skip
+    x: Array, residual: Array, weight: Array, *, eps: float, config: TuningConfig = TuningConfig()
+) -> tuple[Array, Array]:
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
 
-    The sum is rounded to the dtype of x before it is normed, in float32; the normed row is rounded
-    before it is multiplied by weight, [E]. ahead: weights of the products that follow, in order.
+    residual may be parts to be summed, [parts, T, E] in float32. The sum is rounded to the dtype of
+    x before it is normed, in float32; the normed row is rounded before it is multiplied by weight,
+    [E].
 
     Raises:
       ValueError: what `refuses` says.
@@ -76,39 +75,34 @@ def add_rms_norm(
     warps, _ = _cut(E // groups)
     cut = groups, warps, E // (groups * warps)
     row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
-    views, rows = weights_ahead.choose(ahead, config.ahead_bytes, T)
-    blocks = max(T, config.ahead_blocks) if views else T
-
-    def kernel(*refs):
-        row, group = lax.axis_index("row"), lax.axis_index("group")
-        block = row * groups + group
-        weights_ahead.fetch(refs[: len(rows)], rows, block, blocks * groups)
-        pl.when(row < T)(partial(_add_norm, row, group, *refs[len(rows) :], eps=eps))
-
     total, out = plgpu.kernel(
-        kernel,
+        partial(_kernel, eps=eps),
         out_type=(row, row),
         scratch_types=(
             plgpu.SMEM((groups, warps), jnp.float32),
             plgpu.Barrier(num_arrivals=groups),
         ),
-        grid=(blocks,),
+        grid=(T,),
         grid_names=("row",),
         num_threads=groups,
         thread_name="group",
         kernel_name="add_rms_norm",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(*views, x.reshape(T, *cut), residual.reshape(T, *cut), weight.reshape(cut))
+    )(x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut))
     return total.reshape(T, E), out.reshape(T, E)
 
 
-def _add_norm(
-    row, group, x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barrier, *, eps
-):
+def _kernel(x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barrier, *, eps):
     overlap.begin()
     _, groups, warps, width = x_ref.shape
+    row, group = lax.axis_index("row"), lax.axis_index("group")
     load = partial(plgpu.load, layout=_layout(warps * width), optimized=False)
-    x = load(x_ref.at[row, group]) + load(residual_ref.at[row, group])
+    x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
+    residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
+    if residual_ref.dtype == jnp.float32:
+        x = sum(residual, x.astype(jnp.float32)).astype(x.dtype)
+    else:
+        x += next(residual)
     weight = load(weight_ref.at[group])
     put(total_ref.at[row, group], x)
     x = x.astype(jnp.float32)

@@ -34,7 +34,10 @@ class Case(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Rows of `new` tokens behind `context` others. The sizes are Llama-3-8B's."""
+    """Rows of `new` tokens behind `context` others. The sizes are Llama-3-8B's.
+
+    A context of -new makes a row's length 0: prefill's tokens of such a row attend to nothing.
+    """
 
     name: str
     new: tuple[int, ...]
@@ -92,7 +95,7 @@ class Attention(NamedTuple):
         options = dict(scale=self.head_dim**-0.5, window=self.window, soft_cap=self.soft_cap)
         stored = jnp.dtype(self.kv_dtype or self.dtype).itemsize * self.head_dim
         size = 2 * self.kv_heads * (stored + (0 if self.kv_dtype is None else 4))
-        flops = 4 * self.heads * self.head_dim * (new * (context + new / 2)).sum()
+        flops = 4 * self.heads * self.head_dim * (new * np.maximum(context + new / 2, 0)).sum()
         amount = float(self.lens.sum()) * size if decode else float(flops)
         run = functools.partial(_attend, kernel, self.kv_dtype, **options, sinks=sinks)
         make = functools.partial(self.make, decode=decode)
@@ -108,18 +111,19 @@ def _attend(kernel: Callable[..., Any], kv_dtype: str | None, *args: Array, **op
     return kernel(*others, k_scale=k_scale, v_scale=v_scale, **options)
 
 
-def norms(T: int, E: int) -> Case:
-    """A residual addition and a norm of [T, E]."""
+def norms(T: int, E: int, parts: int = 0) -> Case:
+    """A residual addition and a norm of [T, E]; of `parts` to be summed, where there are any."""
 
     def make(seed: int) -> tuple[Array, ...]:
         keys = jax.random.split(jax.random.key(seed), 3)
-        shapes = (T, E), (T, E), (E,)
-        return tuple(
-            jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)
-        )
+        shapes = (T, E), (parts, T, E) if parts else (T, E), (E,)
+        x, residual, weight = map(jax.random.normal, keys, shapes)
+        wide = jnp.float32 if parts else jnp.bfloat16
+        return x.astype(jnp.bfloat16), residual.astype(wide), weight.astype(jnp.bfloat16)
 
     run, options = functools.partial(add_rms_norm, eps=1e-5), dict(eps=1e-5)
-    return Case("add_rms_norm", f"{T} x {E}", make, run, 8.0 * T * E, "TB/s", options)
+    name, moved = f"{T} x {E}" + f" in {parts} parts" * (parts > 0), T * E * (6 + (4 * parts or 2))
+    return Case("add_rms_norm", name, make, run, float(moved), "TB/s", options)
 
 
 def writes(T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool) -> Case:
@@ -180,8 +184,12 @@ _D = [
     Attention("fp8", (1,) * 3, (1087, 99, 30), 8, 2, kv_dtype="float8_e4m3fn"),
     Attention("int8", (1,) * 3, (1087, 99, 30), 8, 2, window=77, kv_dtype="int8"),
 ]
+# Rows of one token, which another kernel attends.
+_ONES, _NONE = (1,) * 150, (-1,) * 150
 _P = [
     Attention("edges", EDGES, (5, 0, 64, 7, 0, 129, 62), 8, 2),
+    Attention("mixed", (*_ONES, 300, *_ONES, 30, 1), (*_NONE, 50, *_NONE, 0, -1), 8, 2),
+    Attention("mixed, all", (300, *_ONES), (9, *_NONE), 8, 2, window=99, soft_cap=9.0, sinks=True),
     Attention("blocks of 16", (100, 30), (0, 77), 8, 2, block_size=16),
     Attention("blocks of 256", (300, 30), (0, 300), 8, 2, block_size=256),
     Attention("heads of 64", (100, 30), (0, 77), 4, 4, 64),
@@ -198,6 +206,7 @@ TESTS: tuple[Case, ...] = (
     *(a.case(decode_attention) for a in _D),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
+    norms(5, 1024, parts=4), norms(70, 4096, parts=3),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),

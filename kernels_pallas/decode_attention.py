@@ -16,10 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap, weights_ahead
+from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.kernels_pallas.stores import put
-from jaxrunner.kernels_pallas.weights_ahead import Ahead
 from jaxrunner.ragged import find_rows
 from jaxrunner.types import Array
 
@@ -34,8 +33,6 @@ class TuningConfig:
     block_kv: int = 64  # keys of a tile
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
-    next_bytes: int = 40 << 20  # of the next product's weights that are fetched ahead
-    later_bytes: int = 16 << 20  # of those behind it
 
 
 class Items(NamedTuple):
@@ -111,13 +108,12 @@ def decode_attention(
     q: Array, k: Array, v: Array, blocks: Array, seq_lens: Array, *,
     scale: float, window: int | None = None, soft_cap: float | None = None,
     sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
-    ahead: tuple[Array, ...] = (), config: TuningConfig = TuningConfig(),
+    config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Attends the last token of each row to all `seq_lens`, [B], tokens of its blocks.
 
     q: [B, H, D]; k and v: [N, K, S, D]; blocks: [B, M]; sinks: [H], logits that only take weight;
-    k_scale and v_scale: [N, K, S], float32, what k and v of 8 bits are multiples of;
-    ahead: weights of the products that follow, in their order.
+    k_scale and v_scale: [N, K, S], float32, what k and v of 8 bits are multiples of.
     Returns [B, H, D]; zeros where a row has no tokens.
 
     Raises:
@@ -141,44 +137,28 @@ def decode_attention(
     heads = jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0)))
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     rest = blocks, *items[:6], sink, out, part, weight
-    soon = weights_ahead.choose(ahead[:1], config.next_bytes, B)
-    later = weights_ahead.choose(ahead[1:], config.later_bytes, B)
-    # The last items begin when CTAs run out of work, so that is when they fetch.
-    grid, busy = (num_items, K), max(0, num_items - -(-config.num_ctas // K))
     if k_scale is None:
         body = functools.partial(_attend, config, G, padded, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
-        launch = _launch(body, grid, _scratch(q.dtype, D, copies, config), soon, busy)
-        launch(*soon.views, heads, k, v, *rest)
+        launch = _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))
+        launch(heads, k, v, *rest)
     else:
         body = functools.partial(decode_scaled.attend, config, G, padded, **static)
         scratch = decode_scaled.scratch(k, max(padded, 8), config.stages, config.block_kv)
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
-        launch = _launch(body, grid, scratch, soon, busy, **params)
-        launch(*soon.views, heads, k, v, k_scale, v_scale, *rest)
+        launch = _launch(body, (num_items, K), scratch, **params)
+        launch(heads, k, v, k_scale, v_scale, *rest)
     merge = [plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((ROWS, 8), jnp.float32)]
     merge += [plgpu.SMEM((D,), q.dtype), plgpu.Barrier(num_arrivals=2)]
-    launch = _launch(_merge, (num_split, H), merge, later, reduction_scratch_bytes=4096)
-    launch(*later.views, *items[6:], part, weight, out)
+    launch = _launch(_merge, (num_split, H), merge, reduction_scratch_bytes=4096)
+    launch(*items[6:], part, weight, out)
     return jax.freeze(out).reshape(B, H, D)
 
 
-def _launch(body, grid: tuple[int, int], scratch: list, ahead: Ahead, first: int = 0, **params):
-    """Returns `body` over a grid, of which blocks from item `first` on fetch weights at the end."""
-
-    def kernel(*refs):
-        weights, refs = refs[: len(ahead.rows)], refs[len(ahead.rows) :]
-        body(*refs)
-        item, head = lax.axis_index("item"), lax.axis_index("head")
-
-        @pl.when(item >= first)
-        def _():
-            block, num_blocks = (item - first) * grid[1] + head, (grid[0] - first) * grid[1]
-            weights_ahead.fetch(weights, ahead.rows, block, num_blocks)
-
+def _launch(body, grid: tuple[int, int], scratch: list, **params):
     return plgpu.kernel(
-        kernel, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch,
-        kernel_name=getattr(body, "func", body).__name__.strip("_"),
+        body, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch,
+        kernel_name=f"decode_{getattr(body, 'func', body).__name__.strip('_')}",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **params
         ),

@@ -11,22 +11,16 @@ from jaxrunner.model import AttentionSpec
 from jaxrunner.types import Array, Batch, LayerCache
 
 
-def attend(
-    batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, ahead: tuple[Array, ...] = ()
-) -> Array:
-    """Causal attention of q, [T, H, D], over the blocks of each token's request.
-
-    ahead: weights of the products that follow, in their order.
-    """
+def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
+    """Causal attention of q, [T, H, D], over the blocks of each token's request."""
     kv = cache.k, cache.v, batch.blocks[spec.group]
     sizes: dict[str, Any] = dict(scale=spec.scale, window=spec.window)
     sizes |= dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
     start, lens = batch.query_start, batch.seq_lens
     if batch.query_len == 1:
-        return decode_attention(q, *kv, lens, ahead=ahead, **sizes)
-    # Rows of a uniform batch stand apart by more tokens than they may have; and prefill over 8
-    # bits compiles for a GPU, but has not been seen to be right on one.
-    if batch.query_len or cache.k_scale is not None:
+        return decode_attention(q, *kv, lens, **sizes)
+    # Rows of a uniform batch stand apart by more tokens than they may have.
+    if batch.query_len:
         return reference.attend(batch, q, cache, spec)
     T, one = q.shape[0], start[1:] - start[:-1] == 1
     # A row of one token has none for the other kernel, so its tokens count as padding there.

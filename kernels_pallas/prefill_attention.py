@@ -99,7 +99,8 @@ def prefill_attention(
     and seq_lens: [B], int32. The tokens query_start[b]:query_start[b+1] are the last ones of the
     seq_lens[b] of row b, whose keys are all in the cache. `scale` is positive. `sinks`, [H], are
     logits that join the softmax and have no value. k_scale and v_scale, [N, K, S], are what k and
-    v of 8 bits are multiples of: float32 that is bfloat16. Tokens of no row become 0.
+    v of 8 bits are multiples of: float32 that is bfloat16. Tokens of no row, or of one whose length
+    is 0, become 0.
 
     Raises: ValueError where `refuses` says why.
     """

@@ -23,6 +23,17 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 1)
     return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
 
 
+def linear_parts(x: Array, weight: Array, num_parts: int) -> Array:
+    """Returns parts whose sum is `linear` of x, [T, ...], and weight, [out, ...].
+
+    [num_parts, T, out] in float32: the chip is busy with few tokens too, and the parts may be
+    summed up by what comes next.
+    """
+    x, weight = (a.reshape(a.shape[0], num_parts, -1) for a in (x, weight))
+    dims = (((2,), (2,)), ((1,), (1,)))
+    return jax.lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Root-mean-square norm over the last axis, computed in float32. arXiv:1910.07467."""
     x32 = x.astype(jnp.float32)
@@ -36,7 +47,10 @@ def add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[
     return total, rms_norm(total, weight, eps)
 
 
-def swiglu(x: Array, gate_up: Array, down: Array, gate_up_bias=None, down_bias=None) -> Array:
-    """Gated MLP of x, [T, E]; gate_up is [2, F, E]. arXiv:2002.05202."""
-    gate, up = jnp.moveaxis(linear(x, gate_up, gate_up_bias), 1, 0)
-    return linear(jax.nn.silu(gate) * up, down, down_bias)
+def swiglu(x: Array, gate_up: Array, bias: Array | None = None) -> Array:
+    """Returns the units of a gated MLP, [T, F], of x, [T, E]; gate_up is [2, F, E].
+
+    arXiv:2002.05202.
+    """
+    gate, up = jnp.moveaxis(linear(x, gate_up, bias), 1, 0)
+    return jax.nn.silu(gate) * up

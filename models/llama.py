@@ -59,8 +59,7 @@ def forward(config: ModelConfig, params: Params, kv, inputs: Inputs, ops: Ops):
         spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
         x, delta, cache = layer(x, delta, weights, cache, turn, spec=spec)
         caches.append(cache)
-    ahead = (params.embed if params.head is None else params.head,)
-    return ops.add_norm(x, delta, params.norm, config.rms_norm_eps, ahead)[1], tuple(caches)
+    return ops.add_norm(x, delta, params.norm, config.rms_norm_eps)[1], tuple(caches)
 
 
 def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
@@ -71,12 +70,11 @@ def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
 def _layer(config: ModelConfig, ops: Ops, x, delta, w: Layer, cache, turn, *, spec):
     eps = config.rms_norm_eps
     cos, sin = turn
-    x, h = ops.add_norm(x, delta, w.attn_norm, eps, (w.qkv,))
+    x, h = ops.add_norm(x, delta, w.attn_norm, eps)
     qkv = linear(h, w.qkv, w.qkv_bias)
-    heads, ahead = Heads(cos, sin, w.q_norm, w.k_norm, eps), (w.gate_up, w.down)
-    out, cache = ops.attend(qkv, heads, cache, spec, (w.o, *ahead))
-    x, h = ops.add_norm(x, linear(out, w.o, w.o_bias, axes=2), w.mlp_norm, eps, ahead)
-    return x, swiglu(h, w.gate_up, w.down, w.gate_up_bias, w.down_bias), cache
+    out, cache = ops.attend(qkv, Heads(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
+    x, h = ops.add_norm(x, ops.project(out, w.o, w.o_bias), w.mlp_norm, eps)
+    return x, ops.project(swiglu(h, w.gate_up, w.gate_up_bias), w.down, w.down_bias), cache
 
 
 def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:

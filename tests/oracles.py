@@ -57,7 +57,8 @@ def rms_norm(x, weight, eps):
 
 def add_rms_norm(x, residual, weight, *, eps):
     # The sum is rounded before it is normed: so says the specification.
-    total = wide((wide(x) + wide(residual)).astype(jnp.bfloat16))
+    whole = wide(residual) if residual.ndim == 2 else wide(residual).sum(0)
+    total = wide((wide(x) + whole).astype(jnp.bfloat16))
     return total, rms_norm(total, wide(weight), eps)
 
 
