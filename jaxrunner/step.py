@@ -58,13 +58,8 @@ def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
         finished=outputs.finished.any(0),
         not_finite=outputs.not_finite.any(0),
         no_choice=outputs.no_choice.any(0),
-        logprobs=jax.tree.map(_by_row, outputs.logprobs),
+        logprobs=jax.tree.map(lambda x: jax.lax.collapse(x.swapaxes(0, 1), 0, 2), outputs.logprobs),
     )
-
-
-def _by_row(x: Array) -> Array:
-    """Turns what is of each step and row, [I, B, ...], into [B * I, ...]."""
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
 def sampled_step(params, state: State, plan: Plan, *, program, bucket: Bucket, size: SampleSize):

@@ -132,8 +132,8 @@ def test_layers_of_mixed_batches_equal_plain_jax():
     (got, after), (want, expected) = run(ops.fused), run(ops.paged)
     real = slice(int(starts[-1]))
     assert error(got[real], oracles.wide(want[real])) < 2 * BOUND["bfloat16"]
-    bits = (np.asarray(x.k).view(np.uint16) for x in (after, expected))  # junk is NaN
-    np.testing.assert_array_equal(*bits)
+    held, wanted = (np.asarray(x.k).view(np.uint16) for x in (after, expected))  # junk is NaN
+    np.testing.assert_array_equal(held, wanted)
     np.testing.assert_array_equal(np.asarray(after.v), np.asarray(expected.v))
 
 
