@@ -59,7 +59,7 @@ class Programs:
         with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = []
             # Python lowers one program after the other; compiling does not hold it up.
-            for key in sorted(todo, key=lambda k: k.size, reverse=True):
+            for key in sorted(todo, key=lambda k: k.size[:2], reverse=True):
                 start = time.perf_counter()
                 waiting.append(pool.submit(finish, key, start, self._lower(key)))
             for future in waiting:

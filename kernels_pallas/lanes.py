@@ -90,21 +90,30 @@ def gather(ref: Any, index: Array) -> Array:
     return load(ref, index)
 
 
-def scatter(ref: Any, index: Sequence[Array], value: Sequence[Array], keep: Sequence[Array]):
-    """Sets `ref[index] = value` where `keep`, all at once; ref in shared memory."""
-    num = len(index)
+def scatter(index: Sequence[Array], keep: Sequence[Array], *pairs: tuple[Any, Sequence[Array]]):
+    """Sets `ref[index] = value` where `keep`, for pairs of a reference to shared memory and values.
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[LAYOUT] * (3 * num)))
-    def store(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+    All that one mask keeps in one call: of two calls in a row LLVM makes one branch with barriers
+    within, which some threads of a warp then never come to.
+    """
+    num, refs = len(index), [ref for ref, _ in pairs]
+    arrays = [x for part in (index, keep, *(values for _, values in pairs)) for x in part]
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * len(refs), *[LAYOUT] * len(arrays)),
+    )
+    def store(_: Any, *args: Any) -> None:
+        refs, arrays = args[: len(pairs)], args[len(pairs) :]
         mgpu.utils.warpgroup_barrier()
         for i in range(num):
-            where, what, wanted = arrays[i], arrays[num + i], arrays[2 * num + i]
+            where, wanted, *values = arrays[i::num]
             with ir.InsertionPoint(scf.IfOp(_element(wanted)).then_block):
-                memref.store(_element(what), ref, [_position(where)])
+                for ref, value in zip(refs, values, strict=True):
+                    memref.store(_element(value), ref, [_position(where)])
                 scf.yield_([])
         mgpu.utils.warpgroup_barrier()
 
-    store(ref, *index, *value, *keep)
+    store(*refs, *arrays)
 
 
 def _element(x: mgpu.FragmentedArray) -> ir.Value:

@@ -184,8 +184,7 @@ def _draw(
             for x, i in zip(logits, ids, strict=True)
         ]
         where, num = lanes.places(wins, sums)
-        lanes.scatter(values, where, logits, wins)
-        lanes.scatter(tokens, where, ids, wins)
+        lanes.scatter(where, wins, (values, logits), (tokens, ids))
 
         def some(g: Array, carry):
             best, best_id = carry

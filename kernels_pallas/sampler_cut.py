@@ -82,7 +82,7 @@ def settle(number, x_ref, rules_ref, max_ref, mass_ref, *refs, vocab_size, confi
         bound, mass = _bound(row, tiles, best, mass_ref)
         reach = [x >= bound for x in tiles]
         where, num = lanes.places(reach, sums)
-        lanes.scatter(hits, where, [c * LANES + lane for c in range(C)], reach)
+        lanes.scatter(where, reach, (hits, [c * LANES + lane for c in range(C)]))
 
         def read(group: Array) -> tuple[list[Array], list[Array]]:
             hit = hits[pl.ds(group * LANES, LANES)]
@@ -99,8 +99,7 @@ def settle(number, x_ref, rules_ref, max_ref, mass_ref, *refs, vocab_size, confi
             for s in range(config.ranked // LANES):
                 values[pl.ds(s * LANES, LANES)] = lanes.full(-jnp.inf, jnp.float32)
                 tokens[pl.ds(s * LANES, LANES)] = lanes.full(MAX_ID, jnp.int32)
-            lanes.scatter(values, where, logits, reach)
-            lanes.scatter(tokens, where, ids, reach)
+            lanes.scatter(where, reach, (values, logits), (tokens, ids))
             _rank(row, ranked, left, best, mass, outs)
 
         @pl.when(~few)

@@ -7,6 +7,16 @@ from jaxrunner.layout import SampleSize, Steps
 from jaxrunner.params import SamplingParams
 
 
+def test_nothing_is_compiled_after_warm_up():
+    e = engine(num_decode_steps=3)
+    e.warm_up()
+    e.runner.programs.strict = True
+    params = [SamplingParams(temperature=t, max_tokens=9) for t in (0.0, 1.0, 0.0)]
+    run(e, PROMPTS[:3], params)
+    steps = [c.key.size for c in e.runner.programs.ledger if c.key.name == "steps"]
+    assert {size.sample for size in steps} == {None, SampleSize(5)}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
     plain = SamplingParams(temperature=temperature, max_tokens=13, seed=3)
