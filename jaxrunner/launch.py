@@ -135,7 +135,13 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     else:
         args = params, state, vector(plan_spec(program, size))
     donated = () if key.name == "score" else ("state",)
-    return Spec(FUNCTIONS[key.name], tuple(static.items()), args, donated)
+    one = program.dims | dict(B=1, T=1)  # of `out` the structure counts, not the shapes
+    rows, targets = (pytree.abstract(cls, one) for cls in (Rows, Targets))
+    out = dict(
+        admit=state, copy=state, step=(state, 0), steps=(state, 0), sample=(tables, 0), score=0,
+        forward=(state, 0, rows, 0, targets),
+    )  # fmt: skip
+    return Spec(FUNCTIONS[key.name], tuple(static.items()), args, out[key.name], donated)
 
 
 def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -> list[Key]:

@@ -22,6 +22,7 @@ from jaxrunner.loader import load
 from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
+from jaxrunner.program_cache import find_folder
 from jaxrunner.prompts import parse_prompts
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
@@ -44,6 +45,7 @@ class LLM:
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request;
         see `jaxrunner.sampling.custom`, which also has the slow variant for arbitrary Python.
+    cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
     warm_up: True compiles the programs of usual requests now, "all" also those for logprobs,
         penalties, grammars and their like, which are otherwise compiled when first needed.
     The other sizes are fields of `EngineConfig`, or of `worker.engine_config`.
@@ -68,6 +70,7 @@ class LLM:
         check_nan: bool = False,
         logits_fn: Callable[..., Any] | Rule | None = None,
         warm_up: bool | str = True,
+        cache_dir: str | None = "auto",
         use_tqdm: bool = True,
         **sizes: Any,
     ):
@@ -82,6 +85,7 @@ class LLM:
         config = engine_config(loaded.config, loaded.params, dtype=loaded.dtype, seed=seed, **sizes)
         self.engine = Engine(
             loaded.model, loaded.config, config, loaded.params, rules=rules,
+            cache_dir=find_folder(cache_dir),
             make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
         )  # fmt: skip
         if warm_up not in (True, False, "all"):
@@ -95,13 +99,13 @@ class LLM:
 
     def report(self) -> str:
         """Says what runs on which device, and why: one line each."""
-        choice, device = self.engine.runner.choice, jax.local_devices()[0]
-        n = self.engine.config.num_decode_steps
+        runner, n = self.engine.runner, self.engine.config.num_decode_steps
+        alone = "; 1 while a request has a grammar, whose mask needs all tokens before" * (n > 1)
         return (
-            f"device: {device.device_kind}\n"
-            f"layers and sampling: {choice.name}, because {choice.reason}\n"
-            f"decode steps of a launch: {n}"
-            + ("; 1 while a request has a grammar, whose mask needs all tokens before" * (n > 1))
+            f"device: {jax.local_devices()[0].device_kind}\n"
+            f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
+            f"decode steps of a launch: {n}{alone}\n"
+            f"programs: {runner.programs.report()}"
         )
 
     def __enter__(self) -> "LLM":

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from tqdm.auto import tqdm
 
+from jaxrunner.program_cache import ProgramCache
+
+LOADED = "from the cache"
+
 
 class Key(NamedTuple):
     """Names a program: a function, and the static size it is compiled for."""
@@ -25,6 +29,7 @@ class Spec(NamedTuple):
     function: Callable[..., Any]  # called as function(*args, **static)
     static: tuple[tuple[str, Any], ...]  # hashable
     args: tuple[Any, ...]  # abstract arguments
+    out: Any = None  # a tree with the structure of what it returns
     donated: tuple[str, ...] = ("state",)
 
 
@@ -34,36 +39,50 @@ class Compilation:
 
     key: Key
     seconds: float
-    reason: str  # "warm-up", or what differed from the programs there were
+    reason: str  # "warm-up", `LOADED`, or what differed from the programs there were
 
 
 class Programs:
-    """The table of an engine's executables."""
+    """The table of an engine's executables. `cache` has those of earlier processes."""
 
-    def __init__(self, spec: Callable[[Key], Spec]):
-        self._spec = spec
+    def __init__(self, spec: Callable[[Key], Spec], cache: ProgramCache | None = None):
+        self._spec, self._cache = spec, cache
         self._table: dict[Key, Any] = {}
         self.ledger: list[Compilation] = []
         self.strict = False  # whether a compilation after warm-up raises
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
-        """Compiles `keys`, those that cost most first."""
+        """Loads `keys` from the cache, or compiles them, those that cost most first."""
         todo = [key for key in dict.fromkeys(keys) if key not in self._table]
+        todo.sort(key=lambda key: key.size[:2], reverse=True)
         bar = tqdm(total=len(todo), desc="Compiling", unit="program", disable=not progress)
+
+        def told(key: Key, done: bool = True) -> bool:
+            if done:
+                bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
+                bar.update()
+            return done
 
         def finish(key: Key, start: float, build: _Build) -> None:
             self._finish(key, start, build, "warm-up")
-            bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
-            bar.update()
+            told(key)
 
         with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = pool.map(lambda key: told(key, self._load(key)), todo)
+            missing = [key for key, done in zip(todo, found, strict=True) if not done]
             waiting = []
             # Python lowers one program after the other; compiling does not hold it up.
-            for key in sorted(todo, key=lambda k: k.size[:2], reverse=True):
+            for key in missing:
                 start = time.perf_counter()
                 waiting.append(pool.submit(finish, key, start, self._lower(key)))
             for future in waiting:
                 future.result()
+
+    def report(self) -> str:
+        """Says how many programs there are, and where they come from."""
+        loaded = [entry for entry in self.ledger if entry.reason == LOADED]
+        seconds = max((entry.seconds for entry in self.ledger), default=0.0)
+        return f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the executable of `key`, compiling it where warm-up did not.
@@ -75,21 +94,33 @@ class Programs:
             reason = self._difference(key)
             if self.strict:
                 raise RuntimeError(f"no compilation is allowed after warm-up: {key.name}, {reason}")
-            self._compile(key, reason)
+            if not self._load(key):
+                start = time.perf_counter()
+                self._finish(key, start, self._lower(key), reason)
         return self._table[key]
 
-    def _compile(self, key: Key, reason: str) -> None:
+    def _load(self, key: Key) -> bool:
+        """Takes an executable from the cache, if it is there."""
         start = time.perf_counter()
-        self._finish(key, start, self._lower(key), reason)
+        if self._cache is None:
+            return False
+        spec = self._spec(key)
+        executable = self._cache.load(key, spec.args, spec.out)
+        if executable is not None:
+            self._table[key] = executable
+            self.ledger.append(Compilation(key, time.perf_counter() - start, LOADED))
+        return executable is not None
 
     def _lower(self, key: Key) -> "_Build":
         spec = self._spec(key)
         leaves, treedef = jax.tree.flatten(spec.args)
-        return _build(spec._replace(args=tuple(leaves)), treedef)
+        return _build(spec._replace(args=tuple(leaves), out=None), treedef)
 
     def _finish(self, key: Key, start: float, build: "_Build", reason: str) -> None:
         self._table[key] = build.executable
         self.ledger.append(Compilation(key, time.perf_counter() - start, reason))
+        if self._cache is not None:
+            self._cache.save(key, build.executable)
 
     def _difference(self, key: Key) -> str:
         """Says in which fields `key` differs from the program nearest to it."""

@@ -10,6 +10,7 @@ builds a grammar mask while the forward pass runs.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from jaxrunner.layout import (
 )
 from jaxrunner.model import Model
 from jaxrunner.ops import choose_ops
+from jaxrunner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.sampling import RULES
@@ -133,7 +135,9 @@ class ModelRunner:
         params: Any,
         *,
         rules=RULES,
+        cache_dir: Path | None = None,
     ):
+        """cache_dir: where executables are kept from one process to the next, None for nowhere."""
         self.params = params
         self.choice = choose_ops(model_config, config)
         # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
@@ -143,7 +147,12 @@ class ModelRunner:
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
-        self.programs = Programs(lambda key: program_spec(self.program, shapes, key))
+        cache, ours = None, rules == RULES and is_ours(model.forward)
+        # What the code of others does is not known.
+        if cache_dir is not None and ours and not jax_keeps_its_own():
+            context = model.forward.__qualname__, model_config, config, self.choice.name, shapes
+            cache = ProgramCache(cache_dir, context)
+        self.programs = Programs(lambda key: program_spec(self.program, shapes, key), cache)
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))

@@ -1,0 +1,165 @@
+"""Executables that a second start loads."""
+
+import errno
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import pytest
+from test_engine import PROMPTS, alone, params_of, run
+import tiny
+
+from jaxrunner import program_cache, programs
+from jaxrunner.engine import Engine
+from jaxrunner.models.llama import llama
+from jaxrunner.program_cache import SUFFIX, ProgramCache, find_folder
+from jaxrunner.programs import LOADED
+from jaxrunner.sampling import RULES
+from jaxrunner.sampling.custom import with_logits_fn
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_cache_of_jax():
+    """What JAX loads from its own cache cannot be serialised once more."""
+    folder = getattr(jax.config, program_cache.OWN[1])
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    programs._build.cache_clear()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+PARAMS = [params_of("sampled", i) for i in range(len(PROMPTS))]
+
+
+def make(folder: Path, model=llama, rules=RULES, **changes) -> Engine:
+    config, params = tiny.model_and_params()
+    sizes = tiny.engine_config(**changes)
+    return Engine(model, config, sizes, params, rules=rules, cache_dir=folder)
+
+
+def start(folder: Path) -> Engine:
+    """Returns an engine that has compiled or loaded what usual requests need."""
+    engine = make(folder)
+    engine.warm_up()
+    return engine
+
+
+def cache_of(engine: Engine) -> ProgramCache | None:
+    return engine.runner.programs._cache
+
+
+def reasons(engine: Engine) -> set[str]:
+    return {compilation.reason for compilation in engine.runner.programs.ledger}
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    first = start(tmp_path)
+    assert (reasons(first), len(files(tmp_path))) == (
+        {"warm-up"}, len(first.runner.programs.ledger)
+    )  # fmt: skip
+    second = start(tmp_path)
+    assert reasons(second) == {LOADED}
+    for engine in (first, second):  # among others one with programs that warm-up leaves out
+        assert run(engine, PROMPTS, PARAMS) == alone("sampled")
+    assert reasons(first) - {"warm-up"} and len(files(tmp_path)) > len(second.pools)
+    third = start(tmp_path)
+    run(third, PROMPTS, PARAMS)
+    assert reasons(third) == {LOADED}
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda data: data[:-9], lambda data: b"", lambda data: b"?" * 99]
+)
+def test_a_file_that_is_not_whole_is_ignored(tmp_path, spoil):
+    start(tmp_path)
+    whole = files(tmp_path)[0]
+    data = whole.read_bytes()
+    whole.write_bytes(spoil(data))
+    with pytest.warns(UserWarning, match=f"{whole.name} is ignored: ValueError: its digest is not"):
+        engine = start(tmp_path)
+    assert reasons(engine) == {"warm-up", LOADED}
+    assert run(engine, PROMPTS, PARAMS) == alone("sampled")
+    assert reasons(start(tmp_path)) == {LOADED}  # it was written again
+
+
+@pytest.mark.parametrize("changes", [dict(max_num_seqs=4), dict(nan_policy="ignore")])
+def test_another_engine_has_its_own(tmp_path, changes):
+    one, same, other = make(tmp_path), make(tmp_path), make(tmp_path, **changes)
+    paths = [cache._path("key") for e in (one, same, other) if (cache := cache_of(e))]
+    assert paths[0] == paths[1] != paths[2]
+
+
+def test_other_code_has_its_own(tmp_path, monkeypatch):
+    path = ProgramCache(tmp_path, [])._path("key")
+    monkeypatch.setattr(program_cache, "_surroundings", lambda: ("a new version",))
+    assert ProgramCache(tmp_path, [])._path("key") != path
+
+
+def test_code_of_others_is_not_kept(tmp_path):
+    def forward(*args):
+        return llama.forward(*args)
+
+    assert cache_of(make(tmp_path)) is not None
+    assert cache_of(make(tmp_path, model=llama._replace(forward=forward))) is None
+    rules = with_logits_fn(RULES, lambda logits, row: logits)
+    assert cache_of(make(tmp_path, rules=rules)) is None
+
+
+def test_nothing_is_kept_where_jax_keeps_its_own(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    try:
+        assert cache_of(make(tmp_path)) is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_a_full_disk_is_a_note(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ProgramCache, "_write", full)
+    with pytest.warns(UserWarning, match="are not kept in .*No space left"):
+        engine = start(tmp_path)
+    assert run(engine, PROMPTS, PARAMS) == alone("sampled")
+
+
+def test_a_folder_that_cannot_be_read_is_a_note(tmp_path):
+    cache = ProgramCache(tmp_path, [])
+    cache._path("key").mkdir()
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert cache.load("key", (), 0) is None
+
+
+def test_the_folder_stays_small(tmp_path):
+    engine = start(tmp_path)
+    size = max(path.stat().st_size for path in files(tmp_path))
+    cache = ProgramCache(tmp_path, [], max_bytes=3 * size)
+    key, executable = next(iter(engine.runner.programs._table.items()))
+    spec = engine.runner.programs._spec(key)
+    for i in range(6):
+        cache.save((key, i), executable)
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 3 * size
+    assert cache.load((key, 5), spec.args, spec.out) is not None
+    assert cache.load((key, 0), spec.args, spec.out) is None
+
+
+def test_folders_by_name(tmp_path):
+    assert find_folder(None) is None
+    assert find_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(TypeError, match="cache_dir must be a folder, 'auto' or None, got 3"):
+        find_folder(cast(Any, 3))
+
+
+def test_executables_have_the_structure_that_is_said(tmp_path):
+    engine = make(tmp_path)
+    engine.warm_up(rich=True)
+    for key, executable in engine.runner.programs._table.items():
+        spec = engine.runner.programs._spec(key)
+        assert executable.in_tree == jax.tree.structure((spec.args, {})), key
+        assert executable.out_tree == jax.tree.structure(spec.out), key
