@@ -169,8 +169,8 @@ class Engine:
         output = handle.get()
         failed = self._failures(scheduled, output)
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
-        for req_id in failed:
-            del sampled[req_id]
+        for req_id in failed if scheduled.num_steps == 1 else ():
+            del sampled[req_id]  # of several, those count that came before
         for part in output.prompt_logprobs:
             request = scheduled.requests[part.req_id]
             if request.finish_reason is None:
@@ -203,8 +203,11 @@ class Engine:
 
     def _fail(self, scheduled: SchedulerOutput, failed: dict[str, str]) -> None:
         """Ends requests with an error of their own; a grammar that may end here ends well."""
+        requests = scheduled.requests
+        # Of several steps, one before may have ended the request.
+        failed = {r: error for r, error in failed.items() if requests[r].finish_reason is None}
         for req_id, error in failed.items():
-            request = scheduled.requests[req_id]
+            request = requests[req_id]
             if may_end(request):
                 self.finish([req_id], "stop")
             else:

@@ -40,7 +40,8 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
 def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
     """Computes `plan`, a token of each request, and goes on with each until it ends.
 
-    Returns the state and the outputs of all steps as one, in which J is `size.num_steps`.
+    Returns the state and the outputs of all steps as one, in which J is `size.num_steps`; tokens of
+    a row count up to its first that means nothing.
     """
     blocks = _put_blocks(state.requests.blocks, plan.blocks)
     state = replace(state, requests=replace(state.requests, blocks=blocks))
@@ -52,9 +53,10 @@ def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
         return (sampled or step)(params, state, plan, program=program, bucket=size.bucket)
 
     state, outputs = jax.lax.scan(body, state, length=size.num_steps)
+    failed = outputs.no_choice | (outputs.not_finite & (program.engine.nan_policy != "ignore"))
     return state, StepOutput(
         token_ids=outputs.token_ids[..., 0].T,
-        num_sampled=outputs.num_sampled.sum(0),
+        num_sampled=jnp.where(jnp.cumsum(failed, 0) == 0, outputs.num_sampled, 0).sum(0),
         finished=outputs.finished.any(0),
         not_finite=outputs.not_finite.any(0),
         no_choice=outputs.no_choice.any(0),

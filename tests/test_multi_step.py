@@ -1,9 +1,14 @@
 """Several decode steps of one launch, by an engine."""
 
+import jax.numpy as jnp
 import pytest
+from test_custom import poisoned
 from test_engine import PROMPTS, engine, run
+import tiny
 
+from jaxrunner.engine import Engine
 from jaxrunner.layout import SampleSize, Steps
+from jaxrunner.models.llama import llama
 from jaxrunner.params import SamplingParams
 
 
@@ -36,3 +41,26 @@ def test_many_steps_are_few_launches():
         gains.append([len(tokens) for _, tokens in e.step()])
     assert gains == [[1], [4], [4], [2]]
     assert (len(request.output_token_ids), request.finish_reason) == (11, "length")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_fails_keeps_what_it_had(temperature):
+    """Its tokens up to the failure, and those of others, are as in steps of one launch each."""
+    config, _ = tiny.model_and_params()
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=14, seed=i, ignore_eos=True)
+        for i in range(3)
+    ]
+    whole = run(engine(), PROMPTS[:3], params)
+    weights = poisoned(whole[0][5], jnp.nan)  # one that the first request says in mid-launch
+    seen = []
+    for n in (1, 4):
+        e = Engine(llama, config, tiny.engine_config(num_decode_steps=n), weights)
+        requests = [
+            e.add(str(i), p, s) for i, (p, s) in enumerate(zip(PROMPTS[:3], params, strict=True))
+        ]
+        while e.has_unfinished:
+            e.step()
+        seen.append([(r.output_token_ids, r.finish_reason, r.error) for r in requests])
+    assert seen[0] == seen[1]
+    assert seen[0][0][1] == "error" and 0 < len(seen[0][0][0]) < 14
