@@ -54,7 +54,12 @@ def forward(config: ModelConfig, params: Params, kv, inputs: Inputs, ops: Ops):
     layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
     turn = rotation(config.rope, inputs)
     x, caches = params.embed[inputs.token_ids], []
-    delta = jnp.zeros_like(x)  # what the layer before adds to x
+    # What the layer before adds to x, nothing at first; of one shape, so that a trace serves all.
+    first, units = params.layers[0], (x.shape[0], config.intermediate_size)
+    delta = jax.eval_shape(
+        ops.project, jax.ShapeDtypeStruct(units, x.dtype), first.down, first.down_bias
+    )
+    delta = jnp.zeros(delta.shape, delta.dtype)
     for weights, cache, window in zip(params.layers, kv, config.windows, strict=True):
         spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
         x, delta, cache = layer(x, delta, weights, cache, turn, spec=spec)
