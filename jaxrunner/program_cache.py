@@ -45,9 +45,9 @@ def find_folder(cache_dir: str | None) -> Path | None:
     return Path(platformdirs.user_cache_dir("jaxrunner")) / "executables"
 
 
-def is_ours(function: Any) -> bool:
-    """Whether a function is part of this package, whose code is part of a file's name."""
-    return function.__module__.startswith("jaxrunner.")
+def is_ours(*functions: Any) -> bool:
+    """Whether functions are part of this package, whose code is part of a file's name."""
+    return all(function.__module__.startswith("jaxrunner.") for function in functions)
 
 
 def jax_keeps_its_own() -> bool:
@@ -108,9 +108,13 @@ class ProgramCache:
     def _write(self, path: Path, data: bytes) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._make_room(len(data))
-        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)  # whole, or not there
+        file = tempfile.NamedTemporaryFile(dir=self._folder, delete=False)
+        try:
+            with file:
+                file.write(data)
+            Path(file.name).replace(path)  # whole, or not there
+        finally:
+            Path(file.name).unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
         files = [(p, p.stat()) for p in self._folder.glob(f"*{SUFFIX}")]

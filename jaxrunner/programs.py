@@ -46,7 +46,8 @@ class Programs:
     """The table of an engine's executables. `cache` has those of earlier processes."""
 
     def __init__(self, spec: Callable[[Key], Spec], cache: ProgramCache | None = None):
-        self._spec, self._cache = spec, cache
+        self._spec = functools.cache(spec)  # loading asks for it, and compiling
+        self._cache = cache
         self._table: dict[Key, Any] = {}
         self.ledger: list[Compilation] = []
         self.strict = False  # whether a compilation after warm-up raises
@@ -57,19 +58,22 @@ class Programs:
         todo.sort(key=lambda key: key.size[:2], reverse=True)
         bar = tqdm(total=len(todo), desc="Compiling", unit="program", disable=not progress)
 
-        def told(key: Key, done: bool = True) -> bool:
-            if done:
-                bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
-                bar.update()
-            return done
+        def tell(key: Key) -> None:
+            bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
+            bar.update()
+
+        def load(key: Key) -> bool:
+            if found := self._load(key):
+                tell(key)
+            return found
 
         def finish(key: Key, start: float, build: _Build) -> None:
             self._finish(key, start, build, "warm-up")
-            told(key)
+            tell(key)
 
         with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(lambda key: told(key, self._load(key)), todo)
-            missing = [key for key, done in zip(todo, found, strict=True) if not done]
+            found = pool.map(load, todo)
+            missing = [key for key, there in zip(todo, found, strict=True) if not there]
             waiting = []
             # Python lowers one program after the other; compiling does not hold it up.
             for key in missing:

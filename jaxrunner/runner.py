@@ -147,10 +147,12 @@ class ModelRunner:
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
-        cache, ours = None, rules == RULES and is_ours(model.forward)
+        cache, code = None, (model.forward, model.logits)
         # What the code of others does is not known.
+        ours = rules == RULES and is_ours(*code)
         if cache_dir is not None and ours and not jax_keeps_its_own():
-            context = model.forward.__qualname__, model_config, config, self.choice.name, shapes
+            names = [(function.__module__, function.__qualname__) for function in code]
+            context = names, model_config, config, self.choice.name, shapes
             cache = ProgramCache(cache_dir, context)
         self.programs = Programs(lambda key: program_spec(self.program, shapes, key), cache)
         self._forwarded: tuple[Any, ...] | None = None

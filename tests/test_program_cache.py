@@ -107,6 +107,7 @@ def test_code_of_others_is_not_kept(tmp_path):
 
     assert cache_of(make(tmp_path)) is not None
     assert cache_of(make(tmp_path, model=llama._replace(forward=forward))) is None
+    assert cache_of(make(tmp_path, model=llama._replace(logits=forward))) is None
     rules = with_logits_fn(RULES, lambda logits, row: logits)
     assert cache_of(make(tmp_path, rules=rules)) is None
 
@@ -127,6 +128,17 @@ def test_a_full_disk_is_a_note(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="are not kept in .*No space left"):
         engine = start(tmp_path)
     assert run(engine, PROMPTS, PARAMS) == alone("sampled")
+
+
+def test_what_was_not_written_whole_is_removed(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    cache = ProgramCache(tmp_path, [])
+    with pytest.raises(OSError, match="No space left"):
+        cache._write(cache._path("key"), b"data")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_read_is_a_note(tmp_path):
