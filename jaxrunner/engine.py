@@ -23,7 +23,8 @@ from jaxrunner.model import Model
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import check_prompt
 from jaxrunner.request import NEVER, Request, SchedulerOutput
-from jaxrunner.runner import ModelRunner, ModelRunnerOutput, StepHandle
+from jaxrunner.runner import ModelRunner
+from jaxrunner.runner_output import ModelRunnerOutput, StepHandle
 from jaxrunner.scheduler import Scheduler
 
 _POSITION = Bound(int, 0, NEVER)

@@ -18,7 +18,7 @@ from unittest import mock
 from jaxrunner.llm import LLM
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import parse_prompts
-from jaxrunner.runner import StepHandle
+from jaxrunner.runner_output import StepHandle
 
 PHASES = ("add", "schedule", "pack", "admit", "dispatch", "wait", "read", "output")
 

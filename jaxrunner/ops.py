@@ -12,6 +12,7 @@ from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import (
     add_norm,
     decode_attention,
+    matmul,
     paged_attention,
     prefill_attention,
     reference,
@@ -19,12 +20,15 @@ from jaxrunner.kernels_pallas import (
 )
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, Heads, Ops
-from jaxrunner.models.layers import add_rms_norm, linear, linear_parts, rms_norm
+from jaxrunner.models.layers import add_rms_norm, linear, linear_parts, rms_norm, swiglu
 from jaxrunner.models.rope import rotate
 from jaxrunner.types import Array, Batch
 
 # Where XLA, too, cuts the sum of a product into parts: they are summed by the norm that follows.
 TILES, TILE, MAX_PARTS = 256, (64, 128), 8
+# Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with SwiGLU
+# for more tokens too.
+BIG, FEW = 1 << 24, 128
 
 
 class Choice(NamedTuple):
@@ -50,10 +54,10 @@ def _plain(attention: Callable[..., Any]) -> Ops:
     def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
         return attention(*split_heads(qkv, heads), cache, spec)
 
-    return Ops(attend, _linear, add_rms_norm)
+    return Ops(attend, linear, swiglu, _contract, add_rms_norm)
 
 
-def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+def _contract(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return linear(x, weight, bias, axes=weight.ndim - 1)
 
 
@@ -78,7 +82,21 @@ def fused(batch: Batch) -> Ops:
         whole = residual if residual.ndim == 2 else residual.sum(0)
         return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
 
-    return Ops(attend, _project, norm)
+    return Ops(attend, _linear, _swiglu, _project, norm)
+
+
+def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    flat = weight.reshape(-1, weight.shape[-1])
+    few = bias is None and x.shape[0] <= FEW and weight.size >= BIG
+    if few and matmul.refuses(x, flat) is None:
+        return matmul.matmul(x, flat).reshape(x.shape[0], *weight.shape[:-1])
+    return linear(x, weight, bias)
+
+
+def _swiglu(x: Array, gate_up: Array, bias: Array | None = None) -> Array:
+    if bias is None and gate_up.size >= BIG and matmul.refuses(x, gate_up) is None:
+        return matmul.swiglu(x, gate_up)
+    return swiglu(x, gate_up, bias)
 
 
 def _project(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -86,7 +104,7 @@ def _project(x: Array, weight: Array, bias: Array | None = None) -> Array:
     T, E = x.shape[0], weight.shape[0]
     parts = max(1, min(MAX_PARTS, TILES * TILE[0] * TILE[1] // (max(T, TILE[0]) * E)))
     if parts == 1 or bias is not None or weight.size // E % (parts * TILE[1]):
-        return _linear(x, weight, bias)
+        return _contract(x, weight, bias)
     return linear_parts(x, weight, parts)
 
 

@@ -19,7 +19,6 @@ import jax
 from jax.experimental import serialize_executable
 import jax.extend
 from jaxlib import version, xla_client
-import platformdirs
 
 MAGIC, SUFFIX = b"jaxrunner executable 1\n", ".executable"
 HEAD = len(MAGIC) + 32  # bytes before the executable: also its digest
@@ -31,7 +30,8 @@ MAX_BYTES = 4 << 30  # of the folder: beyond, what was not used for longest is r
 def find_folder(cache_dir: str | None) -> Path | None:
     """Returns where executables are kept, None for nowhere.
 
-    "auto" is the user's cache folder on a CPU, and nowhere on a GPU, where it was not tried yet.
+    "auto" is the user's cache folder on a CPU, and nowhere on a GPU, where it was not tried yet,
+    or without platformdirs.
 
     Raises:
       TypeError: `cache_dir` is no name.
@@ -41,6 +41,10 @@ def find_folder(cache_dir: str | None) -> Path | None:
     if cache_dir != "auto":
         return None if cache_dir is None else Path(cache_dir)
     if jax.default_backend() != "cpu":
+        return None
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
         return None
     return Path(platformdirs.user_cache_dir("jaxrunner")) / "executables"
 

@@ -7,8 +7,7 @@
 builds a grammar mask while the forward pass runs.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +33,10 @@ from jaxrunner.ops import choose_ops
 from jaxrunner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
+from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
 from jaxrunner.transfer import Layout
-from jaxrunner.types import Logprobs
 
 
 class Work(NamedTuple):
@@ -49,79 +48,6 @@ class Work(NamedTuple):
     size: SampleSize | None  # None where each request takes its likeliest token
     num_targets: int  # prompt tokens to score, at most
     target_columns: int
-
-
-class PromptLogprobs(NamedTuple):
-    """Logprobs of tokens of a prompt."""
-
-    req_id: str
-    positions: np.ndarray  # of the tokens, [U]
-    logprobs: Logprobs  # [U] and [U, C]
-
-
-@dataclass(frozen=True)
-class ModelRunnerOutput:
-    """What a step sampled, in row order."""
-
-    req_ids: tuple[str, ...] = ()
-    sampled_token_ids: tuple[list[int], ...] = ()  # [] for a request in mid-prefill
-    finished: tuple[bool, ...] = ()  # ended on the device
-    not_finite: tuple[bool, ...] = ()  # the model gave NaN or infinity: the token means nothing
-    no_choice: tuple[bool, ...] = ()  # no token was left to sample from
-    logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
-
-class StepHandle:
-    """A step in flight."""
-
-    def __init__(self, req_ids: tuple[str, ...] = (), layout: Any = None, packed: Any = None):
-        self.req_ids, self._layout, self._packed = req_ids, layout, packed
-        self._scores: list[tuple[Any, Any]] = []
-        self._names: dict[int, str] = {}
-        if packed is not None:
-            packed.copy_to_host_async()
-
-    def expect_scores(self, names: dict[int, str], scores: list[tuple[Any, Any]]) -> None:
-        """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
-        self._names, self._scores = names, scores
-        for _, packed in scores:
-            packed.copy_to_host_async()
-
-    def wait(self) -> None:
-        """Waits until the step's outputs are on the host."""
-        self._packed = np.asarray(self._packed)
-        self._scores = [(layout, np.asarray(packed)) for layout, packed in self._scores]
-
-    def get(self) -> ModelRunnerOutput:
-        """Waits for the step and returns what it sampled."""
-        if self._packed is None:
-            return ModelRunnerOutput()
-        self.wait()
-        n = len(self.req_ids)
-        out = self._layout.read(self._packed)
-        counts = out.num_sampled[:n].tolist()
-        tokens = out.token_ids[:n].tolist()
-        flags = (flag[:n].tolist() for flag in (out.finished, out.not_finite, out.no_choice))
-        shape = out.token_ids.shape
-        logprobs = [
-            jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), p) for p in out.logprobs
-        ]
-        return ModelRunnerOutput(
-            self.req_ids,
-            tuple(row[:count] for row, count in zip(tokens, counts, strict=True)),
-            *map(tuple, flags),
-            logprobs=logprobs[0] if logprobs else None,
-            prompt_logprobs=tuple(self._prompt_logprobs()),
-        )
-
-    def _prompt_logprobs(self) -> Iterator[PromptLogprobs]:
-        for layout, packed in self._scores:
-            slots, positions, logprobs = layout.read(packed)
-            for slot in np.unique(slots[positions > 0]).tolist():
-                mine = (slots == slot) & (positions > 0)
-                part = jax.tree.map(lambda x, mine=mine: x[mine], logprobs)
-                yield PromptLogprobs(self._names[slot], positions[mine], part)
 
 
 class ModelRunner:
@@ -163,6 +89,19 @@ class ModelRunner:
         """Compiles every program that usual requests need, or with `rich` that any can need."""
         keys = program_keys(self.program, self.buckets, rich=rich)
         self.programs.warm_up(keys, progress=progress)
+        for key in keys:
+            if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
+                self._rehearse(key)
+
+    def _rehearse(self, key: Key) -> None:
+        """Runs a program without requests: the first run sets up a graph, longer than it runs."""
+        none: tuple[list, ...] = tuple([] for _ in self.program.config.groups)
+        work = Work((), key.size, self.slots.plan((), {}, none, key.size), None, 0, 0)
+        if key.name == "forward":
+            self._forward(work)
+            self.sample_tokens()
+        else:
+            self.state, _ = self.programs[key](self.params, self.state, work.plan)
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.

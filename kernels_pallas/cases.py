@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
+from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
@@ -126,6 +127,19 @@ def norms(T: int, E: int, parts: int = 0) -> Case:
     return Case("add_rms_norm", name, make, run, float(moved), "TB/s", options)
 
 
+def products(T: int, E: int, F: int, *, gated: bool = False) -> Case:
+    """T tokens times a weight, [F, E], or the gate and up projections of a gated MLP."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed))
+        shape = (2, F, E) if gated else (F, E)
+        x, weight = map(jax.random.normal, keys, ((T, E), shape))
+        return x.astype(jnp.bfloat16), (weight * E**-0.5).astype(jnp.bfloat16)
+
+    run, moved = swiglu if gated else matmul, 2.0 * E * F * (1 + gated)
+    return Case(run.__name__, f"{T} x {E} x {F}", make, run, moved, "TB/s", {})
+
+
 def writes(T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool) -> Case:
     """Rotation of T tokens, and their keys and values into a cache; every fifth is padding."""
     K, D, S, P = kv_heads, head_dim, 64, heads // kv_heads + 2
@@ -207,6 +221,8 @@ TESTS: tuple[Case, ...] = (
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
     norms(5, 1024, parts=4), norms(70, 4096, parts=3),
+    products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
+    products(64, 1024, 48, gated=True), products(256, 1024, 14336, gated=True),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
@@ -222,6 +238,8 @@ BENCH: tuple[Case, ...] = (
       ((8, 4096), (8, 1024), (1, 1024))),
     Attention("4 x 256 upon 3840", (256,) * 4, (3840,) * 4).case(prefill_attention),
     *(norms(T, E) for T, E in ((8, 4096), (8192, 4096))),
+    *(products(T, 4096, 6144) for T in (64, 128)),
+    *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
 from jaxrunner.model import AttentionSpec, Heads, Model, Ops, Source
-from jaxrunner.models.layers import linear, swiglu
+from jaxrunner.models.layers import linear
 from jaxrunner.models.rope import read_rope, rotation
 from jaxrunner.pytree import each, leaf, of, pytree
 from jaxrunner.settings import Settings
@@ -76,10 +76,11 @@ def _layer(config: ModelConfig, ops: Ops, x, delta, w: Layer, cache, turn, *, sp
     eps = config.rms_norm_eps
     cos, sin = turn
     x, h = ops.add_norm(x, delta, w.attn_norm, eps)
-    qkv = linear(h, w.qkv, w.qkv_bias)
+    qkv = ops.linear(h, w.qkv, w.qkv_bias)
     out, cache = ops.attend(qkv, Heads(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
     x, h = ops.add_norm(x, ops.project(out, w.o, w.o_bias), w.mlp_norm, eps)
-    return x, ops.project(swiglu(h, w.gate_up, w.gate_up_bias), w.down, w.down_bias), cache
+    units = ops.swiglu(h, w.gate_up, w.gate_up_bias)
+    return x, ops.project(units, w.down, w.down_bias), cache
 
 
 def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:

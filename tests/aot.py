@@ -40,7 +40,10 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 28 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
-KERNELS = ("decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "sample_tokens")
+KERNELS = (
+    "decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "matmul", "swiglu",
+    "sample_tokens",
+)  # fmt: skip
 MODEL = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=512, intermediate_size=1024,
     num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=128,

@@ -62,6 +62,15 @@ def add_rms_norm(x, residual, weight, *, eps):
     return total, rms_norm(total, wide(weight), eps)
 
 
+def matmul(x, weight):
+    return wide(x) @ wide(weight).T
+
+
+def swiglu(x, gate_up):
+    gate, up = (matmul(x, part) for part in gate_up)
+    return gate / (1 + np.exp(-gate)) * up
+
+
 def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps):
     heads, cos, sin = wide(qkv), wide(cos), wide(sin)
     q, new_k, new_v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]

@@ -1,27 +1,19 @@
-"""Kernels compute what their oracles do, on a GPU; everywhere they lower, and refuse in words."""
+"""Kernels compute what their oracles do, on a GPU; everywhere they lower."""
 
-import contextlib
 from dataclasses import replace
 import functools
 import time
 
 import jax
 import jax.numpy as jnp
+from lowering import cuda, lowers
 import numpy as np
 import oracles
 import pytest
 import rules
-import tiny
 
 from jaxrunner import ops, pytree
-from jaxrunner.kernels_pallas import (
-    add_norm,
-    decode_attention,
-    prefill_attention,
-    reference,
-    rope_write,
-    sampler,
-)
+from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.layout import WIDE, SampleSize
@@ -36,8 +28,6 @@ from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Batch, Inputs, LayerCache
 
 BOUND = dict(bfloat16=6e-3, float16=1e-3, float32=1e-6)  # of ||out - oracle|| / ||oracle||
-NEW = jax.__version_info__ >= (0, 11)
-lowers = pytest.mark.skipif(not NEW, reason="the kernels need JAX 0.11 or newer")
 
 
 def case_id(case: Case) -> str:
@@ -204,13 +194,6 @@ def test_tiles_cover_each_token_once(B: int, window: int | None):
         assert (table[:, 7] == 0).sum() <= gaps + (T + 7 * gaps) // 128
 
 
-def cuda():
-    """A stand-in for the device that kernels are lowered for."""
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh) if NEW else contextlib.nullcontext()
-
-
 @lowers
 @pytest.mark.parametrize("case", TESTS, ids=case_id)
 def test_kernels_lower_for_cuda(case: Case):
@@ -218,61 +201,3 @@ def test_kernels_lower_for_cuda(case: Case):
     with cuda():
         text = jax.jit(case.run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
-
-
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
-
-
-KV = shape(9, 2, 64, 128)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "q", "k", "words"),
-    [
-        (decode_attention, shape(1, 8, 128, dtype="float32"), KV, "one dtype, bfloat16 or float16"),
-        (decode_attention, shape(1, 8, 72), shape(9, 2, 64, 72), "head_dim that is a multiple"),
-        (decode_attention, shape(1, 130, 128), KV, "at most 64 query heads for a KV head"),
-        (decode_attention, shape(1, 8, 128), shape(9, 2, 24, 128), "block_size that divides"),
-        (prefill_attention, shape(8, 8, 128, dtype="float32"), KV, "dtype"),
-        (prefill_attention, shape(8, 8, 72), shape(9, 2, 64, 72), "head_dim"),
-        (prefill_attention, shape(8, 9, 128), KV, "multiple of the KV heads"),
-        (prefill_attention, shape(8, 8, 128), shape(9, 2, 24, 128), "block_size"),
-    ],
-)
-@lowers
-def test_attention_refuses_in_words(kernel, q, k, words):
-    assert words in kernel.refuses(q, k)
-    name = kernel.__name__.split(".")[-1]
-    rows = [shape(1, dtype="int32")] * (1 if kernel is decode_attention else 2)
-    with pytest.raises(ValueError, match=f"{name} wants"):
-        jax.eval_shape(
-            functools.partial(getattr(kernel, name), scale=1.0), q, k, k, shape(1, 3), *rows
-        )
-
-
-def test_small_kernels_refuse_in_words():
-    with pytest.raises(ValueError, match="x and residual must be"):
-        add_norm.add_rms_norm(jnp.ones((2, 64)), jnp.ones((3, 64)), jnp.ones(64), eps=1e-6)
-    rows = jnp.ones((2, 64), jnp.bfloat16)
-    assert "must be float32" in str(add_norm.refuses(rows, jnp.stack([rows] * 3), rows[0]))
-    assert "must be bfloat16" in str(add_norm.refuses(rows, rows.astype(jnp.float32), rows[0]))
-    with pytest.raises(ValueError, match="logits are float16: float32 or bfloat16 is wanted"):
-        sampler.sample_tokens(jnp.ones((2, 64), jnp.float16), *[jnp.ones(2)] * 7)
-    qkv, turn, cache = jnp.ones((2, 2, 6, 16)), jnp.ones((2, 1, 8)), jnp.ones((3, 2, 8, 16))
-    with pytest.raises(ValueError, match="qkv must be bfloat16 or float16, got float32"):
-        rope_write.rope_write(qkv, turn, turn, cache, cache, jnp.zeros(2, jnp.int32), eps=1e-6)
-
-
-def test_engines_choose_in_the_open():
-    """On a CPU the reference runs, and says why; kernels that cannot run are no silent choice."""
-    config, engine = tiny.config(), tiny.engine_config()
-    choice = ops.choose_ops(config, replace(engine, attention_backend="reference"))
-    assert (choice.name, choice.reason) == ("reference", "it was asked for")
-    with pytest.raises(ValueError, match="attention_backend must be one of"):
-        replace(engine, attention_backend="flash")
-    if jax.default_backend() == "cpu":
-        choice = ops.choose_ops(config, engine)
-        assert choice.name == "reference" and "wants a Hopper GPU" in choice.reason
-        with pytest.raises(ValueError, match="attention_backend='mosaic_gpu' wants a Hopper GPU"):
-            ops.choose_ops(config, replace(engine, attention_backend="mosaic_gpu"))

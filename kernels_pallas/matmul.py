@@ -1,0 +1,214 @@
+"""Products of some dozens to hundreds of tokens with weights, on Hopper (Mosaic GPU).
+
+A block of the grid computes a tile of the outputs for all tokens, so that each weight is read
+once: one warpgroup copies weights and tokens into shared memory, step by step of the sum, and the
+others compute, 64 tokens each. Two blocks form a cluster and share what they read of the tokens.
+The gate and the up projection of a gated MLP are halves of one tile, and meet in registers.
+Weights are on their way before the kernel that makes the tokens has ended, so it must not be that
+kernel which makes the weights.
+"""
+
+from dataclasses import dataclass
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.types import Array
+
+ROWS = 64  # tokens of a warpgroup: the height of a Hopper matrix product
+STEP = 64  # terms of a sum that a step takes: 128 bytes, the widest swizzle
+SMEM_BYTES = 226 * 1024  # of a block, less what barriers need
+MAX_TILE = 128  # outputs of a block: with more, registers run out
+CLUSTER = 2
+COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=mgpu.LoweringSemantics.Lane)
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Sizes that change speed alone."""
+
+    tile: int = 0  # outputs of a block, gates included; 0: what keeps the chip busiest
+    stages: int = 8  # steps that are in shared memory, fewer where they do not fit
+    num_ctas: int = 132  # at most: one for each multiprocessor of an H200
+
+    def fit(self, T: int, outputs: int) -> "TuningConfig":
+        """Returns the sizes for T tokens, with a tile of 0 where none fits."""
+        sizes = [self.tile] if self.tile else range(16, MAX_TILE + 1, 16)
+        sizes = [size for size in sizes if outputs % (CLUSTER * size) == 0]
+
+        def cost(size: int) -> tuple[int, int]:
+            turns = -(-outputs // (size * (self.num_ctas // CLUSTER * CLUSTER)))
+            return turns * size, -size
+
+        tile = min(sizes, key=cost, default=0)
+        stages = min(self.stages, SMEM_BYTES // (2 * STEP * (T + tile)))
+        return TuningConfig(tile, stages, self.num_ctas)
+
+
+class _Static(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    T: int
+    gated: bool
+    steps: int  # of a tile
+    pairs: int  # of tiles, which a cluster computes at once
+    clusters: int
+    tile: int
+    stages: int
+
+
+def refuses(x, weight, config: TuningConfig = TuningConfig()) -> str | None:
+    """Says why x, [T, E], and weight, [F, E] or [2, F, E], are not served; None if they are."""
+    T, E = x.shape
+    if jax.__version_info__ < (0, 11):
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
+        return f"wants one dtype, bfloat16 or float16, got {x.dtype} and {weight.dtype}"
+    if T % ROWS or not ROWS <= T <= 4 * ROWS:
+        return f"wants 64, 128, 192 or 256 tokens, got {T}"
+    if weight.shape[-1] != E or E % STEP:
+        return f"wants sums of a multiple of {STEP} terms, got {E} and {weight.shape[-1]}"
+    fit = config.fit(T, weight.size // E)
+    if not fit.tile:
+        return f"wants outputs in pairs of tiles of 16 to {MAX_TILE}, got {weight.shape[:-1]}"
+    if fit.stages > E // STEP:
+        return f"wants sums of at least {fit.stages} x {STEP} terms, got {E}"
+    return None
+
+
+def matmul(x: Array, weight: Array, config: TuningConfig = TuningConfig()) -> Array:
+    """Returns x, [T, E], times weight, [F, E]: [T, F].
+
+    Raises: ValueError where `refuses` says why.
+    """
+    return _call(x, weight, False, config)
+
+
+def swiglu(x: Array, gate_up: Array, config: TuningConfig = TuningConfig()) -> Array:
+    """Returns the units of a gated MLP, [T, F], of x, [T, E], and gate_up, [2, F, E].
+
+    arXiv:2002.05202. Raises: ValueError where `refuses` says why.
+    """
+    return _call(x, gate_up, True, config)
+
+
+def _call(x: Array, weight: Array, gated: bool, config: TuningConfig) -> Array:
+    if reason := refuses(x, weight, config):
+        raise ValueError(f"matmul {reason}")
+    (T, E), F, consumers = x.shape, weight.shape[-2], x.shape[0] // ROWS
+    tile, stages, num_ctas = (fit := config.fit(T, weight.size // E)).tile, fit.stages, fit.num_ctas
+    pairs = weight.size // (E * tile * CLUSTER)
+    clusters = min(num_ctas // CLUSTER, pairs)
+    s = _Static(T, gated, E // STEP, pairs, clusters, tile, stages)
+    layout = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP)
+    return plgpu.kernel(
+        functools.partial(_kernel, s),
+        out_type=jax.ShapeDtypeStruct((T, F), x.dtype),
+        scratch_types=dict(
+            x_smem=plgpu.SMEM((stages, T, STEP), x.dtype, transforms=layout),
+            w_smem=plgpu.SMEM((stages, tile, STEP), x.dtype, transforms=layout),
+            full=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=stages),
+            free=plgpu.ClusterBarrier(
+                collective_axes=("peer",), num_arrivals=consumers, num_barriers=stages
+            ),
+        ),
+        grid=(clusters,), grid_names=("team",), cluster=(CLUSTER,), cluster_names=("peer",),
+        num_threads=consumers + 1, thread_name="wg",
+        kernel_name="swiglu" if gated else "matmul", compiler_params=COMPILER,
+    )(x, weight)  # fmt: skip
+
+
+def _kernel(s: _Static, x, w, out, **smem):
+    wg, team, peer = (lax.axis_index(name) for name in ("wg", "team", "peer"))
+    rounds = lax.div(s.pairs - team + s.clusters - 1, s.clusters)
+
+    def tile(r):
+        return (team + r * s.clusters) * CLUSTER + peer
+
+    consumers = s.T // ROWS
+    pl.when(wg < consumers)(lambda: _compute(s, wg, rounds, tile, out, **smem))
+    pl.when(wg == consumers)(lambda: _fetch(s, rounds, tile, x, w, **smem))
+
+
+def _fetch(s: _Static, rounds, tile, x, w, *, x_smem, w_smem, full, free):
+    """Copies weights and tokens, step by step of each tile."""
+
+    def terms(step):
+        return pl.ds(lax.rem(step, s.steps) * STEP, STEP)
+
+    def weights(step, slot):
+        n, at, width = tile(lax.div(step, s.steps)), terms(step), s.tile // (1 + s.gated)
+        rows = pl.ds(n * width, width)
+        for i in range(1 + s.gated):
+            source = w.at[i, rows, at] if s.gated else w.at[rows, at]
+            target = w_smem.at[slot, pl.ds(i * width, width)]
+            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+
+    def tokens(step, slot):
+        source, target = x.at[:, terms(step)], x_smem.at[slot]
+        plgpu.copy_gmem_to_smem(source, target, full.at[slot], collective_axes="peer")
+
+    for slot in range(s.stages):
+        weights(slot, slot)
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+    for slot in range(s.stages):
+        tokens(slot, slot)
+
+    def body(step, _):
+        slot = lax.rem(step, s.stages)
+        plgpu.barrier_wait(free.at[slot])
+        weights(step, slot)
+        tokens(step, slot)
+        return _
+
+    def drain(step, _):
+        plgpu.barrier_wait(free.at[lax.rem(step, s.stages)])
+        return _
+
+    total = rounds * s.steps
+    lax.fori_loop(s.stages, total, body, None)
+    # A block may not end while its peer still tells it that a slot is free.
+    lax.fori_loop(total, total + s.stages, drain, None)
+
+
+def _compute(s: _Static, wg, rounds, tile, out, *, x_smem, w_smem, full, free):
+    """Sums up each tile for the 64 tokens of a warpgroup."""
+    rows = pl.ds(wg * ROWS, ROWS)
+
+    def sums(r, acc):
+        def body(step, _):
+            slot = lax.rem(step, s.stages)
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.wgmma(acc, x_smem.at[slot, rows], w_smem.at[slot].T)
+            plgpu.wgmma_wait(1)
+
+            @pl.when(step > r * s.steps)
+            def _():
+                plgpu.barrier_arrive(free.at[lax.rem(step - 1, s.stages)])
+
+            return _
+
+        end = (r + 1) * s.steps
+        lax.fori_loop(r * s.steps, end, body, None)
+        result = acc[...]
+        plgpu.barrier_arrive(free.at[lax.rem(end - 1, s.stages)])
+        return result
+
+    def one(r, _):
+        acc = plgpu.ACC((ROWS, s.tile), jnp.float32)
+        y, width = pl.run_scoped(functools.partial(sums, r), acc), s.tile // (1 + s.gated)
+        if s.gated:
+            gate, up = (lax.slice(y, (0, i * width), (ROWS, (i + 1) * width)) for i in range(2))
+            y = gate / (1 + jnp.exp(-gate)) * up
+        put(out.at[rows, pl.ds(tile(r) * width, width)], y.astype(out.dtype))
+        return _
+
+    lax.fori_loop(0, rounds, one, None)

@@ -1,0 +1,123 @@
+"""Kernels refuse in words what they cannot serve, and run where they were seen to be ahead."""
+
+from dataclasses import replace
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from lowering import cuda, lowers
+import pytest
+import tiny
+
+from jaxrunner import ops
+from jaxrunner.kernels_pallas import (
+    add_norm,
+    decode_attention,
+    matmul,
+    prefill_attention,
+    rope_write,
+    sampler,
+)
+
+
+def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+KV = shape(9, 2, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "q", "k", "words"),
+    [
+        (decode_attention, shape(1, 8, 128, dtype="float32"), KV, "one dtype, bfloat16 or float16"),
+        (decode_attention, shape(1, 8, 72), shape(9, 2, 64, 72), "head_dim that is a multiple"),
+        (decode_attention, shape(1, 130, 128), KV, "at most 64 query heads for a KV head"),
+        (decode_attention, shape(1, 8, 128), shape(9, 2, 24, 128), "block_size that divides"),
+        (prefill_attention, shape(8, 8, 128, dtype="float32"), KV, "dtype"),
+        (prefill_attention, shape(8, 8, 72), shape(9, 2, 64, 72), "head_dim"),
+        (prefill_attention, shape(8, 9, 128), KV, "multiple of the KV heads"),
+        (prefill_attention, shape(8, 8, 128), shape(9, 2, 24, 128), "block_size"),
+    ],
+)
+@lowers
+def test_attention_refuses_in_words(kernel, q, k, words):
+    assert words in kernel.refuses(q, k)
+    name = kernel.__name__.split(".")[-1]
+    rows = [shape(1, dtype="int32")] * (1 if kernel is decode_attention else 2)
+    with pytest.raises(ValueError, match=f"{name} wants"):
+        jax.eval_shape(
+            functools.partial(getattr(kernel, name), scale=1.0), q, k, k, shape(1, 3), *rows
+        )
+
+
+def test_small_kernels_refuse_in_words():
+    with pytest.raises(ValueError, match="x and residual must be"):
+        add_norm.add_rms_norm(jnp.ones((2, 64)), jnp.ones((3, 64)), jnp.ones(64), eps=1e-6)
+    rows = jnp.ones((2, 64), jnp.bfloat16)
+    assert "must be float32" in str(add_norm.refuses(rows, jnp.stack([rows] * 3), rows[0]))
+    assert "must be bfloat16" in str(add_norm.refuses(rows, rows.astype(jnp.float32), rows[0]))
+    with pytest.raises(ValueError, match="logits are float16: float32 or bfloat16 is wanted"):
+        sampler.sample_tokens(jnp.ones((2, 64), jnp.float16), *[jnp.ones(2)] * 7)
+    qkv, turn, cache = jnp.ones((2, 2, 6, 16)), jnp.ones((2, 1, 8)), jnp.ones((3, 2, 8, 16))
+    with pytest.raises(ValueError, match="qkv must be bfloat16 or float16, got float32"):
+        rope_write.rope_write(qkv, turn, turn, cache, cache, jnp.zeros(2, jnp.int32), eps=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "words"),
+    [
+        (shape(64, 512, dtype="float32"), shape(96, 512), "one dtype, bfloat16 or float16"),
+        (shape(8, 512), shape(96, 512), "wants 64, 128, 192 or 256 tokens, got 8"),
+        (shape(320, 512), shape(96, 512), "256 tokens, got 320"),
+        (shape(64, 520), shape(96, 520), "wants sums of a multiple of 64 terms, got 520"),
+        (shape(64, 512), shape(96, 256), "got 512 and 256"),
+        (shape(64, 512), shape(2, 100, 512), "wants outputs in pairs of tiles of 16 to 128"),
+        (shape(64, 256), shape(96, 256), "wants sums of at least 8 x 64 terms, got 256"),
+    ],
+)
+@lowers
+def test_products_refuse_in_words(x, weight, words):
+    assert words in matmul.refuses(x, weight)
+    with pytest.raises(ValueError, match="matmul wants"):
+        jax.eval_shape(matmul.matmul if len(weight.shape) == 2 else matmul.swiglu, x, weight)
+
+
+@lowers
+def test_products_run_where_they_are_ahead():
+    """Large weights and few tokens go through our own kernels; all else is XLA's."""
+    batch: Any = None  # of which products know nothing
+    fused = ops.fused(batch)
+
+    def kernels(function, *args) -> int:
+        with cuda():
+            traced = jax.jit(function).trace(*args)
+            return traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2")
+
+    qkv, gate_up = shape(8, 6, 128, 4096), shape(2, 14336, 4096)
+    assert [kernels(fused.linear, shape(T, 4096), qkv) for T in (8, 64, 128, 256)] == [0, 1, 1, 0]
+    assert [kernels(fused.swiglu, shape(T, 4096), gate_up) for T in (8, 64, 256, 512)] == [
+        0,
+        1,
+        1,
+        0,
+    ]
+    assert not kernels(fused.linear, shape(64, 1024), shape(8, 4, 128, 1024))
+    assert not kernels(fused.swiglu, shape(64, 1024), shape(2, 3072, 1024))
+    bias = shape(2, 14336)
+    assert not kernels(fused.swiglu, shape(64, 4096), gate_up, bias)
+
+
+def test_engines_choose_in_the_open():
+    """On a CPU the reference runs, and says why; kernels that cannot run are no silent choice."""
+    config, engine = tiny.config(), tiny.engine_config()
+    choice = ops.choose_ops(config, replace(engine, attention_backend="reference"))
+    assert (choice.name, choice.reason) == ("reference", "it was asked for")
+    with pytest.raises(ValueError, match="attention_backend must be one of"):
+        replace(engine, attention_backend="flash")
+    if jax.default_backend() == "cpu":
+        choice = ops.choose_ops(config, engine)
+        assert choice.name == "reference" and "wants a Hopper GPU" in choice.reason
+        with pytest.raises(ValueError, match="attention_backend='mosaic_gpu' wants a Hopper GPU"):
+            ops.choose_ops(config, replace(engine, attention_backend="mosaic_gpu"))
