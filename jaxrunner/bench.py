@@ -70,7 +70,7 @@ PRESETS = {
     "llama8b": Preset(
         _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
                 rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
-        GPU_ENGINE,
+        GPU_ENGINE | dict(decode_buckets=(8, 32, 64, 128, 192, 256)),
     ),
     "qwen06b": Preset(
         _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
@@ -269,6 +269,7 @@ def main() -> None:
         return
     bench = Bench(PRESETS[args.preset])
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
+    result["programs"] = bench.llm.engine.runner.programs.report()
     result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
     for part in args.parts.split(","):
         run: Callable[[], dict[str, Any]] = getattr(bench, part)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 from pathlib import Path
 import platform
 import tempfile
@@ -30,8 +31,7 @@ MAX_BYTES = 4 << 30  # of the folder: beyond, what was not used for longest is r
 def find_folder(cache_dir: str | None) -> Path | None:
     """Returns where executables are kept, None for nowhere.
 
-    "auto" is the user's cache folder on a CPU, and nowhere on a GPU, where it was not tried yet,
-    or without platformdirs.
+    "auto" is the user's cache folder, and nowhere without platformdirs.
 
     Raises:
       TypeError: `cache_dir` is no name.
@@ -40,8 +40,6 @@ def find_folder(cache_dir: str | None) -> Path | None:
         raise TypeError(f"cache_dir must be a folder, 'auto' or None, got {cache_dir!r}")
     if cache_dir != "auto":
         return None if cache_dir is None else Path(cache_dir)
-    if jax.default_backend() != "cpu":
-        return None
     try:
         import platformdirs
     except ModuleNotFoundError:
@@ -142,11 +140,19 @@ def _surroundings() -> tuple[str, ...]:
     flags = options.executable_build_options.debug_options  # of XLA_FLAGS, once it is asked for
     return (
         jax.__version__, version.__version__, backend.platform_version, device.device_kind,
-        str(jax.local_device_count()), platform.machine(), _digest([_cpu().encode()]),
+        str(jax.local_device_count()), platform.machine(), _digest([_cpu().encode()]), *_nvidia(),
         str(flags is None), _digest([options.SerializeAsString()]),
         *(str(getattr(jax.config, name)) for name in SETTINGS),
         _digest(path.read_bytes() for path in _code()),
     )  # fmt: skip
+
+
+def _nvidia() -> list[str]:
+    """Names NVIDIA's driver and libraries, among whose kernels XLA chooses."""
+    driver = Path("/proc/driver/nvidia/version")
+    names = [f"{found.name} {found.version}" for found in importlib.metadata.distributions()]
+    libraries = sorted({name for name in names if name.startswith("nvidia-")})
+    return [driver.read_text() if driver.exists() else "", *libraries]
 
 
 def _code() -> list[Path]:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, from a checko
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import rules
 
 from jaxrunner import LLM, SamplingParams, embedded
@@ -293,6 +294,7 @@ def markdown(cells: dict[Pair, str]) -> str:
 
 
 def test_features_work_together_or_are_refused():
+    pytest.importorskip("llguidance")
     assert DOCS.read_text() == markdown(matrix()), "to write it: python tests/test_features.py"
 
 
