@@ -1,9 +1,9 @@
 """Paged attention of one query token a request: bandwidth-bound, so all is about reading KV once.
 
 Each work item is a run of key tiles of one request and KV head. A request whose run is longer than
-the chip's share is split (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html)
-and its parts are merged by a second, nearly empty launch. Items are found on the device, once a
-step: XLA shares them between layers.
+the chip's share is split (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html);
+who ends last of its parts merges them (`split_rows`). Items are found on the device, once a step:
+XLA shares them between layers.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap
+from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap, split_rows
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.ragged import find_rows
@@ -44,9 +44,8 @@ class Items(NamedTuple):
     part: Array  # [I] 0 where the item is its row's only one, else 1; 2 for a row's first part
     length: Array  # [I] of the row
     block: Array  # [I] of the first tile: read with the rest, its keys come a memory latency sooner
-    split_row: Array  # [X] rows of several parts, then B
-    split_first: Array  # [X] first item of such a row
-    split_parts: Array  # [X]
+    head: Array  # [I] the row's first item
+    parts: Array  # [I] items of the row
 
 
 def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
@@ -81,16 +80,14 @@ def plan(
     share = (tiles.sum() * num_kv_heads + config.num_ctas - 1) // config.num_ctas
     # An empty row has an item too, which writes its zeros.
     parts = jnp.clip((tiles + share - 1) // jnp.maximum(share, 1), 1, MAX_PARTS)
-    rows, split = jnp.arange(B, dtype=jnp.int32), parts > 1
+    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + extra))
     # Comparisons of all with all, where a search or a scatter would be many launches.
-    upto = rows[:, None] >= rows[None]
-    end, rank = (jnp.where(upto, x[None], 0).sum(1) for x in (parts, split.astype(jnp.int32)))
-    item = jnp.arange(B + extra, dtype=jnp.int32)
+    end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
     row = find_rows(end, item)
     of = jnp.minimum(row, B - 1)
-    part, num, tiles, first = item - (end - parts)[of], parts[of], tiles[of], first[of]
+    head, num, tiles, first = (end - parts)[of], parts[of], tiles[of], first[of]
+    part = item - head
     start = first + part * tiles // num
-    at = split[None] & (rank[None] == 1 + jnp.arange(extra)[:, None])
     return Items(
         row=row,
         first=start,
@@ -98,9 +95,8 @@ def plan(
         part=jnp.where(num == 1, 0, jnp.where(part == 0, 2, 1)),
         length=seq_lens[of],
         block=blocks[of, jnp.minimum(start * config.block_kv // S, blocks.shape[1] - 1)],
-        split_row=jnp.where(at, rows[None], B).min(1),
-        split_first=jnp.where(at, (end - parts)[None], 0).sum(1),
-        split_parts=jnp.where(at, parts[None], 0).sum(1),
+        head=head,
+        parts=num,
     )
 
 
@@ -124,10 +120,13 @@ def decode_attention(
     (B, H, D), K = q.shape, k.shape[1]
     G = H // K
     items = plan(seq_lens, blocks, k.shape, window, config)
-    num_items, num_split = items.row.shape[0], items.split_row.shape[0]
+    num_items, part_heads = items.row.shape[0], -(-G // split_rows.HEADS) * split_rows.HEADS
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, K, G, D), q.dtype))
-    part = jax.empty_ref(jax.ShapeDtypeStruct((num_items + MAX_PARTS, K, G, D), jnp.float32))
-    weight = jax.empty_ref(jax.ShapeDtypeStruct((num_items + MAX_PARTS, K, G, 8), jnp.float32))
+    part, weight = (
+        jax.empty_ref(jax.ShapeDtypeStruct((num_items, K, part_heads, width), jnp.float32))
+        for width in (D, 8)
+    )
+    counters = jnp.zeros((B, K), jnp.int32)
     sink = jnp.full((K, ROWS), NOTHING, jnp.float32)
     if sinks is not None:
         sink = sink.at[:, :G].set(sinks.reshape(K, G).astype(jnp.float32) * LOG2_E)
@@ -136,7 +135,7 @@ def decode_attention(
     heads = jnp.pad(q.reshape(B * K, G, D), ((0, 0), (0, padded - G), (0, 0))).reshape(-1, D)
     heads = jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0)))
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
-    rest = blocks, *items[:6], sink, out, part, weight
+    rest = blocks, *items, sink, counters, out, part, weight
     if k_scale is None:
         body = functools.partial(_attend, config, G, padded, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
@@ -148,10 +147,6 @@ def decode_attention(
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
         launch = _launch(body, (num_items, K), scratch, **params)
         launch(heads, k, v, k_scale, v_scale, *rest)
-    merge = [plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((ROWS, 8), jnp.float32)]
-    merge += [plgpu.SMEM((D,), q.dtype), plgpu.Barrier(num_arrivals=2)]
-    launch = _launch(_merge, (num_split, H), merge, reduction_scratch_bytes=4096)
-    launch(*items[6:], part, weight, out)
     return jax.freeze(out).reshape(B, H, D)
 
 
@@ -182,13 +177,14 @@ def _scratch(dtype, D: int, copies: int, config: TuningConfig) -> list:
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        split_rows.FLAG,
     ]
 
 
 def _attend(
     config, G, padded, q_ref, k_ref, v_ref, blocks_ref, row_ref, first_ref, last_ref, part_of_ref,
-    length_ref, block_ref, sink_ref, out_ref, part_ref, weight_ref, q_smem, keys, v_smem,
-    q_ready, k_ready, v_ready,
+    length_ref, block_ref, head_ref, parts_ref, sink_ref, counter_ref, out_ref, part_ref,
+    weight_ref, q_smem, keys, v_smem, q_ready, k_ready, v_ready, flag,
     *, scale, window, soft_cap, sinks,
 ):  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
@@ -295,6 +291,11 @@ def _attend(
             _put(acc, part_smem, part_ref.at[item, h])
             weight = lax.broadcast_in_dim(best + jnp.log2(safe), (ROWS, 8), [0])
             _put(weight, weight_smem, weight_ref.at[item, h])
+            plgpu.wait_smem_to_gmem(0)
+            split_rows.finish(
+                part_ref, weight_ref, h, head_ref[item], parts_ref[item],
+                out_ref.at[row, h], counter_ref.at[row, h], flag,
+            )  # fmt: skip
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -312,37 +313,3 @@ def _put(x, smem, ref):
     put(smem, x)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, ref.shape[0])], ref)
-
-
-def _merge(
-    row_ref, first_ref, parts_ref, part_ref, weight_ref, out_ref,
-    part_smem, weight_smem, out_smem, ready,
-):  # fmt: skip
-    """Merges the parts of one row and query head, each weighted by its softmax total."""
-    overlap.begin()
-    i, head = lax.axis_index("item"), lax.axis_index("head")
-    (B, _, G, _), layout = out_ref.shape, plgpu.Layout.WGMMA
-    row, first, parts = row_ref[i], first_ref[i], parts_ref[i]
-    h, g = lax.div(head, G), lax.rem(head, G)
-
-    @pl.when(row < B)
-    def _():
-        at = pl.ds(first, MAX_PARTS)
-        plgpu.copy_gmem_to_smem(part_ref.at[at, h, g], part_smem, ready)
-        plgpu.copy_gmem_to_smem(weight_ref.at[at, h, g], weight_smem, ready)
-        plgpu.barrier_wait(ready)
-        part, weight = (
-            plgpu.load(x, layout=layout, optimized=False) for x in (part_smem, weight_smem)
-        )
-
-        def real(like):
-            return plgpu.broadcasted_iota(jnp.int32, like.shape, 0, layout=layout) < parts
-
-        weight = jnp.where(real(weight), weight, NOTHING).max(axis=1)
-        weight = jnp.exp2(weight - weight.max())
-        weight = weight / weight.sum()
-        part = part * lax.broadcast_in_dim(weight, part.shape, [0])
-        put(out_smem, jnp.where(real(part), part, 0.0).sum(axis=0).astype(out_smem.dtype))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, h, g])
-        plgpu.wait_smem_to_gmem(0)

@@ -4,7 +4,7 @@ The products are turned round: keys, and then values, are their left side, whose
 Hopper takes 64 at a time, and the few query heads of a KV head are the right side. So a tile of
 keys goes from shared memory through registers, where it becomes bfloat16, right into its product,
 and the softmax is of [keys, heads], not of 64 rows that are mostly padding. `decode_attention`
-plans the items and merges their parts.
+plans the items.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
-from jaxrunner.kernels_pallas import eight_bits, overlap
+from jaxrunner.kernels_pallas import eight_bits, overlap, split_rows
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 
 # Numbers in e4m3 come times 2**-120. Queries and weights make up for most of it ahead of a
@@ -54,14 +54,15 @@ def scratch(k, heads: int, stages: int, block_kv: int) -> list:
         plgpu.SMEM((heads, C), jnp.bfloat16, transforms=wide),
         ready,
         ready,
+        split_rows.FLAG,
     ]
 
 
 def attend(
     config, G, padded, q_ref, k_ref, v_ref, k_scale_ref, v_scale_ref, blocks_ref, row_ref,
-    first_ref, last_ref, part_of_ref, length_ref, block_ref, sink_ref, out_ref, part_ref,
-    weight_ref, q_smem, k_smem, v_smem, k_scale_smem, v_scale_smem, v_wide, p_smem,
-    k_ready, v_ready, *, scale, window, soft_cap, sinks,
+    first_ref, last_ref, part_of_ref, length_ref, block_ref, head_ref, parts_ref, sink_ref,
+    counter_ref, out_ref, part_ref, weight_ref, q_smem, k_smem, v_smem, k_scale_smem,
+    v_scale_smem, v_wide, p_smem, k_ready, v_ready, flag, *, scale, window, soft_cap, sinks,
 ):  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
     overlap.begin()
@@ -169,6 +170,10 @@ def attend(
         def _():
             _put(acc, part_ref.at[item, h], D)
             _put(of_head(best + jnp.log2(safe)), weight_ref.at[item, h], weight_ref.shape[3])
+            split_rows.finish(
+                part_ref, weight_ref, h, head_ref[item], parts_ref[item],
+                out_ref.at[row, h], counter_ref.at[row, h], flag,
+            )  # fmt: skip
 
 
 def _permuted(ref, start, heads: int):

@@ -37,8 +37,7 @@ On the diagonal is one feature, which changed what was answered (`priority` only
 `python tests/test_features.py` made this file, and `pytest tests/test_features.py` compares it.
 """
 V, L, N = 4096, 64, 18  # ids; positions; tokens of an output at most
-EOS = 307  # "def", which the model says soon, beside its own EOS
-STOP, STOP_ID, NAMED = "i]", 73, (5, 6, 73, 88)
+EOS, STOP, STOP_ID, NAMED = 307, "i]", 73, (5, 6, 73, 88)  # EOS is "def", said soon
 PROMPT = "for i in range(10):\n    x[i] = 0\n    x[i] = 0\n    x[i] ="
 BASE: dict[str, Any] = dict(seed=13, max_tokens=N)
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -80,8 +79,7 @@ class Oracle:
 
     def _masks(self, wanted: StructuredOutputsParams, ids: Sequence[int]) -> np.ndarray:
         grammar = self._grammars.submit(wanted).result()
-        masks = np.full((N, V // 32), -1, np.int32)
-        for mask, token in zip(masks, ids, strict=False):
+        for mask, token in zip(masks := np.full((N, V // 32), -1, np.int32), ids, strict=False):
             grammar.fill(mask)
             grammar.accept([token])
         return masks
@@ -169,8 +167,8 @@ def tells_prompt(case: Case, told: CompletionOutput) -> bool:
 
 def is_streamed(case: Case, told: CompletionOutput) -> bool:
     alone = case.alone.outputs[told.index]  # a part may have the tokens of two steps
-    ends = (told.text, told.finish_reason) == (alone.text, alone.finish_reason)
-    return ends and 3 * case.num_parts >= len(told.token_ids)
+    same = told.text == alone.text and told.finish_reason == alone.finish_reason
+    return same and 3 * case.num_parts >= len(told.token_ids)
 
 
 DRAWN: dict[str, dict[str, Any]] = {  # what `Oracle.draws` checks
@@ -260,8 +258,8 @@ def judged(found: dict[Pair, list[RequestOutput]], params, base, oracle: Oracle)
             case = Case(got, params[pair], base if name == other else whole[other, other], *rest)
             checks = [FEATURES[name][1]] + [is_same] * (name in OBSERVERS)
             wrong += [name] * (not all(c(case, told) for c in checks for told in got.outputs))
-        seen = [dataclasses.replace(o, request_id="", metrics=None) for o in (got, base)]
-        if pair[0] == pair[1] not in ("priority", "stream") and seen[0] == seen[1]:
+        a, b = (dataclasses.replace(o, request_id="", metrics=None) for o in (got, base))
+        if pair[0] == pair[1] not in ("priority", "stream") and a == b:
             wrong.append("no effect")
         cells[pair] = got.error or (f"failed: {wrong}" if wrong else "+")
     return cells
@@ -284,7 +282,7 @@ def matrix() -> dict[Pair, str]:
 
 def markdown(cells: dict[Pair, str]) -> str:
     assert not (failed := {p: c for p, c in cells.items() if c.startswith("failed")}), failed
-    numbers = "".join(f" {i} |" for i, _ in enumerate(FEATURES, 1))
+    numbers = "".join(f" {i + 1} |" for i in range(len(FEATURES)))
     lines = [f"{HEAD}\n| |{numbers}\n|---{'|---' * len(FEATURES)}|"]
     for i, a in enumerate(FEATURES, 1):
         row = [cells.get((a, b)) or cells[b, a] for b in FEATURES]
