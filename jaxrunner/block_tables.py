@@ -24,6 +24,7 @@ class BlockTables:
         self._groups = tuple(zip(groups, pools, strict=True))
         self.have_windows = any(group.window is not None for group in groups)
         self._caching = [(g, pool) for g, pool in enumerate(pools) if pool.enable_caching]
+        self.weights_version = 0  # what was computed under another is found no more
         for group, pool in self._groups:
             assert group.block_size == pool.block_size, "a pool and its group differ"
 
@@ -46,6 +47,8 @@ class BlockTables:
         """Returns the longest cached prefix of a request that leaves a token to compute."""
         if not self._caching:
             return Hit(0, tuple([] for _ in self._groups))
+        if request.weights_version != self.weights_version:
+            request.block_hashes, request.weights_version = (), self.weights_version
         tokens = request.token_ids
         self._extend_hashes(request)
         lookups = [
@@ -67,9 +70,7 @@ class BlockTables:
         start, limit = hit.num_tokens, min(len(tokens) - 1, request.cache_limit)
         found = []
         for (_, pool), hashes in zip(self._groups, request.block_hashes, strict=True):
-            parent = (
-                hashes[start // pool.block_size - 1] if start else root_hash(request.cache_salt)
-            )
+            parent = hashes[start // pool.block_size - 1] if start else root_hash(_salt(request))
             found.append(pool.lookup_tail(parent, tokens[start : start + pool.block_size]))
         count = min(limit - start, *(n for n, _ in found))
         return Hit(start + count, hit.blocks, tuple(b for _, b in found)) if count > 0 else hit
@@ -162,7 +163,7 @@ class BlockTables:
             i = (num_tokens - 1) // pool.block_size
             tokens = _slice(request, i * pool.block_size, num_tokens)
             if table[i] != pool.null_block:
-                parent = hashes[i - 1] if i else root_hash(request.cache_salt)
+                parent = hashes[i - 1] if i else root_hash(_salt(request))
                 pool.publish_tail(table[i], parent, tokens)
 
     def drop_skipped(self, request: Request, num_computed: int) -> None:
@@ -197,10 +198,14 @@ class BlockTables:
         tokens = request.token_ids
         request.block_hashes = tuple(
             block_hashes(
-                tokens, pool.block_size, group=pool.group, salt=request.cache_salt, known=hashes
+                tokens, pool.block_size, group=pool.group, salt=_salt(request), known=hashes
             )
             for (_, pool), hashes in zip(self._groups, known, strict=True)
         )
+
+
+def _salt(request: Request) -> bytes:
+    return b"%d %s" % (request.weights_version, request.cache_salt)
 
 
 def _find_block(

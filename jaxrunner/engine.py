@@ -66,6 +66,8 @@ class Engine:
         self._gained: Gained = []  # read, and not yet returned
         self._compiling = Constraints(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
+        self.weights_version = 0
+        self.asleep = ""  # why nothing can run, while it cannot
 
     def add(
         self,
@@ -86,6 +88,7 @@ class Engine:
 
         Raises:
           TypeError, ValueError: a bad prompt or parameter, or an id that is in use; names it.
+          RuntimeError: the engine sleeps.
         """
         vocab_size, max_len = self.model_config.vocab_size, self.config.max_model_len
         check_prompt(prompt_token_ids, vocab_size, max_len)
@@ -221,7 +224,9 @@ class Engine:
                     raise FloatingPointError(f"request {req_id!r}: {error}")
 
     def _check(self, params: SamplingParams) -> None:
-        """Refuses what only a caller with a tokenizer, or another engine, can honour."""
+        """Refuses what only a caller with a tokenizer, another engine or one awake can honour."""
+        if self.asleep:
+            raise RuntimeError(self.asleep)
         for word in params.bad_words or ():
             if isinstance(word, str):
                 raise ValueError(f"bad_words has the text {word!r}, an engine takes token ids")
@@ -246,6 +251,19 @@ class Engine:
     def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
         """Compiles every program that usual requests need, or with `rich` that any can need."""
         self.runner.warm_up(rich=rich, progress=progress)
+
+    def update_params(self, params: Any) -> None:
+        """Takes new weights between two steps; requests at work go on with them.
+
+        What was computed with the old ones is no longer found in the prefix cache, except by
+        requests that run. The arrays are used as they are, and must not be donated afterwards.
+
+        Raises:
+          ValueError, TypeError: they are not like the old ones, which stay; names where.
+        """
+        self.runner.update_params(params)
+        self.scheduler.outdate_prefixes()
+        self.weights_version += 1
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""

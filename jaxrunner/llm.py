@@ -18,6 +18,7 @@ from jaxrunner.chat import render_chat
 from jaxrunner.completions import Completions, has_news, news
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
+from jaxrunner.lifecycle import Lifecycle
 from jaxrunner.loader import load
 from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import RequestOutput, RequestOutputs
@@ -31,7 +32,7 @@ from jaxrunner.tokenizer import Tokenizer
 from jaxrunner.worker import engine_config
 
 
-class LLM:
+class LLM(Lifecycle):
     """A model that answers prompts, many at once.
 
     model: a folder with config.json, safetensors and tokenizer.json, or a name on the Hugging

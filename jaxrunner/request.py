@@ -45,6 +45,7 @@ class Request:
     num_tokens: int = field(init=False)  # prompt and output; a count, as every step asks for it
     blocks: tuple[list[int], ...] = ()  # by cache group; the pool's `null_block` where skipped
     block_hashes: tuple[list[bytes], ...] = ()  # by cache group, one a full block of known tokens
+    weights_version: int = 0  # at its admission: it shares blocks only with requests of the same
     num_held: int = 0  # tokens that `blocks` have room for
     full_len: int = 0  # known tokens at which another block is full, and to be published
     num_computed: int = 0  # tokens launched, an upper bound of what the device has computed

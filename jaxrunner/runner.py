@@ -37,6 +37,7 @@ from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
 from jaxrunner.transfer import Layout
+from jaxrunner.weights import like
 
 
 class Work(NamedTuple):
@@ -73,6 +74,9 @@ class ModelRunner:
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
+        self._wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+        )
         cache, code = None, (model.forward, model.logits)
         # What the code of others does is not known.
         ours = rules == RULES and is_ours(*code)
@@ -102,6 +106,14 @@ class ModelRunner:
             self.sample_tokens()
         else:
             self.state, _ = self.programs[key](self.params, self.state, work.plan)
+
+    def update_params(self, params: Any) -> None:
+        """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
+
+        Raises:
+          ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
+        """
+        self.params = like(params, self._wanted)
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.

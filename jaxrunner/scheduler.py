@@ -153,6 +153,10 @@ class Scheduler:
         """Forgets cached prefixes; False, and no change, while a request runs."""
         return self._tables.reset()
 
+    def outdate_prefixes(self) -> None:
+        """Lets no request to come share what was computed so far: the weights have changed."""
+        self._tables.weights_version += 1
+
     def _continue(self, output: SchedulerOutput) -> int:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""
         budget = self._budget()

@@ -70,6 +70,74 @@ def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> A
     return jax.tree.unflatten(treedef, made)
 
 
+def like(new: Any, old: Any) -> Any:
+    """Returns `new`, a tree of arrays, if a program compiled for `old` takes it.
+
+    Arrays of the host are put where the old ones are; those of a device are taken as they are.
+    `old` may be shapes, dtypes and shardings alone.
+
+    Raises:
+      ValueError, TypeError: a tree, shape, dtype or sharding that differs, or an array that was
+        deleted; names it.
+    """
+    if jax.tree.structure(new) != (structure := jax.tree.structure(old)):
+        paths = [
+            {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+            for tree in (new, old)
+        ]
+        raise ValueError(
+            f"params must have the leaves of those they replace: {sorted(paths[1] - paths[0])} are "
+            f"missing, {sorted(paths[0] - paths[1])} are not known, of {structure.num_leaves}"
+        )
+    pairs = zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True)
+    leaves = [_like(f"params{jax.tree_util.keystr(path)}", x, y) for (path, x), y in pairs]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _like(name: str, new: Any, old: Any) -> Any:
+    if not isinstance(new, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an array, got {type(new).__name__}")
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(
+            f"{name} must be {old.dtype} {list(old.shape)}, got {new.dtype} {list(new.shape)}"
+        )
+    if isinstance(new, np.ndarray):
+        return jax.device_put(new, old.sharding)
+    if new.is_deleted():
+        raise ValueError(f"{name} was deleted: donate no array that an engine is to use")
+    if not new.sharding.is_equivalent_to(old.sharding, old.ndim):
+        raise ValueError(
+            f"{name} must be sharded as {old.sharding}, got {new.sharding}: jax.device_put it there"
+        )
+    return new
+
+
+def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[str, Any]) -> Any:
+    """Returns `params` with some tensors of a checkpoint in place of what they were made of.
+
+    Leaves that no tensor belongs to are the old ones. tensors: by their Hugging Face names.
+
+    Raises:
+      ValueError: a name that the model does not have, or another shape.
+    """
+    sources = _sources(model, config)
+    shapes = {n: s for source in sources for n, s in zip(source.names, source.shapes, strict=True)}
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(shapes)[:3]}, …")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+    leaves = []
+    for source, leaf in zip(sources, jax.tree.leaves(params), strict=True):
+        if tensors.keys() & set(source.names):
+            old = source.split(np.asarray(leaf.copy()))
+            pairs = zip(source.names, old, strict=True)
+            parts = {name: np.asarray(tensors.get(name, part)) for name, part in pairs}
+            leaf = jax.device_put(_join(source, parts, leaf.dtype), leaf.sharding)
+        leaves.append(leaf)
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
 def save_checkpoint(
     folder: Path, model: Model, config: ModelConfig, params: Any, config_json: dict[str, Any]
 ) -> None:
