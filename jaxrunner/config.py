@@ -84,6 +84,7 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
     nan_policy: str = "error"  # of NaN or infinite logits: end the request, or raise, or go on
     attention_backend: str = "auto"  # kernels where they serve the model, or one by name
+    enforce_eager: bool = False  # nothing is compiled: each operation runs by itself
 
     def __post_init__(self):
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -91,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if type(self.enforce_eager) is not bool:
+            raise ValueError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
         named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES)

@@ -126,7 +126,8 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
     wanted = engine.attention_backend
     if wanted == "reference":
         return Choice("reference", paged, "it was asked for")
-    reason = refuses(model, engine)
+    reason = "is compiled, and enforce_eager compiles nothing" if engine.enforce_eager else None
+    reason = reason or refuses(model, engine)
     if reason is None:
         return Choice("mosaic_gpu", fused, "it serves this model on this device", sample_tokens)
     if wanted == "mosaic_gpu":

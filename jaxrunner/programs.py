@@ -9,6 +9,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from jaxrunner.program_cache import ProgramCache
@@ -45,7 +46,15 @@ class Compilation:
 class Programs:
     """The table of an engine's executables. `cache` has those of earlier processes."""
 
-    def __init__(self, spec: Callable[[Key], Spec], cache: ProgramCache | None = None):
+    def __init__(
+        self,
+        spec: Callable[[Key], Spec],
+        cache: ProgramCache | None = None,
+        *,
+        eager: bool = False,
+    ):
+        """eager: nothing is compiled, and each operation of a function runs by itself."""
+        self._eager = eager
         self._spec = functools.cache(spec)  # loading asks for it, and compiling
         self._cache = cache
         self._table: dict[Key, Any] = {}
@@ -54,7 +63,7 @@ class Programs:
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
         """Loads `keys` from the cache, or compiles them, those that cost most first."""
-        todo = [key for key in dict.fromkeys(keys) if key not in self._table]
+        todo = [key for key in dict.fromkeys(keys) if key not in self._table and not self._eager]
         todo.sort(key=lambda key: key.size[:2], reverse=True)
         bar = tqdm(total=len(todo), desc="Compiling", unit="program", disable=not progress)
 
@@ -84,6 +93,8 @@ class Programs:
 
     def report(self) -> str:
         """Says how many programs there are, and where they come from."""
+        if self._eager:
+            return "none: each operation runs by itself (enforce_eager)"
         loaded = [entry for entry in self.ledger if entry.reason == LOADED]
         seconds = max((entry.seconds for entry in self.ledger), default=0.0)
         return f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
@@ -94,6 +105,8 @@ class Programs:
         Raises:
           RuntimeError: it must be compiled and `strict` is set; names the field that differs.
         """
+        if self._eager:
+            return functools.partial(_run_eagerly, self._spec(key))
         if key not in self._table:
             reason = self._difference(key)
             if self.strict:
@@ -137,6 +150,11 @@ class Programs:
             return [f"{name}={new}, not {old}" for name, old, new in pairs if old != new]
 
         return "; ".join(min(map(differing, sizes), key=len))
+
+
+def _run_eagerly(spec: Spec, *args: Any) -> Any:
+    with jax.disable_jit():
+        return spec.function(*jax.tree.map(jnp.asarray, args), **dict(spec.static))
 
 
 class _Build:

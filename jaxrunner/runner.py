@@ -7,6 +7,7 @@
 builds a grammar mask while the forward pass runs.
 """
 
+from collections import Counter
 from dataclasses import replace
 import functools
 from pathlib import Path
@@ -84,7 +85,11 @@ class ModelRunner:
             names = [(function.__module__, function.__qualname__) for function in code]
             context = names, model_config, config, self.choice.name, shapes
             cache = ProgramCache(cache_dir, context)
-        self.programs = Programs(lambda key: program_spec(self.program, shapes, key), cache)
+        self.programs = Programs(
+            lambda key: program_spec(self.program, shapes, key), cache, eager=config.enforce_eager
+        )
+        # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
+        self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
@@ -221,6 +226,8 @@ class ModelRunner:
             return None
         several = output.num_steps > 1
         bucket = choose(self.buckets, [1 if several else counts[r] for r in req_ids])
+        size = sum(counts.values()) // output.num_steps
+        self.traffic[bucket.query_len][size] += 1
         sample = self.slots.sample_size(req_ids, bucket.num_rows)
         if several:
             bucket = Steps(bucket.num_rows, output.num_steps, sample)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.buckets import powers
+from jaxrunner.buckets import GPU_SIZES
 from jaxrunner.config import SCALED, EngineConfig, ModelConfig, read_kv_dtype
 
 CPU_KV_BYTES = 1 << 30  # on a CPU, where memory is not ours alone
@@ -43,8 +43,8 @@ def engine_config(
     )
     _check_one_size(asked)
     on_cpu = jax.default_backend() == "cpu"
-    if not on_cpu:  # XLA multiplies 8 rows faster than one
-        rest.setdefault("decode_buckets", tuple(powers(min(8, max_num_seqs), max_num_seqs, 2)))
+    if not on_cpu:
+        rest.setdefault("decode_buckets", GPU_SIZES)
     config = EngineConfig(
         max_model_len=_checked_len(model, max_model_len),
         num_blocks=_or(num_blocks, 1),

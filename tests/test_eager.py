@@ -1,0 +1,48 @@
+"""Without compilation: the same tokens, operation by operation."""
+
+import jax
+import pytest
+from test_engine import PROMPTS, engine, params_of, run
+import tiny
+
+from jaxrunner import ops
+from jaxrunner.models.llama import llama
+
+
+def test_tokens_are_those_of_compiled_programs():
+    params = [params_of("greedy", 0), params_of("filtered", 1)]
+    e = engine(enforce_eager=True)
+    e.warm_up()
+    e.runner.programs.strict = True
+    assert run(e, PROMPTS[1:3], params) == run(engine(), PROMPTS[1:3], params)
+    assert not e.runner.programs.ledger
+    assert e.runner.programs.report().startswith("none: each operation runs by itself")
+
+
+def test_python_sees_values(monkeypatch):
+    """What makes it a debugger: the model's Python runs in every step, on arrays and no tracers."""
+    seen = []
+
+    def forward(config, params, kv, inputs, ops):
+        seen.append(inputs.token_ids.tolist())
+        return llama.forward(config, params, kv, inputs, ops)
+
+    monkeypatch.setattr(tiny, "llama", llama._replace(forward=forward))
+    runner = tiny.runner(enforce_eager=True)
+    tiny.generate(runner, tiny.new_request("a", [5, 6, 7], blocks=range(9)), 3)
+    assert len(seen) == 3 and seen[0][:3] == [5, 6, 7]
+    assert all(type(token) is int for ids in seen for token in ids)
+
+
+def test_kernels_are_no_choice_where_nothing_is_compiled():
+    config, eager = tiny.config(), tiny.engine_config(enforce_eager=True)
+    assert ops.choose_ops(config, eager).reason == (
+        "mosaic_gpu is compiled, and enforce_eager compiles nothing"
+    )
+    with pytest.raises(ValueError, match="attention_backend='mosaic_gpu' is compiled, and enforce"):
+        ops.choose_ops(
+            config, tiny.engine_config(enforce_eager=True, attention_backend="mosaic_gpu")
+        )
+    with pytest.raises(ValueError, match="enforce_eager must be True or False, got 1"):
+        tiny.engine_config(enforce_eager=1)
+    assert not jax.config.jax_disable_jit
