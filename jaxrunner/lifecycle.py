@@ -12,6 +12,7 @@ from jaxrunner.bounds import shown
 from jaxrunner.engine import Engine
 from jaxrunner.hub import resolve
 from jaxrunner.layout import make_state
+from jaxrunner.profiling import check_device
 from jaxrunner.weights import load_params, with_tensors
 
 TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
@@ -149,6 +150,34 @@ class Lifecycle(abc.ABC):
     def is_sleeping(self) -> bool:
         """Whether something sleeps, so that no request can be added."""
         return bool(self._asleep)
+
+    def start_profile(self, folder: str | Path) -> None:
+        """Records what host and device do, until `stop_profile`; steps are named as vLLM's.
+
+        Raises:
+          RuntimeError: it records already.
+        """
+        self.engine.runner.profiler.start(folder)
+
+    def stop_profile(self) -> Path:
+        """Ends the record. Returns the file that ui.perfetto.dev opens.
+
+        Raises:
+          RuntimeError: nothing is recorded.
+        """
+        return self.engine.runner.profiler.stop()
+
+    def check_health(self, timeout_s: float = 10.0) -> None:
+        """Runs a tiny program on the device.
+
+        Raises:
+          RuntimeError: it did not end in time, or failed.
+        """
+        check_device(timeout_s)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Returns what the model can be asked for."""
+        return ("generate",)
 
     def _tell(self) -> None:
         """Tells the engine why nothing can run."""

@@ -31,6 +31,7 @@ from jaxrunner.layout import (
 )
 from jaxrunner.model import Model
 from jaxrunner.ops import choose_ops
+from jaxrunner.profiling import Profiler
 from jaxrunner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
@@ -90,6 +91,7 @@ class ModelRunner:
         )
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
+        self.profiler = Profiler()
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
@@ -126,6 +128,10 @@ class ModelRunner:
         In one launch where each request takes its likeliest token or does several steps, else in
         two.
         """
+        with self.profiler.step(scheduler_output):
+            return self._step(scheduler_output)
+
+    def _step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         work = self._prepare(scheduler_output)
         if work is None:
             return StepHandle()
@@ -152,9 +158,10 @@ class ModelRunner:
             )
         if self._forwarded is not None:
             raise RuntimeError("execute_model was called twice: call sample_tokens in between")
-        work = self._prepare(scheduler_output)
-        if work is not None:
-            self._forward(work)
+        with self.profiler.step(scheduler_output):
+            work = self._prepare(scheduler_output)
+            if work is not None:
+                self._forward(work)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
         """Samples the step that `execute_model` started; an empty step where it had no tokens.
