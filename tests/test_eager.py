@@ -1,6 +1,5 @@
 """Without compilation: the same tokens, operation by operation."""
 
-import jax
 import pytest
 from test_engine import PROMPTS, engine, params_of, run
 import tiny
@@ -45,4 +44,3 @@ def test_kernels_are_no_choice_where_nothing_is_compiled():
         )
     with pytest.raises(ValueError, match="enforce_eager must be True or False, got 1"):
         tiny.engine_config(enforce_eager=1)
-    assert not jax.config.jax_disable_jit
