@@ -10,6 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from jaxrunner.engine import Engine
+from jaxrunner.interrupts import deferred
 from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import RequestOutput
 from jaxrunner.params import RequestOutputKind, SamplingParams
@@ -67,6 +68,7 @@ class Completions:
                 state.fail(str(error))
         return states
 
+    @deferred
     def _add(self, state: RequestState, token_ids, params: SamplingParams, kwargs) -> None:
         if params.seed is not None:
             params = replace(params, seed=(params.seed + state.index) % 2**64)
@@ -87,6 +89,7 @@ class Completions:
                         shown_s = time.monotonic()
             bar.update(len(states) - bar.n)
 
+    @deferred
     def step(self) -> None:
         """Runs one step of the engine for whoever waits, and hands out its tokens."""
         with self._lock:
@@ -102,6 +105,7 @@ class Completions:
                 self.engine.abort([state.request_id])
                 state.abort()
 
+    @deferred
     def drop(self, states: Iterable[RequestState]) -> None:
         """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
         with self._lock:

@@ -18,6 +18,7 @@ from jaxrunner.buckets import step_buckets
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.constraints import Constraints, accept, concern, masks, may_end
+from jaxrunner.interrupts import deferred
 from jaxrunner.layout import MAX_STOP_IDS
 from jaxrunner.model import Model
 from jaxrunner.params import SamplingParams
@@ -66,8 +67,7 @@ class Engine:
         self._gained: Gained = []  # read, and not yet returned
         self._compiling = Constraints(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
-        self.weights_version = 0
-        self.asleep = ""  # why nothing can run, while it cannot
+        self.weights_version, self.asleep = 0, ""  # the latter: why nothing can run
 
     def add(
         self,
@@ -124,6 +124,7 @@ class Engine:
         """Whether a request waits or runs."""
         return self.scheduler.has_unfinished or self._compiling.num_waiting > 0
 
+    @deferred
     def step(self) -> Gained:
         """Launches what can be launched, reads the oldest step.
 

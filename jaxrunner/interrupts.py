@@ -1,0 +1,34 @@
+"""Ctrl-C waits for the end of what must not be cut in two: a step gives its state away."""
+
+import contextlib
+import signal
+import threading
+from typing import Any
+
+
+class Deferred(contextlib.ContextDecorator):
+    """Within, an interrupt waits for the end; so it does in a function decorated `@deferred`."""
+
+    def __enter__(self) -> "Deferred":
+        # Python handles signals in its main thread alone.
+        main = threading.current_thread() is threading.main_thread()
+        self._old = signal.getsignal(signal.SIGINT) if main else None
+        self._seen = False
+        if self._old is not None:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _recreate_cm(self) -> "Deferred":
+        return Deferred()  # one for each call: calls nest
+
+    def _note(self, *_: Any) -> None:
+        self._seen = True
+
+    def __exit__(self, *_: Any) -> None:
+        if self._old is not None:
+            signal.signal(signal.SIGINT, self._old)
+            if self._seen:
+                signal.raise_signal(signal.SIGINT)
+
+
+deferred = Deferred()
