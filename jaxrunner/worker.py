@@ -10,6 +10,7 @@ from jaxrunner.buckets import GPU_SIZES
 from jaxrunner.config import SCALED, EngineConfig, ModelConfig, read_kv_dtype
 
 CPU_KV_BYTES = 1 << 30  # on a CPU, where memory is not ours alone
+FITTING = -1  # as `max_model_len`: the largest that fits, in vLLM's words
 RESERVE = 0.1  # part of the budget kept for what a step makes on its way
 
 
@@ -30,7 +31,8 @@ def engine_config(
     """Fills in the sizes that a user left open, for the default device.
 
     `num_blocks`, `kv_cache_memory_bytes` and `gpu_memory_utilization` are three ways to say one
-    thing: at most one may be given. `rest` are fields of `EngineConfig`.
+    thing: at most one may be given. max_model_len: -1 is the largest, up to the model's, of which
+    one request fits into the cache. `rest` are fields of `EngineConfig`.
 
     Raises:
       ValueError: a size that contradicts the model, another size or the device.
@@ -46,7 +48,7 @@ def engine_config(
     if not on_cpu:
         rest.setdefault("decode_buckets", GPU_SIZES)
     config = EngineConfig(
-        max_model_len=_checked_len(model, max_model_len),
+        max_model_len=_checked_len(model, None if max_model_len == FITTING else max_model_len),
         num_blocks=_or(num_blocks, 1),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_or(max_num_batched_tokens, 512 if on_cpu else 8192),
@@ -55,14 +57,17 @@ def engine_config(
         growth=4 if on_cpu else 2,
         **rest,
     )
-    if num_blocks is not None:
-        return config
-    kv_bytes = kv_cache_memory_bytes
-    if kv_bytes is None:
-        kv_bytes = free_bytes(params, gpu_memory_utilization or 0.9)
-    most = config.max_blocks * max_num_seqs  # what all slots use at full length
-    fitting = kv_bytes // block_bytes(model, config.kv_dtype, config.block_size)
-    return replace(config, num_blocks=max(1, min(most, fitting)))
+    if num_blocks is None:
+        kv_bytes = kv_cache_memory_bytes
+        if kv_bytes is None:
+            kv_bytes = free_bytes(params, gpu_memory_utilization or 0.9)
+        most = config.max_blocks * max_num_seqs  # what all slots use at full length
+        fitting = kv_bytes // block_bytes(model, config.kv_dtype, config.block_size)
+        config = replace(config, num_blocks=max(1, min(most, fitting)))
+    if max_model_len == FITTING:
+        longest = min(config.max_model_len, config.num_blocks * config.block_size)
+        config = replace(config, max_model_len=longest)
+    return config
 
 
 def _or(value: int | None, default: int) -> int:

@@ -34,6 +34,16 @@ def test_blocks_fill_what_the_device_has_left(gpu):
     assert config(**sizes, num_blocks=7).num_blocks == 7
 
 
+def test_the_longest_that_fits_is_found(gpu):
+    one = worker.block_bytes(tiny.config(), "float32", 16)
+    sizes = dict(max_model_len=-1, block_size=16, max_num_seqs=3)
+    assert config(**sizes, kv_cache_memory_bytes=5 * one + 1).max_model_len == 5 * 16
+    assert config(**sizes, num_blocks=7).max_model_len == 7 * 16
+    assert config(**sizes).max_model_len == 128  # the model's own
+    with pytest.raises(ValueError, match="max_model_len must be an integer of at least 1, got -2"):
+        config(**sizes | dict(max_model_len=-2))
+
+
 def test_weights_that_leave_no_room_are_refused(gpu):
     weights = [np.zeros(10**5, np.float64)]
     with pytest.raises(MemoryError, match="800000 are in use: raise it or free memory"):
