@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxrunner.buckets import GPU_SIZES
 from jaxrunner.config import SCALED, EngineConfig, ModelConfig, read_kv_dtype
+from jaxrunner.request import NEVER
 
 CPU_KV_BYTES = 1 << 30  # on a CPU, where memory is not ours alone
 FITTING = -1  # as `max_model_len`: the largest that fits, in vLLM's words
@@ -45,8 +46,7 @@ def engine_config(
     )
     _check_one_size(asked)
     on_cpu = jax.default_backend() == "cpu"
-    if not on_cpu:
-        rest.setdefault("decode_buckets", GPU_SIZES)
+    rest = rest if on_cpu else dict(decode_buckets=GPU_SIZES) | rest
     config = EngineConfig(
         max_model_len=_checked_len(model, None if max_model_len == FITTING else max_model_len),
         num_blocks=_or(num_blocks, 1),
@@ -61,13 +61,16 @@ def engine_config(
         kv_bytes = kv_cache_memory_bytes
         if kv_bytes is None:
             kv_bytes = free_bytes(params, gpu_memory_utilization or 0.9)
-        most = config.max_blocks * max_num_seqs  # what all slots use at full length
-        fitting = kv_bytes // block_bytes(model, config.kv_dtype, config.block_size)
-        config = replace(config, num_blocks=max(1, min(most, fitting)))
-    if max_model_len == FITTING:
-        longest = min(config.max_model_len, config.num_blocks * config.block_size)
-        config = replace(config, max_model_len=longest)
-    return config
+        config = _with_blocks(model, config, kv_bytes)
+    held = config.num_blocks * config.block_size
+    longest = min(config.max_model_len, held if max_model_len == FITTING else NEVER)
+    return replace(config, max_model_len=longest)
+
+
+def _with_blocks(model: ModelConfig, config: EngineConfig, kv_bytes: int) -> EngineConfig:
+    most = config.max_blocks * config.max_num_seqs  # what all slots use at full length
+    fitting = kv_bytes // block_bytes(model, config.kv_dtype, config.block_size)
+    return replace(config, num_blocks=max(1, min(most, fitting)))
 
 
 def _or(value: int | None, default: int) -> int:
