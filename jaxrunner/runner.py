@@ -67,6 +67,10 @@ class ModelRunner:
         cache_dir: Path | None = None,
     ):
         """cache_dir: where executables are kept from one process to the next, None for nowhere."""
+        # Arrays of the host would be copied to the device in every step.
+        params = jax.tree.map(
+            lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
+        )
         self.params = params
         self.choice = choose_ops(model_config, config)
         # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.

@@ -79,6 +79,13 @@ def test_no_request_to_come_shares_what_running_ones_computed(blocks: int):
     assert again.output_token_ids == fresh(others(), [prompt + want])[0]
 
 
+def test_weights_of_the_host_are_copied_once():
+    config, params = tiny.model_and_params()
+    e = Engine(llama, config, tiny.engine_config(), jax.tree.map(np.asarray, params))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(e.runner.params))
+    assert run(e, PROMPTS[:2], [GREEDY] * 2) == fresh(params)[:2]
+
+
 def test_a_request_that_waited_finds_nothing_of_old_weights():
     pool = BlockPool(20, 4)
     tables = BlockTables([CacheGroup(4, None)], [pool])
