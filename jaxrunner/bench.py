@@ -63,19 +63,20 @@ class Preset:
 
 GPU_ENGINE = dict(
     max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
-    token_buckets=(128, 512, 1024, 2048, 4096, 8192), decode_buckets=(8, 32, 64, 128, 256),
+    token_buckets=(128, 512, 1024, 2048, 4096, 8192),
 )  # fmt: skip
 
 PRESETS = {
     "llama8b": Preset(
         _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
                 rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
-        GPU_ENGINE | dict(decode_buckets=(8, 32, 64, 128, 192, 256)),
+        GPU_ENGINE,
     ),
     "qwen06b": Preset(
         _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
                 rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),
-        GPU_ENGINE | dict(num_decode_steps=8),  # a launch costs the host more than a step the GPU
+        # A launch costs the host more than a step the GPU.
+        GPU_ENGINE | dict(decode_buckets=(8, 32, 64, 128, 256), num_decode_steps=8),
     ),
     "tiny": Preset(
         _config("LlamaForCausalLM", "llama", "256 768 8 4 2 4096", head_dim=64,

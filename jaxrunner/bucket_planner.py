@@ -51,8 +51,7 @@ def plan(steps: Mapping[int, int], seconds: Callable[[int], float], num_buckets:
             np.inf,
         )
         choices.append(costs.argmin(1))
-        best = np.where(upto > 0, costs.min(1), np.inf)
-        best[0] = 0.0  # later rounds may leave buckets out
+        best = np.where(upto > 0, costs.min(1), 0.0)  # 0: later rounds may leave buckets out
     chosen, j = [], len(sizes)
     for choice in reversed(choices):
         if j > 0:

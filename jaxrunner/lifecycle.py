@@ -13,7 +13,7 @@ from jaxrunner.engine import Engine
 from jaxrunner.hub import resolve
 from jaxrunner.layout import make_state
 from jaxrunner.profiling import check_device
-from jaxrunner.weights import load_params, with_tensors
+from jaxrunner.weights import check_tensors, load_params, with_tensors
 
 TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 
@@ -70,7 +70,9 @@ class Lifecycle(abc.ABC):
             raise RuntimeError("no weight update has begun: call start_weight_update first")
         staged, self._staged = self._staged, None
         new = {name: np.asarray(tensor) for name, tensor in dict(tensors).items()}
-        self._with(new)
+        self._awake()
+        program = self.engine.runner.program
+        check_tensors(program.model, program.config, new)
         self._staged = staged | new
 
     def finish_weight_update(self) -> None:
@@ -78,6 +80,7 @@ class Lifecycle(abc.ABC):
 
         Raises:
           RuntimeError: none has begun.
+          ValueError: values that the dtype does not hold; ends the update, and nothing changes.
         """
         if self._staged is None:
             raise RuntimeError("no weight update has begun: call start_weight_update first")
@@ -188,8 +191,12 @@ class Lifecycle(abc.ABC):
                 reason += ", and update_params or reload_weights, as the weights were dropped"
         self.engine.asleep = reason
 
-    def _with(self, tensors: dict[str, Any]) -> Any:
-        program, params = self.engine.runner.program, self.engine.runner.params
-        if params is None:
+    def _awake(self) -> Any:
+        """Returns the weights that tensors are to be put among."""
+        if self.params is None:
             raise RuntimeError("the weights sleep: wake_up first, or give all with update_params")
-        return with_tensors(program.model, program.config, params, tensors)
+        return self.params
+
+    def _with(self, tensors: dict[str, Any]) -> Any:
+        program = self.engine.runner.program
+        return with_tensors(program.model, program.config, self._awake(), tensors)

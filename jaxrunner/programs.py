@@ -63,7 +63,7 @@ class Programs:
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
         """Loads `keys` from the cache, or compiles them, those that cost most first."""
-        todo = [key for key in dict.fromkeys(keys) if key not in self._table and not self._eager]
+        todo = [key for key in dict.fromkeys(keys) if key not in self._table]
         todo.sort(key=lambda key: key.size[:2], reverse=True)
         bar = tqdm(total=len(todo), desc="Compiling", unit="program", disable=not progress)
 

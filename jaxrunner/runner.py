@@ -102,6 +102,8 @@ class ModelRunner:
 
     def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
         """Compiles every program that usual requests need, or with `rich` that any can need."""
+        if self.program.engine.enforce_eager:
+            return
         keys = program_keys(self.program, self.buckets, rich=rich)
         self.programs.warm_up(keys, progress=progress)
         for key in keys:

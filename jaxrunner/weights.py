@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def load_params(
     """
     target = np.dtype(check_dtype("dtype", dtype))
     sources = _sources(model, config)
-    shapes = {n: s for source in sources for n, s in zip(source.names, source.shapes, strict=True)}
+    shapes = _shapes(sources)
     found = checkpoint.find(folder, shapes)
     files = {path: np.memmap(path, np.uint8, "r") for path, _ in found.values()}
     leaves = []
@@ -112,23 +113,31 @@ def _like(name: str, new: Any, old: Any) -> Any:
     return new
 
 
+def check_tensors(model: Model, config: ModelConfig, tensors: dict[str, Any]) -> None:
+    """Checks tensors, by their Hugging Face names, against a model.
+
+    Raises:
+      ValueError: a name that the model does not have, or another shape.
+    """
+    shapes = _shapes(_sources(model, config))
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(shapes)[:3]}, …")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+
+
 def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[str, Any]) -> Any:
     """Returns `params` with some tensors of a checkpoint in place of what they were made of.
 
     Leaves that no tensor belongs to are the old ones. tensors: by their Hugging Face names.
 
     Raises:
-      ValueError: a name that the model does not have, or another shape.
+      ValueError: as `check_tensors`, or values that the dtype does not hold.
     """
-    sources = _sources(model, config)
-    shapes = {n: s for source in sources for n, s in zip(source.names, source.shapes, strict=True)}
-    for name, tensor in tensors.items():
-        if name not in shapes:
-            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(shapes)[:3]}, …")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+    check_tensors(model, config, tensors)
     leaves = []
-    for source, leaf in zip(sources, jax.tree.leaves(params), strict=True):
+    for source, leaf in zip(_sources(model, config), jax.tree.leaves(params), strict=True):
         if tensors.keys() & set(source.names):
             old = source.split(np.asarray(leaf.copy()))
             pairs = zip(source.names, old, strict=True)
@@ -170,6 +179,12 @@ def save_checkpoint(
 def _sources(model: Model, config: ModelConfig) -> list[Source]:
     """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`."""
     return jax.tree.leaves(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
+
+
+def _shapes(sources: list[Source]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's tensors, by name."""
+    pairs = (zip(source.names, source.shapes, strict=True) for source in sources)
+    return dict(itertools.chain.from_iterable(pairs))
 
 
 def _abstract(model: Model, config: ModelConfig, dtype: str) -> Any:

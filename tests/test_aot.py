@@ -9,11 +9,10 @@ import shutil
 import subprocess
 import sys
 
-import jax
+from lowering import NEW
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEW = jax.__version_info__ >= (0, 11)
 PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")
 
 

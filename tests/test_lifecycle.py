@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_llm import SIZES, live_bytes
 from test_engine import PROMPTS, drain, engine, run
 import tiny
 
@@ -24,11 +25,6 @@ from jaxrunner.train.trainer import token_losses
 from jaxrunner.weights import save_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-SIZES: dict[str, Any] = dict(
-    max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, token_buckets=(32,),
-    decode_buckets=(2,), num_blocks=16, block_size=16, dtype="float32", use_tqdm=False,
-    warm_up=False, cache_dir=None,
-)  # fmt: skip
 CODE = ["def add(a, b):\n", "import os\nfor x in"]
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -231,10 +227,6 @@ def test_updates_out_of_order_are_refused(llm: LLM):
     with pytest.raises(ValueError, match=r"q_proj.weight must be \[\d+, \d+\], got \[3\]"):
         llm.update_weights({Q: np.zeros(3)})
     assert told(llm) == first and llm.weights_version == version
-
-
-def live_bytes() -> int:
-    return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
 def test_sleep_gives_memory_back_and_changes_no_token():

@@ -1,34 +1,22 @@
 """Engines come and go: nothing is left on the device, and several live side by side."""
 
-import gc
 from pathlib import Path
 import subprocess
 import sys
-from typing import Any
 
-import jax
+from small_llm import SIZES, live_bytes
 from test_engine import KINDS, PROMPTS, drain, engine, run
 
 from jaxrunner import LLM, SamplingParams, embedded
 
 ROOT = Path(__file__).parents[1]
 CYCLES = 20
-SIZES: dict[str, Any] = dict(
-    max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, token_buckets=(32,),
-    decode_buckets=(2,), num_blocks=16, block_size=16, dtype="float32", use_tqdm=False,
-    warm_up=False, cache_dir=None,
-)  # fmt: skip
 SCRIPT = """
 from jaxrunner import LLM, SamplingParams, embedded
 llm = LLM(str(embedded.PATH), {sizes})
 stream = llm.stream("def f", SamplingParams(max_tokens=20, ignore_eos=True))
 print(next(stream).outputs[0].token_ids)
 """
-
-
-def live_bytes() -> int:
-    gc.collect()
-    return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
 def test_what_is_closed_leaves_nothing_on_the_device():

@@ -3,21 +3,15 @@
 import gzip
 import json
 import time
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from small_llm import SIZES
 from test_engine import PROMPTS, drain, engine
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.profiling import Profiler, check_device, step_name
 from jaxrunner.request import SchedulerOutput
-
-SIZES: dict[str, Any] = dict(
-    max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, token_buckets=(32,),
-    decode_buckets=(2,), num_blocks=16, block_size=16, dtype="float32", use_tqdm=False,
-    warm_up=False, cache_dir=None,
-)  # fmt: skip
 
 
 def test_steps_are_named_by_what_they_compute(monkeypatch):
