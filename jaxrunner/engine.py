@@ -274,7 +274,7 @@ class Engine:
         """Gives the device memory of the state back; the weights are the caller's."""
         self._in_flight.clear()
         self._compiling.close()
-        for array in jax.tree.leaves(self.runner.state):
+        for array in jax.tree.leaves(vars(self.runner).get("state")):  # made when first used
             array.delete()
 
 

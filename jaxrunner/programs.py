@@ -97,7 +97,11 @@ class Programs:
             return "none: each operation runs by itself (enforce_eager)"
         loaded = [entry for entry in self.ledger if entry.reason == LOADED]
         seconds = max((entry.seconds for entry in self.ledger), default=0.0)
-        return f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
+        most = max(map(extra_bytes, self._table.values()), default=0) / (1 << 20)
+        return (
+            f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s, the "
+            f"largest takes {most:.1f} MiB beside its arguments"
+        )
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the executable of `key`, compiling it where warm-up did not.
@@ -150,6 +154,17 @@ class Programs:
             return [f"{name}={new}, not {old}" for name, old, new in pairs if old != new]
 
         return "; ".join(min(map(differing, sizes), key=len))
+
+
+def output_bytes(executable: Any) -> int:
+    """Returns the bytes of a program's outputs, but for those in place of an argument."""
+    memory = executable.memory_analysis()
+    return memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def extra_bytes(executable: Any) -> int:
+    """Returns what a program takes beside its arguments: temporaries, and `output_bytes`."""
+    return executable.memory_analysis().temp_size_in_bytes + output_bytes(executable)
 
 
 def _run_eagerly(spec: Spec, *args: Any) -> Any:

@@ -30,15 +30,17 @@ from jaxrunner.layout import (
     score_spec,
 )
 from jaxrunner.model import Model
-from jaxrunner.ops import choose_ops
+from jaxrunner.ops import Choice, choose_ops
 from jaxrunner.profiling import Profiler
 from jaxrunner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
+from jaxrunner.sampling.rule import Rule
 from jaxrunner.slots import Slots
 from jaxrunner.transfer import Layout
+from jaxrunner.types import State
 from jaxrunner.weights import like
 
 
@@ -51,6 +53,38 @@ class Work(NamedTuple):
     size: SampleSize | None  # None where each request takes its likeliest token
     num_targets: int  # prompt tokens to score, at most
     target_columns: int
+
+
+class Built(NamedTuple):
+    """What is compiled into an engine's programs, and where these are kept."""
+
+    choice: Choice
+    program: Program
+    cache: ProgramCache | None
+
+
+def build(
+    model: Model,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    params: Any,
+    *,
+    rules: tuple[Rule, ...] = RULES,
+    cache_dir: Path | None = None,
+) -> Built:
+    """Chooses what computes an engine's steps. Of `params` the shapes and dtypes count."""
+    choice = choose_ops(model_config, config)
+    # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
+    sample = choice.sample if rules == RULES else None
+    program = Program(model, model_config, config, choice.ops, rules, sample=sample)
+    code = model.forward, model.logits
+    # What the code of others does is not known.
+    ours = rules == RULES and is_ours(*code)
+    if cache_dir is None or not ours or jax_keeps_its_own():
+        return Built(choice, program, None)
+    names = [(function.__module__, function.__qualname__) for function in code]
+    context = names, model_config, config, choice.name, abstract(params)
+    return Built(choice, program, ProgramCache(cache_dir, context))
 
 
 class ModelRunner:
@@ -72,24 +106,15 @@ class ModelRunner:
             lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
         )
         self.params = params
-        self.choice = choose_ops(model_config, config)
-        # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
-        sample = self.choice.sample if rules == RULES else None
-        self.program = Program(model, model_config, config, self.choice.ops, rules, sample=sample)
-        self.state = make_state(self.program)
+        self.choice, self.program, cache = build(
+            model, model_config, config, params, rules=rules, cache_dir=cache_dir
+        )
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
         self._wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
-        cache, code = None, (model.forward, model.logits)
-        # What the code of others does is not known.
-        ours = rules == RULES and is_ours(*code)
-        if cache_dir is not None and ours and not jax_keeps_its_own():
-            names = [(function.__module__, function.__qualname__) for function in code]
-            context = names, model_config, config, self.choice.name, shapes
-            cache = ProgramCache(cache_dir, context)
         self.programs = Programs(
             lambda key: program_spec(self.program, shapes, key), cache, eager=config.enforce_eager
         )
@@ -99,6 +124,12 @@ class ModelRunner:
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
+
+    @functools.cached_property
+    def state(self) -> State:
+        """What lives on the device. Made when first used, after the programs are compiled: XLA
+        tries out variants, with buffers of its own."""
+        return make_state(self.program)
 
     def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
         """Compiles every program that usual requests need, or with `rich` that any can need."""
@@ -200,6 +231,8 @@ class ModelRunner:
         for first in range(0, work.num_targets, size.num_targets):
             program = self.programs[Key("score", size)]
             packed = program(self.params, tables, hidden, targets, np.int32(first))
+            if size.num_logprobs == self.program.config.vocab_size:
+                packed = np.asarray(packed)  # of many tokens they would fill the device
             scores.append((Layout(score_spec(self.program, size)), packed))
         self._forwarded = work, logits, rows, scores
 
