@@ -70,11 +70,13 @@ class MemoryPlan:
             ("weights", self.weights, ""),
             ("tables", self.tables, "of slots: tokens, blocks, sampling parameters"),
             ("KV cache", self.kv, f"{self.num_tokens:,} tokens"),
-            ("programs", self.program, f"largest: {self.largest}"),
+            ("program", self.program, f"the largest, {self.largest}"),
             ("reserve", self.reserve, "outputs to be read, the compiler's trials"),
             ("unused", self.unused, ""),
             ("requested", self.requested, ""),
         ]
+        # Without a limit nothing else is planned; `Programs.report` tells the largest program.
+        rows = rows if self.program else rows[:3]
         return "\n".join(f"  {name:9}{n / GIB:9.3f} GiB  {note}".rstrip() for name, n, note in rows)
 
 

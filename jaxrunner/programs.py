@@ -97,11 +97,12 @@ class Programs:
             return "none: each operation runs by itself (enforce_eager)"
         loaded = [entry for entry in self.ledger if entry.reason == LOADED]
         seconds = max((entry.seconds for entry in self.ledger), default=0.0)
-        most = max(map(extra_bytes, self._table.values()), default=0) / (1 << 20)
-        return (
-            f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s, the "
-            f"largest takes {most:.1f} MiB beside its arguments"
-        )
+        text = f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
+        if self._table:
+            needs = {key: extra_bytes(executable) for key, executable in self._table.items()}
+            key = max(needs, key=needs.__getitem__)
+            text += f", the largest takes {needs[key] / (1 << 20):.1f} MiB: {key.name} {key.size}"
+        return text
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the executable of `key`, compiling it where warm-up did not.

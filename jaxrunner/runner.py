@@ -40,7 +40,6 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.slots import Slots
 from jaxrunner.transfer import Layout
-from jaxrunner.types import State
 from jaxrunner.weights import like
 
 
@@ -126,7 +125,7 @@ class ModelRunner:
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
 
     @functools.cached_property
-    def state(self) -> State:
+    def state(self) -> Any:
         """What lives on the device. Made when first used, after the programs are compiled: XLA
         tries out variants, with buffers of its own."""
         return make_state(self.program)

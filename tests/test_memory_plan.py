@@ -161,7 +161,9 @@ def test_the_table_adds_up():
     text = str(MemoryPlan(10 * gib, 4 * gib, gib // 4, 3 * gib, gib, gib, 4096, "step"))
     rows = dict(re.findall(r"^  (\w[\w ]*?) +([\d.]+) GiB", text, re.MULTILINE))
     assert rows["requested"] == "10.000" and rows["unused"] == "0.750" and "4,096 tokens" in text
-    assert sum(map(float, rows.values())) == 2 * 10 and "largest: step" in text
+    assert sum(map(float, rows.values())) == 2 * 10 and "the largest, step" in text
+    text = str(MemoryPlan(4 * gib, gib, gib, 2 * gib, 0, 0, 4096))
+    assert [line.split()[0] for line in text.splitlines()] == ["weights", "tables", "KV"]
 
 
 def test_the_largest_program_of_each_kind_is_measured():
@@ -197,7 +199,7 @@ def test_programs_need_what_the_compiler_says_whatever_the_cache(monkeypatch):
     keys = usual(r.program, r.buckets)
     r.programs.warm_up(keys)
     assert need.program == max(extra_bytes(r.programs[key]) for key in keys)
-    assert f"{need.program / (1 << 20):.1f} MiB beside its arguments" in r.programs.report()
+    assert f"{need.program / (1 << 20):.1f} MiB: {need.name}" in r.programs.report()
     assert need.waiting >= max(output_bytes(r.programs[key]) for key in keys) > 0
 
 
