@@ -149,7 +149,8 @@ def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -
     rare = [(True, C) for C in (0, *widths) if rich]
     if (n := program.engine.num_decode_steps) > 1:
         decodes = [bucket.num_rows for bucket in buckets if bucket.query_len == 1]
-        samples = [SampleSize(B, *size) for B in decodes for size in [(False, 0), *rare]]
+        # Those of all tokens are too many to be kept for several steps.
+        samples = [SampleSize(B, *size) for B in decodes for size in [(False, 0), *rare[:-1]]]
         keys += [Key("steps", Steps(n, sample)) for sample in samples]
     if not rich:
         return keys

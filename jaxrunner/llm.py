@@ -7,7 +7,6 @@ with LLM("path/to/checkpoint") as llm:
 
 from collections.abc import Callable, Iterator, Sequence
 import functools
-import gc
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.tokenizer import Tokenizer
-from jaxrunner.worker import engine_config
+from jaxrunner.worker import plan_engine
 
 WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
 
@@ -51,7 +50,7 @@ class LLM(Lifecycle):
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
     warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
         grammars and their like, else compiled when needed; "background" awaits the largest alone.
-    The other sizes are fields of `EngineConfig`, or of `worker.engine_config`.
+    The other sizes are those of `worker.plan_engine`; `memory_plan` says what they take.
 
     Raises:
       FileNotFoundError, ValueError, TypeError, MemoryError: a bad checkpoint or setting; names it.
@@ -85,29 +84,29 @@ class LLM(Lifecycle):
         )  # fmt: skip
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
         self._chat_template, eos = chat_template, loaded.eos_token_ids
-        config = engine_config(loaded.config, loaded.params, dtype=loaded.dtype, seed=seed, **sizes)
+        at = dict(rules=rules, cache_dir=find_folder(cache_dir))
+        config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
         self.engine = Engine(
-            loaded.model, loaded.config, config, loaded.params, rules=rules,
-            cache_dir=find_folder(cache_dir),
+            loaded.model, loaded.config, config, loaded.params, **at,
             make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
         )  # fmt: skip
         if warm_up not in (False, *WARM_UPS):
             raise ValueError(f"warm_up must be False or one of {[*WARM_UPS]}, got {warm_up!r}")
         if warm_up:
             self.engine.warm_up(**WARM_UPS[warm_up], progress=use_tqdm)
-            gc.collect()  # what tracing left would be searched in the midst of a step
-            gc.freeze()
+            self.memory_plan = self.memory_plan.checked(self.engine.runner.programs.largest())
         self.completions = Completions(self.engine, self.tokenizer, eos)
 
     def report(self) -> str:
-        """Says what runs on which device, and why: one line each."""
+        """Says what runs on which device, and why, one line each, and what memory it takes."""
         runner, n = self.engine.runner, self.engine.config.num_decode_steps
         alone = "; 1 while a request has a grammar, whose mask needs all tokens before" * (n > 1)
         return (
             f"device: {jax.local_devices()[0].device_kind}\n"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
-            f"programs: {runner.programs.report()}"
+            f"programs: {runner.programs.report()}\n"
+            f"memory:\n{self.memory_plan}"
         )
 
     def __enter__(self) -> "LLM":
@@ -246,7 +245,6 @@ class LLM(Lifecycle):
 
     def close(self) -> None:
         """Gives the device memory back. May be called twice; no request can follow."""
-        gc.unfreeze()
         if self.completions.close():
             for array in jax.tree.leaves(self.engine.runner.params):
                 array.delete()

@@ -143,9 +143,16 @@ class Programs:
             return "none: each operation runs by itself (enforce_eager)"
         loaded = [entry for entry in self.ledger if entry.reason == LOADED]
         seconds = max((entry.seconds for entry in self.ledger), default=0.0)
-        more = f"; {len(self._pending)} more to come" if self._pending else ""
-        told = f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
-        return told + more
+        text = f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
+        if found := self.largest():
+            key, size = found
+            text += f", the largest takes {size / (1 << 20):.1f} MiB: {key.name} {key.size}"
+        return text + (f"; {len(self._pending)} more to come" if self._pending else "")
+
+    def largest(self) -> tuple[Key, int] | None:
+        """Returns the program that takes most beside its arguments, and the bytes."""
+        sizes = {key: extra_bytes(executable) for key, executable in list(self._table.items())}
+        return max(sizes.items(), key=lambda item: item[1]) if sizes else None
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the executable of `key`, compiling it where warm-up did not.
@@ -200,6 +207,17 @@ class Programs:
             return [f"{name}={new}, not {old}" for name, old, new in pairs if old != new]
 
         return "; ".join(min(map(differing, sizes), key=len))
+
+
+def output_bytes(executable: Any) -> int:
+    """Returns the bytes of a program's outputs, but for those in place of an argument."""
+    memory = executable.memory_analysis()
+    return memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def extra_bytes(executable: Any) -> int:
+    """Returns what a program takes beside its arguments: temporaries, and `output_bytes`."""
+    return executable.memory_analysis().temp_size_in_bytes + output_bytes(executable)
 
 
 def _run_eagerly(spec: Spec, *args: Any) -> Any:

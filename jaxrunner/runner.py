@@ -10,6 +10,7 @@ builds a grammar mask while the forward pass runs.
 from collections import Counter
 from dataclasses import replace
 import functools
+import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,11 @@ import jax
 import numpy as np
 
 from jaxrunner.buckets import choose, step_buckets
+from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.launch import abstract, program_keys, program_spec
 from jaxrunner.layout import (
     Bucket,
-    Program,
     SampleSize,
     Steps,
     make_state,
@@ -30,9 +31,7 @@ from jaxrunner.layout import (
     score_spec,
 )
 from jaxrunner.model import Model
-from jaxrunner.ops import choose_ops
 from jaxrunner.profiling import Profiler
-from jaxrunner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.runner_output import StepHandle
@@ -72,24 +71,15 @@ class ModelRunner:
             lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
         )
         self.params = params
-        self.choice = choose_ops(model_config, config)
-        # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
-        sample = self.choice.sample if rules == RULES else None
-        self.program = Program(model, model_config, config, self.choice.ops, rules, sample=sample)
-        self.state = make_state(self.program)
+        self.choice, self.program, cache = build(
+            model, model_config, config, params, rules=rules, cache_dir=cache_dir
+        )
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
         self._wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
-        cache, code = None, (model.forward, model.logits)
-        # What the code of others does is not known.
-        ours = rules == RULES and is_ours(*code)
-        if cache_dir is not None and ours and not jax_keeps_its_own():
-            names = [(function.__module__, function.__qualname__) for function in code]
-            context = names, model_config, config, self.choice.name, shapes
-            cache = ProgramCache(cache_dir, context)
         self.programs = Programs(
             lambda key: program_spec(self.program, shapes, key), cache, eager=config.enforce_eager
         )
@@ -99,6 +89,12 @@ class ModelRunner:
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """What lives on the device. Made when first used, after the programs are compiled: XLA
+        tries out variants, with buffers of its own."""
+        return make_state(self.program)
 
     def warm_up(
         self, *, rich: bool = False, background: bool = False, progress: bool = False
@@ -116,6 +112,8 @@ class ModelRunner:
         for key in first:
             if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
                 self._rehearse(key)
+        gc.collect()  # what tracing left would be searched in the midst of a step
+        gc.freeze()
 
     def _largest(self, keys: list[Key]) -> list[Key]:
         """Returns programs that can run any step."""
@@ -137,8 +135,9 @@ class ModelRunner:
 
     def close(self) -> None:
         """Gives the device memory of the state back."""
+        gc.unfreeze()
         self.programs.close()
-        for array in jax.tree.leaves(self.state):
+        for array in jax.tree.leaves(vars(self).get("state")):  # made when first used
             array.delete()
 
     def update_params(self, params: Any) -> None:
@@ -218,6 +217,8 @@ class ModelRunner:
         for first in range(0, work.num_targets, size.num_targets):
             program = self.programs[Key("score", size)]
             packed = program(self.params, tables, hidden, targets, np.int32(first))
+            if size.num_logprobs == self.program.config.vocab_size:
+                packed = np.asarray(packed)  # of many tokens they would fill the device
             scores.append((Layout(score_spec(self.program, size)), packed))
         self._forwarded = work, logits, rows, scores
 

@@ -66,7 +66,7 @@ class Slots:
         self._num_blocks: dict[str, list[int]] = {}  # by cache group
         self._needs: dict[str, Needs] = {}
         self._choosy: set[str] = set()  # whose needs are rich
-        self._structured: set[str] = set()  # who has a grammar
+        self._stepwise: set[str] = set()  # who has a grammar, or logprobs of all tokens
         self._scoring: dict[str, Scoring] = {}
         self._no_plan = functools.cache(self._empty_plan)
         self._admission_layout = functools.cache(self._admission_spec)
@@ -91,8 +91,9 @@ class Slots:
         needs = self._needs[request.request_id] = self._needs_of(request.params)
         if needs.rich:
             self._choosy.add(request.request_id)
-        if request.params.structured_outputs is not None:
-            self._structured.add(request.request_id)
+        whole = needs.num_logprobs == self._program.config.vocab_size
+        if whole or request.params.structured_outputs is not None:
+            self._stepwise.add(request.request_id)
         scoring = Scoring(request.num_computed, request.score_start, request.prompt_len)
         if scoring.num_left:
             self._scoring[request.request_id] = scoring
@@ -105,12 +106,12 @@ class Slots:
             del self._num_blocks[request_id], self._needs[request_id]
             self._scoring.pop(request_id, None)
             self._choosy.discard(request_id)
-            self._structured.discard(request_id)
+            self._stepwise.discard(request_id)
 
     @property
     def need_the_host(self) -> bool:
         """Whether a request wants of each token what is done between launches."""
-        return bool(self._structured)
+        return bool(self._stepwise)
 
     def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize:
         """Returns what the draw of these requests needs."""
