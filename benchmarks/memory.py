@@ -25,10 +25,8 @@ NEW = 192  # tokens of a request that fills the cache: as many steps as all prom
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": SAMPLED,
-    "penalties": SAMPLED | dict(repetition_penalty=1.1, frequency_penalty=0.1),
     "logprobs=20": SAMPLED | dict(logprobs=20),
     "logprobs=-1": SAMPLED | dict(logprobs=-1),
-    "prompt_logprobs=20": dict(prompt_logprobs=20),
 }
 
 
