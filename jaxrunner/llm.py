@@ -15,12 +15,12 @@ import jax
 from jaxrunner import beam, scoring
 from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.chat import render_chat
-from jaxrunner.completions import Completions, has_news, news
+from jaxrunner.completions import Asked, Completions, has_news, news
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
 from jaxrunner.lifecycle import Lifecycle
 from jaxrunner.loader import load
-from jaxrunner.output_processor import RequestState, request_output
+from jaxrunner.output_processor import RequestState
 from jaxrunner.outputs import RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.program_cache import find_folder
@@ -130,16 +130,12 @@ class LLM(Lifecycle):
         sampling_params: one for all prompts, or one for each; the model's defaults where None.
         on_error: "return" gives a bad prompt an output with finish_reason="error" and its
             message, and answers the others; "raise" raises before any is answered.
+
+        Raises:
+          Interrupted: by Ctrl-C, a `KeyboardInterrupt` whose `outputs` have what there is so far.
         """
-        groups = self._add(prompts, sampling_params, priority, on_error, whole=True)
-        states = [state for group in groups for state in group]
-        try:
-            self.completions.run(states, use_tqdm=use_tqdm)
-        finally:
-            self.completions.drop(states)
-        return RequestOutputs(
-            request_output(group, [state.completion() for state in group]) for group in groups
-        )
+        asked = self._asked(prompts, sampling_params, priority, on_error, whole=True)
+        return self.completions.answer(asked, on_error=on_error, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -155,17 +151,19 @@ class LLM(Lifecycle):
         default), all so far, or all completions of its prompt once, at their end. The last one of
         a prompt has `finished` set.
         """
-        groups = self._add(prompts, sampling_params, priority, on_error)
-        states = [state for group in groups for state in group]
+        asked = self._asked(prompts, sampling_params, priority, on_error)
+        groups: list[list[RequestState]] = []
         try:
-            while groups:
-                for group in groups:
+            self.completions.queue(asked, into=groups, on_error=on_error)
+            left = groups
+            while left:
+                for group in left:
                     yield from news(group)
-                groups = [group for group in groups if not all(s.told_all for s in group)]
-                if groups and not any(map(has_news, groups)):
+                left = [group for group in left if not all(s.told_all for s in group)]
+                if left and not any(map(has_news, left)):
                     self.completions.step()
         finally:
-            self.completions.drop(states)
+            self.completions.drop(state for group in groups for state in group)
 
     def chat(
         self,
@@ -250,10 +248,10 @@ class LLM(Lifecycle):
             for array in jax.tree.leaves(self.engine.runner.params):
                 array.delete()
 
-    def _add(
+    def _asked(
         self, prompts, sampling_params, priority, on_error: str, *, whole: bool = False
-    ) -> list[list[RequestState]]:
-        """Queues prompts, and returns the completions of each."""
+    ) -> list[Asked]:
+        """Returns each prompt with what belongs to it."""
         if on_error not in ("return", "raise"):
             raise ValueError(f"on_error must be 'return' or 'raise', got {shown(on_error)}")
         prompts = parse_prompts(prompts)
@@ -273,14 +271,7 @@ class LLM(Lifecycle):
         ranks = _one_each("priority", 0 if priority is None else priority, len(prompts))
         bound = Bound(int, -(2**62), 2**62)
         priorities = [plain(f"priority[{i}]", rank, bound) for i, rank in enumerate(ranks)]
-        groups: list[list[RequestState]] = []
-        try:
-            for prompt, param, rank in zip(prompts, params, priorities, strict=True):
-                groups.append(self.completions.add(prompt, param, on_error=on_error, priority=rank))
-        except BaseException:
-            self.completions.drop(state for group in groups for state in group)
-            raise
-        return groups
+        return list(zip(prompts, params, priorities, strict=True))
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
