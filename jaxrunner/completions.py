@@ -46,12 +46,11 @@ class Completions:
         into: gains the completions before they are queued: who is interrupted can `drop` them.
 
         Raises:
-          RuntimeError: this is closed.
+          RuntimeError: the engine sleeps or has ended.
           TypeError, ValueError: the prompt or a parameter is bad; with `on_error="return"` its
             completions are finished already, with the error, instead.
         """
-        if self._closed:
-            raise RuntimeError("this LLM is closed: build another one")
+        self.engine.standing.check_awake()
         states = self._new_states(prompt, params)
         into += states
         try:
@@ -131,14 +130,18 @@ class Completions:
     @deferred
     def step(self) -> None:
         """Runs one step of the engine for whoever waits, and hands out its tokens."""
+        self.engine.standing.check_process()  # a lock may have been forked while it was held
         with self._lock:
+            if self._closed:
+                return  # while this thread waited: all have ended
             for request, tokens in self.engine.step():
                 state = self._states.get(request.request_id)
                 if state is not None and state.update(request, tokens):
-                    self.engine.finish([request.request_id], "stop")
+                    self.engine.finish([request.request_id], state.finish_reason or "stop")
 
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""
+        self.engine.standing.check_process()
         with self._lock:
             for state in [state for state in self._states.values() if state.name == name]:
                 self.engine.abort([state.request_id])
@@ -147,20 +150,21 @@ class Completions:
     @deferred
     def drop(self, states: Iterable[RequestState]) -> None:
         """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
+        if self.engine.standing.is_foreign:
+            return
         with self._lock:
             for state in states:
                 if self._states.pop(state.request_id, None) and not state.finished:
                     self.engine.abort([state.request_id])
                 state.abort()
 
-    def close(self) -> bool:
-        """Ends all, and gives the engine's memory back. Returns False where that was done."""
+    def close(self) -> None:
+        """Aborts all, and closes the engine. May be called twice."""
         with self._lock:
-            was_open, self._closed = not self._closed, True
-            if was_open:
-                self.engine.abort(list(self._states))
-                self.engine.close()
-            return was_open
+            self._closed = True
+            for state in self._states.values():
+                state.abort()
+            self.engine.close()
 
 
 def _all(groups: Iterable[list[RequestState]]) -> list[RequestState]:

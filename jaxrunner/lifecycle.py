@@ -189,7 +189,7 @@ class Lifecycle(abc.ABC):
             reason = f"{' and '.join(sorted(self._asleep))} sleep: call wake_up"
             if "weights" in self._asleep and self._host_params is None:
                 reason += ", and update_params or reload_weights, as the weights were dropped"
-        self.engine.asleep = reason
+        self.engine.standing.asleep = reason
 
     def _awake(self) -> Any:
         """Returns the weights that tensors are to be put among."""

@@ -242,9 +242,13 @@ class LLM(Lifecycle):
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives the device memory back. May be called twice; no request can follow."""
+        """Gives the device memory back, and aborts requests. May be called twice; none can follow.
+
+        In a process that was forked off it does nothing.
+        """
         gc.unfreeze()
-        if self.completions.close():
+        if not self.engine.standing.is_foreign:
+            self.completions.close()
             for array in jax.tree.leaves(self.engine.runner.params):
                 array.delete()
 

@@ -39,6 +39,7 @@ from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
 from jaxrunner.transfer import Layout
+from jaxrunner.types import State
 from jaxrunner.weights import like
 
 
@@ -127,6 +128,15 @@ class ModelRunner:
           ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
         """
         self.params = like(params, self._wanted)
+
+    def restart(self) -> None:
+        """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
+        self.slots, self._forwarded = Slots(self.program), None
+        if not _is_whole(self.state):
+            for array in jax.tree.leaves(self.state):
+                array.delete()
+            # Waited for, as a device that has failed says so later.
+            self.state = jax.block_until_ready(make_state(self.program))
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.
@@ -257,3 +267,11 @@ class ModelRunner:
             self.state = self.programs[Key("admit", size)](self.state, packed)
         for size, packed in self.slots.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)
+
+
+def _is_whole(state: State) -> bool:
+    """Whether no array was given away to a step that failed, nor came from one."""
+    try:
+        return not any(x.is_deleted() for x in jax.tree.leaves(jax.block_until_ready(state)))
+    except Exception:  # whatever a device makes JAX raise
+        return False

@@ -89,7 +89,15 @@ def tokens_of(outputs: RequestOutputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_prompts_that_were_not_queued_have_outputs_too(monkeypatch):
+@pytest.fixture
+def usual_handler():
+    """A process in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_prompts_that_were_not_queued_have_outputs_too(monkeypatch, usual_handler):
     tokenizer = tiny.tokenizer()
     completions, encode = Completions(engine(), tokenizer, ()), tokenizer.encode
 
