@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import logging
 from typing import Any
 
-import jax
 import numpy as np
 
+from jaxrunner import pytree
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.bounds import Bound, plain
 from jaxrunner.buckets import step_buckets
@@ -290,5 +290,4 @@ class Engine:
         self.abort(self._unfinished)
         self._in_flight.clear()
         self._compiling.close()
-        for array in jax.tree.leaves(self.runner.state):
-            array.delete()
+        pytree.delete(self.runner.state)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrunner import pytree
 from jaxrunner.bounds import shown
 from jaxrunner.engine import Engine
 from jaxrunner.hub import resolve
@@ -125,8 +126,7 @@ class Lifecycle(abc.ABC):
         self.engine.reset_prefix_cache()
         runner = self.engine.runner
         self._host_params = jax.device_get(runner.params) if level == 1 else None
-        for array in jax.tree.leaves(runner.state):
-            array.delete()
+        pytree.delete(runner.state)
         runner.params = runner.state = None
         self._asleep = TAGS
         self._tell()

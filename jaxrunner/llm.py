@@ -6,13 +6,14 @@ with LLM("path/to/checkpoint") as llm:
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 import functools
 import gc
 from typing import Any
 
 import jax
 
-from jaxrunner import beam, scoring
+from jaxrunner import beam, pytree, scoring
 from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.chat import render_chat
 from jaxrunner.completions import Asked, Completions, has_news, news
@@ -76,6 +77,8 @@ class LLM(Lifecycle):
         **sizes: Any,
     ):
         rules = with_logits_fn(RULES, logits_fn)
+        if warm_up not in (True, False, "all"):
+            raise ValueError(f"warm_up must be True, False or 'all', got {warm_up!r}")
         loaded = load(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
@@ -83,20 +86,24 @@ class LLM(Lifecycle):
         )  # fmt: skip
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
         self._chat_template, eos = chat_template, loaded.eos_token_ids
-        config = engine_config(loaded.config, loaded.params, dtype=loaded.dtype, seed=seed, **sizes)
-        self.engine = Engine(
-            loaded.model, loaded.config, config, loaded.params, rules=rules,
-            cache_dir=find_folder(cache_dir),
-            make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
-        )  # fmt: skip
-        if warm_up not in (True, False, "all"):
-            raise ValueError(f"warm_up must be True, False or 'all', got {warm_up!r}")
+        with ExitStack() as undo:
+            undo.callback(pytree.delete, loaded.params)  # a kept traceback would keep the memory
+            sizes |= dict(dtype=loaded.dtype, seed=seed)
+            config = engine_config(loaded.config, loaded.params, **sizes)
+            self.engine = Engine(
+                loaded.model, loaded.config, config, loaded.params, rules=rules,
+                cache_dir=find_folder(cache_dir),
+                make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
+            )  # fmt: skip
+            undo.callback(self.engine.close)
+            if warm_up:
+                self.engine.warm_up(rich=warm_up == "all", progress=use_tqdm)
+            self.completions = Completions(self.engine, self.tokenizer, eos)
+            undo.pop_all()
         if warm_up:
-            self.engine.warm_up(rich=warm_up == "all", progress=use_tqdm)
             # What tracing left behind would be searched for garbage in the midst of a step.
             gc.collect()
             gc.freeze()
-        self.completions = Completions(self.engine, self.tokenizer, eos)
 
     def report(self) -> str:
         """Says what runs on which device, and why: one line each."""
@@ -249,8 +256,7 @@ class LLM(Lifecycle):
         gc.unfreeze()
         if not self.engine.standing.is_foreign:
             self.completions.close()
-            for array in jax.tree.leaves(self.engine.runner.params):
-                array.delete()
+            pytree.delete(self.engine.runner.params)
 
     def _asked(
         self, prompts, sampling_params, priority, on_error: str, *, whole: bool = False

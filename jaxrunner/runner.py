@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrunner import pytree
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.launch import abstract, program_keys, program_spec
@@ -77,7 +78,6 @@ class ModelRunner:
         # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
         sample = self.choice.sample if rules == RULES else None
         self.program = Program(model, model_config, config, self.choice.ops, rules, sample=sample)
-        self.state = make_state(self.program)
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
@@ -100,6 +100,7 @@ class ModelRunner:
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
+        self.state = make_state(self.program)  # at last: what fails above holds no memory
 
     def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
         """Compiles every program that usual requests need, or with `rich` that any can need."""
@@ -133,8 +134,7 @@ class ModelRunner:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
         self.slots, self._forwarded = Slots(self.program), None
         if not _is_whole(self.state):
-            for array in jax.tree.leaves(self.state):
-                array.delete()
+            pytree.delete(self.state)
             # Waited for, as a device that has failed says so later.
             self.state = jax.block_until_ready(make_state(self.program))
 
