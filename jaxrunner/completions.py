@@ -137,7 +137,7 @@ class Completions:
             for request, tokens in self.engine.step():
                 state = self._states.get(request.request_id)
                 if state is not None and state.update(request, tokens):
-                    self.engine.finish([request.request_id], state.finish_reason or "stop")
+                    self.engine.finish([request.request_id], "stop")
 
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""

@@ -67,7 +67,6 @@ class RequestState:
         try:
             self._take(request, new_token_ids)
         except ValueError as error:  # of the tokenizer
-            self._detokenizer = None
             self.fail(str(error))
         return self.finished and request.finish_reason is None
 

@@ -65,20 +65,25 @@ def check_whole(e: Engine) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("n", [0, 3])
 @pytest.mark.parametrize(
-    "changes",
-    [dict(async_depth=1), dict(async_depth=3), dict(num_decode_steps=3)],
-    ids=["sync", "three ahead", "3 steps a launch"],
+    ("name", "n", "changes", "lens"),
+    [
+        ("step", 0, {}, [0]),
+        ("step", 3, dict(async_depth=1), [2, 2, 2, 1]),
+        ("step", 3, dict(async_depth=3), [2, 2, 2, 1]),
+        ("steps", 1, dict(num_decode_steps=3), [7, 4]),
+    ],
+    ids=["the first", "sync", "three ahead", "3 steps a launch"],
 )
-def test_a_step_that_fails_ends_its_requests_alone(fail, how, n, changes, caplog):
+def test_a_step_that_fails_ends_its_requests_alone(fail, how, name, n, changes, lens, caplog):
     e, want = engine(**changes), answers()
-    failed = fail(nth(n, "step", "steps"), lambda: how)
+    failed = fail(nth(n, name), lambda: how)
     requests = [e.add(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
     drain(e)
-    assert len(failed) == 1 and caplog.records[0].message == "a step failed"
+    assert caplog.records[0].message == "a step failed"
     ended = [request for request in requests if request.finish_reason == "error"]
-    assert 1 <= len(ended) <= 5
+    # What the steps before it gave is kept.
+    assert failed == [name] and [len(r.output_token_ids) for r in ended] == lens
     words = "JaxRuntimeError: INTERNAL: ptxas died ... of a signal"
     if how != "no compilation":
         words = f"{OUT_OF_MEMORY}: lower gpu_memory_utilization, max_num_seqs or max_num_batched"
