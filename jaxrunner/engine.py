@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrunner import pytree
 from jaxrunner.block_pool import BlockPool
 from jaxrunner.bounds import Bound, plain
 from jaxrunner.buckets import step_buckets
@@ -258,9 +257,9 @@ class Engine:
         """Ends requests that nobody waits for any more."""
         self.finish(request_ids, "abort")
 
-    def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
-        """Compiles every program that usual requests need, or with `rich` that any can need."""
-        self.runner.warm_up(rich=rich, progress=progress)
+    def warm_up(self, **kwargs: Any) -> None:
+        """Compiles programs ahead of time; see `ModelRunner.warm_up`."""
+        self.runner.warm_up(**kwargs)
 
     def update_params(self, params: Any) -> None:
         """Takes new weights between two steps; requests at work go on with them.
@@ -290,4 +289,4 @@ class Engine:
         self.abort(self._unfinished)
         self._in_flight.clear()
         self._compiling.close()
-        pytree.delete(self.runner.state)
+        self.runner.close()

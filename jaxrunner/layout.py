@@ -24,6 +24,7 @@ from jaxrunner.types import (
     StepOutput,
 )
 
+MAX_TARGETS = 256  # prompt tokens that one launch scores
 MAX_STOP_IDS = 32  # of a request: its own, and the model's EOS
 # Lists of ids that few requests have: an admission may leave them out.
 WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
@@ -70,9 +71,13 @@ class SampleSize(NamedTuple):
 class Steps(NamedTuple):
     """The padded size of several decode steps in one launch."""
 
-    num_rows: int  # B
     num_steps: int  # tokens of each row
-    sample: SampleSize | None  # None where each request takes its likeliest token
+    sample: SampleSize  # the draw of each step
+
+    @property
+    def num_rows(self) -> int:
+        """Requests, B."""
+        return self.sample.num_rows
 
     @property
     def bucket(self) -> Bucket:
@@ -159,7 +164,7 @@ def logprob_widths(vocab_size: int) -> tuple[int, ...]:
 
 def score_size(num_tokens: int, num_logprobs: int) -> ScoreSize:
     """Returns the size of the launches that score prompt tokens of a step of T."""
-    return ScoreSize(num_tokens, min(256, num_tokens), num_logprobs)
+    return ScoreSize(num_tokens, min(MAX_TARGETS, num_tokens), num_logprobs)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,6 @@ with LLM("path/to/checkpoint") as llm:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 import functools
-import gc
 from typing import Any
 
 import jax
@@ -30,7 +29,9 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.tokenizer import Tokenizer
-from jaxrunner.worker import engine_config
+from jaxrunner.worker import plan_engine
+
+WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
 
 
 class LLM(Lifecycle):
@@ -48,9 +49,9 @@ class LLM(Lifecycle):
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request;
         see `jaxrunner.sampling.custom`, which also has the slow variant for arbitrary Python.
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
-    warm_up: True compiles the programs of usual requests now, "all" also those for logprobs,
-        penalties, grammars and their like, which are otherwise compiled when first needed.
-    The other sizes are fields of `EngineConfig`, or of `worker.engine_config`.
+    warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
+        grammars and their like, else compiled when needed; "background" awaits the largest alone.
+    The other sizes are those of `worker.plan_engine`; `memory_plan` says what they take.
 
     Raises:
       FileNotFoundError, ValueError, TypeError, MemoryError: a bad checkpoint or setting; names it.
@@ -77,8 +78,8 @@ class LLM(Lifecycle):
         **sizes: Any,
     ):
         rules = with_logits_fn(RULES, logits_fn)
-        if warm_up not in (True, False, "all"):
-            raise ValueError(f"warm_up must be True, False or 'all', got {warm_up!r}")
+        if warm_up not in (False, *WARM_UPS):
+            raise ValueError(f"warm_up must be False or one of {[*WARM_UPS]}, got {warm_up!r}")
         loaded = load(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
@@ -86,34 +87,31 @@ class LLM(Lifecycle):
         )  # fmt: skip
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
         self._chat_template, eos = chat_template, loaded.eos_token_ids
+        at = dict(rules=rules, cache_dir=find_folder(cache_dir))
         with ExitStack() as undo:
             undo.callback(pytree.delete, loaded.params)  # a kept traceback would keep the memory
-            sizes |= dict(dtype=loaded.dtype, seed=seed)
-            config = engine_config(loaded.config, loaded.params, **sizes)
+            config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
             self.engine = Engine(
-                loaded.model, loaded.config, config, loaded.params, rules=rules,
-                cache_dir=find_folder(cache_dir),
+                loaded.model, loaded.config, config, loaded.params, **at,
                 make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
             )  # fmt: skip
             undo.callback(self.engine.close)
             if warm_up:
-                self.engine.warm_up(rich=warm_up == "all", progress=use_tqdm)
+                self.engine.warm_up(**WARM_UPS[warm_up], progress=use_tqdm)
+                self.memory_plan = self.memory_plan.checked(self.engine.runner.programs.largest())
             self.completions = Completions(self.engine, self.tokenizer, eos)
             undo.pop_all()
-        if warm_up:
-            # What tracing left behind would be searched for garbage in the midst of a step.
-            gc.collect()
-            gc.freeze()
 
     def report(self) -> str:
-        """Says what runs on which device, and why: one line each."""
+        """Says what runs on which device, and why, one line each, and what memory it takes."""
         runner, n = self.engine.runner, self.engine.config.num_decode_steps
         alone = "; 1 while a request has a grammar, whose mask needs all tokens before" * (n > 1)
         return (
             f"device: {jax.local_devices()[0].device_kind}\n"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
-            f"programs: {runner.programs.report()}"
+            f"programs: {runner.programs.report()}\n"
+            f"memory:\n{self.memory_plan}"
         )
 
     def __enter__(self) -> "LLM":
@@ -253,7 +251,6 @@ class LLM(Lifecycle):
 
         In a process that was forked off it does nothing.
         """
-        gc.unfreeze()
         if not self.engine.standing.is_foreign:
             self.completions.close()
             pytree.delete(self.engine.runner.params)

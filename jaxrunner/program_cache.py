@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import json
 from pathlib import Path
 import platform
 import tempfile
@@ -22,6 +23,7 @@ import jax.extend
 from jaxlib import version, xla_client
 
 MAGIC, SUFFIX = b"jaxrunner executable 1\n", ".executable"
+NOTE = ".json"  # of what is known of executables that are not kept
 HEAD = len(MAGIC) + 32  # bytes before the executable: also its digest
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
 OWN = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")  # JAX's
@@ -103,9 +105,20 @@ class ProgramCache:
             self._keeps = False
             _note(f"compiled programs are not kept in {self._folder}", error)
 
-    def _path(self, key: Any) -> Path:
+    def recall(self, key: Any) -> Any:
+        """Returns what `remember` was given under `key`; None where that cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self._path(key, NOTE).read_text())
+        return None
+
+    def remember(self, key: Any, value: Any) -> None:
+        """Keeps a value of JSON's kinds, where that can be."""
+        with contextlib.suppress(OSError):
+            self._write(self._path(key, NOTE), json.dumps(value).encode())
+
+    def _path(self, key: Any, suffix: str = SUFFIX) -> Path:
         name = hashlib.sha256(f"{self._context}\n{key}".encode()).hexdigest()
-        return self._folder / f"{name[:40]}{SUFFIX}"
+        return self._folder / f"{name[:40]}{suffix}"
 
     def _write(self, path: Path, data: bytes) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)

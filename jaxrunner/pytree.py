@@ -91,6 +91,14 @@ def delete(tree: Any) -> None:
         array.delete()
 
 
+def is_whole(tree: Any) -> bool:
+    """Whether no array was given away to a program that failed, nor came from one. Waits."""
+    try:
+        return not any(x.is_deleted() for x in jax.tree.leaves(jax.block_until_ready(tree)))
+    except Exception:  # whatever a device makes JAX raise
+        return False
+
+
 def check(tree: Any, dims: Dims) -> None:
     """Checks that `tree` is what its class declares.
 

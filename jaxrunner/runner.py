@@ -10,6 +10,7 @@ builds a grammar mask while the forward pass runs.
 from collections import Counter
 from dataclasses import replace
 import functools
+import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,11 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.buckets import choose, step_buckets
+from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.launch import abstract, program_keys, program_spec
 from jaxrunner.layout import (
     Bucket,
-    Program,
     SampleSize,
     Steps,
     make_state,
@@ -31,16 +32,13 @@ from jaxrunner.layout import (
     score_spec,
 )
 from jaxrunner.model import Model
-from jaxrunner.ops import choose_ops
 from jaxrunner.profiling import Profiler
-from jaxrunner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.programs import Key, Programs
 from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
 from jaxrunner.transfer import Layout
-from jaxrunner.types import State
 from jaxrunner.weights import like
 
 
@@ -50,7 +48,7 @@ class Work(NamedTuple):
     req_ids: tuple[str, ...]  # in row order
     bucket: Bucket | Steps
     plan: np.ndarray  # packed
-    size: SampleSize | None  # None where each request takes its likeliest token
+    size: SampleSize
     num_targets: int  # prompt tokens to score, at most
     target_columns: int
 
@@ -74,23 +72,15 @@ class ModelRunner:
             lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
         )
         self.params = params
-        self.choice = choose_ops(model_config, config)
-        # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
-        sample = self.choice.sample if rules == RULES else None
-        self.program = Program(model, model_config, config, self.choice.ops, rules, sample=sample)
+        self.choice, self.program, cache = build(
+            model, model_config, config, params, rules=rules, cache_dir=cache_dir
+        )
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
         self._wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
-        cache, code = None, (model.forward, model.logits)
-        # What the code of others does is not known.
-        ours = rules == RULES and is_ours(*code)
-        if cache_dir is not None and ours and not jax_keeps_its_own():
-            names = [(function.__module__, function.__qualname__) for function in code]
-            context = names, model_config, config, self.choice.name, shapes
-            cache = ProgramCache(cache_dir, context)
         self.programs = Programs(
             lambda key: program_spec(self.program, shapes, key), cache, eager=config.enforce_eager
         )
@@ -100,27 +90,55 @@ class ModelRunner:
         self._forwarded: tuple[Any, ...] | None = None
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
-        self.state = make_state(self.program)  # at last: what fails above holds no memory
 
-    def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
-        """Compiles every program that usual requests need, or with `rich` that any can need."""
+    @functools.cached_property
+    def state(self) -> Any:
+        """What lives on the device. Made when first used, after the programs are compiled: XLA
+        tries out variants, with buffers of its own."""
+        return make_state(self.program)
+
+    def warm_up(
+        self, *, rich: bool = False, background: bool = False, progress: bool = False
+    ) -> None:
+        """Compiles every program that usual requests need, or with `rich` that any can need.
+
+        background: returns once the largest sizes are there, at which any step can run; threads
+            compile the others beside the steps, which makes both slower for that time.
+        """
         if self.program.engine.enforce_eager:
             return
         keys = program_keys(self.program, self.buckets, rich=rich)
-        self.programs.warm_up(keys, progress=progress)
-        for key in keys:
+        first = self._largest(keys) if background else keys
+        self.programs.warm_up(keys, first=first, progress=progress)
+        for key in first:
             if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
                 self._rehearse(key)
+        gc.collect()  # what tracing left would be searched in the midst of a step
+        gc.freeze()
+
+    def _largest(self, keys: list[Key]) -> list[Key]:
+        """Returns programs that can run any step."""
+        decode, ragged = ([b for b in self.buckets if b.query_len == q][-1] for q in (1, 0))
+        num_steps, draw = self.program.engine.num_decode_steps, SampleSize(decode.num_rows)
+        sizes = decode, ragged, Steps(num_steps, draw)
+        return [k for k in keys if k.name in ("admit", "copy") or k.size in sizes]
 
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
         none: tuple[list, ...] = tuple([] for _ in self.program.config.groups)
-        work = Work((), key.size, self.slots.plan((), {}, none, key.size), None, 0, 0)
+        plan, usual = self.slots.plan((), {}, none, key.size), SampleSize(key.size.num_rows)
+        work = Work((), key.size, plan, usual, 0, 0)
         if key.name == "forward":
             self._forward(work)
             self.sample_tokens()
         else:
             self.state, _ = self.programs[key](self.params, self.state, work.plan)
+
+    def close(self) -> None:
+        """Gives the device memory of the state back."""
+        gc.unfreeze()
+        self.programs.close()
+        pytree.delete(vars(self).get("state"))  # made when first used
 
     def update_params(self, params: Any) -> None:
         """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
@@ -133,7 +151,7 @@ class ModelRunner:
     def restart(self) -> None:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
         self.slots, self._forwarded = Slots(self.program), None
-        if not _is_whole(self.state):
+        if not pytree.is_whole(self.state):
             pytree.delete(self.state)
             # Waited for, as a device that has failed says so later.
             self.state = jax.block_until_ready(make_state(self.program))
@@ -141,8 +159,7 @@ class ModelRunner:
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.
 
-        In one launch where each request takes its likeliest token or does several steps, else in
-        two.
+        In one launch; in two where a request wants logprobs, or rules that few want.
         """
         with self.profiler.step(scheduler_output):
             return self._step(scheduler_output)
@@ -152,13 +169,12 @@ class ModelRunner:
         if work is None:
             return StepHandle()
         size, num_steps = work.bucket, scheduler_output.num_steps
-        if num_steps == 1 and (work.size is not None or work.num_targets):
+        if num_steps == 1 and (work.size.rich or work.num_targets):
             self._forward(work)
             return self.sample_tokens()
         program = self.programs[Key("steps" if num_steps > 1 else "step", size)]
         self.state, packed = program(self.params, self.state, work.plan)
-        columns = 0 if work.size is None else work.size.num_logprobs
-        layout = self._output(size.num_rows, columns, num_steps)
+        layout = self._output(size.num_rows, work.size.num_logprobs, num_steps)
         return StepHandle(work.req_ids, layout, packed)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -189,8 +205,7 @@ class ModelRunner:
             return StepHandle()
         work, logits, rows, scores = self._forwarded
         B = work.bucket.num_rows
-        size = work.size or SampleSize(B)
-        size = size if grammar_output is None else size._replace(rich=True)
+        size = work.size if grammar_output is None else work.size._replace(rich=True)
         mask = self._mask(work.req_ids, B, grammar_output) if size.rich else None
         self._forwarded = None
         program = self.programs[Key("sample", size)]
@@ -210,6 +225,8 @@ class ModelRunner:
         for first in range(0, work.num_targets, size.num_targets):
             program = self.programs[Key("score", size)]
             packed = program(self.params, tables, hidden, targets, np.int32(first))
+            if size.num_logprobs == self.program.config.vocab_size:
+                packed = np.asarray(packed)  # of many tokens they would fill the device
             scores.append((Layout(score_spec(self.program, size)), packed))
         self._forwarded = work, logits, rows, scores
 
@@ -248,12 +265,14 @@ class ModelRunner:
             self._admit(new, blocks)
             return None
         several = output.num_steps > 1
-        bucket = choose(self.buckets, [1 if several else counts[r] for r in req_ids])
+        is_pending = functools.partial(self._is_pending, num_steps=output.num_steps)
+        each = [1 if several else counts[r] for r in req_ids]
+        bucket = choose(self.buckets, each, is_pending)
         size = sum(counts.values()) // output.num_steps
         self.traffic[bucket.query_len][size] += 1
         sample = self.slots.sample_size(req_ids, bucket.num_rows)
         if several:
-            bucket = Steps(bucket.num_rows, output.num_steps, sample)
+            bucket = Steps(output.num_steps, sample)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.slots.room(blocks, bucket)
         if new or not fits:
@@ -261,17 +280,15 @@ class ModelRunner:
         plan = self.slots.plan(req_ids, counts, blocks if fits else none, bucket)
         return Work(req_ids, bucket, plan, sample, *self.slots.count_targets(counts))
 
+    def _is_pending(self, bucket: Bucket, num_steps: int) -> bool:
+        key = Key("step", bucket)
+        if num_steps > 1:
+            key = Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))
+        return self.programs.is_pending(key)
+
     def _admit(self, new, blocks) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""
         for size, packed in self.slots.admissions(new, blocks):
             self.state = self.programs[Key("admit", size)](self.state, packed)
         for size, packed in self.slots.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)
-
-
-def _is_whole(state: State) -> bool:
-    """Whether no array was given away to a step that failed, nor came from one."""
-    try:
-        return not any(x.is_deleted() for x in jax.tree.leaves(jax.block_until_ready(state)))
-    except Exception:  # whatever a device makes JAX raise
-        return False

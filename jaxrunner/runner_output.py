@@ -69,7 +69,8 @@ class StepHandle:
         """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
         self._names, self._scores = names, scores
         for _, packed in scores:
-            packed.copy_to_host_async()
+            if isinstance(packed, jax.Array):
+                packed.copy_to_host_async()
 
     def wait(self) -> None:
         """Waits until the step's outputs are on the host."""

@@ -1,76 +1,85 @@
-"""One process's device: which it is, what fits on it, and how large an engine follows."""
+"""One process's device: how large an engine on it is, where a user left that open."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from jaxrunner.bounds import Bound, plain
 from jaxrunner.buckets import GPU_SIZES
-from jaxrunner.config import SCALED, EngineConfig, ModelConfig, read_kv_dtype
-from jaxrunner.request import NEVER
+from jaxrunner.build import Built, build
+from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
+from jaxrunner.loader import Loaded
+from jaxrunner.memory_plan import Costs, Device, MemoryPlan, Size, plan_memory, read_device
+from jaxrunner.program_memory import Need, estimate, measure
+from jaxrunner.sampling import RULES
+from jaxrunner.sampling.rule import Rule
 
-CPU_KV_BYTES = 1 << 30  # on a CPU, where memory is not ours alone
 FITTING = -1  # as `max_model_len`: the largest that fits, in vLLM's words
-RESERVE = 0.1  # part of the budget kept for what a step makes on its way
+FEW = 8  # blocks that programs are compiled for to see what memory they need
+EAGER = 0.1  # of the device, for steps that no compiler lays out
 
 
-def engine_config(
-    model: ModelConfig,
-    params: Any,
+def plan_engine(
+    loaded: Loaded,
     *,
-    dtype: str,
+    rules: tuple[Rule, ...] = RULES,
+    cache_dir: Path | None = None,
     kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
-    max_num_seqs: int = 256,
     max_num_batched_tokens: int | None = None,
     num_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
     **rest: Any,
-) -> EngineConfig:
-    """Fills in the sizes that a user left open, for the default device.
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Fills in the sizes that a user left open, for the default device, and plans its memory.
 
     `num_blocks`, `kv_cache_memory_bytes` and `gpu_memory_utilization` are three ways to say one
-    thing: at most one may be given. max_model_len: -1 is the largest, up to the model's, of which
-    one request fits into the cache. `rest` are fields of `EngineConfig`.
+    thing: at most one may be given. The last is a part of what JAX may use of the device: of three
+    quarters, unless XLA_PYTHON_CLIENT_MEM_FRACTION said otherwise when JAX started. Where none is
+    given it is 0.9, or what is free if that is less. max_model_len: -1 is the largest, up to the
+    model's, of which one request fits into the cache. `rest` are fields of `EngineConfig`.
 
     Raises:
       ValueError: a size that contradicts the model, another size or the device.
-      MemoryError: the weights leave no room.
+      MemoryError: it does not fit; says what would.
     """
-    asked = dict(
+    size = _one_size(
         num_blocks=num_blocks,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
     )
-    _check_one_size(asked)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu, shrink = jax.default_backend() == "cpu", max_model_len == FITTING
     rest = rest if on_cpu else dict(decode_buckets=GPU_SIZES) | rest
     config = EngineConfig(
-        max_model_len=_checked_len(model, None if max_model_len == FITTING else max_model_len),
-        num_blocks=_or(num_blocks, 1),
-        max_num_seqs=max_num_seqs,
+        max_model_len=_checked_len(loaded.config, None if shrink else max_model_len),
+        num_blocks=_or(num_blocks, FEW),
         max_num_batched_tokens=_or(max_num_batched_tokens, 512 if on_cpu else 8192),
-        dtype=dtype,
-        kv_dtype=read_kv_dtype(kv_cache_dtype, dtype),
+        dtype=loaded.dtype,
+        kv_dtype=read_kv_dtype(kv_cache_dtype, loaded.dtype),
         growth=4 if on_cpu else 2,
         **rest,
     )
-    if num_blocks is None:
-        kv_bytes = kv_cache_memory_bytes
-        if kv_bytes is None:
-            kv_bytes = free_bytes(params, gpu_memory_utilization or 0.9)
-        config = _with_blocks(model, config, kv_bytes)
-    held = config.num_blocks * config.block_size
-    longest = min(config.max_model_len, held if max_model_len == FITTING else NEVER)
-    return replace(config, max_model_len=longest)
+    few = replace(config, num_blocks=FEW)
+    built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
+    device = read_device(loaded.params)
+    costs = Costs(built.program, loaded.params, _need(built, loaded.params, device, size))
+    return plan_memory(costs, size, device, shrink=shrink)
 
 
-def _with_blocks(model: ModelConfig, config: EngineConfig, kv_bytes: int) -> EngineConfig:
-    most = config.max_blocks * config.max_num_seqs  # what all slots use at full length
-    fitting = kv_bytes // block_bytes(model, config.kv_dtype, config.block_size)
-    return replace(config, num_blocks=max(1, min(most, fitting)))
+def _need(built: Built, params: Any, device: Device | None, size: Size) -> Need:
+    """Returns what programs need, where that limits the cache."""
+    if device is None:
+        return Need()
+    if built.program.engine.enforce_eager:
+        return Need("a step without a compiler", int(EAGER * device.limit))
+    if size.name != "gpu_memory_utilization":
+        return Need()
+    if built.program.sample is not None:
+        return estimate(built.program)
+    return measure(built.program, params, built.cache)
 
 
 def _or(value: int | None, default: int) -> int:
@@ -78,13 +87,16 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _check_one_size(asked: dict[str, Any]) -> None:
-    given = [name for name, value in asked.items() if value is not None]
+def _one_size(**asked: Any) -> Size:
+    given = [Size(name, value) for name, value in asked.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} each set the size of the KV cache: give one")
-    utilization = asked["gpu_memory_utilization"]
-    if utilization is not None and not 0 < utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization must be over 0, at most 1, got {utilization}")
+        names = " and ".join(size.name for size in given)
+        raise ValueError(f"{names} each set the size of the KV cache: give one")
+    part = asked["gpu_memory_utilization"]
+    if part is not None and not 0 < part <= 1:
+        raise ValueError(f"gpu_memory_utilization must be over 0, at most 1, got {part}")
+    plain("kv_cache_memory_bytes", asked["kv_cache_memory_bytes"], Bound(int, 1, 2**62, True))
+    return given[0] if given else Size()
 
 
 def _checked_len(model: ModelConfig, max_model_len: int | None) -> int:
@@ -101,30 +113,3 @@ def longest_len(model: ModelConfig) -> int:
     dynamic = model.rope.dynamic
     factor = dynamic.factor if dynamic is not None else 1.0
     return int(model.max_position_embeddings * factor)
-
-
-def block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
-    """Returns the bytes of one block in the caches of all layers, scales included."""
-    dims, scale = model.dims, 4 if kv_dtype in SCALED.values() else 0
-    row = dims["D"] * jnp.dtype(kv_dtype).itemsize + scale
-    return 2 * dims["Y"] * block_size * dims["K"] * row
-
-
-def free_bytes(params: Any, utilization: float) -> int:
-    """Returns the bytes that the KV cache may take beside `params`.
-
-    Raises:
-      MemoryError: the weights leave no room.
-    """
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return CPU_KV_BYTES
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    budget = int(stats["bytes_limit"] * utilization * (1 - RESERVE))
-    used = max(stats["bytes_in_use"], weights)
-    if budget <= used:
-        raise MemoryError(
-            f"gpu_memory_utilization={utilization} of {stats['bytes_limit']} bytes leaves "
-            f"{budget}, {used} are in use: raise it or free memory"
-        )
-    return budget - used

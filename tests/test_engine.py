@@ -167,30 +167,6 @@ def test_an_aborted_request_leaves_nothing_behind():  # 59
     assert [r.output_token_ids for r in kept] == alone("sampled")
 
 
-def test_no_compilation_after_warm_up():  # 25
-    rng = np.random.default_rng(0)
-    e = engine(num_blocks=30, decode_buckets=(5,), token_buckets=(8, 32))
-    e.warm_up(rich=True)
-    warm = len(e.runner.programs.ledger)
-    e.runner.programs.strict = True
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
-    )
-    try:
-        for i in range(200):
-            kind = list(KINDS)[rng.integers(3)]
-            prompt = rng.integers(0, 61, rng.integers(1, 40)).tolist()
-            e.add(f"{i}", prompt, params_of(kind, int(rng.integers(6))))
-            if i % 7 == 3:
-                e.abort([f"{i - 2}"])
-            e.step()
-        drain(e)
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert (compiled, len(e.runner.programs.ledger)) == ([], warm)
-
-
 def test_a_drawn_seed_survives_preemption():  # D12
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     free, tight = engine(), engine(num_blocks=13)

@@ -107,10 +107,8 @@ def test_attention_is_near_its_oracle(kv_dtype, dtype, window, case):
 def engine(kv_cache_dtype: str, **changes) -> Engine:
     """An engine of the tiny decoder whose sizes are `tiny.engine_config`'s."""
     config, params = tiny.model_and_params()
-    kv_dtype = worker.engine_config(
-        config, params, dtype="float32", kv_cache_dtype=kv_cache_dtype
-    ).kv_dtype
-    return Engine(llama, config, tiny.engine_config(kv_dtype=kv_dtype, **changes), params)
+    sizes, _ = worker.plan_engine(tiny.loaded(), kv_cache_dtype=kv_cache_dtype)
+    return Engine(llama, config, tiny.engine_config(kv_dtype=sizes.kv_dtype, **changes), params)
 
 
 def params() -> list[SamplingParams]:
@@ -163,8 +161,6 @@ def test_copied_blocks_bring_their_scales(kv_cache_dtype):
     state = make_state(program)
     sizes = {x.dtype.itemsize for x in jax.tree.leaves(state.kv)}
     assert sizes == {1, 4} and len(jax.tree.leaves(state.kv)) == 4 * program.dims["Y"]
-    per_block = sum(x.nbytes for x in jax.tree.leaves(state.kv)) // program.engine.num_blocks
-    assert per_block == worker.block_bytes(program.config, program.engine.kv_dtype, 4)
     params = [SamplingParams(temperature=1.0, max_tokens=8, seed=i) for i in range(4)]
     prompt = test_engine.PROMPTS[0][:10]  # ends within a block: followers copy it
     outputs = []
@@ -225,6 +221,6 @@ def test_a_cache_of_whole_numbers_has_no_scales():
 def test_other_names_are_refused():
     known = r"\('auto', 'float32', 'bfloat16', 'float16', 'fp8', 'fp8_e4m3', 'int8'\)"
     with pytest.raises(ValueError, match=rf"kv_cache_dtype must be one of {known}, got 'int4'"):
-        worker.engine_config(tiny.config(), (), dtype="float32", kv_cache_dtype="int4")
+        worker.plan_engine(tiny.loaded(), kv_cache_dtype="int4")
     with pytest.raises(ValueError, match=r"kv_dtype must be one of .*'float8_e4m3fn', 'int8'"):
         EngineConfig(max_model_len=8, num_blocks=8, kv_dtype="fp8_e5m2")

@@ -55,6 +55,7 @@ def test_garbage_is_not_sought_among_what_stays(llm):
 
 def test_a_report_says_what_runs_and_why(llm):
     assert "layers and sampling: " in llm.report() and ", because " in llm.report()
+    assert str(llm.memory_plan) in llm.report()
     if jax.default_backend() == "cpu":
         assert "reference, because mosaic_gpu wants a Hopper GPU" in llm.report()
 

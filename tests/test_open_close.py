@@ -114,7 +114,7 @@ def test_closing_ends_what_is_under_way():
     [
         (weights, "_check_finite", dict(check_nan=True)),
         (loader, "_generation_defaults", {}),
-        (runner, "make_state", {}),
+        (llm, "plan_engine", {}),
         (runner.ModelRunner, "warm_up", dict(warm_up=True)),
         (llm, "Completions", {}),
     ],

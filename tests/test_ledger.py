@@ -1,0 +1,79 @@
+"""No compilation after warm-up: the ledger of programs, and JAX's own count."""
+
+from collections import Counter
+from dataclasses import fields
+
+import features
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrunner.engine import Engine
+from jaxrunner.models.llama import llama
+from jaxrunner.params import SamplingParams
+from jaxrunner.sampling import RULES
+from jaxrunner.sampling.custom import logits_fn, with_logits_fn
+
+NUM_REQUESTS = 2000
+# What `LLM` alone acts on.
+OF_TEXT = {
+    "stop", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "output_kind", "n",
+}  # fmt: skip
+NAMES = {field.name for field in fields(SamplingParams)} - OF_TEXT
+USUAL = SamplingParams()
+
+
+def tilted(logits, row):
+    return logits + row.args["slope"] * jnp.linspace(0, 1, logits.size)
+
+
+def any_params(rng: np.random.Generator) -> SamplingParams:
+    """Returns short outputs, half of them of usual requests; a tenth tells a logits function."""
+    extra = dict(extra_args={"slope": 2.0}) if rng.random() < 0.1 else {}
+    if rng.random() < 0.5:
+        return SamplingParams(temperature=float(rng.choice([0, 1])), max_tokens=3, **extra)
+    return features.random_params(rng, **extra)
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_compile_nothing():  # 25
+    rng, changed = np.random.default_rng(0), set()
+    config, weights = tiny.model_and_params()
+    sizes = tiny.engine_config(
+        num_blocks=30, decode_buckets=(5,), token_buckets=(8, 32), num_decode_steps=2,
+        policy="priority",
+    )  # fmt: skip
+    engine = Engine(
+        llama, config, sizes, weights, make_compiler=features.ParityCompiler,
+        rules=with_logits_fn(RULES, logits_fn(tilted, extra_args={"slope": 0.0})),
+    )  # fmt: skip
+    engine.warm_up(rich=True)
+    programs = engine.runner.programs
+    warm, programs.strict, compiled = len(programs.ledger), True, []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
+    )
+    requests = []
+    try:
+        for i in range(NUM_REQUESTS):
+            params = any_params(rng)
+            changed |= {name for name in NAMES if getattr(params, name) != getattr(USUAL, name)}
+            prompt = rng.integers(0, features.V, rng.integers(1, 12 if i % 9 else 40)).tolist()
+            priority = int(rng.integers(3))
+            requests.append(engine.add(f"{i}", prompt, params, priority=priority))
+            if i % 50 == 3:
+                engine.abort([f"{i - 2}"])
+            if i % 3 == 0:
+                engine.step()
+        while engine.has_unfinished:
+            engine.step()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert (compiled, len(programs.ledger)) == ([], warm)
+    assert changed == NAMES
+    reasons = Counter(request.finish_reason for request in requests)
+    assert set(reasons) <= {"stop", "length", "abort", "error", "repetition"}
+    assert reasons["length"] + reasons["stop"] > 0.9 * NUM_REQUESTS
