@@ -2,7 +2,13 @@
 
 from jaxrunner.beam import BeamSearchParams
 from jaxrunner.llm import LLM
-from jaxrunner.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputs
+from jaxrunner.outputs import (
+    CompletionOutput,
+    Interrupted,
+    Logprob,
+    RequestOutput,
+    RequestOutputs,
+)
 from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
@@ -11,6 +17,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "Interrupted",
     "Logprob",
     "RepetitionDetectionParams",
     "RequestOutput",

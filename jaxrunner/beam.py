@@ -118,7 +118,7 @@ def _next_tokens(completions: Completions, beams, one: SamplingParams) -> list[R
     states: list[RequestState] = []
     try:
         for beam in beams:
-            states += completions.add(ParsedPrompt(token_ids=beam.tokens), one)
+            completions.add(ParsedPrompt(token_ids=beam.tokens), one, into=states)
         completions.run(states)
     finally:
         completions.drop(states)

@@ -187,8 +187,11 @@ class Bench:
     def time(self, prompts: list, sampling_params: Any) -> float:
         """Returns the seconds of one `generate`."""
         start = time.perf_counter()
-        self.llm.generate(prompts, sampling_params, use_tqdm=False, on_error="raise")
-        return time.perf_counter() - start
+        outputs = self.llm.generate(prompts, sampling_params, use_tqdm=False, on_error="raise")
+        seconds = time.perf_counter() - start
+        errors = [output.error for output in outputs if output.error is not None]
+        assert not errors, errors[0]
+        return seconds
 
 
 class Arrivals:

@@ -12,11 +12,12 @@ from tqdm.auto import tqdm
 from jaxrunner.engine import Engine
 from jaxrunner.interrupts import deferred
 from jaxrunner.output_processor import RequestState, request_output
-from jaxrunner.outputs import RequestOutput
+from jaxrunner.outputs import Interrupted, RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.prompts import ParsedPrompt
 from jaxrunner.tokenizer import Tokenizer
 
+Asked = tuple[ParsedPrompt, SamplingParams, int]  # the last one is the priority
 REDRAW_S = 0.1  # a count of what is finished looks at every completion
 
 
@@ -36,24 +37,25 @@ class Completions:
         prompt: ParsedPrompt,
         params: SamplingParams,
         *,
+        into: list[RequestState],
         on_error: str = "raise",
         **kwargs: Any,
-    ) -> list[RequestState]:
+    ) -> None:
         """Queues the `n` completions of a prompt; `kwargs` go to `Engine.add`.
 
+        into: gains the completions before they are queued: who is interrupted can `drop` them.
+
         Raises:
-          RuntimeError: this is closed.
+          RuntimeError: the engine sleeps or has ended.
           TypeError, ValueError: the prompt or a parameter is bad; with `on_error="return"` its
             completions are finished already, with the error, instead.
         """
-        if self._closed:
-            raise RuntimeError("this LLM is closed: build another one")
-        name = next(self._names)
-        states = [RequestState(name, params, i) for i in range(params.n)]
+        self.engine.standing.check_awake()
+        states = self._new_states(prompt, params)
+        into += states
         try:
-            text, token_ids = prompt.resolve(self.tokenizer)
+            _, token_ids = prompt.resolve(self.tokenizer)
             for state in states:
-                state.prompt = text
                 state.start(token_ids, self.tokenizer)
             params = _encode_words(params, self.tokenizer)
             with self._lock:
@@ -66,6 +68,12 @@ class Completions:
                 raise
             for state in states:
                 state.fail(str(error))
+
+    def _new_states(self, prompt: ParsedPrompt, params: SamplingParams) -> list[RequestState]:
+        name = next(self._names)
+        states = [RequestState(name, params, i) for i in range(params.n)]
+        for state in states:
+            state.prompt = prompt.text
         return states
 
     @deferred
@@ -76,6 +84,36 @@ class Completions:
             state.request_id, token_ids, params, eos_token_ids=self.eos_token_ids, **kwargs
         )
         self._states[state.request_id] = state
+
+    def answer(self, asked: Sequence[Asked], *, on_error: str, use_tqdm: bool) -> RequestOutputs:
+        """Queues prompts, runs them, and returns their outputs, in their order.
+
+        Raises:
+          Interrupted: by Ctrl-C; has the outputs as they were then.
+        """
+        groups: list[list[RequestState]] = []
+        try:
+            try:
+                self.queue(asked, into=groups, on_error=on_error)
+                self.run(_all(groups), use_tqdm=use_tqdm)
+            finally:
+                self.drop(_all(groups))
+            return _outputs(groups)
+        except KeyboardInterrupt as error:
+            self.drop(_all(groups))  # the interrupt may have come before this was done
+            groups = [group for group in groups if group]
+            for prompt, params, _ in asked[len(groups) :]:
+                groups.append(self._new_states(prompt, params))
+                self.drop(groups[-1])
+            raise Interrupted(_outputs(groups)) from error
+
+    def queue(
+        self, asked: Iterable[Asked], *, into: list[list[RequestState]], on_error: str
+    ) -> None:
+        """Adds prompts. into: gains a list of the completions of each."""
+        for prompt, params, priority in asked:
+            into.append([])
+            self.add(prompt, params, into=into[-1], on_error=on_error, priority=priority)
 
     def run(self, states: Sequence[RequestState], *, use_tqdm: bool = False) -> None:
         """Steps until these completions are whole."""
@@ -92,7 +130,10 @@ class Completions:
     @deferred
     def step(self) -> None:
         """Runs one step of the engine for whoever waits, and hands out its tokens."""
+        self.engine.standing.check_process()  # a lock may have been forked while it was held
         with self._lock:
+            if self._closed:
+                return  # while this thread waited: all have ended
             for request, tokens in self.engine.step():
                 state = self._states.get(request.request_id)
                 if state is not None and state.update(request, tokens):
@@ -100,6 +141,7 @@ class Completions:
 
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""
+        self.engine.standing.check_process()
         with self._lock:
             for state in [state for state in self._states.values() if state.name == name]:
                 self.engine.abort([state.request_id])
@@ -108,20 +150,32 @@ class Completions:
     @deferred
     def drop(self, states: Iterable[RequestState]) -> None:
         """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
+        if self.engine.standing.is_foreign:
+            return
         with self._lock:
             for state in states:
                 if self._states.pop(state.request_id, None) and not state.finished:
                     self.engine.abort([state.request_id])
-                    state.abort()
+                state.abort()
 
-    def close(self) -> bool:
-        """Ends all, and gives the engine's memory back. Returns False where that was done."""
+    def close(self) -> None:
+        """Aborts all, and closes the engine. May be called twice."""
         with self._lock:
-            was_open, self._closed = not self._closed, True
-            if was_open:
-                self.engine.abort(list(self._states))
-                self.engine.close()
-            return was_open
+            self._closed = True
+            for state in self._states.values():
+                state.abort()
+            self.engine.close()
+
+
+def _all(groups: Iterable[list[RequestState]]) -> list[RequestState]:
+    return list(itertools.chain.from_iterable(groups))
+
+
+def _outputs(groups: Iterable[list[RequestState]]) -> RequestOutputs:
+    """Returns the output of each prompt, as far as its completions have come."""
+    return RequestOutputs(
+        request_output(group, [state.completion() for state in group]) for group in groups
+    )
 
 
 def has_news(group: Sequence[RequestState]) -> bool:

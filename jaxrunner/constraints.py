@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxrunner.faults import of_foreign_code
 from jaxrunner.request import GrammarOutput, Request
+
+FAILED = "structured_outputs: the grammar failed"
 
 
 class Constraints:
@@ -64,6 +67,11 @@ class Constraints:
                 request.error, request.finish_reason = str(error), "error"
         return [request for request, _ in done]
 
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Requests whose grammar is not compiled yet, by id."""
+        return {request.request_id: request for request, _ in self._waiting}
+
     def close(self) -> None:
         """Ends the compiler's threads."""
         if self._compiler is not None:
@@ -84,29 +92,46 @@ def concern(requests: Mapping[str, Request]) -> bool:
     return any(request.grammar is not None for request in requests.values())
 
 
-def masks(requests: Mapping[str, Request], vocab_size: int) -> GrammarOutput:
-    """Returns which tokens the grammars allow next; all, for a request that has just ended."""
+def masks(requests: Mapping[str, Request], vocab_size: int) -> tuple[GrammarOutput, dict[str, str]]:
+    """Returns which tokens the grammars allow next, and the errors of those that failed, by id.
+
+    All are allowed for a request that has just ended, or whose grammar failed.
+    """
+    failed: dict[str, str] = {}
     ruled = [request for request in requests.values() if request.grammar is not None]
     bitmask = np.full((len(ruled), -(-vocab_size // 32)), -1, np.int32)
     for row, request in zip(bitmask, ruled, strict=True):
-        if request.finish_reason is None:
+        if request.finish_reason is not None:
+            continue
+        try:
             request.grammar.fill(row)
-    return GrammarOutput(tuple(request.request_id for request in ruled), bitmask)
+        except BaseException as error:
+            failed[request.request_id] = f"{FAILED}: {of_foreign_code(error)}"
+            row[:] = -1
+    return GrammarOutput(tuple(request.request_id for request in ruled), bitmask), failed
 
 
 def accept(request: Request, token_ids: list[int]) -> str | None:
     """Takes new tokens into a request's grammar. Returns why the request ends, if it does."""
-    if request.grammar is None or request.finish_reason is not None:
+    grammar = request.grammar
+    if grammar is None or request.finish_reason is not None:
         return None
-    if not request.grammar.accept(token_ids):
+    try:
+        if grammar.accept(token_ids):
+            return "stop" if grammar.finished else None
         request.error = (
             f"structured_outputs: the grammar refuses a token of {token_ids}: "
-            f"{request.grammar.error or 'it allows others'}"
+            f"{grammar.error or 'it allows others'}"
         )
-        return "error"
-    return "stop" if request.grammar.finished else None
+    except BaseException as error:
+        request.error = f"{FAILED}: {of_foreign_code(error)}"
+    return "error"
 
 
 def may_end(request: Request) -> bool:
-    """Whether what a request's grammar has seen is complete."""
-    return request.grammar is not None and request.grammar.is_accepting
+    """Whether what a request's grammar has seen is complete; one that fails says no."""
+    try:
+        return request.grammar is not None and request.grammar.is_accepting
+    except BaseException as error:
+        of_foreign_code(error)
+        return False

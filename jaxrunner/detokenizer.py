@@ -109,7 +109,7 @@ class Detokenizer:
         return [int(i) for i in ids if i not in hidden and i in self._tokenizer]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.inner.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.join(ids, self._skip)
 
 
 class StopMatch(NamedTuple):

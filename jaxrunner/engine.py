@@ -6,10 +6,10 @@ while engine.has_unfinished:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrunner.block_pool import BlockPool
@@ -18,16 +18,18 @@ from jaxrunner.buckets import step_buckets
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.constraints import Constraints, accept, concern, masks, may_end
+from jaxrunner.faults import FATAL, NO_CHOICE, NO_NUMBER, Standing, of_engine, of_step
 from jaxrunner.interrupts import deferred
 from jaxrunner.layout import MAX_STOP_IDS
 from jaxrunner.model import Model
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import check_prompt
-from jaxrunner.request import NEVER, Request, SchedulerOutput
+from jaxrunner.request import NEVER, Request, SchedulerOutput, stop_ids
 from jaxrunner.runner import ModelRunner
-from jaxrunner.runner_output import ModelRunnerOutput, StepHandle
+from jaxrunner.runner_output import StepHandle
 from jaxrunner.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
 _POSITION = Bound(int, 0, NEVER)
 Gained = list[tuple[Request, list[int]]]
 
@@ -67,7 +69,10 @@ class Engine:
         self._gained: Gained = []  # read, and not yet returned
         self._compiling = Constraints(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
-        self.weights_version, self.asleep = 0, ""  # the latter: why nothing can run
+        rules = self.runner.program.rules
+        self._extra_args = [name for rule in rules for name in rule.extra_args]
+        self.weights_version, self.standing = 0, Standing()
+        self._alarm: FloatingPointError | None = None  # for the end of a step
 
     def add(
         self,
@@ -88,12 +93,12 @@ class Engine:
 
         Raises:
           TypeError, ValueError: a bad prompt or parameter, or an id that is in use; names it.
-          RuntimeError: the engine sleeps.
+          RuntimeError: the engine sleeps, or has ended; see `faults.Standing`.
         """
+        self.standing.check_awake()
         vocab_size, max_len = self.model_config.vocab_size, self.config.max_model_len
         check_prompt(prompt_token_ids, vocab_size, max_len)
-        params.check(vocab_size)
-        self._check(params)
+        params.check(vocab_size, extra_args=self._extra_args)
         start = plain("start", 1 if score_start is None else score_start, _POSITION)
         start = NEVER if params.prompt_logprobs is None else max(1, start)
         wanted = max_len if params.max_tokens is None else params.max_tokens
@@ -103,7 +108,7 @@ class Engine:
             params=params,
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
             max_len=min(len(prompt_token_ids) + wanted, max_len),
-            stop_ids=_stop_ids(params, eos_token_ids),
+            stop_ids=stop_ids(params, eos_token_ids, most=MAX_STOP_IDS),
             priority=priority,
             cache_salt=self.model_config.cache_salt(len(prompt_token_ids)),
             cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
@@ -124,16 +129,23 @@ class Engine:
         """Whether a request waits or runs."""
         return self.scheduler.has_unfinished or self._compiling.num_waiting > 0
 
+    @property
+    def _unfinished(self) -> dict[str, Request]:
+        return self.scheduler.requests | self._compiling.requests
+
     @deferred
     def step(self) -> Gained:
         """Launches what can be launched, reads the oldest step.
 
-        Returns the requests that gained tokens or ended, with their new tokens.
+        Returns the requests that gained tokens or ended, with their new tokens. Where a step fails
+        its requests end with the error, and the others go on.
 
         Raises:
+          RuntimeError: the engine has ended; see `faults.Standing`.
           FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Nothing
             is lost: the request that it names has ended, the next step goes on.
         """
+        self.standing.check()
         for request in self._compiling.ready(block=not self.scheduler.has_unfinished):
             if request.finish_reason is None:
                 self.scheduler.add(request)
@@ -144,6 +156,9 @@ class Engine:
                 break
         if self._in_flight:
             self._read()
+        if self._alarm is not None:
+            alarm, self._alarm = self._alarm, None
+            raise alarm
         gained, self._gained = self._gained, []
         if len({request for request, _ in gained}) == len(gained):
             return gained
@@ -153,26 +168,39 @@ class Engine:
         return list(merged.items())
 
     def _launch(self) -> bool:
+        """Schedules a step and launches it. Returns whether there was one."""
         several = not self.runner.slots.need_the_host
         scheduled = self.scheduler.schedule(self.config.num_decode_steps if several else 1)
-        if concern(scheduled.requests):
-            self.runner.execute_model(scheduled)
-            while self._in_flight:  # while the forward pass runs: a mask needs all tokens before
+        try:
+            handle = self._start(scheduled)
+        except BaseException as error:
+            while self._in_flight:  # launched before it, so they may be whole
                 self._read()
-            handle = self.runner.sample_tokens(
-                masks(scheduled.requests, self.model_config.vocab_size)
-            )
-        else:
-            handle = self.runner.step(scheduled)
+            self._lose(scheduled, error)
+            return False
         if scheduled.num_scheduled_tokens:
             self._in_flight.append((scheduled, handle))
         return bool(scheduled.num_scheduled_tokens)
 
+    def _start(self, scheduled: SchedulerOutput) -> StepHandle:
+        if not concern(scheduled.requests):
+            return self.runner.step(scheduled)
+        self.runner.execute_model(scheduled)
+        while self._in_flight:  # while the forward pass runs: a mask needs all tokens before
+            self._read()
+        allowed, failed = masks(scheduled.requests, self.model_config.vocab_size)
+        self._end(scheduled.requests, failed)
+        return self.runner.sample_tokens(allowed)
+
     def _read(self) -> None:
         """Reads the oldest step, and tells the scheduler of it."""
         scheduled, handle = self._in_flight.popleft()
-        output = handle.get()
-        failed = self._failures(scheduled, output)
+        try:
+            output = handle.get()
+        except BaseException as error:
+            self._lose(scheduled, error)
+            return
+        failed = output.failures(self.config.nan_policy)
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
         for req_id in failed if scheduled.num_steps == 1 else ():
             del sampled[req_id]  # of several, those count that came before
@@ -182,62 +210,42 @@ class Engine:
                 request.prompt_logprobs.append(part[1:])
         gained = self.scheduler.update(scheduled, sampled)
         if output.logprobs is not None:
-            _share_out(output, gained)
+            output.share_logprobs(gained)
         self._gained += gained
         for request, tokens in gained:
             if request.grammar is not None and (reason := accept(request, tokens)):
                 self.finish([request.request_id], reason)
-        self._fail(scheduled, failed)
+        self._end(scheduled.requests, failed)
 
-    def _failures(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, str]:
-        """Returns why requests of a step got no token that counts."""
-        failed: dict[str, str] = {}
-        if True not in output.not_finite and True not in output.no_choice:
-            return failed
-        for i, req_id in enumerate(output.req_ids):
-            if scheduled.requests[req_id].finish_reason is not None:
-                continue
-            if output.not_finite[i] and self.config.nan_policy != "ignore":
-                failed[req_id] = "the model gave NaN or infinite logits: look at its weights"
-            elif output.no_choice[i]:
-                failed[req_id] = (
-                    "its rules leave no token to sample: allowed_token_ids, bad_words, min_tokens, "
-                    "logits_fn and the grammar exclude each other"
-                )
-        return failed
-
-    def _fail(self, scheduled: SchedulerOutput, failed: dict[str, str]) -> None:
-        """Ends requests with an error of their own; a grammar that may end here ends well."""
-        requests = scheduled.requests
-        # Of several steps, one before may have ended the request.
-        failed = {r: error for r, error in failed.items() if requests[r].finish_reason is None}
+    def _end(self, requests: Mapping[str, Request], failed: Mapping[str, str]) -> None:
+        """Ends requests with errors of their own; a grammar that may end here ends well."""
         for req_id, error in failed.items():
             request = requests[req_id]
-            if may_end(request):
+            if request.finish_reason is not None:
+                continue  # of several steps, one before may have ended it
+            if error == NO_CHOICE and may_end(request):
                 self.finish([req_id], "stop")
             else:
                 request.error = error
                 self.finish([req_id], "error")
             self._gained.append((request, []))
-        if self.config.nan_policy == "raise":
-            for req_id, error in failed.items():
-                if error.startswith("the model gave"):
-                    raise FloatingPointError(f"request {req_id!r}: {error}")
+            if error == NO_NUMBER and self.config.nan_policy == "raise":
+                self._alarm = FloatingPointError(f"request {req_id!r}: {error}")
 
-    def _check(self, params: SamplingParams) -> None:
-        """Refuses what only a caller with a tokenizer, another engine or one awake can honour."""
-        if self.asleep:
-            raise RuntimeError(self.asleep)
-        for word in params.bad_words or ():
-            if isinstance(word, str):
-                raise ValueError(f"bad_words has the text {word!r}, an engine takes token ids")
-        known = {name for rule in self.runner.program.rules for name in rule.extra_args}
-        for name, _ in params.extra_args or ():
-            if name not in known:
-                raise ValueError(
-                    f"extra_args has {name!r}, this engine's rules read {sorted(known)}: "
-                    "name it in the extra_args of a logits_fn"
-                )
+    def _lose(self, scheduled: SchedulerOutput, error: BaseException) -> None:
+        """Ends the requests of a step that failed; the others start again, from their tokens."""
+        logger.error("a step failed", exc_info=error)
+        self._in_flight.clear()
+        self._end(scheduled.requests, dict.fromkeys(scheduled.requests, of_step(error)))
+        self.scheduler.restart()
+        try:
+            self.runner.restart()
+        except Exception as cause:
+            self.standing.ended = of_engine(error, cause)
+            left = self._unfinished
+            self._end(left, dict.fromkeys(left, self.standing.ended))
+        if self.runner.programs.strict or isinstance(error, FATAL):
+            raise error
 
     def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
         """Ends requests at any phase; ids of ended requests are ignored."""
@@ -271,29 +279,14 @@ class Engine:
         return self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives the device memory of the state back; the weights are the caller's."""
+        """Gives the device memory of the state back; the weights are the caller's.
+
+        Requests are aborted. May be called twice; in a process forked off it does nothing.
+        """
+        if self.standing.is_foreign:
+            return
+        self.standing.ended = "this engine is closed: build another one"
+        self.abort(self._unfinished)
         self._in_flight.clear()
         self._compiling.close()
         self.runner.close()
-
-
-def _stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
-    stops = set(params.stop_token_ids or ())
-    stops |= set() if params.ignore_eos else set(eos_token_ids)
-    if len(stops) > MAX_STOP_IDS:
-        raise ValueError(
-            f"stop_token_ids and EOS are {len(stops)} ids, a request may have {MAX_STOP_IDS}: "
-            "stop on fewer"
-        )
-    return frozenset(stops)
-
-
-def _share_out(output: ModelRunnerOutput, gained: Gained) -> None:
-    """Gives each request that asked the logprobs of its new tokens."""
-    row_of = {req_id: row for row, req_id in enumerate(output.req_ids)}
-    for request, tokens in gained:
-        if request.params.num_logprobs is not None:
-            row, count = row_of[request.request_id], len(tokens)
-            # Copied, so that the whole batch's need not be kept.
-            one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), output.logprobs)
-            request.logprobs.append(one)

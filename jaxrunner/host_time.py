@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from jaxrunner.llm import LLM
+from jaxrunner.output_processor import RequestState
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import parse_prompts
 from jaxrunner.runner_output import StepHandle
@@ -30,7 +31,7 @@ class Clock:
         completions, engine, runner = llm.completions, llm.engine, llm.engine.runner
         self._methods = (
             (llm, "generate", "output"),
-            (llm, "_add", "add"),
+            (completions, "add", "add"),
             (engine.scheduler, "schedule", "schedule"),
             (runner, "_prepare", "pack"),
             (runner, "_admit", "admit"),
@@ -83,7 +84,9 @@ def decode_us(
     config = llm.engine.config
     num_launches = -(-num_steps // config.num_decode_steps)
     completions, laps = llm.completions, deque[Mapping[str, float]](maxlen=num_launches)
-    states = [s for prompt in parse_prompts(prompts) for s in completions.add(prompt, params)]
+    states: list[RequestState] = []
+    for prompt in parse_prompts(prompts):
+        completions.add(prompt, params, into=states)
     while not all(state.token_ids for state in states):
         completions.step()
     with Clock(llm) as clock:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrunner import pytree
 from jaxrunner.bounds import shown
 from jaxrunner.engine import Engine
 from jaxrunner.hub import resolve
@@ -125,8 +126,7 @@ class Lifecycle(abc.ABC):
         self.engine.reset_prefix_cache()
         runner = self.engine.runner
         self._host_params = jax.device_get(runner.params) if level == 1 else None
-        for array in jax.tree.leaves(runner.state):
-            array.delete()
+        pytree.delete(runner.state)
         runner.params = runner.state = None
         self._asleep = TAGS
         self._tell()
@@ -189,7 +189,7 @@ class Lifecycle(abc.ABC):
             reason = f"{' and '.join(sorted(self._asleep))} sleep: call wake_up"
             if "weights" in self._asleep and self._host_params is None:
                 reason += ", and update_params or reload_weights, as the weights were dropped"
-        self.engine.asleep = reason
+        self.engine.standing.asleep = reason
 
     def _awake(self) -> Any:
         """Returns the weights that tensors are to be put among."""

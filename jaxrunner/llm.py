@@ -6,20 +6,21 @@ with LLM("path/to/checkpoint") as llm:
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 import functools
 from typing import Any
 
 import jax
 
-from jaxrunner import beam, scoring
+from jaxrunner import beam, pytree, scoring
 from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.chat import render_chat
-from jaxrunner.completions import Completions, has_news, news
+from jaxrunner.completions import Asked, Completions, has_news, news
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
 from jaxrunner.lifecycle import Lifecycle
 from jaxrunner.loader import load
-from jaxrunner.output_processor import RequestState, request_output
+from jaxrunner.output_processor import RequestState
 from jaxrunner.outputs import RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.program_cache import find_folder
@@ -77,6 +78,8 @@ class LLM(Lifecycle):
         **sizes: Any,
     ):
         rules = with_logits_fn(RULES, logits_fn)
+        if warm_up not in (False, *WARM_UPS):
+            raise ValueError(f"warm_up must be False or one of {[*WARM_UPS]}, got {warm_up!r}")
         loaded = load(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
@@ -85,17 +88,19 @@ class LLM(Lifecycle):
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
         self._chat_template, eos = chat_template, loaded.eos_token_ids
         at = dict(rules=rules, cache_dir=find_folder(cache_dir))
-        config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
-        self.engine = Engine(
-            loaded.model, loaded.config, config, loaded.params, **at,
-            make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
-        )  # fmt: skip
-        if warm_up not in (False, *WARM_UPS):
-            raise ValueError(f"warm_up must be False or one of {[*WARM_UPS]}, got {warm_up!r}")
-        if warm_up:
-            self.engine.warm_up(**WARM_UPS[warm_up], progress=use_tqdm)
-            self.memory_plan = self.memory_plan.checked(self.engine.runner.programs.largest())
-        self.completions = Completions(self.engine, self.tokenizer, eos)
+        with ExitStack() as undo:
+            undo.callback(pytree.delete, loaded.params)  # a kept traceback would keep the memory
+            config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
+            self.engine = Engine(
+                loaded.model, loaded.config, config, loaded.params, **at,
+                make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
+            )  # fmt: skip
+            undo.callback(self.engine.close)
+            if warm_up:
+                self.engine.warm_up(**WARM_UPS[warm_up], progress=use_tqdm)
+                self.memory_plan = self.memory_plan.checked(self.engine.runner.programs.largest())
+            self.completions = Completions(self.engine, self.tokenizer, eos)
+            undo.pop_all()
 
     def report(self) -> str:
         """Says what runs on which device, and why, one line each, and what memory it takes."""
@@ -130,16 +135,12 @@ class LLM(Lifecycle):
         sampling_params: one for all prompts, or one for each; the model's defaults where None.
         on_error: "return" gives a bad prompt an output with finish_reason="error" and its
             message, and answers the others; "raise" raises before any is answered.
+
+        Raises:
+          Interrupted: by Ctrl-C, a `KeyboardInterrupt` whose `outputs` have what there is so far.
         """
-        groups = self._add(prompts, sampling_params, priority, on_error, whole=True)
-        states = [state for group in groups for state in group]
-        try:
-            self.completions.run(states, use_tqdm=use_tqdm)
-        finally:
-            self.completions.drop(states)
-        return RequestOutputs(
-            request_output(group, [state.completion() for state in group]) for group in groups
-        )
+        asked = self._asked(prompts, sampling_params, priority, on_error, whole=True)
+        return self.completions.answer(asked, on_error=on_error, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -155,17 +156,19 @@ class LLM(Lifecycle):
         default), all so far, or all completions of its prompt once, at their end. The last one of
         a prompt has `finished` set.
         """
-        groups = self._add(prompts, sampling_params, priority, on_error)
-        states = [state for group in groups for state in group]
+        asked = self._asked(prompts, sampling_params, priority, on_error)
+        groups: list[list[RequestState]] = []
         try:
-            while groups:
-                for group in groups:
+            self.completions.queue(asked, into=groups, on_error=on_error)
+            left = groups
+            while left:
+                for group in left:
                     yield from news(group)
-                groups = [group for group in groups if not all(s.told_all for s in group)]
-                if groups and not any(map(has_news, groups)):
+                left = [group for group in left if not all(s.told_all for s in group)]
+                if left and not any(map(has_news, left)):
                     self.completions.step()
         finally:
-            self.completions.drop(states)
+            self.completions.drop(state for group in groups for state in group)
 
     def chat(
         self,
@@ -244,15 +247,18 @@ class LLM(Lifecycle):
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives the device memory back. May be called twice; no request can follow."""
-        if self.completions.close():
-            for array in jax.tree.leaves(self.engine.runner.params):
-                array.delete()
+        """Gives the device memory back, and aborts requests. May be called twice; none can follow.
 
-    def _add(
+        In a process that was forked off it does nothing.
+        """
+        if not self.engine.standing.is_foreign:
+            self.completions.close()
+            pytree.delete(self.engine.runner.params)
+
+    def _asked(
         self, prompts, sampling_params, priority, on_error: str, *, whole: bool = False
-    ) -> list[list[RequestState]]:
-        """Queues prompts, and returns the completions of each."""
+    ) -> list[Asked]:
+        """Returns each prompt with what belongs to it."""
         if on_error not in ("return", "raise"):
             raise ValueError(f"on_error must be 'return' or 'raise', got {shown(on_error)}")
         prompts = parse_prompts(prompts)
@@ -272,14 +278,7 @@ class LLM(Lifecycle):
         ranks = _one_each("priority", 0 if priority is None else priority, len(prompts))
         bound = Bound(int, -(2**62), 2**62)
         priorities = [plain(f"priority[{i}]", rank, bound) for i, rank in enumerate(ranks)]
-        groups: list[list[RequestState]] = []
-        try:
-            for prompt, param, rank in zip(prompts, params, priorities, strict=True):
-                groups.append(self.completions.add(prompt, param, on_error=on_error, priority=rank))
-        except BaseException:
-            self.completions.drop(state for group in groups for state in group)
-            raise
-        return groups
+        return list(zip(prompts, params, priorities, strict=True))
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -62,13 +62,13 @@ def load(
     if isinstance(tokenizer, str):
         same = tokenizer == name
         tokenizer = Tokenizer.from_folder(folder if same else resolve(tokenizer))
+    eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
     if load_format == "dummy":
         params = random_params(model, config, dtype, seed)
     else:
         params = load_params(
             folder, model, config, dtype=dtype, check_nan=check_nan, progress=progress
         )
-    eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults)

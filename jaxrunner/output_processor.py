@@ -61,9 +61,16 @@ class RequestState:
         return not self.told_all and (self.finished or self._told_tokens < len(self.token_ids))
 
     def update(self, request: Request, new_token_ids: Sequence[int]) -> bool:
-        """Takes in new tokens. Returns whether a stop string ended the request just now."""
+        """Takes in new tokens. Returns whether it ends here, and the engine does not know."""
         if self.finish_reason is not None:
             return False
+        try:
+            self._take(request, new_token_ids)
+        except ValueError as error:  # of the tokenizer
+            self.fail(str(error))
+        return self.finished and request.finish_reason is None
+
+    def _take(self, request: Request, new_token_ids: Sequence[int]) -> None:
         if new_token_ids and "first_token_s" not in self.times:
             self.times["first_token_s"] = time.monotonic()
         if request.logprobs:
@@ -71,11 +78,10 @@ class RequestState:
         if self._detokenizer is None:
             self.token_ids += new_token_ids
         elif self._add_tokens(request, new_token_ids, self._detokenizer):
-            return request.finish_reason is None
+            return
         if request.finish_reason is not None:
             self.error = request.error
             self._end(request.finish_reason, request.stop_reason)
-        return False
 
     def fail(self, error: str) -> None:
         """Ends the request with an error of its own."""
@@ -115,15 +121,22 @@ class RequestState:
         )
 
     def prompt_logprobs(self) -> list[LogprobDict | None] | None:
-        """Returns an entry a token of the prompt, None for those that were not scored."""
-        if self.params.prompt_logprobs is None or self.request is None:
+        """Returns an entry a token of the prompt, None for those that were not scored.
+
+        None, and `error` says why, where the tokenizer fails.
+        """
+        if (wanted := self.params.prompt_logprobs) is None or self.request is None:
             return None
         entries: list[LogprobDict | None] = [None] * len(self.prompt_token_ids or ())
-        for positions, part in self.request.prompt_logprobs:
-            ids = [(self.prompt_token_ids or [])[p] for p in positions.tolist()]
-            named = self._entries(part, ids, self.params.prompt_logprobs, ranked=True)
-            for position, entry in zip(positions.tolist(), named, strict=True):
-                entries[position] = entry
+        try:
+            for positions, part in self.request.prompt_logprobs:
+                ids = [(self.prompt_token_ids or [])[p] for p in positions.tolist()]
+                named = self._entries(part, ids, wanted, ranked=True)
+                for position, entry in zip(positions.tolist(), named, strict=True):
+                    entries[position] = entry
+        except ValueError as error:
+            self.error = str(error)
+            return None
         return entries
 
     def _add_logprobs(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -177,7 +190,10 @@ class RequestState:
 
     def _end(self, reason: str, stop_reason: int | str | None) -> None:
         # Bytes that wait to become a character may complete a stop string instead.
-        rest = "" if self._detokenizer is None else self._detokenizer.flush()
+        try:
+            rest = "" if self._detokenizer is None else self._detokenizer.flush()
+        except ValueError as error:  # of the tokenizer
+            rest, self.error, reason, stop_reason = "", str(error), "error", None
         if not self._add_text(rest):
             self._finish(reason, stop_reason)
 

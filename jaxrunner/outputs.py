@@ -114,6 +114,18 @@ class RequestOutputs(list[RequestOutput]):
         return "RequestOutputs(" + _first(self, ",\n ") + ")"
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while prompts were answered. `outputs` has all of them, in their order."""
+
+    def __init__(self, outputs: RequestOutputs):
+        self.outputs = outputs  # what was cut short has finish_reason="abort"
+        whole = [o for o in outputs if all(c.finish_reason != "abort" for c in o.outputs)]
+        super().__init__(
+            f"{len(whole)} of {len(outputs)} prompts were answered; the `outputs` of this "
+            "exception, in a notebook sys.last_value.outputs, have the others so far"
+        )
+
+
 def _same(a: Any, b: Any) -> bool:
     """Returns whether two fields are equal. Of arrays `==` would return an array."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

@@ -126,12 +126,23 @@ class SamplingParams:
         ids = self.logprob_token_ids
         return self.logprobs if ids is None else len(ids)
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int, *, extra_args: Sequence[str] = ()) -> None:
         """Checks token ids and counts of tokens against the width of the logits.
 
+        extra_args: the names that an engine's rules read.
+
         Raises:
-          ValueError: one is beyond it.
+          ValueError: one is beyond it, bad words are not encoded, or nothing reads an argument.
         """
+        for word in self.bad_words or ():
+            if isinstance(word, str):
+                raise ValueError(f"bad_words has the text {word!r}, an engine takes token ids")
+        for name, _ in self.extra_args or ():
+            if name not in extra_args:
+                raise ValueError(
+                    f"extra_args has {name!r}, this engine's rules read {sorted(extra_args)}: "
+                    "name it in the extra_args of a logits_fn"
+                )
         for name, token_id in _token_ids(self):
             if token_id >= vocab_size:
                 raise ValueError(

@@ -85,6 +85,20 @@ def zeros(cls: type[T], dims: Dims) -> T:
     return build(lambda _, shape, dtype: jnp.zeros(shape, dtype), cls, dims)
 
 
+def delete(tree: Any) -> None:
+    """Gives the device memory of a tree's arrays back at once, whoever still holds them."""
+    for array in jax.tree.leaves(tree):
+        array.delete()
+
+
+def is_whole(tree: Any) -> bool:
+    """Whether no array was given away to a program that failed, nor came from one. Waits."""
+    try:
+        return not any(x.is_deleted() for x in jax.tree.leaves(jax.block_until_ready(tree)))
+    except Exception:  # whatever a device makes JAX raise
+        return False
+
+
 def check(tree: Any, dims: Dims) -> None:
     """Checks that `tree` is what its class declares.
 

@@ -1,5 +1,6 @@
 """A request as the host sees it, and what one scheduled step says of requests. Knows no JAX."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -61,6 +62,26 @@ class Request:
     def __post_init__(self):
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    def check_lengths(self, max_model_len: int) -> None:
+        """Checks that there is a prompt, and room for a token behind it.
+
+        Raises:
+          ValueError: there is not.
+        """
+        name, prompt_len = f"request {self.request_id!r}", len(self.prompt_token_ids)
+        if not prompt_len:
+            raise ValueError(f"prompt of {name} must hold at least 1 token, got 0: add a BOS token")
+        if self.max_len > max_model_len:
+            raise ValueError(
+                f"max_len of {name} must be at most max_model_len={max_model_len}, "
+                f"got {self.max_len}: ask for fewer tokens or raise max_model_len"
+            )
+        if prompt_len >= self.max_len:
+            raise ValueError(
+                f"prompt of {name} has {prompt_len} tokens, max_len={self.max_len} needs room "
+                "for one more: shorten the prompt or raise max_len"
+            )
+
     def append(self, tokens: list[int]) -> list[int]:
         """Adds sampled tokens, up to the end. Returns those that were added."""
         pattern = self.params.repetition_detection
@@ -99,6 +120,21 @@ class Request:
     def token_ids(self) -> list[int]:
         """All tokens that the host knows."""
         return self.prompt_token_ids + self.output_token_ids
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int], *, most: int) -> frozenset[int]:
+    """Returns the tokens that end a request.
+
+    Raises:
+      ValueError: they are more than `most`.
+    """
+    stops = set(params.stop_token_ids or ())
+    stops |= set() if params.ignore_eos else set(eos_token_ids)
+    if len(stops) > most:
+        raise ValueError(
+            f"stop_token_ids and EOS are {len(stops)} ids, a request may have {most}: stop on fewer"
+        )
+    return frozenset(stops)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrunner import pytree
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
@@ -137,8 +138,7 @@ class ModelRunner:
         """Gives the device memory of the state back."""
         gc.unfreeze()
         self.programs.close()
-        for array in jax.tree.leaves(vars(self).get("state")):  # made when first used
-            array.delete()
+        pytree.delete(vars(self).get("state"))  # made when first used
 
     def update_params(self, params: Any) -> None:
         """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
@@ -147,6 +147,14 @@ class ModelRunner:
           ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
         """
         self.params = like(params, self._wanted)
+
+    def restart(self) -> None:
+        """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
+        self.slots, self._forwarded = Slots(self.program), None
+        if not pytree.is_whole(self.state):
+            pytree.delete(self.state)
+            # Waited for, as a device that has failed says so later.
+            self.state = jax.block_until_ready(make_state(self.program))
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.

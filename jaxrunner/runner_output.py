@@ -1,12 +1,14 @@
 """What the host reads of a step: the handle of one in flight, and what it sampled."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxrunner.faults import NO_CHOICE, NO_NUMBER
+from jaxrunner.request import Request
 from jaxrunner.types import Logprobs
 
 
@@ -29,6 +31,28 @@ class ModelRunnerOutput:
     no_choice: tuple[bool, ...] = ()  # no token was left to sample from
     logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+    def failures(self, nan_policy: str) -> dict[str, str]:
+        """Returns why requests got no token that counts, by their ids."""
+        failed: dict[str, str] = {}
+        if True not in self.not_finite and True not in self.no_choice:
+            return failed
+        for i, req_id in enumerate(self.req_ids):
+            if self.not_finite[i] and nan_policy != "ignore":
+                failed[req_id] = NO_NUMBER
+            elif self.no_choice[i]:
+                failed[req_id] = NO_CHOICE
+        return failed
+
+    def share_logprobs(self, gained: Iterable[tuple[Request, list[int]]]) -> None:
+        """Gives each request that asked the logprobs of its new tokens."""
+        row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        for request, tokens in gained:
+            if request.params.num_logprobs is not None:
+                row, count = row_of[request.request_id], len(tokens)
+                # Copied, so that the whole batch's need not be kept.
+                one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), self.logprobs)
+                request.logprobs.append(one)
 
 
 class StepHandle:

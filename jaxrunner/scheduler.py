@@ -52,7 +52,7 @@ class Scheduler:
         self._most_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self._chunks = ChunkBudget(step_sizes, max_num_batched_tokens) if step_sizes else None
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}  # unfinished
         self._preempted: set[str] = set()  # unfinished requests that ever were
         self._finished: set[str] = set()  # since the last step
         self._num_added = 0
@@ -61,7 +61,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._requests)
+        return bool(self.requests)
 
     @property
     def num_waiting(self) -> int:
@@ -79,27 +79,16 @@ class Scheduler:
         Raises:
           ValueError: no prompt, no room for a token behind it, or an id in use.
         """
-        name, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
+            name = f"request {request.request_id!r}"
             raise ValueError(f"{name} is unfinished: give each live request its own request_id")
-        if not prompt_len:
-            raise ValueError(f"prompt of {name} must hold at least 1 token, got 0: add a BOS token")
-        if request.max_len > self.max_model_len:
-            raise ValueError(
-                f"max_len of {name} must be at most max_model_len={self.max_model_len}, "
-                f"got {request.max_len}: ask for fewer tokens or raise max_model_len"
-            )
-        if prompt_len >= request.max_len:
-            raise ValueError(
-                f"prompt of {name} has {prompt_len} tokens, max_len={request.max_len} needs room "
-                "for one more: shorten the prompt or raise max_len"
-            )
+        request.check_lengths(self.max_model_len)
 
     def add(self, request: Request) -> None:
         """Queues a new request. Raises what `check` does."""
         self.check(request)
         request.arrival, self._num_added = self._num_added, self._num_added + 1
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         self._wait(request)
 
     def schedule(self, num_steps: int = 1) -> SchedulerOutput:
@@ -144,10 +133,19 @@ class Scheduler:
         self, request_ids: Iterable[str], reason: str, stop_reason: int | str | None = None
     ) -> None:
         """Ends requests, waiting or running; ids of others are ignored."""
-        live = [self._requests[r] for r in dict.fromkeys(request_ids) if r in self._requests]
+        live = [self.requests[r] for r in dict.fromkeys(request_ids) if r in self.requests]
         for request in live:
             request.finish_reason, request.stop_reason = reason, stop_reason
         self._end(live)
+
+    def restart(self) -> None:
+        """Takes all requests off a device that lost its tables, and every step: they wait again."""
+        for request in list(self.running):
+            self._preempt(request, SchedulerOutput())
+        for request in self.requests.values():
+            request.num_in_flight = 0
+        self._finished = set()
+        assert self.reset_prefix_cache(), "a block is in use and nobody runs"
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""
@@ -287,7 +285,7 @@ class Scheduler:
                 self._tables.release(request)
                 self.running.remove(request)
             request.status, request.num_in_flight, self._no_room = Status.FINISHED, 0, False
-            del self._requests[request.request_id]
+            del self.requests[request.request_id]
             self._preempted.discard(request.request_id)
             self._finished.add(request.request_id)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.completions import Completions
+from jaxrunner.output_processor import RequestState
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import ParsedPrompt, parse_prompts
 from jaxrunner.request import NEVER
@@ -46,10 +47,10 @@ def score(
       TypeError, ValueError: a prompt is bad, or its logits are NaN.
     """
     starts = [plain("start", start, Bound(int, 0, NEVER)) for start in starts]
-    states = []
+    states: list[RequestState] = []
     try:
         for prompt, start in zip(prompts, starts, strict=True):
-            states += completions.add(prompt, SCORED, score_start=start)
+            completions.add(prompt, SCORED, into=states, score_start=start)
         completions.run(states, use_tqdm=use_tqdm)
     finally:
         completions.drop(states)

@@ -1,6 +1,6 @@
 """Text to token ids and back, as a checkpoint's tokenizer.json says. Knows no JAX."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from jaxrunner.bounds import check_unicode
+from jaxrunner.faults import of_foreign_code
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
@@ -78,13 +79,18 @@ class Tokenizer:
         """Returns the ids of a text.
 
         Raises:
-          TypeError, ValueError: it is not a text.
+          TypeError, ValueError: it is not a text, or the tokenizer fails.
         """
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, got {type(text).__name__}: pass a str")
         if not text.isascii():
             check_unicode("text", text)
-        return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise ValueError(
+                f"the tokenizer cannot encode the text: {of_foreign_code(error)}"
+            ) from error
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token by itself."""
@@ -102,9 +108,21 @@ class Tokenizer:
         return text
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of ids; an id that no token has is left out."""
-        known = [int(i) for i in ids if i in self]
-        return self.inner.decode(known, skip_special_tokens=skip_special_tokens)
+        """Returns the text of ids; an id that no token has is left out. Raises what `join` does."""
+        return self.join([int(i) for i in ids if i in self], skip_special_tokens)
+
+    def join(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Returns the text of ids that tokens have.
+
+        Raises:
+          ValueError: the tokenizer fails.
+        """
+        try:
+            return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise ValueError(
+                f"the tokenizer cannot decode its tokens: {of_foreign_code(error)}"
+            ) from error
 
 
 def _token_id(inner: tokenizers.Tokenizer, name: str, token: str | None) -> int | None:

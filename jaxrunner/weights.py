@@ -1,6 +1,7 @@
 """Weights of a model: from a checkpoint, to a checkpoint, or random."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 import functools
 import itertools
 import json
@@ -43,7 +44,9 @@ def load_params(
     found = checkpoint.find(folder, shapes)
     files = {path: np.memmap(path, np.uint8, "r") for path, _ in found.values()}
     leaves = []
-    with tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress) as bar:
+    bar = tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress)
+    with bar, ExitStack() as undo:
+        undo.callback(pytree.delete, leaves)  # a traceback that is kept would keep the memory
         for source in sources:
             parts = {}
             for name in source.names:
@@ -55,6 +58,7 @@ def load_params(
             # One transfer is on its way while the next weight is joined, not more.
             jax.block_until_ready(leaves[-2:-1])
             bar.update(len(parts))
+        undo.pop_all()
     return jax.tree.unflatten(jax.tree.structure(_abstract(model, config, dtype)), leaves)
 
 

@@ -1,15 +1,20 @@
-"""Ctrl-C at any moment: no state is lost, and the next request is answered as ever."""
+"""Ctrl-C at any moment: no state is lost, no output either, and the next request is answered."""
 
 import random
 import signal
 import threading
 import time
+import traceback
 
 import jax
 import pytest
-from test_engine import KINDS, PROMPTS, engine, run
+from test_engine import KINDS, PROMPTS, engine
+import tiny
 
+from jaxrunner import Interrupted, RequestOutputs, SamplingParams
+from jaxrunner.completions import Completions
 from jaxrunner.interrupts import Deferred, deferred
+from jaxrunner.prompts import ParsedPrompt
 
 NUM_INTERRUPTS = 400
 
@@ -28,15 +33,15 @@ def interrupt():
         time.sleep(delay_s)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def during(function, delay_s: float) -> bool:
+    def during(function, delay_s: float) -> KeyboardInterrupt | None:
         thread = threading.Thread(target=send, args=(delay_s,))
         try:
             armed.set()
             thread.start()
             function()
-            return False
-        except KeyboardInterrupt:
-            return True
+            return None
+        except KeyboardInterrupt as error:
+            return error
         finally:
             armed.clear()
             thread.join()
@@ -46,30 +51,69 @@ def interrupt():
     signal.signal(signal.SIGINT, before)
 
 
-def test_no_interrupt_loses_a_state(interrupt):
+def test_no_interrupt_loses_a_state_or_an_output(interrupt):
     e, rng = engine(), random.Random(0)
-    want = run(e, PROMPTS[:2], [KINDS["greedy"]] * 2)
+    completions = Completions(e, None, ())
+    asked = [(ParsedPrompt(token_ids=prompt), KINDS["greedy"], 0) for prompt in PROMPTS[:2]]
+
+    def work() -> RequestOutputs:
+        return completions.answer(asked, on_error="raise", use_tqdm=False)
+
+    want = tokens_of(work())
     start = time.perf_counter()
-    assert run(e, PROMPTS[:2], [KINDS["greedy"]] * 2) == want
-    usual_s, count, names = time.perf_counter() - start, 0, 0
-
-    def work():
-        while e.has_unfinished:
-            e.step()
-
+    assert tokens_of(work()) == want
+    usual_s, count, num_cut = time.perf_counter() - start, 0, 0
     deadline = time.monotonic() + 120
     while count < NUM_INTERRUPTS and time.monotonic() < deadline:
-        names += 2
-        requests = [e.add(str(names + i), PROMPTS[i], KINDS["greedy"]) for i in range(2)]
-        count += interrupt(work, rng.random() * usual_s)
+        error = interrupt(work, rng.random() * usual_s)
+        assert not completions._states and not e.has_unfinished
         assert not any(x.is_deleted() for x in jax.tree.leaves(e.runner.state))
-        e.abort([request.request_id for request in requests])
-        work()
+        if isinstance(error, Interrupted):
+            count += 1
+            for output, whole in zip(error.outputs, want, strict=True):
+                (completion,), n = output.outputs, len(output.outputs[0].token_ids)
+                assert completion.token_ids == whole[:n] and output.finished
+                assert completion.finish_reason == ("length" if n == len(whole) else "abort")
+                num_cut += 0 < n < len(whole)
+        elif error is not None:  # before or after, not within
+            names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            assert "answer" not in names
+        while e.step():
+            pass
         assert [pool.num_free for pool in e.pools] == [e.config.num_blocks] * len(e.pools)
-        for request, tokens in zip(requests, want, strict=True):
-            assert request.output_token_ids == tokens[: len(request.output_token_ids)]
-    assert count >= NUM_INTERRUPTS / 4
-    assert run(e, PROMPTS[:2], [KINDS["greedy"]] * 2) == want
+    assert count >= NUM_INTERRUPTS / 4 and num_cut > count / 4
+    assert tokens_of(work()) == want
+
+
+def tokens_of(outputs: RequestOutputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture
+def usual_handler():
+    """A process in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_prompts_that_were_not_queued_have_outputs_too(monkeypatch, usual_handler):
+    tokenizer = tiny.tokenizer()
+    completions, encode = Completions(engine(), tokenizer, ()), tokenizer.encode
+
+    def interrupted(text: str, **kwargs) -> list[int]:
+        if text == "c":
+            signal.raise_signal(signal.SIGINT)
+        return encode(text, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "encode", interrupted)
+    asked = [(ParsedPrompt(text=text), SamplingParams(n=2), 0) for text in "abcd"]
+    with pytest.raises(Interrupted, match="0 of 4 prompts were answered; the `outputs`") as caught:
+        completions.answer(asked, on_error="raise", use_tqdm=False)
+    assert [output.prompt for output in caught.value.outputs] == list("abcd")
+    reasons = [c.finish_reason for output in caught.value.outputs for c in output.outputs]
+    assert reasons == ["abort"] * 8
+    assert not completions._states and not completions.engine.has_unfinished
 
 
 def test_an_interrupt_waits_and_is_not_forgotten(interrupt):

@@ -248,7 +248,7 @@ def test_a_closed_llm_refuses_and_closes_twice():
     llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     llm.close()
     llm.close()
-    with pytest.raises(RuntimeError, match="this LLM is closed: build another one"):
+    with pytest.raises(RuntimeError, match="this engine is closed: build another one"):
         llm.generate(PROMPTS[0])
 
 

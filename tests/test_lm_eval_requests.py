@@ -56,9 +56,9 @@ def test_a_continuation_must_fit(lm, length):
 def test_only_the_continuation_is_scored_and_the_context_is_cached(lm, monkeypatch):
     states, add = [], lm.llm.completions.add
 
-    def spied(*args, **kwargs):
-        states.extend(new := add(*args, **kwargs))
-        return new
+    def spied(*args, into, **kwargs):
+        add(*args, into=into, **kwargs)
+        states.append(into[-1])
 
     monkeypatch.setattr(lm.llm.completions, "add", spied)
     context = "class Cache:" + "\n    x = 1" * 10

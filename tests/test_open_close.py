@@ -1,21 +1,61 @@
 """Engines come and go: nothing is left on the device, and several live side by side."""
 
+import itertools
 from pathlib import Path
 import subprocess
 import sys
+import threading
+from typing import Any
 
+import jax
+import pytest
 from small_llm import SIZES, live_bytes
 from test_engine import KINDS, PROMPTS, drain, engine, run
 
-from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner import LLM, SamplingParams, embedded, llm, loader, runner, weights
 
 ROOT = Path(__file__).parents[1]
 CYCLES = 20
 SCRIPT = """
+import os, signal, threading, warnings
 from jaxrunner import LLM, SamplingParams, embedded
 llm = LLM(str(embedded.PATH), {sizes})
-stream = llm.stream("def f", SamplingParams(max_tokens=20, ignore_eos=True))
-print(next(stream).outputs[0].token_ids)
+params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+stream = llm.stream("def f", params)
+told = next(stream).outputs[0].token_ids
+
+held, go = threading.Event(), threading.Event()
+def hold():
+    with llm.completions._lock:
+        held.set()
+        go.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # JAX's own, of what is tried here
+    child = os.fork()
+if not child:
+    signal.alarm(30)  # for one that hangs
+    calls = (
+        lambda: llm.generate("x", params), lambda: next(stream), lambda: llm.abort("0"),
+        llm.engine.step, lambda: llm.engine.add("mine", [1], params),
+    )
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            print(error, flush=True)
+    llm.close()
+    os._exit(0)
+go.set()
+thread.join()
+print("child", os.waitpid(child, 0)[1])
+told += [token for part in stream for token in part.outputs[0].token_ids]
+(whole,) = llm.generate("def f", params, use_tqdm=False)
+print("tokens", told == whole.outputs[0].token_ids, len(told))
+rest = llm.stream("def f", params)
+next(rest)
 """
 
 
@@ -45,11 +85,63 @@ def test_engines_take_turns():
     assert [[r.output_token_ids] for r in requests] == want
 
 
-def test_python_ends_with_an_engine_at_work():
+def test_closing_ends_what_is_under_way():
+    params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0.0)
+    model = LLM(str(embedded.PATH), **SIZES)
+    (whole,) = model.generate("def f", params, use_tqdm=False)
+    stream, answers = model.stream("def f", params), []
+    told = [next(stream)]
+    thread = threading.Thread(
+        target=lambda: answers.append(model.generate(["def f", "x"], params, use_tqdm=False))
+    )
+    thread.start()
+    while not model.engine.scheduler.num_waiting:  # two are at work
+        told.append(next(stream))
+    model.close()
+    told += stream
+    thread.join(60)
+    assert not thread.is_alive()
+    ids = [token for part in told for token in part.outputs[0].token_ids]
+    assert told[-1].finished and told[-1].outputs[0].finish_reason == "abort"
+    assert ids == whole.outputs[0].token_ids[: len(ids)]
+    assert [output.outputs[0].finish_reason for output in answers[0]] == ["abort"] * 2
+    with pytest.raises(RuntimeError, match="this engine is closed: build another one"):
+        next(model.stream("def f", params))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "changes"),
+    [
+        (weights, "_check_finite", dict(check_nan=True)),
+        (loader, "_generation_defaults", {}),
+        (llm, "plan_engine", {}),
+        (runner.ModelRunner, "warm_up", dict(warm_up=True)),
+        (llm, "Completions", {}),
+    ],
+)
+def test_what_fails_to_open_leaves_nothing_on_the_device(monkeypatch, owner, name, changes):
+    """Whoever keeps the error, as a notebook does, keeps no memory with it."""
+    before, real, count = live_bytes(), getattr(owner, name), itertools.count()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if name == "_check_finite" and next(count) < 5:
+            return real(*args, **kwargs)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as kept:
+        LLM(str(embedded.PATH), **SIZES | changes)
+    assert live_bytes() <= before and kept.value.__traceback__ is not None
+
+
+def test_python_forks_and_ends_with_an_engine_at_work():
     sizes = ", ".join(f"{name}={value!r}" for name, value in SIZES.items())
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT.format(sizes=sizes)],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.startswith("["), done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    *refused, child, tokens = done.stdout.splitlines()
+    words = 'and JAX does not survive a fork: start processes with multiprocessing\'s "spawn"'
+    assert len(refused) == 5 and all(words in line for line in refused)
+    assert (child, tokens) == ("child 0", "tokens True 20")

@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+import resource
 from typing import Any, cast
 
 import jax
@@ -120,14 +121,23 @@ def test_nothing_is_kept_where_jax_keeps_its_own(tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-def test_a_full_disk_is_a_note(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.fixture
+def full_disk():
+    """Lets no file of this process grow: what writes more fails in the midst of it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(ProgramCache, "_write", full)
-    with pytest.warns(UserWarning, match="are not kept in .*No space left"):
-        engine = start(tmp_path)
-    assert run(engine, PROMPTS, PARAMS) == alone("sampled")
+
+@pytest.mark.parametrize("begin", [start, make], ids=["at the start", "in a step"])
+def test_a_full_disk_is_a_note(tmp_path, full_disk, begin):
+    want = alone("sampled")
+    with pytest.warns(UserWarning, match="are not kept in .*File too large") as told:
+        engine = begin(tmp_path)
+        assert run(engine, PROMPTS, PARAMS) == want
+    assert not list(tmp_path.iterdir())
+    assert begin is start or len(told) == 1  # at the start several threads write at once
 
 
 def test_what_was_not_written_whole_is_removed(tmp_path, monkeypatch):

@@ -216,9 +216,10 @@ def test_loglikelihood_takes_contexts_from_the_cache(llm):
         )[0].outputs[0]  # fmt: skip
         assert found.is_greedy[i] == (greedy.token_ids == whole[len(ids) :])
     assert found.logprob.dtype == np.float64 and found.is_greedy.dtype == np.bool_
-    states = llm.completions.add(
-        ParsedPrompt(token_ids=whole),
-        SamplingParams(max_tokens=1, prompt_logprobs=0), score_start=len(ids),
+    states: list[Any] = []
+    llm.completions.add(
+        ParsedPrompt(token_ids=whole), SamplingParams(max_tokens=1, prompt_logprobs=0),
+        into=states, score_start=len(ids),
     )  # fmt: skip
     llm.completions.run(states)
     assert states[0].request.num_cached_tokens > 16

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
@@ -17,9 +18,10 @@ from jaxrunner.params import SamplingParams
 from jaxrunner.request import NewRequest, SchedulerOutput
 from jaxrunner.runner import ModelRunner
 from jaxrunner.settings import Settings
+from jaxrunner.tokenizer import Tokenizer
 from jaxrunner.types import Inputs
 
-SETTINGS = dict(
+SETTINGS: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],
     hidden_size=20,
     intermediate_size=28,
@@ -73,6 +75,15 @@ def loaded(model_config: ModelConfig | None = None, params=()) -> Loaded:
 def model_and_params():
     """Returns the tiny config and its weights, made once."""
     return config(), random_params(config())
+
+
+def tokenizer() -> Tokenizer:
+    """Returns one whose tokens are characters, 0 to 60 for "A" to "}"."""
+    ids = {chr(ord("A") + i): i for i in range(SETTINGS["vocab_size"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="A"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    return Tokenizer(inner)
 
 
 def runner(**changes) -> ModelRunner:
