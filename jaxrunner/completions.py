@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 import itertools
+from pathlib import Path
 import threading
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import RequestOutput
 from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.prompts import ParsedPrompt
+from jaxrunner.runner_output import Gained
+from jaxrunner.snapshot import restore_engine, save_engine
 from jaxrunner.tokenizer import Tokenizer
 
 REDRAW_S = 0.1  # a count of what is finished looks at every completion
@@ -27,7 +30,7 @@ class Completions:
         self.engine, self.tokenizer = engine, tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._states: dict[str, RequestState] = {}
-        self._names = map(str, itertools.count())
+        self._num_named = 0
         self._lock = threading.RLock()  # threads may generate at once: each step serves all
         self._closed = False
 
@@ -48,7 +51,7 @@ class Completions:
         """
         if self._closed:
             raise RuntimeError("this LLM is closed: build another one")
-        name = next(self._names)
+        name, self._num_named = str(self._num_named), self._num_named + 1
         states = [RequestState(name, params, i) for i in range(params.n)]
         try:
             text, token_ids = prompt.resolve(self.tokenizer)
@@ -93,10 +96,43 @@ class Completions:
     def step(self) -> None:
         """Runs one step of the engine for whoever waits, and hands out its tokens."""
         with self._lock:
-            for request, tokens in self.engine.step():
-                state = self._states.get(request.request_id)
-                if state is not None and state.update(request, tokens):
-                    self.engine.finish([request.request_id], "stop")
+            self._hand_out(self.engine.step())
+
+    def _hand_out(self, gained: Gained) -> None:
+        for request, tokens in gained:
+            state = self._states.get(request.request_id)
+            if state is not None and state.update(request, tokens):
+                self.engine.finish([request.request_id], "stop")
+
+    def stream(self, groups: Sequence[Sequence[RequestState]]) -> Iterator[RequestOutput]:
+        """Steps until the completions of each prompt are whole, and yields what is new of them."""
+        states = [state for group in groups for state in group]
+        try:
+            while groups:
+                for group in groups:
+                    yield from news(group)
+                groups = [group for group in groups if not all(s.told_all for s in group)]
+                if groups and not any(map(has_news, groups)):
+                    self.step()
+        finally:
+            self.drop(states)
+
+    @deferred
+    def save(self, folder: str | Path) -> None:
+        """Writes all that is unfinished, or not told yet, into a new folder; see `snapshot`."""
+        with self._lock:
+            self._hand_out(self.engine.drain())
+            states = [state.saved() for state in self._states.values()]
+            save_engine(self.engine, folder, dict(states=states, num_named=self._num_named))
+
+    def restore(self, folder: str | Path) -> list[list[RequestState]]:
+        """Takes up what `save` wrote. Returns the completions of each prompt."""
+        with self._lock:
+            more = restore_engine(self.engine, folder).more
+            states = [RequestState.restored(saved, self.tokenizer) for saved in more["states"]]
+            self._num_named = more["num_named"]
+            self._states = {state.request_id: state for state in states}
+            return [list(group) for _, group in itertools.groupby(states, lambda s: s.name)]
 
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""

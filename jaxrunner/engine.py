@@ -25,11 +25,10 @@ from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import check_prompt
 from jaxrunner.request import NEVER, Request, SchedulerOutput
 from jaxrunner.runner import ModelRunner
-from jaxrunner.runner_output import ModelRunnerOutput, StepHandle
+from jaxrunner.runner_output import Gained, ModelRunnerOutput, StepHandle, merged, share_out
 from jaxrunner.scheduler import Scheduler
 
 _POSITION = Bound(int, 0, NEVER)
-Gained = list[tuple[Request, list[int]]]
 
 
 class Engine:
@@ -65,7 +64,7 @@ class Engine:
         self.runner = ModelRunner(model, model_config, config, params, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: Gained = []  # read, and not yet returned
-        self._compiling = Constraints(make_compiler)
+        self.compiling = Constraints(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
         self.weights_version, self.asleep = 0, ""  # the latter: why nothing can run
 
@@ -116,13 +115,13 @@ class Engine:
         if params.structured_outputs is None:
             self.scheduler.add(request)
         else:
-            self._compiling.submit(request)
+            self.compiling.submit(request)
         return request
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return self.scheduler.has_unfinished or self._compiling.num_waiting > 0
+        return self.scheduler.has_unfinished or self.compiling.num_waiting > 0
 
     @deferred
     def step(self) -> Gained:
@@ -134,23 +133,34 @@ class Engine:
           FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Nothing
             is lost: the request that it names has ended, the next step goes on.
         """
-        for request in self._compiling.ready(block=not self.scheduler.has_unfinished):
-            if request.finish_reason is None:
-                self.scheduler.add(request)
-            else:
-                self._gained.append((request, []))
+        self._take_compiled(block=not self.scheduler.has_unfinished)
         for _ in range(self.config.async_depth - len(self._in_flight)):
             if not self._launch():
                 break
         if self._in_flight:
             self._read()
+        return self._take_gained()
+
+    @deferred
+    def drain(self) -> Gained:
+        """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
+        while self._in_flight:
+            self._read()
+        while self.compiling.num_waiting:
+            self._take_compiled(block=True)
+        return self._take_gained()
+
+    def _take_gained(self) -> Gained:
         gained, self._gained = self._gained, []
-        if len({request for request, _ in gained}) == len(gained):
-            return gained
-        merged: dict[Request, list[int]] = {}
-        for request, tokens in gained:  # of several steps, where grammars are about
-            merged.setdefault(request, []).extend(tokens)
-        return list(merged.items())
+        return merged(gained)
+
+    def _take_compiled(self, *, block: bool) -> None:
+        """Queues requests whose grammar is there."""
+        for request in self.compiling.ready(block=block):
+            if request.finish_reason is None:
+                self.scheduler.add(request)
+            else:
+                self._gained.append((request, []))
 
     def _launch(self) -> bool:
         several = not self.runner.slots.need_the_host
@@ -182,7 +192,7 @@ class Engine:
                 request.prompt_logprobs.append(part[1:])
         gained = self.scheduler.update(scheduled, sampled)
         if output.logprobs is not None:
-            _share_out(output, gained)
+            share_out(output, gained)
         self._gained += gained
         for request, tokens in gained:
             if request.grammar is not None and (reason := accept(request, tokens)):
@@ -242,7 +252,7 @@ class Engine:
     def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
         """Ends requests at any phase; ids of ended requests are ignored."""
         request_ids = list(request_ids)
-        self._compiling.drop(request_ids, reason)
+        self.compiling.drop(request_ids, reason)
         self.scheduler.finish(request_ids, reason, stop_reason)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -273,7 +283,7 @@ class Engine:
     def close(self) -> None:
         """Gives the device memory of the state back; the weights are the caller's."""
         self._in_flight.clear()
-        self._compiling.close()
+        self.compiling.close()
         for array in jax.tree.leaves(self.runner.state):
             array.delete()
 
@@ -287,14 +297,3 @@ def _stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset
             "stop on fewer"
         )
     return frozenset(stops)
-
-
-def _share_out(output: ModelRunnerOutput, gained: Gained) -> None:
-    """Gives each request that asked the logprobs of its new tokens."""
-    row_of = {req_id: row for row, req_id in enumerate(output.req_ids)}
-    for request, tokens in gained:
-        if request.params.num_logprobs is not None:
-            row, count = row_of[request.request_id], len(tokens)
-            # Copied, so that the whole batch's need not be kept.
-            one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), output.logprobs)
-            request.logprobs.append(one)

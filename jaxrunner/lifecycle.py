@@ -1,7 +1,7 @@
 """New weights for a model at work, and sleep: what a trainer in the same process needs of `LLM`."""
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 from jaxrunner.bounds import shown
+from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
 from jaxrunner.hub import resolve
 from jaxrunner.layout import make_state
+from jaxrunner.outputs import RequestOutput
 from jaxrunner.profiling import check_device
 from jaxrunner.weights import check_tensors, load_params, with_tensors
 
@@ -22,6 +24,7 @@ class Lifecycle(abc.ABC):
     """The methods of vLLM's worker by their names there."""
 
     engine: Engine
+    completions: Completions
     _staged: dict[str, Any] | None = None  # tensors of an update that has started
     _asleep: frozenset[str] = frozenset()  # of `TAGS`
     _host_params: Any = None  # while the weights sleep on the host
@@ -153,6 +156,18 @@ class Lifecycle(abc.ABC):
     def is_sleeping(self) -> bool:
         """Whether something sleeps, so that no request can be added."""
         return bool(self._asleep)
+
+    def save_state(self, folder: str | Path) -> None:
+        """Writes all requests at work, caches included, into a new folder; they can go on."""
+        self.completions.save(folder)
+
+    def restore_state(self, folder: str | Path) -> Iterator[RequestOutput]:
+        """Takes up what `save_state` wrote, and returns what is to be told of it, as `stream` does.
+
+        The LLM must be like the one that wrote it, and have no request at work. Errors are those
+        of `snapshot.restore_engine`; nothing changes then.
+        """
+        return self.completions.stream(self.completions.restore(folder))
 
     def start_profile(self, folder: str | Path) -> None:
         """Records what host and device do, until `stop_profile`; steps are named as vLLM's.

@@ -15,7 +15,7 @@ import jax
 from jaxrunner import beam, scoring
 from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.chat import render_chat
-from jaxrunner.completions import Completions, has_news, news
+from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
 from jaxrunner.lifecycle import Lifecycle
@@ -156,16 +156,7 @@ class LLM(Lifecycle):
         a prompt has `finished` set.
         """
         groups = self._add(prompts, sampling_params, priority, on_error)
-        states = [state for group in groups for state in group]
-        try:
-            while groups:
-                for group in groups:
-                    yield from news(group)
-                groups = [group for group in groups if not all(s.told_all for s in group)]
-                if groups and not any(map(has_news, groups)):
-                    self.completions.step()
-        finally:
-            self.completions.drop(states)
+        yield from self.completions.stream(groups)
 
     def chat(
         self,

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrunner.request import Request
 from jaxrunner.types import Logprobs
+
+Gained = list[tuple[Request, list[int]]]  # requests that a step gave tokens, with these
 
 
 class PromptLogprobs(NamedTuple):
@@ -81,3 +84,24 @@ class StepHandle:
                 mine = (slots == slot) & (positions > 0)
                 part = jax.tree.map(lambda x, mine=mine: x[mine], logprobs)
                 yield PromptLogprobs(self._names[slot], positions[mine], part)
+
+
+def share_out(output: ModelRunnerOutput, gained: Gained) -> None:
+    """Gives each request that asked the logprobs of its new tokens."""
+    row_of = {req_id: row for row, req_id in enumerate(output.req_ids)}
+    for request, tokens in gained:
+        if request.params.num_logprobs is not None:
+            row, count = row_of[request.request_id], len(tokens)
+            # Copied, so that the whole batch's need not be kept.
+            one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), output.logprobs)
+            request.logprobs.append(one)
+
+
+def merged(gained: Gained) -> Gained:
+    """Returns what several steps gave, with each request once."""
+    if len({request for request, _ in gained}) == len(gained):
+        return gained
+    tokens_of: dict[Request, list[int]] = {}
+    for request, tokens in gained:
+        tokens_of.setdefault(request, []).extend(tokens)
+    return list(tokens_of.items())
