@@ -8,12 +8,14 @@ builds a grammar mask while the forward pass runs.
 """
 
 from collections import Counter
+import copy
 from dataclasses import replace
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.buckets import choose, step_buckets
@@ -127,6 +129,23 @@ class ModelRunner:
           ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
         """
         self.params = like(params, self._wanted)
+
+    def fork(self) -> "ModelRunner":
+        """Returns a runner with the same requests, which goes its own way from here.
+
+        It has a copy of the device state, KV caches included; weights and programs are shared.
+
+        Raises:
+          RuntimeError: a step is started and not sampled, or the state is gone.
+        """
+        if self._forwarded is not None:
+            raise RuntimeError("a step waits for sample_tokens: call it, then fork")
+        if self.state is None:
+            raise RuntimeError("the KV cache sleeps and cannot be forked: wake_up first")
+        other = copy.copy(self)
+        # Steps consume the state they are given.
+        other.state, other.slots = jax.tree.map(jnp.copy, self.state), self.slots.copy()
+        return other
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.
