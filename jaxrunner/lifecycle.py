@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrunner import array_store, sharded_state
 from jaxrunner.bounds import shown
 from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
@@ -106,6 +107,37 @@ class Lifecycle(abc.ABC):
                 progress=False,
             )
         )  # fmt: skip
+
+    def save_params(self, folder: str | Path) -> None:
+        """Writes the weights into a new folder, a tree like `params`, as orbax does.
+
+        Raises:
+          ValueError: the folder is there.
+          RuntimeError: the weights sleep.
+        """
+        array_store.save(Path(folder), self._awake())
+
+    def load_params(self, folder: str | Path) -> None:
+        """Takes the weights that `save_params` wrote, or any program that knows orbax.
+
+        Raises:
+          FileNotFoundError, ValueError: they are not like the old ones, which stay; names where.
+        """
+        self.update_params(array_store.restore(Path(folder), self.engine.runner.params_spec))
+
+    def save_sharded_state(
+        self, path: str | Path, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """Writes the weights as `LLM(load_format="sharded_state")` reads them.
+
+        config.json and the tokenizer's files are to be copied there too. pattern: names of files,
+        with {part} in them; max_size: most bytes of weights in one.
+
+        Raises:
+          TypeError, ValueError: a bad argument, or such files are there.
+          RuntimeError: the weights sleep.
+        """
+        sharded_state.save(path, self._awake(), pattern=pattern, max_size=max_size)
 
     def sleep(self, level: int = 1) -> None:
         """Gives the device's memory to others, until `wake_up`. Programs stay.

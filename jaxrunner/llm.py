@@ -39,7 +39,9 @@ class LLM(Lifecycle):
         Face hub, whose safetensors, json and txt files are fetched.
     tokenizer: a folder or a `Tokenizer` in place of the model's; `skip_tokenizer_init` for none.
     dtype: of weights and activations, "auto" for the checkpoint's.
-    load_format: "auto" reads weights, "dummy" makes random ones on the device.
+    load_format: "auto" reads weights, "dummy" makes random ones on the device, "sharded_state"
+        reads what `save_sharded_state` wrote, from files named as `model_loader_extra_config` may
+        say: {"pattern": ...}.
     hf_overrides: keys of config.json to replace; None removes one.
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them.
@@ -65,6 +67,7 @@ class LLM(Lifecycle):
         dtype: str = "auto",
         seed: int = 0,
         load_format: str = "auto",
+        model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
         generation_config: str = "auto",
         chat_template: str | None = None,
@@ -79,7 +82,8 @@ class LLM(Lifecycle):
         loaded = load(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
-            hf_overrides=hf_overrides or {}, generation_config=generation_config, progress=use_tqdm,
+            model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
+            generation_config=generation_config, progress=use_tqdm,
         )  # fmt: skip
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
         self._chat_template, eos = chat_template, loaded.eos_token_ids

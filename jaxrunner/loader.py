@@ -4,6 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrunner import sharded_state
+from jaxrunner.bounds import shown
 from jaxrunner.config import ModelConfig, check_dtype
 from jaxrunner.hub import resolve
 from jaxrunner.model import Model
@@ -15,7 +17,7 @@ from jaxrunner.weights import load_params, random_params
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "dummy", "sharded_state")
 GENERATION_CONFIGS = ("auto", "vllm")
 
 
@@ -39,6 +41,7 @@ def load(
     dtype: str = "auto",
     seed: int = 0,
     load_format: str = "auto",
+    model_loader_extra_config: dict[str, Any] | None = None,
     hf_overrides: dict[str, Any] | None = None,
     generation_config: str = "auto",
     check_nan: bool = False,
@@ -55,6 +58,12 @@ def load(
     ):
         if value not in allowed:
             raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+    extra = model_loader_extra_config or {}
+    if extra.keys() - ({"pattern"} if load_format == "sharded_state" else set()):
+        raise ValueError(
+            "model_loader_extra_config may have a 'pattern' with load_format='sharded_state', "
+            f"and nothing else, got {shown(extra)} with {load_format!r}"
+        )
     folder = resolve(name, revision=revision)
     settings = read_json(folder / "config.json") | (hf_overrides or {})
     model, config = read_model(Settings(settings, str(folder / "config.json")))
@@ -65,8 +74,9 @@ def load(
     if load_format == "dummy":
         params = random_params(model, config, dtype, seed)
     else:
-        params = load_params(
-            folder, model, config, dtype=dtype, check_nan=check_nan, progress=progress
+        read = load_params if load_format == "auto" else sharded_state.load
+        params = read(
+            folder, model, config, dtype=dtype, check_nan=check_nan, progress=progress, **extra
         )
     eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:

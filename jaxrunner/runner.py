@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner import array_store
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.launch import abstract, program_keys, program_spec
@@ -82,9 +83,7 @@ class ModelRunner:
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
-        self._wanted = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
-        )
+        self.params_spec = array_store.abstract(params)  # what new ones must be like
         cache, code = None, (model.forward, model.logits)
         # What the code of others does is not known.
         ours = rules == RULES and is_ours(*code)
@@ -128,7 +127,7 @@ class ModelRunner:
         Raises:
           ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
         """
-        self.params = like(params, self._wanted)
+        self.params = like(params, self.params_spec)
 
     def fork(self) -> "ModelRunner":
         """Returns a runner with the same requests, which goes its own way from here.
