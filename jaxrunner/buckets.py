@@ -1,6 +1,6 @@
 """Which padded sizes steps run at."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrunner.config import EngineConfig
 from jaxrunner.layout import Bucket
@@ -26,21 +26,29 @@ def step_buckets(config: EngineConfig, query_len: int = 1) -> tuple[Bucket, ...]
     return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
 
 
-def choose(buckets: Sequence[Bucket], counts: Sequence[int]) -> Bucket:
-    """Returns the first bucket that holds rows of `counts` tokens.
+def choose(
+    buckets: Sequence[Bucket],
+    counts: Sequence[int],
+    is_pending: Callable[[Bucket], bool] = lambda bucket: False,
+) -> Bucket:
+    """Returns the first bucket that holds rows of `counts` tokens; one not pending, if there is.
 
     Raises:
       ValueError: none does.
     """
     tokens, rows = sum(counts), len(counts)
     uniform = tokens // rows if max(counts) * rows == tokens else -1
-    for b in buckets:
-        if b.num_tokens >= tokens and b.num_rows >= rows and b.query_len in (0, uniform):
-            return b
-    raise ValueError(
-        f"a step of {rows} requests and {tokens} tokens fits no bucket, the largest is "
-        f"{buckets[-1]}: raise max_num_batched_tokens or max_num_seqs"
-    )
+    fits = [
+        b
+        for b in buckets
+        if b.num_tokens >= tokens and b.num_rows >= rows and b.query_len in (0, uniform)
+    ]
+    if not fits:
+        raise ValueError(
+            f"a step of {rows} requests and {tokens} tokens fits no bucket, the largest is "
+            f"{buckets[-1]}: raise max_num_batched_tokens or max_num_seqs"
+        )
+    return next((b for b in fits if not is_pending(b)), fits[0])
 
 
 def powers(first: int, last: int, growth: int) -> list[int]:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrunner.block_pool import BlockPool
@@ -259,9 +258,9 @@ class Engine:
         """Ends requests that nobody waits for any more."""
         self.finish(request_ids, "abort")
 
-    def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
-        """Compiles every program that usual requests need, or with `rich` that any can need."""
-        self.runner.warm_up(rich=rich, progress=progress)
+    def warm_up(self, **kwargs: Any) -> None:
+        """Compiles programs ahead of time; see `ModelRunner.warm_up`."""
+        self.runner.warm_up(**kwargs)
 
     def update_params(self, params: Any) -> None:
         """Takes new weights between two steps; requests at work go on with them.
@@ -284,8 +283,7 @@ class Engine:
         """Gives the device memory of the state back; the weights are the caller's."""
         self._in_flight.clear()
         self.compiling.close()
-        for array in jax.tree.leaves(self.runner.state):
-            array.delete()
+        self.runner.close()
 
 
 def _stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:

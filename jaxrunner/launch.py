@@ -33,12 +33,9 @@ from jaxrunner.types import Array, Rows, State, Targets
 
 
 def step(params, state: State, vector: Array, *, program: Program, size: Bucket):
-    """Runs a whole step in which each request takes its likeliest token.
-
-    Returns the state and the packed `StepOutput`.
-    """
-    plan = unpack(plan_spec(program, size), vector)
-    state, output = device.step(params, state, plan, program=program, bucket=size)
+    """Runs a whole step of the usual requests. Returns the state and the packed `StepOutput`."""
+    plan, usual = unpack(plan_spec(program, size), vector), SampleSize(size.num_rows)
+    state, output = device.step(params, state, plan, program=program, bucket=size, size=usual)
     return state, pack_on_device(output)
 
 
@@ -146,15 +143,18 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
 
 def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -> list[Key]:
     """Returns the programs that an engine can need; with `rich`, those of rare parameters too."""
-    keys = [Key(name, bucket) for name in ("step", "forward") for bucket in buckets]
-    rows = sorted({bucket.num_rows for bucket in buckets})
+    keys = [Key("step", bucket) for bucket in buckets] + [Key("copy", COPIES)]
+    keys += [Key("admit", size) for size in admit_sizes(program)]
     widths = logprob_widths(program.config.vocab_size) if rich else ()
-    sizes = [(False, 0), *((True, C) for C in (0, *widths) if rich)]
-    keys += [Key("sample", SampleSize(B, *size)) for B in rows for size in sizes]
+    rare = [(True, C) for C in (0, *widths) if rich]
     if (n := program.engine.num_decode_steps) > 1:
         decodes = [bucket.num_rows for bucket in buckets if bucket.query_len == 1]
-        samples = {B: [None, *(SampleSize(B, *size) for size in sizes)] for B in decodes}
-        keys += [Key("steps", Steps(B, n, sample)) for B in decodes for sample in samples[B]]
-    sizes = {score_size(bucket.num_tokens, C) for bucket in buckets for C in widths}
-    keys += [Key("score", size) for size in sizes] + [Key("copy", COPIES)]
-    return keys + [Key("admit", size) for size in admit_sizes(program)]
+        samples = [SampleSize(B, *size) for B in decodes for size in [(False, 0), *rare]]
+        keys += [Key("steps", Steps(n, sample)) for sample in samples]
+    if not rich:
+        return keys
+    rows = sorted({bucket.num_rows for bucket in buckets})
+    keys += [Key("forward", bucket) for bucket in buckets]
+    keys += [Key("sample", SampleSize(B, *size)) for B in rows for size in [(False, 0), *rare]]
+    scores = {score_size(bucket.num_tokens, C) for bucket in buckets for C in widths}
+    return keys + [Key("score", size) for size in scores]

@@ -70,9 +70,13 @@ class SampleSize(NamedTuple):
 class Steps(NamedTuple):
     """The padded size of several decode steps in one launch."""
 
-    num_rows: int  # B
     num_steps: int  # tokens of each row
-    sample: SampleSize | None  # None where each request takes its likeliest token
+    sample: SampleSize  # the draw of each step
+
+    @property
+    def num_rows(self) -> int:
+        """Requests, B."""
+        return self.sample.num_rows
 
     @property
     def bucket(self) -> Bucket:

@@ -31,6 +31,8 @@ from jaxrunner.sampling.rule import Rule
 from jaxrunner.tokenizer import Tokenizer
 from jaxrunner.worker import engine_config
 
+WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
+
 
 class LLM(Lifecycle):
     """A model that answers prompts, many at once.
@@ -49,8 +51,8 @@ class LLM(Lifecycle):
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request;
         see `jaxrunner.sampling.custom`, which also has the slow variant for arbitrary Python.
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
-    warm_up: True compiles the programs of usual requests now, "all" also those for logprobs,
-        penalties, grammars and their like, which are otherwise compiled when first needed.
+    warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
+        grammars and their like, else compiled when needed; "background" awaits the largest alone.
     The other sizes are fields of `EngineConfig`, or of `worker.engine_config`.
 
     Raises:
@@ -93,12 +95,11 @@ class LLM(Lifecycle):
             cache_dir=find_folder(cache_dir),
             make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
         )  # fmt: skip
-        if warm_up not in (True, False, "all"):
-            raise ValueError(f"warm_up must be True, False or 'all', got {warm_up!r}")
+        if warm_up not in (False, *WARM_UPS):
+            raise ValueError(f"warm_up must be False or one of {[*WARM_UPS]}, got {warm_up!r}")
         if warm_up:
-            self.engine.warm_up(rich=warm_up == "all", progress=use_tqdm)
-            # What tracing left behind would be searched for garbage in the midst of a step.
-            gc.collect()
+            self.engine.warm_up(**WARM_UPS[warm_up], progress=use_tqdm)
+            gc.collect()  # what tracing left would be searched in the midst of a step
             gc.freeze()
         self.completions = Completions(self.engine, self.tokenizer, eos)
 

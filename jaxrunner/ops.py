@@ -17,8 +17,8 @@ from jaxrunner.kernels_pallas import (
     prefill_attention,
     reference,
     rope_write,
+    sampler,
 )
-from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, Heads, Ops
 from jaxrunner.models.layers import add_rms_norm, linear, linear_parts, rms_norm, swiglu
 from jaxrunner.models.rope import rotate
@@ -129,7 +129,10 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
     reason = "is compiled, and enforce_eager compiles nothing" if engine.enforce_eager else None
     reason = reason or refuses(model, engine)
     if reason is None:
-        return Choice("mosaic_gpu", fused, "it serves this model on this device", sample_tokens)
+        shape = engine.max_num_seqs, model.vocab_size
+        logits = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.dtype))
+        sample = sampler.sample_tokens if sampler.refuses(logits, sampler.DEFAULT) is None else None
+        return Choice("mosaic_gpu", fused, "it serves this model on this device", sample)
     if wanted == "mosaic_gpu":
         raise ValueError(f"attention_backend='mosaic_gpu' {reason}: use 'auto' or 'reference'")
     return Choice("reference", paged, f"mosaic_gpu {reason}")

@@ -1,10 +1,11 @@
 """Compiled programs by bucket: built ahead of time, looked up at run time, every miss recorded."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 import functools
 import os
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -58,38 +59,83 @@ class Programs:
         self._spec = functools.cache(spec)  # loading asks for it, and compiling
         self._cache = cache
         self._table: dict[Key, Any] = {}
+        self._pending: dict[Key, Future[None]] = {}  # a key is in the table before it leaves here
+        self._pool: ThreadPoolExecutor | None = None
         self.ledger: list[Compilation] = []
         self.strict = False  # whether a compilation after warm-up raises
 
-    def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
-        """Loads `keys` from the cache, or compiles them, those that cost most first."""
-        todo = [key for key in dict.fromkeys(keys) if key not in self._table]
-        todo.sort(key=lambda key: key.size[:2], reverse=True)
-        bar = tqdm(total=len(todo), desc="Compiling", unit="program", disable=not progress)
+    def warm_up(
+        self, keys: Iterable[Key], *, first: Iterable[Key] | None = None, progress: bool = False
+    ) -> None:
+        """Loads `keys` from the cache, or compiles them.
 
-        def tell(key: Key) -> None:
+        first: those to wait for, all where None; the largest come first, as they take longest.
+            Threads go on with the others in their order, until `close`.
+        """
+        todo = [key for key in dict.fromkeys(keys) if key not in self._table]
+        awaited = set(todo if first is None else first)
+        now = [key for key in todo if key in awaited]
+        now.sort(key=lambda key: getattr(key.size, "num_tokens", 0), reverse=True)
+        bar = tqdm(total=len(now), desc="Compiling", unit="program", disable=not progress)
+
+        def tell(key: Key, _: Any) -> None:
             bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
             bar.update()
 
-        def load(key: Key) -> bool:
-            if found := self._load(key):
-                tell(key)
-            return found
+        self._pending |= {key: Future() for key in todo}
+        waiting = [self._pending[key] for key in now]
+        for key, future in zip(now, waiting, strict=True):
+            future.add_done_callback(functools.partial(tell, key))
+        pool = self._pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
+        try:
+            with bar:
+                self._build_all(pool, now)
+                pool.submit(self._build_rest, pool, [key for key in todo if key not in awaited])
+                for future in waiting:
+                    future.result()
+        except BaseException:
+            self.close()
+            raise
 
-        def finish(key: Key, start: float, build: _Build) -> None:
+    def is_pending(self, key: Key) -> bool:
+        """Whether a thread of `warm_up` is to bring a program."""
+        return key in self._pending
+
+    def close(self) -> None:
+        """Ends what `warm_up` still does behind the engine, without waiting."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _build_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
+        """Python lowers one program after the other; loading and compiling do not hold it up."""
+        loading = {key: pool.submit(self._load, key) for key in todo}
+        for key in todo:
+            start = time.perf_counter()
+            try:
+                if loading[key].result():
+                    self._done(key)
+                else:
+                    pool.submit(self._compile, key, start, self._lower(key))
+            except Exception as error:  # of this program alone; or of all, once the pool is closed
+                self._done(key, error)
+
+    def _build_rest(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
+        self._build_all(pool, todo)
+        pool.shutdown(wait=False)
+
+    def _compile(self, key: Key, start: float, build: "_Build") -> None:
+        try:
             self._finish(key, start, build, "warm-up")
-            tell(key)
+            self._done(key)
+        except Exception as error:  # whatever XLA says of it
+            self._done(key, error)
 
-        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(load, todo)
-            missing = [key for key, there in zip(todo, found, strict=True) if not there]
-            waiting = []
-            # Python lowers one program after the other; compiling does not hold it up.
-            for key in missing:
-                start = time.perf_counter()
-                waiting.append(pool.submit(finish, key, start, self._lower(key)))
-            for future in waiting:
-                future.result()
+    def _done(self, key: Key, error: Exception | None = None) -> None:
+        future = self._pending.pop(key)
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
     def report(self) -> str:
         """Says how many programs there are, and where they come from."""
@@ -97,7 +143,9 @@ class Programs:
             return "none: each operation runs by itself (enforce_eager)"
         loaded = [entry for entry in self.ledger if entry.reason == LOADED]
         seconds = max((entry.seconds for entry in self.ledger), default=0.0)
-        return f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
+        more = f"; {len(self._pending)} more to come" if self._pending else ""
+        told = f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
+        return told + more
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the executable of `key`, compiling it where warm-up did not.
@@ -107,6 +155,8 @@ class Programs:
         """
         if self._eager:
             return functools.partial(_run_eagerly, self._spec(key))
+        if (pending := self._pending.get(key)) is not None:
+            pending.result()
         if key not in self._table:
             reason = self._difference(key)
             if self.strict:
@@ -162,12 +212,16 @@ class _Build:
 
     def __init__(self, lowered: Any):
         self._lowered: Any = lowered
+        self._executable: Any = None
+        self._lock = threading.Lock()
 
-    @functools.cached_property
+    @property
     def executable(self) -> Any:
         """Compiles, once."""
-        executable, self._lowered = self._lowered.compile(), None
-        return executable
+        with self._lock:
+            if self._executable is None:
+                self._executable, self._lowered = self._lowered.compile(), None
+            return self._executable
 
 
 @functools.lru_cache(maxsize=512)

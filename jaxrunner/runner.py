@@ -51,7 +51,7 @@ class Work(NamedTuple):
     req_ids: tuple[str, ...]  # in row order
     bucket: Bucket | Steps
     plan: np.ndarray  # packed
-    size: SampleSize | None  # None where each request takes its likeliest token
+    size: SampleSize
     num_targets: int  # prompt tokens to score, at most
     target_columns: int
 
@@ -101,25 +101,46 @@ class ModelRunner:
         self._masks: dict[int, jax.Array] = {}
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
 
-    def warm_up(self, *, rich: bool = False, progress: bool = False) -> None:
-        """Compiles every program that usual requests need, or with `rich` that any can need."""
+    def warm_up(
+        self, *, rich: bool = False, background: bool = False, progress: bool = False
+    ) -> None:
+        """Compiles every program that usual requests need, or with `rich` that any can need.
+
+        background: returns once the largest sizes are there, at which any step can run; threads
+            compile the others beside the steps, which makes both slower for that time.
+        """
         if self.program.engine.enforce_eager:
             return
         keys = program_keys(self.program, self.buckets, rich=rich)
-        self.programs.warm_up(keys, progress=progress)
-        for key in keys:
+        first = self._largest(keys) if background else keys
+        self.programs.warm_up(keys, first=first, progress=progress)
+        for key in first:
             if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
                 self._rehearse(key)
+
+    def _largest(self, keys: list[Key]) -> list[Key]:
+        """Returns programs that can run any step."""
+        decode, ragged = ([b for b in self.buckets if b.query_len == q][-1] for q in (1, 0))
+        num_steps, draw = self.program.engine.num_decode_steps, SampleSize(decode.num_rows)
+        sizes = decode, ragged, Steps(num_steps, draw)
+        return [k for k in keys if k.name in ("admit", "copy") or k.size in sizes]
 
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
         none: tuple[list, ...] = tuple([] for _ in self.program.config.groups)
-        work = Work((), key.size, self.slots.plan((), {}, none, key.size), None, 0, 0)
+        plan, usual = self.slots.plan((), {}, none, key.size), SampleSize(key.size.num_rows)
+        work = Work((), key.size, plan, usual, 0, 0)
         if key.name == "forward":
             self._forward(work)
             self.sample_tokens()
         else:
             self.state, _ = self.programs[key](self.params, self.state, work.plan)
+
+    def close(self) -> None:
+        """Gives the device memory of the state back."""
+        self.programs.close()
+        for array in jax.tree.leaves(self.state):
+            array.delete()
 
     def update_params(self, params: Any) -> None:
         """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
@@ -130,17 +151,13 @@ class ModelRunner:
         self.params = like(params, self.params_spec)
 
     def fork(self) -> "ModelRunner":
-        """Returns a runner with the same requests, which goes its own way from here.
-
-        It has a copy of the device state, KV caches included; weights and programs are shared.
+        """Returns a runner that goes its own way: state and requests are copied, the rest shared.
 
         Raises:
-          RuntimeError: a step is started and not sampled, or the state is gone.
+          RuntimeError: a step is started and not sampled, or the caches sleep.
         """
-        if self._forwarded is not None:
-            raise RuntimeError("a step waits for sample_tokens: call it, then fork")
-        if self.state is None:
-            raise RuntimeError("the KV cache sleeps and cannot be forked: wake_up first")
+        if self._forwarded is not None or self.state is None:
+            raise RuntimeError("to fork, call sample_tokens if a step waits, wake_up after a sleep")
         other = copy.copy(self)
         # Steps consume the state they are given.
         other.state, other.slots = jax.tree.map(jnp.copy, self.state), self.slots.copy()
@@ -149,8 +166,7 @@ class ModelRunner:
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.
 
-        In one launch where each request takes its likeliest token or does several steps, else in
-        two.
+        In one launch; in two where a request wants logprobs, or rules that few want.
         """
         with self.profiler.step(scheduler_output):
             return self._step(scheduler_output)
@@ -160,13 +176,12 @@ class ModelRunner:
         if work is None:
             return StepHandle()
         size, num_steps = work.bucket, scheduler_output.num_steps
-        if num_steps == 1 and (work.size is not None or work.num_targets):
+        if num_steps == 1 and (work.size.rich or work.num_targets):
             self._forward(work)
             return self.sample_tokens()
         program = self.programs[Key("steps" if num_steps > 1 else "step", size)]
         self.state, packed = program(self.params, self.state, work.plan)
-        columns = 0 if work.size is None else work.size.num_logprobs
-        layout = self._output(size.num_rows, columns, num_steps)
+        layout = self._output(size.num_rows, work.size.num_logprobs, num_steps)
         return StepHandle(work.req_ids, layout, packed)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -197,8 +212,7 @@ class ModelRunner:
             return StepHandle()
         work, logits, rows, scores = self._forwarded
         B = work.bucket.num_rows
-        size = work.size or SampleSize(B)
-        size = size if grammar_output is None else size._replace(rich=True)
+        size = work.size if grammar_output is None else work.size._replace(rich=True)
         mask = self._mask(work.req_ids, B, grammar_output) if size.rich else None
         self._forwarded = None
         program = self.programs[Key("sample", size)]
@@ -256,18 +270,26 @@ class ModelRunner:
             self._admit(new, blocks)
             return None
         several = output.num_steps > 1
-        bucket = choose(self.buckets, [1 if several else counts[r] for r in req_ids])
+        is_pending = functools.partial(self._is_pending, num_steps=output.num_steps)
+        each = [1 if several else counts[r] for r in req_ids]
+        bucket = choose(self.buckets, each, is_pending)
         size = sum(counts.values()) // output.num_steps
         self.traffic[bucket.query_len][size] += 1
         sample = self.slots.sample_size(req_ids, bucket.num_rows)
         if several:
-            bucket = Steps(bucket.num_rows, output.num_steps, sample)
+            bucket = Steps(output.num_steps, sample)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.slots.room(blocks, bucket)
         if new or not fits:
             self._admit(new, none if fits else blocks)
         plan = self.slots.plan(req_ids, counts, blocks if fits else none, bucket)
         return Work(req_ids, bucket, plan, sample, *self.slots.count_targets(counts))
+
+    def _is_pending(self, bucket: Bucket, num_steps: int) -> bool:
+        key = Key("step", bucket)
+        if num_steps > 1:
+            key = Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))
+        return self.programs.is_pending(key)
 
     def _admit(self, new, blocks) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""

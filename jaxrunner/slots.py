@@ -35,8 +35,7 @@ Write = tuple[int, int, list[int]]  # row, first column, values
 class Needs(NamedTuple):
     """What a request's parameters ask of the programs."""
 
-    plain: bool  # its likeliest token, and nothing else
-    rich: bool  # rules that few requests want
+    rich: bool  # logprobs, or rules that few requests want
     num_logprobs: int  # columns, 0 for none
     prompt_logprobs: int
 
@@ -67,7 +66,7 @@ class Slots:
         self._slot_of: dict[str, int] = {}
         self._num_blocks: dict[str, list[int]] = {}  # by cache group
         self._needs: dict[str, Needs] = {}
-        self._choosy: set[str] = set()  # whose needs are not plain
+        self._choosy: set[str] = set()  # whose needs are rich
         self._structured: set[str] = set()  # who has a grammar
         self._scoring: dict[str, Scoring] = {}
         self._no_plan = functools.cache(self._empty_plan)
@@ -95,7 +94,7 @@ class Slots:
         slot = self._slot_of[request.request_id] = self._free.pop()
         self._num_blocks[request.request_id] = [len(ids) for ids in request.block_ids]
         needs = self._needs[request.request_id] = self._needs_of(request.params)
-        if not needs.plain:
+        if needs.rich:
             self._choosy.add(request.request_id)
         if request.params.structured_outputs is not None:
             self._structured.add(request.request_id)
@@ -118,14 +117,11 @@ class Slots:
         """Whether a request wants of each token what is done between launches."""
         return bool(self._structured)
 
-    def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize | None:
-        """Returns what these requests' draw needs; None where each takes its likeliest token."""
+    def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize:
+        """Returns what the draw of these requests needs."""
         needs = [self._needs[r] for r in self._choosy.intersection(req_ids)]
-        if not needs:
-            return None
-        columns = max(need.num_logprobs for need in needs)
-        rich = columns > 0 or any(need.rich for need in needs)
-        return SampleSize(num_rows, rich, columns)
+        columns = max((need.num_logprobs for need in needs), default=0)
+        return SampleSize(num_rows, bool(needs), columns)
 
     def count_targets(self, counts: Mapping[str, int]) -> tuple[int, int]:
         """Returns how many prompt tokens a step scores, at most, and with how many columns.
@@ -145,7 +141,7 @@ class Slots:
     def _needs_of(self, params: SamplingParams) -> "Needs":
         columns = [self._width(k) for k in (params.num_logprobs, params.prompt_logprobs)]
         rich = any(rule.wanted(params) for rule in self._program.rules if rule.wanted)
-        return Needs(params.is_greedy and not rich and not columns[0], rich, *columns)
+        return Needs(rich or columns[0] > 0, *columns)
 
     def _width(self, num_logprobs: int | None) -> int:
         widths = logprob_widths(self._program.config.vocab_size)

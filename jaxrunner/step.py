@@ -30,11 +30,13 @@ from jaxrunner.types import (
 )
 
 
-def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
-    """Computes `plan`; each request that is due a token gets its likeliest. Donates `state`."""
+def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, size: SampleSize):
+    """Computes `plan`; each request that is due a token draws it as it asks. Donates `state`."""
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = score(params, hidden, batch, program)
-    return finish(state, rows, likeliest(logits, rows))
+    B, J, V = logits.shape
+    mask = jnp.full((B, J, -(-V // 32)), -1, jnp.int32) if size.rich else None  # without grammars
+    return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
 
 
 def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
@@ -47,11 +49,10 @@ def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
     state = replace(state, requests=replace(state.requests, blocks=blocks))
     plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
 
-    sampled = None if size.sample is None else functools.partial(sampled_step, size=size.sample)
-
     def body(state: State, _: None):
-        return (sampled or step)(params, state, plan, program=program, bucket=size.bucket)
+        return step(params, state, plan, program=program, bucket=size.bucket, size=size.sample)
 
+    # Of a fixed length: to look whether all have ended would hold up the next step's launch.
     state, outputs = jax.lax.scan(body, state, length=size.num_steps)
     failed = outputs.no_choice | (outputs.not_finite & (program.engine.nan_policy != "ignore"))
     return state, StepOutput(
@@ -62,15 +63,6 @@ def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
         no_choice=outputs.no_choice.any(0),
         logprobs=jax.tree.map(lambda x: jax.lax.collapse(x.swapaxes(0, 1), 0, 2), outputs.logprobs),
     )
-
-
-def sampled_step(params, state: State, plan: Plan, *, program, bucket: Bucket, size: SampleSize):
-    """Computes `plan`; each request that is due a token draws it as it asks, without a grammar."""
-    state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
-    logits = score(params, hidden, batch, program)
-    B, J, V = logits.shape
-    mask = jnp.full((B, J, -(-V // 32)), -1, jnp.int32) if size.rich else None
-    return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
 
 
 def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
@@ -105,15 +97,6 @@ def draw(logits: Array, state: State, rows: Rows, mask: Array | None, **static: 
         (drawn.no_choice.reshape(B, J) & real).any(1),
         drawn.logprobs,
     )
-
-
-def likeliest(logits: Array, rows: Rows) -> Drawn:
-    """Takes the likeliest token of each scored position, [B, J], the first of equals."""
-    token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # The first NaN counts as the largest, so NaN and infinity both show where the maximum is.
-    best = jnp.take_along_axis(logits, token_ids[..., None], -1)[..., 0]
-    not_finite = (~jnp.isfinite(best) & _real(rows, logits.shape[1])).any(1)
-    return Drawn(token_ids, not_finite, jnp.zeros_like(not_finite), ())
 
 
 def _real(rows: Rows, J: int) -> Array:

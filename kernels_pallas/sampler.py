@@ -50,7 +50,7 @@ class Drawn(NamedTuple):
     no_choice: Array  # all are -inf; `sampler.sample` calls that not finite in the model's own
 
 
-def refuses(logits: Array, config: TuningConfig) -> str | None:
+def refuses(logits: Any, config: TuningConfig) -> str | None:
     """Says why logits, [N, V], are not served."""
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
         return f"logits are {logits.dtype}: float32 or bfloat16 is wanted"

@@ -19,7 +19,7 @@ def test_nothing_is_compiled_after_warm_up():
     params = [SamplingParams(temperature=t, max_tokens=9) for t in (0.0, 1.0, 0.0)]
     run(e, PROMPTS[:3], params)
     steps = [c.key.size for c in e.runner.programs.ledger if c.key.name == "steps"]
-    assert {size.sample for size in steps} == {None, SampleSize(5)}
+    assert {size.sample for size in steps} == {SampleSize(5)}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -29,8 +29,7 @@ def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
     e = engine(num_decode_steps=6)
     assert run(e, PROMPTS[:3], [plain] * 3) == want
     sizes = [c.key.size for c in e.runner.programs.ledger if c.key.name == "steps"]
-    sample = None if temperature == 0 else SampleSize(5)
-    assert sizes == [Steps(5, 6, sample)]
+    assert sizes == [Steps(6, SampleSize(5))]
 
 
 def test_many_steps_are_few_launches():

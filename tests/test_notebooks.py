@@ -22,7 +22,7 @@ PRINTS = {
         "seed=7 temperature=1.0 same=True",
         "seed=8 temperature=1.0 same=False",
         "seed=7 temperature=0.3 same=False",
-        "4 programs",
+        "3 programs",
     ],
     "2_sampling.ipynb": ["[True, True, True, True]", "'sigmas': 1"],
 }

@@ -12,7 +12,7 @@ from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
 from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.rule import Batched, NoParams, Rule, rows_of, run
-from jaxrunner.sampling.seed import TARGET, noise, seed
+from jaxrunner.sampling.seed import TARGET, Seed, noise, seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Array, Logprobs, Requests, Targets
@@ -39,11 +39,8 @@ def sample(
         return _usual(program.sample, program.rules, logits, batch, tables)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, rich=size.rich)
-    seeds = rows_of(tables[0], batch.slot)  # the first rule is `seed`
-    draws = functools.partial(noise, stream=TARGET, shape=logits.shape[1:])
-    random = jax.vmap(draws)(seeds.words, batch.position)
-    random = jnp.where(seeds.greedy[:, None], 0.0, random)
-    token_ids = jnp.argmax(processed.logits + random, axis=-1).astype(jnp.int32)
+    scores = processed.logits + _noise(tables[0], batch, logits.shape[1])
+    token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     logprobs: tuple[Logprobs, ...] = ()
     if size.num_logprobs:
         named = rows_of(tables[program.rules.index(logprob_ids)], batch.slot)
@@ -53,6 +50,18 @@ def sample(
     best = processed.logits.max(-1)
     not_finite = ~jnp.isfinite(logits.max(-1)) | jnp.isnan(best) | (best == jnp.inf)
     return Drawn(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
+
+
+def _noise(table: Seed, batch: Batched, vocab_size: int) -> Array:
+    """Returns what is added to logits, [N, V]: nothing for greedy requests and padding."""
+    seeds = rows_of(table, batch.slot)
+    greedy = seeds.greedy | (batch.slot >= table.greedy.shape[0])
+
+    def draw() -> Array:
+        one = functools.partial(noise, stream=TARGET, shape=(vocab_size,))
+        return jnp.where(greedy[:, None], 0.0, jax.vmap(one)(seeds.words, batch.position))
+
+    return jax.lax.cond(greedy.all(), lambda: jnp.zeros((greedy.size, vocab_size)), draw)
 
 
 def _usual(kernel, rules: tuple[Rule, ...], logits: Array, batch: Batched, tables) -> Drawn:

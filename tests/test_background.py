@@ -1,0 +1,99 @@
+"""Programs that threads compile beside the steps."""
+
+import threading
+
+import pytest
+from test_engine import PROMPTS, run
+import tiny
+
+from jaxrunner.engine import Engine
+from jaxrunner.layout import Bucket
+from jaxrunner.models.llama import llama
+from jaxrunner.params import SamplingParams
+from jaxrunner.programs import Key, Programs
+
+SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))
+FIRST = [Key("step", Bucket(32, 5)), Key("step", Bucket(5, 5, 1))]
+PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event that lowering waits for, but of the largest steps."""
+    event, lower = threading.Event(), Programs._lower
+
+    def waiting(self, key):
+        if key.name == "step" and key not in FIRST:
+            assert event.wait(60)
+        return lower(self, key)
+
+    monkeypatch.setattr(Programs, "_lower", waiting)
+    yield event
+    event.set()
+
+
+def make() -> Engine:
+    config, params = tiny.model_and_params()
+    return Engine(llama, config, tiny.engine_config(**SIZES), params)
+
+
+def used(engine: Engine, monkeypatch) -> list[Key]:
+    """Returns a list that gains the key of each step that is launched."""
+    keys, get = [], Programs.__getitem__
+
+    def spy(self, key):
+        keys.append(key)
+        return get(self, key)
+
+    monkeypatch.setattr(Programs, "__getitem__", spy)
+    return keys
+
+
+def test_the_largest_sizes_serve_until_the_others_are_there(gate, monkeypatch):
+    gate.set()
+    want = run(make(), PROMPTS[:2], PARAMS)
+    gate.clear()
+    engine = make()
+    engine.warm_up(background=True)
+    engine.runner.programs.strict = True
+    keys = used(engine, monkeypatch)
+    assert "; 3 more to come" in engine.runner.programs.report()
+    assert run(engine, PROMPTS[:2], PARAMS) == want
+    assert {key for key in keys if key.name == "step"} == set(FIRST)
+    gate.set()
+    for pending in list(engine.runner.programs._pending.values()):
+        pending.result(60)
+    keys.clear()
+    assert run(engine, PROMPTS[:2], PARAMS) == want
+    assert Key("step", Bucket(2, 2, 1)) in keys
+    engine.close()
+
+
+def test_closing_does_not_wait_for_what_is_compiled_behind(gate):
+    engine = make()
+    engine.warm_up(background=True)
+    engine.close()
+    assert len(engine.runner.programs._pending) == 3
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_program_that_does_not_compile_says_so_where_it_is_needed(monkeypatch, background):
+    lower = Programs._lower
+
+    def failing(self, key):
+        if key == Key("step", Bucket(2, 2, 1)):
+            raise RuntimeError("out of registers")
+        return lower(self, key)
+
+    monkeypatch.setattr(Programs, "_lower", failing)
+    engine = make()
+    if not background:
+        with pytest.raises(RuntimeError, match="out of registers"):
+            engine.warm_up()
+        return
+    engine.warm_up(background=True)
+    for pending in list(engine.runner.programs._pending.values()):
+        pending.exception(60)
+    with pytest.raises(RuntimeError, match="out of registers"):
+        engine.runner.programs[Key("step", Bucket(2, 2, 1))]
+    engine.close()
