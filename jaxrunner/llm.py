@@ -17,8 +17,8 @@ from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.chat import render_chat
 from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
+from jaxrunner.engine_lifecycle import EngineLifecycle
 from jaxrunner.grammar import GrammarCompiler
-from jaxrunner.lifecycle import Lifecycle
 from jaxrunner.loader import load
 from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import RequestOutput, RequestOutputs
@@ -34,7 +34,7 @@ from jaxrunner.worker import engine_config
 WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
 
 
-class LLM(Lifecycle):
+class LLM(EngineLifecycle):
     """A model that answers prompts, many at once.
 
     model: a folder with config.json, safetensors and tokenizer.json, or a name on the Hugging
@@ -88,6 +88,7 @@ class LLM(Lifecycle):
             generation_config=generation_config, progress=use_tqdm,
         )  # fmt: skip
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
+        self.load_config = loaded.load_config
         self._chat_template, eos = chat_template, loaded.eos_token_ids
         config = engine_config(loaded.config, loaded.params, dtype=loaded.dtype, seed=seed, **sizes)
         self.engine = Engine(

@@ -113,6 +113,11 @@ class Slots:
             self._structured.discard(request_id)
 
     @property
+    def num_taken(self) -> int:
+        """Requests that have a slot."""
+        return len(self._slot_of)
+
+    @property
     def need_the_host(self) -> bool:
         """Whether a request wants of each token what is done between launches."""
         return bool(self._structured)
