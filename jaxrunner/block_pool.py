@@ -36,6 +36,13 @@ class BlockPool:
         """Whether nobody uses a block. The null block is never free."""
         return block in self._free
 
+    def filled(self) -> list[int]:
+        """Returns the blocks whose contents count: in use, or to be found by their tokens."""
+        known = self._published.keys() | self._tails.keys()
+        return [
+            block for block in range(self.num_blocks) if self._num_refs[block] or block in known
+        ]
+
     def is_published(self, block: int) -> bool:
         """Whether a block can be found by its hash."""
         return block in self._published

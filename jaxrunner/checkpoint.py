@@ -1,6 +1,6 @@
 """Which file of a checkpoint folder holds each tensor, checked by name, shape and dtype."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ SPARE = ("rotary_emb.inv_freq", "lm_head.weight")
 MOST_NAMED = 5  # problems in one message
 
 
-def find(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Path, Tensor]]:
-    """Returns the file and place of each tensor of `shapes`.
+def find(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], files: Sequence[Path] = ()
+) -> dict[str, tuple[Path, Tensor]]:
+    """Returns the file and place of each tensor of `shapes`. files: where to look, if not usual.
 
     Raises:
       FileNotFoundError, ValueError: a file or tensor is missing, extra, twice there, or not what
         it should be; names up to five.
     """
-    files, index = _files(folder)
+    files, index = (files, None) if files else _files(folder)
     found: dict[str, tuple[Path, Tensor]] = {}
     problems = []
     for path in files:

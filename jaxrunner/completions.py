@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 import itertools
+from pathlib import Path
 import threading
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import Interrupted, RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.prompts import ParsedPrompt
+from jaxrunner.runner_output import Gained
+from jaxrunner.snapshot import restore_engine, save_engine
 from jaxrunner.tokenizer import Tokenizer
 
 Asked = tuple[ParsedPrompt, SamplingParams, int]  # the last one is the priority
@@ -28,7 +31,7 @@ class Completions:
         self.engine, self.tokenizer = engine, tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._states: dict[str, RequestState] = {}
-        self._names = map(str, itertools.count())
+        self._num_named = 0
         self._lock = threading.RLock()  # threads may generate at once: each step serves all
         self._closed = False
 
@@ -70,7 +73,8 @@ class Completions:
                 state.fail(str(error))
 
     def _new_states(self, prompt: ParsedPrompt, params: SamplingParams) -> list[RequestState]:
-        name = next(self._names)
+        with self._lock:
+            name, self._num_named = str(self._num_named), self._num_named + 1
         states = [RequestState(name, params, i) for i in range(params.n)]
         for state in states:
             state.prompt = prompt.text
@@ -134,10 +138,43 @@ class Completions:
         with self._lock:
             if self._closed:
                 return  # while this thread waited: all have ended
-            for request, tokens in self.engine.step():
-                state = self._states.get(request.request_id)
-                if state is not None and state.update(request, tokens):
-                    self.engine.finish([request.request_id], "stop")
+            self._hand_out(self.engine.step())
+
+    def _hand_out(self, gained: Gained) -> None:
+        for request, tokens in gained:
+            state = self._states.get(request.request_id)
+            if state is not None and state.update(request, tokens):
+                self.engine.finish([request.request_id], "stop")
+
+    def stream(self, groups: Sequence[Sequence[RequestState]]) -> Iterator[RequestOutput]:
+        """Steps until the completions of each prompt are whole, and yields what is new of them."""
+        left = groups
+        try:
+            while left:
+                for group in left:
+                    yield from news(group)
+                left = [group for group in left if not all(s.told_all for s in group)]
+                if left and not any(map(has_news, left)):
+                    self.step()
+        finally:
+            self.drop(_all(groups))
+
+    @deferred
+    def save(self, folder: str | Path) -> None:
+        """Writes all that is unfinished, or not told yet, into a new folder; see `snapshot`."""
+        with self._lock:
+            self._hand_out(self.engine.drain())
+            states = [state.saved() for state in self._states.values()]
+            save_engine(self.engine, folder, dict(states=states, num_named=self._num_named))
+
+    def restore(self, folder: str | Path) -> list[list[RequestState]]:
+        """Takes up what `save` wrote. Returns the completions of each prompt."""
+        with self._lock:
+            more = restore_engine(self.engine, folder).more
+            states = [RequestState.restored(saved, self.tokenizer) for saved in more["states"]]
+            self._num_named = more["num_named"]
+            self._states = {state.request_id: state for state in states}
+            return [list(group) for _, group in itertools.groupby(states, lambda s: s.name)]
 
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""
@@ -167,7 +204,7 @@ class Completions:
             self.engine.close()
 
 
-def _all(groups: Iterable[list[RequestState]]) -> list[RequestState]:
+def _all(groups: Iterable[Sequence[RequestState]]) -> list[RequestState]:
     return list(itertools.chain.from_iterable(groups))
 
 

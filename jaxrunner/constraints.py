@@ -72,6 +72,21 @@ class Constraints:
         """Requests whose grammar is not compiled yet, by id."""
         return {request.request_id: request for request, _ in self._waiting}
 
+    def resume(self, requests: Iterable[Request]) -> None:
+        """Compiles the grammars of requests that come from elsewhere, and shows them the output.
+
+        Raises:
+          ValueError: as `submit`, or a grammar that fails.
+        """
+        ruled = [request for request in requests if request.params.structured_outputs is not None]
+        for request in ruled:
+            self.submit(request)
+        while self._waiting:
+            self.ready(block=True)
+        for request in ruled:
+            if request.grammar is None or accept(request, request.output_token_ids):
+                raise ValueError(f"request {request.request_id!r} cannot resume: {request.error}")
+
     def close(self) -> None:
         """Ends the compiler's threads."""
         if self._compiler is not None:

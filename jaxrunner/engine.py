@@ -26,12 +26,11 @@ from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import check_prompt
 from jaxrunner.request import NEVER, Request, SchedulerOutput, stop_ids
 from jaxrunner.runner import ModelRunner
-from jaxrunner.runner_output import StepHandle
+from jaxrunner.runner_output import Gained, StepHandle, merged
 from jaxrunner.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 _POSITION = Bound(int, 0, NEVER)
-Gained = list[tuple[Request, list[int]]]
 
 
 class Engine:
@@ -67,10 +66,8 @@ class Engine:
         self.runner = ModelRunner(model, model_config, config, params, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: Gained = []  # read, and not yet returned
-        self._compiling = Constraints(make_compiler)
+        self.compiling = Constraints(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
-        rules = self.runner.program.rules
-        self._extra_args = [name for rule in rules for name in rule.extra_args]
         self.weights_version, self.standing = 0, Standing()
         self._alarm: FloatingPointError | None = None  # for the end of a step
 
@@ -98,7 +95,7 @@ class Engine:
         self.standing.check_awake()
         vocab_size, max_len = self.model_config.vocab_size, self.config.max_model_len
         check_prompt(prompt_token_ids, vocab_size, max_len)
-        params.check(vocab_size, extra_args=self._extra_args)
+        params.check(vocab_size, extra_args=self.runner.program.extra_args)
         start = plain("start", 1 if score_start is None else score_start, _POSITION)
         start = NEVER if params.prompt_logprobs is None else max(1, start)
         wanted = max_len if params.max_tokens is None else params.max_tokens
@@ -121,17 +118,17 @@ class Engine:
         if params.structured_outputs is None:
             self.scheduler.add(request)
         else:
-            self._compiling.submit(request)
+            self.compiling.submit(request)
         return request
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return self.scheduler.has_unfinished or self._compiling.num_waiting > 0
+        return self.scheduler.has_unfinished or self.compiling.num_waiting > 0
 
     @property
     def _unfinished(self) -> dict[str, Request]:
-        return self.scheduler.requests | self._compiling.requests
+        return self.scheduler.requests | self.compiling.requests
 
     @deferred
     def step(self) -> Gained:
@@ -146,26 +143,37 @@ class Engine:
             is lost: the request that it names has ended, the next step goes on.
         """
         self.standing.check()
-        for request in self._compiling.ready(block=not self.scheduler.has_unfinished):
-            if request.finish_reason is None:
-                self.scheduler.add(request)
-            else:
-                self._gained.append((request, []))
+        self._take_compiled(block=not self.scheduler.has_unfinished)
         for _ in range(self.config.async_depth - len(self._in_flight)):
             if not self._launch():
                 break
         if self._in_flight:
             self._read()
+        return self._take_gained()
+
+    @deferred
+    def drain(self) -> Gained:
+        """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
+        while self._in_flight:
+            self._read()
+        while self.compiling.num_waiting:
+            self._take_compiled(block=True)
+        return self._take_gained()
+
+    def _take_gained(self) -> Gained:
         if self._alarm is not None:
             alarm, self._alarm = self._alarm, None
             raise alarm
         gained, self._gained = self._gained, []
-        if len({request for request, _ in gained}) == len(gained):
-            return gained
-        merged: dict[Request, list[int]] = {}
-        for request, tokens in gained:  # of several steps, where grammars are about
-            merged.setdefault(request, []).extend(tokens)
-        return list(merged.items())
+        return merged(gained)
+
+    def _take_compiled(self, *, block: bool) -> None:
+        """Queues requests whose grammar is there."""
+        for request in self.compiling.ready(block=block):
+            if request.finish_reason is None:
+                self.scheduler.add(request)
+            else:
+                self._gained.append((request, []))
 
     def _launch(self) -> bool:
         """Schedules a step and launches it. Returns whether there was one."""
@@ -250,7 +258,7 @@ class Engine:
     def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
         """Ends requests at any phase; ids of ended requests are ignored."""
         request_ids = list(request_ids)
-        self._compiling.drop(request_ids, reason)
+        self.compiling.drop(request_ids, reason)
         self.scheduler.finish(request_ids, reason, stop_reason)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -288,5 +296,5 @@ class Engine:
         self.standing.ended = "this engine is closed: build another one"
         self.abort(self._unfinished)
         self._in_flight.clear()
-        self._compiling.close()
+        self.compiling.close()
         self.runner.close()

@@ -42,6 +42,11 @@ class Program(NamedTuple):
     sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
 
     @property
+    def extra_args(self) -> list[str]:
+        """What rules read of a request's `extra_args`."""
+        return [name for rule in self.rules for name in rule.extra_args]
+
+    @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes, dtypes and flags, for `pytree`."""
         e = self.engine

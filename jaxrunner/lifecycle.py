@@ -1,54 +1,70 @@
-"""New weights for a model at work, and sleep: what a trainer in the same process needs of `LLM`."""
+"""New weights for a model at work, sleep, records: what `LLM` and `Worker` have in common."""
 
 import abc
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrunner import pytree
+from jaxrunner import array_store, pytree, sharded_state
 from jaxrunner.bounds import shown
-from jaxrunner.engine import Engine
-from jaxrunner.hub import resolve
 from jaxrunner.layout import make_state
+from jaxrunner.loader import LoadConfig
 from jaxrunner.profiling import check_device
-from jaxrunner.weights import check_tensors, load_params, with_tensors
+from jaxrunner.runner import ModelRunner
+from jaxrunner.weights import check_tensors, with_tensors
 
+CHANGEABLE = dict(
+    load_config=("load_format", "model_loader_extra_config"), model_config=("model", "revision")
+)
 TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 
 
 class Lifecycle(abc.ABC):
-    """The methods of vLLM's worker by their names there."""
+    """The methods of vLLM's worker by their names there, on one runner."""
 
-    engine: Engine
+    load_config: LoadConfig  # of `reload_weights`
     _staged: dict[str, Any] | None = None  # tensors of an update that has started
     _asleep: frozenset[str] = frozenset()  # of `TAGS`
     _host_params: Any = None  # while the weights sleep on the host
 
     @property
-    def weights_version(self) -> int:
-        """How often the weights have changed."""
-        return self.engine.weights_version
+    @abc.abstractmethod
+    def runner(self) -> ModelRunner:
+        """What holds weights and caches."""
+
+    @abc.abstractmethod
+    def _take(self, params: Any) -> None:
+        """Gives the runner new weights, if they are like the old ones."""
+
+    @abc.abstractmethod
+    def _rest(self) -> None:
+        """Ends what is under way, so that caches can go; raises where requests are at work."""
+
+    @abc.abstractmethod
+    def _tell(self, reason: str) -> None:
+        """Takes in why nothing can run, "" where all is awake."""
 
     def update_params(self, params: Any) -> None:
         """Takes new weights, a tree like `params`, between two steps; nothing is compiled anew.
 
         Arrays of the device are used as they are. Requests at work go on with the new weights;
-        none to come shares what the prefix cache has of the old ones.
+        none to come shares what the prefix cache of an `LLM` has of the old ones.
 
         Raises:
           ValueError, TypeError: they are not like the old ones, which stay; names where.
         """
-        self.engine.update_params(params)
+        self._take(params)
         self._asleep, self._host_params = self._asleep - {"weights"}, None
-        self._tell()
+        self._tell(self._reason())
 
     @property
     def params(self) -> Any:
         """The weights; None while they sleep."""
-        return self.engine.runner.params
+        return self.runner.params
 
     def start_weight_update(self) -> None:
         """Begins an update in parts: `update_weights` any number of times, `finish_weight_update`.
@@ -72,7 +88,7 @@ class Lifecycle(abc.ABC):
         staged, self._staged = self._staged, None
         new = {name: np.asarray(tensor) for name, tensor in dict(tensors).items()}
         self._awake()
-        program = self.engine.runner.program
+        program = self.runner.program
         check_tensors(program.model, program.config, new)
         self._staged = staged | new
 
@@ -88,22 +104,70 @@ class Lifecycle(abc.ABC):
         staged, self._staged = self._staged, None
         self.update_params(self._with(staged))
 
-    def reload_weights(self, source: str | Path | Iterable[tuple[str, Any]]) -> None:
+    def reload_weights(self, source: str | Path | Iterable[tuple[str, Any]] | None = None) -> None:
         """Takes the weights of a checkpoint: a folder, a name on the hub, or named tensors.
+
+        None is the model's own, or what `update_config` says; it also says the format.
 
         Raises:
           FileNotFoundError, ValueError: it is not like the model; nothing changes.
         """
-        if not isinstance(source, str | Path):
+        if source is not None and not isinstance(source, str | Path):
             self.update_params(self._with({name: np.asarray(x) for name, x in source}))
             return
-        program = self.engine.runner.program
-        self.update_params(
-            load_params(
-                resolve(str(source)), program.model, program.config, dtype=program.engine.dtype,
-                progress=False,
-            )
-        )  # fmt: skip
+        program, config = self.runner.program, self.load_config
+        if source is not None:  # there are no dummies where a checkpoint is named
+            format_ = "auto" if config.load_format == "dummy" else config.load_format
+            config = replace(config, model=str(source), revision=None, load_format=format_)
+        dtype = program.engine.dtype
+        params = config.read(program.model, program.config, dtype=dtype, progress=False)
+        self.update_params(params)
+
+    def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
+        """Changes what `reload_weights` reads, in vLLM's names.
+
+        overrides: {"load_config": {"load_format", "model_loader_extra_config"}, "model_config":
+            {"model", "revision"}}, or some of it.
+
+        Raises:
+          ValueError: another key, or a value that cannot be; nothing changes.
+        """
+        fields: dict[str, Any] = {}
+        for name, values in overrides.items():
+            check_changeable(name, values, CHANGEABLE.get(name, ()))
+            fields |= values
+        self.load_config = replace(self.load_config, **fields)
+
+    def save_params(self, folder: str | Path) -> None:
+        """Writes the weights into a new folder, a tree like `params`, as orbax does.
+
+        Raises:
+          ValueError: the folder is there.
+          RuntimeError: the weights sleep.
+        """
+        array_store.save(Path(folder), self._awake())
+
+    def load_params(self, folder: str | Path) -> None:
+        """Takes the weights that `save_params` wrote, or any program that knows orbax.
+
+        Raises:
+          FileNotFoundError, ValueError: they are not like the old ones, which stay; names where.
+        """
+        self.update_params(array_store.restore(Path(folder), self.runner.params_spec))
+
+    def save_sharded_state(
+        self, path: str | Path, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """Writes the weights as `LLM(load_format="sharded_state")` reads them.
+
+        config.json and the tokenizer's files are to be copied there too. pattern: names of files,
+        with {part} in them; max_size: most bytes of weights in one.
+
+        Raises:
+          TypeError, ValueError: a bad argument, or such files are there.
+          RuntimeError: the weights sleep.
+        """
+        sharded_state.save(path, self._awake(), pattern=pattern, max_size=max_size)
 
     def sleep(self, level: int = 1) -> None:
         """Gives the device's memory to others, until `wake_up`. Programs stay.
@@ -119,17 +183,13 @@ class Lifecycle(abc.ABC):
             raise ValueError(f"level must be 1 or 2, got {shown(level)}")
         if self._asleep:
             raise RuntimeError(f"{' and '.join(sorted(self._asleep))} sleep: wake_up first")
-        if self.engine.has_unfinished:
-            raise RuntimeError("requests are at work: finish or abort them, then sleep")
-        while self.engine.step():
-            pass  # of requests that have ended
-        self.engine.reset_prefix_cache()
-        runner = self.engine.runner
+        self._rest()
+        runner = self.runner
         self._host_params = jax.device_get(runner.params) if level == 1 else None
         pytree.delete(runner.state)
         runner.params = runner.state = None
         self._asleep = TAGS
-        self._tell()
+        self._tell(self._reason())
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes memory for what sleeps: "weights", "kv_cache", or all where `tags` is None.
@@ -141,14 +201,14 @@ class Lifecycle(abc.ABC):
         if wanted - self._asleep:
             asleep, rest = sorted(self._asleep), sorted(wanted - self._asleep)
             raise ValueError(f"tags may name what sleeps, {asleep}, got {rest}")
-        runner = self.engine.runner
+        runner = self.runner
         if "kv_cache" in wanted:
             runner.state = make_state(runner.program)
             self._asleep -= {"kv_cache"}
         if "weights" in wanted and self._host_params is not None:
             runner.update_params(self._host_params)  # the old ones: prefixes are as they were
             self._asleep, self._host_params = self._asleep - {"weights"}, None
-        self._tell()
+        self._tell(self._reason())
 
     def is_sleeping(self) -> bool:
         """Whether something sleeps, so that no request can be added."""
@@ -160,7 +220,7 @@ class Lifecycle(abc.ABC):
         Raises:
           RuntimeError: it records already.
         """
-        self.engine.runner.profiler.start(folder)
+        self.runner.profiler.start(folder)
 
     def stop_profile(self) -> Path:
         """Ends the record. Returns the file that ui.perfetto.dev opens.
@@ -168,7 +228,11 @@ class Lifecycle(abc.ABC):
         Raises:
           RuntimeError: nothing is recorded.
         """
-        return self.engine.runner.profiler.stop()
+        return self.runner.profiler.stop()
+
+    def profile(self, is_start: bool = True, profile_prefix: str | Path | None = None) -> None:
+        """Starts or ends a record, by vLLM's name; see `Profiler.profile`."""
+        self.runner.profiler.profile(is_start, profile_prefix)
 
     def check_health(self, timeout_s: float = 10.0) -> None:
         """Runs a tiny program on the device.
@@ -182,14 +246,14 @@ class Lifecycle(abc.ABC):
         """Returns what the model can be asked for."""
         return ("generate",)
 
-    def _tell(self) -> None:
-        """Tells the engine why nothing can run."""
-        reason = ""
-        if self._asleep:
-            reason = f"{' and '.join(sorted(self._asleep))} sleep: call wake_up"
-            if "weights" in self._asleep and self._host_params is None:
-                reason += ", and update_params or reload_weights, as the weights were dropped"
-        self.engine.standing.asleep = reason
+    def _reason(self) -> str:
+        """Says why nothing can run."""
+        if not self._asleep:
+            return ""
+        reason = f"{' and '.join(sorted(self._asleep))} sleep: call wake_up"
+        if "weights" in self._asleep and self._host_params is None:
+            reason += ", and update_params or reload_weights, as the weights were dropped"
+        return reason
 
     def _awake(self) -> Any:
         """Returns the weights that tensors are to be put among."""
@@ -198,5 +262,19 @@ class Lifecycle(abc.ABC):
         return self.params
 
     def _with(self, tensors: dict[str, Any]) -> Any:
-        program = self.engine.runner.program
+        program = self.runner.program
         return with_tensors(program.model, program.config, self._awake(), tensors)
+
+
+def check_changeable(name: str, values: Iterable[str], allowed: Iterable[str]) -> None:
+    """Checks that fields of a config can change while its model is at work.
+
+    Raises:
+      ValueError: one cannot.
+    """
+    for field in values:
+        if field not in allowed:
+            raise ValueError(
+                f"{name}.{field} cannot change while the model is at work, of {name} "
+                f"{list(allowed)} can: build a new one with it"
+            )

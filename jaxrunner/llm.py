@@ -15,10 +15,10 @@ import jax
 from jaxrunner import beam, pytree, scoring
 from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.chat import render_chat
-from jaxrunner.completions import Asked, Completions, has_news, news
+from jaxrunner.completions import Asked, Completions
 from jaxrunner.engine import Engine
+from jaxrunner.engine_lifecycle import EngineLifecycle
 from jaxrunner.grammar import GrammarCompiler
-from jaxrunner.lifecycle import Lifecycle
 from jaxrunner.loader import load
 from jaxrunner.output_processor import RequestState
 from jaxrunner.outputs import RequestOutput, RequestOutputs
@@ -34,14 +34,16 @@ from jaxrunner.worker import plan_engine
 WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
 
 
-class LLM(Lifecycle):
+class LLM(EngineLifecycle):
     """A model that answers prompts, many at once.
 
     model: a folder with config.json, safetensors and tokenizer.json, or a name on the Hugging
         Face hub, whose safetensors, json and txt files are fetched.
     tokenizer: a folder or a `Tokenizer` in place of the model's; `skip_tokenizer_init` for none.
     dtype: of weights and activations, "auto" for the checkpoint's.
-    load_format: "auto" reads weights, "dummy" makes random ones on the device.
+    load_format: "auto" reads weights, "dummy" makes random ones on the device, "sharded_state"
+        reads what `save_sharded_state` wrote, from files named as `model_loader_extra_config` may
+        say: {"pattern": ...}.
     hf_overrides: keys of config.json to replace; None removes one.
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them.
@@ -67,6 +69,7 @@ class LLM(Lifecycle):
         dtype: str = "auto",
         seed: int = 0,
         load_format: str = "auto",
+        model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
         generation_config: str = "auto",
         chat_template: str | None = None,
@@ -83,9 +86,11 @@ class LLM(Lifecycle):
         loaded = load(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
-            hf_overrides=hf_overrides or {}, generation_config=generation_config, progress=use_tqdm,
+            model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
+            generation_config=generation_config, progress=use_tqdm,
         )  # fmt: skip
         self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
+        self.load_config = loaded.load_config
         self._chat_template, eos = chat_template, loaded.eos_token_ids
         at = dict(rules=rules, cache_dir=find_folder(cache_dir))
         with ExitStack() as undo:
@@ -160,13 +165,7 @@ class LLM(Lifecycle):
         groups: list[list[RequestState]] = []
         try:
             self.completions.queue(asked, into=groups, on_error=on_error)
-            left = groups
-            while left:
-                for group in left:
-                    yield from news(group)
-                left = [group for group in left if not all(s.told_all for s in group)]
-                if left and not any(map(has_news, left)):
-                    self.completions.step()
+            yield from self.completions.stream(groups)
         finally:
             self.completions.drop(state for group in groups for state in group)
 

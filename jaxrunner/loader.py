@@ -1,9 +1,12 @@
 """From a model's name to all that an engine needs of it: config, weights, tokenizer, defaults."""
 
+from dataclasses import dataclass
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrunner import sharded_state
+from jaxrunner.bounds import shown
 from jaxrunner.config import ModelConfig, check_dtype
 from jaxrunner.hub import resolve
 from jaxrunner.model import Model
@@ -15,8 +18,49 @@ from jaxrunner.weights import load_params, random_params
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "dummy", "sharded_state")
 GENERATION_CONFIGS = ("auto", "vllm")
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """Which weights are read, and how.
+
+    Raises:
+      ValueError: a field that cannot be; names it.
+    """
+
+    model: str  # a folder, or a name on the hub
+    revision: str | None = None
+    load_format: str = "auto"
+    model_loader_extra_config: dict[str, Any] | None = None
+    check_nan: bool = False
+
+    def __post_init__(self):
+        _check_one_of("load_format", self.load_format, LOAD_FORMATS)
+        allowed = {"pattern"} if self.load_format == "sharded_state" else set()
+        if set(self.model_loader_extra_config or ()) - allowed:
+            raise ValueError(
+                "model_loader_extra_config may have a 'pattern' with load_format='sharded_state', "
+                f"and nothing else, got {shown(self.model_loader_extra_config)} with "
+                f"{self.load_format!r}"
+            )
+
+    def read(
+        self, model: Model, config: ModelConfig, *, dtype: str, seed: int = 0, progress: bool = True
+    ) -> Any:
+        """Returns the weights, on their device. seed: of random ones.
+
+        Raises:
+          FileNotFoundError, ValueError: they are not like the model.
+        """
+        if self.load_format == "dummy":
+            return random_params(model, config, dtype, seed)
+        read = load_params if self.load_format == "auto" else sharded_state.load
+        return read(
+            resolve(self.model, revision=self.revision), model, config, dtype=dtype,
+            check_nan=self.check_nan, progress=progress, **self.model_loader_extra_config or {},
+        )  # fmt: skip
 
 
 class Loaded(NamedTuple):
@@ -29,6 +73,7 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     default_params: SamplingParams
+    load_config: LoadConfig
 
 
 def load(
@@ -39,6 +84,7 @@ def load(
     dtype: str = "auto",
     seed: int = 0,
     load_format: str = "auto",
+    model_loader_extra_config: dict[str, Any] | None = None,
     hf_overrides: dict[str, Any] | None = None,
     generation_config: str = "auto",
     check_nan: bool = False,
@@ -49,12 +95,8 @@ def load(
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
     """
-    for field, value, allowed in (
-        ("load_format", load_format, LOAD_FORMATS),
-        ("generation_config", generation_config, GENERATION_CONFIGS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+    _check_one_of("generation_config", generation_config, GENERATION_CONFIGS)
+    load_config = LoadConfig(name, revision, load_format, model_loader_extra_config, check_nan)
     folder = resolve(name, revision=revision)
     settings = read_json(folder / "config.json") | (hf_overrides or {})
     model, config = read_model(Settings(settings, str(folder / "config.json")))
@@ -63,15 +105,15 @@ def load(
         same = tokenizer == name
         tokenizer = Tokenizer.from_folder(folder if same else resolve(tokenizer))
     eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
-    if load_format == "dummy":
-        params = random_params(model, config, dtype, seed)
-    else:
-        params = load_params(
-            folder, model, config, dtype=dtype, check_nan=check_nan, progress=progress
-        )
+    params = load_config.read(model, config, dtype=dtype, seed=seed, progress=progress)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
-    return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults)
+    return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults, load_config)
+
+
+def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
 
 def _generation_defaults(

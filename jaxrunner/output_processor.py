@@ -50,6 +50,27 @@ class RequestState:
             skip = self.params.skip_special_tokens
             self._detokenizer = Detokenizer(tokenizer, token_ids, skip)
 
+    def saved(self) -> dict[str, Any]:
+        """Returns what `restored` needs; text and logprobs follow from the request."""
+        now_s = time.monotonic()  # of this process
+        return dict(
+            name=self.name, params=self.params, index=self.index, prompt=self.prompt,
+            request=self.request, ages_s={k: now_s - t for k, t in self.times.items()},
+            told=(self._told_tokens, self._told_text, self.told_all),
+        )  # fmt: skip
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any], tokenizer: Tokenizer | None) -> "RequestState":
+        """Returns the completion that was `saved`, perhaps by another process."""
+        state, request = cls(saved["name"], saved["params"], saved["index"]), saved["request"]
+        state.prompt, state.request = saved["prompt"], request
+        state.start(request.prompt_token_ids, tokenizer)
+        state.update(request, request.output_token_ids)
+        now_s = time.monotonic()
+        state.times = {k: now_s - age_s for k, age_s in saved["ages_s"].items()}
+        state._told_tokens, state._told_text, state.told_all = saved["told"]
+        return state
+
     @property
     def finished(self) -> bool:
         """Whether no more tokens will come."""

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 import queue
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ class Profiler:
 
     def __init__(self) -> None:
         self.folder: Path | None = None  # while it records
+        self._last: str | Path | None = None  # folder of a `profile`
         self._num_steps = 0
 
     def start(self, folder: str | Path) -> None:
@@ -40,6 +42,26 @@ class Profiler:
         folder, self.folder = self.folder, None
         jax.profiler.stop_trace()
         return max(folder.rglob("perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+
+    def profile(self, is_start: bool = True, profile_prefix: str | Path | None = None) -> None:
+        """Starts or ends a record. Ending none only warns.
+
+        profile_prefix: its folder; where None, that of the one before.
+
+        Raises:
+          ValueError: a first record without a folder.
+          RuntimeError: it records already.
+        """
+        if is_start:
+            folder = profile_prefix or self._last
+            if folder is None:
+                raise ValueError("profile_prefix must name a folder the first time, got None")
+            self.start(folder)
+            self._last = folder
+        elif self.folder is None:
+            warnings.warn("no profile is recorded, so none is ended", stacklevel=3)
+        else:
+            self.stop()
 
     def step(self, output: SchedulerOutput) -> contextlib.AbstractContextManager:
         """Returns what names a step while it is launched, where one records."""

@@ -8,6 +8,7 @@ builds a grammar mask while the forward pass runs.
 """
 
 from collections import Counter
+import copy
 from dataclasses import replace
 import functools
 import gc
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner import pytree
+from jaxrunner import array_store, pytree
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
@@ -38,6 +40,7 @@ from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
+from jaxrunner.token_masks import TokenMasks
 from jaxrunner.transfer import Layout
 from jaxrunner.weights import like
 
@@ -78,9 +81,7 @@ class ModelRunner:
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         shapes = abstract(params)
-        self._wanted = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
-        )
+        self.params_spec = array_store.abstract(params)  # what new ones must be like
         self.programs = Programs(
             lambda key: program_spec(self.program, shapes, key), cache, eager=config.enforce_eager
         )
@@ -88,7 +89,7 @@ class ModelRunner:
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
         self._forwarded: tuple[Any, ...] | None = None
-        self._masks: dict[int, jax.Array] = {}
+        self._masks = TokenMasks(1 + self.program.num_drafts, model_config.vocab_size)
         self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
 
     @functools.cached_property
@@ -146,7 +147,20 @@ class ModelRunner:
         Raises:
           ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
         """
-        self.params = like(params, self._wanted)
+        self.params = like(params, self.params_spec)
+
+    def fork(self) -> "ModelRunner":
+        """Returns a runner that goes its own way: state and requests are copied, the rest shared.
+
+        Raises:
+          RuntimeError: a step is started and not sampled, or the caches sleep.
+        """
+        if self._forwarded is not None or self.state is None:
+            raise RuntimeError("to fork, call sample_tokens if a step waits, wake_up after a sleep")
+        other = copy.copy(self)
+        # Steps consume the state they are given.
+        other.state, other.slots = jax.tree.map(jnp.copy, self.state), self.slots.copy()
+        return other
 
     def restart(self) -> None:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
@@ -206,7 +220,7 @@ class ModelRunner:
         work, logits, rows, scores = self._forwarded
         B = work.bucket.num_rows
         size = work.size if grammar_output is None else work.size._replace(rich=True)
-        mask = self._mask(work.req_ids, B, grammar_output) if size.rich else None
+        mask = self._masks.of(work.req_ids, B, grammar_output) if size.rich else None
         self._forwarded = None
         program = self.programs[Key("sample", size)]
         tables, packed = program(logits, replace(self.state, kv=()), rows, mask)
@@ -229,27 +243,6 @@ class ModelRunner:
                 packed = np.asarray(packed)  # of many tokens they would fill the device
             scores.append((Layout(score_spec(self.program, size)), packed))
         self._forwarded = work, logits, rows, scores
-
-    def _mask(self, req_ids: tuple[str, ...], num_rows: int, grammar: GrammarOutput | None):
-        """Returns which tokens grammars allow, [B, J, ceil(V / 32)]."""
-        if grammar is None:
-            return self._all_allowed(num_rows)
-        mask = self._open_mask(num_rows)
-        for req_id, allowed in zip(*grammar, strict=True):
-            if req_id not in req_ids:
-                raise ValueError(f"grammar_output must name requests of the step, got {req_id!r}")
-            mask[req_ids.index(req_id)] = allowed
-        return mask
-
-    def _all_allowed(self, num_rows: int) -> jax.Array:
-        """Returns the mask of a step without grammars, made once."""
-        if num_rows not in self._masks:
-            self._masks[num_rows] = jax.device_put(self._open_mask(num_rows))
-        return self._masks[num_rows]
-
-    def _open_mask(self, num_rows: int) -> np.ndarray:
-        words = -(-self.program.config.vocab_size // 32)
-        return np.full((num_rows, 1 + self.program.num_drafts, words), -1, np.int32)
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""

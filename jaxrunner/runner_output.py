@@ -1,6 +1,6 @@
 """What the host reads of a step: the handle of one in flight, and what it sampled."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,8 @@ import numpy as np
 from jaxrunner.faults import NO_CHOICE, NO_NUMBER
 from jaxrunner.request import Request
 from jaxrunner.types import Logprobs
+
+Gained = list[tuple[Request, list[int]]]  # requests that a step gave tokens, with these
 
 
 class PromptLogprobs(NamedTuple):
@@ -44,7 +46,7 @@ class ModelRunnerOutput:
                 failed[req_id] = NO_CHOICE
         return failed
 
-    def share_logprobs(self, gained: Iterable[tuple[Request, list[int]]]) -> None:
+    def share_logprobs(self, gained: Gained) -> None:
         """Gives each request that asked the logprobs of its new tokens."""
         row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
         for request, tokens in gained:
@@ -106,3 +108,13 @@ class StepHandle:
                 mine = (slots == slot) & (positions > 0)
                 part = jax.tree.map(lambda x, mine=mine: x[mine], logprobs)
                 yield PromptLogprobs(self._names[slot], positions[mine], part)
+
+
+def merged(gained: Gained) -> Gained:
+    """Returns what several steps gave, with each request once."""
+    if len({request for request, _ in gained}) == len(gained):
+        return gained
+    tokens_of: dict[Request, list[int]] = {}
+    for request, tokens in gained:
+        tokens_of.setdefault(request, []).extend(tokens)
+    return list(tokens_of.items())

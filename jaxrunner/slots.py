@@ -1,6 +1,7 @@
 """The host's side of the request table: who has which slot, and what to upload. Knows no device."""
 
 from collections.abc import Iterable, Iterator, Mapping
+import copy
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -74,6 +75,10 @@ class Slots:
     def __getitem__(self, request_id: str) -> int:
         return self._slot_of[request_id]
 
+    def copy(self) -> "Slots":
+        """Returns slots with the same requests, which go their own way."""
+        return copy.deepcopy(self, {id(self._program): self._program})  # that one is shared
+
     def add(self, request: NewRequest) -> int:
         """Gives a request a slot; one with its id is replaced.
 
@@ -107,6 +112,11 @@ class Slots:
             self._scoring.pop(request_id, None)
             self._choosy.discard(request_id)
             self._stepwise.discard(request_id)
+
+    @property
+    def num_taken(self) -> int:
+        """Requests that have a slot."""
+        return len(self._slot_of)
 
     @property
     def need_the_host(self) -> bool:

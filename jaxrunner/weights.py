@@ -1,6 +1,6 @@
 """Weights of a model: from a checkpoint, to a checkpoint, or random."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 import functools
 import itertools
@@ -26,6 +26,7 @@ def load_params(
     *,
     dtype: str,
     sharding_or_device: Any = None,
+    files: Sequence[Path] = (),
     check_nan: bool = False,
     progress: bool = True,
 ) -> Any:
@@ -33,6 +34,7 @@ def load_params(
 
     Nothing is allocated before the whole checkpoint was checked; then at most two weights are on
     the host at a time, and as many of their parts. With `check_nan`, all values must be finite.
+    files: of the folder, those that hold weights; where empty, those that a checkpoint has.
 
     Raises:
       FileNotFoundError, ValueError: a file is missing, no safetensors, or does not hold what
@@ -41,8 +43,8 @@ def load_params(
     target = np.dtype(check_dtype("dtype", dtype))
     sources = _sources(model, config)
     shapes = _shapes(sources)
-    found = checkpoint.find(folder, shapes)
-    files = {path: np.memmap(path, np.uint8, "r") for path, _ in found.values()}
+    found = checkpoint.find(folder, shapes, files)
+    mapped = {path: np.memmap(path, np.uint8, "r") for path, _ in found.values()}
     leaves = []
     bar = tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress)
     with bar, ExitStack() as undo:
@@ -51,7 +53,7 @@ def load_params(
             parts = {}
             for name in source.names:
                 path, tensor = found[name]
-                parts[f"{path}: {name}"] = safetensors_file.view(files[path], tensor)
+                parts[f"{path}: {name}"] = safetensors_file.view(mapped[path], tensor)
             if check_nan:
                 _check_finite(parts)
             leaves.append(jax.device_put(_join(source, parts, target), sharding_or_device))

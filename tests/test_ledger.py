@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import fields
+from typing import Any
 
 import features
 import jax
@@ -32,7 +33,7 @@ def tilted(logits, row):
 
 def any_params(rng: np.random.Generator) -> SamplingParams:
     """Returns short outputs, half of them of usual requests; a tenth tells a logits function."""
-    extra = dict(extra_args={"slope": 2.0}) if rng.random() < 0.1 else {}
+    extra: dict[str, Any] = dict(extra_args={"slope": 2.0}) if rng.random() < 0.1 else {}
     if rng.random() < 0.5:
         return SamplingParams(temperature=float(rng.choice([0, 1])), max_tokens=3, **extra)
     return features.random_params(rng, **extra)

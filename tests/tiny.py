@@ -10,7 +10,7 @@ import tokenizers
 
 from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.loader import Loaded
+from jaxrunner.loader import LoadConfig, Loaded
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import dense
@@ -67,8 +67,8 @@ def engine_config(**changes) -> EngineConfig:
 
 def loaded(model_config: ModelConfig | None = None, params=()) -> Loaded:
     """Returns the tiny decoder as a loader gives it, by default without weights."""
-    defaults = SamplingParams()
-    return Loaded(llama, model_config or config(), params, "float32", None, frozenset(), defaults)
+    model_config, defaults = model_config or config(), (SamplingParams(), LoadConfig("tiny"))
+    return Loaded(llama, model_config, params, "float32", None, frozenset(), *defaults)
 
 
 @functools.cache
