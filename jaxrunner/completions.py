@@ -162,6 +162,7 @@ class Completions:
     @deferred
     def save(self, folder: str | Path) -> None:
         """Writes all that is unfinished, or not told yet, into a new folder; see `snapshot`."""
+        self.engine.standing.check_awake()
         with self._lock:
             self._hand_out(self.engine.drain())
             states = [state.saved() for state in self._states.values()]
@@ -169,6 +170,7 @@ class Completions:
 
     def restore(self, folder: str | Path) -> list[list[RequestState]]:
         """Takes up what `save` wrote. Returns the completions of each prompt."""
+        self.engine.standing.check_awake()
         with self._lock:
             more = restore_engine(self.engine, folder).more
             states = [RequestState.restored(saved, self.tokenizer) for saved in more["states"]]

@@ -180,9 +180,7 @@ class Worker(Lifecycle):
             if runner.profiler.folder is not None:
                 runner.profiler.stop()
             runner.close()
-        params = runner.params if runner is not None else loaded and loaded.params
-        for array in jax.tree.leaves(params):
-            array.delete()
+        pytree.delete(runner.params if runner is not None else loaded and loaded.params)
 
     @property
     def runner(self) -> ModelRunner:

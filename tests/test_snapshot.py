@@ -240,6 +240,9 @@ def test_a_stream_goes_on_where_it_was_saved(tmp_path):
         with pytest.raises(ValueError, match="saved is there already"):
             first.save_state(tmp_path / "saved")
         assert next(second.stream(WORDS[0])).request_id == next(first.stream(WORDS[0])).request_id
+    for use in (first.save_state, first.restore_state):
+        with pytest.raises(RuntimeError, match="this engine is closed: build another one"):
+            use(tmp_path / "late")
 
 
 def test_a_grammar_that_cannot_resume_is_named():
