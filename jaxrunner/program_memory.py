@@ -34,14 +34,14 @@ def estimate(program: Program) -> Need:
 
     By what XLA says of Llama-3-8B and Qwen3-0.6B on an H200: a step keeps the gate, the up product
     and what they make of a layer's tokens, here with a quarter more; rules that few requests want
-    keep up to seven float32 copies of the logits, here nine.
+    keep, where they sort, eleven float32 copies of the logits, here thirteen.
     """
     e, dims = program.engine, program.dims
     T, itemsize = e.max_num_batched_tokens, jnp.dtype(e.dtype).itemsize
     layer = T * itemsize * (3 * dims["F"] + 2 * dims["E"] + dims["H"] * dims["D"]) * 5 // 4
     logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4
     # All tokens' logprobs and ids, of outputs and of prompts.
-    return Need("program by an estimate", max(layer, 9 * logits), 4 * e.async_depth * logits)
+    return Need("program by an estimate", max(layer, 13 * logits), 4 * e.async_depth * logits)
 
 
 def measure(program: Program, params: Any, cache: ProgramCache | None) -> Need:
