@@ -109,15 +109,22 @@ class Programs:
     def _build_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
         """Python lowers one program after the other; loading and compiling do not hold it up."""
         loading = {key: pool.submit(self._load, key) for key in todo}
-        for key in todo:
+        for i, key in enumerate(todo):
             start = time.perf_counter()
             try:
-                if loading[key].result():
-                    self._done(key)
-                else:
-                    pool.submit(self._compile, key, start, self._lower(key))
-            except Exception as error:  # of this program alone; or of all, once the pool is closed
+                build = None if loading[key].result() else self._lower(key)
+            except Exception as error:  # of this program alone
                 self._done(key, error)
+                continue
+            if build is None:
+                self._done(key)
+                continue
+            try:
+                pool.submit(self._compile, key, start, build)
+            except RuntimeError as error:  # the pool is closed, or Python ends
+                for left in todo[i:]:
+                    self._done(left, error)
+                return
 
     def _build_rest(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
         self._build_all(pool, todo)
@@ -150,9 +157,10 @@ class Programs:
         return text + (f"; {len(self._pending)} more to come" if self._pending else "")
 
     def largest(self) -> tuple[Key, int] | None:
-        """Returns the program that takes most beside its arguments, and the bytes."""
-        sizes = {key: extra_bytes(executable) for key, executable in list(self._table.items())}
-        return max(sizes.items(), key=lambda item: item[1]) if sizes else None
+        """Returns the program that takes most beside its arguments, and the bytes, if any tells."""
+        sizes = [(key, extra_bytes(executable)) for key, executable in list(self._table.items())]
+        key, size = max(sizes, key=lambda item: item[1], default=(None, 0))
+        return None if key is None or not size else (key, size)
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the executable of `key`, compiling it where warm-up did not.
@@ -210,14 +218,18 @@ class Programs:
 
 
 def output_bytes(executable: Any) -> int:
-    """Returns the bytes of a program's outputs, but for those in place of an argument."""
+    """Returns the bytes of a program's outputs, but for those in place of an argument.
+
+    0 where the backend does not tell, as of some executables that were loaded.
+    """
     memory = executable.memory_analysis()
-    return memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return 0 if memory is None else memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def extra_bytes(executable: Any) -> int:
     """Returns what a program takes beside its arguments: temporaries, and `output_bytes`."""
-    return executable.memory_analysis().temp_size_in_bytes + output_bytes(executable)
+    memory = executable.memory_analysis()
+    return 0 if memory is None else memory.temp_size_in_bytes + output_bytes(executable)
 
 
 def _run_eagerly(spec: Spec, *args: Any) -> Any:

@@ -69,11 +69,18 @@ def test_the_largest_sizes_serve_until_the_others_are_there(gate, monkeypatch):
     engine.close()
 
 
-def test_closing_does_not_wait_for_what_is_compiled_behind(gate):
+def test_closing_ends_what_is_compiled_behind_and_does_not_wait(gate):
     engine = make()
     engine.warm_up(background=True)
+    programs = engine.runner.programs
+    waiting = list(programs._pending.values())
     engine.close()
-    assert len(engine.runner.programs._pending) == 3
+    assert len(programs._pending) == 3 and not any(future.done() for future in waiting)
+    gate.set()
+    for future in waiting:  # the one that was lowered, and those that need not be any more
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            future.result(60)
+    assert {entry.key for entry in programs.ledger if entry.key.name == "step"} == set(FIRST)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -22,7 +22,7 @@ from jaxrunner.memory_plan import CPU_KV_BYTES, MemoryPlan, num_bytes
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.program_memory import Need
-from jaxrunner.programs import Key, Programs, extra_bytes, output_bytes
+from jaxrunner.programs import Key, Programs, Spec, extra_bytes, output_bytes
 from jaxrunner.settings import Settings
 
 LIMIT, OTHERS, NEED = 10**7, 10**6, Need("sample", 300_000, 100_000)
@@ -266,3 +266,11 @@ def test_a_program_that_takes_more_than_its_part_is_refused(gpu):
         p.checked((key, left + 1))
     free = plan(num_blocks=5)[1]
     assert free.checked((key, 7)).program == 7
+
+
+def test_programs_that_do_not_tell_leave_the_plan_as_it_is(monkeypatch):
+    silent = SimpleNamespace(memory_analysis=lambda: None)
+    assert extra_bytes(silent) == output_bytes(silent) == 0
+    programs = Programs(lambda key: Spec(print, (), ()))
+    monkeypatch.setattr(programs, "_table", {Key("step", Bucket(8, 4)): silent})
+    assert programs.largest() is None and "takes" not in programs.report()

@@ -42,6 +42,15 @@ def test_many_steps_are_few_launches():
     assert (len(request.output_token_ids), request.finish_reason) == (11, "length")
 
 
+def test_steps_after_a_prefill_are_launched_before_it_is_read():
+    e = engine(num_decode_steps=4, async_depth=2)
+    e.add("a", [3, 1, 4], SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True))
+    assert [len(tokens) for _, tokens in e.step()] == [1]
+    assert [scheduled.num_steps for scheduled, _ in e._in_flight] == [4]
+    while e.has_unfinished:
+        e.step()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_that_fails_keeps_what_it_had(temperature):
     """Its tokens up to the failure, and those of others, are as in steps of one launch each."""
