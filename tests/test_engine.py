@@ -92,7 +92,7 @@ def alone(kind: str) -> list[list[int]]:
         ),
     ],
 )
-def test_tokens_depend_on_the_request_alone(kind, changes):
+def test_tokens_depend_on_the_request_alone(kind, changes):  # 62
     params = [params_of(kind, i) for i in range(len(PROMPTS))]
     e = engine(**changes)
     assert run(e, PROMPTS, params) == alone(kind)
