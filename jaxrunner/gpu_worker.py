@@ -76,7 +76,6 @@ class Worker(Lifecycle):
         self._loaded_model: Loaded | None = None
         self._plan: tuple[EngineConfig, MemoryPlan] | None = None
         self._runner: ModelRunner | None = None
-        self._why_asleep = ""
 
     def init_device(self) -> None:
         """Takes the first device of this process, and tries whether it works.
@@ -162,8 +161,8 @@ class Worker(Lifecycle):
         Raises:
           RuntimeError: weights or caches sleep, or a step was not sampled.
         """
-        if self._why_asleep:
-            raise RuntimeError(self._why_asleep)
+        if self.is_sleeping():
+            raise RuntimeError(self._reason())
         self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
@@ -174,8 +173,7 @@ class Worker(Lifecycle):
         """Gives the device memory back. May be called twice; `init_device` can follow."""
         runner, loaded = self._runner, self._loaded_model
         self._device = self._loaded_model = self._plan = self._runner = None
-        self._asleep, self._why_asleep = frozenset(), ""
-        self._host_params = self._staged = None
+        self._asleep, self._host_params, self._staged = frozenset(), None, None
         if runner is not None:
             if runner.profiler.folder is not None:
                 runner.profiler.stop()
@@ -214,4 +212,4 @@ class Worker(Lifecycle):
             raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
 
     def _tell(self, reason: str) -> None:
-        self._why_asleep = reason
+        """Tells nobody: `execute_model` asks."""

@@ -110,7 +110,7 @@ class LLM(EngineLifecycle):
     def report(self) -> str:
         """Says what runs on which device, and why, one line each, and what memory it takes."""
         runner, n = self.engine.runner, self.engine.config.num_decode_steps
-        alone = "; 1 while a request has a grammar, whose mask needs all tokens before" * (n > 1)
+        alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
         return (
             f"device: {jax.local_devices()[0].device_kind}\n"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"

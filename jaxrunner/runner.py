@@ -120,8 +120,9 @@ class ModelRunner:
     def _largest(self, keys: list[Key]) -> list[Key]:
         """Returns programs that can run any step."""
         decode, ragged = ([b for b in self.buckets if b.query_len == q][-1] for q in (1, 0))
-        num_steps, draw = self.program.engine.num_decode_steps, SampleSize(decode.num_rows)
-        sizes = decode, ragged, Steps(num_steps, draw)
+        several = self.program.engine.num_decode_steps
+        wanted = _key(decode, 1), _key(ragged, 1), _key(decode, several)
+        sizes = [key.size for key in wanted]
         return [k for k in keys if k.name in ("admit", "copy") or k.size in sizes]
 
     def _rehearse(self, key: Key) -> None:
@@ -258,9 +259,9 @@ class ModelRunner:
             self._admit(new, blocks)
             return None
         several = output.num_steps > 1
-        is_pending = functools.partial(self._is_pending, num_steps=output.num_steps)
         each = [1 if several else counts[r] for r in req_ids]
-        bucket = choose(self.buckets, each, is_pending)
+        is_pending = self.programs.is_pending
+        bucket = choose(self.buckets, each, lambda b: is_pending(_key(b, output.num_steps)))
         size = sum(counts.values()) // output.num_steps
         self.traffic[bucket.query_len][size] += 1
         sample = self.slots.sample_size(req_ids, bucket.num_rows)
@@ -273,15 +274,16 @@ class ModelRunner:
         plan = self.slots.plan(req_ids, counts, blocks if fits else none, bucket)
         return Work(req_ids, bucket, plan, sample, *self.slots.count_targets(counts))
 
-    def _is_pending(self, bucket: Bucket, num_steps: int) -> bool:
-        key = Key("step", bucket)
-        if num_steps > 1:
-            key = Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))
-        return self.programs.is_pending(key)
-
     def _admit(self, new, blocks) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""
         for size, packed in self.slots.admissions(new, blocks):
             self.state = self.programs[Key("admit", size)](self.state, packed)
         for size, packed in self.slots.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)
+
+
+def _key(bucket: Bucket, num_steps: int) -> Key:
+    """Names the program of usual requests."""
+    if num_steps == 1:
+        return Key("step", bucket)
+    return Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))
