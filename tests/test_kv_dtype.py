@@ -11,7 +11,7 @@ import test_reference
 import tiny
 
 from jaxrunner import pytree, worker
-from jaxrunner.config import EngineConfig
+from jaxrunner.config import EngineConfig, read_kv_dtype
 from jaxrunner.engine import Engine
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.layout import make_state
@@ -107,8 +107,8 @@ def test_attention_is_near_its_oracle(kv_dtype, dtype, window, case):
 def engine(kv_cache_dtype: str, **changes) -> Engine:
     """An engine of the tiny decoder whose sizes are `tiny.engine_config`'s."""
     config, params = tiny.model_and_params()
-    sizes, _ = worker.plan_engine(tiny.loaded(), kv_cache_dtype=kv_cache_dtype)
-    return Engine(llama, config, tiny.engine_config(kv_dtype=sizes.kv_dtype, **changes), params)
+    kv_dtype = read_kv_dtype(kv_cache_dtype, tiny.loaded().dtype)
+    return Engine(llama, config, tiny.engine_config(kv_dtype=kv_dtype, **changes), params)
 
 
 def params() -> list[SamplingParams]:

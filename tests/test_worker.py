@@ -13,9 +13,9 @@ def config(model=None, **sizes):
 
 
 def test_defaults_follow_the_model_and_the_device():
-    sizes = config()
+    sizes = config(num_blocks=8)
     assert (sizes.max_model_len, sizes.kv_dtype) == (128, "float32")
-    assert config(kv_cache_dtype="bfloat16").kv_dtype == "bfloat16"
+    assert config(num_blocks=8, kv_cache_dtype="bfloat16").kv_dtype == "bfloat16"
     if jax.default_backend() == "cpu":
         assert (sizes.max_num_batched_tokens, sizes.growth) == (512, 4)
 
