@@ -97,6 +97,11 @@ FUNCTIONS = dict(
 )  # fmt: skip
 
 
+# XLA's default, and loops: the device looks by itself whether another step is due.
+IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+LOOP = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
+
+
 def abstract(tree: Any) -> Any:
     """Returns the shapes and dtypes of a tree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -138,7 +143,8 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
         admit=state, copy=state, step=(state, 0), steps=(state, 0), sample=(tables, 0), score=0,
         forward=(state, 0, rows, 0, targets),
     )  # fmt: skip
-    return Spec(FUNCTIONS[key.name], tuple(static.items()), args, out[key.name], donated)
+    options = LOOP if key.name == "steps" else ()
+    return Spec(FUNCTIONS[key.name], tuple(static.items()), args, out[key.name], donated, options)
 
 
 def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -> list[Key]:

@@ -33,6 +33,7 @@ class Spec(NamedTuple):
     args: tuple[Any, ...]  # abstract arguments
     out: Any = None  # a tree with the structure of what it returns
     donated: tuple[str, ...] = ("state",)
+    options: tuple[tuple[str, str], ...] = ()  # XLA's
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,9 @@ def _run_eagerly(spec: Spec, *args: Any) -> Any:
 class _Build:
     """A program on its way from its spec to an executable."""
 
-    def __init__(self, lowered: Any):
+    def __init__(self, lowered: Any, options: dict[str, str]):
         self._lowered: Any = lowered
+        self._options = options
         self._executable: Any = None
         self._lock = threading.Lock()
 
@@ -250,7 +252,8 @@ class _Build:
         """Compiles, once."""
         with self._lock:
             if self._executable is None:
-                self._executable, self._lowered = self._lowered.compile(), None
+                self._executable = self._lowered.compile(self._options)
+                self._lowered = None
             return self._executable
 
 
@@ -260,4 +263,4 @@ def _build(spec: Spec, treedef) -> _Build:
     args = jax.tree.unflatten(treedef, spec.args)
     names = [name for name, _ in spec.static]
     jitted = jax.jit(spec.function, static_argnames=names, donate_argnames=spec.donated)
-    return _Build(jitted.lower(*args, **dict(spec.static)))
+    return _Build(jitted.lower(*args, **dict(spec.static)), dict(spec.options))

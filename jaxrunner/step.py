@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.layout import Bucket, Program, SampleSize, Steps
+from jaxrunner.layout import Bucket, Program, SampleSize, Steps, output_spec
 from jaxrunner.ragged import find_rows
 from jaxrunner.sampling.rule import Batched
 from jaxrunner.sampling.sampler import Drawn, sample
@@ -42,18 +42,28 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, 
 def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
     """Computes `plan`, a token of each request, and goes on with each until it ends.
 
+    The loop ends early when all have. On a GPU it is part of the launch (`launch.LOOP`).
     Returns the state and the outputs of all steps as one, in which J is `size.num_steps`; tokens of
     a row count up to its first that means nothing.
     """
     blocks = _put_blocks(state.requests.blocks, plan.blocks)
     state = replace(state, requests=replace(state.requests, blocks=blocks))
     plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
+    one = functools.partial(step, params, program=program, bucket=size.bucket, size=size.sample)
+    shapes = output_spec(program, size.num_rows, size.sample.num_logprobs)
+    outputs = jax.tree.map(lambda x: jnp.zeros((size.num_steps, *x.shape), x.dtype), shapes)
 
-    def body(state: State, _: None):
-        return step(params, state, plan, program=program, bucket=size.bucket, size=size.sample)
+    def next_step(carry):
+        i, state, outputs, _ = carry
+        state, output = one(state, plan)
+        outputs = jax.tree.map(lambda table, x: table.at[i].set(x), outputs, output)
+        return i + 1, state, outputs, ((output.num_sampled > 0) & ~output.finished).any()
 
-    # Of a fixed length: to look whether all have ended would hold up the next step's launch.
-    state, outputs = jax.lax.scan(body, state, length=size.num_steps)
+    def is_due(carry) -> Array:
+        i, _, _, goes_on = carry
+        return goes_on & (i < size.num_steps)
+
+    _, state, outputs, _ = jax.lax.while_loop(is_due, next_step, (0, state, outputs, True))
     failed = outputs.no_choice | (outputs.not_finite & (program.engine.nan_policy != "ignore"))
     return state, StepOutput(
         token_ids=outputs.token_ids[..., 0].T,

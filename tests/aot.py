@@ -16,7 +16,7 @@ import tiny
 from jaxrunner import launch, ops, pytree
 from jaxrunner.kernels_pallas.cases import TESTS
 from jaxrunner.kernels_pallas.sampler import sample_tokens
-from jaxrunner.layout import Bucket, Program
+from jaxrunner.layout import Bucket, Program, SampleSize, Steps
 from jaxrunner.models.registry import read_model
 from jaxrunner.programs import Key
 from jaxrunner.sampling import RULES
@@ -60,39 +60,40 @@ def placed(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
-def compile_step(bucket: Bucket) -> tuple[Any, int, str]:
-    """Returns a compiled step, the bytes of its KV cache and how HLO writes the cache's shape."""
+def compile_step(key: Key) -> tuple[Any, int, str]:
+    """Returns a compiled program of steps, the bytes of its KV cache and how HLO writes the cache's shape."""
     model, config = read_model(Settings(MODEL))
     engine = tiny.engine_config(
         dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
-        max_num_seqs=16, max_num_batched_tokens=128,
+        max_num_seqs=16, max_num_batched_tokens=128, num_decode_steps=4,
     )  # fmt: skip
     program = Program(model, config, engine, ops.fused, RULES, sample=sample_tokens)
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
-    spec = launch.program_spec(program, params, Key("step", bucket))
+    spec = launch.program_spec(program, params, key)
     static = dict(spec.static)
     jitted = jax.jit(spec.function, static_argnames=list(static), donate_argnames=spec.donated)
-    compiled = jitted.lower(*placed(spec.args), **static).compile()
+    compiled = jitted.lower(*placed(spec.args), **static).compile(dict(spec.options))
     kv = jax.tree.leaves(spec.args[1].kv)
     shape = ",".join(map(str, kv[0].shape))
     return compiled, sum(x.size * x.dtype.itemsize for x in kv), f"bf16[{shape}]"
 
 
 def main(folder: Path) -> None:
-    """Compiles a case of each kernel, then two steps; `folder` gets XLA's dumps."""
+    """Compiles a case of each kernel, then steps; `folder` gets XLA's dumps."""
     for kernel in KERNELS:
         case = next(case for case in TESTS if case.kernel == kernel)
         jax.jit(case.run).lower(*placed(jax.eval_shape(lambda c=case: c.make(0)))).compile()
     found = []
-    for bucket in (Bucket(8, 8, 1), Bucket(128, 16)):
-        compiled, kv_bytes, shape = compile_step(bucket)
+    steps = [Key("step", Bucket(8, 8, 1)), Key("step", Bucket(128, 16))]
+    for key in (*steps, Key("steps", Steps(4, SampleSize(8)))):
+        compiled, kv_bytes, shape = compile_step(key)
         memory, text = compiled.memory_analysis(), compiled.as_text()
         dumps = sorted(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_mtime)
         found.append(
             dict(
                 aliased=memory.alias_size_in_bytes, kv_bytes=kv_bytes,
                 copies=len(re.findall(re.escape(shape) + r"\S* copy\(", text)),
-                loops=text.count(" while("),
+                loops=text.count(" while("), wanted_loops=int(key.name == "steps"),
                 graphs=dumps[-1].read_text().count("kCommandBuffer") if dumps else None,
             )
         )  # fmt: skip

@@ -6,6 +6,7 @@ from test_custom import poisoned
 from test_engine import PROMPTS, engine, run
 import tiny
 
+from jaxrunner import step as device
 from jaxrunner.engine import Engine
 from jaxrunner.layout import SampleSize, Steps
 from jaxrunner.models.llama import llama
@@ -30,6 +31,23 @@ def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
     assert run(e, PROMPTS[:3], [plain] * 3) == want
     sizes = [c.key.size for c in e.runner.programs.ledger if c.key.name == "steps"]
     assert sizes == [Steps(6, SampleSize(5))]
+
+
+@pytest.mark.parametrize("lengths,count", [((3,), 2), ((2, 5), 4), ((9, 9), 6)])
+def test_a_launch_ends_when_all_its_requests_have(monkeypatch, lengths, count):
+    """The first token is of the prefill; a launch has six steps at most, of which two are here."""
+    e = engine(num_decode_steps=6, async_depth=1, enforce_eager=True)
+    steps, step = [], device.step
+    monkeypatch.setattr(
+        device, "step", lambda *a, size, **k: steps.append(size) or step(*a, size=size, **k)
+    )
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    for i, each in enumerate(params):
+        e.add(str(i), PROMPTS[i][:2], each)
+    e.step()
+    del steps[:]
+    e.step()
+    assert len(steps) == count
 
 
 def test_many_steps_are_few_launches():
