@@ -76,7 +76,7 @@ PRESETS = {
         _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
                 rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),
         # A launch costs the host more than a step the GPU.
-        GPU_ENGINE | dict(decode_buckets=(8, 32, 64, 128, 256), num_decode_steps=8),
+        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
     ),
     "tiny": Preset(
         _config("LlamaForCausalLM", "llama", "256 768 8 4 2 4096", head_dim=64,
