@@ -103,13 +103,13 @@ class ModelRunner:
     ) -> None:
         """Compiles every program that usual requests need, or with `rich` that any can need.
 
-        background: returns once the largest sizes are there, at which any step can run; threads
+        background: returns once the largest size is there, at which any step can run; threads
             compile the others beside the steps, which makes both slower for that time.
         """
         if self.program.engine.enforce_eager:
             return
         keys = program_keys(self.program, self.buckets, rich=rich)
-        first = self._largest(keys) if background else keys
+        first = self._sufficient(keys) if background else keys
         self.programs.warm_up(keys, first=first, progress=progress)
         for key in first:
             if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
@@ -117,13 +117,15 @@ class ModelRunner:
         gc.collect()  # what tracing left would be searched in the midst of a step
         gc.freeze()
 
-    def _largest(self, keys: list[Key]) -> list[Key]:
-        """Returns programs that can run any step."""
-        decode, ragged = ([b for b in self.buckets if b.query_len == q][-1] for q in (1, 0))
-        several = self.program.engine.num_decode_steps
-        wanted = _key(decode, 1), _key(ragged, 1), _key(decode, several)
-        sizes = [key.size for key in wanted]
-        return [k for k in keys if k.name in ("admit", "copy") or k.size in sizes]
+    def _sufficient(self, keys: list[Key]) -> list[Key]:
+        """Returns programs that can run any step; puts the largest of decode steps first in `keys`."""
+        ragged = [b for b in self.buckets if not b.query_len][-1]
+        decode = [b for b in self.buckets if b.query_len][-1]
+        keys.sort(key=lambda key: key.size != decode)
+        needed = [_key(ragged, 1)]
+        if (several := self.program.engine.num_decode_steps) > 1:
+            needed.append(_key(decode, several))
+        return [key for key in keys if key.name in ("admit", "copy") or key in needed]
 
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""

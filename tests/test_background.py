@@ -1,5 +1,6 @@
 """Programs that threads compile beside the steps."""
 
+import sys
 import threading
 
 import pytest
@@ -7,23 +8,23 @@ from test_engine import PROMPTS, run
 import tiny
 
 from jaxrunner.engine import Engine
-from jaxrunner.layout import Bucket
+from jaxrunner.layout import Bucket, SampleSize, Steps
 from jaxrunner.models.llama import llama
 from jaxrunner.params import SamplingParams
-from jaxrunner.programs import Key, Programs
+from jaxrunner.programs import TURN, Key, Programs
 
 SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))
-FIRST = [Key("step", Bucket(32, 5)), Key("step", Bucket(5, 5, 1))]
+FIRST = Key("step", Bucket(32, 5))
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]
 
 
 @pytest.fixture
 def gate(monkeypatch):
-    """An event that lowering waits for, but of the largest steps."""
+    """An event that lowering waits for, but of the largest step."""
     event, lower = threading.Event(), Programs._lower
 
     def waiting(self, key):
-        if key.name == "step" and key not in FIRST:
+        if key.name == "step" and key != FIRST:
             assert event.wait(60)
         return lower(self, key)
 
@@ -32,9 +33,9 @@ def gate(monkeypatch):
     event.set()
 
 
-def make() -> Engine:
+def make(**changes) -> Engine:
     config, params = tiny.model_and_params()
-    return Engine(llama, config, tiny.engine_config(**SIZES), params)
+    return Engine(llama, config, tiny.engine_config(**SIZES | changes), params)
 
 
 def used(engine: Engine, monkeypatch) -> list[Key]:
@@ -49,23 +50,28 @@ def used(engine: Engine, monkeypatch) -> list[Key]:
     return keys
 
 
-def test_the_largest_sizes_serve_until_the_others_are_there(gate, monkeypatch):
+@pytest.mark.parametrize("num_decode_steps", [1, 3])
+def test_the_largest_size_serves_until_the_others_are_there(gate, monkeypatch, num_decode_steps):
     gate.set()
     want = run(make(), PROMPTS[:2], PARAMS)
     gate.clear()
-    engine = make()
+    engine, usual = make(num_decode_steps=num_decode_steps), sys.getswitchinterval()
     engine.warm_up(background=True)
     engine.runner.programs.strict = True
     keys = used(engine, monkeypatch)
-    assert "; 3 more to come" in engine.runner.programs.report()
+    assert "more to come" in engine.runner.programs.report()
     assert run(engine, PROMPTS[:2], PARAMS) == want
-    assert {key for key in keys if key.name == "step"} == set(FIRST)
+    assert {key for key in keys if key.name == "step"} == {FIRST}
+    assert sys.getswitchinterval() == pytest.approx(TURN)
     gate.set()
     for pending in list(engine.runner.programs._pending.values()):
         pending.result(60)
+    engine.runner.programs._pool.shutdown()
+    assert sys.getswitchinterval() == usual
     keys.clear()
     assert run(engine, PROMPTS[:2], PARAMS) == want
-    assert Key("step", Bucket(2, 2, 1)) in keys
+    size = Bucket(2, 2, 1) if num_decode_steps == 1 else Steps(3, SampleSize(2))
+    assert size in [key.size for key in keys]
     engine.close()
 
 
@@ -75,12 +81,12 @@ def test_closing_ends_what_is_compiled_behind_and_does_not_wait(gate):
     programs = engine.runner.programs
     waiting = list(programs._pending.values())
     engine.close()
-    assert len(programs._pending) == 3 and not any(future.done() for future in waiting)
+    assert len(programs._pending) == 4 and not any(future.done() for future in waiting)
     gate.set()
     for future in waiting:  # the one that was lowered, and those that need not be any more
         with pytest.raises(RuntimeError, match="after shutdown"):
             future.result(60)
-    assert {entry.key for entry in programs.ledger if entry.key.name == "step"} == set(FIRST)
+    assert {entry.key for entry in programs.ledger if entry.key.name == "step"} == {FIRST}
 
 
 @pytest.mark.parametrize("background", [False, True])
