@@ -118,7 +118,7 @@ class ModelRunner:
         gc.freeze()
 
     def _sufficient(self, keys: list[Key]) -> list[Key]:
-        """Returns programs that can run any step; puts the largest of decode steps first in `keys`."""
+        """Returns programs that can run any step; puts the largest decode step first in `keys`."""
         ragged = [b for b in self.buckets if not b.query_len][-1]
         decode = [b for b in self.buckets if b.query_len][-1]
         keys.sort(key=lambda key: key.size != decode)
