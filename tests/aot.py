@@ -61,7 +61,7 @@ def placed(tree):
 
 
 def compile_step(key: Key) -> tuple[Any, int, str]:
-    """Returns a compiled program, the bytes of its KV cache and how HLO writes the cache's shape."""
+    """Returns a compiled program, the bytes of its KV cache and how HLO writes that shape."""
     model, config = read_model(Settings(MODEL))
     engine = tiny.engine_config(
         dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
