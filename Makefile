@@ -36,7 +36,7 @@ demo: $(VENV)/.base ## writes text with the model that comes along
 	@$(PY) -m jaxrunner $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.references ## runs the tests
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## checks style, format and types
 	@status=0; \

@@ -33,7 +33,7 @@ def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
     assert sizes == [Steps(6, SampleSize(5))]
 
 
-@pytest.mark.parametrize("lengths,count", [((3,), 2), ((2, 5), 4), ((9, 9), 6)])
+@pytest.mark.parametrize("lengths,count", [((2, 5), 4), ((9, 9), 6)])
 def test_a_launch_ends_when_all_its_requests_have(monkeypatch, lengths, count):
     """The first token is of the prefill; a launch has six steps at most, of which two are here."""
     e = engine(num_decode_steps=6, async_depth=1, enforce_eager=True)
