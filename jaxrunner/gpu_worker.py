@@ -68,7 +68,7 @@ class Worker(Lifecycle):
         self._load = partial(
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
-            check_nan=check_nan, tokenizer=None, progress=False,
+            check_nan=check_nan, tokenizer=None,
         )  # fmt: skip
         self._sizes: dict[str, Any] = sizes | dict(seed=seed)
         self._cache_dir = find_folder(cache_dir)
@@ -95,8 +95,9 @@ class Worker(Lifecycle):
         """
         if self._device is None:
             raise RuntimeError("load_model needs a device: call init_device first")
-        self._loaded_model = self._load()
-        self.load_config = self._loaded_model.load_config
+        loaded = self._load()
+        self._loaded_model = loaded._replace(params=loaded.read_params(progress=False))
+        self.load_config = loaded.load_config
 
     def determine_available_memory(self) -> int:
         """Returns the bytes that KV caches may take: what weights, tables and programs leave.

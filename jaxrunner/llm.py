@@ -19,7 +19,7 @@ from jaxrunner.completions import Asked, Completions
 from jaxrunner.engine import Engine
 from jaxrunner.engine_lifecycle import EngineLifecycle
 from jaxrunner.grammar import GrammarCompiler
-from jaxrunner.loader import load
+from jaxrunner.loader import Loaded, load
 from jaxrunner.output_processor import RequestState
 from jaxrunner.outputs import RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
@@ -87,24 +87,27 @@ class LLM(EngineLifecycle):
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
-            generation_config=generation_config, progress=use_tqdm,
+            generation_config=generation_config,
         )  # fmt: skip
-        self.tokenizer, self._defaults = loaded.tokenizer, loaded.default_params
-        self.load_config = loaded.load_config
-        self._chat_template, eos = chat_template, loaded.eos_token_ids
+        self.tokenizer, self.load_config = loaded.tokenizer, loaded.load_config
+        self._chat_template, self._defaults = chat_template, loaded.default_params
         at = dict(rules=rules, cache_dir=find_folder(cache_dir))
+        config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
         with ExitStack() as undo:
-            undo.callback(pytree.delete, loaded.params)  # a kept traceback would keep the memory
-            config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
             self.engine = Engine(
                 loaded.model, loaded.config, config, loaded.params, **at,
-                make_compiler=_compiler_maker(self.tokenizer, loaded.config.vocab_size, eos),
+                make_compiler=_compiler_maker(loaded),
             )  # fmt: skip
             undo.callback(self.engine.close)
+            if warm_up:  # threads compile while the weights come
+                self.engine.runner.prepare(**WARM_UPS[warm_up])
+            params = loaded.read_params(progress=use_tqdm)
+            undo.callback(pytree.delete, params)  # a kept traceback would keep the memory
+            self.engine.runner.update_params(params)
             if warm_up:
                 self.engine.warm_up(**WARM_UPS[warm_up], progress=use_tqdm)
                 self.memory_plan = self.memory_plan.checked(self.engine.runner.programs.largest())
-            self.completions = Completions(self.engine, self.tokenizer, eos)
+            self.completions = Completions(self.engine, self.tokenizer, loaded.eos_token_ids)
             undo.pop_all()
 
     def report(self) -> str:
@@ -290,7 +293,8 @@ def _one_each(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def _compiler_maker(tokenizer: Tokenizer | None, vocab_size: int, eos) -> Callable | None:
-    if tokenizer is None:
+def _compiler_maker(of: Loaded) -> Callable | None:
+    if of.tokenizer is None:
         return None
-    return functools.partial(GrammarCompiler, tokenizer, vocab_size=vocab_size, eos_token_ids=eos)
+    sizes = dict(vocab_size=of.config.vocab_size, eos_token_ids=of.eos_token_ids)
+    return functools.partial(GrammarCompiler, of.tokenizer, **sizes)

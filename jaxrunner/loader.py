@@ -14,7 +14,7 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.params import SamplingParams
 from jaxrunner.settings import Settings, read_json
 from jaxrunner.tokenizer import Tokenizer
-from jaxrunner.weights import load_params, random_params
+from jaxrunner.weights import abstract_params, load_params, random_params
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class LoadConfig:
     load_format: str = "auto"
     model_loader_extra_config: dict[str, Any] | None = None
     check_nan: bool = False
+    seed: int = 0  # of random weights
 
     def __post_init__(self):
         _check_one_of("load_format", self.load_format, LOAD_FORMATS)
@@ -46,16 +47,14 @@ class LoadConfig:
                 f"{self.load_format!r}"
             )
 
-    def read(
-        self, model: Model, config: ModelConfig, *, dtype: str, seed: int = 0, progress: bool = True
-    ) -> Any:
-        """Returns the weights, on their device. seed: of random ones.
+    def read(self, model: Model, config: ModelConfig, *, dtype: str, progress: bool = True) -> Any:
+        """Returns the weights, on their device.
 
         Raises:
           FileNotFoundError, ValueError: they are not like the model.
         """
         if self.load_format == "dummy":
-            return random_params(model, config, dtype, seed)
+            return random_params(model, config, dtype, self.seed)
         read = load_params if self.load_format == "auto" else sharded_state.load
         return read(
             resolve(self.model, revision=self.revision), model, config, dtype=dtype,
@@ -64,16 +63,20 @@ class LoadConfig:
 
 
 class Loaded(NamedTuple):
-    """A model, ready for an engine."""
+    """A model, ready for an engine but for its weights."""
 
     model: Model
     config: ModelConfig
-    params: Any
+    params: Any  # shapes, dtypes and shardings
     dtype: str
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     default_params: SamplingParams
     load_config: LoadConfig
+
+    def read_params(self, *, progress: bool = True) -> Any:
+        """Returns the weights, on their device; raises as `LoadConfig.read`."""
+        return self.load_config.read(self.model, self.config, dtype=self.dtype, progress=progress)
 
 
 def load(
@@ -88,15 +91,18 @@ def load(
     hf_overrides: dict[str, Any] | None = None,
     generation_config: str = "auto",
     check_nan: bool = False,
-    progress: bool = True,
 ) -> Loaded:
-    """Loads a checkpoint folder, or a name on the hub. `tokenizer` None loads none.
+    """Loads a checkpoint folder, or a name on the hub, but for its weights.
+
+    tokenizer: None for none. seed: of random weights.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
     """
     _check_one_of("generation_config", generation_config, GENERATION_CONFIGS)
-    load_config = LoadConfig(name, revision, load_format, model_loader_extra_config, check_nan)
+    load_config = LoadConfig(
+        name, revision, load_format, model_loader_extra_config, check_nan, seed
+    )
     folder = resolve(name, revision=revision)
     settings = read_json(folder / "config.json") | (hf_overrides or {})
     model, config = read_model(Settings(settings, str(folder / "config.json")))
@@ -105,7 +111,7 @@ def load(
         same = tokenizer == name
         tokenizer = Tokenizer.from_folder(folder if same else resolve(tokenizer))
     eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
-    params = load_config.read(model, config, dtype=dtype, seed=seed, progress=progress)
+    params = abstract_params(model, config, dtype)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults, load_config)

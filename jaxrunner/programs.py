@@ -1,12 +1,10 @@
 """Compiled programs by bucket: built ahead of time, looked up at run time, every miss recorded."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-import contextlib
 from dataclasses import dataclass
 import functools
 import os
-import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -16,9 +14,10 @@ import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from jaxrunner.program_cache import ProgramCache
+from jaxrunner.turns import short_turns
 
+Started = dict["Key", Future[None]]
 LOADED = "from the cache"
-TURN = 1e-4  # seconds
 
 
 class Key(NamedTuple):
@@ -63,54 +62,77 @@ class Programs:
         self._spec = functools.cache(spec)  # loading asks for it, and compiling
         self._cache = cache
         self._table: dict[Key, Any] = {}
-        self._pending: dict[Key, Future[None]] = {}  # a key is in the table before it leaves here
+        self._pending: Started = {}  # a key is in the table before it leaves here
         self._pool: ThreadPoolExecutor | None = None
         self.ledger: list[Compilation] = []
         self.strict = False  # whether a compilation after warm-up raises
 
-    def warm_up(
-        self, keys: Iterable[Key], *, first: Iterable[Key] | None = None, progress: bool = False
-    ) -> None:
-        """Loads `keys` from the cache, or compiles them.
+    def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
+        """Loads `keys` from the cache, or compiles them."""
+        keys = list(keys)
+        self.wait(self.start(keys, keys), progress=progress)
 
-        first: those to wait for, all where None; the largest come first, as they take longest.
-            Threads go on with the others in their order, until `close`.
+    def start(self, keys: Iterable[Key], first: Iterable[Key]) -> Started:
+        """Has threads load or compile `keys`, until `close`; returns at once.
+
+        first: those that come first, the largest before others, as they take longest.
+
+        Returns those of them that are on their way, now or since an earlier call.
         """
-        todo = [key for key in dict.fromkeys(keys) if key not in self._table]
-        awaited = set(todo if first is None else first)
-        now = [key for key in todo if key in awaited]
-        now.sort(key=lambda key: getattr(key.size, "num_tokens", 0), reverse=True)
-        bar = tqdm(total=len(now), desc="Compiling", unit="program", disable=not progress)
+        new, first = [], set(first)
+        started: Started = {}
+        for key in dict.fromkeys(keys):
+            if (future := self._pending.get(key)) is not None:
+                started[key] = future
+            elif key not in self._table:
+                new.append(key)
+                started[key] = Future()
+        if new:
+            # Stable: where nothing is known of a size, and of others, they keep their order.
+            new.sort(key=lambda key: -getattr(key.size, "num_tokens", 0) if key in first else 1)
+            self._pending |= {key: started[key] for key in new}
+            self._pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
+            self._pool.submit(self._build_all, self._pool, new)
+        return {key: future for key, future in started.items() if key in first}
+
+    def wait(self, started: Started, *, progress: bool = False) -> None:
+        """Waits for programs; what one of them raises ends all."""
+        silent = not (progress and started)
+        bar = tqdm(total=len(started), desc="Compiling", unit="program", disable=silent)
 
         def tell(key: Key, _: Any) -> None:
             bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
             bar.update()
 
-        self._pending |= {key: Future() for key in todo}
-        waiting = [self._pending[key] for key in now]
-        for key, future in zip(now, waiting, strict=True):
+        for key, future in started.items():
             future.add_done_callback(functools.partial(tell, key))
-        pool = self._pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
         try:
             with bar:
-                self._build_all(pool, now)
-                pool.submit(self._build_rest, pool, [key for key in todo if key not in awaited])
-                for future in waiting:
+                for future in started.values():
                     future.result()
         except BaseException:
             self.close()
             raise
 
+    def ready(self) -> list[Key]:
+        """Returns the programs that are there."""
+        return list(self._table)
+
     def is_pending(self, key: Key) -> bool:
-        """Whether a thread of `warm_up` is to bring a program."""
+        """Whether a thread is to bring a program."""
         return key in self._pending
 
     def close(self) -> None:
-        """Ends what `warm_up` still does behind the engine, without waiting."""
+        """Ends what `start` has threads do, without waiting."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _build_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
+        with short_turns():
+            self._lower_all(pool, todo)
+        pool.shutdown(wait=False)
+
+    def _lower_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
         """Python lowers one program after the other; loading and compiling do not hold it up."""
         loading = {key: pool.submit(self._load, key) for key in todo}
         for i, key in enumerate(todo):
@@ -129,11 +151,6 @@ class Programs:
                 for left in todo[i:]:
                     self._done(left, error)
                 return
-
-    def _build_rest(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
-        with _short_turns():
-            self._build_all(pool, todo)
-        pool.shutdown(wait=False)
 
     def _compile(self, key: Key, start: float, build: "_Build") -> None:
         try:
@@ -220,20 +237,6 @@ class Programs:
             return [f"{name}={new}, not {old}" for name, old, new in pairs if old != new]
 
         return "; ".join(min(map(differing, sizes), key=len))
-
-
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Makes Python's threads take turns of 0.1 ms in place of 5: a step of an engine needs many."""
-    usual = sys.getswitchinterval()
-    if usual <= TURN:  # for another engine
-        yield
-        return
-    sys.setswitchinterval(TURN)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
 
 
 def output_bytes(executable: Any) -> int:

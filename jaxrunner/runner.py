@@ -35,7 +35,7 @@ from jaxrunner.layout import (
 )
 from jaxrunner.model import Model
 from jaxrunner.profiling import Profiler
-from jaxrunner.programs import Key, Programs
+from jaxrunner.programs import Key, Programs, Started
 from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
@@ -69,12 +69,16 @@ class ModelRunner:
         rules=RULES,
         cache_dir: Path | None = None,
     ):
-        """cache_dir: where executables are kept from one process to the next, None for nowhere."""
+        """params: the weights, or their shapes, dtypes and shardings if `update_params` is to bring
+            them before the first step.
+        cache_dir: where executables are kept from one process to the next, None for nowhere.
+        """
         # Arrays of the host would be copied to the device in every step.
         params = jax.tree.map(
             lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
         )
-        self.params = params
+        to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+        self.params = None if to_come else params
         self.choice, self.program, cache = build(
             model, model_config, config, params, rules=rules, cache_dir=cache_dir
         )
@@ -98,6 +102,13 @@ class ModelRunner:
         tries out variants, with buffers of its own."""
         return make_state(self.program)
 
+    def prepare(self, *, rich: bool = False, background: bool = False) -> Started:
+        """Starts to compile what `warm_up` waits for; there need be no weights yet."""
+        if self.program.engine.enforce_eager:
+            return {}
+        keys = program_keys(self.program, self.buckets, rich=rich)
+        return self.programs.start(keys, self._sufficient(keys) if background else keys)
+
     def warm_up(
         self, *, rich: bool = False, background: bool = False, progress: bool = False
     ) -> None:
@@ -108,10 +119,8 @@ class ModelRunner:
         """
         if self.program.engine.enforce_eager:
             return
-        keys = program_keys(self.program, self.buckets, rich=rich)
-        first = self._sufficient(keys) if background else keys
-        self.programs.warm_up(keys, first=first, progress=progress)
-        for key in first:
+        self.programs.wait(self.prepare(rich=rich, background=background), progress=progress)
+        for key in self.programs.ready():
             if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
                 self._rehearse(key)
         gc.collect()  # what tracing left would be searched in the midst of a step

@@ -61,13 +61,13 @@ def load_params(
             jax.block_until_ready(leaves[-2:-1])
             bar.update(len(parts))
         undo.pop_all()
-    return jax.tree.unflatten(jax.tree.structure(_abstract(model, config, dtype)), leaves)
+    return jax.tree.unflatten(jax.tree.structure(abstract_params(model, config, dtype)), leaves)
 
 
 def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
     """Returns params made on the device: norms one, all else normal with deviation 0.02."""
     key = jax.random.key(seed)
-    leaves, treedef = jax.tree.flatten_with_path(_abstract(model, config, dtype))
+    leaves, treedef = jax.tree.flatten_with_path(abstract_params(model, config, dtype))
     made = [
         jnp.ones(leaf.shape, leaf.dtype)
         if "norm" in str(path[-1])
@@ -193,8 +193,11 @@ def _shapes(sources: list[Source]) -> dict[str, tuple[int, ...]]:
     return dict(itertools.chain.from_iterable(pairs))
 
 
-def _abstract(model: Model, config: ModelConfig, dtype: str) -> Any:
-    return pytree.abstract(model.params, config.dims | {"param": dtype})
+def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
+    """Returns the shapes, dtypes and shardings of a model's weights."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
+    return jax.tree.map(lambda x: x.update(sharding=here), shapes)
 
 
 def _check_finite(parts: dict[str, np.ndarray]) -> None:

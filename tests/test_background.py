@@ -2,16 +2,20 @@
 
 import sys
 import threading
+from typing import Any
 
 import pytest
 from test_engine import PROMPTS, run
 import tiny
 
+from jaxrunner import LLM, array_store, embedded
 from jaxrunner.engine import Engine
 from jaxrunner.layout import Bucket, SampleSize, Steps
+from jaxrunner.loader import LoadConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.params import SamplingParams
-from jaxrunner.programs import TURN, Key, Programs
+from jaxrunner.programs import Key, Programs
+from jaxrunner.turns import TURN
 
 SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))
 FIRST = Key("step", Bucket(32, 5))
@@ -66,13 +70,52 @@ def test_the_largest_size_serves_until_the_others_are_there(gate, monkeypatch, n
     gate.set()
     for pending in list(engine.runner.programs._pending.values()):
         pending.result(60)
-    engine.runner.programs._pool.shutdown()
+    pool = engine.runner.programs._pool
+    assert pool is not None
+    pool.shutdown()
     assert sys.getswitchinterval() == usual
     keys.clear()
     assert run(engine, PROMPTS[:2], PARAMS) == want
     size = Bucket(2, 2, 1) if num_decode_steps == 1 else Steps(3, SampleSize(2))
     assert size in [key.size for key in keys]
     engine.close()
+
+
+def test_programs_are_prepared_while_the_weights_come(monkeypatch):
+    order = []
+
+    def told(cls: type, name: str):
+        method = getattr(cls, name)
+        monkeypatch.setattr(
+            cls, name, lambda *a, **k: order.append(f"{cls.__name__}.{name}") or method(*a, **k)
+        )
+
+    for cls, name in ((Programs, "start"), (LoadConfig, "read"), (Programs, "wait")):
+        told(cls, name)
+    sizes: dict[str, Any] = dict(
+        max_model_len=64, decode_buckets=(1,), token_buckets=(16,), max_num_seqs=1
+    )
+    sizes |= dict(max_num_batched_tokens=16, use_tqdm=False)
+    with LLM(str(embedded.PATH), **sizes) as llm:
+        assert llm.report().count("programs: ") == 1
+    start, read, wait = "Programs.start", "LoadConfig.read", "Programs.wait"
+    assert order == [start, read, start, wait]
+    order.clear()
+    with pytest.raises(MemoryError, match="raise kv_cache_memory_bytes to"):
+        LLM(str(embedded.PATH), kv_cache_memory_bytes=1, **sizes)
+    assert not order  # what does not fit is refused before its weights are read
+
+
+def test_a_runner_takes_its_weights_once_they_are_there():
+    config, params = tiny.model_and_params()
+    want = run(make(), PROMPTS[:1], PARAMS[:1])
+    engine = Engine(llama, config, tiny.engine_config(**SIZES), array_store.abstract(params))
+    engine.runner.prepare()
+    assert engine.runner.params is None
+    engine.runner.update_params(params)
+    engine.warm_up()
+    engine.runner.programs.strict = True
+    assert run(engine, PROMPTS[:1], PARAMS[:1]) == want
 
 
 def test_closing_ends_what_is_compiled_behind_and_does_not_wait(gate):

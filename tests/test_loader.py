@@ -20,7 +20,7 @@ def checkpoint(tmp_path):
         if generation is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation))
         arguments = {"tokenizer": None, "load_format": "dummy"} | arguments
-        return load(str(tmp_path), progress=False, **arguments)
+        return load(str(tmp_path), **arguments)
 
     return make
 

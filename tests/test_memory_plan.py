@@ -229,7 +229,7 @@ def test_what_programs_need_is_remembered(tmp_path, monkeypatch):
 def test_programs_are_compiled_before_there_is_a_cache(monkeypatch):
     r = tiny.runner()
     seen = []
-    monkeypatch.setattr(r.programs, "warm_up", lambda *_, **__: seen.append("state" in vars(r)))
+    monkeypatch.setattr(r.programs, "wait", lambda *_, **__: seen.append("state" in vars(r)))
     monkeypatch.setattr(r, "_rehearse", lambda key: None)
     r.warm_up()
     assert seen == [False] and r.state.kv
