@@ -67,7 +67,7 @@ class Loaded(NamedTuple):
 
     model: Model
     config: ModelConfig
-    params: Any  # shapes, dtypes and shardings
+    params: Any  # shapes, dtypes and shardings, until they are read
     dtype: str
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
