@@ -88,7 +88,7 @@ class Programs:
                 new.append(key)
                 started[key] = Future()
         if new:
-            # Stable: where nothing is known of a size, and of others, they keep their order.
+            # The others keep their order, behind.
             new.sort(key=lambda key: -getattr(key.size, "num_tokens", 0) if key in first else 1)
             self._pending |= {key: started[key] for key in new}
             self._pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))

@@ -107,7 +107,16 @@ class ModelRunner:
         if self.program.engine.enforce_eager:
             return {}
         keys = program_keys(self.program, self.buckets, rich=rich)
-        return self.programs.start(keys, self._sufficient(keys) if background else keys)
+        if not background:
+            return self.programs.start(keys, keys)
+        ragged = [b for b in self.buckets if not b.query_len][-1]
+        decode = [b for b in self.buckets if b.query_len][-1]
+        needed = [_key(ragged, 1)]  # it can run any step
+        if (several := self.program.engine.num_decode_steps) > 1:
+            needed.append(_key(decode, several))
+        first = [key for key in keys if key.name in ("admit", "copy") or key in needed]
+        # Of the others the one that can run any decode step comes next.
+        return self.programs.start([*needed, _key(decode, 1), *keys], first)
 
     def warm_up(
         self, *, rich: bool = False, background: bool = False, progress: bool = False
@@ -120,21 +129,12 @@ class ModelRunner:
         if self.program.engine.enforce_eager:
             return
         self.programs.wait(self.prepare(rich=rich, background=background), progress=progress)
+        jax.block_until_ready(self.state)  # made now, not by the first request
         for key in self.programs.ready():
             if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
                 self._rehearse(key)
         gc.collect()  # what tracing left would be searched in the midst of a step
         gc.freeze()
-
-    def _sufficient(self, keys: list[Key]) -> list[Key]:
-        """Returns programs that can run any step; puts the largest decode step first in `keys`."""
-        ragged = [b for b in self.buckets if not b.query_len][-1]
-        decode = [b for b in self.buckets if b.query_len][-1]
-        keys.sort(key=lambda key: key.size != decode)
-        needed = [_key(ragged, 1)]
-        if (several := self.program.engine.num_decode_steps) > 1:
-            needed.append(_key(decode, several))
-        return [key for key in keys if key.name in ("admit", "copy") or key in needed]
 
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""

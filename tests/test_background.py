@@ -54,16 +54,19 @@ def used(engine: Engine, monkeypatch) -> list[Key]:
     return keys
 
 
-@pytest.mark.parametrize("num_decode_steps", [1, 3])
-def test_the_largest_size_serves_until_the_others_are_there(gate, monkeypatch, num_decode_steps):
+@pytest.mark.parametrize("num_decode_steps,num_left", [(1, 4), (3, 6)])
+def test_the_largest_size_serves_until_the_others_are_there(
+    gate, monkeypatch, num_decode_steps, num_left
+):
     gate.set()
     want = run(make(), PROMPTS[:2], PARAMS)
     gate.clear()
     engine, usual = make(num_decode_steps=num_decode_steps), sys.getswitchinterval()
     engine.warm_up(background=True)
+    assert "state" in vars(engine.runner)  # a device that has no room says so now
     engine.runner.programs.strict = True
     keys = used(engine, monkeypatch)
-    assert "more to come" in engine.runner.programs.report()
+    assert f"; {num_left} more to come" in engine.runner.programs.report()
     assert run(engine, PROMPTS[:2], PARAMS) == want
     assert {key for key in keys if key.name == "step"} == {FIRST}
     assert sys.getswitchinterval() == pytest.approx(TURN)
