@@ -33,8 +33,9 @@ class Ops(NamedTuple):
     attend: (qkv [T, K, P, D], heads, cache, spec) -> (out [T, H, D], cache). Stores keys and
         values where serving does, then attends; a trainer has no cache.
     linear: (x [T, E], weight [..., E], bias [...] or None) -> [T, ...].
-    swiglu: (x [T, E], gate_up [2, F, E], bias [2, F] or None) -> units of a gated MLP, [T, F].
     project: (x [T, ...], weight [E, ...], bias [E] or None) -> the residual that `add_norm` takes.
+    mlp: (x [T, E], gate_up [2, F, E], its bias [2, F] or None, down [E, F], its bias [E] or None)
+        -> the residual that a gated MLP adds, as `project` returns it.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
         is [T, E], or parts of it, [parts, T, E] in float32.
     """
@@ -43,8 +44,8 @@ class Ops(NamedTuple):
         [Array, Heads, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
     linear: Callable[[Array, Array, Array | None], Array]
-    swiglu: Callable[[Array, Array, Array | None], Array]
     project: Callable[[Array, Array, Array | None], Array]
+    mlp: Callable[[Array, Array, Array | None, Array, Array | None], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
 
 

@@ -12,6 +12,7 @@ from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import (
     add_norm,
     decode_attention,
+    gated_mlp,
     matmul,
     paged_attention,
     prefill_attention,
@@ -29,6 +30,7 @@ TILES, TILE, MAX_PARTS = 256, (64, 128), 8
 # Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with SwiGLU
 # for more tokens too.
 BIG, FEW = 1 << 24, 128
+MAX_CTAS = gated_mlp.TuningConfig().num_ctas
 
 
 class Choice(NamedTuple):
@@ -54,7 +56,12 @@ def _plain(attention: Callable[..., Any]) -> Ops:
     def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
         return attention(*split_heads(qkv, heads), cache, spec)
 
-    return Ops(attend, linear, swiglu, _contract, add_rms_norm)
+    def mlp(
+        x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
+    ) -> Array:
+        return linear(swiglu(x, gate_up, gate_up_bias), down, down_bias)
+
+    return Ops(attend, linear, _contract, mlp, add_rms_norm)
 
 
 def _contract(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -82,7 +89,7 @@ def fused(batch: Batch) -> Ops:
         whole = residual if residual.ndim == 2 else residual.sum(0)
         return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
 
-    return Ops(attend, _linear, _swiglu, _project, norm)
+    return Ops(attend, _linear, _project, _mlp, norm)
 
 
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -93,12 +100,6 @@ def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return linear(x, weight, bias)
 
 
-def _swiglu(x: Array, gate_up: Array, bias: Array | None = None) -> Array:
-    if bias is None and gate_up.size >= BIG and matmul.refuses(x, gate_up) is None:
-        return matmul.swiglu(x, gate_up)
-    return swiglu(x, gate_up, bias)
-
-
 def _project(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Multiplies; in parts where the tiles of the product are too few for the chip."""
     T, E = x.shape[0], weight.shape[0]
@@ -106,6 +107,21 @@ def _project(x: Array, weight: Array, bias: Array | None = None) -> Array:
     if parts == 1 or bias is not None or weight.size // E % (parts * TILE[1]):
         return _contract(x, weight, bias)
     return linear_parts(x, weight, parts)
+
+
+def _mlp(
+    x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
+) -> Array:
+    """Runs in one kernel, or in two products: with SwiGLU in the first, or with XLA's."""
+    if gate_up_bias is None and down_bias is None:
+        # Its blocks meet, so all of them must be on the chip at once.
+        cores = getattr(jax.local_devices()[0], "core_count", MAX_CTAS)
+        config = gated_mlp.TuningConfig(num_ctas=min(cores, MAX_CTAS))
+        if gated_mlp.refuses(x, gate_up, down, config) is None:
+            return gated_mlp.gated_mlp(x, gate_up, down, config)
+        if gate_up.size >= BIG and matmul.refuses(x, gate_up) is None:
+            return _project(matmul.swiglu(x, gate_up), down)
+    return _project(swiglu(x, gate_up, gate_up_bias), down, down_bias)
 
 
 def split_heads(qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:

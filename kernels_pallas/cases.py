@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
+from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.reference import quantize
@@ -140,6 +141,21 @@ def products(T: int, E: int, F: int, *, gated: bool = False) -> Case:
     return Case(run.__name__, f"{T} x {E} x {F}", make, run, moved, "TB/s", {})
 
 
+def mlps(T: int, E: int, F: int) -> Case:
+    """The gated MLP of T tokens; the parts of its sums are added up."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        x, gate_up, down = map(jax.random.normal, keys, ((T, E), (2, F, E), (E, F)))
+        gate_up, down = gate_up * E**-0.5, down * F**-0.5
+        return x.astype(jnp.bfloat16), gate_up.astype(jnp.bfloat16), down.astype(jnp.bfloat16)
+
+    def run(x: Array, gate_up: Array, down: Array) -> Array:
+        return gated_mlp(x, gate_up, down).sum(0).astype(x.dtype)
+
+    return Case("gated_mlp", f"{T} x {E} x {F}", make, run, 6.0 * E * F, "TB/s", {})
+
+
 def writes(T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool) -> Case:
     """Rotation of T tokens, and their keys and values into a cache; every fifth is padding."""
     K, D, S, P = kv_heads, head_dim, 64, heads // kv_heads + 2
@@ -223,6 +239,7 @@ TESTS: tuple[Case, ...] = (
     norms(5, 1024, parts=4), norms(70, 4096, parts=3),
     products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
     products(64, 1024, 48, gated=True), products(256, 1024, 14336, gated=True),
+    mlps(8, 1024, 3072), mlps(40, 2048, 8192), mlps(64, 4096, 14336), mlps(128, 1024, 3072),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
@@ -240,6 +257,7 @@ BENCH: tuple[Case, ...] = (
     *(norms(T, E) for T, E in ((8, 4096), (8192, 4096))),
     *(products(T, 4096, 6144) for T in (64, 128)),
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
+    *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"),

@@ -1,20 +1,18 @@
-"""Rows that are computed in parts: each part is left in memory, and who comes last merges them.
-
-The counters are 0 between launches, and are passed as an input: a kernel leaves them as they were.
-"""
+"""Rows that are computed in parts: each part is left in memory, and who comes last merges them."""
 
 import math
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, memref
 
+from jaxrunner.kernels_pallas import meeting
 from jaxrunner.kernels_pallas.online_softmax import NOTHING
+from jaxrunner.kernels_pallas.stores import put_rows
 
 HEADS = 8  # parts have a multiple of so many heads
 NUMBERS = 1024  # of a head that are read at a time, in parts of one or more
@@ -33,16 +31,10 @@ def comes_last(counter, flag, num):
     @plgpu.inline_mgpu(arg_types=(*refs, scalar), return_type=out)
     def count(_, counter, flag, num):
         index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        zero, one = mgpu.c(0, i32), mgpu.c(1, i32)
         mgpu.warpgroup_barrier()
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, mgpu.thread_idx(), zero)):
-            # Wraps round to 0 at the last one.
-            limit = arith.subi(num.registers.item(), one)
-            before = llvm.inline_asm(
-                i32, [utils.memref_ptr(counter), limit],
-                "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r", has_side_effects=True,
-            )  # fmt: skip
-            last = arith.cmpi(arith.CmpIPredicate.eq, before, limit)
+        with mgpu.when(meeting.is_first_thread()):
+            limit = arith.subi(num.registers.item(), mgpu.c(1, i32))
+            last = arith.cmpi(arith.CmpIPredicate.eq, meeting.count(counter, limit), limit)
             memref.store(arith.extui(i32, last), flag, [mgpu.c(0, index)])
         mgpu.warpgroup_barrier()
         last = memref.load(flag, [mgpu.c(0, index)])
@@ -94,7 +86,7 @@ def _merge(part, weight, h, first, num, out) -> None:
         plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), rows),
     )
     acc, _, total = lax.fori_loop(0, lax.div(num + at_once - 1, at_once), add, start)
-    _put((acc / wide(total)).astype(out.dtype), out, layout)
+    put_rows((acc / wide(total)).astype(out.dtype), out, layout)
 
 
 def _layout(D: int):
@@ -102,17 +94,3 @@ def _layout(D: int):
     v = math.gcd(D // 16, 4)
     tiling = plgpu.Tiling(((HEADS, 16 * v), (HEADS, 4 * v), (v,)))
     return plgpu.Layout.TILED(tiling, (-4,), (-3, -2), -1)
-
-
-def _put(x, ref, layout) -> None:
-    """Writes the first rows of x from registers, as many as `ref` has."""
-
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def put(_, x, ref):
-        limit = mgpu.c(ir.MemRefType(ref.type).shape[0], ir.IndexType.get())
-        places = x.layout.thread_idxs(x.shape)
-        for (row, column), value in zip(places, x.registers.flat, strict=True):
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row, limit)):
-                vector.store(value, ref, [row, column])
-
-    put(x, ref)

@@ -55,10 +55,8 @@ def forward(config: ModelConfig, params: Params, kv, inputs: Inputs, ops: Ops):
     turn = rotation(config.rope, inputs)
     x, caches = params.embed[inputs.token_ids], []
     # What the layer before adds to x, nothing at first; of one shape, so that a trace serves all.
-    first, units = params.layers[0], (x.shape[0], config.intermediate_size)
-    delta = jax.eval_shape(
-        ops.project, jax.ShapeDtypeStruct(units, x.dtype), first.down, first.down_bias
-    )
+    w = params.layers[0]
+    delta = jax.eval_shape(ops.mlp, x, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
     delta = jnp.zeros(delta.shape, delta.dtype)
     for weights, cache, window in zip(params.layers, kv, config.windows, strict=True):
         spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
@@ -79,8 +77,7 @@ def _layer(config: ModelConfig, ops: Ops, x, delta, w: Layer, cache, turn, *, sp
     qkv = ops.linear(h, w.qkv, w.qkv_bias)
     out, cache = ops.attend(qkv, Heads(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
     x, h = ops.add_norm(x, ops.project(out, w.o, w.o_bias), w.mlp_norm, eps)
-    units = ops.swiglu(h, w.gate_up, w.gate_up_bias)
-    return x, ops.project(units, w.down, w.down_bias), cache
+    return x, ops.mlp(h, w.gate_up, w.gate_up_bias, w.down, w.down_bias), cache
 
 
 def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:

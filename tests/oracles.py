@@ -71,6 +71,10 @@ def swiglu(x, gate_up):
     return gate / (1 + np.exp(-gate)) * up
 
 
+def gated_mlp(x, gate_up, down):
+    return swiglu(x, gate_up) @ wide(down).T
+
+
 def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps):
     heads, cos, sin = wide(qkv), wide(cos), wide(sin)
     q, new_k, new_v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]

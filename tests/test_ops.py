@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 import functools
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jaxrunner import ops
 from jaxrunner.kernels_pallas import (
     add_norm,
     decode_attention,
+    gated_mlp,
     matmul,
     prefill_attention,
     rope_write,
@@ -84,29 +87,62 @@ def test_products_refuse_in_words(x, weight, words):
         jax.eval_shape(matmul.matmul if len(weight.shape) == 2 else matmul.swiglu, x, weight)
 
 
+@pytest.mark.parametrize(
+    ("T", "E", "F", "words"),
+    [
+        (7, 1024, 3072, "wants 8, 16, 24, ... 64 or 128 tokens, got 7"),
+        (256, 1024, 3072, "got 256"),
+        (8, 1056, 3072, "wants units that 106 to 132 blocks share in eights, got 3072 of 1056"),
+        (8, 2560, 9728, "got 9728 of 2560"),
+        (128, 4096, 14336, "wants at most 64 units a block of 128 tokens, got 112"),
+        (8, 1024 + 64, 3072, "wants outputs that 106 to 132 blocks can share in tiles, got 1088"),
+    ],
+)
 @lowers
-def test_products_run_where_they_are_ahead():
+def test_whole_mlps_refuse_in_words(T: int, E: int, F: int, words: str):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        jax.eval_shape(gated_mlp.gated_mlp, shape(T, E), shape(2, F, E), shape(E, F))
+
+
+@lowers
+def test_whole_mlps_refuse_weights_that_do_not_fit():
+    x, gate_up, down = shape(8, 1024), shape(2, 3072, 1024), shape(1024, 3072)
+    with pytest.raises(ValueError, match="gated_mlp wants one dtype, bfloat16 or float16"):
+        jax.eval_shape(gated_mlp.gated_mlp, x, gate_up, shape(1024, 3072, dtype="float32"))
+    with pytest.raises(ValueError, match="gated_mlp wants weights of 512, "):
+        jax.eval_shape(gated_mlp.gated_mlp, shape(8, 512), gate_up, down)
+
+
+@lowers
+def test_products_run_where_they_are_ahead(monkeypatch):
     """Large weights and few tokens go through our own kernels; all else is XLA's."""
     batch: Any = None  # of which products know nothing
     fused = ops.fused(batch)
 
-    def kernels(function, *args) -> int:
+    def kernels(function, *args) -> str:
         with cuda():
-            traced = jax.jit(function).trace(*args)
-            return traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2")
+            # A new function each time, for which nothing is kept.
+            traced = jax.jit(lambda *args: function(*args)).trace(*args)
+        return " ".join(re.findall(r"kernel_name='(\w+)'", str(traced.jaxpr)))
 
-    qkv, gate_up = shape(8, 6, 128, 4096), shape(2, 14336, 4096)
-    assert [kernels(fused.linear, shape(T, 4096), qkv) for T in (8, 64, 128, 256)] == [0, 1, 1, 0]
-    assert [kernels(fused.swiglu, shape(T, 4096), gate_up) for T in (8, 64, 256, 512)] == [
-        0,
-        1,
-        1,
-        0,
-    ]
-    assert not kernels(fused.linear, shape(64, 1024), shape(8, 4, 128, 1024))
-    assert not kernels(fused.swiglu, shape(64, 1024), shape(2, 3072, 1024))
-    bias = shape(2, 14336)
-    assert not kernels(fused.swiglu, shape(64, 4096), gate_up, bias)
+    def linear(T: int, E: int, *out: int) -> str:
+        return kernels(fused.linear, shape(T, E), shape(*out, E))
+
+    def mlp(T: int, E: int, F: int, bias=None) -> str:
+        return kernels(fused.mlp, shape(T, E), shape(2, F, E), bias, shape(E, F), None)
+
+    large = [linear(T, 4096, 8, 6, 128) for T in (8, 64, 128, 256)]
+    assert large == ["", "matmul", "matmul", ""] and not linear(64, 1024, 8, 4, 128)
+    large = [mlp(T, 4096, 14336) for T in (1, 8, 64, 128, 256, 512)]
+    assert large == ["", "gated_mlp", "gated_mlp", "swiglu", "swiglu", ""]
+    small = [mlp(T, 1024, 3072) for T in (1, 8, 128, 256)]
+    assert small == ["", "gated_mlp", "gated_mlp", ""]
+    assert not mlp(64, 4096, 14336, shape(2, 14336))
+    # Blocks of which some wait outside of a smaller chip would never meet.
+    for cores, kernel in ((128, "gated_mlp"), (114, "swiglu")):
+        device = SimpleNamespace(core_count=cores)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert mlp(64, 4096, 14336) == kernel
 
 
 def test_engines_choose_in_the_open():

@@ -1,0 +1,70 @@
+"""Blocks that count themselves, and a meeting of all of them in the middle of a kernel.
+
+What a block has written before is seen by the one that counts last, and by all after they have
+met. Those that meet must all be on the chip at once: no more of them than multiprocessors. are 0 between launches, and are passed as an input: a kernel leaves them as they were.
+"""
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+REF = plgpu.RefType()
+
+
+def arrive(counter, num: int) -> None:
+    """Tells that a warpgroup has written its part, one of `num`; copies may read it then."""
+
+    @plgpu.inline_mgpu(arg_types=(REF,))
+    def tell(_, counter):
+        _fence()
+        mgpu.warpgroup_barrier()
+        with mgpu.when(is_first_thread()):
+            count(counter, mgpu.c(num - 1, ir.IntegerType.get_signless(32)))
+
+    tell(counter)
+
+
+def wait(counter) -> None:
+    """Waits for all to have arrived, this block's warpgroups before."""
+
+    @plgpu.inline_mgpu(arg_types=(REF,))
+    def spin(_, counter):
+        i32 = ir.IntegerType.get_signless(32)
+        with mgpu.when(is_first_thread()):
+            loop = scf.WhileOp([], [])
+            with ir.InsertionPoint(loop.before.blocks.append()):
+                seen = llvm.inline_asm(
+                    i32, [utils.memref_ptr(counter)], "ld.acquire.gpu.global.u32 $0, [$1];",
+                    "=r,l", has_side_effects=True,
+                )  # fmt: skip
+                # The last one has set it to 0.
+                scf.condition(arith.cmpi(arith.CmpIPredicate.ne, seen, mgpu.c(0, i32)), [])
+            with ir.InsertionPoint(loop.after.blocks.append()):
+                scf.yield_([])
+            _fence()
+        mgpu.warpgroup_barrier()
+
+    spin(counter)
+
+
+def count(counter, last):
+    """Counts up, `last` being followed by 0, and returns what was there. In MLIR, for a thread."""
+    return llvm.inline_asm(
+        ir.IntegerType.get_signless(32), [utils.memref_ptr(counter), last],
+        "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r", has_side_effects=True,
+    )  # fmt: skip
+
+
+def is_first_thread():
+    """Tells the first thread of a warpgroup. In MLIR."""
+    i32 = ir.IntegerType.get_signless(32)
+    index = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, i32))
+    return arith.cmpi(arith.CmpIPredicate.eq, index, mgpu.c(0, i32))
+
+
+def _fence() -> None:
+    """Orders what threads read and write, and what copies do."""
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [], "fence.proxy.async;", "", has_side_effects=True)
