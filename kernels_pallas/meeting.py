@@ -1,7 +1,8 @@
 """Blocks that count themselves, and a meeting of all of them in the middle of a kernel.
 
 What a block has written before is seen by the one that counts last, and by all after they have
-met. Those that meet must all be on the chip at once: no more of them than multiprocessors. are 0 between launches, and are passed as an input: a kernel leaves them as they were.
+met. Those that meet must all be on the chip at once: no more of them than multiprocessors.
+Counters are 0 between launches, and are passed as an input: a kernel leaves them as they were.
 """
 
 from jax.experimental.mosaic import gpu as mgpu
