@@ -43,11 +43,16 @@ def pytest_addoption(parser, pluginmanager):
 
 
 def pytest_configure(config):
-    # A program that two tests compile is compiled once.
+    # A program that two tests compile is compiled once, in the processes that they start too.
     if hasattr(config, "cache"):
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        settings = dict(
+            jax_compilation_cache_dir=str(config.cache.mkdir("jax")),
+            jax_persistent_cache_min_compile_time_secs=0,
+            jax_persistent_cache_min_entry_size_bytes=-1,
+        )
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -65,11 +65,14 @@ def tables(params, seeds=None, rules=RULES) -> tuple[Any, ...]:
 
     def table(rule):
         rows = [rule.row(p, s) for p, s in zip(params, seeds, strict=True)]
-        full = pytree.zeros(rule.params, WIDE | dict(R=len(rows), key=2))
-        stack = functools.partial(jax.tree.map, _stack)
-        return stack(full, *rows)
+        return jax.tree.map(_stack, _shapes(rule.params, len(rows)), *rows)
 
     return tuple(table(rule) for rule in rules)
+
+
+@functools.cache
+def _shapes(params: type, num_rows: int):
+    return jax.eval_shape(lambda: pytree.zeros(params, WIDE | dict(R=num_rows, key=2)))
 
 
 def _stack(full, *rows):
