@@ -30,7 +30,6 @@ TILES, TILE, MAX_PARTS = 256, (64, 128), 8
 # Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with SwiGLU
 # for more tokens too.
 BIG, FEW = 1 << 24, 128
-MAX_CTAS = gated_mlp.TuningConfig().num_ctas
 
 
 class Choice(NamedTuple):
@@ -114,11 +113,8 @@ def _mlp(
 ) -> Array:
     """Runs in one kernel, or in two products: with SwiGLU in the first, or with XLA's."""
     if gate_up_bias is None and down_bias is None:
-        # Its blocks meet, so all of them must be on the chip at once.
-        cores = getattr(jax.local_devices()[0], "core_count", MAX_CTAS)
-        config = gated_mlp.TuningConfig(num_ctas=min(cores, MAX_CTAS))
-        if gated_mlp.refuses(x, gate_up, down, config) is None:
-            return gated_mlp.gated_mlp(x, gate_up, down, config)
+        if gated_mlp.refuses(x, gate_up, down) is None:
+            return gated_mlp.gated_mlp(x, gate_up, down)
         if gate_up.size >= BIG and matmul.refuses(x, gate_up) is None:
             return _project(matmul.swiglu(x, gate_up), down)
     return _project(swiglu(x, gate_up, gate_up_bias), down, down_bias)

@@ -16,27 +16,24 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import meeting
+from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP, sums
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
-ROWS = 64  # tokens of a warpgroup: the height of a Hopper matrix product
-STEP = 64  # terms of a sum that a step takes: 128 bytes, the widest swizzle
 SMEM_BYTES = 225 * 1024  # of a block, less what barriers need
 TOKENS = (*range(8, ROWS + 1, 8), 2 * ROWS)  # with more, two products are as fast
 MAX_UNITS = 128, 64  # of a block, with up to 64 tokens and with 128: each block reads all tokens
-COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=mgpu.LoweringSemantics.Lane)
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Sizes that change speed alone, but for `num_ctas`: more than there is room for never meet."""
+    """Sizes that change speed alone."""
 
-    num_ctas: int = 132  # at most: one for each multiprocessor of an H200
+    num_ctas: int = 132  # at most, and no more than the device has multiprocessors: an H200's
     stages: int = 24  # steps that are in shared memory, fewer where they do not fit
     tiles: tuple[int, ...] = (128, 64, 32)  # outputs of a block; the first that keeps enough busy
     busy: float = 0.8  # of `num_ctas`, at least
@@ -83,7 +80,9 @@ def refuses(x, gate_up, down, config: TuningConfig = TuningConfig()) -> str | No
 
 def _fit(T: int, E: int, F: int, config: TuningConfig) -> _Static | str:
     """Shares the work out, or says why it cannot."""
-    most, least = config.num_ctas, config.busy * config.num_ctas
+    # All blocks must be on the chip at once, or they never meet.
+    most = min(config.num_ctas, getattr(jax.local_devices()[0], "core_count", config.num_ctas))
+    least = config.busy * most
     ctas = next((n for n in range(most, 0, -1) if F % (8 * n) == 0), 0)
     if ctas < least or E % STEP:
         return f"wants units that {least:.0f} to {most} blocks share in eights, got {F} of {E}"
@@ -166,26 +165,11 @@ class _Ring(NamedTuple):
     def product(self, wg, width: int, first: int, last: int) -> Array:
         """Returns the sum of some steps for the rows of a warpgroup, [ROWS, width]."""
 
-        def sums(acc):
-            def body(step, _):
-                slot = self.slot(step)
-                plgpu.barrier_wait(self.full.at[slot])
-                rows = pl.ds(slot * self.s.T + wg * ROWS, ROWS)
-                plgpu.wgmma(acc, self.x.at[rows], self.w.at[slot, pl.ds(0, width)].T)
-                plgpu.wgmma_wait(1)
+        def operands(slot):
+            rows = pl.ds(slot * self.s.T + wg * ROWS, ROWS)
+            return self.x.at[rows], self.w.at[slot, pl.ds(0, width)]
 
-                @pl.when(step > first)
-                def _():
-                    plgpu.barrier_arrive(self.free.at[self.slot(step - 1)])
-
-                return _
-
-            lax.fori_loop(first, last, body, None)
-            result = acc[...]
-            plgpu.barrier_arrive(self.free.at[self.slot(last - 1)])
-            return result
-
-        return pl.run_scoped(sums, plgpu.ACC((ROWS, width), jnp.float32))
+        return sums(operands, width, first, last, self.s.stages, self.full, self.free)
 
 
 def _kernel(s: _Static, x, gate_up, down, counter, units, out, *smem):

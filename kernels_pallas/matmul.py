@@ -183,28 +183,12 @@ def _compute(s: _Static, wg, rounds, tile, out, *, x_smem, w_smem, full, free):
     """Sums up each tile for the 64 tokens of a warpgroup."""
     rows = pl.ds(wg * ROWS, ROWS)
 
-    def sums(r, acc):
-        def body(step, _):
-            slot = lax.rem(step, s.stages)
-            plgpu.barrier_wait(full.at[slot])
-            plgpu.wgmma(acc, x_smem.at[slot, rows], w_smem.at[slot].T)
-            plgpu.wgmma_wait(1)
-
-            @pl.when(step > r * s.steps)
-            def _():
-                plgpu.barrier_arrive(free.at[lax.rem(step - 1, s.stages)])
-
-            return _
-
-        end = (r + 1) * s.steps
-        lax.fori_loop(r * s.steps, end, body, None)
-        result = acc[...]
-        plgpu.barrier_arrive(free.at[lax.rem(end - 1, s.stages)])
-        return result
+    def operands(slot):
+        return x_smem.at[slot, rows], w_smem.at[slot]
 
     def one(r, _):
-        acc = plgpu.ACC((ROWS, s.tile), jnp.float32)
-        y, width = pl.run_scoped(functools.partial(sums, r), acc), s.tile // (1 + s.gated)
+        y = sums(operands, s.tile, r * s.steps, (r + 1) * s.steps, s.stages, full, free)
+        width = s.tile // (1 + s.gated)
         if s.gated:
             gate, up = (lax.slice(y, (0, i * width), (ROWS, (i + 1) * width)) for i in range(2))
             y = gate / (1 + jnp.exp(-gate)) * up
@@ -212,3 +196,32 @@ def _compute(s: _Static, wg, rounds, tile, out, *, x_smem, w_smem, full, free):
         return _
 
     lax.fori_loop(0, rounds, one, None)
+
+
+def sums(operands, width: int, first, last, stages: int, full, free) -> Array:
+    """Returns the sum of steps of a product for the rows of a warpgroup, [ROWS, width].
+
+    operands: (slot) -> tokens, [ROWS, STEP], and weights, [width, STEP], in shared memory.
+    full, free: barriers of the slots that may be read, and replaced.
+    """
+
+    def multiply(acc):
+        def body(step, _):
+            slot = lax.rem(step, stages)
+            plgpu.barrier_wait(full.at[slot])
+            x, w = operands(slot)
+            plgpu.wgmma(acc, x, w.T)
+            plgpu.wgmma_wait(1)
+
+            @pl.when(step > first)
+            def _():
+                plgpu.barrier_arrive(free.at[lax.rem(step - 1, stages)])
+
+            return _
+
+        lax.fori_loop(first, last, body, None)
+        result = acc[...]
+        plgpu.barrier_arrive(free.at[lax.rem(last - 1, stages)])
+        return result
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, width), jnp.float32))
