@@ -133,16 +133,16 @@ def test_products_of_a_layer_equal_plain_jax(T: int):
     keys, E, F = jax.random.split(jax.random.key(time.time_ns() % 2**31), 6), 4096, 8192
     shapes = (T, E), (T, 32, 128), (8, 6, 128, E), (E, 32, 128), (2, F, E), (E, F)
     draw = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    draw[2:] = [w * E**-0.5 for w in draw[2:]]
-    args = [a.astype(jnp.bfloat16) for a in draw]
+    x, heads = (a.astype(jnp.bfloat16) for a in draw[:2])
+    qkv, out, gate_up, down = ((w * E**-0.5).astype(jnp.bfloat16) for w in draw[2:])
 
-    def run(make, x, heads, qkv, out, gate_up, down):
+    def run(make):
         of = make(None)
         residuals = of.project(heads, out, None), of.mlp(x, gate_up, None, down, None)
         whole = [y if y.ndim == 2 else y.sum(0).astype(x.dtype) for y in residuals]
         return of.linear(x, qkv, None), *whole
 
-    got, want = (jax.jit(functools.partial(run, make))(*args) for make in (ops.fused, ops.paged))
+    got, want = jax.jit(lambda: run(ops.fused))(), jax.jit(lambda: run(ops.paged))()
     for mine, right in zip(got, want, strict=True):
         assert mine.shape == right.shape
         assert error(mine, oracles.wide(right)) < 2 * BOUND["bfloat16"]
