@@ -27,9 +27,9 @@ from jaxrunner.types import Array, Batch
 
 # Where XLA, too, cuts the sum of a product into parts: they are summed by the norm that follows.
 TILES, TILE, MAX_PARTS = 256, (64, 128), 8
-# Our own products are ahead of XLA's for weights of so many numbers and for so many tokens, in two
-# parts to be summed for some of them.
-BIG, LINEAR, HALVES = 1 << 24, (64, 128, 256), (128, 256)
+# Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with SwiGLU
+# for more tokens too.
+BIG, FEW = 1 << 24, 128
 
 
 class Choice(NamedTuple):
@@ -93,8 +93,8 @@ def fused(batch: Batch) -> Ops:
 
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     flat = weight.reshape(-1, weight.shape[-1])
-    ours = bias is None and weight.size >= BIG and x.shape[0] in LINEAR
-    if ours and matmul.refuses(x, flat) is None:
+    few = bias is None and x.shape[0] <= FEW and weight.size >= BIG
+    if few and matmul.refuses(x, flat) is None:
         return matmul.matmul(x, flat).reshape(x.shape[0], *weight.shape[:-1])
     return linear(x, weight, bias)
 
@@ -102,10 +102,6 @@ def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 def _project(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Multiplies; in parts where the tiles of the product are too few for the chip."""
     T, E = x.shape[0], weight.shape[0]
-    rows, flat = x.reshape(T, -1), weight.reshape(E, -1)
-    ours = bias is None and weight.size >= BIG and T in HALVES
-    if ours and matmul.refuses(rows, flat, parts=2) is None:
-        return matmul.matmul(rows, flat, parts=2)
     parts = max(1, min(MAX_PARTS, TILES * TILE[0] * TILE[1] // (max(T, TILE[0]) * E)))
     if parts == 1 or bias is not None or weight.size // E % (parts * TILE[1]):
         return _contract(x, weight, bias)

@@ -33,12 +33,6 @@ class TuningConfig:
     block_kv: int = 64  # keys of a tile
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
-    unit: int = 16  # keys that a row's last tile is read in, where CTAs have more than a turn each
-
-    def units(self, B: int, K: int, S: int) -> int:
-        """Returns in how many keys a tile is read, of B rows with K KV heads and blocks of S."""
-        many = B * K >= 2 * self.num_ctas and S >= self.block_kv
-        return self.unit if many else self.block_kv
 
 
 class Items(NamedTuple):
@@ -198,7 +192,6 @@ def _attend(
     item, h = lax.axis_index("item"), lax.axis_index("head")
     k_smem, out_smem, (part_smem, weight_smem) = keys
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
-    unit = config.units(B, K, S)
     row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
     length, first_block = length_ref[item], block_ref[item]
     layout = plgpu.Layout.WGMMA
@@ -219,12 +212,15 @@ def _attend(
         plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, heads.shape[0])], heads, q_ready)
 
         def fetch(tile, stage, block):
-            for i in range(max(1, C // S)):
-                place = jnp.clip(block_of(tile, i) if i else block, 0, N - 1), h
-                start = lax.rem(tile * C, S) if S > C else 0
+            for part in range(max(1, C // S)):
+                block = block_of(tile, part) if part else block
+                block = jnp.clip(block, 0, N - 1)
+                at = pl.ds(lax.rem(tile * C, S), C) if S > C else slice(None)
+                to = pl.ds(part * S, S) if S < C else slice(None)
                 for ref, smem, ready in ((k_ref, k_smem, k_ready), (v_ref, v_smem, v_ready)):
-                    of, to = ref.at[place], smem.at[stage, pl.ds(i * S, min(S, C))]
-                    _copy(of, start, to, ready.at[stage], length - tile * C, unit)
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[block, h, at], smem.at[stage, to], ready.at[stage]
+                    )
 
         for i in range(config.stages):
 
@@ -302,19 +298,6 @@ def _attend(
             )  # fmt: skip
 
         plgpu.wait_smem_to_gmem(0)
-
-
-def _copy(keys_ref, start, smem, ready, left, unit: int) -> None:
-    """Copies keys from `start` on; where fewer than a tile's are left, those in steps of `unit`."""
-    num = smem.shape[0]
-    if num <= unit:
-        return plgpu.copy_gmem_to_smem(keys_ref.at[pl.ds(start, num)], smem, ready)
-    for size in range(unit, num + 1, unit):
-
-        @pl.when((left > size - unit) & ((left <= size) | (size == num)))
-        def _(size=size):
-            rows = smem.at[pl.ds(0, size)]
-            plgpu.copy_gmem_to_smem(keys_ref.at[pl.ds(start, size)], rows, ready)
 
 
 def _silence(values_ref, first, length, window):

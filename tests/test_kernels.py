@@ -126,28 +126,6 @@ def test_layers_of_mixed_batches_equal_plain_jax():
         np.testing.assert_allclose(oracles.wide(held), oracles.wide(wanted), rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", [8, 64, 128, 192, 256, 320])
-def test_products_of_a_layer_equal_plain_jax(T: int):
-    """Whichever kernel serves so many tokens, of weights that are large enough for any."""
-    keys, E, F = jax.random.split(jax.random.key(time.time_ns() % 2**31), 6), 4096, 8192
-    shapes = (T, E), (T, 32, 128), (8, 6, 128, E), (E, 32, 128), (2, F, E), (E, F)
-    draw = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    x, heads = (a.astype(jnp.bfloat16) for a in draw[:2])
-    qkv, out, gate_up, down = ((w * E**-0.5).astype(jnp.bfloat16) for w in draw[2:])
-
-    def run(make):
-        of = make(None)
-        residuals = of.project(heads, out, None), of.mlp(x, gate_up, None, down, None)
-        whole = [y if y.ndim == 2 else y.sum(0).astype(x.dtype) for y in residuals]
-        return of.linear(x, qkv, None), *whole
-
-    got, want = jax.jit(lambda: run(ops.fused))(), jax.jit(lambda: run(ops.paged))()
-    for mine, right in zip(got, want, strict=True):
-        assert mine.shape == right.shape
-        assert error(mine, oracles.wide(right)) < 2 * BOUND["bfloat16"]
-
-
 def plain_jax(case: Case, *args):
     """Runs the specification of a kernel."""
     if case.kernel == "add_rms_norm":
