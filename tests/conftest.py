@@ -12,10 +12,12 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Most of the time is XLA's, and programs that run once or twice need no good code. Before JAX.
 if not Path("/dev/nvidiactl").exists():
-    quick = "--xla_backend_optimization_level=0"
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     if version("jax") < "0.11":
         quick += " --xla_cpu_use_fusion_emitters=false"  # unknown to others
     os.environ.setdefault("XLA_FLAGS", quick)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which has one core, where there is one for each
+        os.environ.setdefault("PJRT_NPROC", "1")
 
 import jax
 import pytest
