@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import meeting
-from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP, sums
+from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP, activate, sums
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
@@ -239,9 +239,7 @@ def _compute(ring: _Ring, wg, block, counter, units, out, told) -> None:
     """Sums up both products."""
     s = ring.s
     mine = pl.ds(wg * ROWS, min(s.T, ROWS))
-    y = ring.product(wg, 2 * s.units, 0, s.first)
-    gate, up = (lax.slice(y, (0, i * s.units), (ROWS, (i + 1) * s.units)) for i in range(2))
-    y = gate / (1 + jnp.exp(-gate)) * up
+    y = activate(ring.product(wg, 2 * s.units, 0, s.first))
     put_rows(y.astype(units.dtype), units.at[mine, pl.ds(block * s.units, s.units)])
     meeting.arrive(counter, s.ctas * s.consumers)
     plgpu.barrier_arrive(told)

@@ -188,14 +188,19 @@ def _compute(s: _Static, wg, rounds, tile, out, *, x_smem, w_smem, full, free):
 
     def one(r, _):
         y = sums(operands, s.tile, r * s.steps, (r + 1) * s.steps, s.stages, full, free)
-        width = s.tile // (1 + s.gated)
-        if s.gated:
-            gate, up = (lax.slice(y, (0, i * width), (ROWS, (i + 1) * width)) for i in range(2))
-            y = gate / (1 + jnp.exp(-gate)) * up
+        y = activate(y) if s.gated else y
+        width = y.shape[1]
         put(out.at[rows, pl.ds(tile(r) * width, width)], y.astype(out.dtype))
         return _
 
     lax.fori_loop(0, rounds, one, None)
+
+
+def activate(y: Array) -> Array:
+    """Returns the units of a gated MLP, [ROWS, n], of its two products side by side."""
+    n = y.shape[1] // 2
+    gate, up = (lax.slice(y, (0, i * n), (ROWS, (i + 1) * n)) for i in range(2))
+    return gate / (1 + jnp.exp(-gate)) * up
 
 
 def sums(operands, width: int, first, last, stages: int, full, free) -> Array:

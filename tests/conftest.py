@@ -16,8 +16,6 @@ if not Path("/dev/nvidiactl").exists():
     if version("jax") < "0.11":
         quick += " --xla_cpu_use_fusion_emitters=false"  # unknown to others
     os.environ.setdefault("XLA_FLAGS", quick)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # which has one core, where there is one for each
-        os.environ.setdefault("PJRT_NPROC", "1")
 
 import jax
 import pytest
