@@ -30,18 +30,23 @@ def choose(
     buckets: Sequence[Bucket],
     counts: Sequence[int],
     is_pending: Callable[[Bucket], bool] = lambda bucket: False,
+    *,
+    several: bool = False,
 ) -> Bucket:
     """Returns the first bucket that holds rows of `counts` tokens; one not pending, if there is.
+
+    several: of several steps in one launch, which run at uniform sizes alone.
 
     Raises:
       ValueError: none does.
     """
     tokens, rows = sum(counts), len(counts)
     uniform = tokens // rows if max(counts) * rows == tokens else -1
+    ragged = () if several else (0,)
     fits = [
         b
         for b in buckets
-        if b.num_tokens >= tokens and b.num_rows >= rows and b.query_len in (0, uniform)
+        if b.num_tokens >= tokens and b.num_rows >= rows and b.query_len in (uniform, *ragged)
     ]
     if not fits:
         raise ValueError(

@@ -147,6 +147,13 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     return Spec(FUNCTIONS[key.name], tuple(static.items()), args, out[key.name], donated, options)
 
 
+def step_key(bucket: Bucket, num_steps: int) -> Key:
+    """Names the program of usual requests, of one step or of several in one launch."""
+    if num_steps == 1:
+        return Key("step", bucket)
+    return Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))
+
+
 def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -> list[Key]:
     """Returns the programs that an engine can need; with `rich`, those of rare parameters too."""
     keys = [Key("step", bucket) for bucket in buckets] + [Key("copy", COPIES)]

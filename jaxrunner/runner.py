@@ -23,7 +23,7 @@ from jaxrunner import array_store, pytree
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.launch import abstract, program_keys, program_spec
+from jaxrunner.launch import abstract, program_keys, program_spec, step_key
 from jaxrunner.layout import (
     Bucket,
     SampleSize,
@@ -111,12 +111,12 @@ class ModelRunner:
             return self.programs.start(keys, keys)
         ragged = [b for b in self.buckets if not b.query_len][-1]
         decode = [b for b in self.buckets if b.query_len][-1]
-        needed = [_key(ragged, 1)]  # it can run any step
+        needed = [step_key(ragged, 1)]  # it can run any step
         if (several := self.program.engine.num_decode_steps) > 1:
-            needed.append(_key(decode, several))
+            needed.append(step_key(decode, several))
         first = [key for key in keys if key.name in ("admit", "copy") or key in needed]
         # Of the others the one that can run any decode step comes next.
-        return self.programs.start([*needed, _key(decode, 1), *keys], first)
+        return self.programs.start([*needed, step_key(decode, 1), *keys], first)
 
     def warm_up(
         self, *, rich: bool = False, background: bool = False, progress: bool = False
@@ -269,15 +269,14 @@ class ModelRunner:
         if not req_ids:
             self._admit(new, blocks)
             return None
-        several = output.num_steps > 1
+        n, is_pending = output.num_steps, self.programs.is_pending
+        several = n > 1
         each = [1 if several else counts[r] for r in req_ids]
-        is_pending = self.programs.is_pending
-        bucket = choose(self.buckets, each, lambda b: is_pending(_key(b, output.num_steps)))
-        size = sum(counts.values()) // output.num_steps
-        self.traffic[bucket.query_len][size] += 1
+        bucket = choose(self.buckets, each, lambda b: is_pending(step_key(b, n)), several=several)
+        self.traffic[bucket.query_len][sum(each)] += 1
         sample = self.slots.sample_size(req_ids, bucket.num_rows)
         if several:
-            bucket = Steps(output.num_steps, sample)
+            bucket = Steps(n, sample)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.slots.room(blocks, bucket)
         if new or not fits:
@@ -291,10 +290,3 @@ class ModelRunner:
             self.state = self.programs[Key("admit", size)](self.state, packed)
         for size, packed in self.slots.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)
-
-
-def _key(bucket: Bucket, num_steps: int) -> Key:
-    """Names the program of usual requests."""
-    if num_steps == 1:
-        return Key("step", bucket)
-    return Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxrunner.buckets import GPU_SIZES
 from jaxrunner.engine import Engine
+from jaxrunner.launch import program_keys
 from jaxrunner.models.llama import llama
 from jaxrunner.params import SamplingParams
+from jaxrunner.programs import Key, Programs
+from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 
@@ -78,3 +82,59 @@ def test_two_thousand_requests_compile_nothing():  # 25
     reasons = Counter(request.finish_reason for request in requests)
     assert set(reasons) <= {"stop", "length", "abort", "error", "repetition"}
     assert reasons["length"] + reasons["stop"] > 0.9 * NUM_REQUESTS
+
+
+GPU: dict[str, Any] = dict(
+    max_num_seqs=256, max_num_batched_tokens=8192, decode_buckets=GPU_SIZES, token_buckets=(),
+    num_decode_steps=4, num_blocks=12,
+)  # fmt: skip
+NUMBERS = (1, 2, 8, 9, 15, 16, 17, 32, 33, 64, 200, 255, 256)  # of requests
+
+
+def launched(runner: ModelRunner, monkeypatch) -> list[Key]:
+    """Returns a list that gains the key of each program; none is compiled, none runs."""
+    keys, state = [], runner.state
+
+    def spy(_: Programs, key: Key) -> Any:
+        keys.append(key)
+        return lambda *_: (state, *[None] * (4 if key.name == "forward" else 1))
+
+    monkeypatch.setattr(Programs, "__getitem__", spy)
+    return keys
+
+
+def decode(runner: ModelRunner, num_steps: int, params: SamplingParams) -> None:
+    """Has requests decode, few and many at once."""
+    for i in range(256):
+        runner.slots.add(tiny.new_request(f"{i}", [1], blocks=[0], params=params))
+    for number in NUMBERS:
+        counts = {f"{i}": num_steps for i in range(number)}
+        runner.step(tiny.scheduled(counts, num_steps=num_steps))
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("logprobs", [None, 0, 9])
+def test_any_number_of_decodes_runs_what_warm_up_compiles(num_steps, logprobs, monkeypatch):  # 25
+    runner = tiny.runner(**GPU)
+    keys = launched(runner, monkeypatch)
+    decode(runner, num_steps, SamplingParams(logprobs=logprobs))
+    rich = logprobs is not None
+    assert len(keys) >= len(NUMBERS)
+    assert set(keys) <= set(program_keys(runner.program, runner.buckets, rich=rich))
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_any_number_of_decodes_runs_while_small_sizes_are_pending(num_steps, monkeypatch):
+    pending, waited_for = set(), set()
+
+    def start(_: Programs, keys: list[Key], first: list[Key]) -> None:
+        pending.update(set(keys) - set(first))
+        waited_for.update(first)
+
+    monkeypatch.setattr(Programs, "start", start)
+    monkeypatch.setattr(Programs, "is_pending", lambda _, key: key in pending)
+    runner = tiny.runner(**GPU)
+    runner.prepare(background=True)
+    keys = launched(runner, monkeypatch)
+    decode(runner, num_steps, SamplingParams())
+    assert len(keys) == len(NUMBERS) and set(keys) <= waited_for
