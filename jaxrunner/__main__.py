@@ -6,6 +6,7 @@ python -m jaxrunner --model path/to/checkpoint "Once upon a time"
 """
 
 import argparse
+import json
 import platform
 import sys
 import time
@@ -15,6 +16,7 @@ import jax
 
 import jaxrunner
 from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.bounds import shown
 
 PROMPTS: tuple[str, ...] = (
     "def fibonacci(n):\n",
@@ -40,6 +42,9 @@ def main() -> None:
     )
     parser.add_argument("prompts", nargs="*", help="texts to complete; Python ones by default")
     parser.add_argument("--model", help="checkpoint folder or hub name")
+    parser.add_argument(
+        "--hf-overrides", type=json_object, help="JSON of config.json's keys; null removes one"
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
@@ -55,13 +60,29 @@ def main() -> None:
     sizes: dict[str, Any] = dict(max_num_seqs=rows, decode_buckets=(rows,), token_buckets=(tokens,))
     dtype = "float32" if device.platform == "cpu" and args.model is None else "auto"
     model = args.model or str(embedded.PATH)
-    with LLM(model, dtype=dtype, max_num_batched_tokens=tokens, **sizes) as llm:
+    sizes |= dict(max_num_batched_tokens=tokens, hf_overrides=args.hf_overrides)
+    with LLM(model, dtype=dtype, **sizes) as llm:
         print(f"ready after {time.perf_counter() - start:.1f} s\n")
         params = SamplingParams(
             temperature=args.temperature, top_p=0.95, max_tokens=args.max_tokens, seed=args.seed
         )
         num_tokens, seconds = stream(llm, prompts, params)
     print(f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s\n\n{NEXT}")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Reads an argument.
+
+    Raises:
+      argparse.ArgumentTypeError: it is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object in braces, got {shown(value)}")
+    return value
 
 
 def stream(llm: LLM, prompts: list[str], params: SamplingParams) -> tuple[int, float]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrunner.bounds import shown
 from jaxrunner.settings import Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -10,6 +11,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SCALED = dict(fp8="float8_e4m3fn", fp8_e4m3="float8_e4m3fn", int8="int8")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 NAN_POLICIES = ("error", "raise", "ignore")
+MAX_ID = 2**31  # of a token: int32 on the device
 ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
@@ -144,6 +146,14 @@ def read_dtype(settings: Settings) -> str:
 
 
 def read_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
-    """Returns the ids of a special token: none, one, or a list in the file."""
+    """Returns the ids of a special token: none, one, or a list in the file.
+
+    Raises:
+      ValueError: one that is no id.
+    """
     value = settings.take(key, (int, list), [])
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < MAX_ID:
+            raise ValueError(f"{key} must be ids from 0 to {MAX_ID - 1}, got {shown(token_id)}")
+    return ids

@@ -104,7 +104,7 @@ def load(
         name, revision, load_format, model_loader_extra_config, check_nan, seed
     )
     folder = resolve(name, revision=revision)
-    settings = read_json(folder / "config.json") | (hf_overrides or {})
+    settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
     dtype = config.dtype if dtype == "auto" else check_dtype("dtype", dtype)
     if isinstance(tokenizer, str):
@@ -120,6 +120,17 @@ def load(
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def _checked_overrides(overrides: Any) -> dict[str, Any]:
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
+        raise TypeError(
+            f"hf_overrides must be a dict of config.json's keys, None to remove one, got "
+            f"{shown(overrides)}"
+        )
+    return overrides
 
 
 def _generation_defaults(

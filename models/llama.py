@@ -97,7 +97,9 @@ def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> Mode
     settings.expect("hidden_act", "silu", "swish")
     settings.expect("pretraining_tp", 1)
     settings.expect("quantization_config", None)
-    bos = read_token_ids(settings, "bos_token_id")
+    bos, eps = read_token_ids(settings, "bos_token_id"), settings.take("rms_norm_eps", float, 1e-6)
+    if not 0 <= eps < 1:
+        raise ValueError(f"rms_norm_eps must be from 0 to 1, got {eps}: it keeps a norm from zero")
     fields = dict(
         architecture=settings.take("architectures", list, ["?"])[0],
         vocab_size=settings.size("vocab_size"),
@@ -108,7 +110,7 @@ def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> Mode
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_len,
-        rms_norm_eps=settings.take("rms_norm_eps", float, 1e-6),
+        rms_norm_eps=eps,
         rope=read_rope(settings, head_dim, max_len),
         windows=(None,) * layers,
         tie_word_embeddings=settings.take("tie_word_embeddings", bool, False),

@@ -7,7 +7,8 @@ from jaxrunner.settings import Settings
 
 def read(settings: Settings) -> ModelConfig:
     """Reads a Mistral config; a null `sliding_window` is full attention, an absent one 4096."""
-    window = settings.take("sliding_window", int, 0 if "sliding_window" in settings else 4096)
+    absent = 0 if "sliding_window" in settings else 4096
+    window = settings.size("sliding_window", absent, least=0)
     layers = settings.size("num_hidden_layers")
     return read_decoder(settings, windows=(window or None,) * layers)
 

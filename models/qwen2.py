@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with biased query, key and value. arXiv:2407.10671."""
 
+from jaxrunner.bounds import shown
 from jaxrunner.config import ModelConfig
 from jaxrunner.models.llama import llama, read_decoder
 from jaxrunner.settings import Settings
@@ -14,14 +15,15 @@ def read_windows(settings: Settings) -> tuple[int | None, ...]:
     """Returns each layer's window: listed in `layer_types`, or from `max_window_layers` on."""
     layers = settings.size("num_hidden_layers")
     used = settings.take("use_sliding_window", bool, False)
-    window = settings.take("sliding_window", int, 0 if "sliding_window" in settings else 4096)
+    absent = 0 if "sliding_window" in settings else 4096
+    window = settings.size("sliding_window", absent, least=0)
     first = settings.take("max_window_layers", int, 28)
     default = [f"{'sliding' if i >= first else 'full'}_attention" for i in range(layers)]
-    kinds = settings.take("layer_types", list, default)
+    kinds = settings.each("layer_types", str, default)
     if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"layer_types must name full_attention or sliding_attention for {layers} layers, "
-            f"got {kinds}"
+            f"got {shown(kinds)}"
         )
     used = used and window > 0
     return tuple(window if used and kind == "sliding_attention" else None for kind in kinds)

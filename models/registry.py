@@ -1,5 +1,6 @@
 """Which family serves which `architectures` entry of a `config.json`."""
 
+from jaxrunner.bounds import shown
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
@@ -22,9 +23,9 @@ def read_model(settings: Settings) -> tuple[Model, ModelConfig]:
     Raises:
       ValueError: an architecture we do not have, or a setting that we do not support.
     """
-    names = settings.take("architectures", list, [])
+    names = settings.each("architectures", str, [])
     known = [name for name in names if name in FAMILIES]
     if len(names) != 1 or not known:
-        raise ValueError(f"architectures must be one of {sorted(FAMILIES)}, got {names}")
+        raise ValueError(f"architectures must be one of {sorted(FAMILIES)}, got {shown(names)}")
     model = FAMILIES[known[0]]
     return model, model.read(settings)

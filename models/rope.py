@@ -59,8 +59,9 @@ def read_rope(settings: Settings, head_dim: int, max_len: int) -> Rope:
       ValueError: a scaling that is unknown or lacks a parameter.
     """
     theta = settings.take("rope_theta", float, 10000.0)
+    settings.expect("partial_rotary_factor", 1.0, 1)
     scaling = settings.section("rope_scaling")
-    scaling = settings.section("rope_parameters") or scaling or Settings({}, "rope_scaling")
+    scaling = settings.section("rope_parameters") or scaling or Settings({}, key="rope_scaling")
     theta = scaling.take("rope_theta", float, theta)
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
     scaling.expect("partial_rotary_factor", 1.0, 1)

@@ -1,5 +1,6 @@
 """`python -m jaxrunner` and `python -m jaxrunner.bench`, run in this process."""
 
+import contextlib
 from dataclasses import replace
 import json
 import sys
@@ -34,6 +35,20 @@ def test_the_demo_completes_its_argument(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", argv)
     __main__.main()
     assert "\ndef fib(n):" in capsys.readouterr().out
+
+
+def test_the_demo_takes_keys_of_config_json(monkeypatch, capsys):
+    def run(overrides: str) -> str:
+        argv = ["jaxrunner", "--max-tokens", "2", "--hf-overrides", overrides, "def"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with contextlib.suppress(SystemExit):
+            __main__.main()
+        return "".join(capsys.readouterr())
+
+    assert "argument --hf-overrides: must be a JSON object, got Expecting" in run("{no")
+    assert "argument --hf-overrides: must be a JSON object in braces, got [1]" in run("[1]")
+    with pytest.raises(ValueError, match=r"unknown setting: logit_scale=2\."):
+        run('{"logit_scale": 2}')
 
 
 def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import logging
 
+from checkpoints import TINY
 import pytest
 
 from jaxrunner import SamplingParams, embedded
@@ -60,6 +61,12 @@ def test_dtype_auto_is_the_checkpoints(checkpoint):
     assert overridden.dtype == "float32"
 
 
+def test_overrides_are_a_dict_of_keys(checkpoint):
+    for bad in ([1], "tie_word_embeddings", {1: 2}):
+        with pytest.raises(TypeError, match=r"hf_overrides must be a dict of config\.json's"):
+            checkpoint(hf_overrides=bad)
+
+
 def test_a_folder_without_a_config_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"a checkpoint folder must hold config.json"):
         load(str(tmp_path), tokenizer=None)
@@ -69,3 +76,27 @@ def test_a_folder_without_a_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json must be JSON, got"):
         load(str(tmp_path), tokenizer=None)
+
+
+FILES = {
+    "broken": (b"{no", r"config\.json must be JSON, got"),
+    "no text": (b"\xff\xfe{", r"config\.json must be JSON, got"),
+    "no object": (b"[1]", r"config\.json must hold a JSON object, got list"),
+    "nested without end": (b'{"a":' * 99_999, r"config\.json must be JSON, got"),
+    "a number without end": (b'{"a": ' + b"9" * 9999 + b"}", r"config\.json must be JSON, got"),
+    "large": (b" " * (2**26 + 1), r"must be at most 64 MiB, got 67108865 bytes: it is none of a"),
+}
+
+
+@pytest.mark.parametrize(("data", "match"), FILES.values(), ids=FILES.keys())
+def test_a_broken_config_file_is_named(tmp_path, data, match):
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ValueError, match=match):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_missing_config_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing: a checkpoint folder"):
+        read_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert read_json(tmp_path / "config.json") == TINY
