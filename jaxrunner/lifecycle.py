@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxrunner import array_store, pytree, sharded_state
+from jaxrunner import array_store, pytree, sharded_state, tensors
 from jaxrunner.bounds import shown
 from jaxrunner.layout import make_state
 from jaxrunner.loader import LoadConfig
 from jaxrunner.profiling import check_device
 from jaxrunner.runner import ModelRunner
-from jaxrunner.weights import check_tensors, with_tensors
+from jaxrunner.weights import check_finite, check_leaves, check_tensors, with_tensors
 
 CHANGEABLE = dict(
     load_config=("load_format", "model_loader_extra_config"), model_config=("model", "revision")
@@ -55,8 +54,11 @@ class Lifecycle(abc.ABC):
         none to come shares what the prefix cache of an `LLM` has of the old ones.
 
         Raises:
-          ValueError, TypeError: they are not like the old ones, which stay; names where.
+          ValueError, TypeError: they are not like the old ones, which stay, or with `check_nan`
+            not finite; names where.
         """
+        if self.load_config.check_nan:
+            check_leaves(params)
         self._take(params)
         self._asleep, self._host_params = self._asleep - {"weights"}, None
         self._tell(self._reason())
@@ -76,21 +78,20 @@ class Lifecycle(abc.ABC):
             raise RuntimeError("a weight update has begun: call finish_weight_update first")
         self._staged = {}
 
-    def update_weights(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Keeps tensors, by their names in a checkpoint, for the end of the update.
+    def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Copies tensors, by their names in a checkpoint, for the end of the update.
+
+        weights: arrays of numpy, JAX or torch, of any device, in float32, 64, 16 or bfloat16.
 
         Raises:
           RuntimeError: none has begun.
-          ValueError: a tensor that the model does not have; ends the update, and nothing changes.
+          TypeError, ValueError: what is no tensor of the model, or with `check_nan` not finite;
+            ends the update, and nothing changes.
         """
         if self._staged is None:
             raise RuntimeError("no weight update has begun: call start_weight_update first")
         staged, self._staged = self._staged, None
-        new = {name: np.asarray(tensor) for name, tensor in dict(tensors).items()}
-        self._awake()
-        program = self.runner.program
-        check_tensors(program.model, program.config, new)
-        self._staged = staged | new
+        self._staged = staged | self._read("weights", weights)
 
     def finish_weight_update(self) -> None:
         """Takes the new weights, those that were not named being as they were.
@@ -104,16 +105,22 @@ class Lifecycle(abc.ABC):
         staged, self._staged = self._staged, None
         self.update_params(self._with(staged))
 
-    def reload_weights(self, source: str | Path | Iterable[tuple[str, Any]] | None = None) -> None:
+    def reload_weights(
+        self, source: str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
+    ) -> None:
         """Takes the weights of a checkpoint: a folder, a name on the hub, or named tensors.
 
-        None is the model's own, or what `update_config` says; it also says the format.
+        None is the model's own, or what `update_config` says; it also says the format. Tensors are
+        those that `update_weights` takes; what they do not name stays.
 
         Raises:
-          FileNotFoundError, ValueError: it is not like the model; nothing changes.
+          FileNotFoundError, TypeError, ValueError: it is not like the model; nothing changes.
         """
         if source is not None and not isinstance(source, str | Path):
-            self.update_params(self._with({name: np.asarray(x) for name, x in source}))
+            named = self._read("source", source)
+            if not named:
+                raise ValueError("source has no tensor: name a folder, or give at least one tensor")
+            self.update_params(self._with(named))
             return
         program, config = self.runner.program, self.load_config
         if source is not None:  # there are no dummies where a checkpoint is named
@@ -261,9 +268,18 @@ class Lifecycle(abc.ABC):
             raise RuntimeError("the weights sleep: wake_up first, or give all with update_params")
         return self.params
 
-    def _with(self, tensors: dict[str, Any]) -> Any:
+    def _read(self, name: str, given: Any) -> dict[str, Any]:
+        """Returns tensors that are the model's, and with `check_nan` finite."""
+        self._awake()
+        found, program = tensors.read(name, given), self.runner.program
+        check_tensors(program.model, program.config, found)
+        if self.load_config.check_nan:
+            check_finite(found)
+        return found
+
+    def _with(self, named: dict[str, Any]) -> Any:
         program = self.runner.program
-        return with_tensors(program.model, program.config, self._awake(), tensors)
+        return with_tensors(program.model, program.config, self._awake(), named)
 
 
 def check_changeable(name: str, values: Iterable[str], allowed: Iterable[str]) -> None:

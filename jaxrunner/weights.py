@@ -55,7 +55,7 @@ def load_params(
                 path, tensor = found[name]
                 parts[f"{path}: {name}"] = safetensors_file.view(mapped[path], tensor)
             if check_nan:
-                _check_finite(parts)
+                check_finite(parts)
             leaves.append(jax.device_put(_join(source, parts, target), sharding_or_device))
             # One transfer is on its way while the next weight is joined, not more.
             jax.block_until_ready(leaves[-2:-1])
@@ -133,6 +133,42 @@ def check_tensors(model: Model, config: ModelConfig, tensors: dict[str, Any]) ->
             raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
 
 
+def check_finite(parts: dict[str, np.ndarray]) -> None:
+    """Checks all values of tensors, by their names.
+
+    Raises:
+      ValueError: one is NaN or infinite.
+    """
+    for where, part in parts.items():
+        bad = part.size - np.count_nonzero(np.isfinite(part))
+        if bad:
+            raise ValueError(
+                f"{where} holds {bad} of {part.size} values that are NaN or infinite, all must be "
+                "finite: correct them, or load the model with check_nan=False"
+            )
+
+
+def check_leaves(params: Any) -> None:
+    """Checks all values of params, where they lie.
+
+    Raises:
+      ValueError: one is NaN or infinite; names its leaf.
+    """
+    finite = jax.device_get(jax.tree.map(_is_finite, params))
+    for path, good in jax.tree.leaves_with_path(finite):
+        if not good:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} holds values that are NaN or infinite, all "
+                "must be finite: correct them, or load the model with check_nan=False"
+            )
+
+
+def _is_finite(leaf: Any) -> Any:
+    """Whether a leaf is finite; what is no array that lives is another check's."""
+    lives = isinstance(leaf, jax.Array) and not leaf.is_deleted()
+    return jnp.isfinite(leaf).all() if lives or isinstance(leaf, np.ndarray) else True
+
+
 def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[str, Any]) -> Any:
     """Returns `params` with some tensors of a checkpoint in place of what they were made of.
 
@@ -198,16 +234,6 @@ def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
     return jax.tree.map(lambda x: x.update(sharding=here), shapes)
-
-
-def _check_finite(parts: dict[str, np.ndarray]) -> None:
-    for where, part in parts.items():
-        bad = part.size - np.count_nonzero(np.isfinite(part))
-        if bad:
-            raise ValueError(
-                f"{where} holds {bad} of {part.size} values that are NaN or infinite, all must be "
-                "finite: download the checkpoint again, or load it with check_nan=False"
-            )
 
 
 def _join(source: Source, parts: dict[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
