@@ -4,6 +4,7 @@ Of the format: 8 bytes of header length, little-endian; a JSON header of dtype, 
 of each tensor; then the bytes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 import json
 import math
@@ -14,6 +15,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from jaxrunner import checksums
+from jaxrunner.bounds import shown
+from jaxrunner.limits import HEADER_BYTES, MEBI
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -33,6 +38,7 @@ DTYPES: dict[str, np.dtype] = {
     "U64": np.dtype(np.uint64),
 }
 # What torch.save writes: a zip archive today, a bare pickle of old.
+CHECKSUM = "sha256:"  # before a tensor's name: a key of the header's metadata
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
@@ -42,6 +48,7 @@ class Tensor(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int  # byte of the file
+    checksum: str | None = None  # what `checksums.of_array` says of it, where we wrote the file
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -59,10 +66,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 f"{path} is a pickle or zip file named .safetensors, and unpickling can run any "
                 "code: get the model as real safetensors"
             )
+        size = int.from_bytes(first[:8], "little")
+        if HEADER_BYTES < size <= path.stat().st_size:
+            raise ValueError(
+                f"{path} has a header of {size} bytes, at most {HEADER_BYTES // MEBI} MiB can be "
+                "read: it is none of a model"
+            )
         # Their reader refuses what is no safetensors; ours then needs no care about types.
         try:
             with safe_open(path, "np"):
-                size = int.from_bytes(first[:8], "little")
                 file.seek(8)
                 entries = json.loads(file.read(size), object_pairs_hook=_unique)
         except (SafetensorError, ValueError) as error:
@@ -70,20 +82,40 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 f"{path} must be a whole safetensors file, got {path.stat().st_size} bytes of "
                 f"which its header says: {error}. Download it again"
             ) from error
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", None) or {}
     data = 8 + size, path.stat().st_size
-    return {name: _read_entry(f"{path}: {name}", e, *data) for name, e in entries.items()}
+    tensors = {name: _read_entry(f"{path}: {name}", e, *data) for name, e in entries.items()}
+    sums = {k.removeprefix(CHECKSUM): v for k, v in metadata.items() if k.startswith(CHECKSUM)}
+    if sums and sums.keys() != tensors.keys():
+        name = min(sums.keys() ^ tensors.keys())
+        raise ValueError(f"{path}: tensors and checksums differ in {name!r}: save it again")
+    return {name: tensor._replace(checksum=sums.get(name)) for name, tensor in tensors.items()}
 
 
-def view(mapped: np.memmap, tensor: Tensor) -> np.ndarray:
-    """Returns a tensor of a file mapped as bytes, without reading it."""
-    return np.ndarray(tensor.shape, tensor.dtype, mapped, tensor.start)
+def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
+    """Returns a tensor's values; a file that changes later does not change them.
+
+    Raises:
+      ValueError: the file has become shorter, or its checksum says that the values have changed.
+    """
+    size = math.prod(tensor.shape) * tensor.dtype.itemsize
+    # Not mapped: to look at what is no longer in a file would end the process.
+    data = np.fromfile(path, np.uint8, size, offset=tensor.start)
+    if data.size < size:
+        raise ValueError(
+            f"{path}: {name} ends after {data.size} of {size} bytes, the file has become shorter "
+            "since its header was read: load it when nobody writes to it"
+        )
+    array = data.view(tensor.dtype).reshape(tensor.shape)
+    if tensor.checksum not in (None, checksums.of_array(name, array)):
+        raise ValueError(f"{path}: {name} has changed since it was saved: copy the file again")
+    return array
 
 
 def write(path: Path, tensors: Mapping[str, tuple[Any, tuple[int, ...]]], arrays: Iterable) -> None:
     """Writes `tensors`, names to dtype and shape, from `arrays` in that order, one at a time.
 
-    The file appears under its name only once it is whole.
+    Their checksums are in the metadata. The file appears under its name only once it is whole.
 
     Raises:
       ValueError: a dtype that the format does not have.
@@ -95,24 +127,33 @@ def write(path: Path, tensors: Mapping[str, tuple[Any, tuple[int, ...]]], arrays
         start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
         offsets = [start, end]
         header[name] = dict(dtype=names[np.dtype(dtype)], shape=shape, data_offsets=offsets)
-    # Older transformers refuse a file that does not name its framework.
-    text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
-    text += b" " * (-len(text) % 8)
-    part = path.with_name(path.name + ".part")
+    part, sums = path.with_name(path.name + ".part"), dict.fromkeys(tensors, "0" * 64)
     with part.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for (dtype, shape), array in zip(tensors.values(), arrays, strict=True):
+        file.write(_header(header, sums))
+        for (name, (dtype, shape)), array in zip(tensors.items(), arrays, strict=True):
             assert (array.dtype, array.shape) == (np.dtype(dtype), tuple(shape))
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            array = np.ascontiguousarray(array).reshape(shape)
+            file.write(array.reshape(-1).view(np.uint8).data)
+            sums[name] = checksums.of_array(name, array)
+        file.seek(0)
+        file.write(_header(header, sums))  # as long as before
     os.replace(part, path)
+
+
+def _header(entries: dict[str, Any], sums: dict[str, str]) -> bytes:
+    # Older transformers refuse a file that does not name its framework.
+    metadata = {"format": "pt"} | {CHECKSUM + name: total for name, total in sums.items()}
+    text = json.dumps({"__metadata__": metadata} | entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes an object of JSON pairs, whose last value of a key would win unseen."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"key {twice!r} appears twice")
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {shown(twice)} appears twice")
     return values
 
 

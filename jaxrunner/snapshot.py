@@ -64,11 +64,11 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> Gained:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
         part = Path(unfinished, "snapshot")
-        array_store.save(part / "tables", (state.requests, state.sampling))
+        array_store.write(part / "tables", (state.requests, state.sampling))
         for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
             # One at a time: a copy of the whole cache may fit neither device nor host.
             values = jax.tree.map(partial(_read, np.array(blocks)), layer)
-            array_store.save(part / f"layer{i}", values)
+            array_store.write(part / f"layer{i}", values)
         told = dict(context=_context(engine), filled=filled, host=host, more=more)
         (part / "host.json").write_text(host_json.dumps(told), encoding="utf-8")
         os.rename(part, folder)  # whole, or not there
@@ -98,7 +98,7 @@ def restore_engine(engine: Engine, folder: str | Path) -> Restored:
     engine.compiling.resume(live)
     runner = engine.runner
     tables = array_store.abstract((runner.state.requests, runner.state.sampling))
-    tables = array_store.restore(folder / "tables", tables)
+    tables = array_store.read(folder / "tables", tables)
     engine.reset_prefix_cache()  # its blocks are written to
     for i, blocks in enumerate(told["filled"]):
         _fill(runner, i, np.array(blocks), folder / f"layer{i}")
@@ -114,7 +114,7 @@ def _read(blocks: np.ndarray, cache: Array) -> np.ndarray:
 def _fill(runner: ModelRunner, i: int, blocks: np.ndarray, folder: Path) -> None:
     """Writes what a layer's blocks held into its cache."""
     kv = runner.state.kv
-    values = array_store.restore(folder, jax.tree.map(partial(_blocks_of, len(blocks)), kv[i]))
+    values = array_store.read(folder, jax.tree.map(partial(_blocks_of, len(blocks)), kv[i]))
     layer = _put(kv[i], blocks, values)
     runner.state = replace(runner.state, kv=(*kv[:i], layer, *kv[i + 1 :]))
 

@@ -44,7 +44,6 @@ def load_params(
     sources = _sources(model, config)
     shapes = _shapes(sources)
     found = checkpoint.find(folder, shapes, files)
-    mapped = {path: np.memmap(path, np.uint8, "r") for path, _ in found.values()}
     leaves = []
     bar = tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress)
     with bar, ExitStack() as undo:
@@ -53,7 +52,7 @@ def load_params(
             parts = {}
             for name in source.names:
                 path, tensor = found[name]
-                parts[f"{path}: {name}"] = safetensors_file.view(mapped[path], tensor)
+                parts[f"{path}: {name}"] = safetensors_file.read(path, name, tensor)
             if check_nan:
                 check_finite(parts)
             leaves.append(jax.device_put(_join(source, parts, target), sharding_or_device))
@@ -237,7 +236,7 @@ def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
 
 
 def _join(source: Source, parts: dict[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """Makes a weight of its tensors; it shares no memory with their files."""
+    """Makes a weight of its tensors, of which it may share the memory."""
     with np.errstate(over="ignore"):  # found below, by name
         cast = [part.astype(dtype, copy=False) for part in parts.values()]
     if dtype == np.float16:
@@ -247,10 +246,7 @@ def _join(source: Source, parts: dict[str, np.ndarray], dtype: np.dtype) -> np.n
                     f"{where} holds values over 65504, the largest of dtype='float16': "
                     "use dtype='bfloat16' or 'float32'"
                 )
-    joined = source.join(cast)
-    # The CPU backend may use host memory in place, and a file may change after it was read.
-    shared = any(np.may_share_memory(joined, part) for part in parts.values())
-    return joined.copy() if shared else joined
+    return source.join(cast)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -71,7 +71,7 @@ def test_a_lying_checkpoint_is_refused_before_anything_is_allocated(
 ):
     model, config, _ = tiny()
     write(tmp_path / checkpoint.WHOLE, lie(split(model, config, random_params(model, config))))
-    monkeypatch.setattr(weights.np, "memmap", None)
+    monkeypatch.setattr(safetensors_file, "read", None)
     monkeypatch.setattr(weights.jax, "device_put", None)
     with pytest.raises(ValueError, match=match):
         load(tmp_path, model, config)

@@ -21,6 +21,13 @@ PROMPT = {"prompt_token_ids": [5, 17, 300]}
 equal = np.testing.assert_array_equal
 
 
+def flip(path: Path) -> None:
+    """Changes the last bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def llm():
     with LLM(str(embedded.PATH), skip_tokenizer_init=True, **SIZES) as llm:
@@ -47,6 +54,10 @@ def test_params_go_through_orbax_and_back(llm: LLM, tmp_path: Path):
         llm.load_params(tmp_path / "other")
     with pytest.raises(ValueError, match="params is there already: name a new folder"):
         llm.save_params(tmp_path / "params")
+    shutil.copytree(tmp_path / "params", tmp_path / "changed")
+    flip(max((tmp_path / "changed").rglob("*"), key=lambda path: path.stat().st_size))
+    with pytest.raises(ValueError, match="has changed since it was saved: copy or save"):
+        llm.load_params(tmp_path / "changed")
     assert llm.weights_version == 2
     llm.sleep(level=2)
     with pytest.raises(RuntimeError, match="the weights sleep: wake_up first"):
@@ -74,6 +85,9 @@ def test_shards_hold_the_weights_as_they_are(llm: LLM, tmp_path: Path, pattern: 
         model_loader_extra_config=extra,
     )  # fmt: skip
     jax.tree.map(equal, loaded.read_params(progress=False), llm.params)
+    flip(files[0])
+    with pytest.raises(ValueError, match=r"has changed since it was saved: copy the file again"):
+        loaded.read_params(progress=False)
     files[1].unlink()
     with pytest.raises(ValueError, match=r"the weights in .* is missing"):
         loaded.read_params(progress=False)

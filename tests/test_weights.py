@@ -39,7 +39,7 @@ def test_a_saved_checkpoint_loads_equal(tmp_path, variant, dtype):
     assert_same(load(tmp_path, model, config_again, dtype), params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     with safe_open(tmp_path / "model.safetensors", "np") as file:  # asked for by old transformers
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata()["format"] == "pt"
 
 
 @variants
