@@ -1,10 +1,12 @@
 """What a field may hold, as one table says, and how it is told when it does not. Knows no JAX."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import reprlib
 from typing import Any, NamedTuple
 
 import numpy as np
+
+MOST_READ = 2**20  # elements of a list, which may have no end
 
 
 class Bound(NamedTuple):
@@ -102,7 +104,20 @@ def elements(name: str, values: Any, wanted: str) -> Iterable[Any]:
     no_list |= isinstance(values, np.ndarray) and values.ndim == 0
     if no_list or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list, each element {wanted}, got {shown(values)}")
-    return values
+    return _read(name, values)
+
+
+def _read(name: str, values: Iterable[Any]) -> Iterator[Any]:
+    """Yields elements of what may have no end, or fail as it is read."""
+    try:
+        for i, value in enumerate(values):
+            if i == MOST_READ:
+                raise ValueError(f"{name} has over {MOST_READ} elements: give fewer")
+            yield value
+    except ValueError:
+        raise
+    except Exception as error:
+        raise TypeError(f"{name} cannot be read as a list: {type(error).__name__}") from error
 
 
 def _pairs(name: str, values: Any, bound: Bound, key: Bound) -> tuple[tuple[Any, Any], ...]:

@@ -29,7 +29,8 @@ class Completions:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]):
         self.engine, self.tokenizer = engine, tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
+        # Some checkpoints say -1 for none.
+        self.eos_token_ids = frozenset(token for token in eos_token_ids if token >= 0)
         self._states: dict[str, RequestState] = {}
         self._num_named = 0
         self._lock = threading.RLock()  # threads may generate at once: each step serves all

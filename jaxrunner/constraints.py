@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.faults import of_foreign_code
-from jaxrunner.request import GrammarOutput, Request
+from jaxrunner.request import GrammarOutput, Request, Status
 
 FAILED = "structured_outputs: the grammar failed"
 
@@ -18,34 +18,29 @@ class Constraints:
     def __init__(self, make_compiler: Callable[[], Any] | None):
         """make_compiler: returns a `GrammarCompiler`; called once, when a request needs it."""
         self._make_compiler, self._compiler = make_compiler, None
-        self._waiting: list[tuple[Request, Future]] = []
+        self.requests: dict[str, Request] = {}  # whose grammar is not compiled yet
+        self._futures: dict[str, Future] = {}
 
     @property
     def num_waiting(self) -> int:
         """Requests whose grammar is not compiled yet."""
-        return len(self._waiting)
+        return len(self.requests)
 
     def submit(self, request: Request) -> None:
         """Starts compiling a request's grammar, in another thread.
 
         Raises:
-          ValueError: there is no tokenizer to compile it for, llguidance is not installed, or the
-            id is in use.
+          ValueError: there is no tokenizer to compile it for, or llguidance is not installed.
         """
         if self._make_compiler is None:
             raise ValueError(
                 "structured_outputs needs the tokenizer of the model: leave skip_tokenizer_init "
                 "out, or give the engine a GrammarCompiler"
             )
-        if any(request.request_id == other.request_id for other, _ in self._waiting):
-            raise ValueError(
-                f"request {request.request_id!r} is unfinished: give each live request its own "
-                "request_id"
-            )
         if self._compiler is None:
             self._compiler = self._made_compiler(self._make_compiler)
         future = self._compiler.submit(request.params.structured_outputs)
-        self._waiting.append((request, future))
+        self.requests[request.request_id], self._futures[request.request_id] = request, future
 
     def _made_compiler(self, make: Callable[[], Any]) -> Any:
         try:
@@ -55,22 +50,17 @@ class Constraints:
 
     def ready(self, *, block: bool) -> list[Request]:
         """Returns requests whose grammar is there, or that it failed, which ends them."""
-        if block and self._waiting:
-            wait([future for _, future in self._waiting], return_when=FIRST_COMPLETED)
-        done = [pair for pair in self._waiting if pair[1].done()]
-        self._waiting = [pair for pair in self._waiting if pair not in done]
+        if block and self._futures:
+            wait(self._futures.values(), return_when=FIRST_COMPLETED)
+        done = [self._take(name) for name, future in list(self._futures.items()) if future.done()]
         for request, future in done:
             error = future.exception()
             if error is None:
                 request.grammar = future.result()
             else:
-                request.error, request.finish_reason = str(error), "error"
+                request.error = str(error)
+                _end(request, "error")
         return [request for request, _ in done]
-
-    @property
-    def requests(self) -> dict[str, Request]:
-        """Requests whose grammar is not compiled yet, by id."""
-        return {request.request_id: request for request, _ in self._waiting}
 
     def resume(self, requests: Iterable[Request]) -> None:
         """Compiles the grammars of requests that come from elsewhere, and shows them the output.
@@ -81,7 +71,7 @@ class Constraints:
         ruled = [request for request in requests if request.params.structured_outputs is not None]
         for request in ruled:
             self.submit(request)
-        while self._waiting:
+        while self.requests:
             self.ready(block=True)
         for request in ruled:
             if request.grammar is None or accept(request, request.output_token_ids):
@@ -92,14 +82,23 @@ class Constraints:
         if self._compiler is not None:
             self._compiler.close()
 
-    def drop(self, request_ids: Iterable[str], reason: str) -> list[Request]:
-        """Ends requests that wait; returns them."""
-        gone = set(request_ids)
-        dropped = [request for request, _ in self._waiting if request.request_id in gone]
-        self._waiting = [pair for pair in self._waiting if pair[0].request_id not in gone]
-        for request in dropped:
-            request.finish_reason = reason
-        return dropped
+    def drop(
+        self, request_ids: Iterable[str], reason: str, stop_reason: int | str | None = None
+    ) -> None:
+        """Ends requests that wait; ids of others are ignored."""
+        for request_id in request_ids:
+            if request_id in self.requests:
+                request, _ = self._take(request_id)
+                request.stop_reason = stop_reason
+                _end(request, reason)
+
+    def _take(self, request_id: str) -> tuple[Request, Future]:
+        return self.requests.pop(request_id), self._futures.pop(request_id)
+
+
+def _end(request: Request, reason: str) -> None:
+    # Also its status: others may wait for it as their leader.
+    request.finish_reason, request.status = reason, Status.FINISHED
 
 
 def concern(requests: Mapping[str, Request]) -> bool:

@@ -5,7 +5,7 @@ while engine.has_unfinished:
     for request, new_token_ids in engine.step(): ...
 """
 
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import logging
 from typing import Any
@@ -13,24 +13,21 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.block_pool import BlockPool
-from jaxrunner.bounds import Bound, plain
 from jaxrunner.buckets import step_buckets
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.constraints import Constraints, accept, concern, masks, may_end
 from jaxrunner.faults import FATAL, NO_CHOICE, NO_NUMBER, Standing, of_engine, of_step
 from jaxrunner.interrupts import deferred
-from jaxrunner.layout import MAX_STOP_IDS
 from jaxrunner.model import Model
 from jaxrunner.params import SamplingParams
-from jaxrunner.prompts import check_prompt
-from jaxrunner.request import NEVER, Request, SchedulerOutput, stop_ids
+from jaxrunner.request import Request, SchedulerOutput
+from jaxrunner.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.runner import ModelRunner
 from jaxrunner.runner_output import Gained, StepHandle, merged
 from jaxrunner.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-_POSITION = Bound(int, 0, NEVER)
 
 
 class Engine:
@@ -86,39 +83,31 @@ class Engine:
 
         score_start: the position of the first prompt token whose logprob is wanted, where
             `prompt_logprobs` is set; all but the first where None. The cache may hold those before.
-        leader: a request with the same prompt, which is to be computed first and shared.
+        leader: an unfinished request with this prompt, which is to be computed first and shared.
 
         Raises:
-          TypeError, ValueError: a bad prompt or parameter, or an id that is in use; names it.
+          TypeError, ValueError: a bad argument, or an id that is in use; names it.
           RuntimeError: the engine sleeps, or has ended; see `faults.Standing`.
         """
         self.standing.check_awake()
-        vocab_size, max_len = self.model_config.vocab_size, self.config.max_model_len
-        check_prompt(prompt_token_ids, vocab_size, max_len)
-        params.check(vocab_size, extra_args=self.runner.program.extra_args)
-        start = plain("start", 1 if score_start is None else score_start, _POSITION)
-        start = NEVER if params.prompt_logprobs is None else max(1, start)
-        wanted = max_len if params.max_tokens is None else params.max_tokens
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=list(prompt_token_ids),
-            params=params,
-            seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
-            max_len=min(len(prompt_token_ids) + wanted, max_len),
-            stop_ids=stop_ids(params, eos_token_ids, most=MAX_STOP_IDS),
+        request = new_request(
+            request_id,
+            prompt_token_ids,
+            params,
+            of=self.runner.program,
+            eos_token_ids=eos_token_ids,
             priority=priority,
-            cache_salt=self.model_config.cache_salt(len(prompt_token_ids)),
-            cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
+            score_start=score_start,
             leader=leader,
-            score_start=start,
         )
-        self.scheduler.check(request)
+        check_among(request, self._unfinished)
+        ruled = params.structured_outputs is not None
+        (self.compiling.submit if ruled else self.scheduler.add)(request)
+        # Nothing refuses it any more.
+        if params.seed is None:
+            request.seed = int(self._seeds.integers(2**63))
         if leader is not None:
             leader.leads = True
-        if params.structured_outputs is None:
-            self.scheduler.add(request)
-        else:
-            self.compiling.submit(request)
         return request
 
     @property
@@ -127,8 +116,8 @@ class Engine:
         return self.scheduler.has_unfinished or self.compiling.num_waiting > 0
 
     @property
-    def _unfinished(self) -> dict[str, Request]:
-        return self.scheduler.requests | self.compiling.requests
+    def _unfinished(self) -> Mapping[str, Request]:
+        return ChainMap(self.scheduler.requests, self.compiling.requests)
 
     @deferred
     def step(self) -> Gained:
@@ -250,19 +239,24 @@ class Engine:
             self.runner.restart()
         except Exception as cause:
             self.standing.ended = of_engine(error, cause)
-            left = self._unfinished
+            left = dict(self._unfinished)
             self._end(left, dict.fromkeys(left, self.standing.ended))
         if self.runner.programs.strict or isinstance(error, FATAL):
             raise error
 
     def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
-        """Ends requests at any phase; ids of ended requests are ignored."""
-        request_ids = list(request_ids)
-        self.compiling.drop(request_ids, reason)
+        """Ends requests at any phase; ids of ended requests are ignored.
+
+        Raises:
+          TypeError, ValueError: an id is no string, or there is no such reason.
+        """
+        request_ids = check_ids(request_ids)
+        check_reason(reason, stop_reason)
+        self.compiling.drop(request_ids, reason, stop_reason)
         self.scheduler.finish(request_ids, reason, stop_reason)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests that nobody waits for any more."""
+        """Ends requests that nobody waits for any more; raises as `finish`."""
         self.finish(request_ids, "abort")
 
     def warm_up(self, **kwargs: Any) -> None:
@@ -277,7 +271,9 @@ class Engine:
 
         Raises:
           ValueError, TypeError: they are not like the old ones, which stay; names where.
+          RuntimeError: the engine has ended.
         """
+        self.standing.check()
         self.runner.update_params(params)
         self.scheduler.outdate_prefixes()
         self.weights_version += 1
@@ -294,7 +290,7 @@ class Engine:
         if self.standing.is_foreign:
             return
         self.standing.ended = "this engine is closed: build another one"
-        self.abort(self._unfinished)
+        self.abort(list(self._unfinished))
         self._in_flight.clear()
         self.compiling.close()
         self.runner.close()

@@ -58,27 +58,41 @@ def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
     return [_parse(prompt) for prompt in prompts]
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Checks that a model can take a prompt and add a token.
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
+    """Returns the tokens of a prompt, if a model can take it and add a token.
 
     Raises:
-      TypeError: an id is not an integer.
+      TypeError: it is no list of integers.
       ValueError: it is empty, too long, or has an id beyond the logits' width.
     """
-    if not len(token_ids):
-        raise ValueError("prompt has 0 tokens, a model needs 1 to go on from: pass some text")
-    if len(token_ids) >= max_model_len:
-        raise ValueError(
-            f"prompt has {len(token_ids)} tokens, max_model_len={max_model_len} leaves room for "
-            f"{max_model_len - 1}: shorten it or raise max_model_len"
-        )
+    _check_list(token_ids)
+    _check_length(len(token_ids), max_model_len)  # before a long one is copied
     ids = _integers(token_ids)
+    _check_length(len(ids), max_model_len)
     if min(ids) < 0 or max(ids) >= vocab_size:
         i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         raise ValueError(
             f"prompt_token_ids[{i}]={shown(ids[i])} is out of range, the model's ids are 0 "
             f"to {vocab_size - 1}: encode with the model's own tokenizer"
         )
+    return ids
+
+
+def _check_length(length: int, max_model_len: int) -> None:
+    if length < 1:
+        raise ValueError("prompt has 0 tokens, a model needs 1 to go on from: pass some text")
+    if length >= max_model_len:
+        raise ValueError(
+            f"prompt has {length} tokens, max_model_len={max_model_len} leaves room for "
+            f"{max_model_len - 1}: shorten it or raise max_model_len"
+        )
+
+
+def _check_list(ids: Any) -> None:
+    no_list = isinstance(ids, str | bytes | bytearray | dict)
+    no_list |= isinstance(ids, np.ndarray) and ids.ndim == 0
+    if no_list or not isinstance(ids, Sequence | np.ndarray):
+        raise TypeError(f"prompt_token_ids must be a list of integers, {_got(ids)}")
 
 
 def _parse(prompt: Any) -> ParsedPrompt:
@@ -101,12 +115,8 @@ def _parse_dict(prompt: Any) -> ParsedPrompt:
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt must be a str, {_got(text)}")
     check_unicode("prompt", text or "")
-    if ids is not None and (
-        isinstance(ids, str | bytes | bytearray | dict)
-        or not isinstance(ids, Sequence | np.ndarray)
-        or (isinstance(ids, np.ndarray) and ids.ndim == 0)
-    ):
-        raise TypeError(f"prompt_token_ids must be a list of integers, {_got(ids)}")
+    if ids is not None:
+        _check_list(ids)
     return ParsedPrompt(text, None if ids is None else _integers(ids))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrunner.params import SamplingParams
 
 NEVER = 2**30  # a position beyond all
+FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
 
 
 class Status(Enum):
@@ -52,7 +53,7 @@ class Request:
     num_computed: int = 0  # tokens launched, an upper bound of what the device has computed
     num_in_flight: int = 0  # sampled tokens launched and not yet read
     num_cached_tokens: int = 0  # tokens found in the prefix cache at the first admission
-    finish_reason: str | None = None  # "stop", "length", "repetition", "abort" or "error"
+    finish_reason: str | None = None  # of `FINISH_REASONS`
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     error: str | None = None  # why it failed, with the finish reason "error"
     grammar: Any = None  # a `jaxrunner.grammar.Grammar` that has seen all known output

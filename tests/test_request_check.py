@@ -1,0 +1,177 @@
+"""What a host asks of an engine: wrong arguments are named, and change nothing."""
+
+from concurrent.futures import Future
+import itertools
+from typing import Any
+
+import features
+import numpy as np
+import pytest
+from test_engine import PROMPTS, drain, engine
+import tiny
+
+from jaxrunner.engine import Engine
+from jaxrunner.models.llama import llama
+from jaxrunner.params import SamplingParams
+from jaxrunner.request import Request
+
+FREE = SamplingParams(max_tokens=4)  # the engine draws its seed
+NOTHING: Any = None
+RULED = SamplingParams(max_tokens=4, structured_outputs=features.GRAMMAR)
+
+
+class Slow(features.ParityCompiler):
+    """Grammars that are ready when the test says so."""
+
+    def __init__(self):
+        self.futures: list[Future] = []
+
+    def submit(self, params):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def slow_engine() -> tuple[Engine, Slow]:
+    (config, params), slow = tiny.model_and_params(), Slow()
+    return Engine(llama, config, tiny.engine_config(), params, make_compiler=lambda: slow), slow
+
+
+class Unreadable(list):
+    def __iter__(self):
+        raise ArithmeticError("hostile")
+
+
+class Endless(list):
+    """A list whose length is a lie."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return itertools.repeat(1, 1000)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (dict(request_id=3), "request_id must be a string, got 3"),
+    (dict(request_id=None), "request_id must be a string"),
+    (dict(request_id=["a"]), "request_id must be a string"),
+    (dict(request_id="\ud800"), "request_id has half a surrogate pair"),
+    (dict(prompt_token_ids=None), "prompt_token_ids must be a list of integers"),
+    (dict(prompt_token_ids="abc"), "prompt_token_ids must be a list of integers"),
+    (dict(prompt_token_ids={1: 2}), "prompt_token_ids must be a list of integers"),
+    (dict(prompt_token_ids=itertools.count()), "prompt_token_ids must be a list of integers"),
+    (dict(prompt_token_ids=[1.5]), r"prompt_token_ids\[0\] must be an integer"),
+    (dict(prompt_token_ids=Endless()), "prompt has 1000 tokens, max_model_len=48 leaves room"),
+    (dict(params=None), "params must be a SamplingParams, got None"),
+    (dict(params=SamplingParams), "params must be a SamplingParams"),
+    (dict(eos_token_ids=3), "eos_token_ids must be a list"),
+    (dict(eos_token_ids=[2**31]), r"eos_token_ids\[0\]=2147483648 is out of range"),
+    (dict(eos_token_ids=[7, -1]), r"eos_token_ids\[1\]=-1 is out of range"),
+    (dict(eos_token_ids=[None]), r"eos_token_ids\[0\] must be an integer"),
+    (dict(eos_token_ids=itertools.repeat(5)), "over 1048576 elements: give fewer"),
+    (dict(eos_token_ids=Unreadable()), "eos_token_ids cannot be read as a list: Arithmetic"),
+    (dict(priority=None), "priority must be an integer"),
+    (dict(priority=float("nan")), "priority must be an integer"),
+    (dict(priority=2**63), "priority=9223372036854775808 is out of range"),
+    (dict(score_start=-1), "score_start=-1 is out of range"),
+    (dict(score_start="2"), "score_start must be an integer"),
+    (dict(leader="kept"), "leader must be what `add` returned, or None, got 'kept'"),
+    (dict(leader=True), "leader must be what `add` returned"),
+    (dict(leader=Request("kept", [3, 1], FREE, seed=0, max_len=9)), "leader 'kept' is not at work"),
+]
+
+
+def test_bad_arguments_are_named_and_change_nothing():
+    calm, e = engine(policy="priority"), engine(policy="priority")
+    want, kept = (each.add("kept", PROMPTS[0], FREE) for each in (calm, e))
+    e.step()
+    good: dict[str, Any] = dict(request_id="bad", prompt_token_ids=[3, 1], params=FREE)
+    for changes, message in BAD:
+        with pytest.raises((TypeError, ValueError), match=message):
+            e.add(**good | changes)
+    with pytest.raises(ValueError, match="leader 'kept' has another prompt than request 'bad'"):
+        e.add(**good, leader=kept)
+    with pytest.raises(ValueError, match="request 'kept' is unfinished: give each live request"):
+        e.add("kept", [3, 1], FREE)
+    assert list(e._unfinished) == ["kept"] and not kept.leads
+    # The engine has drawn no seed for what it refused.
+    wanted = calm.add("next", [3, 1], FREE)
+    following = e.add("next", np.array([3, 1]), FREE, eos_token_ids=[2**31 - 1])
+    drain(calm)
+    drain(e)
+    assert kept.output_token_ids == want.output_token_ids
+    assert following.output_token_ids == wanted.output_token_ids
+
+
+def test_ids_to_end_are_named_and_others_go_on():
+    e = engine()
+    requests = [e.add(name, PROMPTS[i], FREE) for i, name in enumerate("abc")]
+    for ids, message in [
+        ("abc", "request_ids must be a list, each element a string, got 'abc'"),
+        (None, "request_ids must be a list"),
+        ({"a": 1}, "request_ids must be a list"),
+        (["a", 3], r"request_ids\[1\] must be a string, got 3"),
+        ([["a"]], r"request_ids\[0\] must be a string"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            e.abort(ids)
+    with pytest.raises(TypeError, match="reason must be a string, got None"):
+        e.finish(["a"], NOTHING)
+    with pytest.raises(ValueError, match=r"reason must be one of \('stop', .*, got 'done'"):
+        e.finish(["a"], "done")
+    with pytest.raises(TypeError, match="stop_reason must be a token id, a text or None"):
+        e.finish(["a"], "stop", 1.5)
+    assert not any(request.finish_reason for request in requests)
+    drain(e)
+    assert {request.finish_reason for request in requests} == {"length"}
+
+
+def test_an_id_is_one_requests_while_its_grammar_is_compiled():
+    e, slow = slow_engine()
+    ruled = e.add("a", [1], RULED)
+    for params in (FREE, RULED):
+        with pytest.raises(ValueError, match="request 'a' is unfinished: give each live request"):
+            e.add("a", [2], params)
+    with pytest.raises(ValueError, match="request 'b' is unfinished"):
+        free = e.add("b", [1], FREE)
+        e.add("b", [1], RULED)
+    assert len(slow.futures) == 1
+    slow.futures[0].set_result(features.Parity())
+    drain(e)
+    assert len(ruled.output_token_ids) == len(free.output_token_ids) == 4
+
+
+@pytest.mark.parametrize("end", ["abort", "fail", "serve"])
+def test_a_follower_outlives_a_leader_whose_grammar_is_compiled(end):
+    e, slow = slow_engine()
+    leader = e.add("a", PROMPTS[0], RULED)
+    followers = [e.add("b", PROMPTS[0], FREE, leader=leader)]
+    followers.append(e.add("c", PROMPTS[0], FREE, leader=followers[0]))
+    for _ in range(3):
+        assert e.step() == []
+    if end == "abort":
+        e.finish(["a"], "abort", "tired")
+        assert leader.stop_reason == "tired"
+    elif end == "fail":
+        slow.futures[0].set_exception(ValueError("no such rule"))
+    else:
+        slow.futures[0].set_result(features.Parity())
+    for _ in range(20):
+        e.step()
+    assert not e.has_unfinished
+    reasons = dict(abort="abort", fail="error", serve="length")
+    assert leader.finish_reason == reasons[end]
+    assert [len(request.output_token_ids) for request in followers] == [4, 4]
+    with pytest.raises(ValueError, match="leader 'a' is not at work in this engine: leave it out"):
+        e.add("d", PROMPTS[0], FREE, leader=leader)
+
+
+def test_weights_are_not_given_to_an_engine_that_has_ended():
+    e = engine()
+    weights = e.runner.params
+    with pytest.raises(ValueError, match="params must have the leaves of those they replace"):
+        e.update_params([1, 2])
+    assert e.weights_version == 0 and e.runner.params is weights
+    e.close()
+    with pytest.raises(RuntimeError, match="this engine is closed: build another one"):
+        e.update_params(weights)
