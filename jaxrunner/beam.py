@@ -7,10 +7,8 @@ cache, whole blocks shared and the last one copied, so that a beam computes one 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tqdm.auto import tqdm
-
 from jaxrunner.bounds import Bound, plain, shown
-from jaxrunner.completions import Completions
+from jaxrunner.completions import Bar, Completions, progress_bar
 from jaxrunner.output_processor import RequestState
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import ParsedPrompt
@@ -83,7 +81,7 @@ def search(
     prompts: Sequence[ParsedPrompt],
     params: BeamSearchParams,
     *,
-    use_tqdm: bool = False,
+    use_tqdm: Bar = False,
 ) -> list[BeamSearchOutput]:
     """Searches for each prompt, all at once, as transformers does with early_stopping=False.
 
@@ -104,7 +102,7 @@ def search(
                 f"max_model_len={engine.config.max_model_len}: lower max_tokens"
             )
     searches = [_Search(len(ids), [BeamSearchSequence(list(ids))]) for ids in starts]
-    for _ in tqdm(range(params.max_tokens), desc="Beam search", disable=not use_tqdm):
+    for _ in progress_bar(use_tqdm, iterable=range(params.max_tokens), desc="Beam search"):
         beams = [beam for search in searches for beam in search.live]
         if not beams:
             break

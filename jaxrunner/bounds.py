@@ -12,7 +12,8 @@ MOST_READ = 2**20  # elements of a list, which may have no end
 class Bound(NamedTuple):
     """A type, and for numbers a closed range; `each` for a list of such values.
 
-    With `key`, a mapping (or pairs) from what `key` says to such values.
+    With `key`, a mapping (or pairs) from what `key` says to such values. `also` are further types,
+    whose values stay as they are; where `among` names values, it is one of these.
     """
 
     kind: type
@@ -22,16 +23,22 @@ class Bound(NamedTuple):
     each: bool = False
     key: "Bound | None" = None
     most: int = 2**30  # elements
+    also: tuple[Any, ...] = ()
+    among: tuple[Any, ...] = ()
 
     @property
     def wanted(self) -> str:
         """What a value must be, in words."""
+        if self.among:
+            known = [*map(repr, self.among), *["None"] * self.optional]
+            return f"{', '.join(known[:-1])} or {known[-1]}"
         words = {bool: "True or False", str: "a string"}
         kind = words.get(self.kind, f"a {self.kind.__name__}")
         if self.kind in (int, float):
             number = "an integer" if self.kind is int else "a finite number"
             kind = f"{number} from {self.low} to {self.high}"
-        return kind + " or None" * self.optional
+        others = "".join(f" or a {other.__name__}" for other in self.also)
+        return kind + others + " or None" * self.optional
 
 
 def shown(value: Any) -> str:
@@ -57,12 +64,18 @@ def plain(name: str, value: Any, bound: Bound) -> Any:
 
 
 def _one(name: str, value: Any, bound: Bound) -> Any:
+    if bound.also and isinstance(value, bound.also):
+        return value
     got: Any = value.item() if isinstance(value, np.generic) else value
-    kinds = (int, float) if bound.kind is float else (bound.kind,)
+    kinds = (int, float) if bound.kind is float else (bound.kind, *map(type, bound.among))
     if type(got) not in kinds:
         raise TypeError(
             f"{name} must be {bound.wanted}, got {shown(value)} of {type(value).__name__}"
         )
+    if bound.among:  # 1 is not True here
+        if not any(type(got) is type(one) and got == one for one in bound.among):
+            raise ValueError(f"{name} must be {bound.wanted}, got {shown(value)}")
+        return got
     # Said so that NaN fails it.
     if bound.kind in (int, float) and not bound.low <= got <= bound.high:
         raise ValueError(f"{name}={shown(value)} is out of range: take {bound.wanted}")

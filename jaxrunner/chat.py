@@ -1,13 +1,17 @@
 """Conversations to text, by the template of a checkpoint. Knows no JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrunner.bounds import shown
 from jaxrunner.sandbox import render
 from jaxrunner.sandbox_guard import GLOBALS, GUARD
 
 # What no keyword argument may replace: our own names, and the sandbox's.
 RESERVED = {"template", "messages", GUARD, "namespace", "cycler", "joiner", "self", *GLOBALS}
+ARGUMENTS = {
+    "add_generation_prompt", "continue_final_message", "tools", "bos_token", "eos_token",
+}  # fmt: skip
 TAG = "(the final message goes on here) "  # with a space, to see whether a template trims
 
 
@@ -52,20 +56,49 @@ def render_chat(
             )
         messages[-1] = _open(messages[-1])
     variables = kwargs | {"messages": messages, "add_generation_prompt": add_generation_prompt}
-    variables["tools"] = None if tools is None else list(tools)
+    variables["tools"] = _read_tools(tools)
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     variables |= {name: token for name, token in tokens.items() if token is not None}
     text = render(template, variables)
     return _cut(text) if continue_final_message else text
 
 
-def _read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages whose contents are text."""
+def check_variables(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a user's further variables of a template, {} for None.
+
+    Raises:
+      TypeError, ValueError: a name that is no string, or an argument's of `render_chat`.
+    """
+    for name in values or {}:
+        if not isinstance(name, str):
+            raise TypeError(f"chat_template_kwargs has the name {shown(name)}: names are strings")
+        if name in ARGUMENTS:
+            raise ValueError(f"chat_template_kwargs has {name!r}, an argument itself: pass it so")
+    return dict(values or {})
+
+
+def conversations(messages: Any) -> list[Any]:
+    """Returns one conversation, or each of several, unread.
+
+    Raises:
+      TypeError: it is no list.
+    """
+    _check_list(messages)
+    many = bool(messages) and not isinstance(messages[0], dict)
+    return list(messages) if many else [messages]
+
+
+def _check_list(messages: Any) -> None:
     if isinstance(messages, str | bytes | dict) or not isinstance(messages, Sequence):
         raise TypeError(
             f"messages must be a list of dicts, got {type(messages).__name__}: "
             'pass [{"role": "user", "content": ...}]'
         )
+
+
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Returns messages whose contents are text."""
+    _check_list(messages)
     if not messages:
         raise ValueError("messages is empty, a conversation needs one: add a message")
     return [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
@@ -99,6 +132,16 @@ def _read_part(name: str, part: Any) -> str:
     if not isinstance(part.get("text"), str):
         raise TypeError(f"{name} must have a text that is a str, got {_kind(part.get('text'))}")
     return part["text"]
+
+
+def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise TypeError(
+            f"tools must be a list of dicts or None, got {shown(tools)}: give their JSON schemas"
+        )
+    return list(tools)
 
 
 def _open(message: dict[str, Any]) -> dict[str, Any]:

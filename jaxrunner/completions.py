@@ -1,8 +1,10 @@
 """Completions of prompts: queued, run, and handed their tokens. Threads may share one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 import itertools
+import logging
 from pathlib import Path
 import threading
 import time
@@ -10,6 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from jaxrunner.asked import Asked
 from jaxrunner.engine import Engine
 from jaxrunner.interrupts import deferred
 from jaxrunner.output_processor import RequestState, request_output
@@ -20,7 +23,8 @@ from jaxrunner.runner_output import Gained
 from jaxrunner.snapshot import restore_engine, save_engine
 from jaxrunner.tokenizer import Tokenizer
 
-Asked = tuple[ParsedPrompt, SamplingParams, int]  # the last one is the priority
+logger = logging.getLogger(__name__)
+Bar = bool | Callable[..., Any]  # whether there is one, or what makes it, called as tqdm is
 REDRAW_S = 0.1  # a count of what is finished looks at every completion
 
 
@@ -35,6 +39,7 @@ class Completions:
         self._num_named = 0
         self._lock = threading.RLock()  # threads may generate at once: each step serves all
         self._closed = False
+        self.totals: Counter[str] = Counter()  # of completions that have ended; see `metrics`
 
     def add(
         self,
@@ -90,8 +95,8 @@ class Completions:
         )
         self._states[state.request_id] = state
 
-    def answer(self, asked: Sequence[Asked], *, on_error: str, use_tqdm: bool) -> RequestOutputs:
-        """Queues prompts, runs them, and returns their outputs, in their order.
+    def answer(self, asked: Sequence[Asked], *, on_error: str, use_tqdm: Bar) -> RequestOutputs:
+        """Queues prompts, runs them, and returns their outputs, in their order; tells of failures.
 
         Raises:
           Interrupted: by Ctrl-C; has the outputs as they were then.
@@ -103,7 +108,9 @@ class Completions:
                 self.run(_all(groups), use_tqdm=use_tqdm)
             finally:
                 self.drop(_all(groups))
-            return _outputs(groups)
+            outputs = _outputs(groups)
+            _tell_failures(outputs)
+            return outputs
         except KeyboardInterrupt as error:
             self.drop(_all(groups))  # the interrupt may have come before this was done
             groups = [group for group in groups if group]
@@ -120,10 +127,10 @@ class Completions:
             into.append([])
             self.add(prompt, params, into=into[-1], on_error=on_error, priority=priority)
 
-    def run(self, states: Sequence[RequestState], *, use_tqdm: bool = False) -> None:
+    def run(self, states: Sequence[RequestState], *, use_tqdm: Bar = False) -> None:
         """Steps until these completions are whole."""
         shown_s = time.monotonic()
-        with tqdm(total=len(states), desc="Processed prompts", disable=not use_tqdm) as bar:
+        with progress_bar(use_tqdm, total=len(states), desc="Processed prompts") as bar:
             for state in states:
                 while not state.finished:
                     self.step()
@@ -194,9 +201,31 @@ class Completions:
             return
         with self._lock:
             for state in states:
-                if self._states.pop(state.request_id, None) and not state.finished:
+                known = self._states.pop(state.request_id, None) is not None
+                if known and not state.finished:
                     self.engine.abort([state.request_id])
                 state.abort()
+                if known:
+                    self._count(state)
+
+    def _count(self, state: RequestState) -> None:
+        """Adds a completion that has ended to the totals."""
+        self.totals[f"reason {state.finish_reason}"] += 1
+        self.totals["generation_tokens"] += len(state.token_ids)
+        if state.index == 0:  # of the prompt
+            self.totals["prompt_tokens"] += len(state.prompt_token_ids or ())
+            self.totals["cached_tokens"] += state.request.num_cached_tokens if state.request else 0
+
+    @deferred
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        """Forgets cached prefixes; with `running` also of requests at work, which start again."""
+        self.engine.standing.check()
+        with self._lock:
+            if running:
+                self._hand_out(self.engine.drain())
+                self.engine.scheduler.restart()
+                self.engine.runner.restart()
+            return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Aborts all, and closes the engine. May be called twice."""
@@ -205,6 +234,22 @@ class Completions:
             for state in self._states.values():
                 state.abort()
             self.engine.close()
+
+
+def progress_bar(use_tqdm: Bar, **kwargs: Any) -> Any:
+    """Returns tqdm's bar, a hidden one, or the user's own."""
+    make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+    return make(disable=not use_tqdm, **kwargs)
+
+
+def _tell_failures(outputs: RequestOutputs) -> None:
+    """Warns once of prompts that failed: their empty texts are easily overlooked."""
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors:
+        logger.warning(
+            "%d of %d prompts failed, each with its `error`; the first: %s",
+            len(errors), len(outputs), errors[0],
+        )  # fmt: skip
 
 
 def _all(groups: Iterable[Sequence[RequestState]]) -> list[RequestState]:

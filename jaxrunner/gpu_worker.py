@@ -12,13 +12,15 @@ output = worker.sample_tokens().get()
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 import time
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrunner import pytree
+from jaxrunner import llm_arguments, pytree
+from jaxrunner.arguments import checked
 from jaxrunner.config import EngineConfig
 from jaxrunner.lifecycle import Lifecycle
 from jaxrunner.loader import Loaded, load
@@ -50,9 +52,15 @@ class Worker(Lifecycle):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
+    @checked(
+        llm_arguments.MODEL | llm_arguments.SIZES,
+        elsewhere=llm_arguments.ELSEWHERE,
+        renamed=llm_arguments.RENAMED,
+        spelled=llm_arguments.SPELLED,
+    )
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         revision: str | None = None,
         dtype: str = "auto",
@@ -61,17 +69,19 @@ class Worker(Lifecycle):
         model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
         check_nan: bool = False,
-        cache_dir: str | None = "auto",
+        download_dir: str | Path | None = None,
+        hf_token: str | bool | None = None,
+        cache_dir: str | Path | None = "auto",
         **sizes: Any,
     ):
         """sizes: fields of `EngineConfig`, or of `worker.plan_engine`."""
         self._load = partial(
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
-            check_nan=check_nan, tokenizer=None,
+            check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
         )  # fmt: skip
         self._sizes: dict[str, Any] = sizes | dict(seed=seed)
-        self._cache_dir = find_folder(cache_dir)
+        self._cache_dir = find_folder(cache_dir and str(cache_dir))
         self._device: Any = None
         self._loaded_model: Loaded | None = None
         self._plan: tuple[EngineConfig, MemoryPlan] | None = None

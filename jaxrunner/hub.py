@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 import re
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import errors
@@ -17,12 +18,13 @@ def resolve(
     model: str | Path,
     *,
     revision: str | None = None,
-    cache_dir: Path | None = None,
-    endpoint: str | None = None,
+    name: str = "model",
+    **kwargs: Any,
 ) -> Path:
     """Returns the folder of `model`: itself, or fetched from the Hugging Face hub by its name.
 
-    `revision` is a branch, tag or commit; `cache_dir` and `endpoint` are huggingface_hub's.
+    `revision` is a branch, tag or commit. name: of the argument, for errors. `kwargs` are those of
+    `huggingface_hub.snapshot_download`.
 
     Raises:
       FileNotFoundError: there is no such folder or model, or no way to it from here.
@@ -32,34 +34,33 @@ def resolve(
     if os.path.isdir(path):
         return Path(path)
     if os.path.exists(path):
-        raise ValueError(f"model={str(model)!r} is a file: give the folder that holds it")
+        raise ValueError(f"{name}={str(model)!r} is a file: give the folder that holds it")
     if isinstance(model, Path) or model.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"model={str(model)!r} is no folder on this machine: correct it")
+        raise FileNotFoundError(f"{name}={str(model)!r} is no folder on this machine: correct it")
     if not NAME.fullmatch(model):
         raise ValueError(
-            f"model={model!r} must be a folder, or owner/name as on the Hugging Face hub"
+            f"{name}={model!r} must be a folder, or owner/name as on the Hugging Face hub"
         )
     try:
         folder = huggingface_hub.snapshot_download(
             model,
             revision=revision,
-            cache_dir=cache_dir,
-            endpoint=endpoint,
+            **kwargs,
             allow_patterns=list(WANTED),
             ignore_patterns=list(UNWANTED),
         )
     except errors.HFValidationError as error:
         raise ValueError(
-            f"model={model!r} must be a folder, or owner/name as on the hub: {error}"
+            f"{name}={model!r} must be a folder, or owner/name as on the hub: {error}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"model={model!r} is not all in the cache, and the hub cannot be asked: go online "
+            f"{name}={model!r} is not all in the cache, and the hub cannot be asked: go online "
             "(without HF_HUB_OFFLINE), or give a folder that holds it"
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise FileNotFoundError(
-            f"model={model!r}, revision={revision!r} is not on the hub, or not open to you: "
+            f"{name}={model!r}, revision={revision!r} is not on the hub, or not open to you: "
             "correct the name, or log in with `hf auth login`"
         ) from error
     return Path(folder)

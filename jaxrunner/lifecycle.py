@@ -12,6 +12,7 @@ from jaxrunner import array_store, pytree, sharded_state, tensors
 from jaxrunner.bounds import shown
 from jaxrunner.layout import make_state
 from jaxrunner.loader import LoadConfig
+from jaxrunner.not_here import NotHere
 from jaxrunner.profiling import check_device
 from jaxrunner.runner import ModelRunner
 from jaxrunner.weights import check_finite, check_leaves, check_tensors, with_tensors
@@ -22,7 +23,7 @@ CHANGEABLE = dict(
 TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 
 
-class Lifecycle(abc.ABC):
+class Lifecycle(NotHere, abc.ABC):
     """The methods of vLLM's worker by their names there, on one runner."""
 
     load_config: LoadConfig  # of `reload_weights`

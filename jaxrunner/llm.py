@@ -8,21 +8,23 @@ with LLM("path/to/checkpoint") as llm:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrunner import beam, pytree, scoring
-from jaxrunner.bounds import Bound, plain, shown
-from jaxrunner.chat import render_chat
-from jaxrunner.completions import Asked, Completions
+from jaxrunner import beam, llm_arguments, pytree, scoring
+from jaxrunner.arguments import checked
+from jaxrunner.asked import overridden, read_asked
+from jaxrunner.chat import check_variables, conversations, render_chat
+from jaxrunner.completions import Bar, Completions
 from jaxrunner.engine import Engine
-from jaxrunner.engine_lifecycle import EngineLifecycle
 from jaxrunner.grammar import GrammarCompiler
+from jaxrunner.llm_names import LLMNames
 from jaxrunner.loader import Loaded, load
 from jaxrunner.output_processor import RequestState
 from jaxrunner.outputs import RequestOutput, RequestOutputs
-from jaxrunner.params import RequestOutputKind, SamplingParams
+from jaxrunner.params import SamplingParams
 from jaxrunner.program_cache import find_folder
 from jaxrunner.prompts import parse_prompts
 from jaxrunner.sampling import RULES
@@ -34,65 +36,83 @@ from jaxrunner.worker import plan_engine
 WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
 
 
-class LLM(EngineLifecycle):
+class LLM(LLMNames):
     """A model that answers prompts, many at once.
 
     model: a folder with config.json, safetensors and tokenizer.json, or a name on the Hugging
         Face hub, whose safetensors, json and txt files are fetched.
     tokenizer: a folder or a `Tokenizer` in place of the model's; `skip_tokenizer_init` for none.
+    download_dir, hf_token: of what comes from the hub, as `huggingface_hub` knows them.
     dtype: of weights and activations, "auto" for the checkpoint's.
     load_format: "auto" reads weights, "dummy" makes random ones on the device, "sharded_state"
         reads what `save_sharded_state` wrote, from files named as `model_loader_extra_config` may
         say: {"pattern": ...}.
     hf_overrides: keys of config.json to replace; None removes one.
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
-        name, "vllm" ignores them.
+        name, "vllm" ignores them; `override_generation_config` replaces keys of it.
+    max_logprobs: the most that a request may ask for; None or -1 for all.
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request;
         see `jaxrunner.sampling.custom`, which also has the slow variant for arbitrary Python.
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
     warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
         grammars and their like, else compiled when needed; "background" awaits the largest alone.
-    The other sizes are those of `worker.plan_engine`; `memory_plan` says what they take.
+    The other sizes are those of `worker.plan_engine`; `memory_plan` says what they take. vLLM's
+    other keywords are taken where they ask for what is done anyway; see `llm_arguments`.
 
     Raises:
       FileNotFoundError, ValueError, TypeError, MemoryError: a bad checkpoint or setting; names it.
     """
 
+    @checked(
+        llm_arguments.LLM,
+        elsewhere=llm_arguments.ELSEWHERE,
+        renamed=llm_arguments.RENAMED,
+        spelled=llm_arguments.SPELLED,
+    )
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
-        tokenizer: str | Tokenizer | None = None,
+        tokenizer: str | Path | Tokenizer | None = None,
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        download_dir: str | Path | None = None,
+        hf_token: str | bool | None = None,
         dtype: str = "auto",
         seed: int = 0,
         load_format: str = "auto",
         model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
         generation_config: str = "auto",
+        override_generation_config: dict[str, Any] | None = None,
+        max_logprobs: int | None = None,
         chat_template: str | None = None,
         check_nan: bool = False,
         logits_fn: Callable[..., Any] | Rule | None = None,
         warm_up: bool | str = True,
-        cache_dir: str | None = "auto",
+        cache_dir: str | Path | None = "auto",
         use_tqdm: bool = True,
         **sizes: Any,
     ):
         rules = with_logits_fn(RULES, logits_fn)
-        if warm_up not in (False, *WARM_UPS):
-            raise ValueError(f"warm_up must be False or one of {[*WARM_UPS]}, got {warm_up!r}")
         loaded = load(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
-            tokenizer=None if skip_tokenizer_init else tokenizer or model, check_nan=check_nan,
+            tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,
+            tokenizer_revision=tokenizer_revision, check_nan=check_nan,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
-            generation_config=generation_config,
+            generation_config=generation_config, download_dir=download_dir, hf_token=hf_token,
         )  # fmt: skip
         self.tokenizer, self.load_config = loaded.tokenizer, loaded.load_config
-        self._chat_template, self._defaults = chat_template, loaded.default_params
-        at = dict(rules=rules, cache_dir=find_folder(cache_dir))
+        self._chat_template, self._max_logprobs = chat_template, max_logprobs
+        self._defaults = overridden(loaded.default_params, override_generation_config)
+        at = dict(rules=rules, cache_dir=find_folder(cache_dir and str(cache_dir)))
         config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
+        self._open(loaded, config, at, warm_up, use_tqdm)
+
+    def _open(self, loaded: Loaded, config: Any, at: dict[str, Any], warm_up: Any, use_tqdm: bool):
+        """Makes the engine and reads the weights, or leaves nothing behind."""
         with ExitStack() as undo:
             self.engine = Engine(
                 loaded.model, loaded.config, config, loaded.params, **at,
@@ -122,18 +142,27 @@ class LLM(EngineLifecycle):
             f"memory:\n{self.memory_plan}"
         )
 
+    def __repr__(self) -> str:
+        model, config = self.engine.model_config, self.engine.config
+        return (
+            f"LLM({str(self.load_config.model)!r}: {model.architecture} in {config.dtype}, "
+            f"{config.max_num_seqs} requests of up to {config.max_model_len:,} tokens, "
+            f"{self.memory_plan.num_tokens:,} in the KV cache)"
+        )
+
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    @checked(llm_arguments.GENERATE, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
         priority: Sequence[int] | None = None,
         on_error: str = "return",
     ) -> RequestOutputs:
@@ -147,9 +176,13 @@ class LLM(EngineLifecycle):
         Raises:
           Interrupted: by Ctrl-C, a `KeyboardInterrupt` whose `outputs` have what there is so far.
         """
-        asked = self._asked(prompts, sampling_params, priority, on_error, whole=True)
+        asked = read_asked(
+            prompts, self._or_defaults(sampling_params), priority, whole=True,
+            max_logprobs=self._max_logprobs,
+        )  # fmt: skip
         return self.completions.answer(asked, on_error=on_error, use_tqdm=use_tqdm)
 
+    @checked(llm_arguments.ON_ERROR, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def stream(
         self,
         prompts: Any,
@@ -164,7 +197,8 @@ class LLM(EngineLifecycle):
         default), all so far, or all completions of its prompt once, at their end. The last one of
         a prompt has `finished` set.
         """
-        asked = self._asked(prompts, sampling_params, priority, on_error)
+        params, most = self._or_defaults(sampling_params), self._max_logprobs
+        asked = read_asked(prompts, params, priority, max_logprobs=most)
         groups: list[list[RequestState]] = []
         try:
             self.completions.queue(asked, into=groups, on_error=on_error)
@@ -172,12 +206,13 @@ class LLM(EngineLifecycle):
         finally:
             self.completions.drop(state for group in groups for state in group)
 
+    @checked(llm_arguments.CHAT, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -185,10 +220,8 @@ class LLM(EngineLifecycle):
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> RequestOutputs:
         """Answers one conversation, a list of messages, or several, a list of such lists."""
-        tokenizer = self.get_tokenizer()
-        many = bool(messages) and not isinstance(messages[0], dict)
-        prompts = []
-        for conversation in messages if many else [messages]:
+        tokenizer, prompts = self.get_tokenizer(), []
+        for conversation in conversations(messages):
             text = render_chat(
                 chat_template or self._chat_template or tokenizer.chat_template,
                 conversation,
@@ -197,20 +230,23 @@ class LLM(EngineLifecycle):
                 tools=tools,
                 bos_token=tokenizer.bos_token,
                 eos_token=tokenizer.eos_token,
-                **chat_template_kwargs or {},
+                **check_variables(chat_template_kwargs),
             )
             # The template has written the special tokens itself.
-            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    @checked(llm_arguments.METHODS, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def beam_search(
-        self, prompts: Any, params: beam.BeamSearchParams, *, use_tqdm: bool = True
+        self, prompts: Any, params: beam.BeamSearchParams, *, use_tqdm: Bar = True
     ) -> list[beam.BeamSearchOutput]:
         """Returns the `beam_width` likeliest continuations that a beam search finds, best first."""
         return beam.search(self.completions, parse_prompts(prompts), params, use_tqdm=use_tqdm)
 
+    @checked(llm_arguments.METHODS)
     def loglikelihood(
-        self, pairs: Sequence[tuple[Any, Any]], *, use_tqdm: bool = True
+        self, pairs: Sequence[tuple[Any, Any]], *, use_tqdm: Bar = True
     ) -> scoring.Loglikelihood:
         """Returns how likely each continuation is after its context, and whether greedy says it.
 
@@ -219,34 +255,18 @@ class LLM(EngineLifecycle):
         """
         return scoring.loglikelihood(self.completions, pairs, use_tqdm=use_tqdm)
 
+    @checked(llm_arguments.METHODS)
     def score_tokens(
-        self, prompts: Any, *, start: int = 1, use_tqdm: bool = True
+        self, prompts: Any, *, start: int = 1, use_tqdm: Bar = True
     ) -> list[scoring.TokenScores]:
         """Returns the logprob of each token of prompts, from position `start` on, as arrays."""
         prompts = parse_prompts(prompts)
         return scoring.score(self.completions, prompts, [start] * len(prompts), use_tqdm=use_tqdm)
 
+    @checked(llm_arguments.ABORT)
     def abort(self, request_id: str) -> None:
         """Ends a request at any phase; its output says so. Unknown ids are ignored."""
         self.completions.abort(request_id)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what requests without parameters get."""
-        return self._defaults
-
-    def get_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer.
-
-        Raises:
-          ValueError: there is none.
-        """
-        if self.tokenizer is None:
-            raise ValueError("there is no tokenizer: leave skip_tokenizer_init out")
-        return self.tokenizer
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes; False, and no change, while a request runs."""
-        return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Gives the device memory back, and aborts requests. May be called twice; none can follow.
@@ -257,40 +277,8 @@ class LLM(EngineLifecycle):
             self.completions.close()
             pytree.delete(self.engine.runner.params)
 
-    def _asked(
-        self, prompts, sampling_params, priority, on_error: str, *, whole: bool = False
-    ) -> list[Asked]:
-        """Returns each prompt with what belongs to it."""
-        if on_error not in ("return", "raise"):
-            raise ValueError(f"on_error must be 'return' or 'raise', got {shown(on_error)}")
-        prompts = parse_prompts(prompts)
-        sampling_params = self._defaults if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", sampling_params, len(prompts))
-        for param in params:
-            if not isinstance(param, SamplingParams):
-                raise TypeError(
-                    f"sampling_params must be a SamplingParams, got {type(param).__name__}: "
-                    "pass SamplingParams(...), or a list of them"
-                )
-            if whole and param.output_kind == RequestOutputKind.DELTA:
-                raise ValueError(
-                    "output_kind=DELTA is for LLM.stream, and generate returns the whole: "
-                    "leave it out"
-                )
-        ranks = _one_each("priority", 0 if priority is None else priority, len(prompts))
-        bound = Bound(int, -(2**62), 2**62)
-        priorities = [plain(f"priority[{i}]", rank, bound) for i, rank in enumerate(ranks)]
-        return list(zip(prompts, params, priorities, strict=True))
-
-
-def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(
-            f"{name} must be one, or one for each of {count} prompts, got {len(value)}"
-        )
-    return list(value)
+    def _or_defaults(self, params: Any) -> Any:
+        return self._defaults if params is None else params
 
 
 def _compiler_maker(of: Loaded) -> Callable | None:

@@ -1,6 +1,6 @@
 """From a model's name to all that an engine needs of it: config, weights, tokenizer, defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +30,14 @@ class LoadConfig:
       ValueError: a field that cannot be; names it.
     """
 
-    model: str  # a folder, or a name on the hub
+    model: str | Path  # a folder, or a name on the hub
     revision: str | None = None
     load_format: str = "auto"
     model_loader_extra_config: dict[str, Any] | None = None
     check_nan: bool = False
     seed: int = 0  # of random weights
+    download_dir: str | Path | None = None  # where what the hub has is kept
+    hf_token: str | bool | None = field(default=None, repr=False)
 
     def __post_init__(self):
         _check_one_of("load_format", self.load_format, LOAD_FORMATS)
@@ -47,6 +49,11 @@ class LoadConfig:
                 f"{self.load_format!r}"
             )
 
+    def folder(self, **other: Any) -> Path:
+        """Returns the folder of the model, or of what `other` names; raises as `hub.resolve`."""
+        asked = dict(model=self.model, revision=self.revision) | other
+        return resolve(**asked, cache_dir=self.download_dir, token=self.hf_token)
+
     def read(self, model: Model, config: ModelConfig, *, dtype: str, progress: bool = True) -> Any:
         """Returns the weights, on their device.
 
@@ -57,7 +64,7 @@ class LoadConfig:
             return random_params(model, config, dtype, self.seed)
         read = load_params if self.load_format == "auto" else sharded_state.load
         return read(
-            resolve(self.model, revision=self.revision), model, config, dtype=dtype,
+            self.folder(), model, config, dtype=dtype,
             check_nan=self.check_nan, progress=progress, **self.model_loader_extra_config or {},
         )  # fmt: skip
 
@@ -80,9 +87,10 @@ class Loaded(NamedTuple):
 
 
 def load(
-    name: str,
+    name: str | Path,
     *,
-    tokenizer: str | Tokenizer | None,
+    tokenizer: str | Path | Tokenizer | None = None,
+    tokenizer_revision: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
     seed: int = 0,
@@ -91,25 +99,30 @@ def load(
     hf_overrides: dict[str, Any] | None = None,
     generation_config: str = "auto",
     check_nan: bool = False,
+    download_dir: str | Path | None = None,
+    hf_token: str | bool | None = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
-    tokenizer: None for none. seed: of random weights.
+    tokenizer: None for none; its revision is the model's where it is the model's own and none is
+        named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
     """
     _check_one_of("generation_config", generation_config, GENERATION_CONFIGS)
     load_config = LoadConfig(
-        name, revision, load_format, model_loader_extra_config, check_nan, seed
-    )
-    folder = resolve(name, revision=revision)
+        name, revision, load_format, model_loader_extra_config, check_nan, seed,
+        download_dir, hf_token,
+    )  # fmt: skip
+    folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
     dtype = config.dtype if dtype == "auto" else check_dtype("dtype", dtype)
-    if isinstance(tokenizer, str):
-        same = tokenizer == name
-        tokenizer = Tokenizer.from_folder(folder if same else resolve(tokenizer))
+    if isinstance(tokenizer, str | Path):
+        same = tokenizer == name and tokenizer_revision is None
+        other = dict(model=tokenizer, revision=tokenizer_revision, name="tokenizer")
+        tokenizer = Tokenizer.from_folder(folder if same else load_config.folder(**other))
     eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
     params = abstract_params(model, config, dtype)
     if tokenizer is not None and tokenizer.eos_token_id is not None:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrunner.bounds import Bound, plain, shown
-from jaxrunner.completions import Completions
+from jaxrunner.bounds import Bound, elements, plain, shown
+from jaxrunner.completions import Bar, Completions
 from jaxrunner.output_processor import RequestState
 from jaxrunner.params import SamplingParams
 from jaxrunner.prompts import ParsedPrompt, parse_prompts
@@ -37,7 +37,7 @@ def score(
     prompts: Sequence[ParsedPrompt],
     starts: Sequence[int],
     *,
-    use_tqdm: bool = False,
+    use_tqdm: Bar = False,
 ) -> list[TokenScores]:
     """Scores the tokens of each prompt from its start on; the cache may hold those before it.
 
@@ -75,14 +75,15 @@ def _scores(state: Any, start: int) -> TokenScores:
 
 
 def loglikelihood(
-    completions: Completions, pairs: Sequence[tuple[Any, Any]], *, use_tqdm: bool = False
+    completions: Completions, pairs: Sequence[tuple[Any, Any]], *, use_tqdm: Bar = False
 ) -> Loglikelihood:
     """Scores each continuation after its context.
 
     Raises:
       TypeError, ValueError: a pair is bad; says which.
     """
-    split = [_split(completions, i, pair) for i, pair in enumerate(pairs)]
+    given = elements("pairs", pairs, "a pair (context, continuation)")
+    split = [_split(completions, i, pair) for i, pair in enumerate(given)]
     prompts = [ParsedPrompt(token_ids=context + rest) for context, rest in split]
     starts = [len(context) for context, _ in split]
     tokens = score(completions, prompts, starts, use_tqdm=use_tqdm)

@@ -1,0 +1,31 @@
+"""Methods of vLLM's `LLM` and worker that are not here, and what to do instead. Knows no JAX."""
+
+from typing import Any
+
+_POOLING = "models generate text, and there is no pooling"
+_LORA = "adapters are not read: merge them into the weights of the checkpoint"
+_WEIGHTS = "see start_weight_update, update_weights, finish_weight_update and update_params"
+INSTEAD: dict[str, str] = {
+    "save_tensorized_model": "save_sharded_state writes safetensors, save_params what orbax reads",
+    **dict.fromkeys(("encode", "embed", "classify", "reward"), _POOLING),
+    "score": f"{_POOLING}; loglikelihood and score_tokens tell logprobs of given tokens",
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),
+    "init_weight_transfer_engine": _WEIGHTS,
+    "enqueue": "stream answers prompts as others come, and Engine.add queues one",
+    "wait_for_completion": "stream answers prompts as others come, and Engine.step runs them",
+    "get_encoder_timing_stats": "there are no encoders",
+    "get_cache_block_size_bytes": "get_kv_cache_spec of gpu_worker.Worker tells page_size_bytes",
+    "initialize_cache": "initialize_from_config of gpu_worker.Worker makes the caches",
+    "set_tokenizer": "LLM(tokenizer=...) takes a folder or a Tokenizer",
+    "preprocess_chat": "get_tokenizer().apply_chat_template renders a conversation",
+    "start_server": "there is no server",
+}
+
+
+class NotHere:
+    """Says of vLLM's methods that are not here what to do instead; `hasattr` says no."""
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
+        raise AttributeError(f"{kind} has no {name!r}{instead}", name=name, obj=self)
