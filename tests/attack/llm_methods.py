@@ -1,0 +1,198 @@
+"""The methods of an `LLM` that answer: prompts, parameters and flags that have no meaning."""
+
+from collections.abc import Callable, Iterator
+import random
+from typing import Any
+
+from attack import calls, models, params, values
+from attack.calls import Target
+from attack.harness import Case, Entry
+from attack.kinds import Kind, flag, instance, integer, several, text
+from jaxrunner import BeamSearchParams, SamplingParams
+
+ONE = SamplingParams(temperature=0, max_tokens=1)
+IDS = several(integer(0, 60), least=1)
+PROMPTS = Kind(
+    lambda v: None if isinstance(v, str | dict | list | tuple) else False if is_plain(v) else None,
+    ({"prompt_token_ids": [61]}, {"prompt_token_ids": [-1]}, {"prompt_token_ids": []}, [1, 2], "",
+     {"prompt": 3}, {"prompt_token_ids": [1] * 48}, {"prompt_token_ids": [True]}, "\ud800", b"a",
+     {"prompt_token_ids": [2**40]}, {"promt": "a"}, ["a", 3], [None], {"prompt_token_ids": [1.5]}),
+)  # fmt: skip
+# Good by themselves, and not for this model.
+WRONG = tuple(
+    SamplingParams(**fields)
+    for fields in (
+        dict(stop_token_ids=[61]), dict(logit_bias={2**29: 1.0}), dict(allowed_token_ids=[3, 99]),
+        dict(bad_words=[[61]]), dict(logprobs=62), dict(prompt_logprobs=2**30),
+        dict(logprob_token_ids=[70]), dict(extra_args={"heat": 1.0}), dict(bad_words=["\0"]),
+    )
+)  # fmt: skip
+PARAMS = Kind(
+    lambda v: type(v) is SamplingParams or v is None or (None if isinstance(v, list | tuple) else
+                                                          False),
+    ({}, dict(max_tokens=1), [ONE], [ONE, None], SamplingParams, "greedy", *WRONG, *WRONG),
+)  # fmt: skip
+RANKS = Kind(
+    lambda v: v is None or (None if isinstance(v, list | tuple | int) else False),
+    ("a", [None], [1.5], [True], [values.NAN], [2**63], [1, 2], [[]], "1"),
+)
+ON_ERROR = Kind(lambda v: v == "return" or v == "raise" if type(v) is str else False, ("Raise", 3))
+MESSAGES = [{"role": "user", "content": "AB"}]
+TALK = dict(
+    messages=Kind(
+        lambda v: False if is_plain(v) or isinstance(v, str | dict) else None,
+        ([], [[]], [{}], [{"role": 3}], [{"role": "user"}], [{"content": "a"}], "hello", [None],
+         [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "image"}]}],
+         [{"role": "", "content": None}], [MESSAGES, {}], [MESSAGES, None]),
+    ),
+    chat_template=Kind(
+        text(None).good,
+        ("{{", "{% for %}", "{{ x.y.z }}", "{{ messages.__class__ }}", "{{ ''.__class__ }}", 3,
+         "{% include 'a' %}", "{{ range(10**12)|list }}", "{{ 'a' * 10**12 }}", "{{ 1/0 }}",
+         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ raise_exception('no') }}", ""),
+    ),
+    add_generation_prompt=flag(), continue_final_message=flag(),
+    tools=Kind(lambda v: True if v is None else None if isinstance(v, list | tuple) else False,
+               (3, "a", {}, [3], True)),
+    chat_template_kwargs=Kind(lambda v: True if v is None else None if isinstance(v, dict) else
+                              False, (3, "ab", [1], {"messages": 1}, {3: 4}, {"self": 1})),
+)  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is surely no list."""
+    return type(value) in (int, float, complex, bool, bytes, bytearray, type(None), object, type)
+
+
+class _Refused(ValueError):
+    """An output that says why its prompt failed."""
+
+
+def told(outputs: Any) -> None:
+    """Raises what outputs tell of prompts that were refused."""
+    errors = [output.error for output in outputs if getattr(output, "error", None)]
+    if errors:
+        raise _Refused(errors[0])
+
+
+class Methods(Entry):
+    """An LLM's methods; the canary is a stream of the same LLM."""
+
+    def __init__(self) -> None:
+        self.llm = models.llm()
+        self.targets = self.made(self.llm)
+
+    def made(self, llm: Any) -> tuple[Target, ...]:
+        """Returns the methods, and what their fields may hold."""
+        raise NotImplementedError
+
+    def case(self, rng: random.Random) -> Case:
+        made = calls.case(rng, self.targets)
+        return made._replace(fields=(*made.fields, *ALSO))
+
+    def standing(self) -> Any:
+        standing = self.llm.engine.standing
+        return len(self.llm.completions._states), standing.ended, standing.asleep
+
+    def canary(self) -> Iterator[Any]:
+        return models.streamed(self.llm)
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+# What a prompt's or a parameter's own refusal names, whichever method it came by.
+ALSO = (
+    "prompt", "prompts", "prompt_token_ids", "stop_token_ids", "logit_bias", "allowed_token_ids",
+    "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids", "extra_args", "text",
+    "structured_outputs", "stop",
+)  # fmt: skip
+
+
+def fixed(function: Callable[..., Any], **always: Any) -> Callable[..., None]:
+    """Returns a function that raises what its outputs tell."""
+
+    def call(**fields: Any) -> None:
+        told(function(**always | fields))
+
+    return call
+
+
+class Generate(Methods):
+    """`generate`."""
+
+    def made(self, llm: Any) -> tuple[Target, ...]:
+        kinds = dict(prompts=PROMPTS, sampling_params=PARAMS, priority=RANKS, on_error=ON_ERROR)
+        needed = dict(prompts="AB", sampling_params=ONE, use_tqdm=False)
+        return (Target("generate", fixed(llm.generate), kinds | dict(use_tqdm=flag()),
+                       lambda: needed),)  # fmt: skip
+
+
+class Stream(Methods):
+    """`stream`, read to its end."""
+
+    def made(self, llm: Any) -> tuple[Target, ...]:
+        kinds = dict(prompts=PROMPTS, sampling_params=PARAMS, priority=RANKS, on_error=ON_ERROR)
+        needed = dict(prompts="AB", sampling_params=ONE)
+        return (Target("stream", fixed(llm.stream), kinds, lambda: needed),)
+
+
+class Chat(Methods):
+    """`chat`."""
+
+    def made(self, llm: Any) -> tuple[Target, ...]:
+        kinds = TALK | dict(sampling_params=PARAMS, use_tqdm=flag())
+        needed = dict(messages=MESSAGES, sampling_params=ONE, use_tqdm=False)
+        return (Target("chat", fixed(llm.chat), kinds, lambda: needed),)
+
+
+class BeamSearch(Methods):
+    """`beam_search`."""
+
+    def made(self, llm: Any) -> tuple[Target, ...]:
+        good = BeamSearchParams(beam_width=2, max_tokens=2)
+        wide = BeamSearchParams(beam_width=1024, max_tokens=2**30)
+        kinds = dict(prompts=PROMPTS, params=instance(BeamSearchParams), use_tqdm=flag())
+        kinds["params"] = kinds["params"]._replace(near=(None, {}, ONE, wide, BeamSearchParams))
+        needed = dict(prompts="AB", params=good, use_tqdm=False)
+        return (Target("beam_search", fixed(llm.beam_search), kinds, lambda: needed),)
+
+
+class Scores(Methods):
+    """`loglikelihood` and `score_tokens`."""
+
+    def made(self, llm: Any) -> tuple[Target, ...]:
+        pair = Kind(
+            lambda v: False if is_plain(v) else None,
+            ([("a",)], [("a", 3)], [3], ["ab"], [("a", "")], [([61], [1])], "ab", {1: 2}),
+        )
+        pairs = Target("loglikelihood", fixed(llm.loglikelihood), dict(pairs=pair, use_tqdm=flag()),
+                       lambda: dict(pairs=[("A", "B")], use_tqdm=False))  # fmt: skip
+        kinds = dict(prompts=PROMPTS, start=integer(0, 2**30), use_tqdm=flag())
+        needed = dict(prompts="AB", use_tqdm=False)
+        return pairs, Target("score_tokens", fixed(llm.score_tokens), kinds, lambda: needed)
+
+    def case(self, rng: random.Random) -> Case:
+        made = super().case(rng)
+        return made._replace(fields=(*made.fields, r"pair \d+"))
+
+
+class Small(Methods):
+    """What is said and asked between requests."""
+
+    def made(self, llm: Any) -> tuple[Target, ...]:
+        def tokens(**fields: Any) -> None:
+            llm.get_tokenizer().encode(**fields)
+
+        def decoded(**fields: Any) -> None:
+            llm.get_tokenizer().decode(**fields)
+
+        return (
+            Target("abort", lambda **f: llm.abort(**f), dict(request_id=text()),
+                   lambda: dict(request_id="none")),
+            Target("encode", tokens, dict(text=text(), add_special_tokens=flag()),
+                   lambda: dict(text="AB")),
+            Target("decode", decoded, dict(ids=IDS, skip_special_tokens=flag()),
+                   lambda: dict(ids=[1])),
+            Target("check_health", llm.check_health, dict(timeout_s=params.real(1e-3, 1e6))),
+        )  # fmt: skip
