@@ -20,12 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import array_store, pytree
+from jaxrunner.at_exit import awaited_at_exit
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.launch import abstract, program_keys, program_spec, step_key
 from jaxrunner.layout import (
     Bucket,
+    Program,
     SampleSize,
     Steps,
     make_state,
@@ -86,15 +88,16 @@ class ModelRunner:
         self.slots = Slots(self.program)
         shapes = abstract(params)
         self.params_spec = array_store.abstract(params)  # what new ones must be like
-        self.programs = Programs(
-            lambda key: program_spec(self.program, shapes, key), cache, eager=config.enforce_eager
-        )
+        # Nothing here refers to the runner, so that its memory goes when it does.
+        spec = functools.partial(program_spec, self.program, shapes)
+        self.programs = Programs(spec, cache, eager=config.enforce_eager)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
         self._forwarded: tuple[Any, ...] | None = None
         self._masks = TokenMasks(1 + self.program.num_drafts, model_config.vocab_size)
-        self._output = functools.cache(lambda *size: Layout(output_spec(self.program, *size)))
+        self._output = functools.cache(functools.partial(_output_layout, self.program))
+        awaited_at_exit(self)
 
     @functools.cached_property
     def state(self) -> Any:
@@ -133,8 +136,8 @@ class ModelRunner:
         for key in self.programs.ready():
             if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
                 self._rehearse(key)
-        gc.collect()  # what tracing left would be searched in the midst of a step
-        gc.freeze()
+        jax.block_until_ready(self.state)
+        gc.collect()  # now, not in the midst of a step; the next one is far then
 
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
@@ -149,7 +152,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Gives the device memory of the state back."""
-        gc.unfreeze()
         self.programs.close()
         pytree.delete(vars(self).get("state"))  # made when first used
 
@@ -172,6 +174,7 @@ class ModelRunner:
         other = copy.copy(self)
         # Steps consume the state they are given.
         other.state, other.slots = jax.tree.map(jnp.copy, self.state), self.slots.copy()
+        awaited_at_exit(other)
         return other
 
     def restart(self) -> None:
@@ -290,3 +293,7 @@ class ModelRunner:
             self.state = self.programs[Key("admit", size)](self.state, packed)
         for size, packed in self.slots.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)
+
+
+def _output_layout(program: Program, *size: int) -> Layout:
+    return Layout(output_spec(program, *size))

@@ -1,5 +1,6 @@
 """Engines come and go: nothing is left on the device, and several live side by side."""
 
+import gc
 import itertools
 from pathlib import Path
 import subprocess
@@ -15,7 +16,7 @@ from test_engine import KINDS, PROMPTS, drain, engine, run
 from jaxrunner import LLM, SamplingParams, embedded, llm, loader, runner, weights
 
 ROOT = Path(__file__).parents[1]
-CYCLES = 20
+CYCLES, DROPPED = 20, 10
 SCRIPT = """
 import os, signal, threading, warnings
 from jaxrunner import LLM, SamplingParams, embedded
@@ -70,6 +71,36 @@ def test_what_is_closed_leaves_nothing_on_the_device():
         held.append(live_bytes())
     assert len(set(texts)) == 1
     assert len(set(held[1:])) == 1, held  # the first leaves constants that all share
+
+
+def test_what_is_dropped_unclosed_leaves_nothing_on_the_device():
+    """Nothing refers back to a runner, and no garbage that was there is kept for ever."""
+    params, held = SamplingParams(temperature=0.0, max_tokens=4), []
+    frozen = gc.get_freeze_count()
+    for i in range(DROPPED):
+        llm = LLM(str(embedded.PATH), **SIZES | dict(warm_up=i < 2, num_blocks=16))
+        llm.generate("def f", params, use_tqdm=False)
+        gc.disable()
+        try:
+            del llm
+            held.append(sum(x.nbytes for x in jax.live_arrays()))
+        finally:
+            gc.enable()
+    assert len(set(held[1:])) == 1, held
+    assert gc.get_freeze_count() == frozen
+
+
+@pytest.mark.gpu
+def test_what_is_dropped_unclosed_gives_the_gpu_its_memory_back():
+    held = []
+    for _ in range(DROPPED):
+        llm = LLM(str(embedded.PATH), **SIZES)
+        llm.generate("def f", SamplingParams(max_tokens=4), use_tqdm=False)
+        del llm
+        stats = jax.local_devices()[0].memory_stats()
+        assert stats is not None
+        held.append(stats["bytes_in_use"])
+    assert held[-1] <= held[1], held
 
 
 def test_engines_take_turns():
