@@ -55,13 +55,12 @@ def main() -> None:
     print(f"model {args.model or 'tiny-pystdlib-7m, embedded'}")
     prompts: list[str] = args.prompts or list(PROMPTS)
     start = time.perf_counter()
-    # Few sizes, few programs to wait for; float32 is what a CPU is fast in.
+    # Few sizes, few programs to wait for.
     rows, tokens = min(len(prompts), 64), 64 if args.model is None else 512
     sizes: dict[str, Any] = dict(max_num_seqs=rows, decode_buckets=(rows,), token_buckets=(tokens,))
-    dtype = "float32" if device.platform == "cpu" and args.model is None else "auto"
     model = args.model or str(embedded.PATH)
     sizes |= dict(max_num_batched_tokens=tokens, hf_overrides=args.hf_overrides)
-    with LLM(model, dtype=dtype, **sizes) as llm:
+    with LLM(model, **sizes) as llm:
         print(f"ready after {time.perf_counter() - start:.1f} s\n")
         params = SamplingParams(
             temperature=args.temperature, top_p=0.95, max_tokens=args.max_tokens, seed=args.seed

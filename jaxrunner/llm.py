@@ -43,7 +43,7 @@ class LLM(LLMNames):
         Face hub, whose safetensors, json and txt files are fetched.
     tokenizer: a folder or a `Tokenizer` in place of the model's; `skip_tokenizer_init` for none.
     download_dir, hf_token: of what comes from the hub, as `huggingface_hub` knows them.
-    dtype: of weights and activations, "auto" for the checkpoint's.
+    dtype: of weights and activations, "auto" for the checkpoint's, float32 on a CPU.
     load_format: "auto" reads weights, "dummy" makes random ones on the device, "sharded_state"
         reads what `save_sharded_state` wrote, from files named as `model_loader_extra_config` may
         say: {"pattern": ...}.

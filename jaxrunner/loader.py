@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from jaxrunner import sharded_state
 from jaxrunner.bounds import shown
-from jaxrunner.config import ModelConfig, check_dtype
+from jaxrunner.config import ModelConfig
+from jaxrunner.dtypes import choose_dtype
 from jaxrunner.hub import resolve
 from jaxrunner.model import Model
 from jaxrunner.models.registry import read_model
@@ -118,7 +119,7 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
-    dtype = config.dtype if dtype == "auto" else check_dtype("dtype", dtype)
+    dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None
         other = dict(model=tokenizer, revision=tokenizer_revision, name="tokenizer")

@@ -4,6 +4,7 @@ import json
 import logging
 
 from checkpoints import TINY
+import jax
 import pytest
 
 from jaxrunner import SamplingParams, embedded
@@ -53,12 +54,25 @@ def test_eos_ids_come_from_all_who_name_them(checkpoint):
     assert with_tokenizer.eos_token_ids == {0, 7}
 
 
-def test_dtype_auto_is_the_checkpoints(checkpoint):
-    for dtype, want in (("auto", "bfloat16"), ("float16", "float16")):
-        loaded = checkpoint(dtype=dtype)
-        assert loaded.dtype == want and loaded.params.embed.dtype == want
-    overridden = checkpoint(hf_overrides={"torch_dtype": "float32"})
-    assert overridden.dtype == "float32"
+@pytest.mark.parametrize(
+    ("backend", "asked", "stored", "want", "words"),
+    [
+        ("gpu", "auto", "bfloat16", "bfloat16", ""),
+        ("gpu", "float16", "bfloat16", "float16", ""),
+        ("cpu", "auto", "bfloat16", "float32", "dtype='auto' is float32 on a CPU"),
+        ("cpu", "auto", "float32", "float32", ""),
+        ("cpu", "float32", "bfloat16", "float32", ""),
+        ("cpu", "bfloat16", "bfloat16", "bfloat16", "dtype='bfloat16' was asked for: on a CPU"),
+    ],
+)
+def test_a_dtype_is_the_checkpoints_or_what_the_device_is_fast_in(
+    checkpoint, monkeypatch, caplog, backend, asked, stored, want, words
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    loaded = checkpoint(dtype=asked, hf_overrides={"torch_dtype": stored})
+    assert loaded.dtype == want and loaded.params.embed.dtype == want
+    said = [record.message for record in caplog.records if "CPU" in record.message]
+    assert len(said) == bool(words) and all(words in line for line in said)
 
 
 def test_overrides_are_a_dict_of_keys(checkpoint):
