@@ -19,6 +19,7 @@ from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import Interrupted, RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
 from jaxrunner.prompts import ParsedPrompt
+from jaxrunner.request import Request
 from jaxrunner.runner_output import Gained
 from jaxrunner.snapshot import restore_engine, save_engine
 from jaxrunner.tokenizer import Tokenizer
@@ -180,11 +181,22 @@ class Completions:
         """Takes up what `save` wrote. Returns the completions of each prompt."""
         self.engine.standing.check_awake()
         with self._lock:
-            more = restore_engine(self.engine, folder).more
-            states = [RequestState.restored(saved, self.tokenizer) for saved in more["states"]]
-            self._num_named = more["num_named"]
+            states, self._num_named = restore_engine(self.engine, folder, self._restored).more
             self._states = {state.request_id: state for state in states}
             return [list(group) for _, group in itertools.groupby(states, lambda s: s.name)]
+
+    def _restored(
+        self, more: dict[str, Any], requests: Sequence[Request]
+    ) -> tuple[list[RequestState], int]:
+        """Returns the completions that `save` wrote, one for each request, and the names used."""
+        states = [RequestState.restored(saved, self.tokenizer) for saved in more["states"]]
+        told = [(state.request_id, state.request) for state in states]
+        if not all(request and request.request_id == name for name, request in told):
+            raise ValueError("completions have other requests than their own")
+        if len(dict(told)) < len(states) or not {*map(id, requests)} <= {id(r) for _, r in told}:
+            raise ValueError("requests have not one completion each")
+        num_named = max((int(state.name) + 1 for state in states), default=0)
+        return states, max(int(more["num_named"]), num_named)
 
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""

@@ -4,7 +4,7 @@ The folder holds what differs from a new engine: device arrays as orbax writes t
 those blocks that count, and host objects as JSON. It holds neither weights nor programs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 import os
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxrunner
-from jaxrunner import array_store, host_json
+from jaxrunner import array_store, checksums, host_json, pytree, snapshot_check
 from jaxrunner.block_tables import BlockTables
 from jaxrunner.chunk_budget import ChunkBudget
 from jaxrunner.engine import Engine
+from jaxrunner.faults import in_words
 from jaxrunner.interrupts import deferred
 from jaxrunner.request import Request, Status
 from jaxrunner.runner import ModelRunner
@@ -31,8 +32,9 @@ PARTS = (BlockTables, ChunkBudget)  # of a scheduler
 # What follows from model and sizes, or belongs to a process. All else is saved, whatever it is.
 FIXED = {
     "config", "model_config", "pools", "scheduler", "runner", "standing", "_in_flight", "_gained",
-    "_alarm", "compiling", "_groups", "_caching", "_program", "_no_plan",
-    "_admission_layout",
+    "_alarm", "compiling", "_groups", "_caching", "_program", "_no_plan", "_admission_layout",
+    "max_num_seqs", "max_model_len", "max_num_batched_tokens", "policy", "_most_tokens", "_sizes",
+    "_most", "num_blocks", "block_size", "group", "enable_caching", "null_block", "have_windows",
 }  # fmt: skip
 MOST_NAMED = 3  # differences in one message
 
@@ -41,7 +43,7 @@ class Restored(NamedTuple):
     """What `restore_engine` found."""
 
     requests: dict[str, Request]  # unfinished ones
-    more: Any  # what `save_engine` was given
+    more: Any  # what `save_engine` was given, or `convert` made of it
 
 
 def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> Gained:
@@ -71,18 +73,26 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> Gained:
             array_store.write(part / f"layer{i}", values)
         told = dict(context=_context(engine), filled=filled, host=host, more=more)
         (part / "host.json").write_text(host_json.dumps(told), encoding="utf-8")
+        checksums.write(part)
         os.rename(part, folder)  # whole, or not there
     return gained
 
 
-def restore_engine(engine: Engine, folder: str | Path) -> Restored:
+def restore_engine(
+    engine: Engine,
+    folder: str | Path,
+    convert: Callable[[Any, Sequence[Request]], Any] | None = None,
+) -> Restored:
     """Makes an engine without requests the one that was saved. Cached prefixes come along.
+
+    convert: makes of what was saved along, and of all unfinished requests, what is returned.
 
     Raises:
       FileNotFoundError: there is no such folder.
       RuntimeError: requests are at work, or the engine sleeps or has ended.
-      ValueError: model, sizes or weights differ from those of the saved one, which it names, or
-        there is no tokenizer for a grammar. The engine is as it was.
+      ValueError: a file has changed since it was saved, or model, sizes or weights differ from
+        those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
+        goes on as before; at worst it has forgotten cached prefixes.
     """
     folder = Path(folder).absolute()
     if not (folder / "host.json").is_file():
@@ -92,18 +102,59 @@ def restore_engine(engine: Engine, folder: str | Path) -> Restored:
         raise RuntimeError("requests are at work: finish or abort them, then restore")
     while engine.step():
         pass  # of requests that have ended
-    told, requests = host_json.loads((folder / "host.json").read_text(encoding="utf-8"))
-    _check_context(folder, told["context"], _context(engine))
+    checksums.check(folder, required=True)
+    told, requests = _told(engine, folder)
     live = [request for request in requests if request.status is not Status.FINISHED]
-    engine.compiling.resume(live)
-    runner = engine.runner
-    tables = array_store.abstract((runner.state.requests, runner.state.sampling))
-    tables = array_store.read(folder / "tables", tables)
+    spec = _spec(engine, folder, told["filled"])
+    tables = array_store.read(folder / "tables", spec)
+    try:
+        engine.compiling.resume(live)
+        more = told["more"] if convert is None else _converted(convert, told["more"], live)
+    except ValueError:
+        engine.compiling.drop([request.request_id for request in live], "abort")
+        raise
     engine.reset_prefix_cache()  # its blocks are written to
-    for i, blocks in enumerate(told["filled"]):
-        _fill(runner, i, np.array(blocks), folder / f"layer{i}")
+    try:
+        for i, blocks in enumerate(told["filled"]):
+            _fill(engine.runner, i, np.array(blocks), folder / f"layer{i}")
+    except BaseException:
+        if not pytree.is_whole(engine.runner.state):
+            engine.runner.restart()  # nobody needs what a lost cache held
+        raise
     _commit(engine, told["host"], tables)
-    return Restored({request.request_id: request for request in live}, told["more"])
+    return Restored({request.request_id: request for request in live}, more)
+
+
+def _told(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request]]:
+    """Returns the objects of the host, all checked."""
+    path = folder / "host.json"
+    try:
+        told, requests = host_json.loads(path.read_text(encoding="utf-8"))
+        told = {name: told[name] for name in ("context", "filled", "host", "more")}
+        context = {str(name): str(value) for name, value in told["context"].items()}
+    except Exception as error:  # whatever a text can make of itself
+        raise ValueError(f"{path} is none that an engine wrote: {in_words(error)}") from error
+    _check_context(folder, context, _context(engine))
+    own = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
+    snapshot_check.check(engine, own, told, requests)
+    return told, requests
+
+
+def _spec(engine: Engine, folder: Path, filled: list[list[int]]) -> Any:
+    """Returns what the tables must be like, once all files are known to be so."""
+    state = engine.runner.state
+    for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
+        array_store.check_like(folder / f"layer{i}", _blocks_of(layer, len(blocks)))
+    return array_store.abstract((state.requests, state.sampling))
+
+
+def _converted(convert: Callable, more: Any, live: Sequence[Request]) -> Any:
+    try:
+        return convert(more, live)
+    except Exception as error:
+        raise ValueError(
+            f"what was saved along with the engine cannot be taken up: {in_words(error)}"
+        ) from error
 
 
 def _read(blocks: np.ndarray, cache: Array) -> np.ndarray:
@@ -114,14 +165,19 @@ def _read(blocks: np.ndarray, cache: Array) -> np.ndarray:
 def _fill(runner: ModelRunner, i: int, blocks: np.ndarray, folder: Path) -> None:
     """Writes what a layer's blocks held into its cache."""
     kv = runner.state.kv
-    values = array_store.read(folder, jax.tree.map(partial(_blocks_of, len(blocks)), kv[i]))
+    values = array_store.read(folder, _blocks_of(kv[i], len(blocks)))
     layer = _put(kv[i], blocks, values)
     runner.state = replace(runner.state, kv=(*kv[:i], layer, *kv[i + 1 :]))
 
 
-def _blocks_of(count: int, cache: Array) -> jax.ShapeDtypeStruct:
-    shape = (count, *cache.shape[1:])
-    return jax.ShapeDtypeStruct(shape, cache.dtype, sharding=cache.sharding)
+def _blocks_of(layer: LayerCache, count: int) -> Any:
+    """Returns what so many blocks of a cache are like."""
+
+    def one(cache: Array) -> jax.ShapeDtypeStruct:
+        shape = (count, *cache.shape[1:])
+        return jax.ShapeDtypeStruct(shape, cache.dtype, sharding=cache.sharding)
+
+    return jax.tree.map(one, layer)
 
 
 @partial(jax.jit, donate_argnums=0)
