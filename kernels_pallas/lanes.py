@@ -16,6 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf, vector
 import numpy as np
 
+from jaxrunner.sampling.gumbel import GROUP_BITS, RARE, rare, usual
 from jaxrunner.types import Array
 
 LANES = 128
@@ -136,15 +137,25 @@ def unorder(key: Array) -> Array:
 
 
 def gumbel(key: tuple[Array, Array], ids: Array) -> Array:
-    """Returns bit for bit `jax.random.gumbel(key, [V], float32)[ids]`."""
-    bits = _threefry(key, ids.astype(jnp.uint32))
-    bits = (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
-    uniform = lax.bitcast_convert_type(bits, jnp.float32) - 1.0
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
+    """Returns bit for bit `sampling.gumbel.gumbel` of a key and tokens, [128]."""
+    token_ids, noise = rare_noise(key, ids >> GROUP_BITS)
+    return jnp.where(ids == token_ids, noise, usual_noise(key, ids))
 
 
-def _threefry(key: tuple[Array, Array], low: Array) -> Array:
-    """Threefry-2x32 of (0, low), its two words joined as `jax.random.bits` does."""
+def usual_noise(key: tuple[Array, Array], ids: Array) -> Array:
+    """Returns the noise of tokens, [128], that are not rare."""
+    high, low = _threefry(key, ids.astype(jnp.uint32))
+    return usual(high ^ low)  # joined as `jax.random.bits` does
+
+
+def rare_noise(key: tuple[Array, Array], groups: Array) -> tuple[Array, Array]:
+    """Returns the rare token of groups, [128], -1 for none, and its noise."""
+    groups = groups.astype(jnp.uint32)
+    return rare(groups, *_threefry(key, groups + jnp.uint32(RARE)))
+
+
+def _threefry(key: tuple[Array, Array], low: Array) -> tuple[Array, Array]:
+    """Threefry-2x32 of (0, low)."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = keys[0], low + keys[1]
     for i in range(5):
@@ -152,4 +163,4 @@ def _threefry(key: tuple[Array, Array], low: Array) -> Array:
             x = x + y
             y = x ^ ((y << jnp.uint32(r)) | (y >> jnp.uint32(32 - r)))
         x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + jnp.uint32(i + 1)
-    return x ^ y
+    return x, y

@@ -5,7 +5,7 @@
    tiles hold all that may be drawn, and their tokens are ranked one against another. Rows that
    keep more than that get a cut, by bisection.
 3. `_draw` reads the logits of those rows, and of rows that nothing truncates, and adds noise
-   where it can still win: it is below `MAX_NOISE`.
+   where it can still win: most is at most `MAX_USUAL`, and what is rare is known for a chunk.
 
 Work is cut by the vocabulary alone and sums have a fixed order, so a row gets the same token in
 any batch. In place of atomics, what threads have found is put side by side at prefix sums.
@@ -25,6 +25,7 @@ from jaxrunner.kernels_pallas.lanes import LANES
 from jaxrunner.kernels_pallas.sampler_cut import settle, settle_scratch
 from jaxrunner.kernels_pallas.sampler_row import (
     MAX_ID,
+    Row,
     Rules,
     TuningConfig,
     first_best,
@@ -33,11 +34,11 @@ from jaxrunner.kernels_pallas.sampler_row import (
     read_chunk,
     row_of,
 )
+from jaxrunner.sampling.gumbel import GROUP, GROUP_BITS, MAX_USUAL
 from jaxrunner.sampling.seed import TARGET
 from jaxrunner.types import Array
 
 DEFAULT = TuningConfig()
-MAX_NOISE = 15.95  # -log(-log(1 - 2**-23)) is 15.9424: `jax.random.gumbel` has 23 bits
 MAX_CHUNKS = 64  # `settle` holds a register of each
 
 
@@ -177,10 +178,11 @@ def _draw(
     score_ref[number, part], id_ref[number, part] = jnp.float32(-jnp.inf), jnp.int32(MAX_ID)
     lane = lanes.lane()
 
-    def chunk(c: Array, carry):
+    def chunk(c: Array, known: tuple[Array, list[tuple[Array, Array]]], carry):
+        most, rare = known
         logits, ids = read_chunk(row, c)
         wins = [
-            ((x > cut) | ((x == cut) & (i <= cut_id))) & (x + MAX_NOISE >= floor)
+            ((x > cut) | ((x == cut) & (i <= cut_id))) & (x + most >= floor)
             for x, i in zip(logits, ids, strict=True)
         ]
         where, num = lanes.places(wins, sums)
@@ -190,7 +192,10 @@ def _draw(
             best, best_id = carry
             x, i = values[pl.ds(g * LANES, LANES)], tokens[pl.ds(g * LANES, LANES)]
             real = g * LANES + lane < num
-            score = x + jnp.where(row.rules.greedy, 0.0, lanes.gumbel(row.noise_key, i))
+            noise = lanes.usual_noise(row.noise_key, i)
+            for token_id, its_noise in rare:
+                noise = jnp.where(i == token_id, its_noise, noise)
+            score = x + jnp.where(row.rules.greedy, 0.0, noise)
             score = jnp.where(real, score, -jnp.inf)
             better = (score > best) | (real & (score == best) & (i < best_id))
             return jnp.where(better, score, best), jnp.where(better, i, best_id)
@@ -200,10 +205,23 @@ def _draw(
     @pl.when(floor < jnp.inf)
     def _():
         def body(c: Array, carry):
-            reach = jnp.max(max_ref[number, c, :]) + MAX_NOISE >= floor
-            return lax.cond(reach, lambda carry: chunk(c, carry), lambda carry: carry, carry)
+            known = _rare_noise(row, c)
+            reach = jnp.max(max_ref[number, c, :] + known[0]) >= floor
+            return lax.cond(reach, lambda carry: chunk(c, known, carry), lambda carry: carry, carry)
 
         empty = lanes.full(-jnp.inf, jnp.float32), lanes.full(MAX_ID, jnp.int32)
         last = jnp.minimum((part + 1) * config.draw_chunks, row.chunks)
         best, best_id = lax.fori_loop(part * config.draw_chunks, last, body, empty)
         id_ref[number, part], score_ref[number, part] = first_best([best], [best_id])
+
+
+def _rare_noise(row: Row, chunk: Array) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Returns the most noise that a token of a chunk has, and the rare token of each of its groups.
+
+    In all lanes alike.
+    """
+    first, size = (chunk * row.chunk_size) >> GROUP_BITS, row.chunk_size
+    groups = range(1 if GROUP % size == 0 else size // GROUP + 2)
+    rare = [lanes.rare_noise(row.noise_key, lanes.full(first + i, jnp.int32)) for i in groups]
+    most = functools.reduce(jnp.maximum, [noise for _, noise in rare])
+    return jnp.maximum(most, MAX_USUAL), rare

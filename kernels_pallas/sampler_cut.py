@@ -19,9 +19,8 @@ from jaxrunner.kernels_pallas.sampler_row import (
     read_tiles,
     row_of,
 )
+from jaxrunner.sampling.gumbel import MIN_NOISE
 from jaxrunner.types import Array
-
-MIN_NOISE = -4.5  # -log(-log(2**-126)) is -4.47
 
 
 class Outs(NamedTuple):

@@ -263,7 +263,7 @@ def test_rules_that_leave_no_token_are_told_and_yield_to_the_grammar():  # D21
         Row(ends, [1], [1], drafts=[1, 1], stop_ids=[EOS], masks=mask_of(EOS) * 3),
     ]
     logits = np.random.default_rng(0).normal(size=(8, 3, V))
-    seen = [rules.step_draw(rows, logits, seeds=range(s, s + 8)) for s in range(0, 80, 8)]
+    seen = [rules.step_draw(rows, logits, seeds=range(s, s + 8)) for s in range(0, 160, 8)]
     for drawn in seen:
         assert drawn.no_choice.tolist() == [False, True, True, True, True, False, False, True]
         assert not drawn.not_finite.any()
@@ -271,7 +271,7 @@ def test_rules_that_leave_no_token_are_told_and_yield_to_the_grammar():  # D21
         assert first[1] == first[6] == EOS and first[2] in (33, 60) and first[4:6] == [9, 10]
         assert drawn.token_ids[7].tolist() == [EOS] * 3
     assert {d.token_ids[2, 0].item() for d in seen} == {33, 60}
-    lone = [rules.step_draw([rows[0]], logits[:1], seeds=[s]) for s in range(0, 80, 8)]
+    lone = [rules.step_draw([rows[0]], logits[:1], seeds=[s]) for s in range(0, 160, 8)]
     for drawn, alone in zip(seen, lone, strict=True):
         assert drawn.token_ids[0].tolist() == alone.token_ids[0].tolist()
 

@@ -16,13 +16,15 @@ from jaxrunner import ops, pytree
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
+from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.layout import WIDE, SampleSize
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.layers import add_rms_norm
 from jaxrunner.sampling import RULES
+from jaxrunner.sampling.gumbel import MAX_USUAL
 from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.sampler import sample
-from jaxrunner.sampling.seed import seed
+from jaxrunner.sampling.seed import TARGET, noise, seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Batch, Inputs, LayerCache
@@ -80,6 +82,24 @@ def test_the_sampler_draws_the_tokens_of_plain_jax(case: Case):
     assert np.asarray(again.not_finite).tolist() == [i == 1 for i in range(len(args[2]))]
     others = np.arange(len(args[2])) != 1
     np.testing.assert_array_equal(again.token_ids[others], drawn.token_ids[others])
+
+
+@pytest.mark.gpu
+def test_a_rare_noise_reaches_what_no_other_could():
+    """Rows that a rare token decides: a likely one is a little above or below it."""
+    V, likely, none = 128_256, 99_999, np.full(8, -np.inf, np.float32)
+    words = jnp.stack([jnp.zeros(2048, jnp.uint32), jnp.arange(2048, dtype=jnp.uint32)], 1)
+    draw = jax.jit(functools.partial(noise, stream=TARGET, shape=(V,)))
+    best, own = jax.lax.map(lambda w: (draw(w, 7).max(), draw(w, 7)[likely]), words)
+    rows = jnp.argsort(best)[-8:]
+    assert best[rows].min() > MAX_USUAL
+    near = best[rows] - own[rows] + jnp.array([-3.0, -0.1, 0.1, 3.0] * 2)
+    args = jnp.zeros((8, V)).at[:, likely].set(near), words[rows], jnp.full(8, 7, jnp.int32)
+    ones, zeros = np.ones(8, np.float32), np.zeros(8, np.int32)
+    args = *args, np.zeros(8, bool), ones, none, zeros, ones
+    got = jax.jit(sample_tokens)(*args).token_ids
+    np.testing.assert_array_equal(got, plain_tokens(*args))
+    assert np.asarray(got != likely).tolist() == [True, True, False, False] * 2
 
 
 def batch_of(T: int, starts, lens, blocks, cache_shape: tuple[int, ...]) -> Batch:

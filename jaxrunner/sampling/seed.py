@@ -1,11 +1,14 @@
 """What every request has: a seed, and whether it is greedy."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.params import SamplingParams
 from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.sampling.gumbel import gumbel
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.types import Array
 
@@ -31,7 +34,7 @@ def row(params: SamplingParams, seed: int) -> Seed:
 def noise(words: Array, position: Array, *, stream: int, shape: tuple[int, ...]) -> Array:
     """Returns Gumbel noise, `shape`, of a seed's two words for the token at a position."""
     key = jax.random.fold_in(jax.random.wrap_key_data(words), position)
-    return jax.random.gumbel(jax.random.fold_in(key, stream), shape, jnp.float32)
+    return gumbel(jax.random.fold_in(key, stream), math.prod(shape)).reshape(shape)
 
 
 seed = Rule(Seed, row, lambda logits, row, context: logits)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from jaxrunner.config import ModelConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import dense
+from jaxrunner.sampling.gumbel import gumbel
 from jaxrunner.types import Array, Inputs
 
 
@@ -54,9 +55,9 @@ def _sample(config: ModelConfig, params: Any, tokens: Array, lens: Array, how: t
         caches = (None,) * config.num_hidden_layers
         hidden, _ = llama.forward(config, params, caches, inputs, ops)
         scores = llama.logits(config, params, hidden.reshape(B, L, -1)[rows, lens + i - 1])
-        key = jax.random.fold_in(jax.random.key(seed), i)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), i), B)
         # The Gumbel trick; at temperature 0 the likeliest.
-        noise = temperature * jax.random.gumbel(key, scores.shape)
+        noise = temperature * jax.vmap(functools.partial(gumbel, num_tokens=scores.shape[1]))(keys)
         return tokens.at[rows, lens + i].set(jnp.argmax(scores + noise, -1).astype(jnp.int32))
 
     return jax.lax.fori_loop(0, num_tokens, body, tokens)
