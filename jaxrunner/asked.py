@@ -48,7 +48,8 @@ def read_asked(
             _check_logprobs(param, max_logprobs)
     ranks = _one_each("priority", 0 if priority is None else priority, len(parsed))
     priorities = [plain(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
-    return list(zip(parsed, params, priorities, strict=True))
+    # Copies: who made them may set fields before a stream is read.
+    return [(p, one.clone(), rank) for p, one, rank in zip(parsed, params, priorities, strict=True)]
 
 
 def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> SamplingParams:

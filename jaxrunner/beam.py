@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxrunner.bounds import Bound, plain, shown
-from jaxrunner.completions import Bar, Completions, progress_bar
+from jaxrunner.completions import Completions
 from jaxrunner.output_processor import RequestState
 from jaxrunner.params import SamplingParams
+from jaxrunner.progress import Bar, progress_bar
 from jaxrunner.prompts import ParsedPrompt
 
 _BOUNDS = {
@@ -72,6 +73,7 @@ class _Search:
     """The search of one prompt."""
 
     prompt_len: int
+    cache_salt: str | None
     live: list[BeamSearchSequence]
     done: list[BeamSearchSequence] = field(default_factory=list)
 
@@ -94,16 +96,20 @@ def search(
     eos = frozenset() if params.ignore_eos else completions.eos_token_ids
     columns = min(2 * params.beam_width, engine.model_config.vocab_size)
     one = SamplingParams(max_tokens=1, temperature=0, logprobs=columns, detokenize=False)
-    starts = [prompt.resolve(tokenizer)[1] for prompt in prompts]
-    for i, ids in enumerate(starts):
+    starts = [(prompt.resolve(tokenizer)[1], prompt.cache_salt) for prompt in prompts]
+    for i, (ids, _) in enumerate(starts):
         if len(ids) + params.max_tokens > engine.config.max_model_len:
             raise ValueError(
                 f"prompt {i} has {len(ids)} tokens, max_tokens={params.max_tokens} more exceed "
                 f"max_model_len={engine.config.max_model_len}: lower max_tokens"
             )
-    searches = [_Search(len(ids), [BeamSearchSequence(list(ids))]) for ids in starts]
+    searches = [_Search(len(ids), salt, [BeamSearchSequence(list(ids))]) for ids, salt in starts]
     for _ in progress_bar(use_tqdm, iterable=range(params.max_tokens), desc="Beam search"):
-        beams = [beam for search in searches for beam in search.live]
+        beams = [
+            ParsedPrompt(token_ids=beam.tokens, cache_salt=search.cache_salt)
+            for search in searches
+            for beam in search.live
+        ]
         if not beams:
             break
         found = iter(_next_tokens(completions, beams, one))
@@ -112,11 +118,13 @@ def search(
     return [_result(search, params, tokenizer) for search in searches]
 
 
-def _next_tokens(completions: Completions, beams, one: SamplingParams) -> list[RequestState]:
+def _next_tokens(
+    completions: Completions, beams: list[ParsedPrompt], one: SamplingParams
+) -> list[RequestState]:
     states: list[RequestState] = []
     try:
         for beam in beams:
-            completions.add(ParsedPrompt(token_ids=beam.tokens), one, into=states)
+            completions.add(beam, one, into=states)
         completions.run(states)
     finally:
         completions.drop(states)

@@ -1,16 +1,13 @@
 """Completions of prompts: queued, run, and handed their tokens. Threads may share one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 import itertools
-import logging
 from pathlib import Path
 import threading
 import time
 from typing import Any
-
-from tqdm.auto import tqdm
 
 from jaxrunner.asked import Asked
 from jaxrunner.engine import Engine
@@ -18,15 +15,12 @@ from jaxrunner.interrupts import deferred
 from jaxrunner.output_processor import RequestState, request_output
 from jaxrunner.outputs import Interrupted, RequestOutput, RequestOutputs
 from jaxrunner.params import RequestOutputKind, SamplingParams
+from jaxrunner.progress import REDRAW_S, Bar, progress_bar, tell_failures
 from jaxrunner.prompts import ParsedPrompt
 from jaxrunner.request import Request
 from jaxrunner.runner_output import Gained
 from jaxrunner.snapshot import restore_engine, save_engine
 from jaxrunner.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
-Bar = bool | Callable[..., Any]  # whether there is one, or what makes it, called as tqdm is
-REDRAW_S = 0.1  # a count of what is finished looks at every completion
 
 
 class Completions:
@@ -65,6 +59,8 @@ class Completions:
         into += states
         try:
             _, token_ids = prompt.resolve(self.tokenizer)
+            token_ids = token_ids[-params.most_prompt_tokens(self.engine.config.max_model_len) :]
+            kwargs |= dict(cache_salt=prompt.cache_salt)
             for state in states:
                 state.start(token_ids, self.tokenizer)
             params = _encode_words(params, self.tokenizer)
@@ -110,7 +106,7 @@ class Completions:
             finally:
                 self.drop(_all(groups))
             outputs = _outputs(groups)
-            _tell_failures(outputs)
+            tell_failures(outputs)
             return outputs
         except KeyboardInterrupt as error:
             self.drop(_all(groups))  # the interrupt may have come before this was done
@@ -246,22 +242,6 @@ class Completions:
             for state in self._states.values():
                 state.abort()
             self.engine.close()
-
-
-def progress_bar(use_tqdm: Bar, **kwargs: Any) -> Any:
-    """Returns tqdm's bar, a hidden one, or the user's own."""
-    make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
-    return make(disable=not use_tqdm, **kwargs)
-
-
-def _tell_failures(outputs: RequestOutputs) -> None:
-    """Warns once of prompts that failed: their empty texts are easily overlooked."""
-    errors = [output.error for output in outputs if output.error is not None]
-    if errors:
-        logger.warning(
-            "%d of %d prompts failed, each with its `error`; the first: %s",
-            len(errors), len(outputs), errors[0],
-        )  # fmt: skip
 
 
 def _all(groups: Iterable[Sequence[RequestState]]) -> list[RequestState]:

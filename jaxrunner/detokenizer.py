@@ -20,9 +20,16 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ):
+        """spaces_between_special_tokens: whether a decoder may put a space between two tokens that
+        were added to its vocabulary, as it does between words."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._joins = not (skip_special_tokens or spaces_between_special_tokens)
         self._ids = self._context(prompt_ids)
         # `_ids[:_read]` decodes to `_known` and is shown, `_ids[_read:]` in part: `_shown`.
         self._read = self._last_whole()
@@ -47,6 +54,8 @@ class Detokenizer:
         return self._finish(self._pending())
 
     def _append(self, token_id: int) -> str:
+        if self._joins and self._ids and {token_id, self._ids[-1]} <= self._tokenizer.added.keys():
+            return self._join(int(token_id))
         text = self._tokenizer.whole_text(token_id)
         if text and self._read == len(self._ids) and not self._known.endswith(BROKEN):
             self._ids, self._read, self._known = [int(token_id)], 1, text
@@ -59,6 +68,14 @@ class Detokenizer:
         if pending.endswith(BROKEN) and len(self._ids) - self._read <= MAX_PENDING:
             return self._show(pending.rstrip(BROKEN))
         return self._finish(pending)
+
+    def _join(self, token_id: int) -> str:
+        """Takes in an added token that follows another one, whose text is shown as it is."""
+        rest, text = self.flush(), self._tokenizer.added[token_id]
+        self._ids, self._read = [token_id], 1
+        self._known, self._shown = self._decode(self._ids), ""
+        self._parts.append(text)
+        return rest + text
 
     def _finish(self, pending: str) -> str:
         delta = self._show(pending)

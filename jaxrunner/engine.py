@@ -78,12 +78,14 @@ class Engine:
         priority: int = 0,
         score_start: int | None = None,
         leader: Request | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """Queues a request.
 
         score_start: the position of the first prompt token whose logprob is wanted, where
             `prompt_logprobs` is set; all but the first where None. The cache may hold those before.
         leader: an unfinished request with this prompt, which is to be computed first and shared.
+        cache_salt: it shares cached blocks only with requests of the same.
 
         Raises:
           TypeError, ValueError: a bad argument, or an id that is in use; names it.
@@ -99,6 +101,7 @@ class Engine:
             priority=priority,
             score_start=score_start,
             leader=leader,
+            cache_salt=cache_salt,
         )
         check_among(request, self._unfinished)
         ruled = params.structured_outputs is not None

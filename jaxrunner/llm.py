@@ -17,7 +17,7 @@ from jaxrunner import beam, llm_arguments, pytree, scoring
 from jaxrunner.arguments import checked
 from jaxrunner.asked import overridden, read_asked
 from jaxrunner.chat import check_variables, conversations, render_chat
-from jaxrunner.completions import Bar, Completions
+from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
 from jaxrunner.llm_names import LLMNames
@@ -26,6 +26,7 @@ from jaxrunner.output_processor import RequestState
 from jaxrunner.outputs import RequestOutput, RequestOutputs
 from jaxrunner.params import SamplingParams
 from jaxrunner.program_cache import find_folder
+from jaxrunner.progress import Bar
 from jaxrunner.prompts import parse_prompts
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn

@@ -29,8 +29,8 @@ class LLMNames(EngineLifecycle):
         return self.engine.model_config
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what requests without parameters get."""
-        return self._defaults
+        """Returns what requests without parameters get, a copy, whose fields may be set."""
+        return self._defaults.clone()
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

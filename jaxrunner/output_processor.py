@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jaxrunner.detokenizer import Detokenizer, StopChecker
-from jaxrunner.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxrunner.logprobs import FlatLogprobs, Logprob
+from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxrunner.params import SamplingParams
 from jaxrunner.request import Request
 from jaxrunner.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.times: dict[str, float] = dict(arrival_s=time.monotonic())
-        self._logprobs: list[LogprobDict] = []
+        self._logprobs: Any = FlatLogprobs() if params.flat_logprobs else []
         self._arrays: dict[str, list[float]] = {name: [] for name in ARRAYS}
         self._num_parts = 0  # of `request.logprobs`, taken in
         self._tokenizer: Tokenizer | None = None
@@ -47,8 +48,11 @@ class RequestState:
         self.prompt_token_ids = list(token_ids)
         self._tokenizer = tokenizer
         if tokenizer is not None and self.params.detokenize:
-            skip = self.params.skip_special_tokens
-            self._detokenizer = Detokenizer(tokenizer, token_ids, skip)
+            skip, spaces = (
+                self.params.skip_special_tokens,
+                self.params.spaces_between_special_tokens,
+            )
+            self._detokenizer = Detokenizer(tokenizer, token_ids, skip, spaces)
 
     def saved(self) -> dict[str, Any]:
         """Returns what `restored` needs; text and logprobs follow from the request."""
@@ -141,7 +145,7 @@ class RequestState:
             kept_mass=arrays.get("kept_mass"),
         )
 
-    def prompt_logprobs(self) -> list[LogprobDict | None] | None:
+    def prompt_logprobs(self) -> list[LogprobDict | None] | FlatLogprobs | None:
         """Returns an entry a token of the prompt, None for those that were not scored.
 
         None, and `error` says why, where the tokenizer fails.
@@ -158,7 +162,11 @@ class RequestState:
         except ValueError as error:
             self.error = str(error)
             return None
-        return entries
+        if not self.params.flat_logprobs:
+            return entries
+        flat = FlatLogprobs()
+        flat.extend(entries)
+        return flat
 
     def _add_logprobs(self, request: Request, token_ids: Sequence[int]) -> None:
         if (wanted := self.params.num_logprobs) is None:

@@ -2,19 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxrunner import html
-
-
-class Logprob(NamedTuple):
-    """How likely a token was, in nats; `rank` 1 is the likeliest."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
+from jaxrunner.logprobs import FlatLogprobs, Logprob
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +18,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None  # sum over `token_ids`, in nats
-    logprobs: list[dict[int, Logprob]] | None = None  # one entry a token
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None  # one entry a token
     finish_reason: str | None = None  # "stop", "length", "abort", "error" or "repetition"
     stop_reason: int | str | None = None  # the stop id or string; None for EOS
     # Of each token, float32 [n]:
@@ -79,7 +72,8 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None where the user gave token ids
     prompt_token_ids: list[int] | None  # None where the prompt could not be read
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # one entry a token, the first None
+    # One entry a token, the first None.
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

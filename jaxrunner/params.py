@@ -1,17 +1,20 @@
 """How a request is sampled and when it ends, in vLLM's names and defaults. Knows no JAX."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+import copy
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
 
 from jaxrunner.bounds import Bound, check_unicode, elements, plain, shown
+from jaxrunner.repetition import RepetitionDetectionParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_TOKEN_IDS = 16  # of a request; the device's table has room for EOS too
 MAX_IDS = 1024  # of `allowed_token_ids`, of `logit_bias`, and of all `bad_words` together
 MAX_BAD_WORDS = 128
 MAX_LOGPROB_IDS = 128
+NO_LIMIT = 2**62  # of tokens
 MIN_TEMPERATURE = 0.01  # below it, quotients of logits leave float32's useful range
 
 
@@ -23,45 +26,13 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # all, once, at the end
 
 
-@dataclass(frozen=True, kw_only=True)
-class RepetitionDetectionParams:
-    """Ends a request whose last tokens are one pattern, `min_count` times over.
-
-    Raises:
-      TypeError, ValueError: a field is of the wrong type or out of range; names it.
-    """
-
-    max_pattern_size: int  # tokens of a pattern
-    min_pattern_size: int = 1
-    min_count: int = 2
-
-    def __post_init__(self):
-        low = dict(max_pattern_size=1, min_pattern_size=1, min_count=2)
-        for name, least in low.items():
-            full = f"repetition_detection.{name}"
-            plain(full, getattr(self, name), Bound(int, least, 4096))
-        if self.min_pattern_size > self.max_pattern_size:
-            raise ValueError(
-                f"repetition_detection.min_pattern_size={self.min_pattern_size} exceeds "
-                f"max_pattern_size={self.max_pattern_size}: lower it"
-            )
-
-    def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last tokens repeat."""
-        ids, end = token_ids, len(token_ids)
-        longest = min(self.max_pattern_size, end // self.min_count)
-        return any(
-            all(ids[i] == ids[i - size] for i in range(end - 1, end - 1 - rest, -1))
-            for size in range(self.min_pattern_size, longest + 1)
-            if (rest := size * (self.min_count - 1))
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
     """Checked and normalised when made: what is stored is what has an effect.
 
-    Lists are stored as tuples of distinct values, mappings as tuples of pairs.
+    Lists are stored as tuples of distinct values, mappings as tuples of pairs. A field may be set
+    later, and is checked with the others as here; calls take copies, so that no request at work
+    sees it.
 
     Raises:
       TypeError: a field has the wrong type or does not exist.
@@ -96,6 +67,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] | None = None  # texts, or their token ids
     extra_args: Mapping[str, float] | None = None  # read by the model's `logits_fn`
+    truncate_prompt_tokens: int | None = None  # its last ones are taken; -1 is as many as fit
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: RepetitionDetectionParams | None = None
 
@@ -111,9 +83,28 @@ class SamplingParams:
         values["stop"] = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
         values = {name: plain(name, value, BOUNDS[name]) for name, value in values.items()}
         values["bad_words"] = _words(self.bad_words)
-        for name, value in _normalised(values).items():
-            object.__setattr__(self, name, value)
+        vars(self).update(_normalised(values))
         _check_together(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field; where that is refused, nothing changes."""
+        if len(vars(self)) < len(fields(self)):  # while it is made
+            super().__setattr__(name, value)
+        else:
+            vars(self).update(vars(replace(self, **{name: value})))
+
+    def __delattr__(self, name: str) -> None:
+        """Refuses to take a field away."""
+        raise AttributeError(f"{name} cannot be deleted: set it to its default")
+
+    def clone(self) -> "SamplingParams":
+        """Returns a copy, whose fields may be set."""
+        return copy.copy(self)
+
+    def most_prompt_tokens(self, max_model_len: int) -> int:
+        """Returns how many of a prompt's last tokens are read; -1 leaves room for one more."""
+        most = self.truncate_prompt_tokens
+        return NO_LIMIT if most is None else max_model_len - 1 if most == -1 else most
 
     @property
     def is_greedy(self) -> bool:
@@ -192,6 +183,7 @@ BOUNDS = {
     "logit_bias": Bound(float, -1e4, 1e4, optional=True, key=_TOKEN_ID, most=MAX_IDS),
     "allowed_token_ids": Bound(int, 0, _COUNT, optional=True, each=True, most=MAX_IDS),
     "extra_args": Bound(float, -_FLOAT, _FLOAT, optional=True, key=Bound(str), most=64),
+    "truncate_prompt_tokens": Bound(int, -1, _COUNT, optional=True),
     "skip_reading_prefix_cache": Bound(bool, optional=True),
     "repetition_detection": Bound(RepetitionDetectionParams, optional=True),
 }
@@ -279,13 +271,8 @@ def _check_together(params: SamplingParams) -> None:
             f"{len(ids or ())}, or None",
         ),
         (
-            params.flat_logprobs,
-            "flat_logprobs=True is not supported: leave it out, and read "
-            "CompletionOutput.raw_logprobs and its like, which are arrays",
-        ),
-        (
-            not params.spaces_between_special_tokens,
-            "spaces_between_special_tokens=False is not supported: leave it out",
+            params.truncate_prompt_tokens == 0,
+            "truncate_prompt_tokens=0 leaves no prompt: give at least 1, -1 for as many as fit",
         ),
     ):
         if wrong:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.bounds import check_unicode, shown
+from jaxrunner.params import NO_LIMIT
 from jaxrunner.tokenizer import Tokenizer
 
 KEYS = ("prompt", "prompt_token_ids")
+SALT = "cache_salt"
 FORMS = 'a str, {"prompt": str} or {"prompt_token_ids": [int, ...]}'
 
 
@@ -20,6 +22,7 @@ class ParsedPrompt:
 
     text: str | None = None
     token_ids: list[int] | None = None
+    cache_salt: str | None = None  # it shares cached blocks only with prompts of the same
     error: TypeError | ValueError | None = None
 
     def resolve(self, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
@@ -58,14 +61,17 @@ def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
     return [_parse(prompt) for prompt in prompts]
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
-    """Returns the tokens of a prompt, if a model can take it and add a token.
+def check_prompt(
+    token_ids: Sequence[int], vocab_size: int, max_model_len: int, *, most: int = NO_LIMIT
+) -> list[int]:
+    """Returns the last tokens of a prompt, `most` of them, if a model can take it and add a token.
 
     Raises:
       TypeError: it is no list of integers.
       ValueError: it is empty, too long, or has an id beyond the logits' width.
     """
     _check_list(token_ids)
+    token_ids = token_ids if len(token_ids) <= most else token_ids[-most:]
     _check_length(len(token_ids), max_model_len)  # before a long one is copied
     ids = _integers(token_ids)
     _check_length(len(ids), max_model_len)
@@ -106,9 +112,12 @@ def _parse_dict(prompt: Any) -> ParsedPrompt:
     """Reads a text, ids, or ids with the text they stand for."""
     if not isinstance(prompt, dict):
         raise TypeError(f"a prompt must be {FORMS}, {_got(prompt)}")
-    if unknown := [key for key in prompt if key not in KEYS]:
-        raise ValueError(f"prompt has unknown keys {shown(unknown)}: use {' or '.join(KEYS)}")
+    if unknown := [key for key in prompt if key not in (*KEYS, SALT)]:
+        raise ValueError(
+            f"prompt has unknown keys {shown(unknown)}: use {' or '.join(KEYS)}, and {SALT}"
+        )
     given = {key: value for key, value in prompt.items() if value is not None}
+    salt = given.pop(SALT, None)
     if not given:
         raise ValueError(f"prompt is a dict without a prompt: set {' or '.join(KEYS)}")
     text, ids = given.get("prompt"), given.get("prompt_token_ids")
@@ -117,7 +126,10 @@ def _parse_dict(prompt: Any) -> ParsedPrompt:
     check_unicode("prompt", text or "")
     if ids is not None:
         _check_list(ids)
-    return ParsedPrompt(text, None if ids is None else _integers(ids))
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise TypeError(f"cache_salt of a prompt must be a text that is not empty, {_got(salt)}")
+    check_unicode("cache_salt of a prompt", salt or "")
+    return ParsedPrompt(text, None if ids is None else _integers(ids), salt)
 
 
 def _integers(values: Iterable[Any]) -> list[int]:

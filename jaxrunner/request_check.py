@@ -10,6 +10,7 @@ from jaxrunner.prompts import check_prompt
 from jaxrunner.request import FINISH_REASONS, NEVER, Request, stop_ids
 
 _ID = Bound(str)
+_TEXT = Bound(str, optional=True)
 _INT32 = 2**31 - 1
 _PRIORITY = Bound(int, -(2**62), 2**62)
 _POSITION = Bound(int, 0, NEVER, optional=True)
@@ -25,17 +26,22 @@ def new_request(
     priority: int = 0,
     score_start: int | None = None,
     leader: Request | None = None,
+    cache_salt: str | None = None,
 ) -> Request:
     """Returns the request that an engine is asked for, with the seed of its parameters or 0.
+
+    cache_salt: it shares cached blocks only with requests of the same.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range; names it.
     """
     vocab_size, max_len = of.config.vocab_size, of.engine.max_model_len
     request_id = plain("request_id", request_id, _ID)
-    prompt = check_prompt(prompt_token_ids, vocab_size, max_len)
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
+    params = params.clone()  # its user may set fields of the other
+    most = params.most_prompt_tokens(max_len)
+    prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
     eos = plain("eos_token_ids", eos_token_ids, Bound(int, 0, _INT32, each=True))
@@ -50,7 +56,7 @@ def new_request(
         max_len=min(len(prompt) + wanted, max_len),
         stop_ids=stop_ids(params, eos, most=MAX_STOP_IDS),
         priority=plain("priority", priority, _PRIORITY),
-        cache_salt=of.config.cache_salt(len(prompt)),
+        cache_salt=_salt(of.config.cache_salt(len(prompt)), plain("cache_salt", cache_salt, _TEXT)),
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
         leader=leader,
         score_start=start,
@@ -102,3 +108,10 @@ def check_reason(reason: str, stop_reason: int | str | None) -> None:
         raise ValueError(f"reason must be one of {FINISH_REASONS}, got {shown(reason)}")
     if stop_reason is not None and type(stop_reason) not in (int, str):
         raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")
+
+
+def _salt(of_model: bytes, of_user: str | None) -> bytes:
+    """Returns what names blocks apart, so that no text of a user's can pass for the model's."""
+    return (
+        of_model if of_user is None else b"%d %s %s" % (len(of_model), of_model, of_user.encode())
+    )

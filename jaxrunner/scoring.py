@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrunner.bounds import Bound, elements, plain, shown
-from jaxrunner.completions import Bar, Completions
+from jaxrunner.completions import Completions
 from jaxrunner.output_processor import RequestState
 from jaxrunner.params import SamplingParams
+from jaxrunner.progress import Bar
 from jaxrunner.prompts import ParsedPrompt, parse_prompts
 from jaxrunner.request import NEVER
 

@@ -40,6 +40,7 @@ class Tokenizer:
         self._whole_texts: dict[int, str] = {}
         # Bytes side by side; other decoders look at a token's neighbours.
         self._joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
+        self.added = {i: token.content for i, token in added.items()}  # their texts
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod

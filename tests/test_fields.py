@@ -55,6 +55,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "logprobs": ({}, 3, "logprobs"),
     "prompt_logprobs": ({}, 3, "prompt_logprobs"),
     "logprob_token_ids": (dict(logprobs=2), [5, 6], "logprobs"),
+    "flat_logprobs": (dict(logprobs=2), True, "kind"),
+    "truncate_prompt_tokens": ({}, 3, "prompt"),
     "detokenize": ({}, False, "text"),
     "skip_special_tokens": (SAYS_EOS, False, "text"),
     "include_stop_str_in_output": (GREEDY | dict(stop="]"), True, "text"),
@@ -65,7 +67,9 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "skip_reading_prefix_cache": ({}, True, "cached"),
     "repetition_detection": (GREEDY | dict(logit_bias={9: 100.0}), TWICE, "finish_reason"),
 }
-REFUSED = {"flat_logprobs": True, "spaces_between_special_tokens": False, "extra_args": {"heat": 1}}
+REFUSED = {"extra_args": {"heat": 1}}
+OLDER: dict[str, Any] = dict(truncate_prompt_tokens=None)  # of vLLM's releases before
+TESTED_ELSEWHERE = {"output_kind", "spaces_between_special_tokens"}
 
 
 GOOD: tuple[dict[str, Any], ...] = (
@@ -113,19 +117,21 @@ def seen(output: Any) -> dict[str, Any]:
         count=len(output.outputs), tokens=first.token_ids, text=first.text,
         logprobs=first.logprobs and [sorted(entry) for entry in first.logprobs],
         prompt_logprobs=output.prompt_logprobs, cached=output.num_cached_tokens,
-        finish_reason=first.finish_reason,
+        finish_reason=first.finish_reason, kind=type(first.logprobs).__name__,
+        prompt=output.prompt_token_ids,
     )  # fmt: skip
 
 
 def test_fields_and_defaults_are_those_of_vllm():
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    assert fields == DEFAULTS
+    assert fields == DEFAULTS | OLDER
     stored = {name: getattr(SamplingParams(), name) for name in fields}
-    assert stored == DEFAULTS | dict.fromkeys(AS_TUPLES, ())
+    assert stored == DEFAULTS | OLDER | dict.fromkeys(AS_TUPLES, ())
 
 
 def test_each_field_is_in_a_test_below():
-    assert EFFECTS.keys() | REFUSED.keys() | {"output_kind"} == DEFAULTS.keys()
+    tested = EFFECTS.keys() | REFUSED.keys() | TESTED_ELSEWHERE
+    assert tested == DEFAULTS.keys() | OLDER.keys()
 
 
 @pytest.mark.parametrize("name", EFFECTS)

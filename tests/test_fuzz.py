@@ -143,8 +143,8 @@ def contradictions() -> Iterator[Row]:
         *(("min_tokens", dict(max_tokens=most), (17, COUNT)) for most in (1, 16, np.int8(3))),
         *(("logprobs", dict(logprob_token_ids=ids), (-1, 3)) for ids in ([], [1], [1, 2])),
         ("stop", dict(detokenize=False), ("a", ["a", "b"], ("\n",))),
-        ("allowed_token_ids", {}, ([], (), np.array([], int))), ("flat_logprobs", {}, [True]),
-        ("spaces_between_special_tokens", {}, [False]),
+        ("allowed_token_ids", {}, ([], (), np.array([], int))),
+        ("truncate_prompt_tokens", {}, (0, -2, 2**31, "3", 1.5, True, [3])),
     ]  # fmt: skip
     yield from ((SamplingParams, *pair) for pair in pairs)
     yield RepetitionDetectionParams, "min_pattern_size", dict(max_pattern_size=3), (4, 4096)

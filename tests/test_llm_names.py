@@ -95,7 +95,7 @@ def test_chat_keeps_the_text_that_was_rendered(llm):
 def test_failures_are_told_once(llm, caplog):
     bad = {"prompt_token_ids": [10**6]}
     llm.generate([TEXT, bad, bad], GREEDY, use_tqdm=False)
-    (record,) = [r for r in caplog.records if r.name == "jaxrunner.completions"]
+    (record,) = [r for r in caplog.records if r.name == "jaxrunner.progress"]
     assert record.getMessage().startswith(
         "2 of 3 prompts failed, each with its `error`; the first: prompt_token_ids[0]=1000000 is"
     )

@@ -102,11 +102,7 @@ def test_a_parameter_that_does_not_exist_is_refused(name):
             {"logprobs": 3, "logprob_token_ids": [1, 2]},
             "logprobs=3 must be the number of logprob_token_ids, 2, or None",
         ),
-        ({"flat_logprobs": True}, "flat_logprobs=True is not supported: leave it out, and read"),
-        (
-            {"spaces_between_special_tokens": False},
-            "spaces_between_special_tokens=False is not supported: leave it out",
-        ),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 leaves no prompt: give at least"),
         ({"bad_words": ["a", ""]}, r"bad_words\[1\] is empty, which bans nothing: leave it out"),
         ({"bad_words": [[1]] * 2 + [[i] for i in range(129)]}, "bad_words has 129 words and 129"),
         ({"bad_words": [range(1025)]}, "bad_words has 1 words and 1025 tokens, a request may"),
@@ -147,16 +143,27 @@ def test_a_contradiction_is_refused(fields, message):
 def test_what_means_the_same_is_stored_the_same(given, stored):
     params, want = SamplingParams(**given), SamplingParams(**stored)
     assert params == want
-    assert hash(params) == hash(want)
     for field in dataclasses.fields(params):
         assert type(getattr(params, field.name)) is type(getattr(want, field.name))
 
 
-def test_parameters_survive_copies_and_stay_as_they_are():
+def test_a_field_may_be_set_and_is_checked_as_in_the_constructor():
     params = SamplingParams(stop="a", stop_token_ids=[1], temperature=0.5)
-    assert copy.deepcopy(params) == dataclasses.replace(params) == params
-    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
-        params.__setattr__("seed", 1)
+    assert copy.deepcopy(params) == dataclasses.replace(params) == params.clone() == params
+    other = params.clone()
+    other.max_tokens, other.stop = 5, ["b", "b"]
+    assert other == dataclasses.replace(params, max_tokens=5, stop="b") != params
+    before = dict(vars(other))
+    for name, value, message in (
+        ("max_tokens", 0, "max_tokens=0 is out of range"),
+        ("min_tokens", 6, "min_tokens=6 exceeds max_tokens=5: lower it"),
+        ("best_of", 2, "no sampling parameter is called 'best_of': use n"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            setattr(other, name, value)
+        assert vars(other) == before
+    with pytest.raises(AttributeError, match="max_tokens cannot be deleted: set it to its default"):
+        del other.max_tokens
 
 
 def test_only_temperature_zero_is_greedy():
@@ -189,7 +196,6 @@ def test_mappings_and_words_are_stored_as_tuples():
     params = make(logit_bias={3: 1, np.int64(5): 0.5}, bad_words=["a", [3, 3], (3, 3)])
     assert params.logit_bias == ((3, 1.0), (5, 0.5)) and params.bad_words == ("a", (3, 3))
     assert dataclasses.replace(params, seed=3) == dataclasses.replace(params, seed=3)
-    assert isinstance(hash(params), int)
 
 
 @pytest.mark.parametrize(
