@@ -7,14 +7,15 @@ from typing import Any
 
 import tokenizers
 
-from jaxrunner.bounds import check_unicode
+from jaxrunner.bounds import check_unicode, shown
 from jaxrunner.faults import of_foreign_code
+from jaxrunner.tokenizer_names import HuggingFaceNames
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
 
 
-class Tokenizer:
+class Tokenizer(HuggingFaceNames):
     """A `tokenizers.Tokenizer`, at `inner`, with the special tokens and the chat template."""
 
     def __init__(
@@ -108,9 +109,19 @@ class Tokenizer:
             self._whole_texts[token_id] = text = "" if BROKEN in text else text
         return text
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of ids; an id that no token has is left out. Raises what `join` does."""
-        return self.join([int(i) for i in ids if i in self], skip_special_tokens)
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids, or of one; an id that no token has is left out.
+
+        Raises:
+          TypeError: there is another thing among them; or what `join` does.
+        """
+        try:
+            known = [int(i) for i in ([ids] if isinstance(ids, int) else ids) if i in self]
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"ids must be token ids or one, got {shown(ids)}: pass integers"
+            ) from error
+        return self.join(known, skip_special_tokens)
 
     def join(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Returns the text of ids that tokens have.
