@@ -24,6 +24,7 @@ PROMPTS: tuple[str, ...] = (
     "import os\n\ndef walk(",
     "def read_lines(path):\n    with open(",
 )
+COMMANDS = ("serve", "chat", "complete", "bench", "run-batch", "collect-env", "launch")  # vLLM's
 CLEAR = "\r\033[K"  # the terminal's line
 NEXT = """\
 Next:
@@ -49,6 +50,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.prompts and args.prompts[0] in COMMANDS:
+        parser.error(
+            f"there is no command {args.prompts[0]!r}, and no server: this completes prompts; "
+            "Python has jaxrunner.LLM, and python -m jaxrunner.bench measures"
+        )
     device = jax.devices()[0]
     print(f"jaxrunner {jaxrunner.__version__}, Python {platform.python_version()}")
     print(f"JAX {jax.__version__} on {len(jax.devices())} x {device.device_kind}")

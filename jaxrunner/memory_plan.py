@@ -74,7 +74,7 @@ class MemoryPlan:
         if largest is None:
             return self
         key, size = largest
-        plan = replace(self, program=size, largest=f"{key.name} {key.size}")
+        plan = replace(self, program=size, largest=str(key))
         if plan.unused < 0:
             raise MemoryError(
                 f"{plan.largest} takes {size:,} bytes, the memory plan has {size + plan.unused:,} "

@@ -91,4 +91,4 @@ def add_up(executables: dict[Key, Any], async_depth: int) -> Need:
     key = max(executables, key=lambda key: extra_bytes(executables[key]))
     outputs = sum(map(output_bytes, executables.values()))
     waiting = async_depth * outputs - output_bytes(executables[key])
-    return Need(f"{key.name} {key.size}", extra_bytes(executables[key]), waiting)
+    return Need(str(key), extra_bytes(executables[key]), waiting)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 import functools
+import logging
 import os
 import threading
 import time
@@ -14,17 +15,12 @@ import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from jaxrunner.program_cache import ProgramCache
+from jaxrunner.program_key import Key
 from jaxrunner.turns import short_turns
 
-Started = dict["Key", Future[None]]
+logger = logging.getLogger(__name__)
+Started = dict[Key, Future[None]]
 LOADED = "from the cache"
-
-
-class Key(NamedTuple):
-    """Names a program: a function, and the static size it is compiled for."""
-
-    name: str
-    size: Any  # hashable; a NamedTuple such as `Bucket`
 
 
 class Spec(NamedTuple):
@@ -65,6 +61,7 @@ class Programs:
         self._pending: Started = {}  # a key is in the table before it leaves here
         self._pool: ThreadPoolExecutor | None = None
         self.ledger: list[Compilation] = []
+        self._warm = self._told = False  # whether programs were compiled ahead, and a late one told
         self.strict = False  # whether a compilation after warm-up raises
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
@@ -97,11 +94,12 @@ class Programs:
 
     def wait(self, started: Started, *, progress: bool = False) -> None:
         """Waits for programs; what one of them raises ends all."""
+        self._warm = True
         silent = not (progress and started)
         bar = tqdm(total=len(started), desc="Compiling", unit="program", disable=silent)
 
         def tell(key: Key, _: Any) -> None:
-            bar.set_postfix_str(f"{key.name} {key.size}", refresh=False)
+            bar.set_postfix_str(str(key), refresh=False)
             bar.update()
 
         for key, future in started.items():
@@ -175,7 +173,7 @@ class Programs:
         text = f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
         if found := self.largest():
             key, size = found
-            text += f", the largest takes {size / (1 << 20):.1f} MiB: {key.name} {key.size}"
+            text += f", the largest takes {size / (1 << 20):.1f} MiB: {key}"
         return text + (f"; {len(self._pending)} more to come" if self._pending else "")
 
     def largest(self) -> tuple[Key, int] | None:
@@ -199,9 +197,20 @@ class Programs:
             if self.strict:
                 raise RuntimeError(f"no compilation is allowed after warm-up: {key.name}, {reason}")
             if not self._load(key):
+                self._tell_of_late(key)
                 start = time.perf_counter()
                 self._finish(key, start, self._lower(key), reason)
         return self._table[key]
+
+    def _tell_of_late(self, key: Key) -> None:
+        """Says once why a request waits, where its user was told that programs are there."""
+        if self._warm and not self._told:
+            self._told = True
+            logger.warning(
+                "Compiling (%s), which warm-up leaves out, as few requests want it: logprobs, "
+                "penalties, grammars and their like. The first ones wait, up to a minute each; "
+                "LLM(warm_up='all') compiles all at the start", key,
+            )  # fmt: skip
 
     def _load(self, key: Key) -> bool:
         """Takes an executable from the cache, if it is there."""

@@ -51,6 +51,14 @@ def test_the_demo_takes_keys_of_config_json(monkeypatch, capsys):
         run('{"logit_scale": 2}')
 
 
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_command_of_vllm_is_told_and_no_prompt(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxrunner", command, "some/model"])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert f"there is no command '{command}', and no server" in capsys.readouterr().err
+
+
 def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     small = replace(
         bench.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, new=4,

@@ -7,7 +7,9 @@ import pytest
 from small_llm import SIZES
 
 from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.layout import Bucket, SampleSize, Steps
 from jaxrunner.metrics import Counter, Gauge
+from jaxrunner.program_key import Key
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 TEXT = "def f(x):\n    return"
@@ -125,3 +127,20 @@ def test_a_bar_of_the_users_own_is_drawn(llm):
 
     llm.generate([TEXT] * 2, GREEDY, use_tqdm=Bar)
     assert seen[0]["total"] == 2 == seen[-1]
+
+
+def test_a_late_program_is_told_once_in_words(caplog):
+    sizes: Any = SIZES | dict(warm_up=True, max_num_seqs=1, decode_buckets=(1,))
+    with LLM(str(embedded.PATH), **sizes) as llm:
+        assert not [r for r in caplog.records if r.name == "jaxrunner.programs"]
+        for _ in range(2):
+            llm.generate(TEXT, SamplingParams(logprobs=1, max_tokens=2), use_tqdm=False)
+        assert "the largest takes" not in llm.report() or "Bucket(" not in llm.report()
+    (record,) = [r for r in caplog.records if r.name == "jaxrunner.programs"]
+    assert "Compiling (forward, 32 tokens, 1 requests), which warm-up" in record.getMessage()
+
+
+def test_sizes_are_told_in_words():
+    assert str(Key("step", Bucket(512, 8))) == "step, 512 tokens, 8 requests"
+    assert str(Key("steps", Steps(4, SampleSize(8)))) == "steps, 4 steps, 8 requests"
+    assert str(Key("sample", SampleSize(8, True, 20))) == "sample, 8 requests, rich, 20 logprobs"
