@@ -58,7 +58,7 @@ class Completions:
         states = self._new_states(prompt, params)
         into += states
         try:
-            _, token_ids = prompt.resolve(self.tokenizer)
+            _, token_ids = prompt.resolve(self.tokenizer, self.engine.config.max_model_len)
             token_ids = token_ids[-params.most_prompt_tokens(self.engine.config.max_model_len) :]
             kwargs |= dict(cache_salt=prompt.cache_salt)
             for state in states:

@@ -25,8 +25,12 @@ class ParsedPrompt:
     cache_salt: str | None = None  # it shares cached blocks only with prompts of the same
     error: TypeError | ValueError | None = None
 
-    def resolve(self, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    def resolve(
+        self, tokenizer: Tokenizer | None, max_tokens: int | None = None
+    ) -> tuple[str | None, list[int]]:
         """Returns the prompt's text, None where only ids were given, and its token ids.
+
+        max_tokens: that there is room for; a text that cannot fit is not split.
 
         Raises:
           TypeError, ValueError: the prompt is bad, or is text and there is no tokenizer.
@@ -40,7 +44,7 @@ class ParsedPrompt:
                 "prompt is text and skip_tokenizer_init=True leaves no tokenizer: "
                 "pass prompt_token_ids"
             )
-        return self.text, tokenizer.encode(self.text or "")
+        return self.text, tokenizer.encode(self.text or "", max_tokens=max_tokens)
 
 
 def parse_prompts(prompts: Any) -> list[ParsedPrompt]:

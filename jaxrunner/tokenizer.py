@@ -1,14 +1,17 @@
 """Text to token ids and back, as a checkpoint's tokenizer.json says. Knows no JAX."""
 
 from collections.abc import Iterable, Sequence
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from jaxrunner import tokenizer_file
 from jaxrunner.bounds import check_unicode, shown
 from jaxrunner.faults import of_foreign_code
+from jaxrunner.limits import JSON_BYTES, check_bytes, check_text
 from jaxrunner.tokenizer_names import HuggingFaceNames
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
@@ -77,14 +80,22 @@ class Tokenizer(HuggingFaceNames):
         """Tokens there are, added ones included; the logits may be wider."""
         return self.inner.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of a text.
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, at most: those of bytes may be more than of a text."""
+        return max(map(len, self.inner.get_vocab()), default=1)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the ids of a text. max_tokens: that there is room for, where that is known.
 
         Raises:
-          TypeError, ValueError: it is not a text, or the tokenizer fails.
+          TypeError, ValueError: it is not a text, or too long, or the tokenizer fails.
         """
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, got {type(text).__name__}: pass a str")
+        check_text(text, lambda: self.longest_token, max_tokens)
         if not text.isascii():
             check_unicode("text", text)
         try:
@@ -157,10 +168,11 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
             f"{path} is missing and {found}: save one with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
+    text = tokenizer_file.read(path)
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # `tokenizers` raises bare Exceptions.
-    except Exception as error:
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # `tokenizers` raises bare Exceptions, and panics
+        of_foreign_code(error)
         raise ValueError(f"{path} is not a tokenizer ({error}): fetch it again") from error
 
 
@@ -168,6 +180,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Returns an optional file's object."""
     if not path.is_file():
         return {}
+    check_bytes(path, JSON_BYTES)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
