@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import random
+import re
 from typing import Any, NamedTuple
 
 from attack import values
@@ -27,12 +28,15 @@ def case(rng: random.Random, targets: tuple[Target, ...]) -> Case:
     target = rng.choice(targets)
     names = rng.sample(list(target.kinds), min(len(target.kinds), rng.choice((1, 1, 1, 2, 3))))
     given = {name: draw(rng, target.kinds[name], values.draw) for name in names}
+    if callable(given.get("use_tqdm")):
+        given["use_tqdm"] = "yes"  # a bar of one's own may be anything
     told = [target.kinds[name].good(value) for name, value in given.items()]
     bad = [name for name, good in zip(names, told, strict=True) if good is not True]
     good = False if False in told else None if None in told else True
     if target.unknown and rng.random() < 0.02:
         name = rng.choice(UNKNOWN)
-        given[name], good, bad = values.atom(rng), False, [name]
+        given[name], good = values.atom(rng), False
+        bad.append(re.escape(name))
     call = target.needed() | given
     return Case(
         lambda: target.function(**call),

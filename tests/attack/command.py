@@ -19,7 +19,7 @@ from typing import Any
 from attack.entries import ENTRIES
 from attack.harness import FINE, Result, attack
 
-START_S, DEAD_S = 300.0, 25.0  # without a word of the process: it is ended
+START_S, DEAD_S = 300.0, 45.0  # without a word of the process: it is ended
 ROOT = Path(__file__).parents[2]
 
 

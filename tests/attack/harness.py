@@ -18,8 +18,8 @@ import jax
 
 from jaxrunner.bounds import shown
 
-SLOW_S = 3.0  # of a call; said of those that are tried at once by far
-HANG_S = 8.0  # after which a call is interrupted
+SLOW_S = 4.0  # of a refusal; what is taken may compile
+HANG_S = 30.0  # after which a call is interrupted
 MOST_KB = 1 << 20  # that the process may grow by in a call
 MOST_WORDS = 2000  # characters of a message
 KINDS = (ValueError, TypeError, RuntimeError, OSError, MemoryError, FloatingPointError)
@@ -162,7 +162,7 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
         kind, message = _refusal(case, error)
         if kind == "refused" and case.stands and (now := entry.standing()) != before:
             return result("half applied", f"{before!r:.200} became {now!r:.200}; {message}")
-    if time.perf_counter() - start > SLOW_S:
+    if time.perf_counter() - start > SLOW_S and kind == "refused":
         return result("slow", f"{time.perf_counter() - start:.1f} s: {message}")
     if _peak_kb() - size > MOST_KB:
         return result("memory", f"{(_peak_kb() - size) >> 10} MB more: {message}")
