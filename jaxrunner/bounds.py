@@ -1,12 +1,15 @@
 """What a field may hold, as one table says, and how it is told when it does not. Knows no JAX."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 import reprlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
 MOST_READ = 2**20  # elements of a list, which may have no end
+MOST_PATH = 4096  # characters
+MOST_SHOWN = 300  # characters of a value in a message
 
 
 class Bound(NamedTuple):
@@ -44,7 +47,8 @@ class Bound(NamedTuple):
 def shown(value: Any) -> str:
     """Returns a short repr, whatever the value."""
     try:
-        return reprlib.repr(value)
+        text = reprlib.repr(value)
+        return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
     except Exception:  # an integer of thousands of digits, or a class of its user's
         return f"a {type(value).__name__} that has no repr"
 
@@ -81,7 +85,22 @@ def _one(name: str, value: Any, bound: Bound) -> Any:
         raise ValueError(f"{name}={shown(value)} is out of range: take {bound.wanted}")
     if bound.kind is str:
         check_unicode(name, got)
+    if Path in bound.also:
+        _check_path(name, got)
     return bound.kind(got) if bound.kind in (int, float) else got
+
+
+def _check_path(name: str, text: str) -> None:
+    """Refuses what is no path on any machine.
+
+    Raises:
+      ValueError: it has a zero character, or is too long.
+    """
+    if "\0" in text or len(text) > MOST_PATH:
+        raise ValueError(
+            f"{name}={shown(text)} can be no path, which has at most {MOST_PATH} characters, none "
+            "of them zero: correct it"
+        )
 
 
 def check_unicode(name: str, text: str) -> None:

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxrunner.arguments import checked
 from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
-from jaxrunner.lifecycle import Lifecycle, check_changeable
+from jaxrunner.lifecycle import Lifecycle
+from jaxrunner.lifecycle_arguments import IN_FOLDER, check_changeable, read_overrides
 from jaxrunner.outputs import RequestOutput
 from jaxrunner.runner import ModelRunner
 
@@ -36,7 +38,7 @@ class EngineLifecycle(Lifecycle):
 
         "engine_config" may have `async_depth`, and `num_decode_steps` of 1 or what it was at first.
         """
-        load = dict(overrides)
+        load = read_overrides(overrides)
         mine = load.pop("engine_config", {})
         check_changeable("engine_config", mine, CHANGEABLE)
         config = replace(self.engine.config, **mine)
@@ -57,10 +59,12 @@ class EngineLifecycle(Lifecycle):
     def close(self) -> None:
         """Gives the device memory back. May be called twice; no request can follow."""
 
+    @checked(IN_FOLDER)
     def save_state(self, folder: str | Path) -> None:
         """Writes all requests at work, caches included, into a new folder; they can go on."""
         self.completions.save(folder)
 
+    @checked(IN_FOLDER)
     def restore_state(self, folder: str | Path) -> Iterator[RequestOutput]:
         """Takes up what `save_state` wrote, and returns what is to be told of it, as `stream` does.
 

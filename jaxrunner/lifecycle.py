@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from jaxrunner import array_store, pytree, sharded_state, tensors
-from jaxrunner.bounds import shown
+from jaxrunner import lifecycle_arguments as arguments
+from jaxrunner.arguments import checked
 from jaxrunner.layout import make_state
 from jaxrunner.loader import LoadConfig
 from jaxrunner.not_here import NotHere
 from jaxrunner.profiling import check_device
 from jaxrunner.runner import ModelRunner
-from jaxrunner.weights import check_finite, check_leaves, check_tensors, with_tensors
+from jaxrunner.weights import check_finite, check_leaves, check_tensors, like, with_tensors
 
 CHANGEABLE = dict(
     load_config=("load_format", "model_loader_extra_config"), model_config=("model", "revision")
@@ -59,6 +60,7 @@ class Lifecycle(NotHere, abc.ABC):
             not finite; names where.
         """
         if self.load_config.check_nan:
+            params = like(params, self.runner.params_spec)
             check_leaves(params)
         self._take(params)
         self._asleep, self._host_params = self._asleep - {"weights"}, None
@@ -141,11 +143,12 @@ class Lifecycle(NotHere, abc.ABC):
           ValueError: another key, or a value that cannot be; nothing changes.
         """
         fields: dict[str, Any] = {}
-        for name, values in overrides.items():
-            check_changeable(name, values, CHANGEABLE.get(name, ()))
+        for name, values in arguments.read_overrides(overrides).items():
+            arguments.check_changeable(name, values, CHANGEABLE.get(name, ()))
             fields |= values
         self.load_config = replace(self.load_config, **fields)
 
+    @checked(arguments.IN_FOLDER)
     def save_params(self, folder: str | Path) -> None:
         """Writes the weights into a new folder, a tree like `params`, as orbax does.
 
@@ -155,6 +158,7 @@ class Lifecycle(NotHere, abc.ABC):
         """
         array_store.save(Path(folder), self._awake())
 
+    @checked(arguments.IN_FOLDER)
     def load_params(self, folder: str | Path) -> None:
         """Takes the weights that `save_params` wrote, or any program that knows orbax.
 
@@ -163,6 +167,7 @@ class Lifecycle(NotHere, abc.ABC):
         """
         self.update_params(array_store.restore(Path(folder), self.runner.params_spec))
 
+    @checked(arguments.SAVE_SHARDED_STATE)
     def save_sharded_state(
         self, path: str | Path, pattern: str | None = None, max_size: int | None = None
     ) -> None:
@@ -177,6 +182,7 @@ class Lifecycle(NotHere, abc.ABC):
         """
         sharded_state.save(path, self._awake(), pattern=pattern, max_size=max_size)
 
+    @checked(arguments.SLEEP)
     def sleep(self, level: int = 1) -> None:
         """Gives the device's memory to others, until `wake_up`. Programs stay.
 
@@ -184,11 +190,9 @@ class Lifecycle(NotHere, abc.ABC):
             must follow. KV caches are dropped, and with them all prefixes.
 
         Raises:
-          ValueError: there is no such level.
+          TypeError, ValueError: there is no such level.
           RuntimeError: requests are at work, or it sleeps.
         """
-        if level not in (1, 2):
-            raise ValueError(f"level must be 1 or 2, got {shown(level)}")
         if self._asleep:
             raise RuntimeError(f"{' and '.join(sorted(self._asleep))} sleep: wake_up first")
         self._rest()
@@ -199,6 +203,7 @@ class Lifecycle(NotHere, abc.ABC):
         self._asleep = TAGS
         self._tell(self._reason())
 
+    @checked(arguments.WAKE_UP)
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes memory for what sleeps: "weights", "kv_cache", or all where `tags` is None.
 
@@ -222,6 +227,7 @@ class Lifecycle(NotHere, abc.ABC):
         """Whether something sleeps, so that no request can be added."""
         return bool(self._asleep)
 
+    @checked(arguments.IN_FOLDER)
     def start_profile(self, folder: str | Path) -> None:
         """Records what host and device do, until `stop_profile`; steps are named as vLLM's.
 
@@ -238,10 +244,12 @@ class Lifecycle(NotHere, abc.ABC):
         """
         return self.runner.profiler.stop()
 
+    @checked(arguments.PROFILE)
     def profile(self, is_start: bool = True, profile_prefix: str | Path | None = None) -> None:
         """Starts or ends a record, by vLLM's name; see `Profiler.profile`."""
         self.runner.profiler.profile(is_start, profile_prefix)
 
+    @checked(arguments.CHECK_HEALTH)
     def check_health(self, timeout_s: float = 10.0) -> None:
         """Runs a tiny program on the device.
 
@@ -281,17 +289,3 @@ class Lifecycle(NotHere, abc.ABC):
     def _with(self, named: dict[str, Any]) -> Any:
         program = self.runner.program
         return with_tensors(program.model, program.config, self._awake(), named)
-
-
-def check_changeable(name: str, values: Iterable[str], allowed: Iterable[str]) -> None:
-    """Checks that fields of a config can change while its model is at work.
-
-    Raises:
-      ValueError: one cannot.
-    """
-    for field in values:
-        if field not in allowed:
-            raise ValueError(
-                f"{name}.{field} cannot change while the model is at work, of {name} "
-                f"{list(allowed)} can: build a new one with it"
-            )

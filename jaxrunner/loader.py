@@ -5,8 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrunner import sharded_state
-from jaxrunner.bounds import shown
+from jaxrunner import llm_arguments, sharded_state
+from jaxrunner.bounds import plain, shown
 from jaxrunner.config import ModelConfig
 from jaxrunner.dtypes import choose_dtype
 from jaxrunner.hub import resolve
@@ -28,7 +28,7 @@ class LoadConfig:
     """Which weights are read, and how.
 
     Raises:
-      ValueError: a field that cannot be; names it.
+      TypeError, ValueError: a field that cannot be; names it.
     """
 
     model: str | Path  # a folder, or a name on the hub
@@ -41,6 +41,8 @@ class LoadConfig:
     hf_token: str | bool | None = field(default=None, repr=False)
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            plain(name, value, llm_arguments.MODEL[name])
         _check_one_of("load_format", self.load_format, LOAD_FORMATS)
         allowed = {"pattern"} if self.load_format == "sharded_state" else set()
         if set(self.model_loader_extra_config or ()) - allowed:

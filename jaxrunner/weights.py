@@ -15,8 +15,11 @@ from tqdm.auto import tqdm
 
 from jaxrunner import checkpoint, pytree, safetensors_file
 from jaxrunner.config import ModelConfig, check_dtype
+from jaxrunner.faults import in_words
 from jaxrunner.model import Model, Source
 from jaxrunner.types import Array
+
+MOST_NAMED, MOST_SHOWN = 10, 60  # leaves in a message, and characters of each
 
 
 def load_params(
@@ -86,18 +89,29 @@ def like(new: Any, old: Any) -> Any:
       ValueError, TypeError: a tree, shape, dtype or sharding that differs, or an array that was
         deleted; names it.
     """
-    if jax.tree.structure(new) != (structure := jax.tree.structure(old)):
+    try:
+        same = jax.tree.structure(new) == (structure := jax.tree.structure(old))
+    except Exception as error:  # of JAX, and of objects that are keys
+        raise TypeError(f"params must be a tree of arrays: {in_words(error)}") from error
+    if not same:
         paths = [
             {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
             for tree in (new, old)
         ]
+        missing, unknown = (_named(paths[i] - paths[1 - i]) for i in (1, 0))
         raise ValueError(
-            f"params must have the leaves of those they replace: {sorted(paths[1] - paths[0])} are "
-            f"missing, {sorted(paths[0] - paths[1])} are not known, of {structure.num_leaves}"
+            f"params must have the leaves of those they replace: {missing} are missing, {unknown} "
+            f"are not known, of {structure.num_leaves}"
         )
     pairs = zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True)
     leaves = [_like(f"params{jax.tree_util.keystr(path)}", x, y) for (path, x), y in pairs]
     return jax.tree.unflatten(structure, leaves)
+
+
+def _named(paths: set[str]) -> str:
+    """Returns a few of many names, each cut where it is long."""
+    few = [path[:MOST_SHOWN] for path in sorted(paths)[:MOST_NAMED]]
+    return f"{few} and {len(paths) - len(few)} more" if len(paths) > len(few) else str(few)
 
 
 def _like(name: str, new: Any, old: Any) -> Any:

@@ -177,6 +177,27 @@ def test_an_llm_changes_what_is_not_compiled_in(llm: LLM):
     assert llm.engine.config.async_depth == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "argument", "words"),
+    [
+        ("save_params", 3, "folder must be a string or a Path, got 3 of int"),
+        ("load_params", "\0", "folder=.* can be no path, which has at most 4096 characters"),
+        ("sleep", True, "level must be 1 or 2"),
+        ("wake_up", 3, "tags must be a list"),
+        ("check_health", "soon", "timeout_s must be a finite number"),
+        ("profile", "yes", "is_start must be True or False"),
+        ("update_config", 3, "overrides must be a dict from names of configs to dicts of their"),
+        ("update_config", {"load_config": 3}, "overrides must be .* got among them 'load_config'"),
+        ("update_config", {"model_config": {"model": 3}}, "model must be a string or a Path"),
+        ("update_params", {1: 2, "a": 3}, "params must be a tree of arrays: ValueError"),
+    ],
+)
+def test_arguments_that_have_no_meaning_are_named(worker: Worker, method, argument, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        getattr(worker, method)(argument)
+    assert not worker.is_sleeping()
+
+
 def test_a_profile_by_vllms_name(worker: Worker, tmp_path: Path):
     with pytest.warns(UserWarning, match="no profile is recorded, so none is ended"):
         worker.profile(is_start=False)
