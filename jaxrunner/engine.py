@@ -60,7 +60,7 @@ class Engine:
             policy=config.policy,
             step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
         )
-        self.runner = ModelRunner(model, model_config, config, params, **kwargs)
+        self.runner = ModelRunner(model, model_config, config, params, trusted=True, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: Gained = []  # read, and not yet returned
         self.compiling = Constraints(make_compiler)

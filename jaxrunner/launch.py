@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner import step as device
@@ -30,6 +31,17 @@ from jaxrunner.programs import Key, Spec
 from jaxrunner.sampling.sampler import describe_prompt
 from jaxrunner.transfer import pack_on_device, packed_size, unpack
 from jaxrunner.types import Array, Rows, State, Targets
+
+
+class Work(NamedTuple):
+    """A step that is about to be launched."""
+
+    req_ids: tuple[str, ...]  # in row order
+    bucket: Bucket | Steps
+    plan: np.ndarray  # packed
+    size: SampleSize
+    num_targets: int  # prompt tokens to score, at most
+    target_columns: int
 
 
 def step(params, state: State, vector: Array, *, program: Program, size: Bucket):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import functools
 import gc
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,8 @@ from jaxrunner.at_exit import awaited_at_exit
 from jaxrunner.buckets import choose, step_buckets
 from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.launch import abstract, program_keys, program_spec, step_key
+from jaxrunner.launch import Work, abstract, program_keys, program_spec, step_key
 from jaxrunner.layout import (
-    Bucket,
     Program,
     SampleSize,
     Steps,
@@ -42,20 +41,10 @@ from jaxrunner.request import GrammarOutput, SchedulerOutput
 from jaxrunner.runner_output import StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.slots import Slots
+from jaxrunner.step_check import StepCheck
 from jaxrunner.token_masks import TokenMasks
 from jaxrunner.transfer import Layout
 from jaxrunner.weights import like
-
-
-class Work(NamedTuple):
-    """A step that is about to be launched."""
-
-    req_ids: tuple[str, ...]  # in row order
-    bucket: Bucket | Steps
-    plan: np.ndarray  # packed
-    size: SampleSize
-    num_targets: int  # prompt tokens to score, at most
-    target_columns: int
 
 
 class ModelRunner:
@@ -70,10 +59,12 @@ class ModelRunner:
         *,
         rules=RULES,
         cache_dir: Path | None = None,
+        trusted: bool = False,
     ):
         """params: the weights, or their shapes, dtypes and shardings if `update_params` is to bring
             them before the first step.
         cache_dir: where executables are kept from one process to the next, None for nowhere.
+        trusted: steps come from our own scheduler, and are not checked.
         """
         # Arrays of the host would be copied to the device in every step.
         params = jax.tree.map(
@@ -86,6 +77,7 @@ class ModelRunner:
         )
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
+        self._check = None if trusted else StepCheck(self.program)
         shapes = abstract(params)
         self.params_spec = array_store.abstract(params)  # what new ones must be like
         # Nothing here refers to the runner, so that its memory goes when it does.
@@ -174,12 +166,14 @@ class ModelRunner:
         other = copy.copy(self)
         # Steps consume the state they are given.
         other.state, other.slots = jax.tree.map(jnp.copy, self.state), self.slots.copy()
+        other._check = self._check and self._check.copy()
         awaited_at_exit(other)
         return other
 
     def restart(self) -> None:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
         self.slots, self._forwarded = Slots(self.program), None
+        self._check = self._check and StepCheck(self.program)
         if not pytree.is_whole(self.state):
             pytree.delete(self.state)
             # Waited for, as a device that has failed says so later.
@@ -189,9 +183,21 @@ class ModelRunner:
         """Applies the scheduler's changes, computes its tokens and samples.
 
         In one launch; in two where a request wants logprobs, or rules that few want.
+
+        Raises:
+          TypeError, ValueError: a step that cannot be; names the field, and nothing changes.
+          RuntimeError: the step before was not sampled, or there are more requests than slots.
         """
+        self._begin(scheduler_output)
         with self.profiler.step(scheduler_output):
             return self._step(scheduler_output)
+
+    def _begin(self, scheduler_output: SchedulerOutput, *, in_two: bool = False) -> None:
+        """Refuses what cannot be done, while nothing has changed."""
+        if self._forwarded is not None:
+            raise RuntimeError("execute_model has begun a step: call sample_tokens first")
+        if self._check is not None:
+            self._check.take(scheduler_output, in_two=in_two)
 
     def _step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         work = self._prepare(scheduler_output)
@@ -207,18 +213,11 @@ class ModelRunner:
         return StepHandle(work.req_ids, layout, packed)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Starts the forward pass of a step; `sample_tokens` must follow.
+        """Starts the forward pass of a step, a single one; `sample_tokens` must follow.
 
-        Raises:
-          ValueError: several steps are scheduled.
-          RuntimeError: the step before was not sampled.
+        Raises what `step` does.
         """
-        if scheduler_output.num_steps > 1:
-            raise ValueError(
-                f"num_steps={scheduler_output.num_steps} steps are one launch: call step"
-            )
-        if self._forwarded is not None:
-            raise RuntimeError("execute_model was called twice: call sample_tokens in between")
+        self._begin(scheduler_output, in_two=True)
         with self.profiler.step(scheduler_output):
             work = self._prepare(scheduler_output)
             if work is not None:
@@ -228,7 +227,7 @@ class ModelRunner:
         """Samples the step that `execute_model` started; an empty step where it had no tokens.
 
         Raises:
-          ValueError: the grammar names a request that is not in the step.
+          TypeError, ValueError: the grammar is not of requests of the step, which still waits.
         """
         if self._forwarded is None:
             return StepHandle()

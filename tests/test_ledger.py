@@ -115,7 +115,7 @@ def decode(runner: ModelRunner, num_steps: int, params: SamplingParams) -> None:
 @pytest.mark.parametrize("num_steps", [1, 4])
 @pytest.mark.parametrize("logprobs", [None, 0, 9])
 def test_any_number_of_decodes_runs_what_warm_up_compiles(num_steps, logprobs, monkeypatch):  # 25
-    runner = tiny.runner(**GPU)
+    runner = tiny.runner(trusted=True, **GPU)
     keys = launched(runner, monkeypatch)
     decode(runner, num_steps, SamplingParams(logprobs=logprobs))
     rich = logprobs is not None
@@ -133,7 +133,7 @@ def test_any_number_of_decodes_runs_while_small_sizes_are_pending(num_steps, mon
 
     monkeypatch.setattr(Programs, "start", start)
     monkeypatch.setattr(Programs, "is_pending", lambda _, key: key in pending)
-    runner = tiny.runner(**GPU)
+    runner = tiny.runner(trusted=True, **GPU)
     runner.prepare(background=True)
     keys = launched(runner, monkeypatch)
     decode(runner, num_steps, SamplingParams())

@@ -121,9 +121,11 @@ def test_a_grammar_mask_constrains_its_request_alone(runner):
     for token in allowed:
         mask[0, token // 32] |= np.uint32(1) << np.uint32(token % 32)
     runner.execute_model(tiny.scheduled({"a": 8, "b": 8}, requests))
-    with pytest.raises(RuntimeError, match="execute_model was called twice"):
+    with pytest.raises(
+        RuntimeError, match="execute_model has begun a step: call sample_tokens first"
+    ):
         runner.execute_model(tiny.scheduled({"a": 1}))
-    with pytest.raises(ValueError, match="grammar_output must name requests of the step, got 'x'"):
+    with pytest.raises(ValueError, match="must name requests of the step, each once, got 'x'"):
         runner.sample_tokens(GrammarOutput(("x",), mask.view(np.int32)))
     output = runner.sample_tokens(GrammarOutput(("a",), mask.view(np.int32))).get()
     got = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))

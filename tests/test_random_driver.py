@@ -61,8 +61,9 @@ LOADS = {
 class Driver:
     """Adds, aborts, schedules and reads at random; checks what must always hold."""
 
-    def __init__(self, load: Load, seed: int):
+    def __init__(self, load: Load, seed: int, num_steps: int = NUM_STEPS):
         self.load, self.rng, self.seen = load, random.Random(seed), Counter()
+        self.num_steps = num_steps
         self.pools = [
             BlockPool(load.num_blocks, group.block_size, g, load.caching)
             for g, group in enumerate(load.groups)
@@ -169,7 +170,7 @@ class Driver:
     def run(self) -> None:
         """Runs the load, then lets it drain, unless it makes no progress."""
         idle = 0
-        while self.seen["steps"] < NUM_STEPS:
+        while self.seen["steps"] < self.num_steps:
             before = self.seen["steps"]
             if self.scheduler.num_waiting < 4 and self.rng.random() < 0.4:
                 self.add()

@@ -195,7 +195,7 @@ def test_padding_touches_nothing(temperature):  # 13, 17
 
 
 def test_a_finished_row_is_a_no_op():
-    runner = tiny.runner()
+    runner = tiny.runner(trusted=True)  # as it is told of more than `max_len`
     request = tiny.new_request("a", PROMPT, blocks=range(8), max_tokens=1)
     assert runner.step(tiny.scheduled({"a": 10}, [request])).get().finished == (True,)
     before = snapshot(runner.state)
@@ -266,10 +266,10 @@ def test_min_tokens_and_stop_ids_agree_with_the_length():
 
 
 def test_several_steps_are_one_launch():
-    runner = tiny.runner()
+    runner = tiny.runner(num_decode_steps=3)
     new = tiny.new_request("a", PROMPT[:6], blocks=range(8))
     runner.step(tiny.scheduled({"a": 6}, [new]))
-    with pytest.raises(ValueError, match="num_steps=2 steps are one launch: call step"):
-        runner.execute_model(tiny.scheduled({"a": 2}, num_steps=2))
+    with pytest.raises(ValueError, match="num_steps=3 steps are one launch: call step"):
+        runner.execute_model(tiny.scheduled({"a": 3}, num_steps=3))
     got = runner.step(tiny.scheduled({"a": 3}, num_steps=3)).get().sampled_token_ids[0]
     assert got == tiny.generate(tiny.runner(), new, 4)[1:]

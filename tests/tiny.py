@@ -86,10 +86,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(inner)
 
 
-def runner(**changes) -> ModelRunner:
+def runner(*, trusted: bool = False, **changes) -> ModelRunner:
     """Returns a runner of the tiny decoder."""
     model_config, params = model_and_params()
-    return ModelRunner(llama, model_config, engine_config(**changes), params)
+    return ModelRunner(llama, model_config, engine_config(**changes), params, trusted=trusted)
 
 
 def new_request(
