@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxrunner import llm_arguments, sharded_state
 from jaxrunner.bounds import plain, shown
-from jaxrunner.config import ModelConfig
+from jaxrunner.config import ModelConfig, read_token_ids
 from jaxrunner.dtypes import choose_dtype
 from jaxrunner.hub import resolve
 from jaxrunner.model import Model
@@ -15,7 +15,7 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.params import SamplingParams
 from jaxrunner.settings import Settings, read_json
 from jaxrunner.tokenizer import Tokenizer
-from jaxrunner.weights import abstract_params, load_params, random_params
+from jaxrunner.weights import abstract_params, check_checkpoint, load_params, random_params
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,18 @@ class LoadConfig:
         """Returns the folder of the model, or of what `other` names; raises as `hub.resolve`."""
         asked = dict(model=self.model, revision=self.revision) | other
         return resolve(**asked, cache_dir=self.download_dir, token=self.hf_token)
+
+    def check(self, model: Model, config: ModelConfig) -> None:
+        """Checks that the weights are there and like the model, without reading them.
+
+        Raises:
+          FileNotFoundError, ValueError: they are not.
+        """
+        if self.load_format == "auto":
+            check_checkpoint(self.folder(), model, config)
+        elif self.load_format == "sharded_state":
+            extra = self.model_loader_extra_config or {}
+            sharded_state.check(self.folder(), model, config, **extra)
 
     def read(self, model: Model, config: ModelConfig, *, dtype: str, progress: bool = True) -> Any:
         """Returns the weights, on their device.
@@ -127,6 +139,7 @@ def load(
         other = dict(model=tokenizer, revision=tokenizer_revision, name="tokenizer")
         tokenizer = Tokenizer.from_folder(folder if same else load_config.folder(**other))
     eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
+    load_config.check(model, config)  # before anything is compiled for it
     params = abstract_params(model, config, dtype)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
@@ -157,7 +170,7 @@ def _generation_defaults(
     if mode != "auto" or not path.is_file():
         return frozenset(config.eos_token_ids), SamplingParams()
     settings = Settings(read_json(path), str(path))
-    eos = settings.take("eos_token_id", (int, list), list(config.eos_token_ids))
+    eos = read_token_ids(settings, "eos_token_id") or config.eos_token_ids
     kinds = dict(temperature=float, top_k=int, top_p=float, min_p=float, max_new_tokens=int)
     kinds |= dict(repetition_penalty=float)
     values = {key: settings.take(key, kind, None) for key, kind in kinds.items()}
@@ -167,4 +180,10 @@ def _generation_defaults(
     given = {key: value for key, value in values.items() if value is not None}
     if given:
         logger.warning("Default sampling parameters, from %s: %s", path, given)
-    return frozenset(eos if isinstance(eos, list) else [eos]), SamplingParams(**given)
+    try:
+        return frozenset(eos), SamplingParams(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} has defaults that cannot be, {error}: correct it, or pass "
+            "generation_config='vllm'"
+        ) from error

@@ -12,7 +12,7 @@ from jaxrunner import pytree, safetensors_file
 from jaxrunner.bounds import Bound, plain, shown
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model, Source
-from jaxrunner.weights import load_params
+from jaxrunner.weights import check_checkpoint, load_params
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 _MAX_SIZE = Bound(int, 1, 2**62, optional=True)
@@ -55,14 +55,25 @@ def load(
     Raises:
       FileNotFoundError, TypeError, ValueError: as `load_params`, or a bad pattern.
     """
+    model, files = _found(folder, model, pattern)
+    return load_params(folder, model, config, files=files, **kwargs)
+
+
+def check(folder: Path, model: Model, config: ModelConfig, *, pattern: str | None = None) -> None:
+    """Checks the headers of the files that `load` would read; raises as it."""
+    model, files = _found(folder, model, pattern)
+    check_checkpoint(folder, model, config, files)
+
+
+def _found(folder: Path, model: Model, pattern: str | None) -> tuple[Model, list[Path]]:
+    """Returns the model with weights stored as they are, and its files."""
     pattern = _checked(pattern)
     files = _files(folder, pattern)
     if not files:
         raise FileNotFoundError(
             f"{folder} holds no {pattern.format(rank=0, part='*')}: save_sharded_state writes them"
         )
-    model = model._replace(sources=partial(_sources, model.params))
-    return load_params(folder, model, config, files=files, **kwargs)
+    return model._replace(sources=partial(_sources, model.params)), files
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -66,6 +66,13 @@ def load_params(
     return jax.tree.unflatten(jax.tree.structure(abstract_params(model, config, dtype)), leaves)
 
 
+def check_checkpoint(
+    folder: Path, model: Model, config: ModelConfig, files: Sequence[Path] = ()
+) -> None:
+    """Checks the headers of a checkpoint, as `load_params` does before it reads; raises as it."""
+    checkpoint.find(folder, _shapes(_sources(model, config)), files)
+
+
 def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
     """Returns params made on the device: norms one, all else normal with deviation 0.02."""
     key = jax.random.key(seed)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 from checkpoints import TINY
 import jax
@@ -73,6 +74,35 @@ def test_a_dtype_is_the_checkpoints_or_what_the_device_is_fast_in(
     assert loaded.dtype == want and loaded.params.embed.dtype == want
     said = [record.message for record in caplog.records if "CPU" in record.message]
     assert len(said) == bool(words) and all(words in line for line in said)
+
+
+BAD_DEFAULTS = {
+    "a wild temperature": (
+        dict(temperature=-1.0),
+        r"generation_config\.json has defaults that can",
+    ),
+    "a huge value": (
+        dict(temperature={"a": "b" * 20_000}),
+        r"'temperature' must be float, got .{,99}$",
+    ),
+    "no ids": (dict(eos_token_id=[[3]]), r"eos_token_id must be ids from 0 to \d+, got \[3\]"),
+}
+
+
+@pytest.mark.parametrize(("given", "match"), BAD_DEFAULTS.values(), ids=BAD_DEFAULTS.keys())
+def test_defaults_that_cannot_be_are_named_with_their_file(given, match, checkpoint):
+    with pytest.raises(ValueError, match=match):
+        checkpoint(given)
+
+
+def test_weights_unlike_the_config_are_refused_before_they_are_read(checkpoint, tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no weights: it needs"):
+        checkpoint(load_format="auto")
+    with pytest.raises(FileNotFoundError, match=r"holds no model-rank-0-part-\*.safetensors"):
+        checkpoint(load_format="sharded_state")
+    shutil.copy(embedded.PATH / "model.safetensors", tmp_path)
+    with pytest.raises(ValueError, match=r"must be those of its config.json.* is not wanted"):
+        checkpoint(load_format="auto")
 
 
 def test_overrides_are_a_dict_of_keys(checkpoint):
