@@ -6,7 +6,6 @@ llguidance (MIT) does the matching; it is imported when a compiler is made. Know
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-import json
 import threading
 from typing import Any, NamedTuple
 import weakref
@@ -14,13 +13,10 @@ import weakref
 import numpy as np
 
 from jaxrunner import grammar_trial
+from jaxrunner.grammar_source import grammar_source
 from jaxrunner.grammar_trial import Setup, Trial, deep_stacks, one_line
 from jaxrunner.structured_outputs import StructuredOutputsParams
 from jaxrunner.tokenizer import Tokenizer
-
-# Between JSON's tokens: a line break with its indentation, or a space. Unbounded whitespace is
-# where a model, or a random walk, gets lost.
-WHITESPACE = r"\r?\n[ \t]{0,32}| ?"
 
 
 class Vocabulary(NamedTuple):
@@ -117,7 +113,7 @@ class GrammarCompiler:
         if cached is not None:
             return cached
         try:
-            tokens, source = self._tokenizer.result(), _source(params)
+            tokens, source = self._tokenizer.result(), grammar_source(params)
             error = self._trial_error(source)
             matcher, error = (None, error) if error else grammar_trial.matcher(tokens, source)
         except (ValueError, OSError) as cause:
@@ -267,26 +263,6 @@ def _words(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[[i for i in ids if i < vocab_size]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def _source(params: StructuredOutputsParams) -> str:
-    """Returns what llguidance calls a grammar."""
-    matcher = grammar_trial.llguidance().LLMatcher
-    if params.kind == "regex":
-        return matcher.grammar_from_regex(params.regex)
-    if params.kind == "grammar":
-        return matcher.grammar_from_lark(params.grammar)
-    if params.kind == "choice":
-        # One terminal: alternatives of a rule are limited to 2000.
-        choices = " | ".join(json.dumps(c, ensure_ascii=False) for c in params.choice or ())
-        return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-    whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern or WHITESPACE
-    schema = params.json if params.kind == "json" else '{"type":"object"}'
-    # All four, so that no `x-guidance` in a schema decides them.
-    options = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
-    return matcher.grammar_from_json_schema(
-        schema, overrides={**options, "whitespace_pattern": whitespace}
-    )
 
 
 def _close(pool: ThreadPoolExecutor, idle: list[Trial]) -> None:

@@ -6,10 +6,12 @@ import json
 import re
 from typing import Any
 
+from jaxrunner import structural_tag
 from jaxrunner.bounds import check_unicode, shown
+from jaxrunner.ebnf import MAX_EBNF_BYTES, is_ebnf
 
 MAX_SOURCE_BYTES = 2**16  # of a schema, a regex, a grammar, or all choices together
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 
 
@@ -17,7 +19,7 @@ FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fal
 class StructuredOutputsParams:
     """One constraint, checked and normalised when made; equal ones share a compiled grammar.
 
-    Exactly one of the first five is given. A schema keeps the order of its properties, which is
+    Exactly one of the first six is given. A schema keeps the order of its properties, which is
     the order they are generated in; objects may have further properties unless it forbids them.
 
     Raises:
@@ -28,9 +30,9 @@ class StructuredOutputsParams:
     json: str | dict[str, Any] | None = None  # a JSON schema, stored as compact text
     regex: str | None = None  # the whole text matches it
     choice: Sequence[str] | None = None  # stored as a tuple without repeats
-    grammar: str | None = None  # Lark, in llguidance's dialect
+    grammar: str | None = None  # Lark, in llguidance's dialect, or EBNF: root ::= "yes" | "no"
     json_object: bool | None = None  # any object; None is stored as False
-    structural_tag: Any = None  # not supported
+    structural_tag: str | dict[str, Any] | None = None  # stored as text; see that module
     disable_any_whitespace: bool = False  # between JSON's tokens; else a line break or a space
     disable_additional_properties: bool = False  # not supported
     whitespace_pattern: str | None = None  # a regex of what may stand between JSON's tokens
@@ -48,7 +50,9 @@ class StructuredOutputsParams:
         values["json_object"] = self.json_object is not None and _flag(
             "json_object", self.json_object
         )
-        values["json"] = None if self.json is None else _schema(self.json)
+        for name, what in (("json", "a JSON schema"), ("structural_tag", "a structural tag")):
+            value = getattr(self, name)
+            values[name] = None if value is None else _object(name, what, value)
         values["choice"] = None if self.choice is None else _choices(self.choice)
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
@@ -106,24 +110,22 @@ def _check_size(name: str, size: int) -> None:
         )
 
 
-def _schema(value: Any) -> str:
-    """Returns a schema as one spelling of JSON."""
+def _object(name: str, what: str, value: Any) -> str:
+    """Returns an object as one spelling of JSON."""
+    full = f"structured_outputs.{name}"
     if not isinstance(value, str | dict):
-        raise TypeError(
-            f"structured_outputs.json must be a JSON schema as a dict or a string, "
-            f"got {shown(value)}"
-        )
-    value = _text("json", value) if isinstance(value, str) else value
+        raise TypeError(f"{full} must be {what} as a dict or a string, got {shown(value)}")
+    value = _text(name, value) if isinstance(value, str) else value
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         if not isinstance(parsed, dict):
-            raise TypeError("a schema is an object")
+            raise TypeError("an object is wanted")
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"structured_outputs.json is not a JSON schema ({error}): correct it"
-        ) from error
-    return _text("json", text)
+        raise ValueError(f"{full} is not {what} ({error}): correct it") from error
+    if name == "structural_tag":
+        structural_tag.check(json.loads(text))
+    return _text(name, text)
 
 
 def _choices(values: Any) -> tuple[str, ...]:
@@ -139,10 +141,6 @@ def _choices(values: Any) -> tuple[str, ...]:
 
 def _check_together(params: StructuredOutputsParams) -> None:
     """Checks what no field shows by itself, and refuses what would have no effect."""
-    if params.structural_tag is not None:
-        raise ValueError(
-            "structured_outputs.structural_tag is not supported: write the tags in a grammar"
-        )
     given = _given(params)
     if len(given) != 1:
         raise ValueError(
@@ -155,9 +153,9 @@ def _check_together(params: StructuredOutputsParams) -> None:
             '"additionalProperties": false in the objects of the schema'
         )
     for name in ("disable_any_whitespace", "whitespace_pattern"):
-        if getattr(params, name) and params.kind not in ("json", "json_object"):
+        if getattr(params, name) and params.kind in ("regex", "choice", "grammar"):
             raise ValueError(
-                f"structured_outputs.{name} has an effect on json and json_object only, "
+                f"structured_outputs.{name} has an effect on JSON only, "
                 f"got {params.kind}: leave it out"
             )
     if params.whitespace_pattern and params.disable_any_whitespace:
@@ -169,7 +167,13 @@ def _check_together(params: StructuredOutputsParams) -> None:
             f"structured_outputs.whitespace_pattern={shown(params.whitespace_pattern)} "
             r"may match more than whitespace: take space, \n, \t, \r, [] | () * + ? {m,n} alone"
         )
-    for match in _LARK.finditer(params.grammar or ""):
+    grammar = params.grammar or ""
+    if (ebnf := is_ebnf(grammar)) and len(grammar.encode()) > MAX_EBNF_BYTES:
+        raise ValueError(
+            f"structured_outputs.grammar has {len(grammar.encode())} bytes of EBNF, the limit is "
+            f"{MAX_EBNF_BYTES}: shorten it, or write it in Lark"
+        )
+    for match in () if ebnf else _LARK.finditer(grammar):
         if match[1]:
             raise ValueError(
                 f"structured_outputs.grammar has {match[1]!r} at character {match.start()}, which "

@@ -120,7 +120,7 @@ def test_wrong_types_are_named(fields, message):
         ({"json_object": False}, "got none: give one"),
         ({"regex": "a", "choice": ["a"]}, "got regex and choice: give one"),
         ({"json": "{"}, "structured_outputs.json is not a JSON schema (Expecting property name"),
-        ({"json": "[]"}, "structured_outputs.json is not a JSON schema (a schema is an object)"),
+        ({"json": "[]"}, "json is not a JSON schema (an object is wanted): correct it"),
         ({"json": {"a": float("nan")}}, "structured_outputs.json is not a JSON schema (Out of"),
         ({"json": '{"a": NaN}'}, "structured_outputs.json is not a JSON schema (Out of range"),
         ({"json": {"a": {1, 2}}}, "structured_outputs.json is not a JSON schema ("),
@@ -138,7 +138,11 @@ def test_wrong_types_are_named(fields, message):
         ({"regex": "é" * (2**15 + 1)}, "structured_outputs.regex has 65538 bytes or more"),
         ({"grammar": "a" * (2**16 + 1)}, "has 65537 bytes or more, the limit is 65536: shorten it"),
         ({"choice": map(str, range(20000))}, "structured_outputs.choice has 108890 bytes or more"),
-        ({"structural_tag": "{}"}, "structured_outputs.structural_tag is not supported: write the"),
+        (
+            {"structural_tag": "{}"},
+            "structural_tag must be a dict with 'structures' and 'triggers'",
+        ),
+        ({"grammar": "root ::= " + "a " * 2**13}, "bytes of EBNF, the limit is 8192: shorten it"),
         (
             {"json": {}, "disable_additional_properties": True},
             "structured_outputs.disable_additional_properties is not supported: set "
@@ -146,11 +150,11 @@ def test_wrong_types_are_named(fields, message):
         ),
         (
             {"regex": "a", "disable_any_whitespace": True},
-            "structured_outputs.disable_any_whitespace has an effect on json and json_object only",
+            "structured_outputs.disable_any_whitespace has an effect on JSON only",
         ),
         (
             {"choice": ["a"], "whitespace_pattern": " "},
-            "structured_outputs.whitespace_pattern has an effect on json and json_object only",
+            "structured_outputs.whitespace_pattern has an effect on JSON only",
         ),
         (
             {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},

@@ -37,7 +37,7 @@ SAMPLING: dict[str, Kind] = dict(
     allowed_token_ids=several(ID, None, least=1), bad_words=kinds.anything(),
     extra_args=Kind(lambda v: True if v is None else None,
                     ({1: 1.0}, {"a": "b"}, {"a": values.NAN}, [1], "ab")),
-    skip_reading_prefix_cache=flag(None),
+    truncate_prompt_tokens=integer(-1, COUNT, None), skip_reading_prefix_cache=flag(None),
     repetition_detection=instance(RepetitionDetectionParams, None),
 )  # fmt: skip
 BEAM = dict(
@@ -115,4 +115,4 @@ class Structured(_Made):
         return made._replace(fields=(*made.fields, "needs exactly one of", "no structured output"))
 
 
-assert SAMPLING.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+assert set(SAMPLING) == {field.name for field in dataclasses.fields(SamplingParams)}
