@@ -80,13 +80,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, ValueError) as error:
             raise ValueError(
                 f"{path} must be a whole safetensors file, got {path.stat().st_size} bytes of "
-                f"which its header says: {error}. Download it again"
+                f"which its header says: {error!s:.300}. Download it again"
             ) from error
     metadata = entries.pop("__metadata__", None) or {}
     data = 8 + size, path.stat().st_size
     tensors = {name: _read_entry(f"{path}: {name}", e, *data) for name, e in entries.items()}
     sums = {k.removeprefix(CHECKSUM): v for k, v in metadata.items() if k.startswith(CHECKSUM)}
-    if sums and sums.keys() != tensors.keys():
+    if not sums:
+        return tensors
+    if sums.keys() != tensors.keys():
         name = min(sums.keys() ^ tensors.keys())
         raise ValueError(f"{path}: tensors and checksums differ in {name!r}: save it again")
     return {name: tensor._replace(checksum=sums.get(name)) for name, tensor in tensors.items()}

@@ -24,7 +24,7 @@ class Settings:
     def __init__(self, values: Mapping[str, Any], source: str = "config.json", key: str = ""):
         """key: of the group that `values` are, "" for a whole file."""
         self._values, self._key, self._taken = dict(values), key, set()
-        self._source = f"{source}: {key}" if key else source
+        self.source = f"{source}: {key}" if key else source
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -35,24 +35,24 @@ class Settings:
         value = self._values.get(key)
         if value is None:
             if default is MISSING:
-                raise ValueError(f"{self._source} has no {key!r}: it is needed to build the model")
+                raise ValueError(f"{self.source} has no {key!r}: it is needed to build the model")
             return default
         if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             names = kind.__name__ if isinstance(kind, type) else [k.__name__ for k in kind]
-            raise ValueError(f"{self._source}: {key!r} must be {names}, got {shown(value)}")
+            raise ValueError(f"{self.source}: {key!r} must be {names}, got {shown(value)}")
         if isinstance(value, float) and not math.isfinite(value):  # JSON as Python reads it has NaN
-            raise ValueError(f"{self._source}: {key!r} must be finite, got {value}")
+            raise ValueError(f"{self.source}: {key!r} must be finite, got {value}")
         return value
 
     def size(self, key: str, default: Any = MISSING, *, least: int = 1) -> int:
         """Returns the value of `key`, an integer from `least` to what `limits.SIZES` says."""
         value, most = self.take(key, int, default), SIZES.get(key, ANY_SIZE)
         if value < least:
-            raise ValueError(f"{self._source}: {key!r} must be at least {least}, got {value}")
+            raise ValueError(f"{self.source}: {key!r} must be at least {least}, got {value}")
         if value > most:
-            raise ValueError(f"{self._source}: {key!r} must be at most {most}, got {shown(value)}")
+            raise ValueError(f"{self.source}: {key!r} must be at most {most}, got {shown(value)}")
         return value
 
     def each(self, key: str, kind: type, default: list[Any]) -> list[Any]:
@@ -61,7 +61,7 @@ class Settings:
         for i, value in enumerate(values):
             if type(value) is not kind:
                 raise ValueError(
-                    f"{self._source}: {key}[{i}] must be {kind.__name__}, got {shown(value)}"
+                    f"{self.source}: {key}[{i}] must be {kind.__name__}, got {shown(value)}"
                 )
         return values
 
@@ -71,14 +71,14 @@ class Settings:
         value = self._values.get(key)
         if value is not None and value not in wanted:
             raise ValueError(
-                f"{self._source}: {key}={shown(value)} is not supported, only {wanted[0]!r}: "
+                f"{self.source}: {key}={shown(value)} is not supported, only {wanted[0]!r}: "
                 "running without it would change the model's outputs"
             )
 
     def section(self, key: str) -> "Settings | None":
         """Returns a nested group of keys, None where it is absent."""
         value = self.take(key, dict, {})
-        return Settings(value, self._source, key) if value else None
+        return Settings(value, self.source, key) if value else None
 
     def finish(self) -> None:
         """Refuses keys that nobody took; null, false and empty ones say nothing."""
@@ -91,7 +91,7 @@ class Settings:
                 kept = {k: v for k, v in self._values.items() if k not in unknown}
                 without = {self._key: kept}
             raise ValueError(
-                f"{self._source}: {len(unknown)} unknown setting{'s' * (len(unknown) > 1)}: "
+                f"{self.source}: {len(unknown)} unknown setting{'s' * (len(unknown) > 1)}: "
                 f"{pairs}. Where that changes no outputs, pass hf_overrides={without}"
             )
 

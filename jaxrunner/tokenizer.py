@@ -173,7 +173,7 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text)
     except BaseException as error:  # `tokenizers` raises bare Exceptions, and panics
         of_foreign_code(error)
-        raise ValueError(f"{path} is not a tokenizer ({error}): fetch it again") from error
+        raise ValueError(f"{path} is not a tokenizer ({error!s:.300}): fetch it again") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def read(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
         told = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a tokenizer ({error}): fetch it again") from error
+        raise ValueError(f"{path} is not a tokenizer ({error!s:.300}): fetch it again") from error
     if not isinstance(told, dict):
         raise ValueError(f"{path} is not a tokenizer, it holds no object: fetch it again")
     for name, token, token_id in _tokens(told):

@@ -23,9 +23,14 @@ def read_model(settings: Settings) -> tuple[Model, ModelConfig]:
     Raises:
       ValueError: an architecture we do not have, or a setting that we do not support.
     """
-    names = settings.each("architectures", str, [])
-    known = [name for name in names if name in FAMILIES]
-    if len(names) != 1 or not known:
-        raise ValueError(f"architectures must be one of {sorted(FAMILIES)}, got {shown(names)}")
-    model = FAMILIES[known[0]]
-    return model, model.read(settings)
+    try:
+        names = settings.each("architectures", str, [])
+        known = [name for name in names if name in FAMILIES]
+        if len(names) != 1 or not known:
+            raise ValueError(f"architectures must be one of {sorted(FAMILIES)}, got {shown(names)}")
+        model = FAMILIES[known[0]]
+        return model, model.read(settings)
+    except ValueError as error:
+        if settings.source in str(error):
+            raise
+        raise ValueError(f"{settings.source}: {error}") from error

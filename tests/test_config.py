@@ -195,7 +195,8 @@ def test_harmless_keys_change_nothing(family):
 REFUSED = {
     "unknown architecture": (
         dict(architectures=["GPT2LMHeadModel"]),
-        r"architectures must be one of \['Llama.*'Qwen3ForCausalLM'\], got \['GPT2LMHeadModel'\]",
+        r"config\.json: architectures must be one of \['Llama.*'Qwen3ForCausalLM'\], got "
+        r"\['GPT2LMHeadModel'\]",
     ),
     "no architecture": (dict(architectures=...), r"architectures must be one of .*, got \[\]"),
     "two": (dict(architectures=["LlamaForCausalLM"] * 2), r"architectures must be one of"),
@@ -236,7 +237,7 @@ REFUSED = {
     "end token a string": (dict(eos_token_id="</s>"), r"'eos_token_id' must be .*, got '</s>'"),
     "uneven groups": (
         dict(num_key_value_heads=4),
-        r"num_attention_heads=6 must be a multiple of num_key_value_heads=4",
+        r"config\.json: num_attention_heads=6 must be a multiple of num_key_value_heads=4",
     ),
     "odd head": (dict(head_dim=9), r"head_dim=9 must be even: rotary positions turn pairs"),
     "dtype": (dict(torch_dtype="float64"), r"dtype of config\.json must be one of .*'float64'"),
