@@ -75,11 +75,12 @@ def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> S
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, Sequence):
         return [value] * count
-    if len(value) != count:
+    given = list(value)  # whose length is what it says
+    if len(given) != count:
         raise ValueError(
-            f"{name} must be one, or one for each of {count} prompts, got {len(value)}"
+            f"{name} must be one, or one for each of {count} prompts, got {len(given)}"
         )
-    return list(value)
+    return given
 
 
 def _check_logprobs(params: SamplingParams, most: int) -> None:
