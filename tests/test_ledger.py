@@ -1,7 +1,7 @@
 """No compilation after warm-up: the ledger of programs, and JAX's own count."""
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import features
@@ -138,3 +138,24 @@ def test_any_number_of_decodes_runs_while_small_sizes_are_pending(num_steps, mon
     keys = launched(runner, monkeypatch)
     decode(runner, num_steps, SamplingParams())
     assert len(keys) == len(NUMBERS) and set(keys) <= waited_for
+
+
+def test_a_random_load_runs_what_warm_up_compiles(monkeypatch):  # 25
+    runner, rng = tiny.runner(trusted=True, **GPU), np.random.default_rng(0)
+    keys = launched(runner, monkeypatch)
+    for i in range(40):
+        fixed: dict[str, Any] = {} if i % 2 else dict(structured_outputs=None)
+        new = []
+        for n in range(rng.integers(1, 150 if i % 3 else 12)):
+            params = features.random_params(rng, **fixed) if i % 4 else USUAL
+            prompt = rng.integers(0, 61, rng.integers(1, 40)).tolist()
+            one = tiny.new_request(f"{n}", prompt, blocks=[0], params=params)
+            new.append(replace(one, score_start=1 if params.prompt_logprobs else one.score_start))
+        counts = {r.request_id: int(rng.integers(1, 1 + len(r.token_ids))) for r in new}
+        runner.step(tiny.scheduled(counts, new))
+        some = [r.request_id for r in new if rng.random() < 0.7]
+        several = 1 if runner.slots.need_the_host else 4
+        runner.step(tiny.scheduled(dict.fromkeys(some, several), num_steps=several))
+        runner.step(tiny.scheduled({}, finished_req_ids=counts.keys()))
+    known = set(program_keys(runner.program, runner.buckets, rich=True))
+    assert set(keys) <= known and len({key.name for key in keys}) == 6

@@ -1,13 +1,18 @@
 """What is drawn: the exact distribution, one rule for ties, noise by seed and position alone."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rules
 
+from jaxrunner import step
 from jaxrunner.layout import SampleSize
 from jaxrunner.params import SamplingParams
+from jaxrunner.types import Rows, State
 
 LOGITS = np.array([3.0, 1.0, 2.5, 2.5, -1.0, 0.0, 2.0, -np.inf], np.float32)
 KINDS = {
@@ -115,6 +120,47 @@ def test_noise_depends_on_seed_and_position_alone():  # 34, D11
     wide = [2**63 + 1, 1]  # both words of a seed count
     many = np.stack([rules.draw(logits, params, wide, p) for p in range(20)])
     assert (many[:, 0] != many[:, 1]).any()
+
+
+@functools.cache
+def drawer() -> Any:
+    """Returns the draw of a step, compiled: tokens of rows by slots and positions."""
+    state = State(rules.requests(1000), rules.tables([SamplingParams()] * 1000), ())
+
+    def draw(logits, slot, position):
+        ones = jnp.ones_like(slot)
+        rows = Rows(slot, ones, ones > 0, position, jnp.zeros_like(slot))
+        size = SampleSize(slot.size)
+        drawn = step.draw(logits[:, None], state, rows, None, program=rules.program(), size=size)
+        return drawn.token_ids[:, 0]
+
+    return jax.jit(draw)
+
+
+def test_a_step_draws_by_seed_and_position_in_any_batch():  # 34
+    rng, some = np.random.default_rng(0), np.arange(20, dtype=np.int32)
+    logits = jnp.asarray(rng.normal(size=(20, 61)), jnp.float32)
+    at = jnp.asarray(rng.integers(1, 99, 20), jnp.int32)
+    alone = np.array(drawer()(logits, jnp.asarray(some), at))
+    order = rng.permutation(20)
+    assert (drawer()(logits[order], jnp.asarray(some[order]), at[order]) == alone[order]).all()
+    padded = jnp.concatenate([logits[:5], logits[5:] * 0])
+    slots = jnp.asarray([0, 1, 2, 3, 4, *[1000] * 15], jnp.int32)
+    assert (drawer()(padded, slots, at)[:5] == alone[:5]).all()
+    assert (drawer()(logits, jnp.asarray(some), at + 1) != alone).any()
+    assert (drawer()(logits, jnp.asarray(some + 20), at) != alone).any()
+
+
+def test_a_hundred_thousand_draws_of_a_step_are_the_softmax():  # 34
+    logits = np.random.default_rng(1).normal(size=61).astype(np.float32)
+    rows, slots = jnp.tile(logits, (1000, 1)), jnp.arange(1000, dtype=jnp.int32)
+    seen = np.zeros(61)
+    for position in range(100):
+        drawn = drawer()(rows, slots, jnp.full(1000, position, jnp.int32))
+        seen += np.bincount(np.array(drawn), minlength=61)
+    expected = oracle(logits) * 1e5
+    chi_square = ((seen - expected) ** 2 / expected).sum()
+    assert chi_square < 60 + 4 * np.sqrt(120) + 8  # far beyond the 0.999 quantile
 
 
 def test_more_rules_in_the_program_change_no_bit():

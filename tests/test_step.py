@@ -230,11 +230,28 @@ def test_positions_map_to_their_blocks():  # 15
         (1, 0, [28, 36, 29, 36, 30, 36, 31, 36]),
         (1, 1, [36, 28, 36, 29, 36, 30, 36, 31]),
         (2, 0, [28, 29, 36, 36, 30, 31, 36, 36]),
+        (2, 1, [36, 36, 28, 29, 36, 36, 30, 31]),
+        (4, 0, [28, 29, 30, 31, 36, 36, 36, 36]),
+        (4, 1, [36, 36, 36, 36, 28, 29, 30, 31]),
     ],
 )
 def test_context_parallel_devices_share_a_block(interleave, part, want):  # 16
     context = dict(parts=2, part=part, interleave=interleave)
     assert index_of(range(8), [7, 3], (9, 4), **context) == want
+    # The next block of the table, laid out alike.
+    after = [i if i == 36 else i - 28 + 12 for i in want]
+    assert index_of(range(8, 16), [7, 3], (9, 4), **context) == after
+
+
+@pytest.mark.parametrize(
+    "interleave,length,want", [(1, 5, (3, 2)), (4, 5, (4, 1)), (4, 13, (8, 5))]
+)
+def test_context_parallel_devices_know_their_lengths(interleave, length, want):  # 16
+    held = [
+        index_of(range(length), [7, 3], (9, 4), parts=2, part=p, interleave=interleave)
+        for p in (0, 1)
+    ]
+    assert tuple(sum(i < 36 for i in part) for part in held) == want
 
 
 @pytest.mark.parametrize("interleave", [1, 2, 4])
