@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.launch import abstract
+from jaxrunner.launch import abstract, usual_spec
 from jaxrunner.layout import Program
+from jaxrunner.lowering import lowering_task
 from jaxrunner.model import Model
 from jaxrunner.ops import Choice, choose_ops
 from jaxrunner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
@@ -14,11 +15,12 @@ from jaxrunner.sampling.rule import Rule
 
 
 class Built(NamedTuple):
-    """What is compiled into an engine's programs, and where these are kept."""
+    """What is compiled into an engine's programs, where these are kept and how they are lowered."""
 
     choice: Choice
     program: Program
     cache: ProgramCache | None
+    task: bytes | None = None  # for processes that lower them
 
 
 def build(
@@ -38,8 +40,11 @@ def build(
     code = model.forward, model.logits
     # What the code of others does is not known.
     ours = rules == RULES and is_ours(*code)
+    task = None
+    if ours and choice.sample is not None:  # what else there is takes Python little time
+        task = lowering_task(usual_spec, program._replace(rules=()), abstract(params))
     if cache_dir is None or not ours or jax_keeps_its_own():
-        return Built(choice, program, None)
+        return Built(choice, program, None, task)
     names = [(function.__module__, function.__qualname__) for function in code]
     context = names, model_config, config, choice.name, abstract(params)
-    return Built(choice, program, ProgramCache(cache_dir, context))
+    return Built(choice, program, ProgramCache(cache_dir, context), task)

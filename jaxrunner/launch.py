@@ -27,7 +27,9 @@ from jaxrunner.layout import (
     plan_spec,
     score_size,
 )
-from jaxrunner.programs import Key, Spec
+from jaxrunner.lowering import Spec
+from jaxrunner.programs import Key
+from jaxrunner.sampling import RULES
 from jaxrunner.sampling.sampler import describe_prompt
 from jaxrunner.transfer import pack_on_device, packed_size, unpack
 from jaxrunner.types import Array, Rows, State, Targets
@@ -94,7 +96,7 @@ def score(params, state: State, hidden, targets: Targets, first, *, program, siz
 
 
 def admit(state: State, vector: Array, *, program: Program, size: AdmitSize) -> State:
-    """Writes new requests into their slots."""
+    """Writes new requests into their slots. `state` is without its KV cache."""
     return device.admit(state, *unpack(admission_spec(program, size), vector))
 
 
@@ -112,6 +114,13 @@ FUNCTIONS = dict(
 # XLA's default, and loops: the device looks by itself whether another step is due.
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
 LOOP = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
+# A graph is updated before it is launched, which takes 2 ms of the first token's time; kernels of a
+# prefill are long enough to be launched one by one.
+NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
+# Of products of so many tokens cuBLAS has the fastest, and Triton's need not be compiled and timed.
+MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
+# Products are timed, and not compared with each other, which takes longer.
+TIMED = (("xla_gpu_autotune_level", "2"),)
 
 
 def abstract(tree: Any) -> Any:
@@ -132,9 +141,10 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
         return jax.ShapeDtypeStruct((packed_size(spec),), jnp.int32)
 
     args: tuple[Any, ...]
-    if key.name in ("admit", "copy"):
-        spec = admission_spec if key.name == "admit" else copies_spec
-        args = state, vector(spec(program, size))
+    if key.name == "admit":
+        args = tables, vector(admission_spec(program, size))
+    elif key.name == "copy":
+        args = state, vector(copies_spec(program, size))
     elif key.name == "sample":
         dims = program.dims | dict(B=size.num_rows)
         B, J, V = (dims[axis] for axis in "BJV")
@@ -152,11 +162,23 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     one = program.dims | dict(B=1, T=1)  # of `out` the structure counts, not the shapes
     rows, targets = (pytree.abstract(cls, one) for cls in (Rows, Targets))
     out = dict(
-        admit=state, copy=state, step=(state, 0), steps=(state, 0), sample=(tables, 0), score=0,
+        admit=tables, copy=state, step=(state, 0), steps=(state, 0), sample=(tables, 0), score=0,
         forward=(state, 0, rows, 0, targets),
     )  # fmt: skip
-    options = LOOP if key.name == "steps" else ()
-    return Spec(FUNCTIONS[key.name], tuple(static.items()), args, out[key.name], donated, options)
+    function, options = FUNCTIONS[key.name], _options(key)
+    return Spec(function, tuple(static.items()), args, out[key.name], donated, options)
+
+
+def _options(key: Key) -> tuple[tuple[str, str], ...]:
+    """Returns XLA's options for a program."""
+    match key:
+        case Key("steps", Steps() as size):
+            options, tokens = LOOP, size.num_rows
+        case Key("step" | "forward", Bucket() as size):
+            options, tokens = () if size.query_len else NO_GRAPH, size.num_tokens
+        case _:
+            return ()
+    return TIMED + options + (NO_TRITON if tokens >= MANY else ())
 
 
 def step_key(bucket: Bucket, num_steps: int) -> Key:
@@ -164,6 +186,11 @@ def step_key(bucket: Bucket, num_steps: int) -> Key:
     if num_steps == 1:
         return Key("step", bucket)
     return Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))
+
+
+def usual_spec(program: Program, params: Any, key: Key) -> Spec:
+    """Returns the `program_spec` of a program with the usual rules, which cannot be pickled."""
+    return program_spec(program._replace(rules=RULES), params, key)
 
 
 def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -> list[Key]:

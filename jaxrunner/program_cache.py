@@ -117,7 +117,7 @@ class ProgramCache:
             self._write(self._path(key, NOTE), json.dumps(value).encode())
 
     def _path(self, key: Any, suffix: str = SUFFIX) -> Path:
-        name = hashlib.sha256(f"{self._context}\n{key}".encode()).hexdigest()
+        name = hashlib.sha256(f"{self._context}\n{key!r}".encode()).hexdigest()
         return self._folder / f"{name[:40]}{suffix}"
 
     def _write(self, path: Path, data: bytes) -> None:

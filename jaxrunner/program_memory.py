@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxrunner.buckets import step_buckets
 from jaxrunner.launch import abstract, program_keys, program_spec
 from jaxrunner.layout import MAX_TARGETS, Program
+from jaxrunner.lowering import extra_bytes, output_bytes
 from jaxrunner.program_cache import ProgramCache
-from jaxrunner.programs import Key, Programs, extra_bytes, output_bytes
+from jaxrunner.programs import Key, Programs
 
 SMALL = ("admit", "copy")  # programs that make nothing on their way
 NOTE = "memory of the largest programs"

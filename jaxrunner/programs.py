@@ -1,19 +1,26 @@
 """Compiled programs by bucket: built ahead of time, looked up at run time, every miss recorded."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 import functools
 import logging
-import os
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from tqdm.auto import tqdm
 
+from jaxrunner.lowering import (
+    Build,
+    Died,
+    LoweringProcess,
+    Spec,
+    extra_bytes,
+    lower,
+    num_cores,
+    run_eagerly,
+)
 from jaxrunner.program_cache import ProgramCache
 from jaxrunner.program_key import Key
 from jaxrunner.turns import short_turns
@@ -21,17 +28,7 @@ from jaxrunner.turns import short_turns
 logger = logging.getLogger(__name__)
 Started = dict[Key, Future[None]]
 LOADED = "from the cache"
-
-
-class Spec(NamedTuple):
-    """What a program is compiled from. Warm-up and dispatch both read `args`."""
-
-    function: Callable[..., Any]  # called as function(*args, **static)
-    static: tuple[tuple[str, Any], ...]  # hashable
-    args: tuple[Any, ...]  # abstract arguments
-    out: Any = None  # a tree with the structure of what it returns
-    donated: tuple[str, ...] = ("state",)
-    options: tuple[tuple[str, str], ...] = ()  # XLA's
+SMALL = ("admit", "copy")  # programs that are lowered, and run, in no time
 
 
 @dataclass(frozen=True)
@@ -52,14 +49,23 @@ class Programs:
         cache: ProgramCache | None = None,
         *,
         eager: bool = False,
+        task: bytes | None = None,
+        num_processes: int | None = None,
     ):
-        """eager: nothing is compiled, and each operation of a function runs by itself."""
+        """eager: nothing is compiled, and each operation of a function runs by itself.
+        task: what a `LoweringProcess` is told to lower the same programs; None for no processes.
+        num_processes: how many of them; by default as many as half of the CPU cores.
+        """
         self._eager = eager
         self._spec = functools.cache(spec)  # loading asks for it, and compiling
         self._cache = cache
         self._table: dict[Key, Any] = {}
         self._pending: Started = {}  # a key is in the table before it leaves here
         self._pool: ThreadPoolExecutor | None = None
+        self._task = task
+        self._num_processes = num_cores() // 2 if num_processes is None else num_processes
+        self._processes: list[LoweringProcess] = []
+        self._closed = False
         self.ledger: list[Compilation] = []
         self._warm = self._told = False  # whether programs were compiled ahead, and a late one told
         self.strict = False  # whether a compilation after warm-up raises
@@ -88,7 +94,7 @@ class Programs:
             # The others keep their order, behind.
             new.sort(key=lambda key: -getattr(key.size, "num_tokens", 0) if key in first else 1)
             self._pending |= {key: started[key] for key in new}
-            self._pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
+            self._pool = ThreadPoolExecutor(1 + num_cores())
             self._pool.submit(self._build_all, self._pool, new)
         return {key: future for key, future in started.items() if key in first}
 
@@ -122,35 +128,82 @@ class Programs:
 
     def close(self) -> None:
         """Ends what `start` has threads do, without waiting."""
+        self._closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
 
     def _build_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
         with short_turns():
-            self._lower_all(pool, todo)
+            loading = {key: pool.submit(self._load, key) for key in todo}
+            self._lower_all(pool, [key for key in todo if not self._is_done(key, loading[key])])
         pool.shutdown(wait=False)
 
+    def _is_done(self, key: Key, loaded: Future[bool]) -> bool:
+        """Waits for a program to be loaded. Whether it is there, or failed to load."""
+        try:
+            if not loaded.result():
+                return False
+        except Exception as error:  # of this program alone
+            self._done(key, error)
+            return True
+        self._done(key)
+        return True
+
     def _lower_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
-        """Python lowers one program after the other; loading and compiling do not hold it up."""
-        loading = {key: pool.submit(self._load, key) for key in todo}
-        for i, key in enumerate(todo):
-            start = time.perf_counter()
+        """Lowers programs, and hands them to threads that compile.
+
+        This thread lowers the first program while processes start, and the small ones; processes
+        lower the others.
+        """
+        large = [key for i, key in enumerate(todo) if i and key.name not in SMALL]
+        num = min(len(large), self._num_processes)
+        if self._task is None or num < 2:  # a process needs seconds to start
+            return self._lower_each(pool, iter(todo), [])
+        elsewhere, left = iter(large), list[Key]()
+        self._processes = [LoweringProcess(self._task) for _ in range(num)]
+        threads = [
+            threading.Thread(target=self._lower_each, args=(pool, elsewhere, left, p), daemon=True)
+            for p in self._processes
+        ]
+        for thread in threads:
+            thread.start()
+        self._lower_each(pool, iter([key for key in todo if key not in set(large)]), [])
+        for thread in threads:
+            thread.join()
+        self._lower_each(pool, iter([*left, *elsewhere]), [])  # what processes could not
+
+    def _lower_each(
+        self, pool: ThreadPoolExecutor, keys: Iterator[Key], left: list[Key],
+        process: LoweringProcess | None = None,
+    ) -> None:  # fmt: skip
+        """Lowers programs, here or in a process; one that it dies of is `left`, and ends it.
+
+        Several threads may share an iterator of a list.
+        """
+        for key in keys:
+            start, build = time.perf_counter(), None
             try:
-                build = None if loading[key].result() else self._lower(key)
+                if process is None:
+                    build = None if self._closed else self._lower(key)
+                else:
+                    build = process.lower(key, self._spec(key))
+            except Died as error:
+                logger.debug("%s is not lowered beside this process: %s", key, error)
+                left.append(key)
+                break
             except Exception as error:  # of this program alone
                 self._done(key, error)
-                continue
-            if build is None:
-                self._done(key)
                 continue
             try:
                 pool.submit(self._compile, key, start, build)
             except RuntimeError as error:  # the pool is closed, or Python ends
-                for left in todo[i:]:
-                    self._done(left, error)
-                return
+                self._done(key, error)
+        if process is not None:
+            process.close()
 
-    def _compile(self, key: Key, start: float, build: "_Build") -> None:
+    def _compile(self, key: Key, start: float, build: Build) -> None:
         try:
             self._finish(key, start, build, "warm-up")
             self._done(key)
@@ -189,7 +242,7 @@ class Programs:
           RuntimeError: it must be compiled and `strict` is set; names the field that differs.
         """
         if self._eager:
-            return functools.partial(_run_eagerly, self._spec(key))
+            return functools.partial(run_eagerly, self._spec(key))
         if (pending := self._pending.get(key)) is not None:
             pending.result()
         if key not in self._table:
@@ -224,12 +277,10 @@ class Programs:
             self.ledger.append(Compilation(key, time.perf_counter() - start, LOADED))
         return executable is not None
 
-    def _lower(self, key: Key) -> "_Build":
-        spec = self._spec(key)
-        leaves, treedef = jax.tree.flatten(spec.args)
-        return _build(spec._replace(args=tuple(leaves), out=None), treedef)
+    def _lower(self, key: Key) -> Build:
+        return lower(self._spec(key))
 
-    def _finish(self, key: Key, start: float, build: "_Build", reason: str) -> None:
+    def _finish(self, key: Key, start: float, build: Build, reason: str) -> None:
         self._table[key] = build.executable
         self.ledger.append(Compilation(key, time.perf_counter() - start, reason))
         if self._cache is not None:
@@ -246,51 +297,3 @@ class Programs:
             return [f"{name}={new}, not {old}" for name, old, new in pairs if old != new]
 
         return "; ".join(min(map(differing, sizes), key=len))
-
-
-def output_bytes(executable: Any) -> int:
-    """Returns the bytes of a program's outputs, but for those in place of an argument.
-
-    0 where the backend does not tell, as of some executables that were loaded.
-    """
-    memory = executable.memory_analysis()
-    return 0 if memory is None else memory.output_size_in_bytes - memory.alias_size_in_bytes
-
-
-def extra_bytes(executable: Any) -> int:
-    """Returns what a program takes beside its arguments: temporaries, and `output_bytes`."""
-    memory = executable.memory_analysis()
-    return 0 if memory is None else memory.temp_size_in_bytes + output_bytes(executable)
-
-
-def _run_eagerly(spec: Spec, *args: Any) -> Any:
-    with jax.disable_jit():
-        return spec.function(*jax.tree.map(jnp.asarray, args), **dict(spec.static))
-
-
-class _Build:
-    """A program on its way from its spec to an executable."""
-
-    def __init__(self, lowered: Any, options: dict[str, str]):
-        self._lowered: Any = lowered
-        self._options = options
-        self._executable: Any = None
-        self._lock = threading.Lock()
-
-    @property
-    def executable(self) -> Any:
-        """Compiles, once."""
-        with self._lock:
-            if self._executable is None:
-                self._executable = self._lowered.compile(self._options)
-                self._lowered = None
-            return self._executable
-
-
-@functools.lru_cache(maxsize=512)
-def _build(spec: Spec, treedef) -> _Build:
-    """Lowers a function. Engines of equal sizes in one process share the result."""
-    args = jax.tree.unflatten(treedef, spec.args)
-    names = [name for name, _ in spec.static]
-    jitted = jax.jit(spec.function, static_argnames=names, donate_argnames=spec.donated)
-    return _Build(jitted.lower(*args, **dict(spec.static)), dict(spec.options))

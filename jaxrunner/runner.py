@@ -72,17 +72,16 @@ class ModelRunner:
         )
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.params = None if to_come else params
-        self.choice, self.program, cache = build(
+        self.choice, self.program, cache, task = build(
             model, model_config, config, params, rules=rules, cache_dir=cache_dir
         )
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.slots = Slots(self.program)
         self._check = None if trusted else StepCheck(self.program)
-        shapes = abstract(params)
         self.params_spec = array_store.abstract(params)  # what new ones must be like
         # Nothing here refers to the runner, so that its memory goes when it does.
-        spec = functools.partial(program_spec, self.program, shapes)
-        self.programs = Programs(spec, cache, eager=config.enforce_eager)
+        spec = functools.partial(program_spec, self.program, abstract(params))
+        self.programs = Programs(spec, cache, task=task, eager=config.enforce_eager)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
@@ -289,7 +288,8 @@ class ModelRunner:
     def _admit(self, new, blocks) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""
         for size, packed in self.slots.admissions(new, blocks):
-            self.state = self.programs[Key("admit", size)](self.state, packed)
+            tables = self.programs[Key("admit", size)](replace(self.state, kv=()), packed)
+            self.state = replace(tables, kv=self.state.kv)
         for size, packed in self.slots.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)
 

@@ -67,7 +67,7 @@ def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
 
 def plan(
     seq_lens: Array, blocks: Array, cache_shape: tuple[int, ...], window: int | None,
-    config: TuningConfig,
+    config: TuningConfig, *, skip_empty: bool = False,
 ) -> Items:  # fmt: skip
     """Shares the keys of rows with `seq_lens`, [B], out among the chip's CTAs."""
     _, num_kv_heads, S, _ = cache_shape
@@ -78,8 +78,9 @@ def plan(
         first = jnp.maximum(seq_lens - window, 0) // config.block_kv
     tiles = last - first
     share = (tiles.sum() * num_kv_heads + config.num_ctas - 1) // config.num_ctas
-    # An empty row has an item too, which writes its zeros.
-    parts = jnp.clip((tiles + share - 1) // jnp.maximum(share, 1), 1, MAX_PARTS)
+    # An empty row has an item too, which writes its zeros, unless nobody reads them.
+    least = 0 if skip_empty else 1
+    parts = jnp.clip((tiles + share - 1) // jnp.maximum(share, 1), least, MAX_PARTS)
     rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + extra))
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
@@ -104,13 +105,13 @@ def decode_attention(
     q: Array, k: Array, v: Array, blocks: Array, seq_lens: Array, *,
     scale: float, window: int | None = None, soft_cap: float | None = None,
     sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
-    config: TuningConfig = TuningConfig(),
+    skip_empty: bool = False, config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Attends the last token of each row to all `seq_lens`, [B], tokens of its blocks.
 
     q: [B, H, D]; k and v: [N, K, S, D]; blocks: [B, M]; sinks: [H], logits that only take weight;
     k_scale and v_scale: [N, K, S], float32, what k and v of 8 bits are multiples of.
-    Returns [B, H, D]; zeros where a row has no tokens.
+    Returns [B, H, D]; where a row has no tokens zeros, or with `skip_empty` anything.
 
     Raises:
       ValueError: the shapes are refused.
@@ -119,7 +120,7 @@ def decode_attention(
         raise ValueError(f"decode_attention {reason}")
     (B, H, D), K = q.shape, k.shape[1]
     G = H // K
-    items = plan(seq_lens, blocks, k.shape, window, config)
+    items = plan(seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty)
     num_items, part_heads = items.row.shape[0], -(-G // split_rows.HEADS) * split_rows.HEADS
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, K, G, D), q.dtype))
     part, weight = (

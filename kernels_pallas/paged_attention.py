@@ -27,5 +27,6 @@ def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     first = jnp.where(one, start[:-1], T)
     out = prefill_attention(q, *kv, start, jnp.where(one, 0, lens), **sizes)
     singles = q.at[first].get(mode="fill", fill_value=0)
-    singles = decode_attention(singles, *kv, jnp.where(one, lens, 0), **sizes)
+    lens = jnp.where(one, lens, 0)
+    singles = decode_attention(singles, *kv, lens, skip_empty=True, **sizes)  # those are dropped
     return out.at[first].set(singles, mode="drop", unique_indices=True)

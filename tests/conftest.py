@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
 import jax
 import pytest
 
-from jaxrunner import programs
+from jaxrunner import lowering
 
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
 jax.config.update("jax_num_cpu_devices", 2)
@@ -59,7 +59,7 @@ def pytest_configure(config):
 def few_executables():
     """Forgets a module's executables: each maps memory, of which a process may map so much."""
     yield
-    programs._build.cache_clear()
+    lowering._lower.cache_clear()
     jax.clear_caches()
 
 

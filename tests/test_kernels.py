@@ -15,6 +15,7 @@ import rules
 from jaxrunner import ops, pytree
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
+from jaxrunner.kernels_pallas.decode_attention import TuningConfig, plan
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.layout import WIDE, SampleSize
@@ -220,3 +221,13 @@ def test_kernels_lower_for_cuda(case: Case):
     with cuda():
         text = jax.jit(case.run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("skip_empty", [False, True])
+def test_rows_without_tokens_cost_an_item_only_where_zeros_are_wanted(skip_empty):
+    lens, blocks = jnp.array([0, 300, 0, 0, 5, 0]), jnp.zeros((6, 8), jnp.int32)
+    items = plan(lens, blocks, (9, 2, 64, 64), None, TuningConfig(), skip_empty=skip_empty)
+    rows = np.asarray(items.row)
+    assert set(rows[rows < 6].tolist()) == ({1, 4} if skip_empty else set(range(6)))
+    nothing = plan(lens * 0, blocks, (9, 2, 64, 64), None, TuningConfig(), skip_empty=skip_empty)
+    assert (np.asarray(nothing.row) < 6).sum() == (0 if skip_empty else 6)

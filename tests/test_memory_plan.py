@@ -18,11 +18,12 @@ from jaxrunner.build import build
 from jaxrunner.config import EngineConfig
 from jaxrunner.launch import program_keys
 from jaxrunner.layout import Bucket, SampleSize, Steps, make_state
+from jaxrunner.lowering import Spec, extra_bytes, output_bytes
 from jaxrunner.memory_plan import CPU_KV_BYTES, MemoryPlan, num_bytes
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.program_memory import Need
-from jaxrunner.programs import Key, Programs, Spec, extra_bytes, output_bytes
+from jaxrunner.programs import Key, Programs
 from jaxrunner.settings import Settings
 
 LIMIT, OTHERS, NEED = 10**7, 10**6, Need("sample", 300_000, 100_000)

@@ -11,8 +11,9 @@ import pytest
 from test_engine import PROMPTS, alone, params_of, run
 import tiny
 
-from jaxrunner import program_cache, programs
+from jaxrunner import lowering, program_cache
 from jaxrunner.engine import Engine
+from jaxrunner.launch import program_keys
 from jaxrunner.models.llama import llama
 from jaxrunner.program_cache import SUFFIX, ProgramCache, find_folder
 from jaxrunner.programs import LOADED
@@ -26,7 +27,7 @@ def no_cache_of_jax():
     folder = getattr(jax.config, program_cache.OWN[1])
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
-    programs._build.cache_clear()
+    lowering._lower.cache_clear()
     yield
     jax.config.update("jax_compilation_cache_dir", folder)
 
@@ -185,3 +186,9 @@ def test_executables_have_the_structure_that_is_said(tmp_path):
         spec = engine.runner.programs._spec(key)
         assert executable.in_tree == jax.tree.structure((spec.args, {})), key
         assert executable.out_tree == jax.tree.structure(spec.out), key
+
+
+def test_every_program_has_a_file_of_its_own(tmp_path):
+    engine, cache = make(tmp_path), ProgramCache(tmp_path, ())
+    keys = program_keys(engine.runner.program, engine.runner.buckets, rich=True)
+    assert len({cache._path(key) for key in keys}) == len(set(keys)) > 10
