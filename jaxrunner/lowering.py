@@ -8,6 +8,7 @@ Python lowers one program at a time, and a step with kernels takes it several se
 from collections.abc import Callable
 import contextlib
 import functools
+import importlib.util
 import inspect
 import os
 import pickle
@@ -172,7 +173,8 @@ def lowering_task(spec: Callable[..., Any], *args: Any) -> bytes | None:
 
     None where that cannot be told to another process, or JAX cannot export programs here.
     """
-    if not sys.executable:
+    # Exported programs are written with flatbuffers.
+    if not sys.executable or importlib.util.find_spec("flatbuffers") is None:
         return None
     device, described = jax.local_devices()[0], None
     if device.platform != "cpu":  # kernels ask for the device that they are lowered for
@@ -181,10 +183,8 @@ def lowering_task(spec: Callable[..., Any], *args: Any) -> bytes | None:
     settings = {name: getattr(jax.config, name) for name in SETTINGS}
     task = settings, export.default_export_platform(), described, spec, args
     try:
-        import flatbuffers  # noqa: F401  # exported programs are written with it
-
         return pickle.dumps(task)
-    except (ImportError, pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, TypeError):
         return None
 
 

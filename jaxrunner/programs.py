@@ -183,12 +183,12 @@ class Programs:
         Several threads may share an iterator of a list.
         """
         for key in keys:
-            start, build = time.perf_counter(), None
+            start, spec = time.perf_counter(), self._spec(key)
+            if self._closed:
+                self._done(key, RuntimeError("no program is lowered after shutdown"))
+                continue
             try:
-                if process is None:
-                    build = None if self._closed else self._lower(key)
-                else:
-                    build = process.lower(key, self._spec(key))
+                build = self._lower(key) if process is None else process.lower(key, spec)
             except Died as error:
                 logger.debug("%s is not lowered beside this process: %s", key, error)
                 left.append(key)
