@@ -27,7 +27,10 @@ SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans", "jax_default_prng_impl",
     "jax_threefry_partitionable", "jax_numpy_rank_promotion", "jax_numpy_dtype_promotion",
 )  # fmt: skip
-CHILD = "from jaxrunner.lowering import serve; serve()"
+# It finds the modules of its parent, and leaves the device alone.
+CHILD = """import sys; sys.path[:] = {path!r}
+import jax; jax.config.update("jax_platforms", "cpu")
+from jaxrunner.lowering import serve; serve()"""
 
 
 class Spec(NamedTuple):
@@ -113,12 +116,10 @@ class LoweringProcess:
 
     def __init__(self, task: bytes):
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", CHILD],
+            [sys.executable, "-P", "-c", CHILD.format(path=[str(path) for path in sys.path])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Its device is described by the task, and must not be taken twice.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
         )
         self._send(task)
 
