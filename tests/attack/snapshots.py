@@ -63,7 +63,7 @@ class Snapshots(Entry):
 
     def mend(self) -> None:
         self.folder.mend()
-        self.engine.abort(self.engine._unfinished)
+        self.engine.abort(list(self.engine._unfinished))
         while self.engine.step():
             pass
         assert not self.engine.has_unfinished, "what was restored cannot be aborted"
