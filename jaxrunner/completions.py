@@ -58,8 +58,10 @@ class Completions:
         states = self._new_states(prompt, params)
         into += states
         try:
-            _, token_ids = prompt.resolve(self.tokenizer, self.engine.config.max_model_len)
-            token_ids = token_ids[-params.most_prompt_tokens(self.engine.config.max_model_len) :]
+            max_len = self.engine.config.max_model_len
+            room = max_len if params.truncate_prompt_tokens is None else None
+            _, token_ids = prompt.resolve(self.tokenizer, room)
+            token_ids = token_ids[-params.most_prompt_tokens(max_len) :]
             kwargs |= dict(cache_salt=prompt.cache_salt)
             for state in states:
                 state.start(token_ids, self.tokenizer)

@@ -31,6 +31,8 @@ def grammar_source(params: StructuredOutputsParams) -> str:
     }
     options["whitespace_pattern"] = whitespace
     if params.structural_tag is not None:
-        return matcher.grammar_from_lark(structural_tag.to_lark(params.structural_tag, options))
+        return matcher.grammar_from_lark(
+            structural_tag.to_lark(str(params.structural_tag), options)
+        )
     schema = params.json if params.kind == "json" else '{"type":"object"}'
     return matcher.grammar_from_json_schema(schema, overrides=options)

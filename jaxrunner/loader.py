@@ -54,7 +54,7 @@ class LoadConfig:
 
     def folder(self, **other: Any) -> Path:
         """Returns the folder of the model, or of what `other` names; raises as `hub.resolve`."""
-        asked = dict(model=self.model, revision=self.revision) | other
+        asked: dict[str, Any] = dict(model=self.model, revision=self.revision) | other
         return resolve(**asked, cache_dir=self.download_dir, token=self.hf_token)
 
     def check(self, model: Model, config: ModelConfig) -> None:

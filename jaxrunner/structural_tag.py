@@ -34,7 +34,7 @@ def check(tag: Any) -> None:
         raise TypeError(f"{name}.structures must be a list of dicts, got {shown(structures)}")
     for i, one in enumerate(structures):
         place = f"{name}.structures[{i}]"
-        kinds = dict(begin=str, schema=dict, end=str)
+        kinds: dict[str, type] = dict(begin=str, schema=dict, end=str)
         if one.keys() != set(KEYS) or not all(isinstance(one[k], kinds[k]) for k in KEYS):
             raise TypeError(
                 f"{place} must have a 'begin' and an 'end' that are texts, and a 'schema' that is "

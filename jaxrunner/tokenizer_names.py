@@ -96,11 +96,9 @@ class HuggingFaceNames(abc.ABC):
             longest = max(map(len, rows), default=0)
             length = max_length if padding == "max_length" and max_length else longest
         filled = [self._fill(row, length, padding_side) for row in rows]
-        columns = dict(
-            zip(("input_ids", "attention_mask"), zip(*filled, strict=True), strict=False)
-        )
-        names = ("input_ids", *("attention_mask",) * return_attention_mask)
-        every = {name: list(columns.get(name, ())) for name in names}
+        every = dict(input_ids=[ids for ids, _ in filled])
+        if return_attention_mask:
+            every["attention_mask"] = [mask for _, mask in filled]
         return BatchEncoding({name: rows[0] if one else rows for name, rows in every.items()})
 
     def apply_chat_template(
@@ -171,12 +169,6 @@ class HuggingFaceNames(abc.ABC):
             return self._token("ids", ids)
         given = elements("ids", ids, _ID.wanted)
         return [self._token(f"ids[{i}]", token_id) for i, token_id in enumerate(given)]
-
-    @overload
-    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
-
-    @overload
-    def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]: ...
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """Returns the id of a token as the vocabulary spells it, or of each; None where none is."""

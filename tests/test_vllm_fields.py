@@ -25,7 +25,8 @@ GREEDY: dict[str, Any] = dict(temperature=0.0, max_tokens=6)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(str(embedded.PATH), **SIZES | dict(num_blocks=24, max_num_seqs=4)) as llm:
+    sizes: dict[str, Any] = SIZES | dict(num_blocks=24, max_num_seqs=4)
+    with LLM(str(embedded.PATH), **sizes) as llm:
         yield llm
 
 
@@ -81,6 +82,9 @@ def test_a_prompt_is_cut_to_its_last_tokens(llm):
     assert ask(llm, TEXT, truncate_prompt_tokens=10**6).prompt_token_ids == ids
     whole = ask(llm, {"prompt_token_ids": ids * 9}, truncate_prompt_tokens=-1)
     assert whole.prompt_token_ids == (ids * 9)[-63:] and len(whole.outputs[0].token_ids) == 1
+    long = "x = 1\n" * 50_000  # longer than `max_model_len` tokens can be
+    assert len(ask(llm, long, truncate_prompt_tokens=-1).prompt_token_ids) == 63
+    assert "max_model_len" in ask(llm, long).error
     params = SamplingParams(truncate_prompt_tokens=2, max_tokens=1)
     request = llm.engine.add("x", ids, params)
     params.max_tokens = 9  # of the user's own object
