@@ -11,7 +11,7 @@ from jaxrunner.request import FINISH_REASONS, NEVER, Request, stop_ids
 
 _ID = Bound(str)
 _TEXT = Bound(str, optional=True)
-_INT32 = 2**31 - 1
+_EOS = Bound(int, 0, 2**31 - 1)
 _PRIORITY = Bound(int, -(2**62), 2**62)
 _POSITION = Bound(int, 0, NEVER, optional=True)
 
@@ -44,7 +44,8 @@ def new_request(
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
-    eos = plain("eos_token_ids", eos_token_ids, Bound(int, 0, _INT32, each=True))
+    given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
+    eos = {plain(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)}
     start = plain("score_start", score_start, _POSITION)
     start = NEVER if params.prompt_logprobs is None else max(1, 1 if start is None else start)
     wanted = max_len if params.max_tokens is None else params.max_tokens

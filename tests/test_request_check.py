@@ -65,6 +65,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(params=None), "params must be a SamplingParams, got None"),
     (dict(params=SamplingParams), "params must be a SamplingParams"),
     (dict(eos_token_ids=3), "eos_token_ids must be a list"),
+    (dict(eos_token_ids=None), "eos_token_ids must be a list"),
     (dict(eos_token_ids=[2**31]), r"eos_token_ids\[0\]=2147483648 is out of range"),
     (dict(eos_token_ids=[7, -1]), r"eos_token_ids\[1\]=-1 is out of range"),
     (dict(eos_token_ids=[None]), r"eos_token_ids\[0\] must be an integer"),
