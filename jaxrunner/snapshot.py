@@ -100,8 +100,6 @@ def restore_engine(
     engine.standing.check_awake()
     if engine.has_unfinished:
         raise RuntimeError("requests are at work: finish or abort them, then restore")
-    while engine.step():
-        pass  # of requests that have ended
     checksums.check(folder, required=True)
     told, requests = _told(engine, folder)
     live = [request for request in requests if request.status is not Status.FINISHED]
@@ -113,6 +111,8 @@ def restore_engine(
     except ValueError:
         engine.compiling.drop([request.request_id for request in live], "abort")
         raise
+    while engine.step():
+        pass  # of requests that have ended
     engine.reset_prefix_cache()  # its blocks are written to
     try:
         for i, blocks in enumerate(told["filled"]):

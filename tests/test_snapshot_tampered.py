@@ -47,6 +47,11 @@ def canary(e: Engine) -> list[int]:
 def test_a_file_that_has_changed_is_named_and_the_engine_goes_on(begun, tmp_path: Path):
     e, saved = begun
     want = canary(e)
+    e.add("ended", PROMPTS[1], GREEDY)
+    e.step()
+    e.abort(["ended"])
+    taken = e.runner.slots.num_taken
+    assert taken == 1 and not e.has_unfinished  # until the next step
     for i, path in enumerate(sorted(p for p in saved.rglob("*") if p.is_file())):
         shutil.copytree(saved, tmp_path / str(i))
         changed = tmp_path / str(i) / path.relative_to(saved)
@@ -55,7 +60,7 @@ def test_a_file_that_has_changed_is_named_and_the_engine_goes_on(begun, tmp_path
         changed.write_bytes(data)
         with pytest.raises(ValueError, match=f"{tmp_path / str(i)}"):
             restore_engine(e, tmp_path / str(i))
-        assert not e.has_unfinished
+        assert not e.has_unfinished and e.runner.slots.num_taken == taken
     assert canary(e) == want
     shutil.copytree(saved, tmp_path / "bare")
     (tmp_path / "bare" / checksums.NAME).unlink()
