@@ -97,7 +97,8 @@ def test_bad_arguments_are_named_and_change_nothing():
     assert list(e._unfinished) == ["kept"] and not kept.leads
     # The engine has drawn no seed for what it refused.
     wanted = calm.add("next", [3, 1], FREE)
-    following = e.add("next", np.array([3, 1]), FREE, eos_token_ids=[2**31 - 1])
+    of_numpy: Any = np.array([3, 1])
+    following = e.add("next", of_numpy, FREE, eos_token_ids=[2**31 - 1])
     drain(calm)
     drain(e)
     assert kept.output_token_ids == want.output_token_ids
@@ -133,8 +134,8 @@ def test_an_id_is_one_requests_while_its_grammar_is_compiled():
     for params in (FREE, RULED):
         with pytest.raises(ValueError, match="request 'a' is unfinished: give each live request"):
             e.add("a", [2], params)
+    free = e.add("b", [1], FREE)
     with pytest.raises(ValueError, match="request 'b' is unfinished"):
-        free = e.add("b", [1], FREE)
         e.add("b", [1], RULED)
     assert len(slow.futures) == 1
     slow.futures[0].set_result(features.Parity())

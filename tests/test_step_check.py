@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -146,20 +146,20 @@ def test_lies_are_named_and_change_nothing(runner):
 
 
 def test_a_grammar_that_lies_leaves_its_step_to_be_sampled(runner):
-    mask = np.full((1, 2), -1, np.int32)
+    mask, made = np.full((1, 2), -1, np.int32), cast(Any, GrammarOutput)
     runner.execute_model(first())
     with pytest.raises(RuntimeError, match="execute_model has begun a step: call sample_tokens"):
         runner.step(later())
     for grammar, message in [
         (3, "grammar_output must be a GrammarOutput, got 3"),
-        (GrammarOutput("a", mask), r"grammar_output\.req_ids must be a tuple, got 'a'"),
-        (GrammarOutput(("b",), mask), "must name requests of the step, each once, got 'b'"),
-        (GrammarOutput((["a"],), mask), "must name requests of the step, each once"),
-        (GrammarOutput(("a", "a"), mask), "must name requests of the step, each once, got 'a'"),
-        (GrammarOutput(("a",), None), r"bitmask must be an int32 array, got None"),
-        (GrammarOutput(("a",), mask.astype(np.int64)), "bitmask must be an int32 array"),
-        (GrammarOutput(("a",), mask[:, :1]), r"bitmask must have one of the shapes \[\(1, 1, 2\)"),
-        (GrammarOutput((), mask), r"bitmask must have one of the shapes .* got \(1, 2\)"),
+        (made("a", mask), r"grammar_output\.req_ids must be a tuple, got 'a'"),
+        (made(("b",), mask), "must name requests of the step, each once, got 'b'"),
+        (made((["a"],), mask), "must name requests of the step, each once"),
+        (made(("a", "a"), mask), "must name requests of the step, each once, got 'a'"),
+        (made(("a",), None), r"bitmask must be an int32 array, got None"),
+        (made(("a",), mask.astype(np.int64)), "bitmask must be an int32 array"),
+        (made(("a",), mask[:, :1]), r"bitmask must have one of the shapes \[\(1, 1, 2\)"),
+        (made((), mask), r"bitmask must have one of the shapes .* got \(1, 2\)"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
             runner.sample_tokens(grammar)
