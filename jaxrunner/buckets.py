@@ -1,6 +1,7 @@
 """Which padded sizes steps run at."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxrunner.config import EngineConfig
 from jaxrunner.layout import Bucket
@@ -8,6 +9,13 @@ from jaxrunner.layout import Bucket
 # Decode sizes on a GPU. For even traffic of up to 256 requests those from 8 on take 3% more than
 # the best six by the times of an H200, powers of two 10%; a request that is alone is common.
 GPU_SIZES = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+
+# On a CPU, where a step takes as long as its padded tokens and each program takes long to compile,
+# few sizes, and small ones. More requests at once than this share its cores for little gain.
+CPU_SIZES: dict[str, Any] = dict(
+    max_num_seqs=8, max_num_batched_tokens=256, decode_buckets=(1, 8, 64, 256),
+    token_buckets=(32, 256, 2048),
+)  # fmt: skip
 
 
 def step_buckets(config: EngineConfig, query_len: int = 1) -> tuple[Bucket, ...]:

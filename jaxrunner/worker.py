@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxrunner.bounds import Bound, plain
-from jaxrunner.buckets import GPU_SIZES
+from jaxrunner.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.build import Built, build
 from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
 from jaxrunner.loader import Loaded
@@ -52,15 +52,15 @@ def plan_engine(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     on_cpu, shrink = jax.default_backend() == "cpu", max_model_len == FITTING
-    rest = rest if on_cpu else dict(decode_buckets=GPU_SIZES) | rest
+    usual = CPU_SIZES if on_cpu else dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
+    if max_num_batched_tokens is not None:
+        rest["max_num_batched_tokens"] = max_num_batched_tokens
     config = EngineConfig(
         max_model_len=_checked_len(loaded.config, None if shrink else max_model_len),
         num_blocks=_or(num_blocks, FEW),
-        max_num_batched_tokens=_or(max_num_batched_tokens, 512 if on_cpu else 8192),
         dtype=loaded.dtype,
         kv_dtype=read_kv_dtype(kv_cache_dtype, loaded.dtype),
-        growth=4 if on_cpu else 2,
-        **rest,
+        **usual | rest,
     )
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)

@@ -193,7 +193,7 @@ def executable(temp: int, out: int, alias: int):
 def test_outputs_of_other_launches_wait_beside_the_largest():
     one, two = Key("one", SampleSize(1)), Key("two", SampleSize(2))
     executables = {one: executable(100, 7, 5), two: executable(90, 60, 40)}
-    assert program_memory.add_up(executables, 1) == Need(f"two {two.size}", 110, 2)
+    assert program_memory.add_up(executables, 1) == Need("two, 2 requests", 110, 2)
     assert program_memory.add_up(executables, 3).waiting == 3 * 22 - 20
 
 
