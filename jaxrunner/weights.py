@@ -96,6 +96,11 @@ def like(new: Any, old: Any) -> Any:
       ValueError, TypeError: a tree, shape, dtype or sharding that differs, or an array that was
         deleted; names it.
     """
+    if type(new) is not type(old):  # it may be any list, however long
+        kinds = type(old).__name__, type(new).__name__
+        raise ValueError(
+            f"params must have the leaves of those they replace, in {kinds[0]}, got {kinds[1]}"
+        )
     try:
         same = jax.tree.structure(new) == (structure := jax.tree.structure(old))
     except Exception as error:  # of JAX, and of objects that are keys

@@ -88,7 +88,7 @@ class Weights(Entry):
             pairs, good = [(name, value), (name, self.tensors[name])], None
         elif wrong < 0.2:
             pairs = rng.choice(([(name,)], [name], [(name, value, 1)], [None], {}, []))
-            good, name = False, "tensors|source|pairs|weights"
+            good = False if pairs else None  # nothing may be what changes
         call, told = rng.choice(
             ((self._updated, "update_weights"), (self.llm.reload_weights, "reload"))
         )
@@ -100,7 +100,7 @@ class Weights(Entry):
         good = None if isinstance(value, str | Path | type(None)) else False
         name = rng.choice(("update_params", "update_weights", "reload_weights"))
         call = self._updated if name == "update_weights" else getattr(self.llm, name)
-        fields = ("params", "tensors", "source", "model", "weights")
+        fields = ("params", "tensors", "source", "model", "weights", "must be an array of")
         return Case(lambda: call(value), fields, good, in_words(name, dict(value=value)))
 
     def _updated(self, tensors: Any) -> None:
@@ -139,7 +139,7 @@ OVERRIDES = Kind(
      {"load_config": {"load_format": "auto", "model_loader_extra_config": 3}}),
 )  # fmt: skip
 SLEEPERS = Kind(
-    lambda v: False if v is not None and not isinstance(v, list | tuple | set) else None,
+    lambda v: False if isinstance(v, str | int | float | bytes) else None,
     (["none"], "weights", [3], 3, [[]], ["weights", "kv"], [None], {"kv_cache"}),
 )
 PATTERN = Kind(
@@ -226,4 +226,5 @@ ALSO = (
     "folder", "path", "tags", "level", "requests are at work", "sleep", "records", "profile",
     "profile_prefix", "overrides", "load_config", "model_config", "engine_config", "async_depth",
     "num_decode_steps", "is_start", "a profile", "pattern", "no_such",
+    "model", "revision", "load_format", "model_loader_extra_config", "/dev/null", r"[./] holds no",
 )  # fmt: skip

@@ -105,7 +105,7 @@ class Methods(Entry):
 ALSO = (
     "prompt", "prompts", "prompt_token_ids", "stop_token_ids", "logit_bias", "allowed_token_ids",
     "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids", "extra_args", "text",
-    "structured_outputs", "stop",
+    "structured_outputs", "stop", "chat template", "truncate_prompt_tokens", "cache_salt",
 )  # fmt: skip
 
 

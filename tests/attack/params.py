@@ -7,7 +7,7 @@ from typing import Any
 
 from attack import calls, kinds, models, values
 from attack.calls import Target
-from attack.harness import Case, Entry
+from attack.harness import Case, Entry, Harm
 from attack.kinds import Kind, flag, instance, integer, one_of, real, several, text
 from jaxrunner.beam import BeamSearchParams
 from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -74,10 +74,26 @@ class _Made(Entry):
         return models.neighbour(models.calm())
 
 
-class Sampling(_Made):
-    """`SamplingParams`."""
+def _set(**fields: Any) -> None:
+    """Sets fields one by one, of which one that is refused changes nothing."""
+    params = SamplingParams()
+    for name, value in fields.items():
+        before = repr(params)
+        try:
+            setattr(params, name, value)
+        except Exception:
+            if repr(params) != before:
+                raise Harm(f"{before} became {params}") from None
+            raise
 
-    targets = (Target("SamplingParams", SamplingParams, SAMPLING),)
+
+class Sampling(_Made):
+    """`SamplingParams`, made and changed."""
+
+    targets = (
+        Target("SamplingParams", SamplingParams, SAMPLING),
+        Target("set", _set, SAMPLING, unknown=False),
+    )
 
 
 class Beam(_Made):

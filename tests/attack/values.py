@@ -184,5 +184,5 @@ def draw(rng: random.Random, depth: int = 0) -> Any:
     if kind == 8:
         return {rng.choice((text(rng), "prompt", "a", 1, -1, None, 2.5)): part for part in parts}
     if kind == 9:
-        return parts * rng.choice((2, 40, 2000))
+        return parts * (2 if depth else rng.choice((2, 40, 2000)))
     return (part for part in parts) if kind == 10 else parts
