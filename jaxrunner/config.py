@@ -93,15 +93,17 @@ class EngineConfig:
                      "max_num_batched_tokens", "async_depth", "num_decode_steps"):  # fmt: skip
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least 1, got {shown(value)}")
         if type(self.enforce_eager) is not bool:
-            raise ValueError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
+            raise ValueError(
+                f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"
+            )
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
         named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES)
         for name, known in (named | dict(attention_backend=ATTENTION_BACKENDS)).items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {known}, got {shown(getattr(self, name))}")
         for name in ("token_buckets", "decode_buckets"):
             sizes = getattr(self, name)
             if list(sizes) != sorted(set(sizes)) or any(s < 1 for s in sizes):
@@ -125,7 +127,7 @@ def check_dtype(name: str, value: Any, known: tuple[str, ...] = DTYPES) -> str:
       ValueError: it is not one.
     """
     if value not in known:
-        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        raise ValueError(f"{name} must be one of {known}, got {shown(value)}")
     return value
 
 

@@ -59,8 +59,9 @@ class Lifecycle(NotHere, abc.ABC):
           ValueError, TypeError: they are not like the old ones, which stay, or with `check_nan`
             not finite; names where.
         """
+        spec = self.runner.params_spec
         if self.load_config.check_nan:
-            params = like(params, self.runner.params_spec)
+            params = like(params, spec)
             check_leaves(params)
         self._take(params)
         self._asleep, self._host_params = self._asleep - {"weights"}, None

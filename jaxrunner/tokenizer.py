@@ -101,6 +101,7 @@ class Tokenizer(HuggingFaceNames):
         try:
             return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
+            _check_flag("add_special_tokens", add_special_tokens)
             raise ValueError(
                 f"the tokenizer cannot encode the text: {of_foreign_code(error)}"
             ) from error
@@ -143,9 +144,16 @@ class Tokenizer(HuggingFaceNames):
         try:
             return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
+            _check_flag("skip_special_tokens", skip_special_tokens)
             raise ValueError(
                 f"the tokenizer cannot decode its tokens: {of_foreign_code(error)}"
             ) from error
+
+
+def _check_flag(name: str, value: Any) -> None:
+    """Names what the library would not take; asked once it has failed, as it is called often."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def _token_id(inner: tokenizers.Tokenizer, name: str, token: str | None) -> int | None:

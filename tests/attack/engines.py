@@ -9,7 +9,7 @@ import features
 from attack import calls, models
 from attack.calls import Target
 from attack.harness import Case, Entry, Hang, Harm
-from attack.kinds import Kind, integer, is_one_of, several, text
+from attack.kinds import Kind, integer, several, text
 from attack.llm_methods import ONE, WRONG
 from jaxrunner import SamplingParams
 from jaxrunner.request import Request
@@ -18,14 +18,13 @@ ID = integer(0, 60)
 GRAMMAR = SamplingParams(max_tokens=3, seed=1, structured_outputs=features.GRAMMAR)
 MOST_STEPS = 300  # that a few short requests can take
 ADD: dict[str, Kind] = dict(
-    request_id=Kind(lambda v: False if is_one_of(v, ("canary",)) else text().good(v),
-                    ("canary", 3, None, b"a", ("a",))),
+    request_id=text()._replace(near=("canary", 3, None, b"a", ("a",))),
     prompt_token_ids=Kind(
         lambda v: None if several(ID, least=1).good(v) is not False else False,
         ([], [61], [-1], [True], [1.0], "ab", [None], [2**31], [2**40], [1] * 48, 3, None)),
     params=Kind(lambda v: type(v) is SamplingParams and v not in WRONG,
                 (None, {}, *WRONG, SamplingParams, [ONE])),
-    eos_token_ids=Kind(lambda v: several(integer(0, 2**31 - 1)).good(v),
+    eos_token_ids=Kind(lambda v: several(integer(0, 2**31 - 1), None).good(v),
                        ([2**31], [-1], [2**40], [1.5], ["a"], [None], [True], 3, None, "ab")),
     priority=integer(-(2**62), 2**62), score_start=integer(0, 2**30, None),
     leader=Kind(lambda v: v is None, ("canary", 3, True, Request, {})),

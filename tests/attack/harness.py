@@ -162,7 +162,7 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
         kind, message = _refusal(case, error)
         if kind == "refused" and case.stands and (now := entry.standing()) != before:
             return result("half applied", f"{before!r:.200} became {now!r:.200}; {message}")
-    if time.perf_counter() - start > SLOW_S and kind == "refused":
+    if time.perf_counter() - start > SLOW_S and kind == "refused" and case.stands:
         return result("slow", f"{time.perf_counter() - start:.1f} s: {message}")
     if _peak_kb() - size > MOST_KB:
         return result("memory", f"{(_peak_kb() - size) >> 10} MB more: {message}")
