@@ -1,5 +1,6 @@
 """vLLM's worker, by its method names and in its order."""
 
+from dataclasses import replace
 from pathlib import Path
 import shutil
 from typing import Any
@@ -189,12 +190,18 @@ def test_an_llm_changes_what_is_not_compiled_in(llm: LLM):
         ("update_config", 3, "overrides must be a dict from names of configs to dicts of their"),
         ("update_config", {"load_config": 3}, "overrides must be .* got among them 'load_config'"),
         ("update_config", {"model_config": {"model": 3}}, "model must be a string or a Path"),
-        ("update_params", {1: 2, "a": 3}, "params must be a tree of arrays: ValueError"),
+        (
+            "update_params",
+            {1: 2},
+            "must have the leaves of those they replace, in Params, got dict",
+        ),
     ],
 )
 def test_arguments_that_have_no_meaning_are_named(worker: Worker, method, argument, words):
     with pytest.raises((TypeError, ValueError), match=words):
         getattr(worker, method)(argument)
+    with pytest.raises(TypeError, match="params must be a tree of arrays: ValueError"):
+        worker.update_params(replace(worker.params, embed={1: 2, "a": 3}))
     assert not worker.is_sleeping()
 
 

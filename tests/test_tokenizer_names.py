@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 
 from jaxrunner import embedded
 from jaxrunner.tokenizer import Tokenizer
@@ -107,3 +108,11 @@ def test_padding_needs_a_token(ours):
         bare(["a", "a b c"], padding=True)
     assert bare(np.array(["a", "b"]).tolist(), padding=True).input_ids
     assert bare([], padding=True).input_ids == []
+
+
+def test_flags_that_are_none_are_named():
+    tokenizer, flag = tiny.tokenizer(), (1, "no")
+    with pytest.raises(TypeError, match="add_special_tokens must be True or False, got 1"):
+        tokenizer.encode("a", *flag[:1])
+    with pytest.raises(TypeError, match="skip_special_tokens must be True or False, got 'no'"):
+        tokenizer.decode([1], *flag[1:])

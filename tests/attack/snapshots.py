@@ -43,7 +43,6 @@ class Snapshots(Entry):
             words = f"host.json: {words}"
         else:
             words = self.folder.tamper(rng)
-        sign(self.folder, rng)
         return Case(self._restored, (str(self.folder.path), *FIELDS), None, words)
 
     def _restored(self) -> None:
@@ -59,7 +58,7 @@ class Snapshots(Entry):
 
     def standing(self) -> Any:
         engine = self.engine
-        return len(engine._unfinished), engine.standing.ended, engine.runner.slots.num_taken
+        return len(engine._unfinished), engine.standing.ended
 
     def mend(self) -> None:
         self.folder.mend()
@@ -95,7 +94,6 @@ class Weights(Entry):
     def case(self, rng: random.Random) -> Case:
         folder, call = rng.choice(((self.params, self._loaded), (self.sharded, self._opened)))
         words = folder.tamper(rng, lambda path: path.name not in models.FILES)
-        sign(folder, rng)
         fields = (str(folder.path), "checksum", *FIELDS)
         return Case(call, fields, None, f"{folder.path.name}: {words}")
 
@@ -129,7 +127,3 @@ class Weights(Entry):
 
     def close(self) -> None:
         self.llm.close()
-
-
-def sign(folder: Folder, rng: random.Random) -> None:
-    """Makes checksums right again now and then, so that what stands behind them is tried too."""
