@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from jaxrunner.asked import Asked
+from jaxrunner.bad_word_ids import encode_words
 from jaxrunner.engine import Engine
 from jaxrunner.interrupts import deferred
 from jaxrunner.output_processor import RequestState, request_output
@@ -65,7 +66,7 @@ class Completions:
             kwargs |= dict(cache_salt=prompt.cache_salt)
             for state in states:
                 state.start(token_ids, self.tokenizer)
-            params = _encode_words(params, self.tokenizer)
+            params = encode_words(params, self.tokenizer)
             with self._lock:
                 for state in states:
                     leader = None if state is states[0] else states[0].request
@@ -89,9 +90,9 @@ class Completions:
     def _add(self, state: RequestState, token_ids, params: SamplingParams, kwargs) -> None:
         if params.seed is not None:
             params = replace(params, seed=(params.seed + state.index) % 2**64)
-        state.request = self.engine.add(
-            state.request_id, token_ids, params, eos_token_ids=self.eos_token_ids, **kwargs
-        )
+        own = self.tokenizer and self.tokenizer.eos_token_id  # the first is no `stop_reason`
+        kwargs |= dict(eos_token_ids=sorted(self.eos_token_ids, key=lambda t: (t != own, t)))
+        state.request = self.engine.add(state.request_id, token_ids, params, **kwargs)
         self._states[state.request_id] = state
 
     def answer(self, asked: Sequence[Asked], *, on_error: str, use_tqdm: Bar) -> RequestOutputs:
@@ -271,25 +272,11 @@ def news(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
         if has_news(group):
             yield request_output(group, [state.completion(delta=True) for state in group])
         return
+    growing = kind == RequestOutputKind.CUMULATIVE
     for state in group:
         if state.has_news:
+            is_new = growing or not any(s.has_told for s in group)
             told = state.completion(delta=True)
-            if kind == RequestOutputKind.CUMULATIVE:
-                told = state.completion()
-            yield request_output(group, [told], finished=all(s.told_all for s in group))
-
-
-def _encode_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Returns parameters whose bad words are token ids: of the word as it is, and after a space."""
-    texts = [word for word in params.bad_words or () if isinstance(word, str)]
-    if not texts:
-        return params
-    if tokenizer is None:
-        raise ValueError(
-            f"bad_words has the text {texts[0]!r} and there is no tokenizer: give token ids"
-        )
-    words: list[Any] = []
-    for word in params.bad_words or ():
-        forms = (word, f" {word.lstrip()}") if isinstance(word, str) else ()
-        words += [tokenizer.encode(form, add_special_tokens=False) for form in forms] or [word]
-    return replace(params, bad_words=[word for word in words if len(word)])
+            told = state.completion() if growing else told
+            finished = all(s.told_all for s in group)
+            yield request_output(group, [told], finished=finished, with_prompt=is_new)

@@ -82,6 +82,7 @@ class Engine:
     ) -> Request:
         """Queues a request.
 
+        eos_token_ids: ids that end it, unless ignored; the first has no `stop_reason`.
         score_start: the position of the first prompt token whose logprob is wanted, where
             `prompt_logprobs` is set; all but the first where None. The cache may hold those before.
         leader: an unfinished request with this prompt, which is to be computed first and shared.

@@ -25,8 +25,9 @@ from jaxrunner.types import (
 )
 
 MAX_TARGETS = 256  # prompt tokens that one launch scores
-MAX_STOP_IDS = 32  # of a request: its own, and the model's EOS
-# Lists of ids that few requests have: an admission may leave them out.
+MAX_STOP_IDS = 144  # of a request: its own, and the model's EOS
+FEW_STOP_IDS = 16  # of a request whose admission is not wide
+# Lists of ids that few requests have: an admission may leave them out, or have few stop ids.
 WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
 
 
@@ -108,7 +109,7 @@ class AdmitSize(NamedTuple):
 
     num_rows: int  # A
     num_writes: int  # W
-    wide: bool = False  # whether it holds the `WIDE` lists
+    wide: bool = False  # whether it holds the `WIDE` lists, and many stop ids
 
 
 class CopySize(NamedTuple):
@@ -143,7 +144,7 @@ def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, tuple[
     """Returns the abstract admission of a size, and its rows of sampling parameters."""
     A, W, wide = size
     dims = program.dims | dict(A=A, W=W, R=A)
-    dims |= {} if wide else dict.fromkeys(WIDE, 0)
+    dims |= {} if wide else dict.fromkeys(WIDE, 0) | dict(X=FEW_STOP_IDS)
     rows = tuple(pytree.abstract(rule.params, dims) for rule in program.rules)
     return pytree.abstract(Admission, dims), rows
 

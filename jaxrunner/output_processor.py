@@ -81,6 +81,11 @@ class RequestState:
         return self.finish_reason is not None
 
     @property
+    def has_told(self) -> bool:
+        """Whether `completion(delta=True)` has told something."""
+        return self.told_all or self._told_tokens > 0
+
+    @property
     def has_news(self) -> bool:
         """Whether there is something that `completion(delta=True)` has not told."""
         return not self.told_all and (self.finished or self._told_tokens < len(self.token_ids))
@@ -236,9 +241,16 @@ def request_output(
     outputs: Sequence[CompletionOutput],
     *,
     finished: bool | None = None,
+    with_prompt: bool = True,
 ) -> RequestOutput:
-    """Returns the output of a prompt with these `outputs`; `group` is its completions."""
+    """Returns the output of a prompt with these `outputs`; `group` is its completions.
+
+    with_prompt: whether the prompt's logprobs, if wanted, are told; else they are an empty list.
+    """
     first = group[0]
+    prompt_logprobs = first.prompt_logprobs() if with_prompt else None
+    if not with_prompt and first.params.prompt_logprobs is not None:
+        prompt_logprobs = []
     finished = all(state.finished for state in group) if finished is None else finished
     metrics = dict(arrival_s=min(state.times["arrival_s"] for state in group))
     starts = [state.times[k] for state in group if (k := "first_token_s") in state.times]
@@ -250,7 +262,7 @@ def request_output(
         request_id=first.name,
         prompt=first.prompt,
         prompt_token_ids=first.prompt_token_ids,
-        prompt_logprobs=first.prompt_logprobs(),
+        prompt_logprobs=prompt_logprobs,
         outputs=list(outputs),
         finished=finished,
         metrics=RequestMetrics(**metrics),

@@ -10,7 +10,7 @@ from jaxrunner.bounds import Bound, check_unicode, elements, plain, shown
 from jaxrunner.repetition import RepetitionDetectionParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
-MAX_STOP_TOKEN_IDS = 16  # of a request; the device's table has room for EOS too
+MAX_STOP_TOKEN_IDS = 128  # of a request; the device's table has room for EOS too
 MAX_IDS = 1024  # of `allowed_token_ids`, of `logit_bias`, and of all `bad_words` together
 MAX_BAD_WORDS = 128
 MAX_LOGPROB_IDS = 128

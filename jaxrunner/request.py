@@ -34,6 +34,7 @@ class Request:
     seed: int  # drawn once, so that preemption does not change the noise
     max_len: int  # length, prompt included, at which the request ends
     stop_ids: frozenset[int] = frozenset()  # tokens that end it, EOS included unless ignored
+    eos_token_ids: tuple[int, ...] = ()  # ignored or not; the end at the first has no `stop_reason`
     priority: int = 0  # smaller runs first under the priority policy
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
     cache_limit: int = NEVER  # most tokens whose KV may be taken from the prefix cache
@@ -101,7 +102,8 @@ class Request:
         pattern, long_enough = params.repetition_detection, len(outputs) >= params.min_tokens
         if token in self.stop_ids and long_enough:
             self.finish_reason = "stop"
-            self.stop_reason = token if token in (params.stop_token_ids or ()) else None
+            told = token in (params.stop_token_ids or ()) or token in self.eos_token_ids[1:]
+            self.stop_reason = token if told else None
         elif pattern is not None and long_enough and pattern.found(outputs):
             self.finish_reason = "repetition"
         elif self.num_tokens >= self.max_len:
@@ -129,13 +131,12 @@ def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int], *, most: int)
     Raises:
       ValueError: they are more than `most`.
     """
-    stops = set(params.stop_token_ids or ())
-    stops |= set() if params.ignore_eos else set(eos_token_ids)
-    if len(stops) > most:
+    stops, eos = frozenset(params.stop_token_ids or ()), frozenset(eos_token_ids)
+    if (num := len(stops | eos)) > most:
         raise ValueError(
-            f"stop_token_ids and EOS are {len(stops)} ids, a request may have {most}: stop on fewer"
+            f"stop_token_ids and EOS are {num} ids, a request may have {most}: stop on fewer"
         )
-    return frozenset(stops)
+    return stops if params.ignore_eos else stops | eos
 
 
 @dataclass
@@ -152,7 +153,14 @@ class NewRequest:
     block_ids: tuple[list[int], ...]  # the whole table of each cache group
     num_computed: int  # tokens found in the prefix cache
     score_start: int = NEVER
+    eos_token_ids: tuple[int, ...] = ()  # banned below `min_tokens`, where they end nothing too
     copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
+
+    @property
+    def stop_row(self) -> list[int]:
+        """What the device's table has of stop ids: ~token is banned below `min_tokens` alone."""
+        eos = self.eos_token_ids if self.params.min_tokens else ()
+        return [*sorted(self.stop_ids), *(~token for token in eos if token not in self.stop_ids)]
 
 
 def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewRequest:
@@ -168,6 +176,7 @@ def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewR
         block_ids=tuple(list(table) for table in request.blocks),
         num_computed=request.num_computed,
         score_start=request.score_start,
+        eos_token_ids=request.eos_token_ids,
         copies=copies,
     )
 

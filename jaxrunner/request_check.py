@@ -56,6 +56,7 @@ def new_request(
         seed=params.seed or 0,
         max_len=min(len(prompt) + wanted, max_len),
         stop_ids=stop_ids(params, eos, most=MAX_STOP_IDS),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
         priority=plain("priority", priority, _PRIORITY),
         cache_salt=_salt(of.config.cache_salt(len(prompt)), plain("cache_salt", cache_salt, _TEXT)),
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrunner.layout import (
     COPIES,
+    FEW_STOP_IDS,
     AdmitSize,
     Bucket,
     CopySize,
@@ -210,7 +211,8 @@ class Slots:
         longest = max(writes.shape[1] for writes in flat)
         small, large, wide = admit_sizes(self._program)
         size = small if len(new) <= small.num_rows and longest <= small.num_writes else large
-        if any(self._needs[r.request_id].rich for r in new):
+        many = any(len(r.stop_row) > FEW_STOP_IDS for r in new)
+        if many or any(self._needs[r.request_id].rich for r in new):
             size = wide
         for i in range(max(-(-len(new) // size.num_rows), -(-longest // size.num_writes))):
             part = slice(i * size.num_writes, (i + 1) * size.num_writes)
@@ -233,9 +235,9 @@ class Slots:
     def _admission(self, new: list[NewRequest], writes: list[np.ndarray], size: AdmitSize):
         program, A = self._program, size.num_rows
         R, dims = program.engine.max_num_seqs, program.dims
-        stop_ids = np.full((A, dims["X"]), dims["V"], np.int32)
+        stop_ids = np.full((A, dims["X"] if size.wide else FEW_STOP_IDS), dims["V"], np.int32)
         for i, r in enumerate(new):
-            stop_ids[i, : len(r.stop_ids)] = sorted(r.stop_ids)
+            stop_ids[i, : len(r.stop_row)] = r.stop_row
         tokens, *blocks = (_writes(w, size.num_writes, R) for w in writes)
         admission = of(
             Admission,

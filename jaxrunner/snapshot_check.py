@@ -93,8 +93,10 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
     r.check_lengths(engine.config.max_model_len)
     r.params.check(config.vocab_size, extra_args=engine.runner.program.extra_args)
     _must(type(r.stop_ids) is frozenset, "stop_ids")
-    _must(all(type(i) is int and 0 <= i < MAX_ID for i in r.stop_ids), "stop_ids out of range")
-    _must(len(r.stop_ids) <= MAX_STOP_IDS, "too many stop_ids")
+    _must(type(r.eos_token_ids) is tuple, "eos_token_ids")
+    stops = [*r.stop_ids, *r.eos_token_ids]
+    _must(all(type(i) is int and 0 <= i < MAX_ID for i in stops), "stop_ids out of range")
+    _must(len(set(stops)) <= MAX_STOP_IDS, "too many stop_ids")
     seen = {id(r)}
     while r.leader is not None and r.leader.status is not Status.FINISHED:
         r = r.leader

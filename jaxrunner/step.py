@@ -155,12 +155,15 @@ def admit(state: State, admission: Admission, rows: tuple[Any, ...]) -> State:
         return table.at[at].set(values, mode="drop") if values.size else table
 
     old = state.requests
-    names = ("total_len", "num_computed", "prompt_len", "min_len", "max_len")
-    names += ("score_start", "stop_ids")
+    names = ("total_len", "num_computed", "prompt_len", "min_len", "max_len", "score_start")
     changed = {name: put(getattr(old, name), getattr(admission, name)) for name in names}
+    # These have no length of their own: what an earlier request left behind them goes.
+    more = old.stop_ids.shape[1] - admission.stop_ids.shape[1]
+    stop_ids = jnp.pad(admission.stop_ids, ((0, 0), (0, more)), constant_values=2**30)
     requests = replace(
         old,
         token_ids=_write(old.token_ids, admission.tokens),
+        stop_ids=put(old.stop_ids, stop_ids),
         done=put(old.done, jnp.zeros_like(admission.slot, jnp.bool)),
         blocks=_put_blocks(old.blocks, admission.blocks),
         **changed,

@@ -64,19 +64,25 @@ def check_new(where: str, new: NewRequest, program: Program) -> None:
         new.params.check(program.config.vocab_size, extra_args=program.extra_args)
     except ValueError as error:
         raise ValueError(f"{where}.params: {error}") from error
-    stop_ids: Any = new.stop_ids
-    if not isinstance(stop_ids, set | frozenset | list | tuple):
-        raise TypeError(f"{where}.stop_ids must be a set of tokens, got {shown(stop_ids)}")
+    for name in ("stop_ids", "eos_token_ids"):
+        ids: Any = getattr(new, name)
+        if not isinstance(ids, set | frozenset | list | tuple):
+            raise TypeError(f"{where}.{name} must be a set of tokens, got {shown(ids)}")
     bounds = dict(
         prompt_len=Bound(int, 1, length),
         seed=Bound(int, 0, 2**64 - 1),
         max_len=Bound(int, length + 1, longest),
         stop_ids=Bound(int, 0, _INT32, each=True, most=MAX_STOP_IDS),
+        eos_token_ids=Bound(int, 0, _INT32, each=True, most=MAX_STOP_IDS),
         num_computed=Bound(int, 0, length - 1),
         score_start=Bound(int, 0, NEVER),
     )
     for name, bound in bounds.items():
         plain(f"{where}.{name}", getattr(new, name), bound)
+    if (num := len({*new.stop_ids, *new.eos_token_ids})) > MAX_STOP_IDS:
+        raise ValueError(
+            f"{where}.stop_ids and eos_token_ids are {num} ids, a request may have {MAX_STOP_IDS}"
+        )
 
 
 def check_ints(name: str, values: Any, low: int, high: int) -> None:

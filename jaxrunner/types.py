@@ -31,7 +31,8 @@ class Requests:
     min_len: Array = leaf("R")  # `total_len` below which no stop id is sampled
     max_len: Array = leaf("R")  # `total_len` at which the request ends
     score_start: Array = leaf("R")  # position of the first prompt token whose logprob is wanted
-    stop_ids: Array = leaf("R X")  # tokens that end it, padded with V
+    # Tokens that end it, and ~token for those that are banned below `min_len` alone; V is none.
+    stop_ids: Array = leaf("R X")
     done: Array = leaf("R", jnp.bool)  # ended on the device; the host may not know it yet
     blocks: tuple[Array, ...] = leaf("R M", each="G")  # the KV block of each run of S tokens
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.bad_word_ids import encode_words
 from jaxrunner.params import RequestOutputKind
 
 SIZES: dict[str, Any] = dict(
@@ -123,3 +124,11 @@ def test_stop_ids_and_their_reason(llm):
         else:
             assert got.token_ids == free[: first + 1]
             assert (got.finish_reason, got.stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("word", ["return", " return", "  return"])
+def test_a_bad_word_is_banned_with_a_space_and_without(llm, word):
+    tokenizer = llm.get_tokenizer()
+    words = encode_words(SamplingParams(bad_words=[word, "\n"]), tokenizer).bad_words
+    want = [tokenizer.encode(w, add_special_tokens=False) for w in ("return", " return", "\n")]
+    assert words == tuple(map(tuple, want))

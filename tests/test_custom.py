@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rules as given
 import tiny
 
 from jaxrunner import SamplingParams
@@ -55,6 +56,14 @@ def test_a_logits_function_decides(make, fn, temperature):
     assert answer(e, temperature=temperature) == [6, 7, 8, 9, 10, 11, 12, 13]
     e2 = answer(e, temperature=temperature, extra_args={"step": 2}, logit_bias={7: 100.0})
     assert e2 == [7, 9, 11, 13, 15, 17, 19, 21]
+
+
+@pytest.mark.parametrize("heat", [0.5, 1.0, 2.0])
+def test_a_logits_function_sees_logits_before_the_temperature(heat):
+    logits = np.random.default_rng(0).normal(size=(1, 61)).astype(np.float32)
+    squared = with_logits_fn(RULES, logits_fn(lambda logits, row: logits * logits))
+    got = given.processed(logits, [SamplingParams(temperature=heat)], rules=squared)
+    np.testing.assert_allclose(got, logits**2 / heat, rtol=1e-6)
 
 
 def test_a_logits_function_that_changes_nothing_changes_nothing():

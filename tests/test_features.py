@@ -65,8 +65,7 @@ class Oracle:
 
     def draws(self, params: Any, told: CompletionOutput) -> bool:
         """Whether each token is the likeliest one, after all rules and with its noise."""
-        ids, start = told.token_ids, len(self.prompt)
-        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)]
+        ids, start, stops = told.token_ids, len(self.prompt), [*params.stop_token_ids, *self._eos]
         out = 0.0 + rules.processed(
             np.pad(self.logits(ids), ((0, N - len(ids)), (0, 0))), [params] * N, vocab_size=V,
             prompts=[self.prompt] * N, outputs=[ids[:j] for j in range(N)], stop_ids=stops,
@@ -232,7 +231,8 @@ def merged(parts: list[RequestOutput]) -> RequestOutput:
             logprobs = None if told.logprobs is None else (old.logprobs or []) + told.logprobs
             told = dataclasses.replace(told, text=text, token_ids=ids, logprobs=logprobs)
         whole[told.index] = told
-    return dataclasses.replace(parts[-1], outputs=[whole[i] for i in sorted(whole)])
+    outputs = [whole[i] for i in sorted(whole)]
+    return dataclasses.replace(parts[-1], outputs=outputs, prompt_logprobs=parts[0].prompt_logprobs)
 
 
 def answers(llm: LLM, params: dict[Pair, SamplingParams]) -> dict[Pair, list[RequestOutput]]:

@@ -47,7 +47,7 @@ NOT_TEXTS = tuple(value for value in (*NOT_INTS, 0, 3) if not isinstance(value, 
 NOT_IDS: Any = (*NOT_INTS, None, *EDGES, 2**64, np.int8(-1), np.int64(-1), np.uint64(2**63))
 NO_LISTS = (0, 1.5, NAN, True, b"ab", object(), len, np.array(3), HUGE[2])
 NO_PAIRS = (*NO_LISTS, "ab", [1, 2], [(1, 2, 3)], [(1,)], [None], [[[1, 2]]], [(1, 2), 3])
-ID_FIELDS = {"stop_token_ids": 16, "logprob_token_ids": 128, "allowed_token_ids": 1024}  # most
+ID_FIELDS = {"stop_token_ids": 128, "logprob_token_ids": 128, "allowed_token_ids": 1024}  # most
 
 Row = tuple[Any, str, dict[str, Any], Any]  # a class, a field, the fields beside it, bad values
 

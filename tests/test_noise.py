@@ -1,6 +1,7 @@
 """Gumbel noise: exact far into its tail, at the size of real vocabularies, in kernels alike."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def drawn() -> tuple[np.ndarray, ...]:
     one = functools.partial(noise, stream=TARGET, shape=(V,))
     run, words = jax.jit(jax.vmap(one, (None, 0))), jnp.asarray([0, 5], jnp.uint32)
     batches = jnp.arange(DRAWS).reshape(-1, 50)
-    run = run.lower(words, batches[0]).compile({"xla_backend_optimization_level": 3})
+    run = run.lower(words, batches[0]).compile(dict[str, Any](xla_backend_optimization_level=3))
     out = []
     for positions in batches:
         x = np.asarray(run(words, positions))

@@ -94,7 +94,7 @@ def test_a_parameter_that_does_not_exist_is_refused(name):
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens=4 exceeds max_tokens=3: lower it"),
         (
             {"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)},
-            "stop_token_ids has 17 distinct elements, it may have 16: give fewer",
+            "stop_token_ids has 129 distinct elements, it may have 128: give fewer",
         ),
         ({"n": 2, "temperature": 0}, "n=2 with temperature=0 gives one text n times: take n=1"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty, which leaves no token: name some"),

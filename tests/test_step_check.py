@@ -68,6 +68,12 @@ LIES: list[tuple[Any, str]] = [
     (first(max_len=49), r"\.max_len=49 is out of range"),
     (first(stop_ids=0), r"\.stop_ids must be a set of tokens, got 0"),
     (first(stop_ids={2**31}), r"\.stop_ids\[0\]=2147483648 is out of range"),
+    (first(eos_token_ids=3), r"\.eos_token_ids must be a set of tokens, got 3"),
+    (first(eos_token_ids=(-1,)), r"\.eos_token_ids\[0\]=-1 is out of range"),
+    (
+        first(stop_ids=set(range(99)), eos_token_ids=(*range(90, 150),)),
+        r"stop_ids and eos_token_ids are 150 ids, a request may have 144",
+    ),
     (first(score_start=2**40), r"\.score_start=1099511627776 is out of range"),
     (first(copies="nan"), r"\.copies must be a pair of blocks for each of 1 cache groups"),
     (first(copies=((0, 1),)), r"\.copies\[0\]=\(0, 1\) must be from any block to the one"),

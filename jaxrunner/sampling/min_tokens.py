@@ -1,4 +1,4 @@
-"""Min-tokens: no stop id is sampled while the output is too short."""
+"""Min-tokens: no stop id and no EOS is sampled while the output is too short."""
 
 import jax.numpy as jnp
 
@@ -13,13 +13,15 @@ def row(params: SamplingParams, seed: int) -> NoParams:
 
 
 def asks(row: NoParams, context: Context) -> Array:
-    """Whether the token would end the request too early."""
-    return context.position < context.request.min_len
+    """Whether the token is one of the output's first; those of the prompt end nothing."""
+    request, position = context.request, context.position
+    return (position >= request.prompt_len) & (position < request.min_len)
 
 
 def apply(logits: Array, row: NoParams, context: Context) -> Array:
-    """Drops stop ids from logits, [V]."""
-    banned = logits.at[context.request.stop_ids].set(-jnp.inf, mode="drop")
+    """Drops stop ids from logits, [V], and EOS where it is ignored."""
+    ids = context.request.stop_ids
+    banned = logits.at[jnp.maximum(ids, ~ids)].set(-jnp.inf, mode="drop")
     return jnp.where(asks(row, context), banned, logits)
 
 

@@ -43,10 +43,10 @@ def apply(logits: Array, row: Penalties, context: Context) -> Array:
     """Lowers logits, [V]: repetition looks at prompt and output, the others at the output."""
     V, request = logits.size, context.request
     at = jnp.arange(request.token_ids.size)
-    in_prompt = at < request.prompt_len
-    outputs = jnp.where(~in_prompt & (at < context.position), request.token_ids, V)
+    before, in_prompt = at < context.position, at < request.prompt_len
+    outputs = jnp.where(before & ~in_prompt, request.token_ids, V)
     counts = jnp.zeros(V, jnp.int32).at[outputs].add(1, mode="drop")
-    prompt = jnp.where(in_prompt, request.token_ids, V)
+    prompt = jnp.where(before & in_prompt, request.token_ids, V)
     seen = (counts > 0).at[prompt].set(True, mode="drop")
     scaled = jnp.where(logits > 0, logits / row.repetition, logits * row.repetition)
     scaled = jnp.where(seen, scaled, logits)

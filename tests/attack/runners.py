@@ -34,6 +34,8 @@ NEW: dict[str, Kind] = dict(
     max_len=Kind(lambda v: integer(9, 48).good(v), (0, -1, 49, 2**31, 2**40, 8.5, None, True)),
     stop_ids=Kind(lambda v: False if not isinstance(v, frozenset | set | list | tuple) else None,
                   ({-1}, {2**31}, {2**40}, {"a"}, {1.5}, {None}, None, 3, frozenset(range(999)))),
+    eos_token_ids=Kind(lambda v: None if isinstance(v, tuple | list | set | frozenset) else False,
+                       ((-1,), (2**31,), (2**40,), ("a",), (1.5,), (None,), None, 3)),
     block_ids=Kind(
         nothing().good,
         ((), ([],), (BLOCKS[:1],), ([-1, *BLOCKS],), ([60, *BLOCKS],), ([2**40],), (BLOCKS, BLOCKS),
