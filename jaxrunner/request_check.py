@@ -45,7 +45,7 @@ def new_request(
     params.check(vocab_size, extra_args=of.extra_args)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
     given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
-    eos = {plain(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)}
+    eos = [plain(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
     start = plain("score_start", score_start, _POSITION)
     start = NEVER if params.prompt_logprobs is None else max(1, 1 if start is None else start)
     wanted = max_len if params.max_tokens is None else params.max_tokens
