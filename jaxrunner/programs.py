@@ -54,7 +54,7 @@ class Programs:
     ):
         """eager: nothing is compiled, and each operation of a function runs by itself.
         task: what a `LoweringProcess` is told to lower the same programs; None for no processes.
-        num_processes: how many of them; by default as many as half of the CPU cores.
+        num_processes: how many of them; by default three for four CPU cores.
         """
         self._eager = eager
         self._spec = functools.cache(spec)  # loading asks for it, and compiling
@@ -63,7 +63,7 @@ class Programs:
         self._pending: Started = {}  # a key is in the table before it leaves here
         self._pool: ThreadPoolExecutor | None = None
         self._task = task
-        self._num_processes = num_cores() // 2 if num_processes is None else num_processes
+        self._num_processes = num_cores() * 3 // 4 if num_processes is None else num_processes
         self._processes: list[LoweringProcess] = []
         self._closed = False
         self.ledger: list[Compilation] = []
