@@ -4,6 +4,7 @@ from pathlib import Path
 import subprocess
 import sys
 
+import jax
 import pytest
 from small_llm import SIZES
 
@@ -43,5 +44,8 @@ def test_python_ends_once_the_last_step_has(warm_up, end):
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == bool(end), done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["works True", "rests True"]
+    # A GPU has done its work by then.
+    works = ["works True"] if jax.default_backend() == "cpu" else ["works True", "works False"]
+    first, *rest = done.stdout.splitlines()
+    assert first in works and rest == ["rests True"]
     assert ("ValueError: behind it" in done.stderr) == bool(end)
