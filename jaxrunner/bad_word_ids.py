@@ -18,7 +18,10 @@ def encode_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Samplin
         )
     words: list[Any] = []
     for word in params.bad_words or ():
-        bare = word.lstrip() if isinstance(word, str) else ""
-        forms = (bare, f" {bare}") if bare else (word,) * isinstance(word, str)  # as vLLM
-        words += [tokenizer.encode(form, add_special_tokens=False) for form in forms] or [word]
+        if not isinstance(word, str):
+            words.append(word)
+            continue
+        bare = word.lstrip()
+        for form in (bare, f" {bare}") if bare else (word,):  # as vLLM
+            words.append(tokenizer.encode(form, add_special_tokens=False))
     return replace(params, bad_words=[word for word in words if len(word)])

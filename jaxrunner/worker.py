@@ -52,7 +52,9 @@ def plan_engine(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     on_cpu, shrink = jax.default_backend() == "cpu", max_model_len == FITTING
-    usual = CPU_SIZES if on_cpu else dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
+    usual: dict[str, Any] = (
+        CPU_SIZES if on_cpu else dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
+    )
     if max_num_batched_tokens is not None:
         rest["max_num_batched_tokens"] = max_num_batched_tokens
     config = EngineConfig(

@@ -228,7 +228,7 @@ def merged(parts: list[RequestOutput]) -> RequestOutput:
     for told in (told for part in parts for told in part.outputs):
         if (old := whole.get(told.index)) is not None:
             text, ids = old.text + told.text, old.token_ids + told.token_ids
-            logprobs = None if told.logprobs is None else (old.logprobs or []) + told.logprobs
+            logprobs = None if told.logprobs is None else [*(old.logprobs or ()), *told.logprobs]
             told = dataclasses.replace(told, text=text, token_ids=ids, logprobs=logprobs)
         whole[told.index] = told
     outputs = [whole[i] for i in sorted(whole)]

@@ -166,8 +166,9 @@ def test_the_kind_of_output_shapes_a_stream(llm):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_field_without_an_effect_is_refused(llm, name):
+    fields: dict[str, Any] = {name: REFUSED[name]}
     with pytest.raises(ValueError, match=name):
-        llm.generate(PROMPT, SamplingParams(**{name: REFUSED[name]}), on_error="raise")
+        llm.generate(PROMPT, SamplingParams(**fields), on_error="raise")
 
 
 def test_extra_args_have_an_effect_where_a_logits_function_reads_them():

@@ -144,13 +144,13 @@ def finished(served: tuple[Model, Any], sampling: SamplingParams, **changes) -> 
     return requests
 
 
-@cache
-def ours(sampling: SamplingParams) -> list[Request]:
-    return finished((llama, tiny.random_params(CONFIG)), sampling)
-
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=3, prompt_logprobs=2)
+
+
+@cache
+def ours(greedy: bool) -> list[Request]:
+    return finished((llama, tiny.random_params(CONFIG)), GREEDY if greedy else SAMPLED)
 
 
 @pytest.mark.parametrize("make", [nnx_model, linen_model])
@@ -165,7 +165,7 @@ SAMPLED = replace(GREEDY, temperature=0.8, seed=3, prompt_logprobs=2)
 )
 def test_greedy_tokens_equal_those_of_our_own_decoder(make, changes):
     got = [r.output_token_ids for r in finished(make(), GREEDY, **changes)]
-    assert got == [r.output_token_ids for r in ours(GREEDY)]
+    assert got == [r.output_token_ids for r in ours(True)]
     assert len({tuple(tokens) for tokens in got}) == len(PROMPTS)
 
 
@@ -173,7 +173,7 @@ def test_a_pure_state_draws_and_scores_as_our_own_decoder():
     graphdef, state = split_nnx()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     served = from_nnx(graphdef, shapes, CONFIG), nnx.to_pure_dict(state)
-    for got, want in zip(finished(served, SAMPLED), ours(SAMPLED), strict=True):
+    for got, want in zip(finished(served, SAMPLED), ours(False), strict=True):
         assert got.output_token_ids == want.output_token_ids
         near = partial(np.testing.assert_allclose, atol=1e-4)
         jax.tree.map(near, got.prompt_logprobs, want.prompt_logprobs)

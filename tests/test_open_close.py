@@ -78,7 +78,8 @@ def test_what_is_dropped_unclosed_leaves_nothing_on_the_device():
     params, held = SamplingParams(temperature=0.0, max_tokens=4), []
     frozen = gc.get_freeze_count()
     for i in range(DROPPED):
-        llm = LLM(str(embedded.PATH), **SIZES | dict(warm_up=i < 2, num_blocks=16))
+        sizes: dict[str, Any] = SIZES | dict(warm_up=i < 2, num_blocks=16)
+        llm = LLM(str(embedded.PATH), **sizes)
         llm.generate("def f", params, use_tqdm=False)
         gc.disable()
         try:

@@ -19,7 +19,8 @@ NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(str(embedded.PATH), skip_tokenizer_init=True, **SIZES | dict(dtype="bfloat16")) as llm:
+    sizes: dict[str, Any] = SIZES | dict(dtype="bfloat16")
+    with LLM(str(embedded.PATH), skip_tokenizer_init=True, **sizes) as llm:
         yield llm
 
 

@@ -111,8 +111,8 @@ def test_padding_needs_a_token(ours):
 
 
 def test_flags_that_are_none_are_named():
-    tokenizer, flag = tiny.tokenizer(), (1, "no")
+    tokenizer: Any = tiny.tokenizer()
     with pytest.raises(TypeError, match="add_special_tokens must be True or False, got 1"):
-        tokenizer.encode("a", *flag[:1])
+        tokenizer.encode("a", 1)
     with pytest.raises(TypeError, match="skip_special_tokens must be True or False, got 'no'"):
-        tokenizer.decode([1], *flag[1:])
+        tokenizer.decode([1], "no")

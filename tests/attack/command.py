@@ -58,7 +58,7 @@ def watch(name: str, count: int, seed: int, first: int) -> Iterator[Result]:
         while count > 0:
             last = first - 1
             for result in _processed(name, count, seed, first, Path(folder)):
-                last = result.index
+                last = result.number
                 count -= result.good is not True
                 yield result
             if last < first:  # not one: it would be so for ever
@@ -170,7 +170,7 @@ def findings(name: str, results: list[Result], most: int) -> Iterator[str]:
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     for (kind, _), alike in ordered[:most]:
         one = min(alike, key=lambda r: len(r.told))
-        numbers = ", ".join(str(r.index) for r in alike[:4])
+        numbers = ", ".join(str(r.number) for r in alike[:4])
         words = f"{one.told:.200} -> {one.message:.300}"
         yield f"  {name} {kind} x{len(alike)} (--at {numbers}): {words}"
     if len(groups) > most:

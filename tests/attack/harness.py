@@ -53,7 +53,7 @@ class Case(NamedTuple):
 class Result(NamedTuple):
     """What became of a case: one of `FINE`, or a kind of finding."""
 
-    index: int
+    number: int
     kind: str
     good: bool | None
     told: str

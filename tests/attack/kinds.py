@@ -40,10 +40,10 @@ def real(low: float, high: float, *also: Any) -> Kind:
             return True
         if type(value) not in (int, float) and not isinstance(value, np.floating | np.integer):
             return None if type(value) in MAYBE else False
-        if isinstance(value, np.longdouble | np.timedelta64):
+        if type(value) in (np.longdouble, np.timedelta64):
             return None
         try:
-            return math.isfinite(value) and low <= value <= high
+            return bool(math.isfinite(value) and low <= value <= high)
         except OverflowError:
             return False
 

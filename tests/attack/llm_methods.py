@@ -20,14 +20,12 @@ PROMPTS = Kind(
      {"prompt_token_ids": [2**40]}, {"promt": "a"}, ["a", 3], [None], {"prompt_token_ids": [1.5]}),
 )  # fmt: skip
 # Good by themselves, and not for this model.
-WRONG = tuple(
-    SamplingParams(**fields)
-    for fields in (
-        dict(stop_token_ids=[61]), dict(logit_bias={2**29: 1.0}), dict(allowed_token_ids=[3, 99]),
-        dict(bad_words=[[61]]), dict(logprobs=62), dict(prompt_logprobs=2**30),
-        dict(logprob_token_ids=[70]), dict(extra_args={"heat": 1.0}), dict(bad_words=["\0"]),
-    )
+_FIELDS: tuple[dict[str, Any], ...] = (
+    dict(stop_token_ids=[61]), dict(logit_bias={2**29: 1.0}), dict(allowed_token_ids=[3, 99]),
+    dict(bad_words=[[61]]), dict(logprobs=62), dict(prompt_logprobs=2**30),
+    dict(logprob_token_ids=[70]), dict(extra_args={"heat": 1.0}), dict(bad_words=["\0"]),
 )  # fmt: skip
+WRONG = tuple(SamplingParams(**fields) for fields in _FIELDS)
 PARAMS = Kind(
     lambda v: type(v) is SamplingParams or v is None or (None if isinstance(v, list | tuple) else
                                                           False),

@@ -114,10 +114,10 @@ class Runner(Entry):
         masks = (good[:, :1], good.astype(np.int64), good.astype(float), good[0], None,
                  good.tolist(), np.full((1, 3), -1, np.int32), np.full((2, 2), -1, np.int32),
                  values.draw(rng), np.zeros((0, 2), np.int32), good)  # fmt: skip
-        ids = rng.choice(
+        ids: Any = rng.choice(
             (("x",), ("none",), ("x", "x"), (3,), (), "x", None, 3, (None,), ["x"], ("",))
         )
-        mask = rng.choice(masks)
+        mask: Any = rng.choice(masks)
         grammar: Any = GrammarOutput(ids, mask)
         if rng.random() < 0.2:
             grammar = values.draw(rng)

@@ -106,7 +106,9 @@ class Weights(Entry):
                 self.llm.reload_weights(models.checkpoint())
 
     def _opened(self) -> None:
-        sizes = models.SIZES | dict(load_format="sharded_state", skip_tokenizer_init=True)
+        sizes: dict[str, Any] = models.SIZES | dict(
+            load_format="sharded_state", skip_tokenizer_init=True
+        )
         with LLM(str(self.sharded.path), **sizes) as llm:
             self._check(llm.params)
 

@@ -42,7 +42,7 @@ class Hostile:
 class HostileInt(int):
     """An integer that is equal to all, and is not ordered."""
 
-    __hash__ = None
+    __hash__: Any = None
 
     def __eq__(self, other: object) -> bool:
         return True

@@ -28,7 +28,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = dict(
 
 
 def _open(**fields: Any) -> None:
-    worker = Worker(**dict(model=str(models.checkpoint())) | fields)
+    settings: dict[str, Any] = dict(model=str(models.checkpoint())) | fields
+    worker = Worker(**settings)
     try:
         worker.init_device()
         worker.load_model()
