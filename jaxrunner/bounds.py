@@ -156,7 +156,7 @@ def _pairs(name: str, values: Any, bound: Bound, key: Bound) -> tuple[tuple[Any,
     try:
         given = list(values.items() if isinstance(values, Mapping) else values)
         pairs = [(k, v) for k, v in given]
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of whatever object it is
         raise TypeError(
             f"{name} must be a dict from {key.wanted} to {bound.wanted}, got {shown(values)}"
         ) from error

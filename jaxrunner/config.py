@@ -11,6 +11,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SCALED = dict(fp8="float8_e4m3fn", fp8_e4m3="float8_e4m3fn", int8="int8")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 NAN_POLICIES = ("error", "raise", "ignore")
+POLICIES = ("fcfs", "priority")
 MAX_ID = 2**31  # of a token: int32 on the device
 ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
@@ -100,7 +101,7 @@ class EngineConfig:
             )
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
-        named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES)
+        named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES, policy=POLICIES)
         for name, known in (named | dict(attention_backend=ATTENTION_BACKENDS)).items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {shown(getattr(self, name))}")

@@ -135,6 +135,7 @@ class Worker(Lifecycle):
             for i, window in enumerate(model.windows)
         }
 
+    @checked({"num_blocks": llm_arguments.SIZES["num_blocks"]})
     def initialize_from_config(self, num_blocks: int | None = None) -> None:
         """Makes the runner, with its tables and KV caches.
 

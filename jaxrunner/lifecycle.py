@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class Lifecycle(NotHere, abc.ABC):
         program, config = self.runner.program, self.load_config
         if source is not None:  # there are no dummies where a checkpoint is named
             format_ = "auto" if config.load_format == "dummy" else config.load_format
-            config = replace(config, model=str(source), revision=None, load_format=format_)
+            config = replace(config, model=os.fspath(source), revision=None, load_format=format_)
         dtype = program.engine.dtype
         params = config.read(program.model, program.config, dtype=dtype, progress=False)
         self.update_params(params)

@@ -256,7 +256,7 @@ class LLM(LLMNames):
         """
         return scoring.loglikelihood(self.completions, pairs, use_tqdm=use_tqdm)
 
-    @checked(llm_arguments.METHODS)
+    @checked(llm_arguments.SCORE)
     def score_tokens(
         self, prompts: Any, *, start: int = 1, use_tqdm: Bar = True
     ) -> list[scoring.TokenScores]:

@@ -189,6 +189,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
 _TQDM = Bound(bool, also=(Callable,))
 ON_ERROR: dict[str, Bound] = {"on_error": Bound(str, among=("return", "raise"))}
 METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}
+SCORE: dict[str, Bound] = METHODS | {"start": Bound(int, 0, COUNT)}
 GENERATE: dict[str, Bound] = METHODS | ON_ERROR
 ABORT: dict[str, Bound] = {"request_id": TEXT}
 CHAT: dict[str, Bound] = {

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from jaxrunner import structural_tag
-from jaxrunner.bounds import check_unicode, shown
+from jaxrunner.bounds import check_unicode, elements, shown
 from jaxrunner.ebnf import MAX_EBNF_BYTES, is_ebnf
 
 MAX_SOURCE_BYTES = 2**16  # of a schema, a regex, a grammar, or all choices together
@@ -94,6 +94,7 @@ def _text(name: str, value: Any) -> str:
             f"structured_outputs.{name} must be a string, got {shown(value)} "
             f"of {type(value).__name__}"
         )
+    value = str.__str__(value)  # of a class of its user's, what it holds
     if not value:
         raise ValueError(f"structured_outputs.{name} is empty: say what to generate")
     _check_size(name, len(value))
@@ -132,7 +133,8 @@ def _choices(values: Any) -> tuple[str, ...]:
     no_list = isinstance(values, str | bytes | dict) or getattr(values, "ndim", 1) == 0
     if no_list or not isinstance(values, Iterable):
         raise TypeError(f"structured_outputs.choice must be a list of strings, got {shown(values)}")
-    choices = tuple(dict.fromkeys(_text(f"choice[{i}]", v) for i, v in enumerate(values)))
+    given = elements("structured_outputs.choice", values, "a string")
+    choices = tuple(dict.fromkeys(_text(f"choice[{i}]", v) for i, v in enumerate(given)))
     if not choices:
         raise ValueError("structured_outputs.choice has no string to choose: give at least one")
     _check_size("choice", sum(len(choice.encode()) + 1 for choice in choices))

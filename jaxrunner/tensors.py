@@ -25,7 +25,7 @@ def read(name: str, tensors: Any) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     try:
         pairs = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
-    except TypeError as error:
+    except Exception as error:  # of whatever object it is
         raise TypeError(f"{name} must be {WANTED}, got {_told(tensors)}") from error
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):

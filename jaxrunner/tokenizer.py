@@ -95,6 +95,7 @@ class Tokenizer(HuggingFaceNames):
         """
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, got {type(text).__name__}: pass a str")
+        text = str.__str__(text)  # of a class of its user's, what it holds
         check_text(text, lambda: self.longest_token, max_tokens)
         if not text.isascii():
             check_unicode("text", text)
@@ -127,9 +128,11 @@ class Tokenizer(HuggingFaceNames):
         Raises:
           TypeError: there is another thing among them; or what `join` does.
         """
+        some: Any = [ids] if isinstance(ids, int) else ids
+        some = None if isinstance(ids, bytes | bytearray) else some  # whose numbers are no tokens
         try:
-            known = [int(i) for i in ([ids] if isinstance(ids, int) else ids) if i in self]
-        except (TypeError, ValueError) as error:
+            known = [int(i) for i in some if i in self]
+        except Exception as error:  # of whatever object it is
             raise TypeError(
                 f"ids must be token ids or one, got {shown(ids)}: pass integers"
             ) from error
@@ -162,7 +165,7 @@ def _token_id(inner: tokenizers.Tokenizer, name: str, token: str | None) -> int 
     found = inner.token_to_id(token)
     if found is None and name != "pad_token":  # nothing is padded with it here
         raise ValueError(
-            f"{name}={token!r} is not in the vocabulary: correct tokenizer_config.json"
+            f"{name}={shown(token)} is not in the vocabulary: correct tokenizer_config.json"
         )
     return found
 
@@ -205,8 +208,10 @@ def _content(tokens: dict[str, Any], name: str) -> str | None:
         token = token.get("content")
     if token is not None and not isinstance(token, str):
         raise ValueError(
-            f"{name} must be a string or hold one as content, got {token!r}: correct it"
+            f"{name} must be a string or hold one as content, got {shown(token)}: correct it"
         )
+    if token is not None:
+        check_unicode(name, token)
     return token
 
 

@@ -24,7 +24,7 @@ ADD: dict[str, Kind] = dict(
         ([], [61], [-1], [True], [1.0], "ab", [None], [2**31], [2**40], [1] * 48, 3, None)),
     params=Kind(lambda v: type(v) is SamplingParams and v not in WRONG,
                 (None, {}, *WRONG, SamplingParams, [ONE])),
-    eos_token_ids=Kind(lambda v: several(integer(0, 2**31 - 1), None).good(v),
+    eos_token_ids=Kind(lambda v: v is not None and several(integer(0, 2**31 - 1)).good(v),
                        ([2**31], [-1], [2**40], [1.5], ["a"], [None], [True], 3, None, "ab")),
     priority=integer(-(2**62), 2**62), score_start=integer(0, 2**30, None),
     leader=Kind(lambda v: v is None, ("canary", 3, True, Request, {})),

@@ -31,6 +31,10 @@ class Hang(BaseException):
     """A call has not come back in time."""
 
 
+class Refused(ValueError):
+    """One of many answers says why its prompt failed; the others took their time."""
+
+
 class Harm(Exception):
     """What was taken, or left, is wrong."""
 
@@ -148,6 +152,7 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
         return Result(index, kind, case.good, case.told, message[:600])
 
     before, size, start = entry.standing(), _peak_kb(), time.perf_counter()
+    at_once = case.stands
     try:
         with _limit(HANG_S):
             case.call()
@@ -160,9 +165,10 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
         raise
     except BaseException as error:
         kind, message = _refusal(case, error)
+        at_once &= kind == "refused" and not isinstance(error, Refused)
         if kind == "refused" and case.stands and (now := entry.standing()) != before:
             return result("half applied", f"{before!r:.200} became {now!r:.200}; {message}")
-    if time.perf_counter() - start > SLOW_S and kind == "refused" and case.stands:
+    if at_once and kind == "refused" and time.perf_counter() - start > SLOW_S:
         return result("slow", f"{time.perf_counter() - start:.1f} s: {message}")
     if _peak_kb() - size > MOST_KB:
         return result("memory", f"{(_peak_kb() - size) >> 10} MB more: {message}")

@@ -16,7 +16,7 @@ import tiny
 from attack import calls, models, values
 from attack.calls import Target
 from attack.harness import Case, Entry, in_words
-from attack.kinds import Kind, anything, flag, one_of, real, size
+from attack.kinds import Kind, anything, empty, flag, one_of, real, size
 from jaxrunner.models.llama import llama
 
 NAMES = itertools.count()
@@ -97,10 +97,11 @@ class Weights(Entry):
 
     def _else(self, rng: random.Random) -> Case:
         value = values.draw(rng)
-        good = None if isinstance(value, str | Path | type(None)) else False
+        # Nothing at all may be what changes.
+        good = None if isinstance(value, str | Path | type(None)) or empty(value) is None else False
         name = rng.choice(("update_params", "update_weights", "reload_weights"))
         call = self._updated if name == "update_weights" else getattr(self.llm, name)
-        fields = ("params", "tensors", "source", "model", "weights", "must be an array of")
+        fields = ("params", "tensors", "source", "model", "weights", "array")
         return Case(lambda: call(value), fields, good, in_words(name, dict(value=value)))
 
     def _updated(self, tensors: Any) -> None:

@@ -13,7 +13,9 @@ from jaxrunner import LLM
 from jaxrunner.sampling.rule import Rule
 from jaxrunner.tokenizer import Tokenizer
 
-BUCKETS = Kind(lambda v: several(size(1, 0, 2**20)).good(v), ([0], [2, 1], [1, 1], "ab", [1.0], 3))
+BUCKETS = Kind(
+    lambda v: several(size(1, 0, 2**20), None).good(v), ([0], [2, 1], [1, 1], "ab", [1.0], 3)
+)
 WORKS = (True, "all", "background")  # of `warm_up`: good, and they compile for long
 
 
@@ -32,7 +34,7 @@ LOADING: dict[str, Kind] = dict(
                    else False, (3, b"a", "", "\0", "none/such", [], True, 0, {})),
     skip_tokenizer_init=flag(), revision=text(None),
     dtype=Kind(lambda v: None if isinstance(v, str) else False, (3, None, float, True, ["auto"])),
-    seed=size(0, 2**31, 2**64),
+    seed=size(0, 2**31, 2**64, None),
     hf_overrides=Kind(_mapping, ([("a", 1)], "a", {1: 2}, {"vocab_size": None}, True)),
     load_format=Kind(one_of("auto", "dummy", "sharded_state").good, ("Auto", "", None, 3, "pt")),
     model_loader_extra_config=Kind(_mapping, ([], "a", {"pattern": 3}, {1: 2}, True)),
@@ -60,7 +62,7 @@ OWN: dict[str, Kind] = dict(
                    else False, (3, "softmax", [len], {}, True)),
 )  # fmt: skip
 ROOM: dict[str, Kind] = dict(
-    kv_cache_memory_bytes=size(2**20, 2**24, 2**62, None),
+    kv_cache_memory_bytes=size(1, 2**24, 2**62, None),
     gpu_memory_utilization=real(0.001, 1, None),
 )
 ALL = LOADING | SIZES | OWN

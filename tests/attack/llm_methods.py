@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 import random
 from typing import Any
 
+import numpy as np
+
 from attack import calls, models, params, values
 from attack.calls import Target
-from attack.harness import Case, Entry
+from attack.harness import Case, Entry, Refused
 from attack.kinds import Kind, flag, instance, integer, text
 from jaxrunner import BeamSearchParams, SamplingParams
 
@@ -32,7 +34,7 @@ PARAMS = Kind(
     ({}, dict(max_tokens=1), [ONE], [ONE, None], SamplingParams, "greedy", *WRONG, *WRONG),
 )  # fmt: skip
 RANKS = Kind(
-    lambda v: v is None or (None if isinstance(v, list | tuple | int) else False),
+    lambda v: v is None or (None if isinstance(v, list | tuple | int | np.generic) else False),
     ("a", [None], [1.5], [True], [values.NAN], [2**63], [1, 2], [[]], "1"),
 )
 ON_ERROR = Kind(lambda v: v == "return" or v == "raise" if type(v) is str else False, ("Raise", 3))
@@ -63,15 +65,11 @@ def is_plain(value: Any) -> bool:
     return type(value) in (int, float, complex, bool, bytes, bytearray, type(None), object, type)
 
 
-class _Refused(ValueError):
-    """An output that says why its prompt failed."""
-
-
 def told(outputs: Any) -> None:
     """Raises what outputs tell of prompts that were refused."""
     errors = [output.error for output in outputs if getattr(output, "error", None)]
     if errors:
-        raise _Refused(errors[0])
+        raise Refused(errors[0])
 
 
 class Methods(Entry):

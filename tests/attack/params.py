@@ -37,7 +37,9 @@ SAMPLING: dict[str, Kind] = dict(
     allowed_token_ids=several(ID, None, least=1), bad_words=kinds.anything(),
     extra_args=Kind(lambda v: True if v is None else None,
                     ({1: 1.0}, {"a": "b"}, {"a": values.NAN}, [1], "ab")),
-    truncate_prompt_tokens=integer(-1, COUNT, None), skip_reading_prefix_cache=flag(None),
+    truncate_prompt_tokens=Kind(lambda v: (type(v) is int and v != 0 and
+                                integer(-1, COUNT).good(v)) or v is None, (0, -2, 1.0, "1", True)),
+    skip_reading_prefix_cache=flag(None),
     repetition_detection=instance(RepetitionDetectionParams, None),
 )  # fmt: skip
 BEAM = dict(

@@ -123,6 +123,7 @@ class Runner(Entry):
             grammar = values.draw(rng)
         good_one = ids in (("x",), ["x"]) and mask is good and type(grammar) is GrammarOutput
         bad = None if good_one or grammar is None or isinstance(ids, list | str) else False
+        bad = None if ids == () and isinstance(mask, np.ndarray) and not len(mask) else bad
         bad = None if isinstance(mask, np.ndarray) and bad is False and ids == ("x",) else bad
 
         self.runner.execute_model(tiny.scheduled({"x": 8}, [_truth()]))
@@ -182,7 +183,15 @@ class Runner(Entry):
         self.runner.close()
 
 
-ALSO = ("num_scheduled_tokens", "request 'x'", "block_ids", "request_id", "token_ids", "blocks")
+ALSO = (
+    "num_scheduled_tokens",
+    "prompt_len",
+    "request 'x'",
+    "block_ids",
+    "request_id",
+    "token_ids",
+    "blocks",
+)
 
 
 def _truth() -> NewRequest:

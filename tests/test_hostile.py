@@ -1,0 +1,44 @@
+"""Objects whose own methods raise or lie are refused by the name of their field."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+
+from jaxrunner import SamplingParams, StructuredOutputsParams
+
+
+class Unreadable:
+    """Raises when it is looked through."""
+
+    def __iter__(self) -> Any:
+        raise ArithmeticError("hostile")
+
+
+class Liar(str):
+    """A text with a length that no text has."""
+
+    def __len__(self) -> int:
+        return -1
+
+
+def test_what_cannot_be_looked_through_is_named():
+    bad: Any = Unreadable()
+    with pytest.raises(TypeError, match="extra_args must be a dict"):
+        SamplingParams(extra_args=bad)
+    with pytest.raises(TypeError, match=r"structured_outputs\.choice cannot be read as a list"):
+        StructuredOutputsParams(choice=bad)
+    for ids in (bad, b"1"):
+        with pytest.raises(TypeError, match="ids must be token ids or one"):
+            tiny.tokenizer().decode(ids)
+
+
+def test_a_text_is_what_it_holds():
+    assert StructuredOutputsParams(regex=Liar("a")) == StructuredOutputsParams(regex="a")
+    assert tiny.tokenizer().encode(Liar("AB")) == [0, 1]
+
+
+def test_sizes_of_an_engine_name_a_policy_that_is_none():
+    with pytest.raises(ValueError, match="policy must be one of"):
+        replace(tiny.engine_config(), policy="")
