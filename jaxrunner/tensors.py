@@ -1,6 +1,6 @@
 """Named tensors of a user, from numpy, JAX or torch, as arrays of the host. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import sys
 from typing import Any
 
@@ -27,13 +27,21 @@ def read(name: str, tensors: Any) -> dict[str, np.ndarray]:
         pairs = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
     except Exception as error:  # of whatever object it is
         raise TypeError(f"{name} must be {WANTED}, got {_told(tensors)}") from error
-    for pair in pairs:
+    for pair in _read(name, pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise TypeError(f"{name} must be {WANTED}, got among them {_told(pair)}")
         if pair[0] in found:
             raise ValueError(f"{name} names {pair[0]!r} twice: give each tensor once")
         found[pair[0]] = _array(pair[0], pair[1])
     return found
+
+
+def _read(name: str, pairs: Iterator[Any]) -> Iterator[Any]:
+    """Yields what may fail as it is read."""
+    try:
+        yield from pairs
+    except Exception as error:  # of whatever object it is
+        raise TypeError(f"{name} cannot be read to its end: {type(error).__name__}") from error
 
 
 def _array(name: str, tensor: Any) -> np.ndarray:

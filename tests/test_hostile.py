@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 
-from jaxrunner import SamplingParams, StructuredOutputsParams
+from jaxrunner import SamplingParams, StructuredOutputsParams, tensors
 
 
 class Unreadable:
@@ -32,6 +32,15 @@ def test_what_cannot_be_looked_through_is_named():
     for ids in (bad, b"1"):
         with pytest.raises(TypeError, match="ids must be token ids or one"):
             tiny.tokenizer().decode(ids)
+
+
+def test_tensors_that_end_in_an_error_are_named():
+    class Half:
+        def __getitem__(self, i: int) -> Any:
+            raise ArithmeticError("hostile")
+
+    with pytest.raises(TypeError, match="weights cannot be read to its end: ArithmeticError"):
+        tensors.read("weights", Half())
 
 
 def test_a_text_is_what_it_holds():

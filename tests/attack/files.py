@@ -107,7 +107,7 @@ class Checkpoints(Entry):
 
 # What a message of a folder names, if not the folder.
 NAMES = (r"config\.json", "safetensors", "tokenizer", "generation_config", "index", "bos_token",
-         "eos_token", "pad_token", "vocab_size",
+         "eos_token", "pad_token", "vocab_size", "max_model_len",
          "chat_template", "temperature", "top_p")  # fmt: skip
 TEXTS = ("AB", "", "x" * 200, "é\u2028\U0001f600 A", "<B>")
 

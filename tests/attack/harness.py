@@ -18,7 +18,7 @@ import jax
 
 from jaxrunner.bounds import shown
 
-SLOW_S = 4.0  # of a refusal; what is taken may compile
+SLOW_S = 4.0  # of the processor, for a refusal; what is taken may compile
 HANG_S = 30.0  # after which a call is interrupted
 MOST_KB = 1 << 20  # that the process may grow by in a call
 MOST_WORDS = 2000  # characters of a message
@@ -151,7 +151,7 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
     def result(kind: str, message: str = "") -> Result:
         return Result(index, kind, case.good, case.told, message[:600])
 
-    before, size, start = entry.standing(), _peak_kb(), time.perf_counter()
+    before, size, start = entry.standing(), _peak_kb(), time.process_time()
     at_once = case.stands
     try:
         with _limit(HANG_S):
@@ -168,8 +168,8 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
         at_once &= kind == "refused" and not isinstance(error, Refused)
         if kind == "refused" and case.stands and (now := entry.standing()) != before:
             return result("half applied", f"{before!r:.200} became {now!r:.200}; {message}")
-    if at_once and kind == "refused" and time.perf_counter() - start > SLOW_S:
-        return result("slow", f"{time.perf_counter() - start:.1f} s: {message}")
+    if at_once and kind == "refused" and time.process_time() - start > SLOW_S:
+        return result("slow", f"{time.process_time() - start:.1f} s: {message}")
     if _peak_kb() - size > MOST_KB:
         return result("memory", f"{(_peak_kb() - size) >> 10} MB more: {message}")
     return result(kind, message)

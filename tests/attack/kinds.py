@@ -120,6 +120,8 @@ def nothing() -> Kind:
 
 def empty(value: Any) -> bool | None:
     """Whether a value is a container that may be empty, and no other."""
+    if isinstance(value, np.ndarray):
+        return False if value.size else None
     return None if type(value) in (list, tuple, dict, set, frozenset) and not value else False
 
 
