@@ -73,7 +73,7 @@ def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> S
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         return [value] * count
     given = list(value)  # whose length is what it says
     if len(given) != count:
