@@ -85,14 +85,15 @@ class Settings:
         left = self._values.keys() - self._taken - HARMLESS
         unknown = sorted(k for k in left if self._values[k] not in (None, False, [], {}))
         if unknown:
-            pairs = ", ".join(f"{k}={shown(self._values[k])}" for k in unknown[:MOST_NAMED])
-            without: dict[str, Any] = dict.fromkeys(unknown[:MOST_NAMED])
+            named = unknown[:MOST_NAMED]
+            pairs = ", ".join(f"{k:.60}={shown(self._values[k])}" for k in named)
+            without: dict[str, Any] = dict.fromkeys(named)
             if self._key:
                 kept = {k: v for k, v in self._values.items() if k not in unknown}
                 without = {self._key: kept}
             raise ValueError(
                 f"{self.source}: {len(unknown)} unknown setting{'s' * (len(unknown) > 1)}: "
-                f"{pairs}. Where that changes no outputs, pass hf_overrides={without}"
+                f"{pairs}. Where that changes no outputs, pass hf_overrides={without!s:.1500}"
             )
 
 
