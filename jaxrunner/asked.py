@@ -49,7 +49,9 @@ def read_asked(
     ranks = _one_each("priority", 0 if priority is None else priority, len(parsed))
     priorities = [plain(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
     # Copies: who made them may set fields before a stream is read.
-    return [(p, one.clone(), rank) for p, one, rank in zip(parsed, params, priorities, strict=True)]
+    return [
+        (p, one.clone(), rank) for p, one, rank in zip(parsed, params, priorities, strict=False)
+    ]
 
 
 def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> SamplingParams:
@@ -74,7 +76,7 @@ def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> S
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
-        return [value] * count
+        return [value] * max(1, count)  # looked at even where there is no prompt
     given = list(value)  # whose length is what it says
     if len(given) != count:
         raise ValueError(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrunner.bounds import shown
 from jaxrunner.config import DTYPES
 from jaxrunner.safetensors_file import Tensor, read_header
 from jaxrunner.settings import read_json
@@ -74,13 +75,16 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 def _read_index(path: Path) -> dict[str, str]:
     index: Any = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index:
-        raise ValueError(f"{path}: weight_map must name the shard of each tensor, got {index!r}")
+        raise ValueError(
+            f"{path}: weight_map must name the shard of each tensor, got {shown(index)}"
+        )
     for name, shard in index.items():
         # A name with a folder could point anywhere on this machine.
         plain = isinstance(shard, str) and Path(shard).name == shard
         if not plain or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"{path}: {name} must lie in a *.safetensors file of the same folder, got {shard!r}"
+                f"{path}: {name} must lie in a *.safetensors file of the same folder, got "
+                f"{shown(shard)}"
             )
     missing = [s for s in sorted(set(index.values())) if not (path.parent / s).is_file()]
     if missing:

@@ -28,6 +28,7 @@ class Profiler:
         """
         if self.folder is not None:
             raise RuntimeError(f"a profile is recorded in {self.folder}: call stop_profile first")
+        Path(folder).mkdir(parents=True, exist_ok=True)  # else `stop` would fail
         jax.profiler.start_trace(str(folder), create_perfetto_trace=True)
         self.folder = Path(folder)
 

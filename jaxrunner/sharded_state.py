@@ -90,9 +90,9 @@ def _checked(pattern: str | None) -> str:
         raise TypeError(f"pattern must be {wanted}, got {shown(pattern)}")
     try:
         names = [pattern.format(rank=0, part=part) for part in range(2)]
-    except (IndexError, KeyError, ValueError):
+    except Exception:  # of whatever it formats with
         names = [""]
-    plain_name = all(name == Path(name).name for name in names)
+    plain_name = all(name == Path(name).name and "\0" not in name for name in names)
     if len(set(names)) < 2 or not plain_name or not pattern.endswith(".safetensors"):
         raise ValueError(f"pattern must be {wanted}, got {shown(pattern)}")
     return pattern

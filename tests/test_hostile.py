@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 from jaxrunner import SamplingParams, StructuredOutputsParams, tensors
+from jaxrunner.asked import read_asked
 
 
 class Unreadable:
@@ -51,3 +52,10 @@ def test_a_text_is_what_it_holds():
 def test_sizes_of_an_engine_name_a_policy_that_is_none():
     with pytest.raises(ValueError, match="policy must be one of"):
         replace(tiny.engine_config(), policy="")
+
+
+def test_what_stands_beside_no_prompt_is_looked_at_too():
+    one: Any = SamplingParams()
+    assert read_asked([], one, None) == []
+    with pytest.raises(TypeError, match=r"priority\[0\] must be an integer"):
+        read_asked([], one, "high")

@@ -114,6 +114,8 @@ def test_an_llm_starts_from_shards(llm: LLM, tmp_path: Path):
         (dict(pattern="a/{part}.safetensors"), ValueError, "pattern must be a file's name"),
         (dict(pattern="{part}.bin"), ValueError, "in it, ending in .safetensors, got '{part}.bin'"),
         (dict(pattern="{part}{x}.safetensors"), ValueError, "pattern must be a file's name"),
+        (dict(pattern="{part.x}.safetensors"), ValueError, "pattern must be a file's name"),
+        (dict(pattern="\0{part}.safetensors"), ValueError, "pattern must be a file's name"),
         (dict(pattern=3), TypeError, "ending in .safetensors, got 3"),
         (dict(max_size=0), ValueError, "max_size=0 is out of range: take an integer from 1"),
         (dict(max_size="5GB"), TypeError, "max_size must be an integer from 1 to"),

@@ -227,5 +227,6 @@ ALSO = (
     "folder", "path", "tags", "level", "requests are at work", "sleep", "records", "profile",
     "profile_prefix", "overrides", "load_config", "model_config", "engine_config", "async_depth",
     "num_decode_steps", "is_start", "a profile", "pattern", "no_such",
-    "model", "revision", "load_format", "model_loader_extra_config", "/dev/null", r"[./] holds no",
+    "model", "revision", "load_format", "model_loader_extra_config", "/dev/null",
+    "/proc/none", r"[./] holds no",
 )  # fmt: skip
