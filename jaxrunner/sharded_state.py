@@ -89,7 +89,7 @@ def _checked(pattern: str | None) -> str:
     if not isinstance(pattern, str):
         raise TypeError(f"pattern must be {wanted}, got {shown(pattern)}")
     try:
-        names = [pattern.format(rank=0, part=part) for part in range(2)]
+        names = [pattern.format(rank=0, part=part) for part in (0, 1, "*")]
     except Exception:  # of whatever it formats with
         names = [""]
     plain_name = all(name == Path(name).name and "\0" not in name for name in names)

@@ -114,6 +114,7 @@ def test_an_llm_starts_from_shards(llm: LLM, tmp_path: Path):
         (dict(pattern="a/{part}.safetensors"), ValueError, "pattern must be a file's name"),
         (dict(pattern="{part}.bin"), ValueError, "in it, ending in .safetensors, got '{part}.bin'"),
         (dict(pattern="{part}{x}.safetensors"), ValueError, "pattern must be a file's name"),
+        (dict(pattern="{part.real}.safetensors"), ValueError, "pattern must be a file's name"),
         (dict(pattern="{part.x}.safetensors"), ValueError, "pattern must be a file's name"),
         (dict(pattern="\0{part}.safetensors"), ValueError, "pattern must be a file's name"),
         (dict(pattern=3), TypeError, "ending in .safetensors, got 3"),

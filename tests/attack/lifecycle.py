@@ -128,7 +128,7 @@ class Weights(Entry):
 
 PLACE = Kind(
     lambda v: None if isinstance(v, str | Path) else False,
-    (None, 3, b"a", [], "", "/", "\0", "/dev/null/x", "/proc/none", True),
+    (None, 3, b"a", [], "", "/", "\0", "/dev/null/x", r"/proc/none\w*", "File name too long", True),
 )
 OVERRIDES = Kind(
     lambda v: None if isinstance(v, dict) else False,
@@ -228,5 +228,5 @@ ALSO = (
     "profile_prefix", "overrides", "load_config", "model_config", "engine_config", "async_depth",
     "num_decode_steps", "is_start", "a profile", "pattern", "no_such",
     "model", "revision", "load_format", "model_loader_extra_config", "/dev/null",
-    "/proc/none", r"[./] holds no",
+    r"/proc/none\w*", "File name too long", r"[./] holds no",
 )  # fmt: skip
