@@ -9,8 +9,8 @@ NEW = jax.__version_info__ >= (0, 11)
 lowers = pytest.mark.skipif(not NEW, reason="the kernels need JAX 0.11 or newer")
 
 
-def cuda():
+def cuda(cores: int = 132):
     """A stand-in for the device that kernels are lowered for."""
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    device = jax.sharding.AbstractDevice("NVIDIA H200", cores, "cuda")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh) if NEW else contextlib.nullcontext()

@@ -3,7 +3,6 @@
 from dataclasses import replace
 import functools
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -114,13 +113,13 @@ def test_whole_mlps_refuse_weights_that_do_not_fit():
 
 
 @lowers
-def test_products_run_where_they_are_ahead(monkeypatch):
+def test_products_run_where_they_are_ahead():
     """Large weights and few tokens go through our own kernels; all else is XLA's."""
     batch: Any = None  # of which products know nothing
     fused = ops.fused(batch)
 
-    def kernels(function, *args) -> str:
-        with cuda():
+    def kernels(function, *args, cores: int = 132) -> str:
+        with cuda(cores):
             # A new function each time, for which nothing is kept.
             traced = jax.jit(lambda *args: function(*args)).trace(*args)
         return " ".join(re.findall(r"kernel_name='(\w+)'", str(traced.jaxpr)))
@@ -128,8 +127,9 @@ def test_products_run_where_they_are_ahead(monkeypatch):
     def linear(T: int, E: int, *out: int) -> str:
         return kernels(fused.linear, shape(T, E), shape(*out, E))
 
-    def mlp(T: int, E: int, F: int, bias=None) -> str:
-        return kernels(fused.mlp, shape(T, E), shape(2, F, E), bias, shape(E, F), None)
+    def mlp(T: int, E: int, F: int, bias=None, cores: int = 132) -> str:
+        args = shape(T, E), shape(2, F, E), bias, shape(E, F), None
+        return kernels(fused.mlp, *args, cores=cores)
 
     large = [linear(T, 4096, 8, 6, 128) for T in (8, 64, 128, 256)]
     assert large == ["", "matmul", "matmul", ""] and not linear(64, 1024, 8, 4, 128)
@@ -140,9 +140,7 @@ def test_products_run_where_they_are_ahead(monkeypatch):
     assert not mlp(64, 4096, 14336, shape(2, 14336))
     # Blocks of which some wait outside of a smaller chip would never meet.
     for cores, kernel in ((128, "gated_mlp"), (114, "swiglu")):
-        device = SimpleNamespace(core_count=cores)
-        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
-        assert mlp(64, 4096, 14336) == kernel
+        assert mlp(64, 4096, 14336, cores=cores) == kernel
 
 
 def test_engines_choose_in_the_open():
