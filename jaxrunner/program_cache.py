@@ -22,10 +22,11 @@ from jax.experimental import serialize_executable
 import jax.extend
 from jaxlib import version, xla_client
 
+from jaxrunner.lowering import SETTINGS
+
 MAGIC, SUFFIX = b"jaxrunner executable 1\n", ".executable"
 NOTE = ".json"  # of what is known of executables that are not kept
 HEAD = len(MAGIC) + 32  # bytes before the executable: also its digest
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
 OWN = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")  # JAX's
 MAX_BYTES = 4 << 30  # of the folder: beyond, what was not used for longest is removed
 

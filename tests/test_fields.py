@@ -42,7 +42,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "presence_penalty": ({}, 2.0, "tokens"),
     "frequency_penalty": (GREEDY, 2.0, "tokens"),
     "repetition_penalty": (GREEDY, 2.0, "tokens"),
-    "temperature": ({}, 0.2, "tokens"),
+    "temperature": ({}, 4.0, "tokens"),
     "top_p": ({}, 0.2, "tokens"),
     "top_k": ({}, 1, "tokens"),
     "min_p": ({}, 0.9, "tokens"),

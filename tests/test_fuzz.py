@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator
 import dataclasses
-from decimal import Decimal
 import itertools
-import math
 import re
 from typing import Any
 
+from attack.values import BOOLS, FLOATS, HUGE, INF, JUNK, LISTS, NAN
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +17,7 @@ from jaxrunner.beam import BeamSearchParams
 from jaxrunner.params import RepetitionDetectionParams
 from jaxrunner.structured_outputs import FLAGS, StructuredOutputsParams
 
-V, COUNT, NAN, INF = 4096, 2**30, math.nan, math.inf
-HUGE = (10**400, -(10**400), 10**5000, -(10**5000))  # the last two have no repr
-# Neither a number, nor a list of them.
-JUNK = (
-    "", "1", "nan", "-1", b"1", b"", bytearray(b"1"), 1j, 0j, np.complex64(1), Decimal(1), object(),
-    object, len, ..., NotImplemented, np.array(1), np.array(1.0), np.str_("1"), np.bytes_(b"1"),
-    np.datetime64("2020-01-01"), np.timedelta64(1, "s"), np.float32, slice(1), {"a": 1}, {},
-)  # fmt: skip
-LISTS = ([], [1], (), (1,), [[1]], [1.0], {1}, [None], range(2), np.array([1]), np.array([[1.5]]))
-BOOLS = (True, False, np.True_, np.False_)
-FLOATS = (
-    1.0, 0.0, -1.0, 1.5, NAN, INF, -INF, 1e38, 1e308, np.float16(1), np.float32(1), np.float64(1),
-    np.float16(INF), np.float32(NAN), np.float32(-INF), np.float64(INF), np.longdouble(1e39),
-)  # fmt: skip
+V, COUNT = 4096, 2**30
 NOT_FINITE = (
     *(v for v in FLOATS if not abs(float(v)) <= 1e38),
     np.float16(-INF),

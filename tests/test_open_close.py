@@ -144,7 +144,7 @@ def test_closing_ends_what_is_under_way():
 @pytest.mark.parametrize(
     ("owner", "name", "changes"),
     [
-        (weights, "_check_finite", dict(check_nan=True)),
+        (weights, "check_finite", dict(check_nan=True)),
         (loader, "_generation_defaults", {}),
         (llm, "plan_engine", {}),
         (runner.ModelRunner, "warm_up", dict(warm_up=True)),
@@ -156,7 +156,7 @@ def test_what_fails_to_open_leaves_nothing_on_the_device(monkeypatch, owner, nam
     before, real, count = live_bytes(), getattr(owner, name), itertools.count()
 
     def fails(*args: Any, **kwargs: Any) -> Any:
-        if name == "_check_finite" and next(count) < 5:
+        if name == "check_finite" and next(count) < 5:
             return real(*args, **kwargs)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 

@@ -212,7 +212,8 @@ def test_a_refused_token_ends_its_request_with_an_error():
 def test_masks_find_their_rows_and_bits():  # 39
     runner = tiny.runner()
     prompts = {"a": [3, 1, 4, 1, 5], "b": [9, 2], "c": [6, 5, 3]}
-    new = [tiny.new_request(n, p, blocks=range(4 * i, 4 * i + 4), seed=3)
+    drawn: dict[str, Any] = dict(params=SamplingParams(seed=1), seed=3)
+    new = [tiny.new_request(n, p, blocks=range(4 * i, 4 * i + 4), **drawn)
            for i, (n, p) in enumerate(prompts.items())]  # fmt: skip
     runner.execute_model(tiny.scheduled({n: len(p) for n, p in prompts.items()}, new))
     # Not the order of rows, which is b, c, a. 61 is no multiple of 32; 31 is a sign bit.
