@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrunner import cpu_attention
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import (
     add_norm,
@@ -43,7 +44,9 @@ class Choice(NamedTuple):
 
 def paged(batch: Batch) -> Ops:
     """Plain JAX over the paged cache of `batch`."""
-    return _plain(functools.partial(reference.paged_attention, batch))
+    by_tiles = jax.default_backend() == "cpu" and not batch.query_len
+    attention = cpu_attention if by_tiles else reference
+    return _plain(functools.partial(attention.paged_attention, batch))
 
 
 def dense(batch_size: int) -> Ops:

@@ -94,7 +94,7 @@ class Programs:
             # The others keep their order, behind.
             new.sort(key=lambda key: -getattr(key.size, "num_tokens", 0) if key in first else 1)
             self._pending |= {key: started[key] for key in new}
-            self._pool = ThreadPoolExecutor(1 + num_cores())
+            self._pool = ThreadPoolExecutor(max(2, num_cores()))  # one of them lowers
             self._pool.submit(self._build_all, self._pool, new)
         return {key: future for key, future in started.items() if key in first}
 

@@ -73,11 +73,12 @@ def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     T, H, D = q.shape
     K = cache.k.shape[1]
     tokens, rows = _tiles(batch, T)
-    q_IQKGD = _take(q, tokens).reshape(*tokens.shape, K, H // K, D)
+    q_IKGQD = jnp.moveaxis(_take(q, tokens).reshape(*tokens.shape, K, H // K, D), 1, 3)
     pos_IQ = _take(batch.inputs.positions, tokens)
     blocks_IM = _take(batch.blocks[spec.group], rows)
     lens_I = _take(batch.seq_lens, rows)
-    out_IQKGD = _online_softmax(q_IQKGD, pos_IQ, blocks_IM, lens_I, cache, spec)
+    out_IKGQD = online_softmax(q_IKGQD, pos_IQ, blocks_IM, lens_I, cache, spec)
+    out_IQKGD = jnp.moveaxis(out_IKGQD, 3, 1)
     out = jnp.zeros((T, H, D), q.dtype)
     return out.at[tokens].set(out_IQKGD.reshape(*tokens.shape, H, D).astype(q.dtype), mode="drop")
 
@@ -104,12 +105,19 @@ def _tiles(batch: Batch, num_tokens: int) -> tuple[Array, Array]:
     return jnp.where(tokens < _take(end, row)[:, None], tokens, T).astype(jnp.int32), row
 
 
-def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec) -> Array:
-    """Attends tiles of queries, [I, Q, K, G, D], to their rows' keys; returns float32."""
-    Q, K, G, D = q.shape[1:]
+def online_softmax(
+    q: Array, pos: Array, blocks: Array, lens: Array, cache: LayerCache, spec: AttentionSpec,
+    *, chunk: int = CHUNK,
+) -> Array:  # fmt: skip
+    """Attends tiles of queries, [I, K, G, Q, D], to their rows' keys; returns float32.
+
+    pos: the queries' positions, [I, Q]; blocks: of a tile's row, [I, M]; lens: the keys of a tile's
+    row, [I]; chunk: how many are read at a time.
+    """
+    K, G, Q, D = q.shape[1:]
     tiles, M = blocks.shape
     S = cache.k.shape[2]
-    per_chunk = max(1, CHUNK // S)
+    per_chunk = max(1, chunk // S)
     C = per_chunk * S
     blocks = jnp.pad(blocks, ((0, 0), (0, -M % per_chunk)), mode="edge")
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -130,7 +138,7 @@ def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec
         k, v = read(cache.k, cache.k_scale, i), read(cache.v, cache.v_scale, i)
         # A weight of zero does not silence a NaN: what no query sees may hold another's junk.
         v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.zeros((), v.dtype))
-        scores = jnp.einsum("iqkgd,ikcd->ikgqc", q, k, precision=precision)
+        scores = jnp.einsum("ikgqd,ikcd->ikgqc", q, k, precision=precision)
         scores = scores.astype(jnp.float32) * spec.scale
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         new_best = jnp.maximum(best, scores.max(-1))
@@ -147,8 +155,7 @@ def _online_softmax(q, pos, blocks, lens, cache: LayerCache, spec: AttentionSpec
     if spec.window is not None:
         first = jnp.maximum(jnp.where(lens > 0, pos[:, 0], lens.max()).min() - spec.window, 0) // C
     _, total, acc = jax.lax.fori_loop(first, (lens.max() + C - 1) // C, body, start)
-    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.moveaxis(out, 3, 1)
+    return acc / jnp.where(total == 0, 1.0, total)[..., None]
 
 
 def dense_attention(

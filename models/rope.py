@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,7 +35,20 @@ def rotation(rope: Rope, inputs: Inputs) -> tuple[Array, Array]:
     if rope.dynamic is not None:
         inv_freq = _stretched(rope.dynamic, inputs.rope_len, 2 * len(rope.inv_freq), inv_freq)
     angle = (inputs.positions.astype(jnp.float32)[:, None] * inv_freq)[:, None]
-    return jnp.cos(angle) * rope.scale, jnp.sin(angle) * rope.scale
+    turn = jnp.cos(angle) * rope.scale, jnp.sin(angle) * rope.scale
+    here, elsewhere = _materialized, lambda _, *turn: turn
+    return jax.lax.platform_dependent(inputs.positions, *turn, cpu=here, default=elsewhere)
+
+
+def _materialized(positions: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Returns the angles, which XLA then computes once.
+
+    On a CPU it would fuse them into their readers and compute them for each layer and head; it
+    fuses nothing into a conditional, but ignores `optimization_barrier`.
+    """
+    return jax.lax.cond(
+        positions[0] >= 0, lambda: (cos, sin), lambda: (jnp.zeros_like(cos), jnp.zeros_like(sin))
+    )
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

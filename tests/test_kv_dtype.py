@@ -82,14 +82,15 @@ class Problem(test_reference.Problem):
         self.low = LayerCache(*map(jnp.asarray, (*low, *scale)))
 
 
+@test_reference.BOTH
 @pytest.mark.parametrize("case", test_reference.CASES)
 @pytest.mark.parametrize("dtype,window", [("float32", None), ("bfloat16", 5)])
 @pytest.mark.parametrize("kv_dtype", ATTENTION)
-def test_attention_is_near_its_oracle(kv_dtype, dtype, window, case):
+def test_attention_is_near_its_oracle(kv_dtype, dtype, window, case, attention):
     problem = Problem(case, dtype, kv_dtype)
     spec = AttentionSpec(0, window, problem.q.shape[2] ** -0.5)
     inputs = map(jnp.asarray, (problem.q, problem.k, problem.v))
-    out, after = test_reference.attention(problem.batch, *inputs, problem.low, spec=spec)
+    out, after = attention(problem.batch, *inputs, problem.low, spec=spec)
     out, touched = np.asarray(out, np.float64), np.zeros(after.k.shape[:3], bool)
     assert np.isfinite(out).all()
     for b, tokens, positions in problem.rows():

@@ -1,13 +1,14 @@
 """The reference kernels against a float64 oracle that knows no tiles, chunks or tables."""
 
 from dataclasses import replace
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import step
+from jaxrunner import cpu_attention, step
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.layout import Bucket
 from jaxrunner.model import AttentionSpec
@@ -99,14 +100,18 @@ class Problem:
         return oracle(self.q[tokens].astype(np.float64), keys, values, positions, window)
 
 
-attention = jax.jit(reference.paged_attention, static_argnames="spec")
+at_once = jax.jit(reference.paged_attention, static_argnames="spec")
+small = functools.partial(cpu_attention.paged_attention, tile=8, chunk=3 * S)
+by_tiles = jax.jit(small, static_argnames="spec")
+BOTH = pytest.mark.parametrize("attention", [at_once, by_tiles], ids=["at once", "by tiles"])
 
 
+@BOTH
 @pytest.mark.parametrize("poison", [0.0, np.nan], ids=["zeros", "junk"])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_paged_attention_equals_its_oracle(case, window, poison, dtype):
+def test_paged_attention_equals_its_oracle(case, window, poison, dtype, attention):
     problem = Problem(case, dtype, poison)
     spec = AttentionSpec(0, window, D**-0.5)
     k, v = map(jnp.asarray, problem.cache)

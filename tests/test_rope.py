@@ -1,12 +1,16 @@
 """Rotary frequencies are Hugging Face's, and parameters that give nonsense are refused."""
 
 from checkpoints import NEEDS_TORCH, TINY
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
+from jaxrunner.layout import Bucket
 from jaxrunner.models.registry import read_model
 from jaxrunner.models.rope import rotation
+from jaxrunner.program_key import Key
 from jaxrunner.settings import Settings
 from jaxrunner.types import Inputs
 
@@ -118,3 +122,9 @@ def test_scalings_that_we_do_not_honour_are_refused(parameters, match):
 def test_a_partial_rotation_is_refused_where_old_files_say_it():
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5 is not supported"):
         read_rope(None, partial_rotary_factor=0.5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's fusions on a CPU")
+def test_angles_are_computed_once_for_all_layers_and_heads():
+    text = tiny.runner().programs[Key("step", Bucket(32, 5))].as_text()
+    assert text.count(" cosine(") == text.count(" sine(") == 1
