@@ -78,6 +78,7 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = ()  # of steps where each request computes one token
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0  # most tokens of a request in a step; 0 for no limit
     async_depth: int = 2  # launches before the oldest is read
     num_decode_steps: int = 1  # of one launch, where a batch does nothing else
     growth: int = 2  # ratio of one default bucket to the next
@@ -95,6 +96,11 @@ class EngineConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {shown(value)}")
+        most = self.long_prefill_token_threshold
+        if type(most) is not int or most < 0:
+            raise ValueError(
+                f"long_prefill_token_threshold must be an integer of at least 0, got {shown(most)}"
+            )
         if type(self.enforce_eager) is not bool:
             raise ValueError(
                 f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"

@@ -52,14 +52,14 @@ class Engine:
             for g in range(len(groups))
         ]
         self.scheduler = Scheduler(
-            groups,
-            self.pools,
+            groups, self.pools,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             policy=config.policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
             step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
-        )
+        )  # fmt: skip
         self.runner = ModelRunner(model, model_config, config, params, trusted=True, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: Gained = []  # read, and not yet returned

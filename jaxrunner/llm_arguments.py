@@ -45,6 +45,7 @@ SIZES: dict[str, Bound] = {
     "decode_buckets": BUCKETS,
     "enable_prefix_caching": FLAG,
     "policy": TEXT,
+    "long_prefill_token_threshold": Bound(int, 0, COUNT),
     "async_depth": Bound(int, 1, 1024),
     "num_decode_steps": Bound(int, 1, 1024),
     "logprobs_mode": TEXT,
@@ -124,9 +125,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "convert": Elsewhere("models generate text; there is no pooling", ("auto", "none", None)),
     "pooler_config": Elsewhere("models generate text; there is no pooling"),
     "override_pooler_config": Elsewhere("models generate text; there is no pooling"),
-    "long_prefill_token_threshold": Elsewhere(
-        "lower max_num_batched_tokens for shorter chunks", (0, None)
-    ),
     "max_num_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
     "max_long_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
     "num_scheduler_steps": Elsewhere("num_decode_steps=... is what it is called here", (1, None)),

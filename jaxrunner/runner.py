@@ -26,7 +26,6 @@ from jaxrunner.build import build
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.launch import Work, abstract, program_keys, program_spec, step_key
 from jaxrunner.layout import (
-    Program,
     SampleSize,
     Steps,
     make_state,
@@ -84,10 +83,11 @@ class ModelRunner:
         self.programs = Programs(spec, cache, task=task, eager=config.enforce_eager)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
-        self.profiler = Profiler()
+        self.profiler, self._closed = Profiler(), False
         self._forwarded: tuple[Any, ...] | None = None
         self._masks = TokenMasks(1 + self.program.num_drafts, model_config.vocab_size)
-        self._output = functools.cache(functools.partial(_output_layout, self.program))
+        program = self.program
+        self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
 
     @functools.cached_property
@@ -145,6 +145,7 @@ class ModelRunner:
         """Gives the device memory of the state back."""
         self.programs.close()
         pytree.delete(vars(self).get("state"))  # made when first used
+        self._closed = True
 
     def update_params(self, params: Any) -> None:
         """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
@@ -185,7 +186,7 @@ class ModelRunner:
 
         Raises:
           TypeError, ValueError: a step that cannot be; names the field, and nothing changes.
-          RuntimeError: the step before was not sampled, or there are more requests than slots.
+          RuntimeError: the step before was not sampled, no slot is free, or the runner is closed.
         """
         self._begin(scheduler_output)
         with self.profiler.step(scheduler_output):
@@ -193,6 +194,8 @@ class ModelRunner:
 
     def _begin(self, scheduler_output: SchedulerOutput, *, in_two: bool = False) -> None:
         """Refuses what cannot be done, while nothing has changed."""
+        if self._closed:
+            raise RuntimeError("this runner is closed: build another one")
         if self._forwarded is not None:
             raise RuntimeError("execute_model has begun a step: call sample_tokens first")
         if self._check is not None:
@@ -292,7 +295,3 @@ class ModelRunner:
             self.state = replace(tables, kv=self.state.kv)
         for size, packed in self.slots.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)
-
-
-def _output_layout(program: Program, *size: int) -> Layout:
-    return Layout(output_spec(program, *size))

@@ -79,6 +79,7 @@ def alone(kind: str) -> list[list[int]]:
         pytest.param(dict(async_depth=3), id="three steps ahead"),
         pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunks of 5"),
         pytest.param(dict(max_num_batched_tokens=6, token_buckets=(6,)), id="chunks of 6"),
+        pytest.param(dict(long_prefill_token_threshold=3), id="at most 3 of a request"),
         pytest.param(dict(num_blocks=13), id="preempted"),
         pytest.param(dict(num_blocks=13, policy="priority"), id="preempted by priority"),
         pytest.param(dict(max_num_seqs=2, decode_buckets=(2,)), id="queued"),
@@ -100,6 +101,13 @@ def test_tokens_depend_on_the_request_alone(kind, changes):  # 62
         assert e.scheduler.num_preemptions > 0
     names = {compilation.key.name for compilation in e.runner.programs.ledger}
     assert ("steps" in names) == ("num_decode_steps" in changes)
+
+
+def test_a_long_prompt_takes_no_more_of_a_step_than_it_may():
+    e = engine(long_prefill_token_threshold=3)
+    e.add("a", range(1, 11), params_of("greedy", 0))
+    drain(e)
+    assert max(e.runner.traffic[0]) == 3
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -134,6 +134,15 @@ def test_a_grammar_mask_constrains_its_request_alone(runner):
     runner.step(tiny.scheduled({}, finished_req_ids={"a", "b"}))
 
 
+def test_a_closed_runner_says_so():
+    closed = tiny.runner()
+    closed.close()
+    new = [tiny.new_request("a", [1, 2], blocks=[0])]
+    for run in (closed.step, closed.execute_model):
+        with pytest.raises(RuntimeError, match="this runner is closed: build another one"):
+            run(tiny.scheduled({"a": 2}, new))
+
+
 def test_the_ledger_says_what_was_compiled_and_why(runner):
     programs = tiny.runner().programs
     key = runner.programs.ledger[0].key._replace(name="step", size=Bucket(5, 5, 1))

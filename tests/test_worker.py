@@ -38,6 +38,12 @@ def test_a_size_of_zero_is_no_default(name):
         config(**{name: 0})
 
 
+def test_a_threshold_is_no_less_than_zero():
+    text = "long_prefill_token_threshold must be an integer of at least 0, got -1"
+    with pytest.raises(ValueError, match=text):
+        config(long_prefill_token_threshold=-1)
+
+
 def test_lengths_and_parts_are_checked():
     with pytest.raises(ValueError, match="max_model_len must be an integer of at least 1, got -2"):
         config(max_model_len=-2)
