@@ -16,7 +16,7 @@ import jax
 from jaxrunner import beam, llm_arguments, pytree, scoring
 from jaxrunner.arguments import checked
 from jaxrunner.asked import overridden, read_asked
-from jaxrunner.chat import check_variables, conversations, render_chat
+from jaxrunner.chat import conversations
 from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
@@ -223,15 +223,13 @@ class LLM(LLMNames):
         """Answers one conversation, a list of messages, or several, a list of such lists."""
         tokenizer, prompts = self.get_tokenizer(), []
         for conversation in conversations(messages):
-            text = render_chat(
-                chat_template or self._chat_template or tokenizer.chat_template,
+            text = tokenizer.render_chat(
                 conversation,
+                chat_template_kwargs,
+                chat_template=chat_template or self._chat_template or None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                bos_token=tokenizer.bos_token,
-                eos_token=tokenizer.eos_token,
-                **check_variables(chat_template_kwargs),
             )
             # The template has written the special tokens itself.
             ids = tokenizer.encode(text, add_special_tokens=False)

@@ -11,12 +11,12 @@ It gives the numbers of lm-eval's Hugging Face backend at batch size 1: tests/te
 """
 
 from collections.abc import Sequence
+import functools
 import hashlib
 import importlib
 import logging
 from typing import Any
 
-from jaxrunner.chat import render_chat
 from jaxrunner.llm import LLM
 from jaxrunner.params import SamplingParams
 
@@ -210,21 +210,21 @@ class JaxRunnerLM(TemplateLM):
     ) -> str:
         """Returns the text of a conversation; of one that the template refuses, less its system
         messages. Without `add_generation_prompt` the last message is left open."""
-        tokenizer = self.tokenizer
-        options: dict[str, Any] = self._template_args | dict(
+        render = functools.partial(
+            self.tokenizer.render_chat,
+            variables=self._template_args,
+            chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
         )
         rest = [message for message in chat_history if message.get("role") != "system"]
         try:
-            return render_chat(self._template, chat_history, **options)
+            return render(chat_history)
         except ValueError as error:
             if not 0 < len(rest) < len(chat_history):
                 raise
             logger.warning("The chat template failed (%s): trying without system messages", error)
-            return render_chat(self._template, rest, **options)
+            return render(rest)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the template in use, None where none is wanted; there are no named ones."""

@@ -1,7 +1,7 @@
 """What users of Hugging Face's tokenizers call, by its names there. Knows no JAX."""
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import tokenizers
@@ -125,15 +125,13 @@ class HuggingFaceNames(abc.ABC):
                 raise ValueError(f"{name} is not supported here: call the tokenizer with the text")
         many = conversations(conversation)
         texts = [
-            render_chat(
-                self.chat_template if chat_template is None else chat_template,
+            self.render_chat(
                 messages,
+                kwargs,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                bos_token=self.bos_token,
-                eos_token=self.eos_token,
-                **check_variables(kwargs),
             )
             for messages in many
         ]
@@ -142,6 +140,28 @@ class HuggingFaceNames(abc.ABC):
             return text
         encoded = self(text, add_special_tokens=False)  # the template has written them
         return encoded if return_dict else encoded.input_ids
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> str:
+        """Returns the text of a conversation, by `chat_template` or that of the checkpoint.
+
+        variables: further ones of the template; options: what `chat.render_chat` has, which says
+        what it raises.
+        """
+        return render_chat(
+            self.chat_template if chat_template is None else chat_template,
+            messages,
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+            **options,
+            **check_variables(variables),
+        )
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str]:
         """Returns the tokens of a text, as the vocabulary spells them."""
