@@ -91,16 +91,16 @@ class EngineConfig:
     enforce_eager: bool = False  # nothing is compiled: each operation runs by itself
 
     def __post_init__(self):
-        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
-                     "max_num_batched_tokens", "async_depth", "num_decode_steps"):  # fmt: skip
+        counts = ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
+                  "max_num_batched_tokens", "async_depth", "num_decode_steps")  # fmt: skip
+        for name, least in (
+            dict.fromkeys(counts, 1) | dict(long_prefill_token_threshold=0)
+        ).items():
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {shown(value)}")
-        most = self.long_prefill_token_threshold
-        if type(most) is not int or most < 0:
-            raise ValueError(
-                f"long_prefill_token_threshold must be an integer of at least 0, got {shown(most)}"
-            )
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"{name} must be an integer of at least {least}, got {shown(value)}"
+                )
         if type(self.enforce_eager) is not bool:
             raise ValueError(
                 f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"

@@ -16,7 +16,7 @@ import jax
 from jaxrunner import beam, llm_arguments, pytree, scoring
 from jaxrunner.arguments import checked
 from jaxrunner.asked import overridden, read_asked
-from jaxrunner.chat import conversations
+from jaxrunner.chat import check_variables, conversations
 from jaxrunner.completions import Completions
 from jaxrunner.engine import Engine
 from jaxrunner.grammar import GrammarCompiler
@@ -221,16 +221,15 @@ class LLM(LLMNames):
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> RequestOutputs:
         """Answers one conversation, a list of messages, or several, a list of such lists."""
-        tokenizer, prompts = self.get_tokenizer(), []
-        for conversation in conversations(messages):
-            text = tokenizer.render_chat(
-                conversation,
-                chat_template_kwargs,
-                chat_template=chat_template or self._chat_template or None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-            )
+        tokenizer, prompts, many = self.get_tokenizer(), [], conversations(messages)
+        template = chat_template or self._chat_template or None
+        asked = check_variables(chat_template_kwargs) | dict(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+        )
+        for conversation in many:
+            text = tokenizer.render_chat(conversation, asked, chat_template=template)
             # The template has written the special tokens itself.
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})

@@ -210,12 +210,12 @@ class JaxRunnerLM(TemplateLM):
     ) -> str:
         """Returns the text of a conversation; of one that the template refuses, less its system
         messages. Without `add_generation_prompt` the last message is left open."""
-        render = functools.partial(
-            self.tokenizer.render_chat,
-            variables=self._template_args,
-            chat_template=self._template,
+        options: dict[str, Any] = self._template_args | dict(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+        )
+        render = functools.partial(
+            self.tokenizer.render_chat, options=options, chat_template=self._template
         )
         rest = [message for message in chat_history if message.get("role") != "system"]
         try:

@@ -83,7 +83,8 @@ class ModelRunner:
         self.programs = Programs(spec, cache, task=task, eager=config.enforce_eager)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
-        self.profiler, self._closed = Profiler(), False
+        self.profiler = Profiler()
+        self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
         self._masks = TokenMasks(1 + self.program.num_drafts, model_config.vocab_size)
         program = self.program

@@ -15,9 +15,8 @@ from jaxrunner.block_pool import BlockPool
 from jaxrunner.block_tables import BlockTables, Hit
 from jaxrunner.cache_groups import CacheGroup
 from jaxrunner.chunk_budget import ChunkBudget
+from jaxrunner.config import POLICIES
 from jaxrunner.request import Request, SchedulerOutput, Status, admitted, follows_too_soon
-
-POLICIES = ("fcfs", "priority")
 
 
 class Scheduler:

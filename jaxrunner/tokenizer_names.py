@@ -124,16 +124,13 @@ class HuggingFaceNames(abc.ABC):
             if kwargs.pop(name):
                 raise ValueError(f"{name} is not supported here: call the tokenizer with the text")
         many = conversations(conversation)
+        asked = check_variables(kwargs) | dict(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+        )
         texts = [
-            self.render_chat(
-                messages,
-                kwargs,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-            )
-            for messages in many
+            self.render_chat(messages, asked, chat_template=chat_template) for messages in many
         ]
         text = texts[0] if many[0] is conversation else texts
         if not tokenize:
@@ -144,24 +141,17 @@ class HuggingFaceNames(abc.ABC):
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
-        variables: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
         *,
         chat_template: str | None = None,
-        **options: Any,
     ) -> str:
         """Returns the text of a conversation, by `chat_template` or that of the checkpoint.
 
-        variables: further ones of the template; options: what `chat.render_chat` has, which says
-        what it raises.
+        options: keyword arguments of `chat.render_chat`, which says what it raises.
         """
-        return render_chat(
-            self.chat_template if chat_template is None else chat_template,
-            messages,
-            bos_token=self.bos_token,
-            eos_token=self.eos_token,
-            **options,
-            **check_variables(variables),
-        )
+        template = self.chat_template if chat_template is None else chat_template
+        tokens = dict(bos_token=self.bos_token, eos_token=self.eos_token)
+        return render_chat(template, messages, **{**options, **tokens})
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str]:
         """Returns the tokens of a text, as the vocabulary spells them."""

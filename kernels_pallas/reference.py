@@ -72,7 +72,7 @@ def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     """Causal attention of q, [T, H, D], over the blocks of each token's request."""
     T, H, D = q.shape
     K = cache.k.shape[1]
-    tokens, rows = _tiles(batch, T)
+    tokens, rows = cut_tiles(batch, T)
     q_IKGQD = jnp.moveaxis(_take(q, tokens).reshape(*tokens.shape, K, H // K, D), 1, 3)
     pos_IQ = _take(batch.inputs.positions, tokens)
     blocks_IM = _take(batch.blocks[spec.group], rows)
@@ -87,7 +87,7 @@ def _take(x: Array, index: Array) -> Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-def _tiles(batch: Batch, num_tokens: int) -> tuple[Array, Array]:
+def cut_tiles(batch: Batch, num_tokens: int, size: int = TILE) -> tuple[Array, Array]:
     """Cuts the batch into tiles of one request's tokens.
 
     Returns the tokens of each tile, [I, Q], padded with T, and its row, [I], padded with B.
@@ -97,7 +97,7 @@ def _tiles(batch: Batch, num_tokens: int) -> tuple[Array, Array]:
     if Q := batch.query_len:
         num, tiles, row = jnp.ones(B, jnp.int32), B, jnp.arange(B, dtype=jnp.int32)
     else:
-        Q, tiles = TILE, T // TILE + B
+        Q, tiles = size, T // size + B
         num = (end - start + Q - 1) // Q
         row = find_rows(jnp.cumsum(num), jnp.arange(tiles))
     first = _take(start, row) + Q * (jnp.arange(tiles) - _take(jnp.cumsum(num) - num, row))

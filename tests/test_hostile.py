@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from attack.values import HostileText
 import pytest
 import tiny
 
@@ -15,13 +16,6 @@ class Unreadable:
 
     def __iter__(self) -> Any:
         raise ArithmeticError("hostile")
-
-
-class Liar(str):
-    """A text with a length that no text has."""
-
-    def __len__(self) -> int:
-        return -1
 
 
 def test_what_cannot_be_looked_through_is_named():
@@ -45,8 +39,8 @@ def test_tensors_that_end_in_an_error_are_named():
 
 
 def test_a_text_is_what_it_holds():
-    assert StructuredOutputsParams(regex=Liar("a")) == StructuredOutputsParams(regex="a")
-    assert tiny.tokenizer().encode(Liar("AB")) == [0, 1]
+    assert StructuredOutputsParams(regex=HostileText("a")) == StructuredOutputsParams(regex="a")
+    assert tiny.tokenizer().encode(HostileText("AB")) == [0, 1]
 
 
 def test_sizes_of_an_engine_name_a_policy_that_is_none():
