@@ -10,7 +10,9 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import importlib.resources
 import json
+import os
 from pathlib import Path
 import platform
 import tempfile
@@ -170,10 +172,10 @@ def _nvidia() -> list[str]:
 
 
 def _code() -> list[Path]:
-    """Returns our own files; some folders may be links."""
-    ours = Path(__file__).parent
-    folders = ours, ours / "models", ours / "kernels_pallas"
-    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+    """Returns the sources of the whole package, whichever module this is; folders may be links."""
+    package = str(importlib.resources.files("jaxrunner"))
+    found = os.walk(package, followlinks=True)
+    return sorted(Path(at, name) for at, _, names in found for name in names if name[-3:] == ".py")
 
 
 def _cpu() -> str:

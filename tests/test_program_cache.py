@@ -1,8 +1,10 @@
 """Executables that a second start loads."""
 
 import errno
+import importlib.resources
 from pathlib import Path
 import resource
+import shutil
 from typing import Any, cast
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 from test_engine import PROMPTS, alone, params_of, run
 import tiny
 
+import jaxrunner
 from jaxrunner import lowering, program_cache
 from jaxrunner.engine import Engine
 from jaxrunner.launch import program_keys
@@ -101,6 +104,21 @@ def test_other_code_has_its_own(tmp_path, monkeypatch):
     path = ProgramCache(tmp_path, [])._path("key")
     monkeypatch.setattr(program_cache, "_surroundings", lambda: ("a new version",))
     assert ProgramCache(tmp_path, [])._path("key") != path
+
+
+def test_every_file_of_the_package_is_part_of_a_name(tmp_path, monkeypatch):
+    package = tmp_path / "jaxrunner"
+    shutil.copytree(jaxrunner.__path__[0], package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(importlib.resources, "files", lambda name: tmp_path / name)
+    program_cache._surroundings.cache_clear()
+    names = {ProgramCache(tmp_path, [])._path("key")}
+    for file in ("step.py", "models/llama.py", "kernels_pallas/sampler.py", "sampling/gumbel.py"):
+        with (package / file).open("a") as code:
+            code.write("# changed\n")
+        program_cache._surroundings.cache_clear()
+        names.add(ProgramCache(tmp_path, [])._path("key"))
+    program_cache._surroundings.cache_clear()
+    assert len(names) == 5
 
 
 def test_code_of_others_is_not_kept(tmp_path):
