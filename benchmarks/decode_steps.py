@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from jaxrunner.bench import PRESETS, Bench, machine
+from jaxrunner.bench.workloads import PRESETS, Bench, machine
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from statistics import quantiles
 
-from jaxrunner.bench import PRESETS, Bench, machine
+from jaxrunner.bench.workloads import PRESETS, Bench, machine
 
 
 def since_start() -> float:

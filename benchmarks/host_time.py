@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrunner.bench import PRESETS, Bench, machine
-from jaxrunner.layout import Bucket, Program, admission_spec, output_spec, plan_spec
-from jaxrunner.transfer import Layout, pack
+from jaxrunner.bench.workloads import PRESETS, Bench, machine
+from jaxrunner.device.packing import Layout, pack
+from jaxrunner.program import Bucket, Program, admission_spec, output_spec, plan_spec
 
 SIZES: dict[str, Any] = dict(
     max_model_len=2048, num_blocks=8192, max_num_seqs=256, max_num_batched_tokens=8192,

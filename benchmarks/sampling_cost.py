@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrunner.bench import PRESETS, Bench, machine
+from jaxrunner.bench.workloads import PRESETS, Bench, machine
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -1,18 +1,22 @@
 """vLLM's GPU model runner as compiled JAX. Start reading at `step.py`."""
 
-from jaxrunner.beam import BeamSearchParams
-from jaxrunner.llm import LLM
-from jaxrunner.outputs import (
+from jaxrunner.api.outputs import (
     CompletionOutput,
     Interrupted,
     Logprob,
     RequestOutput,
     RequestOutputs,
 )
-from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.api.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.engine.beam import BeamSearchParams
+from jaxrunner.llm import LLM
+from jaxrunner.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "BeamSearchParams",

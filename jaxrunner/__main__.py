@@ -16,7 +16,7 @@ import jax
 
 import jaxrunner
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.bounds import shown
+from jaxrunner.api.validation import shown
 
 PROMPTS: tuple[str, ...] = (
     "def fibonacci(n):\n",

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrunner.bounds import shown
-from jaxrunner.settings import Settings
+from jaxrunner.api.validation import shown
+from jaxrunner.hf_config import Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Dtypes of a KV cache with scales, in vLLM's names, and what JAX calls them.

@@ -13,26 +13,29 @@ from typing import Any
 
 import jax
 
-from jaxrunner import beam, llm_arguments, pytree, scoring
-from jaxrunner.arguments import checked
-from jaxrunner.asked import overridden, read_asked
-from jaxrunner.chat import check_variables, conversations
-from jaxrunner.completions import Completions
-from jaxrunner.engine import Engine
-from jaxrunner.grammar import GrammarCompiler
-from jaxrunner.llm_names import LLMNames
-from jaxrunner.loader import Loaded, load
-from jaxrunner.output_processor import RequestState
-from jaxrunner.outputs import RequestOutput, RequestOutputs
-from jaxrunner.params import SamplingParams
-from jaxrunner.program_cache import find_folder
-from jaxrunner.progress import Bar
-from jaxrunner.prompts import parse_prompts
+from jaxrunner import pytree
+from jaxrunner.api.arguments import checked
+from jaxrunner.api.outputs import RequestOutput, RequestOutputs
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine import beam
+from jaxrunner.engine.completions import Completions
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.llm_names import LLMNames
+from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikelihood, score
+from jaxrunner.engine.output_processor import RequestState
+from jaxrunner.engine.progress import Bar
+from jaxrunner.engine.requested_prompts import overridden, read_asked
+from jaxrunner.loading import llm_arguments
+from jaxrunner.loading.loader import Loaded, load
+from jaxrunner.rule import Rule
+from jaxrunner.runner.program_cache import find_folder
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
-from jaxrunner.sampling.rule import Rule
-from jaxrunner.tokenizer import Tokenizer
-from jaxrunner.worker import plan_engine
+from jaxrunner.text.chat import check_variables, conversations
+from jaxrunner.text.grammar_compiler import GrammarCompiler
+from jaxrunner.text.prompts import parse_prompts
+from jaxrunner.text.tokenizer import Tokenizer
+from jaxrunner.worker.sizing import plan_engine
 
 WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
 
@@ -58,7 +61,7 @@ class LLM(LLMNames):
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
     warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
         grammars and their like, else compiled when needed; "background" awaits the largest alone.
-    The other sizes are those of `worker.plan_engine`; `memory_plan` says what they take. vLLM's
+    The other sizes are those of `sizing.plan_engine`; `memory_plan` says what they take. vLLM's
     other keywords are taken where they ask for what is done anyway; see `llm_arguments`.
 
     Raises:
@@ -245,21 +248,21 @@ class LLM(LLMNames):
     @checked(llm_arguments.METHODS)
     def loglikelihood(
         self, pairs: Sequence[tuple[Any, Any]], *, use_tqdm: Bar = True
-    ) -> scoring.Loglikelihood:
+    ) -> Loglikelihood:
         """Returns how likely each continuation is after its context, and whether greedy says it.
 
         pairs: (context, continuation), each a text or token ids. A text is split as lm-eval does:
             trailing spaces of the context belong to the continuation. An empty context is BOS.
         """
-        return scoring.loglikelihood(self.completions, pairs, use_tqdm=use_tqdm)
+        return loglikelihood(self.completions, pairs, use_tqdm=use_tqdm)
 
     @checked(llm_arguments.SCORE)
     def score_tokens(
         self, prompts: Any, *, start: int = 1, use_tqdm: Bar = True
-    ) -> list[scoring.TokenScores]:
+    ) -> list[TokenScores]:
         """Returns the logprob of each token of prompts, from position `start` on, as arrays."""
         prompts = parse_prompts(prompts)
-        return scoring.score(self.completions, prompts, [start] * len(prompts), use_tqdm=use_tqdm)
+        return score(self.completions, prompts, [start] * len(prompts), use_tqdm=use_tqdm)
 
     @checked(llm_arguments.ABORT)
     def abort(self, request_id: str) -> None:

@@ -17,8 +17,8 @@ import importlib
 import logging
 from typing import Any
 
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.llm import LLM
-from jaxrunner.params import SamplingParams
 
 try:
     # Registers lm-eval's own models, which it leaves out where there is one already.

@@ -28,7 +28,7 @@ class Heads(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """What of a layer has kernels of its own. `jaxrunner.ops` makes them for serving or training.
+    """The operations of a layer that kernels may run. `ops.backends` makes them for a batch.
 
     attend: (qkv [T, K, P, D], heads, cache, spec) -> (out [T, H, D], cache). Stores keys and
         values where serving does, then attends; a trainer has no cache.

@@ -1,9 +1,9 @@
 """What `SamplingParams` and its like are, where vLLM has them."""
 
-from jaxrunner.beam import BeamSearchParams
-from jaxrunner.params import RequestOutputKind, SamplingParams
-from jaxrunner.repetition import RepetitionDetectionParams
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.api.repetition import RepetitionDetectionParams
+from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.engine.beam import BeamSearchParams
 
 __all__ = [
     "BeamSearchParams",

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.layout import Bucket, Program, SampleSize, Steps, output_spec
-from jaxrunner.ragged import find_rows
-from jaxrunner.sampling.rule import Batched
+from jaxrunner.indexing import find_rows
+from jaxrunner.program import Bucket, Program, SampleSize, Steps, output_spec
+from jaxrunner.rule import Batched
 from jaxrunner.sampling.sampler import Drawn, sample
 from jaxrunner.types import (
     Admission,
@@ -42,7 +42,7 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, 
 def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
     """Computes `plan`, a token of each request, and goes on with each until it ends.
 
-    The loop ends early when all have. On a GPU it is part of the launch (`launch.LOOP`).
+    The loop ends early when all have. On a GPU it is part of the launch (`entry_points.LOOP`).
     Returns the state and the outputs of all steps as one, in which J is `size.num_steps`; tokens of
     a row count up to its first that means nothing.
     """

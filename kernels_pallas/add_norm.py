@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import overlap
+from jaxrunner.kernels_pallas import pdl
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -93,7 +93,7 @@ def add_rms_norm(
 
 
 def _kernel(x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barrier, *, eps):
-    overlap.begin()
+    pdl.begin()
     _, groups, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
     load = partial(plgpu.load, layout=_layout(warps * width), optimized=False)

@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import decode_scaled, eight_bits, overlap, split_rows
+from jaxrunner.indexing import find_rows
+from jaxrunner.kernels_pallas import decode_quantized_kv, pdl, quantized_kv, split_kv_merge
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.kernels_pallas.stores import put
-from jaxrunner.ragged import find_rows
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: the query heads of a KV head, padded
@@ -51,8 +51,8 @@ class Items(NamedTuple):
 def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
     """Says why q, [B, H, D], and k, [N, K, S, D], are not served; None if they are."""
     (_, H, D), (_, K, S, _) = q.shape, k.shape
-    if k.dtype in eight_bits.DTYPES:
-        if reason := eight_bits.refuses(q, k):
+    if k.dtype in quantized_kv.DTYPES:
+        if reason := quantized_kv.refuses(q, k):
             return reason
     elif q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
         return f"wants q and KV of one dtype, bfloat16 or float16, got {q.dtype} and {k.dtype}"
@@ -116,12 +116,12 @@ def decode_attention(
     Raises:
       ValueError: the shapes are refused.
     """
-    if reason := refuses(q, k, config) or eight_bits.unscaled(k, k_scale, v_scale):
+    if reason := refuses(q, k, config) or quantized_kv.unscaled(k, k_scale, v_scale):
         raise ValueError(f"decode_attention {reason}")
     (B, H, D), K = q.shape, k.shape[1]
     G = H // K
     items = plan(seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty)
-    num_items, part_heads = items.row.shape[0], -(-G // split_rows.HEADS) * split_rows.HEADS
+    num_items, part_heads = items.row.shape[0], -(-G // split_kv_merge.HEADS) * split_kv_merge.HEADS
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, K, G, D), q.dtype))
     part, weight = (
         jax.empty_ref(jax.ShapeDtypeStruct((num_items, K, part_heads, width), jnp.float32))
@@ -143,8 +143,8 @@ def decode_attention(
         launch = _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))
         launch(heads, k, v, *rest)
     else:
-        body = functools.partial(decode_scaled.attend, config, G, padded, **static)
-        scratch = decode_scaled.scratch(k, max(padded, 8), config.stages, config.block_kv)
+        body = functools.partial(decode_quantized_kv.attend, config, G, padded, **static)
+        scratch = decode_quantized_kv.scratch(k, max(padded, 8), config.stages, config.block_kv)
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
         launch = _launch(body, (num_items, K), scratch, **params)
         launch(heads, k, v, k_scale, v_scale, *rest)
@@ -178,7 +178,7 @@ def _scratch(dtype, D: int, copies: int, config: TuningConfig) -> list:
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
-        split_rows.FLAG,
+        split_kv_merge.FLAG,
     ]
 
 
@@ -189,7 +189,7 @@ def _attend(
     *, scale, window, soft_cap, sinks,
 ):  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
-    overlap.begin()
+    pdl.begin()
     item, h = lax.axis_index("item"), lax.axis_index("head")
     k_smem, out_smem, (part_smem, weight_smem) = keys
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
@@ -293,7 +293,7 @@ def _attend(
             weight = lax.broadcast_in_dim(best + jnp.log2(safe), (ROWS, 8), [0])
             _put(weight, weight_smem, weight_ref.at[item, h])
             plgpu.wait_smem_to_gmem(0)
-            split_rows.finish(
+            split_kv_merge.finish(
                 part_ref, weight_ref, h, head_ref[item], parts_ref[item],
                 out_ref.at[row, h], counter_ref.at[row, h], flag,
             )  # fmt: skip

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import meeting
+from jaxrunner.kernels_pallas import grid_barrier
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP, activate, sums
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
@@ -227,7 +227,7 @@ def _fetch(ring: _Ring, block, x, gate_up, down, counter, units, told) -> None:
     ahead = min(s.first + s.stages, total)
     _each(max(s.first, s.stages), ahead, ring.wait, second_weights)
     plgpu.barrier_wait(told)
-    meeting.wait(counter)
+    grid_barrier.wait(counter)
     _each(s.first, ahead, second_tokens)
     _each(ahead, total, ring.wait, second_weights, second_tokens)
 
@@ -249,7 +249,7 @@ def _compute(ring: _Ring, wg, block, counter, units, out, told) -> None:
     mine = pl.ds(wg * ROWS, min(s.T, ROWS))
     y = activate(ring.product(wg, 2 * s.units, 0, s.first))
     put_rows(y.astype(units.dtype), units.at[mine, pl.ds(block * s.units, s.units)])
-    meeting.arrive(counter, s.ctas * s.consumers)
+    grid_barrier.arrive(counter, s.ctas * s.consumers)
     plgpu.barrier_arrive(told)
     y = ring.product(wg, s.tile, s.first, s.first + s.second)
     tile, part = lax.rem(block, s.tiles), lax.div(block, s.tiles)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from jaxrunner.kernels_pallas import eight_bits, prefill_scaled
+from jaxrunner.kernels_pallas import prefill_quantized_kv, quantized_kv
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.types import Array
@@ -47,7 +47,9 @@ class TuningConfig:
 
     def smem_bytes(self, D: int, dtype) -> int:
         """Returns the bytes of queries, keys and values."""
-        more = prefill_scaled.smem_bytes(D, self.keys(D)) if dtype in eight_bits.DTYPES else 0
+        more = (
+            prefill_quantized_kv.smem_bytes(D, self.keys(D)) if dtype in quantized_kv.DTYPES else 0
+        )
         return 2 * D * (ROWS * self.warpgroups + 2 * self.stages * self.keys(D)) + more
 
 
@@ -71,8 +73,8 @@ def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
     keys = config.keys(D)
     if jax.__version_info__ < (0, 11):
         return f"wants JAX 0.11 or later, got {jax.__version__}"
-    if k.dtype in eight_bits.DTYPES:
-        if reason := eight_bits.refuses(q, k):
+    if k.dtype in quantized_kv.DTYPES:
+        if reason := quantized_kv.refuses(q, k):
             return reason
     elif q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
         return f"wants q and KV of one dtype, bfloat16 or float16, got {q.dtype} and {k.dtype}"
@@ -104,14 +106,14 @@ def prefill_attention(
 
     Raises: ValueError where `refuses` says why.
     """
-    if reason := refuses(q, k, config) or eight_bits.unscaled(k, k_scale, v_scale):
+    if reason := refuses(q, k, config) or quantized_kv.unscaled(k, k_scale, v_scale):
         raise ValueError(f"prefill_attention {reason}")
     T, dtype, D = q.shape[0], q.dtype, q.shape[2]
     # Copies into tiled shared memory start at a multiple of 8 tokens.
     q = jnp.pad(q, ((0, -T % 8), (0, 0), (0, 0)))
     tile, keys = ROWS * config.warpgroups, config.keys(D)
     shared = config.smem_bytes(D, k.dtype) + 2 * tile * D > SMEM_BYTES
-    behind = prefill_scaled.behind(k.dtype)
+    behind = prefill_quantized_kv.behind(k.dtype)
     s = _Static(q.shape, k.shape, scale * behind, window, soft_cap, config, keys, shared, behind)
     table = tiles(query_start, seq_lens, T, tile, keys, window)
     args = dict(q=q, k=k, v=v, blocks=blocks.astype(jnp.int32), table=table)
@@ -134,7 +136,7 @@ def _scratch(s: _Static, dtype, cache) -> dict[str, Any]:
     layout = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(2 * lanes)
     rows = plgpu.SMEM((config.warpgroups, ROWS, D), dtype, transforms=layout)
     kv = plgpu.SMEM((config.stages, s.keys, D), dtype, transforms=layout)
-    scaled = cache.dtype in eight_bits.DTYPES
+    scaled = cache.dtype in quantized_kv.DTYPES
     copies = 1 if scaled else max(1, s.keys // S)
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages)
     free = plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages)
@@ -142,7 +144,7 @@ def _scratch(s: _Static, dtype, cache) -> dict[str, Any]:
     barriers = dict(k_full=full, v_full=full, k_free=free, v_free=free)
     barriers |= dict(q_full=each, q_free=each, turn=each)
     if scaled:
-        barriers |= prefill_scaled.scratch(cache, s.keys)
+        barriers |= prefill_quantized_kv.scratch(cache, s.keys)
     return dict(q_smem=rows, k_smem=kv, v_smem=kv, o_smem=None if s.shared else rows, **barriers)
 
 
@@ -225,7 +227,7 @@ def _fetch(s: _Static, tile, h, step, inputs, smem):
 
     if "k_scale" in inputs:
         caches = {name: (inputs[name], inputs[name + "_scale"]) for name in ("k", "v")}
-        prefill_scaled.fill(caches, queries, places, (step, num, kv_head), smem)
+        prefill_quantized_kv.fill(caches, queries, places, (step, num, kv_head), smem)
     else:
         queries()
         lax.fori_loop(0, num, body, None)

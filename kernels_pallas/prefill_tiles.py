@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxrunner.ragged import find_rows
+from jaxrunner.indexing import find_rows
 from jaxrunner.types import Array
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.indexing import find_rows
 from jaxrunner.model import AttentionSpec
-from jaxrunner.ragged import find_rows
 from jaxrunner.types import Array, Batch, LayerCache
 
 CHUNK = 128  # keys a tile reads at a time, rounded to whole blocks

@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import overlap
+from jaxrunner.kernels_pallas import pdl
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -102,7 +102,7 @@ def rope_write(
     k_out, v_out = jax.new_ref(cache_k), jax.new_ref(cache_v)
 
     def kernel(qkv_ref, at_ref, *refs):
-        overlap.begin()
+        pdl.begin()
         *refs, k_ref, v_ref, q_ref = refs
         turns, norm_refs, scale_refs = refs[:4], refs[4 : 4 + len(norms)], refs[4 + len(norms) :]
         t, c = lax.axis_index("t"), pl.ds(lax.axis_index("c") * C, C)

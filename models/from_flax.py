@@ -22,7 +22,7 @@ from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import AttentionSpec, Heads, Model, Ops
 from jaxrunner.models.rope import rotation
-from jaxrunner.ops import dense
+from jaxrunner.ops.backends import dense
 from jaxrunner.types import Array, Inputs, LayerCache
 
 Weights = TypeVar("Weights")

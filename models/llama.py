@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
+from jaxrunner.hf_config import Settings
 from jaxrunner.model import AttentionSpec, Heads, Model, Ops, Source
-from jaxrunner.models.layers import linear
 from jaxrunner.models.rope import read_rope, rotation
+from jaxrunner.ops.plain import linear
 from jaxrunner.pytree import each, leaf, of, pytree
-from jaxrunner.settings import Settings
 from jaxrunner.types import Array, Inputs
 
 

@@ -1,8 +1,8 @@
 """Mistral: Llama with a sliding window. arXiv:2310.06825."""
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama, read_decoder
-from jaxrunner.settings import Settings
 
 
 def read(settings: Settings) -> ModelConfig:

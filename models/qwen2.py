@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2.5: Llama with biased query, key and value. arXiv:2407.10671."""
 
-from jaxrunner.bounds import shown
+from jaxrunner.api.validation import shown
 from jaxrunner.config import ModelConfig
+from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama, read_decoder
-from jaxrunner.settings import Settings
 
 
 def read(settings: Settings) -> ModelConfig:

@@ -1,9 +1,9 @@
 """Qwen3: Llama with a norm on each query and key. arXiv:2505.09388."""
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama, read_decoder
 from jaxrunner.models.qwen2 import read_windows
-from jaxrunner.settings import Settings
 
 
 def read(settings: Settings) -> ModelConfig:

@@ -1,13 +1,13 @@
 """Which family serves which `architectures` entry of a `config.json`."""
 
-from jaxrunner.bounds import shown
+from jaxrunner.api.validation import shown
 from jaxrunner.config import ModelConfig
+from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mistral import mistral
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
-from jaxrunner.settings import Settings
 
 FAMILIES: dict[str, Model] = {
     "LlamaForCausalLM": llama,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.settings import Settings
+from jaxrunner.hf_config import Settings
 from jaxrunner.types import Array, Inputs
 
 
@@ -49,12 +49,6 @@ def _materialized(positions: Array, cos: Array, sin: Array) -> tuple[Array, Arra
     return jax.lax.cond(
         positions[0] >= 0, lambda: (cos, sin), lambda: (jnp.zeros_like(cos), jnp.zeros_like(sin))
     )
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates x, [T, H, D], by its tokens' angles; the pairs are D / 2 apart."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
 def _stretched(dynamic: Dynamic, rope_len: Array, dim: int, inv_freq: Array) -> Array:

@@ -13,14 +13,16 @@ import jax
 from jax.experimental import topologies
 import tiny
 
-from jaxrunner import launch, ops, pytree
+from jaxrunner import pytree
+from jaxrunner.device import entry_points
+from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.cases import TESTS
 from jaxrunner.kernels_pallas.sampler import sample_tokens
-from jaxrunner.layout import Bucket, Program, SampleSize, Steps
 from jaxrunner.models.registry import read_model
-from jaxrunner.programs import Key
+from jaxrunner.ops import backends
+from jaxrunner.program import Bucket, Program, SampleSize, Steps
+from jaxrunner.runner.program_table import Key
 from jaxrunner.sampling import RULES
-from jaxrunner.settings import Settings
 
 DEVICE = """
 gpu_device_info {
@@ -67,9 +69,9 @@ def compile_step(key: Key) -> tuple[Any, int, str]:
         dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
         max_num_seqs=16, max_num_batched_tokens=128, num_decode_steps=4,
     )  # fmt: skip
-    program = Program(model, config, engine, ops.fused, RULES, sample=sample_tokens)
+    program = Program(model, config, engine, backends.fused, RULES, sample=sample_tokens)
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
-    spec = launch.program_spec(program, params, key)
+    spec = entry_points.program_spec(program, params, key)
     static = dict(spec.static)
     jitted = jax.jit(spec.function, static_argnames=list(static), donate_argnames=spec.donated)
     compiled = jitted.lower(*placed(spec.args), **static).compile(dict(spec.options))

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import checkpoint, pytree, safetensors_file, weights
+from jaxrunner import pytree
+from jaxrunner.hf_config import Settings
+from jaxrunner.loading import checkpoint, safetensors_file, weights
 from jaxrunner.models.registry import read_model
-from jaxrunner.settings import Settings
 
 NEEDS_TORCH = "writes checkpoints with transformers: pip install 'jaxrunner[hf]'"
 TINY = dict(

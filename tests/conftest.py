@@ -22,7 +22,7 @@ if not Path("/dev/nvidiactl").exists():
 import jax
 import pytest
 
-from jaxrunner import lowering
+from jaxrunner.device import lowering
 
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
 jax.config.update("jax_num_cpu_devices", 2)

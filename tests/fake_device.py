@@ -7,8 +7,8 @@ computed fails the step that reads it.
 
 from collections.abc import Sequence
 
-from jaxrunner.cache_groups import CacheGroup
-from jaxrunner.request import NewRequest, Request, SchedulerOutput
+from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.scheduling.request import NewRequest, Request, SchedulerOutput
 
 VOCAB_SIZE = 40
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.models.registry import read_model
-from jaxrunner.settings import Settings
 
 BASE: dict[str, Any] = dict(
     hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=6,

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrunner.params import RepetitionDetectionParams, SamplingParams
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.api.sampling_params import RepetitionDetectionParams, SamplingParams
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
 
 V = 61  # of `tiny`
 EOS = 60

@@ -8,9 +8,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxrunner.grammar import Grammar, GrammarCompiler
-from jaxrunner.structured_outputs import StructuredOutputsParams
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.text.grammar_compiler import Grammar, GrammarCompiler
+from jaxrunner.text.tokenizer import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|end|>", "<unk>"]
 EOS = (1, 3)

@@ -12,12 +12,12 @@ import numpy as np
 import tiny
 
 from jaxrunner import pytree, step
-from jaxrunner.layout import MAX_STOP_IDS, WIDE, Program, SampleSize
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.models.llama import llama
-from jaxrunner.ops import paged
-from jaxrunner.params import SamplingParams
+from jaxrunner.ops.backends import paged
+from jaxrunner.program import MAX_STOP_IDS, WIDE, Program, SampleSize
+from jaxrunner.rule import Batched
 from jaxrunner.sampling import RULES
-from jaxrunner.sampling.rule import Batched
 from jaxrunner.sampling.sampler import Drawn, process, sample
 from jaxrunner.types import Requests, Rows, State
 

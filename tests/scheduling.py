@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from jaxrunner.block_pool import BlockPool
-from jaxrunner.cache_groups import CacheGroup
-from jaxrunner.params import SamplingParams
-from jaxrunner.request import Request
-from jaxrunner.scheduler import Scheduler
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.scheduler import Scheduler
 
 
 def make(num_blocks=40, *, sizes=(4,), windows=(None,), **changes):

@@ -8,14 +8,15 @@ import pytest
 from test_engine import PROMPTS, run
 import tiny
 
-from jaxrunner import LLM, array_store, embedded
-from jaxrunner.engine import Engine
-from jaxrunner.layout import Bucket, SampleSize, Steps
-from jaxrunner.loader import LoadConfig
+from jaxrunner import LLM, embedded
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
+from jaxrunner.loading import orbax_io
+from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
-from jaxrunner.programs import Key, Programs
-from jaxrunner.turns import TURN
+from jaxrunner.program import Bucket, SampleSize, Steps
+from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.runner.switch_interval import TURN
 
 SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))
 FIRST = Key("step", Bucket(32, 5))
@@ -112,7 +113,7 @@ def test_programs_are_prepared_while_the_weights_come(monkeypatch):
 def test_a_runner_takes_its_weights_once_they_are_there():
     config, params = tiny.model_and_params()
     want = run(make(), PROMPTS[:1], PARAMS[:1])
-    engine = Engine(llama, config, tiny.engine_config(**SIZES), array_store.abstract(params))
+    engine = Engine(llama, config, tiny.engine_config(**SIZES), orbax_io.abstract(params))
     engine.runner.prepare()
     assert engine.runner.params is None
     engine.runner.update_params(params)

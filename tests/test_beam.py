@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, embedded
-from jaxrunner.beam import BeamSearchParams
+from jaxrunner.engine.beam import BeamSearchParams
 
 SIZES: dict[str, Any] = dict(
     dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrunner.block_pool import BlockPool, block_hashes
+from jaxrunner.scheduling.block_pool import BlockPool, block_hashes
 
 TOKENS = (7, 8, 9)
 

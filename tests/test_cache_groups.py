@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxrunner.cache_groups import CacheGroup, find_prefix
+from jaxrunner.scheduling.cache_groups import CacheGroup, find_prefix
 
 
 def test_window_skips_what_no_later_token_sees():

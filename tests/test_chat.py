@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxrunner import sandbox, sandbox_guard
-from jaxrunner.chat import TAG, render_chat
+from jaxrunner.text import jinja_guard, jinja_sandbox
+from jaxrunner.text.chat import TAG, render_chat
 
 MESSAGES = [
     {"role": "system", "content": "Be <b>brief</b> & kind."},
@@ -146,7 +146,7 @@ def test_the_users_messages_stay_as_they_are():
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_defused(name, monkeypatch):
-    monkeypatch.setattr(sandbox_guard, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(jinja_guard, "MAX_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"^chat template"):
         render(BOMBS[name])
@@ -163,7 +163,7 @@ def test_a_bomb_is_defused(name, monkeypatch):
         ("{{ messages.append(1) }}", "chat template failed with SecurityError"),
         ("{% include 'a' %}", "chat template failed with TypeError: no loader"),
         ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "failed with RecursionError"),
-        ("x" * (sandbox.MAX_TEMPLATE + 1), "characters, the limit is 131072: shorten it"),
+        ("x" * (jinja_sandbox.MAX_TEMPLATE + 1), "characters, the limit is 131072: shorten it"),
         (BOMBS["a long range"], "range has 1000000000 numbers, the limit is 100000: shorten it"),
         (BOMBS["a long text"], "makes a value of 1000000000 characters or items, the limit is"),
         (BOMBS["doubled text"], "characters or items, the limit is 16777216: simplify"),
@@ -181,7 +181,7 @@ def test_a_template_that_fails_says_why(template, message):
 
 
 def test_a_template_that_takes_too_long_says_so(monkeypatch):
-    monkeypatch.setattr(sandbox_guard, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(jinja_guard, "MAX_SECONDS", 0.1)
     with pytest.raises(ValueError, match=r"rendering takes longer than 0.1 s: simplify"):
         render(BOMBS["ranges in ranges"])
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import checkpoint, safetensors_file, weights
+from jaxrunner.loading import checkpoint, safetensors_file, weights
 
 
 def rename(old, new):

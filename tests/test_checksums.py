@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import array_store, checkpoint, checksums, safetensors_file
-from jaxrunner.safetensors_file import read_header
+from jaxrunner.loading import checkpoint, checksums, orbax_io, safetensors_file
+from jaxrunner.loading.safetensors_file import read_header
 
 TREE = {"a": jnp.arange(3000.0), "b": [jnp.ones((2, 700)), jnp.zeros((), jnp.int32)]}
-LIKE = array_store.abstract(TREE)
+LIKE = orbax_io.abstract(TREE)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checksums") / "saved"
-    array_store.save(folder, TREE)
+    orbax_io.save(folder, TREE)
     return folder
 
 
@@ -56,17 +56,17 @@ def test_no_file_of_saved_arrays_can_change(tamper, saved: Path, tmp_path: Path)
         if name == Path(checksums.NAME) and not (folder / name).is_file():
             continue  # as another program would have written it
         with pytest.raises(ValueError, match=rf"{folder}.* (has changed|is missing|not saved)"):
-            array_store.restore(folder, LIKE)
+            orbax_io.restore(folder, LIKE)
 
 
 def test_what_was_added_is_named_and_hidden_files_do_not_count(saved: Path, tmp_path: Path):
     folder = tmp_path / "saved"
     shutil.copytree(saved, folder)
     (folder / ".DS_Store").write_bytes(b"of a desktop")
-    jax.tree.map(np.testing.assert_array_equal, array_store.restore(folder, LIKE), TREE)
+    jax.tree.map(np.testing.assert_array_equal, orbax_io.restore(folder, LIKE), TREE)
     (folder / "d" / "more").write_bytes(b"")
     with pytest.raises(ValueError, match="d/more was not saved with the others: remove it"):
-        array_store.restore(folder, LIKE)
+        orbax_io.restore(folder, LIKE)
 
 
 def test_checksums_that_are_none_are_refused(saved: Path, tmp_path: Path):
@@ -75,7 +75,7 @@ def test_checksums_that_are_none_are_refused(saved: Path, tmp_path: Path):
     for text, match in [("{", "has changed, it is not JSON"), ("[1]", "it holds no object: copy")]:
         (folder / checksums.NAME).write_text(text)
         with pytest.raises(ValueError, match=match):
-            array_store.restore(folder, LIKE)
+            orbax_io.restore(folder, LIKE)
     (folder / checksums.NAME).unlink()
     with pytest.raises(ValueError, match=r"has no jaxrunner-checksums.json, so nothing in it can"):
         checksums.check(folder, required=True)
@@ -85,20 +85,20 @@ def test_arrays_without_checksums_are_taken_and_what_cannot_be_read_is_named(
     tmp_path: Path,
 ):
     folder, tree = tmp_path / "saved", {"a": TREE["a"]}
-    like = array_store.abstract(tree)  # one alone: orbax waits for no second once one has failed
-    array_store.save(folder, tree)
+    like = orbax_io.abstract(tree)  # one alone: orbax waits for no second once one has failed
+    orbax_io.save(folder, tree)
     (folder / checksums.NAME).unlink()  # as another program writes it
-    jax.tree.map(np.testing.assert_array_equal, array_store.restore(folder, like), tree)
+    jax.tree.map(np.testing.assert_array_equal, orbax_io.restore(folder, like), tree)
     max(files_of(folder), key=lambda path: path.stat().st_size).write_bytes(b"")
     with pytest.raises(ValueError, match="saved cannot be read as orbax's: "):
-        array_store.restore(folder, like)
+        orbax_io.restore(folder, like)
     (folder / "_METADATA").write_bytes(b"{}")
     with pytest.raises(ValueError, match="saved holds no arrays of orbax: "):
-        array_store.restore(folder, like)
+        orbax_io.restore(folder, like)
     for path in files_of(folder):
         path.unlink()
     with pytest.raises(ValueError, match="holds no arrays of orbax, or its metadata are broken"):
-        array_store.restore(folder, like)
+        orbax_io.restore(folder, like)
 
 
 def entries_of(path: Path) -> dict:

@@ -2,7 +2,7 @@
 
 from scheduling import make, new, step
 
-from jaxrunner.chunk_budget import MAX_HELD, ChunkBudget
+from jaxrunner.scheduling.chunk_budget import MAX_HELD, ChunkBudget
 
 
 def test_prefills_fill_a_size():

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxrunner import LLM, SamplingParams, __main__, bench, embedded, host_time, kernel_bench
+from jaxrunner import LLM, SamplingParams, __main__, embedded
+from jaxrunner.bench import host_time, kernels, workloads
 from jaxrunner.kernels_pallas.cases import Case
 
 SIZES: dict[str, Any] = dict(
@@ -61,15 +62,15 @@ def test_a_command_of_vllm_is_told_and_no_prompt(command, monkeypatch, capsys):
 
 def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     small = replace(
-        bench.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, new=4,
+        workloads.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, new=4,
         prefill=(2, 16), ttft=(4,), offline=(3, 4, 2), mixed=((2, 5), (2, 4)),
         host_batches=(1, 2), host_steps=3,
         engine=SIZES | dict(warm_up=True),
     )  # fmt: skip
-    monkeypatch.setitem(bench.PRESETS, "tiny", small)
+    monkeypatch.setitem(workloads.PRESETS, "tiny", small)
     out = tmp_path / "tiny.json"
     monkeypatch.setattr(sys, "argv", ["bench", "tiny", "--out", str(out), "--repeats", "2"])
-    bench.main()
+    workloads.main()
     result = json.loads(out.read_text())
     assert json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""])) == result
     names = {"prefill_tok_s_16x2", "ttft_ms_1x4", "offline_3x(4+2)_out_tok_s", "startup_s"}
@@ -89,12 +90,12 @@ def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
         return jnp.full((4, 4), float(seed)), jnp.ones((4, 4))
 
     case = Case("product", "4 x 4", make, lambda x, y: x @ y, 128.0, "TFLOP/s", {})
-    monkeypatch.setattr(kernel_bench, "BENCH", (case,))
-    monkeypatch.setattr(kernel_bench, "read_rate", lambda: 1.0)
-    monkeypatch.setattr(kernel_bench, "product_rate", lambda: 2.0)
+    monkeypatch.setattr(kernels, "BENCH", (case,))
+    monkeypatch.setattr(kernels, "read_rate", lambda: 1.0)
+    monkeypatch.setattr(kernels, "product_rate", lambda: 2.0)
     out = tmp_path / "kernels.json"
     monkeypatch.setattr(sys, "argv", ["bench", "--kernels", "--out", str(out)])
-    bench.main()
+    workloads.main()
     result = json.loads(out.read_text())
     figure = result["product"]["4 x 4"]
     assert figure["rate"] == pytest.approx(128 / figure["us"] / 1e6)
@@ -104,7 +105,7 @@ def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
 
 def test_a_figure_of_repeated_runs_is_the_median():
     runs = [{"a": 3.0, "b": {"c": 1.0}}, {"a": 9.0, "b": {"c": 0.0}}, {"a": 4.0, "b": {"c": 7.0}}]
-    assert bench.medians(runs) == {"a": 4.0, "b": {"c": 1.0}}
+    assert workloads.medians(runs) == {"a": 4.0, "b": {"c": 1.0}}
 
 
 def test_time_is_counted_once_for_what_calls_another():
@@ -123,8 +124,8 @@ def test_time_is_counted_once_for_what_calls_another():
 
 @pytest.mark.parametrize("name", ["llama8b", "qwen06b"])
 def test_presets_are_readable_configs(name):
+    from jaxrunner.hf_config import Settings
     from jaxrunner.models.registry import read_model
-    from jaxrunner.settings import Settings
 
-    _, config = read_model(Settings(bench.PRESETS[name].config))
+    _, config = read_model(Settings(workloads.PRESETS[name].config))
     assert config.dtype == "bfloat16" and config.num_key_value_heads == 8

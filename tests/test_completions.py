@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.bad_word_ids import encode_words
-from jaxrunner.params import RequestOutputKind
+from jaxrunner.api.sampling_params import RequestOutputKind
+from jaxrunner.text.bad_word_ids import encode_words
 
 SIZES: dict[str, Any] = dict(
     dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64,

@@ -4,8 +4,8 @@ from checkpoints import NEEDS_TORCH, TINY, VARIANTS
 import pytest
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.models.registry import FAMILIES, read_model
-from jaxrunner.settings import Settings, read_json
 
 FAMILY_NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 families = pytest.mark.parametrize("family", FAMILY_NAMES)

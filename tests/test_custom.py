@@ -11,7 +11,7 @@ import rules as given
 import tiny
 
 from jaxrunner import SamplingParams
-from jaxrunner.engine import Engine
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import host_logits_fn, logits_fn, with_logits_fn

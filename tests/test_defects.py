@@ -11,12 +11,12 @@ from rules import Row
 import tiny
 
 from jaxrunner import pytree, step
-from jaxrunner.layout import MAX_STOP_IDS, WIDE, SampleSize
-from jaxrunner.params import SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.program import MAX_STOP_IDS, WIDE, SampleSize
+from jaxrunner.runner.request_table import Slots
 from jaxrunner.sampling.sampler import Drawn
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
-from jaxrunner.slots import Slots
 from jaxrunner.types import Requests, Rows, State
 
 V = 61

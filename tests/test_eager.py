@@ -4,8 +4,8 @@ import pytest
 from test_engine import PROMPTS, engine, params_of, run
 import tiny
 
-from jaxrunner import ops
 from jaxrunner.models.llama import llama
+from jaxrunner.ops import backends
 
 
 def test_tokens_are_those_of_compiled_programs():
@@ -35,11 +35,11 @@ def test_python_sees_values(monkeypatch):
 
 def test_kernels_are_no_choice_where_nothing_is_compiled():
     config, eager = tiny.config(), tiny.engine_config(enforce_eager=True)
-    assert ops.choose_ops(config, eager).reason == (
+    assert backends.choose_ops(config, eager).reason == (
         "mosaic_gpu is compiled, and enforce_eager compiles nothing"
     )
     with pytest.raises(ValueError, match="attention_backend='mosaic_gpu' is compiled, and enforce"):
-        ops.choose_ops(
+        backends.choose_ops(
             config, tiny.engine_config(enforce_eager=True, attention_backend="mosaic_gpu")
         )
     with pytest.raises(ValueError, match="enforce_eager must be True or False, got 1"):

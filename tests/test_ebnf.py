@@ -8,8 +8,8 @@ import grammars
 from grammars import EOS, Vocab
 import pytest
 
-from jaxrunner.ebnf import is_ebnf
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.api.ebnf import is_ebnf
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
 
 SQL = """
 root ::= select_statement

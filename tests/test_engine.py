@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrunner.engine import Engine
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
 
 PROMPTS = [
     [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9],

@@ -15,14 +15,15 @@ import pytest
 from test_engine import KINDS, PROMPTS, drain, run
 import tiny
 
-from jaxrunner import RequestOutput, SamplingParams, runner
-from jaxrunner.completions import Completions
-from jaxrunner.engine import Engine
+from jaxrunner import RequestOutput, SamplingParams
+from jaxrunner.engine.completions import Completions
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.prompts import ParsedPrompt
-from jaxrunner.request import Request
+from jaxrunner.runner import model_runner
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
+from jaxrunner.scheduling.request import Request
+from jaxrunner.text.prompts import ParsedPrompt
 
 GREEDY = KINDS["greedy"]
 SIZES = tiny.engine_config(
@@ -173,7 +174,7 @@ def test_an_engine_without_a_state_says_so_and_hangs_nowhere(fail, monkeypatch):
     def full(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
 
-    monkeypatch.setattr(runner, "make_state", full)
+    monkeypatch.setattr(model_runner, "make_state", full)
     words = r"the device state was lost \(Jax.*\) and cannot be made anew \(Jax.*\): close this"
     told = [request for _ in range(9) if e.has_unfinished for request, _ in e.step()]
     assert set(requests) <= set(told) and not e.has_unfinished

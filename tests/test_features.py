@@ -18,13 +18,13 @@ import pytest
 import rules
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.grammar import GrammarCompiler
+from jaxrunner.api.outputs import CompletionOutput, RequestOutput
+from jaxrunner.api.sampling_params import RepetitionDetectionParams, RequestOutputKind
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.models.llama import llama
-from jaxrunner.ops import dense
-from jaxrunner.outputs import CompletionOutput, RequestOutput
-from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind
+from jaxrunner.ops.backends import dense
 from jaxrunner.sampling.seed import TARGET, noise
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.text.grammar_compiler import GrammarCompiler
 from jaxrunner.types import Inputs
 
 DOCS = Path(__file__).parents[1] / "docs" / "features.md"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind
+from jaxrunner.api.sampling_params import RepetitionDetectionParams, RequestOutputKind
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.sampling.custom import logits_fn
-from jaxrunner.structured_outputs import StructuredOutputsParams
 
 V, COUNT = 4096, 2**30
 SIZES: dict[str, Any] = dict(

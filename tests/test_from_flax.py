@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrunner import pytree, weights
-from jaxrunner.engine import Engine
+from jaxrunner import pytree
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
+from jaxrunner.loading import weights
 from jaxrunner.model import Model
 from jaxrunner.models.from_flax import from_linen, from_nnx, from_nnx_state, to_nnx_state, uncached
-from jaxrunner.models.layers import linear, rms_norm, swiglu
 from jaxrunner.models.llama import Params, llama
-from jaxrunner.models.rope import rotate, rotation
-from jaxrunner.params import SamplingParams
-from jaxrunner.program_cache import is_ours
-from jaxrunner.request import Request
+from jaxrunner.models.rope import rotation
+from jaxrunner.ops.plain import linear, rms_norm, rotate, swiglu
+from jaxrunner.runner.program_cache import is_ours
+from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Inputs
 
 # A window for one layer alone: two cache groups, so that a mix-up of layers shows.
 CONFIG = replace(tiny.config(), windows=(5, None))
 H, K, D, E, F, V = 6, 2, 8, 20, 28, 61
-dense = partial(linen.Dense, use_bias=False)
-HEADS, EPS = dict(q=H, k=K, v=K), CONFIG.rms_norm_eps
+HEADS, EPS, dense = dict(q=H, k=K, v=K), CONFIG.rms_norm_eps, partial(linen.Dense, use_bias=False)
 LONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 PROMPTS = [[*LONG[:12], 9, 7, 9], [9, 2, 6], [60], LONG]
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.beam import BeamSearchParams
-from jaxrunner.params import RepetitionDetectionParams
-from jaxrunner.structured_outputs import FLAGS, StructuredOutputsParams
+from jaxrunner.api.sampling_params import RepetitionDetectionParams
+from jaxrunner.api.structured_outputs import FLAGS, StructuredOutputsParams
+from jaxrunner.engine.beam import BeamSearchParams
 
 V, COUNT = 4096, 2**30
 NOT_FINITE = (

@@ -12,7 +12,7 @@ from small_llm import SIZES, live_bytes
 import tiny
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.gpu_worker import Worker
+from jaxrunner.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 PROMPT = [5, 17, 300]

@@ -11,8 +11,8 @@ from grammars import EOS, Vocab, allowed
 import numpy as np
 import pytest
 
-from jaxrunner.grammar import GrammarCompiler
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.text.grammar_compiler import GrammarCompiler
 
 TIMEOUT_S = 1.0
 MARGIN_S = 10.0  # to start a process, and for a machine that is busy

@@ -7,8 +7,9 @@ from attack.values import HostileText
 import pytest
 import tiny
 
-from jaxrunner import SamplingParams, StructuredOutputsParams, tensors
-from jaxrunner.asked import read_asked
+from jaxrunner import SamplingParams, StructuredOutputsParams
+from jaxrunner.engine.requested_prompts import read_asked
+from jaxrunner.loading import tensors
 
 
 class Unreadable:

@@ -10,7 +10,7 @@ import huggingface_hub
 from huggingface_hub import constants
 import pytest
 
-from jaxrunner.hub import resolve
+from jaxrunner.loading.hub import resolve
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 WANTED = {

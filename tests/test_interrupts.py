@@ -12,9 +12,9 @@ from test_engine import KINDS, PROMPTS, engine
 import tiny
 
 from jaxrunner import Interrupted, RequestOutputs, SamplingParams
-from jaxrunner.completions import Completions
-from jaxrunner.interrupts import Deferred, deferred
-from jaxrunner.prompts import ParsedPrompt
+from jaxrunner.engine.completions import Completions
+from jaxrunner.engine.interrupts import Deferred, deferred
+from jaxrunner.text.prompts import ParsedPrompt
 
 NUM_INTERRUPTS = 400
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrunner.engine import Engine
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
-from jaxrunner.request import Request
+from jaxrunner.scheduling.request import Request
 
 NUM_TRIALS = 500
 

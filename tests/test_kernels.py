@@ -12,15 +12,16 @@ import oracles
 import pytest
 import rules
 
-from jaxrunner import ops, pytree
+from jaxrunner import pytree
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
 from jaxrunner.kernels_pallas.decode_attention import TuningConfig, plan
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.sampler import sample_tokens
-from jaxrunner.layout import WIDE, SampleSize
 from jaxrunner.model import AttentionSpec
-from jaxrunner.models.layers import add_rms_norm
+from jaxrunner.ops import backends
+from jaxrunner.ops.plain import add_rms_norm
+from jaxrunner.program import WIDE, SampleSize
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.gumbel import MAX_USUAL
 from jaxrunner.sampling.min_p import min_p
@@ -133,14 +134,14 @@ def test_layers_of_mixed_batches_equal_plain_jax():
     batch, cache = batch_of(128, starts, lens, blocks, k.shape), LayerCache(k, v, None, None)
     qkv = jnp.asarray(rng.standard_normal((128, 2, 6, 128)), jnp.bfloat16)
     angle = jnp.asarray(rng.uniform(0, 6, (128, 1, 64)), jnp.float32)
-    heads = ops.Heads(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
+    heads = backends.Heads(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
     spec = AttentionSpec(0, None, 128**-0.5)
 
     def run(make):
         attend = jax.jit(lambda qkv, cache: make(batch).attend(qkv, heads, cache, spec))
         return attend(qkv, cache)
 
-    (got, after), (want, expected) = run(ops.fused), run(ops.paged)
+    (got, after), (want, expected) = run(backends.fused), run(backends.paged)
     real = slice(int(starts[-1]))
     assert error(got[real], oracles.wide(want[real])) < 2 * BOUND["bfloat16"]
     for held, wanted in (after.k, expected.k), (after.v, expected.v):  # what no token is in is NaN
@@ -156,7 +157,7 @@ def plain_jax(case: Case, *args):
     if case.kernel == "rope_write":
         qkv, cos, sin, k, v, at, *norms = args
         q_norm, k_norm = norms or (None, None)
-        q, new_k, new_v = ops.split_heads(qkv, ops.Heads(cos, sin, q_norm, k_norm, 1e-6))
+        q, new_k, new_v = backends.split_heads(qkv, backends.Heads(cos, sin, q_norm, k_norm, 1e-6))
         batch = batch_of(1, [0, 0], [0], jnp.zeros((1, 1), jnp.int32), k.shape)
         cache = LayerCache(k, v, None, None)
         cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)

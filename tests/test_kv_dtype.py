@@ -10,16 +10,17 @@ import test_engine
 import test_reference
 import tiny
 
-from jaxrunner import pytree, worker
+from jaxrunner import pytree
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig, read_kv_dtype
-from jaxrunner.engine import Engine
+from jaxrunner.engine.engine import Engine
 from jaxrunner.kernels_pallas import reference
-from jaxrunner.layout import make_state
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
-from jaxrunner.request import Request
+from jaxrunner.program import make_state
+from jaxrunner.scheduling.request import Request
 from jaxrunner.types import LayerCache
+from jaxrunner.worker import sizing
 
 # Of each dtype: half a step, as a part of the largest number of a row, and of the number itself.
 STEPS = {"int8": (0.5 / 127, 0.0), "float8_e4m3fn": (2.0**-10 / 448, 2.0**-4)}
@@ -222,6 +223,6 @@ def test_a_cache_of_whole_numbers_has_no_scales():
 def test_other_names_are_refused():
     known = r"\('auto', 'float32', 'bfloat16', 'float16', 'fp8', 'fp8_e4m3', 'int8'\)"
     with pytest.raises(ValueError, match=rf"kv_cache_dtype must be one of {known}, got 'int4'"):
-        worker.plan_engine(tiny.loaded(), kv_cache_dtype="int4")
+        sizing.plan_engine(tiny.loaded(), kv_cache_dtype="int4")
     with pytest.raises(ValueError, match=r"kv_dtype must be one of .*'float8_e4m3fn', 'int8'"):
         EngineConfig(max_model_len=8, num_blocks=8, kv_dtype="fp8_e5m2")

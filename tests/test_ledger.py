@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrunner.buckets import GPU_SIZES
-from jaxrunner.engine import Engine
-from jaxrunner.launch import program_keys
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device.buckets import GPU_SIZES
+from jaxrunner.device.entry_points import program_keys
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
-from jaxrunner.programs import Key, Programs
-from jaxrunner.runner import ModelRunner
+from jaxrunner.runner.model_runner import ModelRunner
+from jaxrunner.runner.program_table import Key, Programs
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 

@@ -14,15 +14,15 @@ from test_engine import PROMPTS, drain, engine, run
 import tiny
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.block_pool import BlockPool
-from jaxrunner.block_tables import BlockTables
-from jaxrunner.cache_groups import CacheGroup
-from jaxrunner.engine import Engine
+from jaxrunner.engine.engine import Engine
+from jaxrunner.hf_config import read_json
+from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
-from jaxrunner.request import Request
-from jaxrunner.settings import read_json
+from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.block_tables import BlockTables
+from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.scheduling.request import Request
 from jaxrunner.train.trainer import token_losses
-from jaxrunner.weights import save_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 CODE = ["def add(a, b):\n", "import os\nfor x in"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jaxrunner import limits
+from jaxrunner.api import limits
 
 TEXT = (Path(__file__).parents[1] / "docs" / "limits.md").read_text(encoding="utf-8")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.text.tokenizer import Tokenizer
 
 PROMPTS = [
     "def fibonacci(n):\n",

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from small_llm import SIZES
 
-from jaxrunner import LLM, SamplingParams, embedded, llm_arguments
-from jaxrunner.arguments import Elsewhere, checked
-from jaxrunner.bounds import Bound, shown
-from jaxrunner.gpu_worker import Worker
+from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.api.arguments import Elsewhere, checked
+from jaxrunner.api.validation import Bound, shown
+from jaxrunner.loading import llm_arguments
+from jaxrunner.worker.worker import Worker
 
 MODEL: Any = str(embedded.PATH)
 LLM_: Any = LLM  # whose keywords are to be wrong

@@ -7,9 +7,9 @@ import pytest
 from small_llm import SIZES
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.layout import Bucket, SampleSize, Steps
-from jaxrunner.metrics import Counter, Gauge
-from jaxrunner.program_key import Key
+from jaxrunner.device.program_key import Key
+from jaxrunner.engine.metrics import Counter, Gauge
+from jaxrunner.program import Bucket, SampleSize, Steps
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 TEXT = "def f(x):\n    return"
@@ -97,7 +97,7 @@ def test_chat_keeps_the_text_that_was_rendered(llm):
 def test_failures_are_told_once(llm, caplog):
     bad = {"prompt_token_ids": [10**6]}
     llm.generate([TEXT, bad, bad], GREEDY, use_tqdm=False)
-    (record,) = [r for r in caplog.records if r.name == "jaxrunner.progress"]
+    (record,) = [r for r in caplog.records if r.name == "jaxrunner.engine.progress"]
     assert record.getMessage().startswith(
         "2 of 3 prompts failed, each with its `error`; the first: prompt_token_ids[0]=1000000 is"
     )
@@ -132,11 +132,11 @@ def test_a_bar_of_the_users_own_is_drawn(llm):
 def test_a_late_program_is_told_once_in_words(caplog):
     sizes: Any = SIZES | dict(warm_up=True, max_num_seqs=1, decode_buckets=(1,))
     with LLM(str(embedded.PATH), **sizes) as llm:
-        assert not [r for r in caplog.records if r.name == "jaxrunner.programs"]
+        assert not [r for r in caplog.records if r.name == "jaxrunner.runner.program_table"]
         for _ in range(2):
             llm.generate(TEXT, SamplingParams(logprobs=1, max_tokens=2), use_tqdm=False)
         assert "the largest takes" not in llm.report() or "Bucket(" not in llm.report()
-    (record,) = [r for r in caplog.records if r.name == "jaxrunner.programs"]
+    (record,) = [r for r in caplog.records if r.name == "jaxrunner.runner.program_table"]
     assert "Compiling (forward, 32 tokens, 1 requests), which warm-up" in record.getMessage()
 
 

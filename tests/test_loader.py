@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from jaxrunner import SamplingParams, embedded
-from jaxrunner.loader import load
-from jaxrunner.settings import read_json
+from jaxrunner.hf_config import read_json
+from jaxrunner.loading.loader import load
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import rules
 from rules import Row
 import tiny
 
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import LOGPROBS_MODES
-from jaxrunner.layout import SampleSize, logprob_widths
-from jaxrunner.params import SamplingParams
+from jaxrunner.program import SampleSize, logprob_widths
+from jaxrunner.runner.request_table import Slots
 from jaxrunner.sampling.sampler import Drawn
-from jaxrunner.slots import Slots
 
 V = 61
 WIDE = 128256

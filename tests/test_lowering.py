@@ -7,13 +7,13 @@ import pytest
 from test_engine import PROMPTS, run
 import tiny
 
-from jaxrunner.engine import Engine
-from jaxrunner.launch import abstract, program_spec, usual_spec
-from jaxrunner.layout import Bucket
-from jaxrunner.lowering import Died, LoweringProcess, lower, lowering_task
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device.entry_points import abstract, program_spec, usual_spec
+from jaxrunner.device.lowering import Died, LoweringProcess, lower, lowering_task
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
-from jaxrunner.programs import Key, Programs
+from jaxrunner.program import Bucket
+from jaxrunner.runner.program_table import Key, Programs
 
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]
 KEY = Key("step", Bucket(2, 2, 1))

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrunner import memory_plan, program_memory, worker
-from jaxrunner.bench import PRESETS
-import jaxrunner.build
-from jaxrunner.build import build
+from jaxrunner.bench.workloads import PRESETS
 from jaxrunner.config import EngineConfig
-from jaxrunner.launch import program_keys
-from jaxrunner.layout import Bucket, SampleSize, Steps, make_state
-from jaxrunner.lowering import Spec, extra_bytes, output_bytes
-from jaxrunner.memory_plan import CPU_KV_BYTES, MemoryPlan, num_bytes
+from jaxrunner.device.entry_points import program_keys
+from jaxrunner.device.lowering import Spec, extra_bytes, output_bytes
+from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
-from jaxrunner.program_memory import Need
-from jaxrunner.programs import Key, Programs
-from jaxrunner.settings import Settings
+from jaxrunner.program import Bucket, SampleSize, Steps, make_state
+import jaxrunner.runner.build
+from jaxrunner.runner.build import build
+from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.worker import memory_plan, program_memory, sizing
+from jaxrunner.worker.memory_plan import CPU_KV_BYTES, MemoryPlan, num_bytes
+from jaxrunner.worker.program_memory import Need
 
 LIMIT, OTHERS, NEED = 10**7, 10**6, Need("sample", 300_000, 100_000)
 BLOCK = 2 * 20 * 16 * 2 * 8 * 4  # k and v, layers, tokens, heads, dims, bytes
@@ -38,13 +38,13 @@ def gpu(monkeypatch):
     stats = dict(bytes_limit=LIMIT, bytes_in_use=OTHERS)
     device = SimpleNamespace(memory_stats=lambda: stats, device_kind="fake")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    monkeypatch.setattr(worker, "measure", lambda *_: NEED)
+    monkeypatch.setattr(sizing, "measure", lambda *_: NEED)
     monkeypatch.setattr(memory_plan, "LOST", 1000)
 
 
 def plan(model=None, **sizes):
     model = model or tiny.config(num_hidden_layers=20)
-    return worker.plan_engine(tiny.loaded(model, WEIGHTS), **SIZES | sizes)
+    return sizing.plan_engine(tiny.loaded(model, WEIGHTS), **SIZES | sizes)
 
 
 @pytest.mark.parametrize("utilization", [0.4, 0.57, 0.9])
@@ -213,7 +213,7 @@ def test_programs_need_what_the_compiler_says_whatever_the_cache(monkeypatch):
 
 def test_what_programs_need_is_remembered(tmp_path, monkeypatch):
     params = tiny.model_and_params()[1]
-    monkeypatch.setattr(jaxrunner.build, "jax_keeps_its_own", lambda: False)
+    monkeypatch.setattr(jaxrunner.runner.build, "jax_keeps_its_own", lambda: False)
     built = build(llama, tiny.config(), tiny.engine_config(), params, cache_dir=tmp_path)
     assert built.cache is not None and built.cache.recall("x") is None
     monkeypatch.setattr(Programs, "warm_up", lambda *_: None)
@@ -246,10 +246,10 @@ def test_the_estimate_is_over_what_xla_says_of_an_h200(name, largest):
 
 
 def test_with_kernels_nothing_is_compiled_to_make_a_plan(gpu, monkeypatch):
-    monkeypatch.setattr(worker, "measure", None)
-    whole = worker.build
+    monkeypatch.setattr(sizing, "measure", None)
+    whole = sizing.build
     monkeypatch.setattr(
-        worker, "build", lambda *a, **k: (b := whole(*a, **k))._replace(
+        sizing, "build", lambda *a, **k: (b := whole(*a, **k))._replace(
             program=b.program._replace(sample=print)
         ),
     )  # fmt: skip

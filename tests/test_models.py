@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig
-from jaxrunner.engine import Engine
-from jaxrunner.params import SamplingParams
+from jaxrunner.engine.engine import Engine
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "golden.npz")
 NEW_TOKENS = 64

@@ -7,10 +7,10 @@ from test_engine import PROMPTS, engine, run
 import tiny
 
 from jaxrunner import step as device
-from jaxrunner.engine import Engine
-from jaxrunner.layout import SampleSize, Steps
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
+from jaxrunner.program import SampleSize, Steps
 
 
 def test_nothing_is_compiled_after_warm_up():

@@ -13,7 +13,9 @@ import pytest
 from small_llm import SIZES, live_bytes
 from test_engine import KINDS, PROMPTS, drain, engine, run
 
-from jaxrunner import LLM, SamplingParams, embedded, llm, loader, runner, weights
+from jaxrunner import LLM, SamplingParams, embedded, llm
+from jaxrunner.loading import loader, weights
+from jaxrunner.runner import model_runner
 
 ROOT = Path(__file__).parents[1]
 CYCLES, DROPPED = 20, 10
@@ -147,7 +149,7 @@ def test_closing_ends_what_is_under_way():
         (weights, "check_finite", dict(check_nan=True)),
         (loader, "_generation_defaults", {}),
         (llm, "plan_engine", {}),
-        (runner.ModelRunner, "warm_up", dict(warm_up=True)),
+        (model_runner.ModelRunner, "warm_up", dict(warm_up=True)),
         (llm, "Completions", {}),
     ],
 )

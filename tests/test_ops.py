@@ -11,7 +11,6 @@ from lowering import cuda, lowers
 import pytest
 import tiny
 
-from jaxrunner import ops
 from jaxrunner.kernels_pallas import (
     add_norm,
     decode_attention,
@@ -21,6 +20,7 @@ from jaxrunner.kernels_pallas import (
     rope_write,
     sampler,
 )
+from jaxrunner.ops import backends
 
 
 def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
@@ -116,7 +116,7 @@ def test_whole_mlps_refuse_weights_that_do_not_fit():
 def test_products_run_where_they_are_ahead():
     """Large weights and few tokens go through our own kernels; all else is XLA's."""
     batch: Any = None  # of which products know nothing
-    fused = ops.fused(batch)
+    fused = backends.fused(batch)
 
     def kernels(function, *args, cores: int = 132) -> str:
         with cuda(cores):
@@ -146,12 +146,12 @@ def test_products_run_where_they_are_ahead():
 def test_engines_choose_in_the_open():
     """On a CPU the reference runs, and says why; kernels that cannot run are no silent choice."""
     config, engine = tiny.config(), tiny.engine_config()
-    choice = ops.choose_ops(config, replace(engine, attention_backend="reference"))
+    choice = backends.choose_ops(config, replace(engine, attention_backend="reference"))
     assert (choice.name, choice.reason) == ("reference", "it was asked for")
     with pytest.raises(ValueError, match="attention_backend must be one of"):
         replace(engine, attention_backend="flash")
     if jax.default_backend() == "cpu":
-        choice = ops.choose_ops(config, engine)
+        choice = backends.choose_ops(config, engine)
         assert choice.name == "reference" and "wants a Hopper GPU" in choice.reason
         with pytest.raises(ValueError, match="attention_backend='mosaic_gpu' wants a Hopper GPU"):
-            ops.choose_ops(config, replace(engine, attention_backend="mosaic_gpu"))
+            backends.choose_ops(config, replace(engine, attention_backend="mosaic_gpu"))

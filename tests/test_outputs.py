@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner.html import MAX_ROWS, HeatMap, heat_map, request_html, requests_html, visible
-from jaxrunner.outputs import (
+from jaxrunner.api.html import MAX_ROWS, HeatMap, heat_map, request_html, requests_html, visible
+from jaxrunner.api.outputs import (
     CompletionOutput,
     Logprob,
     RequestMetrics,

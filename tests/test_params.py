@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner.params import (
+from jaxrunner.api.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MIN_TEMPERATURE,
     RepetitionDetectionParams,

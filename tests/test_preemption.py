@@ -3,7 +3,7 @@
 import pytest
 from scheduling import check, make, new, step
 
-from jaxrunner.request import Status
+from jaxrunner.scheduling.request import Status
 
 
 def test_preempted_request_waits_in_front_and_resumes_with_its_outputs():

@@ -10,8 +10,8 @@ from small_llm import SIZES
 from test_engine import PROMPTS, drain, engine
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.profiling import Profiler, check_device, step_name
-from jaxrunner.request import SchedulerOutput
+from jaxrunner.runner.profiling import Profiler, check_device, step_name
+from jaxrunner.scheduling.request import SchedulerOutput
 
 
 def test_steps_are_named_by_what_they_compute(monkeypatch):

@@ -14,12 +14,13 @@ from test_engine import PROMPTS, alone, params_of, run
 import tiny
 
 import jaxrunner
-from jaxrunner import lowering, program_cache
-from jaxrunner.engine import Engine
-from jaxrunner.launch import program_keys
+from jaxrunner.device import lowering
+from jaxrunner.device.entry_points import program_keys
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.program_cache import SUFFIX, ProgramCache, find_folder
-from jaxrunner.programs import LOADED
+from jaxrunner.runner import program_cache
+from jaxrunner.runner.program_cache import SUFFIX, ProgramCache, find_folder
+from jaxrunner.runner.program_table import LOADED
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 

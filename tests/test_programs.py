@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrunner import pytree, transfer
-from jaxrunner.buckets import choose, powers, step_buckets
-from jaxrunner.layout import Bucket
-from jaxrunner.params import SamplingParams
-from jaxrunner.programs import Key
-from jaxrunner.request import GrammarOutput
+from jaxrunner import pytree
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device import packing
+from jaxrunner.device.buckets import choose, powers, step_buckets
+from jaxrunner.program import Bucket
+from jaxrunner.runner.program_table import Key
+from jaxrunner.scheduling.request import GrammarOutput
 from jaxrunner.types import Plan
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -76,13 +77,13 @@ def test_packing_and_unpacking_are_inverse():
         a=np.arange(6).reshape(2, 3), b=np.array([0.5, -np.inf, np.nan, -0.0], np.float32),
         c=np.array([True, False, True]), d=np.uint32(2**32 - 1),
     )  # fmt: skip
-    vector = transfer.pack(spec, tree)
-    assert vector.dtype == np.int32 and vector.size == transfer.packed_size(spec) == 14
-    back = jax.jit(lambda v: transfer.unpack(spec, v))(vector)
+    vector = packing.pack(spec, tree)
+    assert vector.dtype == np.int32 and vector.size == packing.packed_size(spec) == 14
+    back = jax.jit(lambda v: packing.unpack(spec, v))(vector)
     for key, value in tree.items():
         np.testing.assert_array_equal(np.asarray(back[key]), value)
     with pytest.raises(ValueError, match=r"packed arrays must be \(2, 3\), got \(3, 2\)"):
-        transfer.pack(spec, tree | dict(a=np.zeros((3, 2))))
+        packing.pack(spec, tree | dict(a=np.zeros((3, 2))))
 
 
 def test_a_wrong_shape_is_named():

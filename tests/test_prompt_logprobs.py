@@ -10,11 +10,11 @@ import tiny
 from tiny import dense_logits
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.beam import BeamSearchParams
-from jaxrunner.engine import Engine
+from jaxrunner.engine.beam import BeamSearchParams
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.programs import Key, Programs
-from jaxrunner.prompts import ParsedPrompt
+from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.text.prompts import ParsedPrompt
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 SIZES: dict[str, Any] = dict(

@@ -5,8 +5,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers
 
-from jaxrunner.prompts import check_prompt, parse_prompts
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.text.prompts import check_prompt, parse_prompts
+from jaxrunner.text.tokenizer import Tokenizer
 
 # Two tokens, with the ids that the letters have in ASCII.
 INNER = Inner(models.WordLevel({"a": 97, "b": 98}, unk_token="a"))

@@ -7,11 +7,11 @@ import random
 from fake_device import VOCAB_SIZE, Device, alone
 import pytest
 
-from jaxrunner.block_pool import BlockPool
-from jaxrunner.cache_groups import CacheGroup
-from jaxrunner.params import SamplingParams
-from jaxrunner.request import Request, SchedulerOutput, Status
-from jaxrunner.scheduler import Scheduler
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
+from jaxrunner.scheduling.scheduler import Scheduler
 
 NUM_STEPS = 3000  # of each load
 EOS = 3

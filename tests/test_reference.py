@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import cpu_attention, step
+from jaxrunner import step
 from jaxrunner.kernels_pallas import reference
-from jaxrunner.layout import Bucket
 from jaxrunner.model import AttentionSpec
+from jaxrunner.ops import cpu_attention
+from jaxrunner.program import Bucket
 from jaxrunner.pytree import zeros
 from jaxrunner.types import LayerCache, Plan, Requests, Writes
 

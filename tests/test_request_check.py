@@ -10,10 +10,10 @@ import pytest
 from test_engine import PROMPTS, drain, engine
 import tiny
 
-from jaxrunner.engine import Engine
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
-from jaxrunner.request import Request
+from jaxrunner.scheduling.request import Request
 
 FREE = SamplingParams(max_tokens=4)  # the engine draws its seed
 NOTHING: Any = None

@@ -7,12 +7,12 @@ import pytest
 import tokenizers
 
 from jaxrunner import SamplingParams
-from jaxrunner.completions import news
-from jaxrunner.output_processor import RequestState
-from jaxrunner.params import RequestOutputKind
+from jaxrunner.api.sampling_params import RequestOutputKind
+from jaxrunner.engine.completions import news
+from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.pytree import of
-from jaxrunner.request import Request
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.scheduling.request import Request
+from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.types import Logprobs
 
 INNER = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate("abcde")}, []))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrunner.layout import Bucket
+from jaxrunner.device.program_key import Key
+from jaxrunner.hf_config import Settings
 from jaxrunner.models.registry import read_model
 from jaxrunner.models.rope import rotation
-from jaxrunner.program_key import Key
-from jaxrunner.settings import Settings
+from jaxrunner.program import Bucket
 from jaxrunner.types import Inputs
 
 DIM = 20

@@ -9,8 +9,8 @@ import rules
 from rules import Row
 
 from jaxrunner import step
-from jaxrunner.layout import SampleSize
-from jaxrunner.params import SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.program import SampleSize
 
 V = 61  # no multiple of 32
 WIDE = 128256

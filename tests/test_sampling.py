@@ -10,8 +10,8 @@ import pytest
 import rules
 
 from jaxrunner import step
-from jaxrunner.layout import SampleSize
-from jaxrunner.params import SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.program import SampleSize
 from jaxrunner.types import Rows, State
 
 LOGITS = np.array([3.0, 1.0, 2.5, 2.5, -1.0, 0.0, 2.0, -np.inf], np.float32)

@@ -3,7 +3,7 @@
 import pytest
 from scheduling import check, make, new, step
 
-from jaxrunner.request import Status
+from jaxrunner.scheduling.request import Status
 
 
 def test_budget_is_split_in_order_of_arrival():

@@ -18,14 +18,20 @@ from small_llm import SIZES
 from test_engine import PROMPTS, drain, engine, params_of
 import tiny
 
-from jaxrunner import LLM, array_store, embedded, host_json
-from jaxrunner.constraints import Constraints
-from jaxrunner.engine import Engine
+from jaxrunner import LLM, embedded
+from jaxrunner.api.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.engine import serialization
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.structured_output_manager import Constraints
+from jaxrunner.loading import orbax_io
 from jaxrunner.models.llama import llama
-from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from jaxrunner.request import Request
-from jaxrunner.snapshot import restore_engine, save_engine
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.scheduling.request import Request
 
 HERE = Path(__file__).parent
 RICH = SamplingParams(
@@ -99,7 +105,7 @@ import sys
 from small_llm import SIZES
 from test_engine import engine
 from test_snapshot import begin
-from jaxrunner.snapshot import save_engine
+from jaxrunner.engine.snapshot import save_engine
 e = engine()
 begin(e)
 save_engine(e, sys.argv[1])
@@ -190,7 +196,7 @@ def test_host_objects_survive_json():
     )  # fmt: skip
     other = Request("s", [2], structured, seed=1, max_len=9, cache_salt=b"\x00\xff")
     value = {"a": (1, [None, {b"x": "y"}], {"z", "b"}), 7: request, "also": [request, other, 0.1]}
-    back, requests = host_json.loads(host_json.dumps(value))
+    back, requests = serialization.loads(serialization.dumps(value))
     first, second, tenth = back["also"]
     assert back["a"] == value["a"] and tenth == 0.1 and requests == [first, second]
     assert back[7] is first is first.leader
@@ -199,9 +205,9 @@ def test_host_objects_survive_json():
         assert vars(made) | skip == vars(given) | skip
     np.testing.assert_array_equal(first.logprobs[0], request.logprobs[0])
     with pytest.raises(TypeError, match="a object cannot be saved as JSON"):
-        host_json.dumps([object()])
+        serialization.dumps([object()])
     with pytest.raises(ValueError, match="'Path' is no kind of object that is saved as JSON"):
-        host_json.loads('{"root": {"Path": "/"}, "requests": []}')
+        serialization.loads('{"root": {"Path": "/"}, "requests": []}')
 
 
 WORDS = ["def add(a, b):\n", "import os\nfor x in", "class Stack:\n"]
@@ -261,11 +267,11 @@ def test_a_grammar_that_cannot_resume_is_named():
 
 
 def test_arrays_of_another_kind_are_refused(tmp_path):
-    array_store.save(tmp_path / "saved", {"a": jnp.zeros(3), "b": [jnp.ones(2), jnp.ones(2)]})
-    like = array_store.abstract({"a": jnp.zeros(4), "b": [jnp.ones(2)], "c": jnp.ones(2)})
+    orbax_io.save(tmp_path / "saved", {"a": jnp.zeros(3), "b": [jnp.ones(2), jnp.ones(2)]})
+    like = orbax_io.abstract({"a": jnp.zeros(4), "b": [jnp.ones(2)], "c": jnp.ones(2)})
     words = r"saved must hold the arrays of this model, 3 differ: a is float32\[3\], wanted "
     words += r"float32\[4\]; b.1 is float32\[2\], wanted none; c is missing, wanted float32\[2\]"
     with pytest.raises(ValueError, match=words):
-        array_store.restore(tmp_path / "saved", like)
+        orbax_io.restore(tmp_path / "saved", like)
     with pytest.raises(FileNotFoundError, match="none must be a folder that arrays were saved in"):
-        array_store.restore(tmp_path / "none", like)
+        orbax_io.restore(tmp_path / "none", like)

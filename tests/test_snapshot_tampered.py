@@ -10,12 +10,12 @@ import pytest
 from test_engine import PROMPTS, drain, engine
 from test_snapshot import begin
 
-from jaxrunner import checksums
-from jaxrunner.completions import Completions
-from jaxrunner.engine import Engine
-from jaxrunner.params import SamplingParams
-from jaxrunner.prompts import parse_prompts
-from jaxrunner.snapshot import restore_engine, save_engine
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.completions import Completions
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.loading import checksums
+from jaxrunner.text.prompts import parse_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 MOST_STEPS = 300

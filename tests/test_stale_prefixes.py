@@ -6,12 +6,12 @@ import pytest
 from test_engine import PROMPTS, drain, engine, run
 import tiny
 
-from jaxrunner.engine import Engine
-from jaxrunner.engine_lifecycle import EngineLifecycle
-from jaxrunner.loader import LoadConfig
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.saved_requests import EngineLifecycle
+from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.params import SamplingParams
-from jaxrunner.snapshot import restore_engine, save_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 PROMPT = PROMPTS[5]  # fills five blocks of four tokens

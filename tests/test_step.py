@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 from jaxrunner import pytree, step
-from jaxrunner.layout import Bucket
-from jaxrunner.params import SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.program import Bucket
 from jaxrunner.types import Plan, Requests, Writes
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

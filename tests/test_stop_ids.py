@@ -6,8 +6,8 @@ import rules
 from rules import Row
 from test_engine import engine
 
-from jaxrunner.layout import FEW_STOP_IDS
-from jaxrunner.params import SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.program import FEW_STOP_IDS
 
 PROMPT, V = [3, 1, 4], 61
 EOS, OTHER_EOS, LAST = 8, 9, V - 1

@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.constraints import Constraints
-from jaxrunner.engine import Engine
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.structured_output_manager import Constraints
 from jaxrunner.models.llama import llama
-from jaxrunner.request import GrammarOutput
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.scheduling.request import GrammarOutput
 
 pytest.importorskip("llguidance")
 SIZES: dict[str, Any] = dict(

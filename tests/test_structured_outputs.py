@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxrunner import structured_outputs
-from jaxrunner.structured_outputs import MAX_SOURCE_BYTES, StructuredOutputsParams
+from jaxrunner.api import structured_outputs
+from jaxrunner.api.structured_outputs import MAX_SOURCE_BYTES, StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"enum": ["é", 1.5, None]}}}
 TEXT = '{"type":"object","properties":{"b":{},"a":{"enum":["é",1.5,null]}}}'

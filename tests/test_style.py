@@ -9,10 +9,20 @@ import re
 import tokenize
 from typing import TypeVar
 
+import pytest
+
 Node = TypeVar("Node", bound=ast.stmt | ast.expr)
 ROOT = Path(__file__).resolve().parents[1]
 PURE = ("step.py", "types.py", "sampling/", "models/", "kernels_pallas/")
-NO_JAX = ("scheduler", "block_pool", "request", "params")
+# The folders and modules of the package, lowest first: each imports those before it alone.
+LAYERS = (
+    "errors", "pytree", "version", "api", "hf_config", "types", "inputs", "outputs", "config",
+    "indexing", "rule", "model", "text", "scheduling", "program", "sampling", "kernels_pallas",
+    "step", "device", "ops", "models", "loading", "runner", "worker", "engine", "llm",
+    "sampling_params", "embedded", "__init__", "lm_eval", "bench", "train", "__main__",
+)  # fmt: skip
+NO_JAX = ("api", "text", "scheduling")
+MODULES = 18  # of a folder
 SUPPRESSION = re.compile(
     r"#\s*(noqa|type:\s*ignore|pyright:|mypy:|ruff:|flake8:|pylint:|isort:|pragma:|nosec)"
 )
@@ -131,15 +141,38 @@ def test_models_know_no_mesh():
     assert models and not [path for path in models if words.search(path.read_text())]
 
 
-def test_the_scheduler_knows_no_jax():
-    found = {}
-    for name in NO_JAX:
-        modules = reachable(f"jaxrunner.{name}")
-        assert modules, f"{name} is elsewhere"
-        for module, names in modules.items():
+@pytest.mark.parametrize("folder", NO_JAX)
+def test_what_users_pass_texts_and_the_scheduler_know_no_jax(folder):
+    modules, found = python_files(f"jaxrunner/{folder}"), {}
+    assert modules
+    for path in modules:
+        for module, names in reachable(module_name(path)).items():
             if any(n.split(".")[0] in ("jax", "jaxlib", "flax") for n in names):
-                found[name] = module
+                found[path.name] = module
     assert not found
+
+
+def test_imports_run_one_way():
+    """Of a circle one import would run up; what is in no layer has no place in the picture."""
+    up = []
+    for path in package():
+        own = module_name(path).split(".")[1]
+        for name in imports(path):
+            if name.startswith("jaxrunner.") and LAYERS.index(layer(name)) > LAYERS.index(own):
+                up.append(f"{package_name(path)} imports {name}")
+    assert not up
+
+
+def test_folders_hold_one_idea():
+    """More modules than a reader overlooks are two folders."""
+    folders = {path.parent for path in package()}
+    counts = {f.name: len([p for p in f.glob("*.py") if p.name != "__init__.py"]) for f in folders}
+    assert len(counts) > 10
+    assert not {
+        name: count
+        for name, count in counts.items()
+        if count > MODULES and name != "kernels_pallas"
+    }
 
 
 def test_nothing_runs_foreign_code_or_opens_a_port():
@@ -180,6 +213,8 @@ def test_every_error_is_tested():
     assert not missed, "no test matches these messages:\n" + "\n".join(missed)
 
 
+DECLARED = ("leaf", "each", "static")
+PLAIN = ("Array", "jax.Array", "int", "float", "bool", "str")
 SETTERS = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
 
 
@@ -203,6 +238,17 @@ def imports_any(node: ast.ImportFrom, names: re.Pattern) -> bool:
     return any(names.match(alias.name) for alias in node.names)
 
 
+def module_name(path: Path) -> str:
+    """Returns the name by which a module is imported: `jaxrunner.models.llama`."""
+    return f"jaxrunner.{package_name(path).removesuffix('.py').replace('/', '.')}"
+
+
+def layer(module: str) -> str:
+    """Returns the folder, or the module above all folders, that a module belongs to."""
+    name = [*module.split("."), "__init__"][1]
+    return name if name in LAYERS else "__init__"  # which has the names of `jaxrunner` itself
+
+
 def reachable(module: str) -> dict[str, set[str]]:
     """Returns what each module of ours imports, from `module` on; packages' own files aside."""
     found, left = {}, [module]
@@ -218,19 +264,8 @@ def reachable(module: str) -> dict[str, set[str]]:
 def declares(field: ast.AnnAssign) -> bool:
     """Returns whether a field is a `leaf`, static, or another pytree."""
     if field.value is not None:
-        return isinstance(field.value, ast.Call) and called(field.value) in (
-            "leaf",
-            "each",
-            "static",
-        )
-    return ast.unparse(field.annotation) not in (
-        "Array",
-        "jax.Array",
-        "int",
-        "float",
-        "bool",
-        "str",
-    )
+        return isinstance(field.value, ast.Call) and called(field.value) in DECLARED
+    return ast.unparse(field.annotation) not in PLAIN
 
 
 def fragments(node: ast.Raise) -> list[str]:

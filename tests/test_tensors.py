@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from small_llm import SIZES
 
-from jaxrunner import LLM, embedded, tensors
+from jaxrunner import LLM, embedded
+from jaxrunner.loading import tensors
 
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 

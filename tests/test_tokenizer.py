@@ -7,9 +7,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Inner
 
-from jaxrunner.detokenizer import MAX_PENDING, Detokenizer, StopChecker
-from jaxrunner.params import SamplingParams
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.text.detokenizer import MAX_PENDING, Detokenizer, StopChecker
+from jaxrunner.text.tokenizer import Tokenizer
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

@@ -10,10 +10,11 @@ import pytest
 import tiny
 from tokenizers import decoders, normalizers
 
-from jaxrunner import embedded, limits
-from jaxrunner.prompts import parse_prompts
-from jaxrunner.tokenizer import Tokenizer
-from jaxrunner.tokenizer_file import read
+from jaxrunner import embedded
+from jaxrunner.api import limits
+from jaxrunner.text.prompts import parse_prompts
+from jaxrunner.text.tokenizer import Tokenizer
+from jaxrunner.text.tokenizer_file import read
 
 
 def told() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from jaxrunner import embedded
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.text.tokenizer import Tokenizer
 
 TEXTS = ["def f(x):\n    return x", "naïve café 日本語", ""]
 TEMPLATE = (

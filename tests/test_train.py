@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jaxrunner import embedded, weights
+from jaxrunner import embedded
+from jaxrunner.hf_config import Settings, read_json
+from jaxrunner.loading import weights
 from jaxrunner.models.llama import llama
-from jaxrunner.ops import dense
-from jaxrunner.settings import Settings, read_json
+from jaxrunner.ops.backends import dense
 from jaxrunner.train import corpus, publish, sample, trainer
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.__main__ import settings

@@ -8,10 +8,10 @@ import scheduling
 import tiny
 
 from jaxrunner import step
-from jaxrunner.layout import Program
 from jaxrunner.models.llama import llama
-from jaxrunner.ops import paged
-from jaxrunner.slots import Slots
+from jaxrunner.ops.backends import paged
+from jaxrunner.program import Program
+from jaxrunner.runner.request_table import Slots
 
 SIZES, NUM_BLOCKS = (4, 8), 40
 

@@ -8,16 +8,16 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Inner
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.detokenizer import Detokenizer
+from jaxrunner.api.logprobs import FlatLogprobs, Logprob
+from jaxrunner.api.outputs import CompletionOutput, RequestOutput
 from jaxrunner.inputs import TextPrompt, TokensPrompt
-from jaxrunner.logprobs import FlatLogprobs, Logprob
-from jaxrunner.outputs import CompletionOutput, RequestOutput
 from jaxrunner.sampling_params import (
     BeamSearchParams,
     RequestOutputKind,
     StructuredOutputsParams,
 )
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.text.detokenizer import Detokenizer
+from jaxrunner.text.tokenizer import Tokenizer
 
 TEXT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
 GREEDY: dict[str, Any] = dict(temperature=0.0, max_tokens=6)

@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxrunner import checkpoint, pytree, safetensors_file, weights
+from jaxrunner import pytree
+from jaxrunner.hf_config import Settings, read_json
+from jaxrunner.loading import checkpoint, safetensors_file, weights
 from jaxrunner.models.registry import read_model
-from jaxrunner.settings import Settings, read_json
 
 
 @variants

@@ -5,13 +5,13 @@ import jax
 import pytest
 import tiny
 
-from jaxrunner import worker
-from jaxrunner.buckets import step_buckets
-from jaxrunner.layout import Bucket
+from jaxrunner.device.buckets import step_buckets
+from jaxrunner.program import Bucket
+from jaxrunner.worker import sizing
 
 
 def config(model=None, **sizes):
-    return worker.plan_engine(tiny.loaded(model), **sizes)[0]
+    return sizing.plan_engine(tiny.loaded(model), **sizes)[0]
 
 
 def test_defaults_follow_the_model_and_the_device():
@@ -27,7 +27,7 @@ def test_defaults_follow_the_model_and_the_device():
 
 def test_dynamic_rope_reaches_beyond_the_trained_positions():
     _, model, _ = families.model_and_params("llama, dynamic rope")
-    assert worker.longest_len(model) == 128
+    assert sizing.longest_len(model) == 128
     with pytest.raises(ValueError, match="max_model_len=129 is over the model's 128 positions"):
         config(model=model, max_model_len=129)
 

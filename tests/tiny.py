@@ -9,16 +9,16 @@ import numpy as np
 import tokenizers
 
 from jaxrunner import pytree
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.loader import LoadConfig, Loaded
+from jaxrunner.hf_config import Settings
+from jaxrunner.loading.loader import LoadConfig, Loaded
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
-from jaxrunner.ops import dense
-from jaxrunner.params import SamplingParams
-from jaxrunner.request import NewRequest, SchedulerOutput
-from jaxrunner.runner import ModelRunner
-from jaxrunner.settings import Settings
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.ops.backends import dense
+from jaxrunner.runner.model_runner import ModelRunner
+from jaxrunner.scheduling.request import NewRequest, SchedulerOutput
+from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.types import Inputs
 
 SETTINGS: dict[str, Any] = dict(

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.params import SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.pytree import leaf, of, pytree
-from jaxrunner.sampling.rule import Context, Rule
+from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
 

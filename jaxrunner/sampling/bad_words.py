@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.params import MAX_BAD_WORDS, SamplingParams
+from jaxrunner.api.sampling_params import MAX_BAD_WORDS, SamplingParams
 from jaxrunner.pytree import leaf, of, pytree
-from jaxrunner.sampling.rule import Context, Rule
+from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
 

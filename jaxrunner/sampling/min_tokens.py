@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from jaxrunner.params import SamplingParams
-from jaxrunner.sampling.rule import Context, NoParams, Rule
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.rule import Context, NoParams, Rule
 from jaxrunner.types import Array
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.layout import Program, SampleSize, ScoreSize
+from jaxrunner.program import Program, SampleSize, ScoreSize
+from jaxrunner.rule import Batched, NoParams, Rule, rows_of, run
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.rule import Batched, NoParams, Rule, rows_of, run
 from jaxrunner.sampling.seed import TARGET, Seed, noise, seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p

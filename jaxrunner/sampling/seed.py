@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.params import SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.rule import Rule
 from jaxrunner.sampling.gumbel import gumbel
-from jaxrunner.sampling.rule import Rule
 from jaxrunner.types import Array
 
 # Streams of noise. A draft and what replaces it must not share one: the output would be biased.

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
-from jaxrunner.settings import Settings
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.corpus import read_corpus
 from jaxrunner.train.publish import publish

@@ -16,11 +16,11 @@ import optax
 import tokenizers
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.corpus import File, file_list
 from jaxrunner.train.trainer import Result, TrainConfig, evaluate
-from jaxrunner.weights import save_checkpoint
 
 GENERATION = dict(
     do_sample=True, temperature=0.7, top_p=0.95, bos_token_id=0, eos_token_id=0, pad_token_id=0

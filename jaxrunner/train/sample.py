@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from jaxrunner.config import ModelConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.ops import dense
+from jaxrunner.ops.backends import dense
 from jaxrunner.sampling.gumbel import gumbel
 from jaxrunner.types import Array, Inputs
 

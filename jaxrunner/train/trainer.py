@@ -16,7 +16,7 @@ import optax
 from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.ops import dense
+from jaxrunner.ops.backends import dense
 from jaxrunner.types import Array, Inputs
 
 EVAL_BATCH = 16  # windows

@@ -12,7 +12,7 @@ from attack.harness import Case, Entry, Hang, Harm
 from attack.kinds import Kind, integer, several, text
 from attack.llm_methods import ONE, WRONG
 from jaxrunner import SamplingParams
-from jaxrunner.request import Request
+from jaxrunner.scheduling.request import Request
 
 ID = integer(0, 60)
 GRAMMAR = SamplingParams(max_tokens=3, seed=1, structured_outputs=features.GRAMMAR)

@@ -11,7 +11,7 @@ from attack import models, tamper
 from attack.harness import Case, Entry
 from attack.tamper import Folder
 from jaxrunner import LLM
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.text.tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"
 HEADERS = ("dtype", "shape", "data_offsets")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrunner.bounds import shown
+from jaxrunner.api.validation import shown
 
 SLOW_S = 4.0  # of the processor, for a refusal; what is taken may compile
 HANG_S = 30.0  # after which a call is interrupted

@@ -10,8 +10,8 @@ from attack.calls import Target
 from attack.harness import Case, Entry
 from attack.kinds import Kind, flag, is_one_of, one_of, real, several, size, text
 from jaxrunner import LLM
-from jaxrunner.sampling.rule import Rule
-from jaxrunner.tokenizer import Tokenizer
+from jaxrunner.rule import Rule
+from jaxrunner.text.tokenizer import Tokenizer
 
 BUCKETS = Kind(
     lambda v: several(size(1, 0, 2**20), None).good(v), ([0], [2, 1], [1, 1], "ab", [1.0], 3)

@@ -16,7 +16,7 @@ import numpy as np
 import tiny
 
 from jaxrunner import LLM, SamplingParams
-from jaxrunner.engine import Engine
+from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 
 SIZES: dict[str, Any] = dict(

@@ -9,9 +9,13 @@ from attack import calls, kinds, models, values
 from attack.calls import Target
 from attack.harness import Case, Entry, Harm
 from attack.kinds import Kind, flag, instance, integer, one_of, real, several, text
-from jaxrunner.beam import BeamSearchParams
-from jaxrunner.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from jaxrunner.structured_outputs import StructuredOutputsParams
+from jaxrunner.api.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.engine.beam import BeamSearchParams
 
 COUNT = 2**30
 ID = integer(0, COUNT)

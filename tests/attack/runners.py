@@ -14,7 +14,7 @@ from attack.harness import Case, Entry, in_words
 from attack.kinds import Kind, draw, empty, integer, nothing, several
 from attack.llm_methods import WRONG
 from jaxrunner import SamplingParams
-from jaxrunner.request import GrammarOutput, NewRequest, SchedulerOutput
+from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
 
 BLOCKS = list(range(20, 25))  # of the liar's request; the canary has others
 ID = integer(0, 60)

@@ -9,7 +9,7 @@ from attack import models, tamper
 from attack.harness import Case, Entry, Harm
 from attack.tamper import Folder
 from jaxrunner import LLM
-from jaxrunner.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshot import restore_engine, save_engine
 
 FIELDS = (r"host\.json", "saved", "snapshot", "folder", "layer[0-9]", "tables", "checksum")
 

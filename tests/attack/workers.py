@@ -9,7 +9,7 @@ from attack.harness import Case
 from attack.kinds import size
 from attack.llm_keywords import ALL, ROOM
 from attack.runners import Runner
-from jaxrunner.gpu_worker import Worker
+from jaxrunner.worker.worker import Worker
 
 SIZES = {name: value for name, value in models.SIZES.items() if name not in ("use_tqdm", "warm_up")}
 OTHERS = ("tokenizer", "skip_tokenizer_init", "generation_config", "use_tqdm")

@@ -1,0 +1,1 @@
+"""Measures one engine: `python -m jaxrunner.bench`."""

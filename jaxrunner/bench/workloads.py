@@ -1,0 +1,283 @@
+"""Speed of one engine: decode, prefill, first token, offline throughput, host time, start-up.
+
+    python -m jaxrunner.bench llama8b --out result.json
+    python -m jaxrunner.bench tiny --parts decode,host --repeats 3
+    python -m jaxrunner.bench --kernels
+
+Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
+what one token more costs a batch that decodes together.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+import json
+from pathlib import Path
+import platform
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.bench import host_time, kernels
+from jaxrunner.engine.engine import Engine, Gained
+from jaxrunner.llm import LLM
+
+SAMPLED = dict(temperature=0.8, top_k=50, top_p=0.95)
+PARTS = ("decode", "prefill", "ttft", "offline", "host")
+PERCENTILES = (50, 90, 99)
+
+
+def _config(architecture: str, model_type: str, sizes: str, **rest: Any) -> dict[str, Any]:
+    """Returns a `config.json`; `sizes` are hidden, MLP, layers, heads, KV heads, vocabulary."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "vocab_size")  # fmt: skip
+    return dict(
+        architectures=[architecture], model_type=model_type, hidden_act="silu",
+        torch_dtype="bfloat16", attention_bias=False, max_position_embeddings=8192,
+        **dict(zip(names, map(int, sizes.split()), strict=True)), **rest,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model shape and the sizes of its workloads, in tokens and requests."""
+
+    config: dict[str, Any]
+    engine: dict[str, Any]
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    sampled_batches: tuple[int, ...] = (1, 64, 256)
+    context: int = 1024
+    new: int = 144  # outputs of the runs whose decode steps are timed
+    prefill: tuple[int, int] = (8, 4096)  # requests, tokens
+    ttft: tuple[int, ...] = (128, 1024)
+    offline: tuple[int, int, int] = (512, 512, 256)  # requests, tokens in, tokens out
+    mixed: tuple[tuple[int, int], tuple[int, int]] = ((32, 1024), (32, 512))  # in, out
+    host_batches: tuple[int, ...] = (1, 8, 64, 256)
+    host_steps: int = 100
+
+
+GPU_ENGINE = dict(
+    max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
+    token_buckets=(128, 512, 1024, 2048, 4096, 8192),
+)  # fmt: skip
+
+PRESETS = {
+    "llama8b": Preset(
+        _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
+                rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
+        GPU_ENGINE,
+    ),
+    "qwen06b": Preset(
+        _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
+                rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),
+        # A launch costs the host more than a step the GPU.
+        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
+    ),
+    "tiny": Preset(
+        _config("LlamaForCausalLM", "llama", "256 768 8 4 2 4096", head_dim=64,
+                rope_theta=10000.0, tie_word_embeddings=True),
+        dict(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=512, dtype="float32",
+             token_buckets=(64, 512), decode_buckets=(1, 16)),
+        batches=(1, 16), sampled_batches=(1, 16), context=128, new=36,
+        prefill=(4, 256), ttft=(64, 128), offline=(32, 64, 32), mixed=((8, 128), (8, 64)),
+        host_batches=(1, 16),
+    ),
+}  # fmt: skip
+
+
+class Bench:
+    """Runs the workloads of one preset."""
+
+    def __init__(self, preset: Preset, **engine: Any):
+        self.preset, self._ids = preset, np.random.default_rng(0)
+        folder = Path(tempfile.mkdtemp())
+        (folder / "config.json").write_text(json.dumps(preset.config))
+        start = time.perf_counter()
+        self.llm = LLM(
+            str(folder), load_format="dummy", skip_tokenizer_init=True,
+            enable_prefix_caching=False, **preset.engine | engine,
+        )  # fmt: skip
+        self.startup_s = time.perf_counter() - start
+
+    def decode(self) -> dict[str, dict[str, float]]:
+        """Returns milliseconds of a decode step by batch size, greedy and sampled.
+
+        From the first launch in which all requests of a batch get tokens to the last one.
+        """
+        p, out = self.preset, dict[str, float]()
+        for batch in p.batches:
+            for name, rule in (("greedy", {}), ("topk_topp", SAMPLED)):
+                if rule and batch not in p.sampled_batches:
+                    continue
+                self.run(batch, p.context, 2, **rule)  # a program's first run sets up its graph
+                with Arrivals(self.llm.engine) as arrivals:
+                    self.run(batch, p.context, p.new, **rule)
+                (start, _), *launches = arrivals.of_all(batch)
+                key = f"{name}_b{batch}_ctx{p.context}"
+                out[key] = (launches[-1][0] - start) / sum(n for _, n in launches) * 1e3
+                print(f"{key}: {out[key]:.3f} ms a step", flush=True)
+        return {"decode_ms_per_step": out}
+
+    def prefill(self) -> dict[str, float]:
+        """Returns prompt tokens a second."""
+        batch, length = self.preset.prefill
+        self.run(batch // 2, length, 1)
+        best = min(self.run(batch, length, 1) for _ in range(2))
+        return {f"prefill_tok_s_{length}x{batch}": batch * length / best}
+
+    def ttft(self) -> dict[str, float]:
+        """Returns milliseconds to the first token of one request, by prompt length."""
+        best = {n: min(self.run(1, n, 1) for _ in range(5)) for n in self.preset.ttft}
+        return {f"ttft_ms_1x{n}": seconds * 1e3 for n, seconds in best.items()}
+
+    def offline(self) -> dict[str, Any]:
+        """Returns output tokens a second over many requests, of equal and of mixed lengths.
+
+        Of the mixed ones also milliseconds to the first token, from the call on, and from one
+        delivery to a request to its next: of one token, or of several where a launch has many.
+        """
+        num, length, new = self.preset.offline
+        equal = num * new / self.run(num, length, new)
+        ranges, rng = self.preset.mixed, np.random.default_rng(1)
+        inputs, outputs = (rng.integers(*bounds, num) for bounds in ranges)
+        prompts = [self.prompt(int(n)) for n in inputs]
+        with Arrivals(self.llm.engine) as arrivals:
+            start = time.perf_counter()
+            seconds = self.time(prompts, [params(int(n)) for n in outputs])
+        name, times = f"offline_mixed_{num}", arrivals.by_request()
+        return {
+            f"offline_{num}x({length}+{new})_out_tok_s": equal,
+            f"{name}_out_tok_s": int(outputs.sum()) / seconds,
+            f"{name}_ttft_ms": percentiles_ms([at[0] - start for at in times]),
+            f"{name}_itl_ms": percentiles_ms(np.concatenate([np.diff(at) for at in times])),
+        }
+
+    def host(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Returns what the host does, by phase: microseconds of a decode step by batch size, and
+        milliseconds of one `generate` for one token of many prompts."""
+        p, times = self.preset, dict[str, dict[str, float]]()
+        num, length, _ = p.offline
+        for batch in p.host_batches:
+            prompts = [self.prompt(min(64, p.context)) for _ in range(batch)]
+            ahead = 4 * self.llm.engine.config.num_decode_steps
+            wanted = params(p.host_steps + batch + 16 + ahead)
+            times[f"b{batch}"] = host_time.decode_us(self.llm, prompts, wanted, p.host_steps)
+            print(f"host, batch {batch}: {times[f'b{batch}']['host']:.0f} us a step", flush=True)
+        prompts = [self.prompt(length) for _ in range(num)]
+        admission = host_time.generate_ms(self.llm, prompts, params(1))
+        return {
+            "host_us_per_step": times,
+            "host_ms_per_admission": {f"{num}x{length}": admission},
+        }
+
+    def run(self, batch: int, length: int, new: int, **rule: Any) -> float:
+        """Returns the seconds of one `generate` over random prompts of one length."""
+        return self.time([self.prompt(length) for _ in range(batch)], params(new, **rule))
+
+    def prompt(self, length: int) -> dict[str, list[int]]:
+        """Returns a prompt of random ids."""
+        ids = self._ids.integers(10, self.preset.config["vocab_size"] - 10, length)
+        return {"prompt_token_ids": ids.tolist()}
+
+    def time(self, prompts: list, sampling_params: Any) -> float:
+        """Returns the seconds of one `generate`."""
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompts, sampling_params, use_tqdm=False, on_error="raise")
+        seconds = time.perf_counter() - start
+        errors = [output.error for output in outputs if output.error is not None]
+        assert not errors, errors[0]
+        return seconds
+
+
+class Arrivals:
+    """When an engine's requests got tokens, while this is entered."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._step = engine, engine.step
+        # Few objects: thousands that stay would bring on a full garbage collection, 0.2 s.
+        self._steps: list[tuple[float, list[str], list[int]]] = []
+
+    def __enter__(self) -> "Arrivals":
+        self._engine.step = self._timed
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._engine.step = self._step
+
+    def _timed(self) -> Gained:
+        gained = self._step()
+        at, new = time.perf_counter(), [(r.request_id, len(t)) for r, t in gained if t]
+        self._steps.append((at, [request for request, _ in new], [count for _, count in new]))
+        return gained
+
+    def of_all(self, batch: int) -> list[tuple[float, int]]:
+        """Returns when, in seconds, launches ended that gave `batch` requests tokens, and the
+        steps that they were."""
+        return [(at, max(counts)) for at, _, counts in self._steps if len(counts) == batch]
+
+    def by_request(self) -> list[list[float]]:
+        """Returns the times, in seconds, at which each request got tokens."""
+        times: dict[str, list[float]] = {}
+        for at, requests, _ in self._steps:
+            for request in requests:
+                times.setdefault(request, []).append(at)
+        return list(times.values())
+
+
+def params(new: int, **rule: Any) -> SamplingParams:
+    """Returns greedy parameters, or those of `rule`, for `new` tokens that nothing stops."""
+    rule = {"temperature": 0.0} | rule
+    return SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, **rule)
+
+
+def percentiles_ms(seconds: Any) -> dict[str, float]:
+    """Returns percentiles of some seconds, in milliseconds."""
+    values = np.percentile(seconds, PERCENTILES) * 1e3
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
+
+
+def medians(results: list[Any]) -> Any:
+    """Returns the median of each figure of several like results."""
+    if isinstance(results[0], dict):
+        return {name: medians([result[name] for result in results]) for name in results[0]}
+    return statistics.median(results)
+
+
+def machine() -> dict[str, str]:
+    """Returns what figures must be quoted with."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    """Runs a preset and prints or writes its figures as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrunner.bench", description=__doc__)
+    parser.add_argument("preset", choices=PRESETS, nargs="?", default="tiny")
+    parser.add_argument("--kernels", action="store_true", help="time each kernel, and no model")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each part, for medians")
+    parser.add_argument("--out", type=Path, help="file for the JSON")
+    args = parser.parse_args()
+    if args.kernels:
+        result = machine() | kernels.run()
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        return
+    bench = Bench(PRESETS[args.preset])
+    result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
+    result["programs"] = bench.llm.engine.runner.programs.report()
+    result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
+    for part in args.parts.split(","):
+        run: Callable[[], dict[str, Any]] = getattr(bench, part)
+        result |= medians([run() for _ in range(args.repeats)])
+        if args.out:  # after each part: a run that is cut short leaves what it has
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))

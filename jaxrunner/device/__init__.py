@@ -1,0 +1,1 @@
+"""What is compiled: the entry points, how they are lowered, what one upload holds."""

@@ -1,0 +1,1 @@
+"""Requests over time: queued, stepped, finished, saved and restored."""

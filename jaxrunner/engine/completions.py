@@ -1,0 +1,282 @@
+"""Completions of prompts: queued, run, and handed their tokens. Threads may share one."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+import itertools
+from pathlib import Path
+import threading
+import time
+from typing import Any
+
+from jaxrunner.api.outputs import Interrupted, RequestOutput, RequestOutputs
+from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.interrupts import deferred
+from jaxrunner.engine.output_processor import RequestState, request_output
+from jaxrunner.engine.progress import REDRAW_S, Bar, progress_bar, tell_failures
+from jaxrunner.engine.requested_prompts import Asked
+from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.runner.step_handle import Gained
+from jaxrunner.scheduling.request import Request
+from jaxrunner.text.bad_word_ids import encode_words
+from jaxrunner.text.prompts import ParsedPrompt
+from jaxrunner.text.tokenizer import Tokenizer
+
+
+class Completions:
+    """Every unfinished completion of an engine, as its user will see it."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]):
+        self.engine, self.tokenizer = engine, tokenizer
+        # Some checkpoints say -1 for none.
+        self.eos_token_ids = frozenset(token for token in eos_token_ids if token >= 0)
+        self._states: dict[str, RequestState] = {}
+        self._num_named = 0
+        self._lock = threading.RLock()  # threads may generate at once: each step serves all
+        self._closed = False
+        self.totals: Counter[str] = Counter()  # of completions that have ended; see `metrics`
+
+    def add(
+        self,
+        prompt: ParsedPrompt,
+        params: SamplingParams,
+        *,
+        into: list[RequestState],
+        on_error: str = "raise",
+        **kwargs: Any,
+    ) -> None:
+        """Queues the `n` completions of a prompt; `kwargs` go to `Engine.add`.
+
+        into: gains the completions before they are queued: who is interrupted can `drop` them.
+
+        Raises:
+          RuntimeError: the engine sleeps or has ended.
+          TypeError, ValueError: the prompt or a parameter is bad; with `on_error="return"` its
+            completions are finished already, with the error, instead.
+        """
+        self.engine.standing.check_awake()
+        states = self._new_states(prompt, params)
+        into += states
+        try:
+            max_len = self.engine.config.max_model_len
+            room = max_len if params.truncate_prompt_tokens is None else None
+            _, token_ids = prompt.resolve(self.tokenizer, room)
+            token_ids = token_ids[-params.most_prompt_tokens(max_len) :]
+            kwargs |= dict(cache_salt=prompt.cache_salt)
+            for state in states:
+                state.start(token_ids, self.tokenizer)
+            params = encode_words(params, self.tokenizer)
+            with self._lock:
+                for state in states:
+                    leader = None if state is states[0] else states[0].request
+                    self._add(state, token_ids, params, kwargs | {"leader": leader})
+        except (TypeError, ValueError) as error:
+            self.drop(states)
+            if on_error == "raise":
+                raise
+            for state in states:
+                state.fail(str(error))
+
+    def _new_states(self, prompt: ParsedPrompt, params: SamplingParams) -> list[RequestState]:
+        with self._lock:
+            name, self._num_named = str(self._num_named), self._num_named + 1
+        states = [RequestState(name, params, i) for i in range(params.n)]
+        for state in states:
+            state.prompt = prompt.text
+        return states
+
+    @deferred
+    def _add(self, state: RequestState, token_ids, params: SamplingParams, kwargs) -> None:
+        if params.seed is not None:
+            params = replace(params, seed=(params.seed + state.index) % 2**64)
+        own = self.tokenizer and self.tokenizer.eos_token_id  # the first is no `stop_reason`
+        kwargs |= dict(eos_token_ids=sorted(self.eos_token_ids, key=lambda t: (t != own, t)))
+        state.request = self.engine.add(state.request_id, token_ids, params, **kwargs)
+        self._states[state.request_id] = state
+
+    def answer(self, asked: Sequence[Asked], *, on_error: str, use_tqdm: Bar) -> RequestOutputs:
+        """Queues prompts, runs them, and returns their outputs, in their order; tells of failures.
+
+        Raises:
+          Interrupted: by Ctrl-C; has the outputs as they were then.
+        """
+        groups: list[list[RequestState]] = []
+        try:
+            try:
+                self.queue(asked, into=groups, on_error=on_error)
+                self.run(_all(groups), use_tqdm=use_tqdm)
+            finally:
+                self.drop(_all(groups))
+            outputs = _outputs(groups)
+            tell_failures(outputs)
+            return outputs
+        except KeyboardInterrupt as error:
+            self.drop(_all(groups))  # the interrupt may have come before this was done
+            groups = [group for group in groups if group]
+            for prompt, params, _ in asked[len(groups) :]:
+                groups.append(self._new_states(prompt, params))
+                self.drop(groups[-1])
+            raise Interrupted(_outputs(groups)) from error
+
+    def queue(
+        self, asked: Iterable[Asked], *, into: list[list[RequestState]], on_error: str
+    ) -> None:
+        """Adds prompts. into: gains a list of the completions of each."""
+        for prompt, params, priority in asked:
+            into.append([])
+            self.add(prompt, params, into=into[-1], on_error=on_error, priority=priority)
+
+    def run(self, states: Sequence[RequestState], *, use_tqdm: Bar = False) -> None:
+        """Steps until these completions are whole."""
+        shown_s = time.monotonic()
+        with progress_bar(use_tqdm, total=len(states), desc="Processed prompts") as bar:
+            for state in states:
+                while not state.finished:
+                    self.step()
+                    if use_tqdm and time.monotonic() - shown_s > REDRAW_S:
+                        bar.update(sum(state.finished for state in states) - bar.n)
+                        shown_s = time.monotonic()
+            bar.update(len(states) - bar.n)
+
+    @deferred
+    def step(self) -> None:
+        """Runs one step of the engine for whoever waits, and hands out its tokens."""
+        self.engine.standing.check_process()  # a lock may have been forked while it was held
+        with self._lock:
+            if self._closed:
+                return  # while this thread waited: all have ended
+            self._hand_out(self.engine.step())
+
+    def _hand_out(self, gained: Gained) -> None:
+        for request, tokens in gained:
+            state = self._states.get(request.request_id)
+            if state is not None and state.update(request, tokens):
+                self.engine.finish([request.request_id], "stop")
+
+    def stream(self, groups: Sequence[Sequence[RequestState]]) -> Iterator[RequestOutput]:
+        """Steps until the completions of each prompt are whole, and yields what is new of them."""
+        left = groups
+        try:
+            while left:
+                for group in left:
+                    yield from news(group)
+                left = [group for group in left if not all(s.told_all for s in group)]
+                if left and not any(map(has_news, left)):
+                    self.step()
+        finally:
+            self.drop(_all(groups))
+
+    @deferred
+    def save(self, folder: str | Path) -> None:
+        """Writes all that is unfinished, or not told yet, into a new folder; see `snapshot`."""
+        self.engine.standing.check_awake()
+        with self._lock:
+            self._hand_out(self.engine.drain())
+            states = [state.saved() for state in self._states.values()]
+            save_engine(self.engine, folder, dict(states=states, num_named=self._num_named))
+
+    def restore(self, folder: str | Path) -> list[list[RequestState]]:
+        """Takes up what `save` wrote. Returns the completions of each prompt."""
+        self.engine.standing.check_awake()
+        with self._lock:
+            states, self._num_named = restore_engine(self.engine, folder, self._restored).more
+            self._states = {state.request_id: state for state in states}
+            return [list(group) for _, group in itertools.groupby(states, lambda s: s.name)]
+
+    def _restored(
+        self, more: dict[str, Any], requests: Sequence[Request]
+    ) -> tuple[list[RequestState], int]:
+        """Returns the completions that `save` wrote, one for each request, and the names used."""
+        states = [RequestState.restored(saved, self.tokenizer) for saved in more["states"]]
+        told = [(state.request_id, state.request) for state in states]
+        if not all(request and request.request_id == name for name, request in told):
+            raise ValueError("completions have other requests than their own")
+        if len(dict(told)) < len(states) or not {*map(id, requests)} <= {id(r) for _, r in told}:
+            raise ValueError("requests have not one completion each")
+        num_named = max((int(state.name) + 1 for state in states), default=0)
+        return states, max(int(more["num_named"]), num_named)
+
+    def abort(self, name: str) -> None:
+        """Ends a prompt's completions at any phase; unknown names are ignored."""
+        self.engine.standing.check_process()
+        with self._lock:
+            for state in [state for state in self._states.values() if state.name == name]:
+                self.engine.abort([state.request_id])
+                state.abort()
+
+    @deferred
+    def drop(self, states: Iterable[RequestState]) -> None:
+        """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
+        if self.engine.standing.is_foreign:
+            return
+        with self._lock:
+            for state in states:
+                known = self._states.pop(state.request_id, None) is not None
+                if known and not state.finished:
+                    self.engine.abort([state.request_id])
+                state.abort()
+                if known:
+                    self._count(state)
+
+    def _count(self, state: RequestState) -> None:
+        """Adds a completion that has ended to the totals."""
+        self.totals[f"reason {state.finish_reason}"] += 1
+        self.totals["generation_tokens"] += len(state.token_ids)
+        if state.index == 0:  # of the prompt
+            self.totals["prompt_tokens"] += len(state.prompt_token_ids or ())
+            self.totals["cached_tokens"] += state.request.num_cached_tokens if state.request else 0
+
+    @deferred
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        """Forgets cached prefixes; with `running` also of requests at work, which start again."""
+        self.engine.standing.check()
+        with self._lock:
+            if running:
+                self._hand_out(self.engine.drain())
+                self.engine.scheduler.restart()
+                self.engine.runner.restart()
+            return self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Aborts all, and closes the engine. May be called twice."""
+        with self._lock:
+            self._closed = True
+            for state in self._states.values():
+                state.abort()
+            self.engine.close()
+
+
+def _all(groups: Iterable[Sequence[RequestState]]) -> list[RequestState]:
+    return list(itertools.chain.from_iterable(groups))
+
+
+def _outputs(groups: Iterable[list[RequestState]]) -> RequestOutputs:
+    """Returns the output of each prompt, as far as its completions have come."""
+    return RequestOutputs(
+        request_output(group, [state.completion() for state in group]) for group in groups
+    )
+
+
+def has_news(group: Sequence[RequestState]) -> bool:
+    """Whether `news` would yield."""
+    if group[0].params.output_kind == RequestOutputKind.FINAL_ONLY:
+        return all(state.finished for state in group)
+    return any(state.has_news for state in group)
+
+
+def news(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
+    """Yields what a stream has to tell of a prompt's completions, and marks it as told."""
+    kind = group[0].params.output_kind
+    if kind == RequestOutputKind.FINAL_ONLY:
+        if has_news(group):
+            yield request_output(group, [state.completion(delta=True) for state in group])
+        return
+    growing = kind == RequestOutputKind.CUMULATIVE
+    for state in group:
+        if state.has_news:
+            is_new = growing or not any(s.has_told for s in group)
+            told = state.completion(delta=True)
+            told = state.completion() if growing else told
+            finished = all(s.told_all for s in group)
+            yield request_output(group, [told], finished=finished, with_prompt=is_new)

@@ -1,0 +1,300 @@
+"""Tokens in, tokens out, for many requests at once: schedules, launches, reads, finishes.
+
+engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
+while engine.has_unfinished:
+    for request, new_token_ids in engine.step(): ...
+"""
+
+from collections import ChainMap, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.device.buckets import step_buckets
+from jaxrunner.engine.interrupts import deferred
+from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
+from jaxrunner.engine.structured_output_manager import Constraints, accept, concern, masks, may_end
+from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, Standing, of_engine, of_step
+from jaxrunner.model import Model
+from jaxrunner.runner.model_runner import ModelRunner
+from jaxrunner.runner.step_handle import Gained, StepHandle, merged
+from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.scheduling.request import Request, SchedulerOutput
+from jaxrunner.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Drives a scheduler and a runner, `async_depth` steps ahead of what it has read."""
+
+    def __init__(
+        self,
+        model: Model,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        params: Any,
+        *,
+        make_compiler: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ):
+        """make_compiler: returns a `GrammarCompiler`, once a request wants structured outputs.
+        `kwargs` go to `ModelRunner`."""
+        self.config, self.model_config = config, model_config
+        groups = [CacheGroup(config.block_size, window) for window in model_config.groups]
+        self.pools = [
+            BlockPool(config.num_blocks, config.block_size, g, config.enable_prefix_caching)
+            for g in range(len(groups))
+        ]
+        self.scheduler = Scheduler(
+            groups, self.pools,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            policy=config.policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
+        )  # fmt: skip
+        self.runner = ModelRunner(model, model_config, config, params, trusted=True, **kwargs)
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._gained: Gained = []  # read, and not yet returned
+        self.compiling = Constraints(make_compiler)
+        self._seeds = np.random.default_rng(config.seed)
+        self.weights_version, self.standing = 0, Standing()
+        self._alarm: FloatingPointError | None = None  # for the end of a step
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        priority: int = 0,
+        score_start: int | None = None,
+        leader: Request | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Queues a request.
+
+        eos_token_ids: ids that end it, unless ignored; the first has no `stop_reason`.
+        score_start: the position of the first prompt token whose logprob is wanted, where
+            `prompt_logprobs` is set; all but the first where None. The cache may hold those before.
+        leader: an unfinished request with this prompt, which is to be computed first and shared.
+        cache_salt: it shares cached blocks only with requests of the same.
+
+        Raises:
+          TypeError, ValueError: a bad argument, or an id that is in use; names it.
+          RuntimeError: the engine sleeps, or has ended; see `EngineStatus`.
+        """
+        self.standing.check_awake()
+        request = new_request(
+            request_id,
+            prompt_token_ids,
+            params,
+            of=self.runner.program,
+            eos_token_ids=eos_token_ids,
+            priority=priority,
+            score_start=score_start,
+            leader=leader,
+            cache_salt=cache_salt,
+        )
+        check_among(request, self._unfinished)
+        ruled = params.structured_outputs is not None
+        (self.compiling.submit if ruled else self.scheduler.add)(request)
+        # Nothing refuses it any more.
+        if params.seed is None:
+            request.seed = int(self._seeds.integers(2**63))
+        if leader is not None:
+            leader.leads = True
+        return request
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.scheduler.has_unfinished or self.compiling.num_waiting > 0
+
+    @property
+    def _unfinished(self) -> Mapping[str, Request]:
+        return ChainMap(self.scheduler.requests, self.compiling.requests)
+
+    @deferred
+    def step(self) -> Gained:
+        """Launches what can be launched, reads the oldest step.
+
+        Returns the requests that gained tokens or ended, with their new tokens. Where a step fails
+        its requests end with the error, and the others go on.
+
+        Raises:
+          RuntimeError: the engine has ended; see `EngineStatus`.
+          FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Nothing
+            is lost: the request that it names has ended, the next step goes on.
+        """
+        self.standing.check()
+        self._take_compiled(block=not self.scheduler.has_unfinished)
+        for _ in range(self.config.async_depth - len(self._in_flight)):
+            if not self._launch():
+                break
+        if self._in_flight:
+            self._read()
+        return self._take_gained()
+
+    @deferred
+    def drain(self) -> Gained:
+        """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
+        while self._in_flight:
+            self._read()
+        while self.compiling.num_waiting:
+            self._take_compiled(block=True)
+        return self._take_gained()
+
+    def _take_gained(self) -> Gained:
+        if self._alarm is not None:
+            alarm, self._alarm = self._alarm, None
+            raise alarm
+        gained, self._gained = self._gained, []
+        return merged(gained)
+
+    def _take_compiled(self, *, block: bool) -> None:
+        """Queues requests whose grammar is there."""
+        for request in self.compiling.ready(block=block):
+            if request.finish_reason is None:
+                self.scheduler.add(request)
+            else:
+                self._gained.append((request, []))
+
+    def _launch(self) -> bool:
+        """Schedules a step and launches it. Returns whether there was one."""
+        several = not self.runner.slots.need_the_host
+        scheduled = self.scheduler.schedule(self.config.num_decode_steps if several else 1)
+        try:
+            handle = self._start(scheduled)
+        except BaseException as error:
+            while self._in_flight:  # launched before it, so they may be whole
+                self._read()
+            self._lose(scheduled, error)
+            return False
+        if scheduled.num_scheduled_tokens:
+            self._in_flight.append((scheduled, handle))
+        return bool(scheduled.num_scheduled_tokens)
+
+    def _start(self, scheduled: SchedulerOutput) -> StepHandle:
+        if not concern(scheduled.requests):
+            return self.runner.step(scheduled)
+        self.runner.execute_model(scheduled)
+        while self._in_flight:  # while the forward pass runs: a mask needs all tokens before
+            self._read()
+        allowed, failed = masks(scheduled.requests, self.model_config.vocab_size)
+        self._end(scheduled.requests, failed)
+        return self.runner.sample_tokens(allowed)
+
+    def _read(self) -> None:
+        """Reads the oldest step, and tells the scheduler of it."""
+        scheduled, handle = self._in_flight.popleft()
+        try:
+            output = handle.get()
+        except BaseException as error:
+            self._lose(scheduled, error)
+            return
+        failed = output.failures(self.config.nan_policy)
+        sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+        for req_id in failed if scheduled.num_steps == 1 else ():
+            del sampled[req_id]  # of several, those count that came before
+        for part in output.prompt_logprobs:
+            request = scheduled.requests[part.req_id]
+            if request.finish_reason is None:
+                request.prompt_logprobs.append(part[1:])
+        gained = self.scheduler.update(scheduled, sampled)
+        if output.logprobs is not None:
+            output.share_logprobs(gained)
+        self._gained += gained
+        for request, tokens in gained:
+            if request.grammar is not None and (reason := accept(request, tokens)):
+                self.finish([request.request_id], reason)
+        self._end(scheduled.requests, failed)
+
+    def _end(self, requests: Mapping[str, Request], failed: Mapping[str, str]) -> None:
+        """Ends requests with errors of their own; a grammar that may end here ends well."""
+        for req_id, error in failed.items():
+            request = requests[req_id]
+            if request.finish_reason is not None:
+                continue  # of several steps, one before may have ended it
+            if error == NO_CHOICE and may_end(request):
+                self.finish([req_id], "stop")
+            else:
+                request.error = error
+                self.finish([req_id], "error")
+            self._gained.append((request, []))
+            if error == NO_NUMBER and self.config.nan_policy == "raise":
+                self._alarm = FloatingPointError(f"request {req_id!r}: {error}")
+
+    def _lose(self, scheduled: SchedulerOutput, error: BaseException) -> None:
+        """Ends the requests of a step that failed; the others start again, from their tokens."""
+        logger.error("a step failed", exc_info=error)
+        self._in_flight.clear()
+        self._end(scheduled.requests, dict.fromkeys(scheduled.requests, of_step(error)))
+        self.scheduler.restart()
+        try:
+            self.runner.restart()
+        except Exception as cause:
+            self.standing.ended = of_engine(error, cause)
+            left = dict(self._unfinished)
+            self._end(left, dict.fromkeys(left, self.standing.ended))
+        if self.runner.programs.strict or isinstance(error, FATAL):
+            raise error
+
+    def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
+        """Ends requests at any phase; ids of ended requests are ignored.
+
+        Raises:
+          TypeError, ValueError: an id is no string, or there is no such reason.
+        """
+        request_ids = check_ids(request_ids)
+        check_reason(reason, stop_reason)
+        self.compiling.drop(request_ids, reason, stop_reason)
+        self.scheduler.finish(request_ids, reason, stop_reason)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests that nobody waits for any more; raises as `finish`."""
+        self.finish(request_ids, "abort")
+
+    def warm_up(self, **kwargs: Any) -> None:
+        """Compiles programs ahead of time; see `ModelRunner.warm_up`."""
+        self.runner.warm_up(**kwargs)
+
+    def update_params(self, params: Any) -> None:
+        """Takes new weights between two steps; requests at work go on with them.
+
+        What was computed with the old ones is no longer found in the prefix cache, except by
+        requests that run. The arrays are used as they are, and must not be donated afterwards.
+
+        Raises:
+          ValueError, TypeError: they are not like the old ones, which stay; names where.
+          RuntimeError: the engine has ended.
+        """
+        self.standing.check()
+        self.runner.update_params(params)
+        self.scheduler.outdate_prefixes()
+        self.weights_version += 1
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False, and no change, while a request runs."""
+        return self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives the device memory of the state back; the weights are the caller's.
+
+        Requests are aborted. May be called twice; in a process forked off it does nothing.
+        """
+        if self.standing.is_foreign:
+            return
+        self.standing.ended = "this engine is closed: build another one"
+        self.abort(list(self._unfinished))
+        self._in_flight.clear()
+        self.compiling.close()
+        self.runner.close()

@@ -1,0 +1,56 @@
+"""What an engine counts, by the names under which vLLM's users look for it. Knows no JAX."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.scheduler import Scheduler
+
+LABELS = {"engine": "0"}
+
+
+@dataclass
+class Metric:
+    """One figure of an engine."""
+
+    name: str  # vLLM's, with its prefix
+    labels: dict[str, str] = field(default_factory=LABELS.copy)
+
+
+@dataclass
+class Counter(Metric):
+    """A sum that only grows."""
+
+    value: int = 0
+
+
+@dataclass
+class Gauge(Metric):
+    """A value as it is now."""
+
+    value: float = 0.0
+
+
+def read_metrics(
+    scheduler: Scheduler, pools: list[BlockPool], totals: Mapping[str, int]
+) -> list[Metric]:
+    """Returns all figures. totals: of what has ended, from `Completions`."""
+    used = [1 - pool.num_free / pool.num_blocks for pool in pools]
+    counters = dict(
+        prompt_tokens=totals.get("prompt_tokens", 0),
+        generation_tokens=totals.get("generation_tokens", 0),
+        prefix_cache_queries=totals.get("prompt_tokens", 0),
+        prefix_cache_hits=totals.get("cached_tokens", 0),
+        num_preemptions=scheduler.num_preemptions,
+    )
+    found: list[Metric] = [
+        Gauge("vllm:num_requests_running", value=scheduler.num_running),
+        Gauge("vllm:num_requests_waiting", value=scheduler.num_waiting),
+        Gauge("vllm:kv_cache_usage_perc", value=max(used)),
+    ]
+    found += [Counter(f"vllm:{name}", value=value) for name, value in counters.items()]
+    reasons = sorted(name for name in totals if name.startswith("reason "))
+    for name in reasons:
+        labels = LABELS | {"finished_reason": name.removeprefix("reason ")}
+        found.append(Counter("vllm:request_success", labels, totals[name]))
+    return found

@@ -1,0 +1,119 @@
+"""What a host asks of an engine, checked at the door, before anything changes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.api.validation import Bound, elements, plain, shown
+from jaxrunner.program import MAX_STOP_IDS, Program
+from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request, stop_ids
+from jaxrunner.text.prompts import check_prompt
+
+_ID = Bound(str)
+_TEXT = Bound(str, optional=True)
+_EOS = Bound(int, 0, 2**31 - 1)
+_PRIORITY = Bound(int, -(2**62), 2**62)
+_POSITION = Bound(int, 0, NEVER, optional=True)
+
+
+def new_request(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    of: Program,
+    eos_token_ids: Iterable[int] = (),
+    priority: int = 0,
+    score_start: int | None = None,
+    leader: Request | None = None,
+    cache_salt: str | None = None,
+) -> Request:
+    """Returns the request that an engine is asked for, with the seed of its parameters or 0.
+
+    cache_salt: it shares cached blocks only with requests of the same.
+
+    Raises:
+      TypeError, ValueError: an argument is of the wrong type or out of range; names it.
+    """
+    vocab_size, max_len = of.config.vocab_size, of.engine.max_model_len
+    request_id = plain("request_id", request_id, _ID)
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
+    params = params.clone()  # its user may set fields of the other
+    most = params.most_prompt_tokens(max_len)
+    prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
+    params.check(vocab_size, extra_args=of.extra_args)
+    # A tokenizer may have more ids than the model: those beyond it are never sampled.
+    given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
+    eos = [plain(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
+    start = plain("score_start", score_start, _POSITION)
+    start = NEVER if params.prompt_logprobs is None else max(1, 1 if start is None else start)
+    wanted = max_len if params.max_tokens is None else params.max_tokens
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        params=params,
+        seed=params.seed or 0,
+        max_len=min(len(prompt) + wanted, max_len),
+        stop_ids=stop_ids(params, eos, most=MAX_STOP_IDS),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        priority=plain("priority", priority, _PRIORITY),
+        cache_salt=_salt(of.config.cache_salt(len(prompt)), plain("cache_salt", cache_salt, _TEXT)),
+        cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
+        leader=leader,
+        score_start=start,
+    )
+
+
+def check_among(request: Request, live: Mapping[str, Request]) -> None:
+    """Checks a new request against the unfinished ones: its id, and its leader.
+
+    Raises:
+      TypeError, ValueError: the id is in use, or the leader is none of them with the same prompt.
+    """
+    if request.request_id in live:
+        name = f"request {shown(request.request_id)}"
+        raise ValueError(f"{name} is unfinished: give each live request its own request_id")
+    leader: Any = request.leader
+    if leader is None:
+        return
+    if not isinstance(leader, Request):
+        raise TypeError(f"leader must be what `add` returned, or None, got {shown(leader)}")
+    if live.get(leader.request_id) is not leader:
+        raise ValueError(
+            f"leader {shown(leader.request_id)} is not at work in this engine: leave it out"
+        )
+    if leader.prompt_token_ids != request.prompt_token_ids:
+        raise ValueError(
+            f"leader {shown(leader.request_id)} has another prompt than request "
+            f"{shown(request.request_id)}: leave it out"
+        )
+
+
+def check_ids(request_ids: Iterable[str]) -> list[str]:
+    """Returns a list of ids of requests.
+
+    Raises:
+      TypeError, ValueError: it is none, or has what is no id.
+    """
+    given = enumerate(elements("request_ids", request_ids, _ID.wanted))
+    return [plain(f"request_ids[{i}]", request_id, _ID) for i, request_id in given]
+
+
+def check_reason(reason: str, stop_reason: int | str | None) -> None:
+    """Checks why a request is said to end.
+
+    Raises:
+      TypeError, ValueError: it is no reason.
+    """
+    if plain("reason", reason, _ID) not in FINISH_REASONS:
+        raise ValueError(f"reason must be one of {FINISH_REASONS}, got {shown(reason)}")
+    if stop_reason is not None and type(stop_reason) not in (int, str):
+        raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")
+
+
+def _salt(of_model: bytes, of_user: str | None) -> bytes:
+    """Returns what names blocks apart, so that no text of a user's can pass for the model's."""
+    return (
+        of_model if of_user is None else b"%d %s %s" % (len(of_model), of_model, of_user.encode())
+    )

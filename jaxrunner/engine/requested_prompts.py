@@ -1,0 +1,94 @@
+"""What a call asks for: each prompt with its parameters and its priority. Knows no JAX."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
+from jaxrunner.api.validation import Bound, plain, shown
+from jaxrunner.text.prompts import ParsedPrompt, parse_prompts
+
+Asked = tuple[ParsedPrompt, SamplingParams, int]  # the last one is the priority
+PRIORITY = Bound(int, -(2**62), 2**62)
+# Keys of generation_config.json, by our names.
+OVERRIDES = {
+    name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+} | dict(max_new_tokens="max_tokens")
+
+
+def read_asked(
+    prompts: Any,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    priority: Any,
+    *,
+    whole: bool = False,
+    max_logprobs: int | None = None,
+) -> list[Asked]:
+    """Returns each prompt with what belongs to it. The parameters are copies.
+
+    whole: whether outputs are told once, at their end. max_logprobs: the most that a request may
+        ask for, -1 or None for no limit.
+
+    Raises:
+      TypeError, ValueError: the prompts as a whole, or what stands beside them, is bad.
+    """
+    parsed = parse_prompts(prompts)
+    params = _one_each("sampling_params", sampling_params, len(parsed))
+    for param in params:
+        if not isinstance(param, SamplingParams):
+            raise TypeError(
+                f"sampling_params must be a SamplingParams, got {type(param).__name__}: "
+                "pass SamplingParams(...), or a list of them"
+            )
+        if whole and param.output_kind == RequestOutputKind.DELTA:
+            raise ValueError(
+                "output_kind=DELTA is for LLM.stream, and generate returns the whole: leave it out"
+            )
+        if max_logprobs not in (None, -1):
+            _check_logprobs(param, max_logprobs)
+    ranks = _one_each("priority", 0 if priority is None else priority, len(parsed))
+    priorities = [plain(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
+    # Copies: who made them may set fields before a stream is read.
+    return [
+        (p, one.clone(), rank) for p, one, rank in zip(parsed, params, priorities, strict=False)
+    ]
+
+
+def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> SamplingParams:
+    """Returns default parameters with keys of a generation_config.json in place of theirs.
+
+    Raises:
+      TypeError, ValueError: a key that is not read, or a bad value; names it.
+    """
+    fields = {}
+    for key, value in (overrides or {}).items():
+        if key not in OVERRIDES:
+            raise ValueError(
+                f"override_generation_config has {shown(key)}, it may have {', '.join(OVERRIDES)}: "
+                "set others in SamplingParams"
+            )
+        fields[OVERRIDES[key]] = value
+    try:
+        return replace(params, **fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"override_generation_config: {error}") from error
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+        return [value] * max(1, count)  # looked at even where there is no prompt
+    given = list(value)  # whose length is what it says
+    if len(given) != count:
+        raise ValueError(
+            f"{name} must be one, or one for each of {count} prompts, got {len(given)}"
+        )
+    return given
+
+
+def _check_logprobs(params: SamplingParams, most: int) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and not 0 <= wanted <= most:
+            raise ValueError(
+                f"{name}={wanted} exceeds max_logprobs={most} of this LLM: ask for fewer"
+            )

@@ -1,0 +1,251 @@
+"""An engine at work in a folder, to go on in another process with the same tokens.
+
+The folder holds what differs from a new engine: device arrays as orbax writes them, of the KV cache
+those blocks that count, and host objects as JSON. It holds neither weights nor programs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+import os
+from pathlib import Path
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner import pytree
+from jaxrunner.engine import serialization, snapshot_check
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.interrupts import deferred
+from jaxrunner.errors import in_words
+from jaxrunner.loading import checksums, orbax_io
+from jaxrunner.runner.model_runner import ModelRunner
+from jaxrunner.runner.step_handle import Gained
+from jaxrunner.scheduling.block_tables import BlockTables
+from jaxrunner.scheduling.chunk_budget import ChunkBudget
+from jaxrunner.scheduling.request import Request, Status
+from jaxrunner.types import Array, LayerCache
+from jaxrunner.version import __version__
+
+PARTS = (BlockTables, ChunkBudget)  # of a scheduler
+# What follows from model and sizes, or belongs to a process. All else is saved, whatever it is.
+FIXED = {
+    "config", "model_config", "pools", "scheduler", "runner", "standing", "_in_flight", "_gained",
+    "_alarm", "compiling", "_groups", "_caching", "_program", "_no_plan", "_admission_layout",
+    "max_num_seqs", "max_model_len", "max_num_batched_tokens", "policy", "_most_tokens", "_sizes",
+    "_most", "num_blocks", "block_size", "group", "enable_caching", "null_block", "have_windows",
+}  # fmt: skip
+MOST_NAMED = 3  # differences in one message
+
+
+class Restored(NamedTuple):
+    """What `restore_engine` found."""
+
+    requests: dict[str, Request]  # unfinished ones
+    more: Any  # what `save_engine` was given, or `convert` made of it
+
+
+def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> Gained:
+    """Writes an engine between two steps into a new folder; the engine can go on.
+
+    more: to be saved along, of kinds that `serialization` knows. Steps in flight are read first,
+    and grammars waited for. Returns what these gave, as `Engine.step` would.
+
+    Raises:
+      ValueError: the folder is there.
+      RuntimeError: the engine sleeps, or has ended.
+      FloatingPointError: as `Engine.step`; nothing is saved.
+    """
+    folder = Path(folder).absolute()
+    orbax_io.check_new(folder)
+    engine.standing.check_awake()
+    gained = engine.drain()
+    state, filled = engine.runner.state, _filled(engine)
+    host = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
+        part = Path(unfinished, "snapshot")
+        orbax_io.write(part / "tables", (state.requests, state.sampling))
+        for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
+            # One at a time: a copy of the whole cache may fit neither device nor host.
+            values = jax.tree.map(partial(_read, np.array(blocks)), layer)
+            orbax_io.write(part / f"layer{i}", values)
+        told = dict(context=_context(engine), filled=filled, host=host, more=more)
+        (part / "host.json").write_text(serialization.dumps(told), encoding="utf-8")
+        checksums.write(part)
+        os.rename(part, folder)  # whole, or not there
+    return gained
+
+
+def restore_engine(
+    engine: Engine,
+    folder: str | Path,
+    convert: Callable[[Any, Sequence[Request]], Any] | None = None,
+) -> Restored:
+    """Makes an engine without requests the one that was saved. Cached prefixes come along.
+
+    convert: makes of what was saved along, and of all unfinished requests, what is returned.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      RuntimeError: requests are at work, or the engine sleeps or has ended.
+      ValueError: a file has changed since it was saved, or model, sizes or weights differ from
+        those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
+        goes on as before; at worst it has forgotten cached prefixes.
+    """
+    folder = Path(folder).absolute()
+    if not (folder / "host.json").is_file():
+        raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")
+    engine.standing.check_awake()
+    if engine.has_unfinished:
+        raise RuntimeError("requests are at work: finish or abort them, then restore")
+    checksums.check(folder, required=True)
+    told, requests = _told(engine, folder)
+    live = [request for request in requests if request.status is not Status.FINISHED]
+    spec = _spec(engine, folder, told["filled"])
+    tables = orbax_io.read(folder / "tables", spec)
+    try:
+        engine.compiling.resume(live)
+        more = told["more"] if convert is None else _converted(convert, told["more"], live)
+    except ValueError:
+        engine.compiling.drop([request.request_id for request in live], "abort")
+        raise
+    while engine.step():
+        pass  # of requests that have ended
+    engine.reset_prefix_cache()  # its blocks are written to
+    try:
+        for i, blocks in enumerate(told["filled"]):
+            _fill(engine.runner, i, np.array(blocks), folder / f"layer{i}")
+    except BaseException:
+        if not pytree.is_whole(engine.runner.state):
+            engine.runner.restart()  # nobody needs what a lost cache held
+        raise
+    _commit(engine, told["host"], tables)
+    return Restored({request.request_id: request for request in live}, more)
+
+
+def _told(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request]]:
+    """Returns the objects of the host, all checked."""
+    path = folder / "host.json"
+    try:
+        told, requests = serialization.loads(path.read_text(encoding="utf-8"))
+        told = {name: told[name] for name in ("context", "filled", "host", "more")}
+        context = {str(name): str(value) for name, value in told["context"].items()}
+    except Exception as error:  # whatever a text can make of itself
+        raise ValueError(f"{path} is none that an engine wrote: {in_words(error)}") from error
+    _check_context(folder, context, _context(engine))
+    own = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
+    snapshot_check.check(engine, own, told, requests)
+    return told, requests
+
+
+def _spec(engine: Engine, folder: Path, filled: list[list[int]]) -> Any:
+    """Returns what the tables must be like, once all files are known to be so."""
+    state = engine.runner.state
+    for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
+        orbax_io.check_like(folder / f"layer{i}", _blocks_of(layer, len(blocks)))
+    return orbax_io.abstract((state.requests, state.sampling))
+
+
+def _converted(convert: Callable, more: Any, live: Sequence[Request]) -> Any:
+    try:
+        return convert(more, live)
+    except Exception as error:
+        raise ValueError(
+            f"what was saved along with the engine cannot be taken up: {in_words(error)}"
+        ) from error
+
+
+def _read(blocks: np.ndarray, cache: Array) -> np.ndarray:
+    return np.asarray(cache[blocks])
+
+
+@deferred
+def _fill(runner: ModelRunner, i: int, blocks: np.ndarray, folder: Path) -> None:
+    """Writes what a layer's blocks held into its cache."""
+    kv = runner.state.kv
+    values = orbax_io.read(folder, _blocks_of(kv[i], len(blocks)))
+    layer = _put(kv[i], blocks, values)
+    runner.state = replace(runner.state, kv=(*kv[:i], layer, *kv[i + 1 :]))
+
+
+def _blocks_of(layer: LayerCache, count: int) -> Any:
+    """Returns what so many blocks of a cache are like."""
+
+    def one(cache: Array) -> jax.ShapeDtypeStruct:
+        shape = (count, *cache.shape[1:])
+        return jax.ShapeDtypeStruct(shape, cache.dtype, sharding=cache.sharding)
+
+    return jax.tree.map(one, layer)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(layer: LayerCache, blocks: Array, values: LayerCache) -> LayerCache:
+    return jax.tree.map(lambda x, new: x.at[blocks].set(new), layer, values)
+
+
+@deferred
+def _commit(engine: Engine, host: dict[str, Any], tables: tuple[Any, Any]) -> None:
+    """Gives an engine's objects what those of the saved one had."""
+    for name, owner, attribute in list(_fields(engine)):
+        setattr(owner, attribute, host[name])
+    requests, sampling = tables
+    engine.runner.state = replace(engine.runner.state, requests=requests, sampling=sampling)
+
+
+def _fields(engine: Engine) -> Iterator[tuple[str, Any, str]]:
+    """Yields what changes from step to step: a name, whose it is, and as which attribute."""
+    owners = dict(engine=engine, scheduler=engine.scheduler, slots=engine.runner.slots)
+    owners |= {f"pool{pool.group}": pool for pool in engine.pools}
+    parts = {name: part for name, part in vars(engine.scheduler).items() if isinstance(part, PARTS)}
+    for name, owner in (owners | parts).items():
+        for attribute in vars(owner).keys() - FIXED - parts.keys():
+            yield f"{name}.{attribute}", owner, attribute
+
+
+def _filled(engine: Engine) -> list[list[int]]:
+    """Returns each layer's blocks whose contents count; one at least, as orbax wants."""
+    config, of_group = engine.model_config, [pool.filled() or [0] for pool in engine.pools]
+    return [of_group[config.groups.index(window)] for window in config.windows]
+
+
+def _context(engine: Engine) -> dict[str, str]:
+    """Says what an engine must have in common with the one that goes on in its place."""
+    program = engine.runner.program
+    functions = dict(forward=program.model.forward, logits=program.model.logits)
+    told = dict(jaxrunner=__version__)
+    told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
+    told |= {"rules": repr([(rule.params.__qualname__, rule.extra_args) for rule in program.rules])}
+    for config in (program.config, program.engine):
+        told |= {name: repr(value) for name, value in vars(config).items()}
+    params = engine.runner.params
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+    leaves = zip(jax.tree.leaves(params), jax.device_get(_sums(params)), strict=True)
+    values = [f"{x.dtype}{list(x.shape)} of sum {total:#x}" for x, total in leaves]
+    return told | {f"params{path}": value for path, value in zip(paths, values, strict=True)}
+
+
+@jax.jit
+def _sums(params: Any) -> list[Array]:
+    """Returns a number for each leaf that any other values are unlikely to have."""
+
+    def one(x: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        words = bits.astype(jnp.uint32).ravel()
+        odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1  # apart by their places
+        return jnp.sum(words * odd, dtype=jnp.uint32)
+
+    return [one(x) for x in jax.tree.leaves(params)]
+
+
+def _check_context(folder: Path, saved: dict[str, str], own: dict[str, str]) -> None:
+    names = sorted(name for name in saved | own if saved.get(name) != own.get(name))
+    if names:
+        pairs = [f"{n}={saved.get(n)}, not {own.get(n)}" for n in names[:MOST_NAMED]]
+        raise ValueError(
+            f"the engine saved in {folder} differs from this one in {len(names)} things, it had "
+            f"{'; '.join(pairs)}: build this one like it"
+        )

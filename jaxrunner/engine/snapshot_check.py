@@ -1,0 +1,185 @@
+"""What a snapshot says of the host's objects, checked before any of it is taken over.
+
+Each object must be of the kind that the engine has, and all of them must agree, so that whatever is
+restored can run, be aborted and be closed. Checksums tell accidents; this is for what they do not.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.config import MAX_ID
+from jaxrunner.engine.engine import Engine
+from jaxrunner.errors import in_words
+from jaxrunner.program import MAX_STOP_IDS
+from jaxrunner.runner.request_table import Needs, Scoring
+from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.request import FINISH_REASONS, Request, Status
+
+COUNTS = (
+    "num_tokens", "num_computed", "num_cached_tokens", "num_held", "full_len", "arrival",
+    "weights_version", "cache_limit", "score_start",
+)  # fmt: skip
+MAX_COUNT = 2**62
+POOL = ("_num_refs", "_free", "_published", "_blocks_of", "_tails", "_tails_of")
+
+
+def check(
+    engine: Engine, own: Mapping[str, Any], told: Mapping[str, Any], requests: Sequence[Request]
+) -> None:
+    """Checks what `serialization` read.
+
+    own: the engine's fields by name, as `told["host"]` must have them.
+
+    Raises:
+      ValueError: it cannot be; says where.
+    """
+    live = [r for r in requests if getattr(r, "status", None) is not Status.FINISHED]
+    _check_part("fields", _check_fields, told["host"], own)
+    for i, request in enumerate(requests):
+        name = f"request {getattr(request, 'request_id', i)!r:.99}"
+        _check_part(name, _check_request, engine, request, {*map(id, live)})
+    _check_part("queues", _check_queues, engine, told["host"], live)
+    _check_part("slots", _check_slots, engine, told["host"])
+    _check_part("blocks", _check_blocks, engine, told["host"], told["filled"])
+
+
+def _check_part(name: str, function: Callable[..., None], *args: Any) -> None:
+    try:
+        function(*args)
+    except Exception as error:  # what is of the wrong kind fails anywhere
+        raise ValueError(
+            f"the snapshot has {name} that cannot be: {in_words(error)}: save it again"
+        ) from error
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _check_fields(host: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    _must(host.keys() == own.keys(), f"others are {sorted(host.keys() ^ own.keys())[:3]}")
+    for name, value in host.items():
+        _must(type(value) is type(own[name]), f"{name}, a {type(value).__name__}")
+
+
+def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
+    config, r = engine.model_config, request
+    _must(vars(r).keys() == {field.name for field in fields(Request)}, "other fields")
+    _must(type(r.request_id) is str and isinstance(r.params, SamplingParams), "no id or params")
+    _must(type(r.status) is Status and type(r.leads) is bool, "status or leads")
+    _must(r.finish_reason in (None, *FINISH_REASONS), "finish_reason")
+    _must(r.leader is None or isinstance(r.leader, Request), "leader")
+    for name in COUNTS:
+        value = getattr(r, name)
+        _must(type(value) is int and 0 <= value <= MAX_COUNT, f"{name}={value!r:.99}")
+    _must(type(r.seed) is int and 0 <= r.seed < 2**64, "seed")
+    _must(type(r.priority) is int and abs(r.priority) <= MAX_COUNT, "priority")
+    _must(type(r.cache_salt) is bytes, "cache_salt")
+    for ids in (r.prompt_token_ids, r.output_token_ids):
+        _must(type(ids) is list and all(type(i) is int for i in ids), "token ids")
+        _must(not ids or 0 <= min(ids) <= max(ids) < config.vocab_size, "token ids out of range")
+    _must(type(r.block_hashes) is tuple, "hashes")
+    _must(len(r.block_hashes) in (0, len(engine.pools)), "hashes of other cache groups")
+    _must(all(type(h) is bytes for hashes in r.block_hashes for h in hashes), "no hashes")
+    _must(r.num_tokens == len(r.prompt_token_ids) + len(r.output_token_ids), "num_tokens")
+    if id(r) not in live:
+        return
+    _must(r.finish_reason is None and r.num_in_flight == 0, "an end, or tokens in flight")
+    _must(type(r.max_len) is int and r.num_tokens < r.max_len, "max_len")
+    r.check_lengths(engine.config.max_model_len)
+    r.params.check(config.vocab_size, extra_args=engine.runner.program.extra_args)
+    _must(type(r.stop_ids) is frozenset, "stop_ids")
+    _must(type(r.eos_token_ids) is tuple, "eos_token_ids")
+    stops = [*r.stop_ids, *r.eos_token_ids]
+    _must(all(type(i) is int and 0 <= i < MAX_ID for i in stops), "stop_ids out of range")
+    _must(len(set(stops)) <= MAX_STOP_IDS, "too many stop_ids")
+    seen = {id(r)}
+    while r.leader is not None and r.leader.status is not Status.FINISHED:
+        r = r.leader
+        _must(id(r) not in seen and id(r) in live, "a leader that waits for it, or is nowhere")
+        seen.add(id(r))
+
+
+def _check_queues(engine: Engine, host: Mapping[str, Any], live: Sequence[Request]) -> None:
+    running, waiting = host["scheduler.running"], host["scheduler._waiting"]
+    queued = [request for _, request in waiting]
+    _must(all(type(a) is type(b) is int for (a, b), _ in waiting), "an order of no numbers")
+    _must([key for key, _ in waiting] == _heap(waiting), "a queue out of order")
+    by_id = {request.request_id: request for request in live}
+    _must(len(by_id) == len(live) == len(running) + len(queued), "requests lost or twice")
+    _must(host["scheduler.requests"] == by_id, "other requests")
+    _must({*map(id, running), *map(id, queued)} == {*map(id, live)}, "requests in no queue")
+    _must(len(running) <= engine.config.max_num_seqs, "more requests than slots")
+    for request in running:
+        _must(request.status is Status.RUNNING, "one that does not run among those that do")
+        _must(request.num_computed <= request.num_tokens, "tokens computed that are not there")
+        _check_tables(engine, request)
+    for request in queued:
+        _must(request.status is Status.WAITING and not request.num_computed, "one that runs")
+        _must(request.blocks == () and not request.num_held, "blocks of one that waits")
+    _must(host["scheduler._num_added"] >= 0, "_num_added")
+    ids = host["scheduler._finished"] | host["scheduler._preempted"]
+    _must(all(type(request_id) is str for request_id in ids), "ids of no text")
+
+
+def _heap(waiting: Sequence[Any]) -> list[Any]:
+    """Returns the keys of a heap in its order; another list where it is none."""
+    keys = [key for key, _ in waiting]
+    good = all(keys[(i - 1) // 2] <= key for i, key in enumerate(keys) if i)
+    return keys if good else []
+
+
+def _check_tables(engine: Engine, request: Request) -> None:
+    _must(type(request.blocks) is tuple and len(request.blocks) == len(engine.pools), "tables")
+    for table, pool in zip(request.blocks, engine.pools, strict=True):
+        _must(type(table) is list and all(type(block) is int for block in table), "a table")
+        _must(all(0 <= block <= pool.null_block for block in table), "a block out of range")
+        _must(len(table) <= engine.config.max_blocks, "a table that is too long")
+        held = pool.block_size * len(table)
+        _must(request.num_computed <= request.num_held <= held, "tokens without room")
+
+
+def _check_slots(engine: Engine, host: Mapping[str, Any]) -> None:
+    slot_of, free = host["slots._slot_of"], host["slots._free"]
+    ids = {request.request_id for request in host["scheduler.running"]}
+    _must(all(type(slot) is int for slot in (*free, *slot_of.values())), "a slot of no number")
+    slots = sorted((*free, *slot_of.values()))
+    _must(slots == list(range(engine.config.max_num_seqs)), "slots lost or twice")
+    _must(ids <= slot_of.keys() <= ids | host["scheduler._finished"], "slots of others")
+    for name in ("_num_blocks", "_needs"):
+        _must(host[f"slots.{name}"].keys() == slot_of.keys(), f"{name} of others")
+    needs, scoring = host["slots._needs"].values(), host["slots._scoring"].values()
+    _must(all(type(x) is Needs and set(map(type, x)) <= {bool, int} for x in needs), "needs")
+    _must(all(type(x) is Scoring and set(map(type, x)) == {int} for x in scoring), "scoring")
+    for name in ("_choosy", "_stepwise", "_scoring"):
+        _must(set(host[f"slots.{name}"]) <= slot_of.keys(), f"{name} of others")
+    for request in host["scheduler.running"]:
+        counts = [len(table) for table in request.blocks]
+        _must(host["slots._num_blocks"][request.request_id] == counts, "other counts of blocks")
+
+
+def _check_blocks(engine: Engine, host: Mapping[str, Any], filled: list[list[int]]) -> None:
+    known = []
+    for g, own in enumerate(engine.pools):
+        pool = BlockPool(own.num_blocks, own.block_size, own.group, own.enable_caching)
+        table = {name: host[f"pool{g}.{name}"] for name in POOL}
+        vars(pool).update(table)
+        refs, free = table["_num_refs"], table["_free"]
+        owned = Counter(b for request in host["scheduler.running"] for b in request.blocks[g])
+        _must(all(type(count) is int for count in refs), "counts of no numbers")
+        _must(refs == [owned[block] for block in range(own.num_blocks)], "other counts of owners")
+        _must(sorted(free) == [b for b, n in enumerate(refs) if not n], "free ones that are owned")
+        for tokens_of, blocks_of in (("_published", "_blocks_of"), ("_tails", "_tails_of")):
+            listed = [(h, b) for h, blocks in table[blocks_of].items() for b in blocks]
+            held = [(h, b) for b, (h, tokens) in table[tokens_of].items() if len(tokens)]
+            _must(sorted(listed) == sorted(held), f"{blocks_of} unlike {tokens_of}")
+            _must({b for _, b in held} <= set(range(own.num_blocks)), f"{tokens_of} of others")
+            _must(all(type(h) is bytes for h, _ in held), f"{tokens_of} without hashes")
+        known.append(pool.filled() or [0])
+    config = engine.model_config
+    wanted = [known[config.groups.index(window)] for window in config.windows]
+    _must(filled == wanted, "others in the files than in use")

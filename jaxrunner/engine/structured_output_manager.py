@@ -1,0 +1,151 @@
+"""Grammars of requests: those being compiled, and the masks of those that run. Knows no JAX."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.errors import of_foreign_code
+from jaxrunner.scheduling.request import GrammarOutput, Request, Status
+
+FAILED = "structured_outputs: the grammar failed"
+
+
+class Constraints:
+    """Requests that wait for their grammar. A compiled one is its request's `grammar`."""
+
+    def __init__(self, make_compiler: Callable[[], Any] | None):
+        """make_compiler: returns a `GrammarCompiler`; called once, when a request needs it."""
+        self._make_compiler, self._compiler = make_compiler, None
+        self.requests: dict[str, Request] = {}  # whose grammar is not compiled yet
+        self._futures: dict[str, Future] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is not compiled yet."""
+        return len(self.requests)
+
+    def submit(self, request: Request) -> None:
+        """Starts compiling a request's grammar, in another thread.
+
+        Raises:
+          ValueError: there is no tokenizer to compile it for, or llguidance is not installed.
+        """
+        if self._make_compiler is None:
+            raise ValueError(
+                "structured_outputs needs the tokenizer of the model: leave skip_tokenizer_init "
+                "out, or give the engine a GrammarCompiler"
+            )
+        if self._compiler is None:
+            self._compiler = self._made_compiler(self._make_compiler)
+        future = self._compiler.submit(request.params.structured_outputs)
+        self.requests[request.request_id], self._futures[request.request_id] = request, future
+
+    def _made_compiler(self, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except ImportError as error:
+            raise ValueError(f"structured_outputs cannot be used: {error}") from error
+
+    def ready(self, *, block: bool) -> list[Request]:
+        """Returns requests whose grammar is there, or that it failed, which ends them."""
+        if block and self._futures:
+            wait(self._futures.values(), return_when=FIRST_COMPLETED)
+        done = [self._take(name) for name, future in list(self._futures.items()) if future.done()]
+        for request, future in done:
+            error = future.exception()
+            if error is None:
+                request.grammar = future.result()
+            else:
+                request.error = str(error)
+                _end(request, "error")
+        return [request for request, _ in done]
+
+    def resume(self, requests: Iterable[Request]) -> None:
+        """Compiles the grammars of requests that come from elsewhere, and shows them the output.
+
+        Raises:
+          ValueError: as `submit`, or a grammar that fails.
+        """
+        ruled = [request for request in requests if request.params.structured_outputs is not None]
+        for request in ruled:
+            self.submit(request)
+        while self.requests:
+            self.ready(block=True)
+        for request in ruled:
+            if request.grammar is None or accept(request, request.output_token_ids):
+                raise ValueError(f"request {request.request_id!r} cannot resume: {request.error}")
+
+    def close(self) -> None:
+        """Ends the compiler's threads."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def drop(
+        self, request_ids: Iterable[str], reason: str, stop_reason: int | str | None = None
+    ) -> None:
+        """Ends requests that wait; ids of others are ignored."""
+        for request_id in request_ids:
+            if request_id in self.requests:
+                request, _ = self._take(request_id)
+                request.stop_reason = stop_reason
+                _end(request, reason)
+
+    def _take(self, request_id: str) -> tuple[Request, Future]:
+        return self.requests.pop(request_id), self._futures.pop(request_id)
+
+
+def _end(request: Request, reason: str) -> None:
+    # Also its status: others may wait for it as their leader.
+    request.finish_reason, request.status = reason, Status.FINISHED
+
+
+def concern(requests: Mapping[str, Request]) -> bool:
+    """Whether a step of these requests needs masks."""
+    return any(request.grammar is not None for request in requests.values())
+
+
+def masks(requests: Mapping[str, Request], vocab_size: int) -> tuple[GrammarOutput, dict[str, str]]:
+    """Returns which tokens the grammars allow next, and the errors of those that failed, by id.
+
+    All are allowed for a request that has just ended, or whose grammar failed.
+    """
+    failed: dict[str, str] = {}
+    ruled = [request for request in requests.values() if request.grammar is not None]
+    bitmask = np.full((len(ruled), -(-vocab_size // 32)), -1, np.int32)
+    for row, request in zip(bitmask, ruled, strict=True):
+        if request.finish_reason is not None:
+            continue
+        try:
+            request.grammar.fill(row)
+        except BaseException as error:
+            failed[request.request_id] = f"{FAILED}: {of_foreign_code(error)}"
+            row[:] = -1
+    return GrammarOutput(tuple(request.request_id for request in ruled), bitmask), failed
+
+
+def accept(request: Request, token_ids: list[int]) -> str | None:
+    """Takes new tokens into a request's grammar. Returns why the request ends, if it does."""
+    grammar = request.grammar
+    if grammar is None or request.finish_reason is not None:
+        return None
+    try:
+        if grammar.accept(token_ids):
+            return "stop" if grammar.finished else None
+        request.error = (
+            f"structured_outputs: the grammar refuses a token of {token_ids}: "
+            f"{grammar.error or 'it allows others'}"
+        )
+    except BaseException as error:
+        request.error = f"{FAILED}: {of_foreign_code(error)}"
+    return "error"
+
+
+def may_end(request: Request) -> bool:
+    """Whether what a request's grammar has seen is complete; one that fails says no."""
+    try:
+        return request.grammar is not None and request.grammar.is_accepting
+    except BaseException as error:
+        of_foreign_code(error)
+        return False

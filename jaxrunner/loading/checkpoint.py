@@ -1,0 +1,132 @@
+"""Which file of a checkpoint folder holds each tensor, checked by name, shape and dtype."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrunner.api.validation import shown
+from jaxrunner.config import DTYPES
+from jaxrunner.hf_config import read_json
+from jaxrunner.loading.safetensors_file import Tensor, read_header
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# May be there unwanted: the config says the first, the second is the tied embedding again.
+SPARE = ("rotary_emb.inv_freq", "lm_head.weight")
+MOST_NAMED = 5  # problems in one message
+
+
+def find(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], files: Sequence[Path] = ()
+) -> dict[str, tuple[Path, Tensor]]:
+    """Returns the file and place of each tensor of `shapes`. files: where to look, if not usual.
+
+    Raises:
+      FileNotFoundError, ValueError: a file or tensor is missing, extra, twice there, or not what
+        it should be; names up to five.
+    """
+    files, index = (files, None) if files else _files(folder)
+    found: dict[str, tuple[Path, Tensor]] = {}
+    problems = []
+    for path in files:
+        for name, tensor in read_header(path).items():
+            if name in found:
+                problems.append(f"{name} is in {found[name][0].name} and again in {path.name}")
+            found[name] = path, tensor
+    if index is not None:
+        problems += _check_index(index, found)
+    problems += _check_tensors(shapes, found)
+    if problems:
+        more = len(problems) - MOST_NAMED
+        named = "; ".join(problems[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        raise ValueError(
+            f"the weights in {folder} must be those of its config.json, got: {named}. Download "
+            "the checkpoint again, or correct config.json"
+        )
+    return {name: found[name] for name in shapes}
+
+
+def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Returns the files that hold the weights, and the shard of each tensor if an index says so."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} must be a folder that holds {WHOLE} or {INDEX}")
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE], None
+    if (folder / INDEX).is_file():
+        index = _read_index(folder / INDEX)
+        return [folder / shard for shard in sorted(set(index.values()))], index
+    single = sorted(folder.glob("*.safetensors"))
+    if len(single) == 1:
+        return single, None
+    if single:
+        raise ValueError(
+            f"{folder} holds {len(single)} safetensors files, {single[0].name} and others, but no "
+            f"{INDEX} that says what is in which: download it too"
+        )
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ValueError(
+            f"{folder} holds its weights as {pickles[0]}: that is a pickle, and unpickling can "
+            "run any code. Get the model as safetensors, or convert it where you trust its author"
+        )
+    raise FileNotFoundError(f"{folder} holds no weights: it needs {WHOLE} or {INDEX}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    index: Any = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(
+            f"{path}: weight_map must name the shard of each tensor, got {shown(index)}"
+        )
+    for name, shard in index.items():
+        # A name with a folder could point anywhere on this machine.
+        plain = isinstance(shard, str) and Path(shard).name == shard
+        if not plain or not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"{path}: {name} must lie in a *.safetensors file of the same folder, got "
+                f"{shown(shard)}"
+            )
+    missing = [s for s in sorted(set(index.values())) if not (path.parent / s).is_file()]
+    if missing:
+        names = ", ".join(missing[:MOST_NAMED])
+        raise FileNotFoundError(
+            f"{path} names {len(set(index.values()))} shards, {len(missing)} of them missing: "
+            f"{names}. Download the checkpoint again"
+        )
+    return index
+
+
+def _check_index(index: Mapping[str, str], found: Mapping[str, tuple[Path, Tensor]]) -> list[str]:
+    """Returns where the index and the shards differ."""
+    problems = []
+    for name, shard in index.items():
+        if name not in found:
+            problems.append(f"{name} is not in {shard}, where {INDEX} says it is")
+        elif found[name][0].name != shard:
+            problems.append(f"{name} is in {found[name][0].name}, {INDEX} says {shard}")
+    for name in found.keys() - index.keys():
+        problems.append(f"{name} is in {found[name][0].name}, but not in {INDEX}")
+    return sorted(problems)
+
+
+def _check_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[Path, Tensor]],
+) -> list[str]:
+    """Returns where the tensors are not those wanted."""
+    problems = []
+    for name, shape in shapes.items():
+        if name not in found:
+            problems.append(f"{name} {list(shape)} is missing")
+            continue
+        path, tensor = found[name]
+        if tensor.shape != shape:
+            problems.append(f"{name} in {path.name} must be {list(shape)}, is {list(tensor.shape)}")
+        if tensor.dtype.name not in DTYPES:
+            kinds = ", ".join(DTYPES)
+            problems.append(f"{name} in {path.name} must be one of {kinds}, is {tensor.dtype}")
+    for name in sorted(found.keys() - shapes.keys()):
+        if not name.endswith(SPARE):
+            path, tensor = found[name]
+            problems.append(f"{name} {list(tensor.shape)} in {path.name} is not wanted")
+    return problems

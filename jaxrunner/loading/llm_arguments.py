@@ -1,0 +1,213 @@
+"""What `LLM` and its methods may be called with: our arguments' bounds, and vLLM's other ones.
+
+A keyword of vLLM that has no setting here is taken where its value asks for what is done anyway,
+and else refused with what to do instead. Knows no JAX.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxrunner.api.arguments import Elsewhere
+from jaxrunner.api.validation import Bound
+from jaxrunner.text.tokenizer import Tokenizer
+
+COUNT = 2**30
+FLAG = Bound(bool)
+TEXT = Bound(str)
+TEXT_OR_NONE = Bound(str, optional=True)
+FOLDER_OR_NONE = Bound(str, optional=True, also=(Path,))
+DICT_OR_NONE = Bound(dict, optional=True)
+BUCKETS = Bound(int, 1, 2**24, each=True, most=1024)
+MODEL: dict[str, Bound] = {  # and its weights
+    "model": Bound(str, also=(Path,)),
+    "revision": TEXT_OR_NONE,
+    "download_dir": FOLDER_OR_NONE,
+    "hf_token": Bound(str, optional=True, also=(bool,)),
+    "dtype": TEXT,
+    "seed": Bound(int, 0, 2**63 - 1),
+    "load_format": TEXT,
+    "model_loader_extra_config": DICT_OR_NONE,
+    "hf_overrides": DICT_OR_NONE,
+    "check_nan": FLAG,
+    "cache_dir": FOLDER_OR_NONE,
+}
+SIZES: dict[str, Bound] = {
+    "kv_cache_dtype": TEXT,
+    "max_model_len": Bound(int, -1, COUNT, optional=True),
+    "max_num_seqs": Bound(int, 1, 2**16),
+    "max_num_batched_tokens": Bound(int, 1, 2**24, optional=True),
+    "num_blocks": Bound(int, 1, COUNT, optional=True),
+    "block_size": Bound(int, 1, 2**16),
+    "kv_cache_memory_bytes": Bound(int, 1, 2**62, optional=True),
+    "gpu_memory_utilization": Bound(float, 0, 1, optional=True),
+    "token_buckets": BUCKETS,
+    "decode_buckets": BUCKETS,
+    "enable_prefix_caching": FLAG,
+    "policy": TEXT,
+    "long_prefill_token_threshold": Bound(int, 0, COUNT),
+    "async_depth": Bound(int, 1, 1024),
+    "num_decode_steps": Bound(int, 1, 1024),
+    "logprobs_mode": TEXT,
+    "nan_policy": TEXT,
+    "attention_backend": TEXT,
+    "enforce_eager": FLAG,
+}
+TEXTS: dict[str, Bound] = {
+    "tokenizer": Bound(str, optional=True, also=(Path, Tokenizer)),
+    "skip_tokenizer_init": FLAG,
+    "tokenizer_revision": TEXT_OR_NONE,
+    "generation_config": TEXT,
+    "override_generation_config": DICT_OR_NONE,
+    "chat_template": TEXT_OR_NONE,
+    "warm_up": Bound(bool, among=(False, True, "all", "background")),
+    "use_tqdm": FLAG,
+    "max_logprobs": Bound(int, -1, COUNT, optional=True),
+}
+LLM: dict[str, Bound] = MODEL | SIZES | TEXTS
+RENAMED: dict[str, str] = {
+    "scheduling_policy": "policy",
+    "num_gpu_blocks_override": "num_blocks",
+    "use_tqdm_on_load": "use_tqdm",
+}
+SPELLED: dict[str, dict[Any, Any]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "seed": {None: 0},
+}
+_OUT = "leave it out"
+_ONE_DEVICE = f"one device runs the whole model; {_OUT}, or take a smaller model or dtype"
+_TEXT_ALONE = f"prompts are text or token ids; {_OUT}"
+_COMPILED = "programs are compiled by size; see token_buckets, decode_buckets and enforce_eager"
+_LORA = "adapters are not read: merge them into the weights of the checkpoint"
+_SERVER = f"there is no server; {_OUT}"
+_CONFIG = "pass hf_overrides, which replaces keys of config.json"
+_SAFETENSORS = "weights come from safetensors in a folder or on the hub; convert others first"
+_MOE = f"there are dense decoders alone; {_OUT}"
+_GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
+ELSEWHERE: dict[str, Elsewhere] = {
+    **dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes",
+         "decode_context_parallel_size", "prefill_context_parallel_size"),
+        Elsewhere(_ONE_DEVICE, (1, None)),
+    ),
+    "distributed_executor_backend": Elsewhere(_ONE_DEVICE, (None, "uni")),
+    "max_parallel_loading_workers": Elsewhere(_ONE_DEVICE),
+    "disable_custom_all_reduce": Elsewhere(_ONE_DEVICE, each=bool),
+    "ray_workers_use_nsight": Elsewhere(_ONE_DEVICE, (False,)),
+    "cpu_offload_gb": Elsewhere(_ONE_DEVICE, (0, 0.0, None)),
+    "swap_space": Elsewhere(
+        f"a preempted request is computed again, no cache is swapped; {_OUT}", (0, 0.0, None)
+    ),
+    "preemption_mode": Elsewhere(
+        f"a preempted request is computed again; {_OUT}", (None, "recompute")
+    ),
+    "kv_offloading_size": Elsewhere(f"caches stay on the device; {_OUT}"),
+    "kv_transfer_config": Elsewhere("save_state and restore_state move requests with their caches"),
+    "trust_remote_code": Elsewhere(
+        f"code of a checkpoint is never run; {_OUT}, architectures that are known need none",
+        (False,),
+    ),
+    "quantization": Elsewhere(
+        "weights of 8 or 4 bits are not read; take a checkpoint in bfloat16 or float16, and "
+        "kv_cache_dtype='fp8' for a cache of half the size"
+    ),
+    "enable_chunked_prefill": Elsewhere(
+        f"long prompts are always computed in chunks; {_OUT}", (True, None)
+    ),
+    "disable_log_stats": Elsewhere("get_metrics tells them", each=bool),
+    "enable_sleep_mode": Elsewhere("sleep and wake_up are always there", each=bool),
+    "tokenizer_mode": Elsewhere(
+        f"tokenizer.json alone is read; {_OUT}", ("auto", "hf", "fast", None)
+    ),
+    "runner": Elsewhere("models generate text; there is no pooling", ("auto", "generate", None)),
+    "task": Elsewhere("models generate text; there is no pooling", ("auto", "generate", None)),
+    "convert": Elsewhere("models generate text; there is no pooling", ("auto", "none", None)),
+    "pooler_config": Elsewhere("models generate text; there is no pooling"),
+    "override_pooler_config": Elsewhere("models generate text; there is no pooling"),
+    "max_num_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
+    "max_long_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
+    "num_scheduler_steps": Elsewhere("num_decode_steps=... is what it is called here", (1, None)),
+    "num_lookahead_slots": Elsewhere(f"nothing is speculated; {_OUT}", (0, None)),
+    "speculative_config": Elsewhere(
+        f"there is no speculative decoding; {_OUT}, num_decode_steps saves launches"
+    ),
+    "speculative_model": Elsewhere(f"there is no speculative decoding; {_OUT}"),
+    "async_scheduling": Elsewhere("async_depth=1 reads each step at once", (True, None)),
+    "disable_async_output_proc": Elsewhere("async_depth=1 reads each step at once", (False, None)),
+    "stream_interval": Elsewhere(f"stream tells each token; {_OUT}", (1, None)),
+    "scheduler_cls": Elsewhere("drive a ModelRunner by a scheduler of your own"),
+    "worker_cls": Elsewhere("jaxrunner.worker.worker has the worker", ("auto", None)),
+    "worker_extension_cls": Elsewhere("collective_rpc takes a function", ("", None)),
+    "use_v2_block_manager": Elsewhere(_OUT, each=bool),
+    "prefix_caching_hash_algo": Elsewhere("blocks are named by SHA-256", ("sha256", None)),
+    "disable_sliding_window": Elsewhere("lower max_model_len instead", (False,)),
+    "disable_cascade_attn": Elsewhere(_OUT, each=bool),
+    "disable_hybrid_kv_cache_manager": Elsewhere(
+        f"layers with a window have a cache of their own; {_OUT}", (False, None)
+    ),
+    "calculate_kv_scales": Elsewhere("each token and head has a scale of its own", each=bool),
+    "enable_lora": Elsewhere(_LORA, (False, None)),
+    **dict.fromkeys(
+        ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), Elsewhere(_LORA)
+    ),
+    "enable_prompt_adapter": Elsewhere(_LORA, (False, None)),
+    "enable_prompt_embeds": Elsewhere(_TEXT_ALONE, (False, None)),
+    "limit_mm_per_prompt": Elsewhere(_TEXT_ALONE, (None, {})),
+    "mm_processor_kwargs": Elsewhere(_TEXT_ALONE, (None, {})),
+    "mm_processor_cache_gb": Elsewhere(_TEXT_ALONE, (0, 0.0, None)),
+    "disable_mm_preprocessor_cache": Elsewhere(_TEXT_ALONE, each=bool),
+    "allowed_local_media_path": Elsewhere(_TEXT_ALONE, ("", None)),
+    "enable_expert_parallel": Elsewhere(_MOE, (False, None)),
+    "enable_eplb": Elsewhere(_MOE, (False, None)),
+    "compilation_config": Elsewhere(_COMPILED, (None, {})),
+    "optimization_level": Elsewhere(_COMPILED),
+    "cudagraph_capture_sizes": Elsewhere(_COMPILED),
+    "max_seq_len_to_capture": Elsewhere(_COMPILED),
+    "rope_scaling": Elsewhere(_CONFIG),
+    "rope_theta": Elsewhere(_CONFIG),
+    "hf_config_path": Elsewhere(_CONFIG),
+    "config_format": Elsewhere("config.json alone is read", ("auto", "hf")),
+    "model_impl": Elsewhere("models/registry.py lists the architectures", ("auto", None)),
+    "code_revision": Elsewhere("code of a checkpoint is never run"),
+    "safetensors_load_strategy": Elsewhere(_SAFETENSORS, ("lazy", None)),
+    "ignore_patterns": Elsewhere(_SAFETENSORS),
+    "guided_decoding_backend": Elsewhere(_GRAMMARS, ("auto", "guidance", None)),
+    "structured_outputs_config": Elsewhere(
+        _GRAMMARS, (None, {}, {"backend": "auto"}, {"backend": "guidance"})
+    ),
+    "reasoning_parser": Elsewhere("outputs are the model's text, to be parsed by you", ("", None)),
+    "logits_processors": Elsewhere("logits_fn=... takes a function of the logits", (None, [])),
+    "profiler_config": Elsewhere("start_profile takes the folder"),
+    "device": Elsewhere("JAX takes the first device that it has; see JAX_PLATFORMS", ("auto",)),
+    "served_model_name": Elsewhere(_SERVER),
+    "additional_config": Elsewhere(_OUT, (None, {})),
+    "otlp_traces_endpoint": Elsewhere("start_profile records a trace"),
+}  # fmt: skip
+_TQDM = Bound(bool, also=(Callable,))
+ON_ERROR: dict[str, Bound] = {"on_error": Bound(str, among=("return", "raise"))}
+METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}
+SCORE: dict[str, Bound] = METHODS | {"start": Bound(int, 0, COUNT)}
+GENERATE: dict[str, Bound] = METHODS | ON_ERROR
+ABORT: dict[str, Bound] = {"request_id": TEXT}
+CHAT: dict[str, Bound] = {
+    "use_tqdm": _TQDM,
+    "chat_template": TEXT_OR_NONE,
+    "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
+    "chat_template_kwargs": DICT_OR_NONE,
+}
+PROMPTS_ELSEWHERE: dict[str, Elsewhere] = {
+    "lora_request": Elsewhere(_LORA),
+    "prompt_adapter_request": Elsewhere(_LORA),
+    "mm_processor_kwargs": Elsewhere(_TEXT_ALONE, (None, {})),
+    "tokenization_kwargs": Elsewhere(
+        "SamplingParams has truncate_prompt_tokens, and token ids are taken as they are", (None, {})
+    ),
+    "prompt_token_ids": Elsewhere('prompts may be {"prompt_token_ids": [...]}, or a list of them'),
+    "guided_options_request": Elsewhere("SamplingParams has structured_outputs"),
+    "concurrency_limit": Elsewhere(_OUT),
+    "chat_template_content_format": Elsewhere(
+        "contents reach the template as text", ("auto", "string")
+    ),
+}

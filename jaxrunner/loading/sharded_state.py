@@ -1,0 +1,113 @@
+"""Weights in files as they lie on the device, in vLLM's format: a start joins nothing."""
+
+from functools import partial
+import glob
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner import pytree
+from jaxrunner.api.validation import Bound, plain, shown
+from jaxrunner.config import ModelConfig
+from jaxrunner.loading import safetensors_file
+from jaxrunner.loading.weights import check_checkpoint, load_params
+from jaxrunner.model import Model, Source
+
+PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+_MAX_SIZE = Bound(int, 1, 2**62, optional=True)
+
+
+def save(
+    folder: str | Path, params: Any, *, pattern: str | None = None, max_size: int | None = None
+) -> None:
+    """Writes params as safetensors files, of at most `max_size` bytes of weights each.
+
+    A weight that is larger has a file of its own. pattern: the names of the files.
+
+    Raises:
+      TypeError, ValueError: a bad pattern or size, or such files are there.
+    """
+    folder, pattern = Path(folder), _checked(pattern)
+    most = plain("max_size", max_size, _MAX_SIZE)
+    if old := _files(folder, pattern):
+        raise ValueError(f"{folder} holds {old[0].name} already: name another folder")
+    leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    parts: list[dict[str, Any]] = [{}]
+    for name, leaf in leaves.items():
+        size = sum(x.nbytes for x in parts[-1].values())
+        if parts[-1] and most is not None and size + leaf.nbytes > most:
+            parts.append({})
+        parts[-1][name] = leaf
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, part in enumerate(parts):
+        tensors = {name: (leaf.dtype, leaf.shape) for name, leaf in part.items()}
+        # A JAX array keeps the host copy made of it for life: let a copy of it do so.
+        arrays = (np.asarray(leaf.copy()) for leaf in part.values())
+        safetensors_file.write(folder / pattern.format(rank=0, part=i), tensors, arrays)
+
+
+def load(
+    folder: Path, model: Model, config: ModelConfig, *, pattern: str | None = None, **kwargs: Any
+) -> Any:
+    """Returns the params that `save` wrote; `kwargs` are those of `load_params`.
+
+    Raises:
+      FileNotFoundError, TypeError, ValueError: as `load_params`, or a bad pattern.
+    """
+    model, files = _found(folder, model, pattern)
+    return load_params(folder, model, config, files=files, **kwargs)
+
+
+def check(folder: Path, model: Model, config: ModelConfig, *, pattern: str | None = None) -> None:
+    """Checks the headers of the files that `load` would read; raises as it."""
+    model, files = _found(folder, model, pattern)
+    check_checkpoint(folder, model, config, files)
+
+
+def _found(folder: Path, model: Model, pattern: str | None) -> tuple[Model, list[Path]]:
+    """Returns the model with weights stored as they are, and its files."""
+    pattern = _checked(pattern)
+    files = _files(folder, pattern)
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} holds no {pattern.format(rank=0, part='*')}: save_sharded_state writes them"
+        )
+    return model._replace(sources=partial(_sources, model.params)), files
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    name = glob.escape(pattern.format(rank=0, part="\n")).replace("\n", "*")
+    return sorted(folder.glob(name))
+
+
+def _checked(pattern: str | None) -> str:
+    """Returns a pattern that makes another name of each part."""
+    if pattern is None:
+        return PATTERN
+    wanted = "a file's name with {part} in it, ending in .safetensors"
+    if not isinstance(pattern, str):
+        raise TypeError(f"pattern must be {wanted}, got {shown(pattern)}")
+    try:
+        names = [pattern.format(rank=0, part=part) for part in (0, 1, "*")]
+    except Exception:  # of whatever it formats with
+        names = [""]
+    plain_name = all(name == Path(name).name and "\0" not in name for name in names)
+    if len(set(names)) < 2 or not plain_name or not pattern.endswith(".safetensors"):
+        raise ValueError(f"pattern must be {wanted}, got {shown(pattern)}")
+    return pattern
+
+
+def _sources(params: type, config: ModelConfig) -> Any:
+    """Returns the sources of weights that are stored as they are."""
+    shapes = pytree.abstract(params, config.dims | {"param": "float32"})
+    return jax.tree.map_with_path(_source, shapes)
+
+
+def _source(path: Any, leaf: Any) -> Source:
+    return Source((_name(path),), (leaf.shape,), lambda parts: parts[0], lambda whole: [whole])
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

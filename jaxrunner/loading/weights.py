@@ -1,0 +1,281 @@
+"""Weights of a model: from a checkpoint, to a checkpoint, or random."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from jaxrunner import pytree
+from jaxrunner.config import ModelConfig, check_dtype
+from jaxrunner.errors import in_words
+from jaxrunner.loading import checkpoint, safetensors_file
+from jaxrunner.model import Model, Source
+from jaxrunner.types import Array
+
+MOST_NAMED, MOST_SHOWN = 10, 60  # leaves in a message, and characters of each
+
+
+def load_params(
+    folder: Path,
+    model: Model,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    sharding_or_device: Any = None,
+    files: Sequence[Path] = (),
+    check_nan: bool = False,
+    progress: bool = True,
+) -> Any:
+    """Returns the params of a checkpoint folder, as `dtype`, on their device.
+
+    Nothing is allocated before the whole checkpoint was checked; then at most two weights are on
+    the host at a time, and as many of their parts. With `check_nan`, all values must be finite.
+    files: of the folder, those that hold weights; where empty, those that a checkpoint has.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing, no safetensors, or does not hold what
+        `config` needs; names tensors and files.
+    """
+    target = np.dtype(check_dtype("dtype", dtype))
+    sources = _sources(model, config)
+    shapes = _shapes(sources)
+    found = checkpoint.find(folder, shapes, files)
+    leaves = []
+    bar = tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress)
+    with bar, ExitStack() as undo:
+        undo.callback(pytree.delete, leaves)  # a traceback that is kept would keep the memory
+        for source in sources:
+            parts = {}
+            for name in source.names:
+                path, tensor = found[name]
+                parts[f"{path}: {name}"] = safetensors_file.read(path, name, tensor)
+            if check_nan:
+                check_finite(parts)
+            leaves.append(jax.device_put(_join(source, parts, target), sharding_or_device))
+            # One transfer is on its way while the next weight is joined, not more.
+            jax.block_until_ready(leaves[-2:-1])
+            bar.update(len(parts))
+        undo.pop_all()
+    return jax.tree.unflatten(jax.tree.structure(abstract_params(model, config, dtype)), leaves)
+
+
+def check_checkpoint(
+    folder: Path, model: Model, config: ModelConfig, files: Sequence[Path] = ()
+) -> None:
+    """Checks the headers of a checkpoint, as `load_params` does before it reads; raises as it."""
+    checkpoint.find(folder, _shapes(_sources(model, config)), files)
+
+
+def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
+    """Returns params made on the device: norms one, all else normal with deviation 0.02."""
+    key = jax.random.key(seed)
+    leaves, treedef = jax.tree.flatten_with_path(abstract_params(model, config, dtype))
+    made = [
+        jnp.ones(leaf.shape, leaf.dtype)
+        if "norm" in str(path[-1])
+        else _normal(jax.random.fold_in(key, i), shape=leaf.shape, dtype=leaf.dtype)
+        for i, (path, leaf) in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, made)
+
+
+def like(new: Any, old: Any) -> Any:
+    """Returns `new`, a tree of arrays, if a program compiled for `old` takes it.
+
+    Arrays of the host are put where the old ones are; those of a device are taken as they are.
+    `old` may be shapes, dtypes and shardings alone.
+
+    Raises:
+      ValueError, TypeError: a tree, shape, dtype or sharding that differs, or an array that was
+        deleted; names it.
+    """
+    if type(new) is not type(old):  # it may be any list, however long
+        kinds = type(old).__name__, type(new).__name__
+        raise ValueError(
+            f"params must have the leaves of those they replace, in {kinds[0]}, got {kinds[1]}"
+        )
+    try:
+        same = jax.tree.structure(new) == (structure := jax.tree.structure(old))
+    except Exception as error:  # of JAX, and of objects that are keys
+        raise TypeError(f"params must be a tree of arrays: {in_words(error)}") from error
+    if not same:
+        paths = [
+            {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+            for tree in (new, old)
+        ]
+        missing, unknown = (_named(paths[i] - paths[1 - i]) for i in (1, 0))
+        raise ValueError(
+            f"params must have the leaves of those they replace: {missing} are missing, {unknown} "
+            f"are not known, of {structure.num_leaves}"
+        )
+    pairs = zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True)
+    leaves = [_like(f"params{jax.tree_util.keystr(path)}", x, y) for (path, x), y in pairs]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _named(paths: set[str]) -> str:
+    """Returns a few of many names, each cut where it is long."""
+    few = [path[:MOST_SHOWN] for path in sorted(paths)[:MOST_NAMED]]
+    return f"{few} and {len(paths) - len(few)} more" if len(paths) > len(few) else str(few)
+
+
+def _like(name: str, new: Any, old: Any) -> Any:
+    if not isinstance(new, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an array, got {type(new).__name__}")
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(
+            f"{name} must be {old.dtype} {list(old.shape)}, got {new.dtype} {list(new.shape)}"
+        )
+    if isinstance(new, np.ndarray):
+        return jax.device_put(new, old.sharding)
+    if new.is_deleted():
+        raise ValueError(f"{name} was deleted: donate no array that an engine is to use")
+    if not new.sharding.is_equivalent_to(old.sharding, old.ndim):
+        raise ValueError(
+            f"{name} must be sharded as {old.sharding}, got {new.sharding}: jax.device_put it there"
+        )
+    return new
+
+
+def check_tensors(model: Model, config: ModelConfig, tensors: dict[str, Any]) -> None:
+    """Checks tensors, by their Hugging Face names, against a model.
+
+    Raises:
+      ValueError: a name that the model does not have, or another shape.
+    """
+    shapes = _shapes(_sources(model, config))
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(shapes)[:3]}, …")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+
+
+def check_finite(parts: dict[str, np.ndarray]) -> None:
+    """Checks all values of tensors, by their names.
+
+    Raises:
+      ValueError: one is NaN or infinite.
+    """
+    for where, part in parts.items():
+        bad = part.size - np.count_nonzero(np.isfinite(part))
+        if bad:
+            raise ValueError(
+                f"{where} holds {bad} of {part.size} values that are NaN or infinite, all must be "
+                "finite: correct them, or load the model with check_nan=False"
+            )
+
+
+def check_leaves(params: Any) -> None:
+    """Checks all values of params, where they lie.
+
+    Raises:
+      ValueError: one is NaN or infinite; names its leaf.
+    """
+    finite = jax.device_get(jax.tree.map(_is_finite, params))
+    for path, good in jax.tree.leaves_with_path(finite):
+        if not good:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} holds values that are NaN or infinite, all "
+                "must be finite: correct them, or load the model with check_nan=False"
+            )
+
+
+def _is_finite(leaf: Any) -> Any:
+    """Whether a leaf is finite; what is no array that lives is another check's."""
+    lives = isinstance(leaf, jax.Array) and not leaf.is_deleted()
+    return jnp.isfinite(leaf).all() if lives or isinstance(leaf, np.ndarray) else True
+
+
+def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[str, Any]) -> Any:
+    """Returns `params` with some tensors of a checkpoint in place of what they were made of.
+
+    Leaves that no tensor belongs to are the old ones. tensors: by their Hugging Face names.
+
+    Raises:
+      ValueError: as `check_tensors`, or values that the dtype does not hold.
+    """
+    check_tensors(model, config, tensors)
+    leaves = []
+    for source, leaf in zip(_sources(model, config), jax.tree.leaves(params), strict=True):
+        if tensors.keys() & set(source.names):
+            old = source.split(np.asarray(leaf.copy()))
+            pairs = zip(source.names, old, strict=True)
+            parts = {name: np.asarray(tensors.get(name, part)) for name, part in pairs}
+            leaf = jax.device_put(_join(source, parts, leaf.dtype), leaf.sharding)
+        leaves.append(leaf)
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def save_checkpoint(
+    folder: Path, model: Model, config: ModelConfig, params: Any, config_json: dict[str, Any]
+) -> None:
+    """Writes model.safetensors and config.json as Hugging Face lays them out.
+
+    The tensors have the dtype of `params`, and config.json says so; one weight at a time is copied
+    to the host.
+    """
+    pairs = list(zip(_sources(model, config), jax.tree.leaves(params), strict=True))
+    tensors = {
+        name: (leaf.dtype, shape)
+        for source, leaf in pairs
+        for name, shape in zip(source.names, source.shapes, strict=True)
+    }
+
+    def arrays() -> Iterator[np.ndarray]:
+        for source, leaf in pairs:
+            # A JAX array keeps the host copy made of it for life: let a copy of it do so.
+            yield from source.split(np.asarray(leaf.copy()))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors_file.write(folder / "model.safetensors", tensors, arrays())
+    # Every transformers reads the old name of the dtype.
+    stored = config_json | {"torch_dtype": pairs[0][1].dtype.name}
+    stored.pop("dtype", None)
+    text = json.dumps(stored, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _sources(model: Model, config: ModelConfig) -> list[Source]:
+    """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`."""
+    return jax.tree.leaves(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
+
+
+def _shapes(sources: list[Source]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's tensors, by name."""
+    pairs = (zip(source.names, source.shapes, strict=True) for source in sources)
+    return dict(itertools.chain.from_iterable(pairs))
+
+
+def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
+    """Returns the shapes, dtypes and shardings of a model's weights."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
+    return jax.tree.map(lambda x: x.update(sharding=here), shapes)
+
+
+def _join(source: Source, parts: dict[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Makes a weight of its tensors, of which it may share the memory."""
+    with np.errstate(over="ignore"):  # found below, by name
+        cast = [part.astype(dtype, copy=False) for part in parts.values()]
+    if dtype == np.float16:
+        for (where, part), half in zip(parts.items(), cast, strict=True):
+            if part.dtype != dtype and np.any(np.isinf(half) & np.isfinite(part)):
+                raise ValueError(
+                    f"{where} holds values over 65504, the largest of dtype='float16': "
+                    "use dtype='bfloat16' or 'float32'"
+                )
+    return source.join(cast)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jax.random.normal(key, shape, dtype) * 0.02

@@ -1,0 +1,1 @@
+"""Which implementation of an operation runs on a device, and why."""

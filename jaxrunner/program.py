@@ -1,0 +1,191 @@
+"""The static half of an engine, and the shapes of everything that follows from it."""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner import pytree
+from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.model import Model, Ops
+from jaxrunner.rule import Rule
+from jaxrunner.types import (
+    Admission,
+    Batch,
+    Copies,
+    LayerCache,
+    Logprobs,
+    Plan,
+    Requests,
+    State,
+    StepOutput,
+)
+
+MAX_TARGETS = 256  # prompt tokens that one launch scores
+MAX_STOP_IDS = 144  # of a request: its own, and the model's EOS
+FEW_STOP_IDS = 16  # of a request whose admission is not wide
+# Lists of ids that few requests have: an admission may leave them out, or have few stop ids.
+WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
+
+
+class Program(NamedTuple):
+    """What is compiled into every program of an engine."""
+
+    model: Model
+    config: ModelConfig
+    engine: EngineConfig
+    ops: Callable[[Batch], Ops]  # what layers run on a batch
+    rules: tuple[Rule, ...] = ()
+    num_drafts: int = 0
+    sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
+
+    @property
+    def extra_args(self) -> list[str]:
+        """What rules read of a request's `extra_args`."""
+        return [name for rule in self.rules for name in rule.extra_args]
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes, dtypes and flags, for `pytree`."""
+        e = self.engine
+        return self.config.dims | dict(
+            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, J=1 + self.num_drafts,
+            N=e.num_blocks, S=e.block_size, M=e.max_blocks, key=2, **WIDE,
+            kv=jnp.dtype(e.kv_dtype), scaled=e.scaled, param=jnp.dtype(e.dtype),
+        )  # fmt: skip
+
+
+class Bucket(NamedTuple):
+    """The padded size of a step."""
+
+    num_tokens: int  # T
+    num_rows: int  # B
+    query_len: int = 0  # tokens of every row, 0 if rows differ
+
+
+class SampleSize(NamedTuple):
+    """The padded size of a draw, and what is compiled into it."""
+
+    num_rows: int  # B
+    rich: bool = False  # whether the rules that few requests want are there
+    num_logprobs: int = 0  # C, 0 for no logprobs
+
+
+class Steps(NamedTuple):
+    """The padded size of several decode steps in one launch."""
+
+    num_steps: int  # tokens of each row
+    sample: SampleSize  # the draw of each step
+
+    @property
+    def num_rows(self) -> int:
+        """Requests, B."""
+        return self.sample.num_rows
+
+    @property
+    def bucket(self) -> Bucket:
+        """The size of each step."""
+        return Bucket(self.num_rows, self.num_rows, 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all steps."""
+        return self.num_rows * self.num_steps
+
+
+class ScoreSize(NamedTuple):
+    """The padded size of a launch that scores prompt tokens."""
+
+    num_tokens: int  # T
+    num_targets: int  # U
+    num_logprobs: int  # C
+
+
+class AdmitSize(NamedTuple):
+    """The padded size of an admission."""
+
+    num_rows: int  # A
+    num_writes: int  # W
+    wide: bool = False  # whether it holds the `WIDE` lists, and many stop ids
+
+
+class CopySize(NamedTuple):
+    """The padded size of a launch that copies KV blocks."""
+
+    num_copies: int  # C
+
+
+COPIES = CopySize(8)  # more are copied in several launches
+
+
+def make_state(program: Program) -> State:
+    """Returns the state of an engine without requests."""
+    dims = program.dims
+    return State(
+        requests=pytree.zeros(Requests, dims),
+        sampling=tuple(pytree.zeros(rule.params, dims) for rule in program.rules),
+        kv=tuple(pytree.zeros(LayerCache, dims) for _ in range(dims["Y"])),
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # asked for in every step
+def plan_spec(program: Program, size: Bucket | Steps) -> Plan:
+    """Returns the abstract plan of a size; its W holds any blocks that its tokens can need."""
+    T, B = size.num_tokens, size.num_rows
+    dims = dict(B=B, W=T // program.engine.block_size + B)
+    return pytree.abstract(Plan, program.dims | dims)
+
+
+@functools.lru_cache(maxsize=64)
+def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, tuple[Any, ...]]:
+    """Returns the abstract admission of a size, and its rows of sampling parameters."""
+    A, W, wide = size
+    dims = program.dims | dict(A=A, W=W, R=A)
+    dims |= {} if wide else dict.fromkeys(WIDE, 0) | dict(X=FEW_STOP_IDS)
+    rows = tuple(pytree.abstract(rule.params, dims) for rule in program.rules)
+    return pytree.abstract(Admission, dims), rows
+
+
+@functools.lru_cache(maxsize=8)
+def copies_spec(program: Program, size: CopySize) -> tuple[Copies, ...]:
+    """Returns abstract copies, by cache group."""
+    dims = program.dims | dict(C=size.num_copies)
+    return tuple(pytree.abstract(Copies, dims) for _ in program.config.groups)
+
+
+def admit_sizes(program: Program) -> tuple[AdmitSize, ...]:
+    """Returns the sizes of admissions: a few requests, many, or some with long lists."""
+    R = program.engine.max_num_seqs
+    few, many = min(8, R), min(64, R)
+    return AdmitSize(few, 1024), AdmitSize(many, 8192), AdmitSize(few, 8192, True)
+
+
+def logprob_widths(vocab_size: int) -> tuple[int, ...]:
+    """Returns the columns of logprobs that programs have: a few sizes, up to all tokens."""
+    return (*(C for C in (1, 20, MAX_LOGPROB_IDS) if C < vocab_size), vocab_size)
+
+
+def score_size(num_tokens: int, num_logprobs: int) -> ScoreSize:
+    """Returns the size of the launches that score prompt tokens of a step of T."""
+    return ScoreSize(num_tokens, min(MAX_TARGETS, num_tokens), num_logprobs)
+
+
+@functools.lru_cache(maxsize=256)
+def output_spec(
+    program: Program, num_rows: int, num_logprobs: int, num_steps: int = 1
+) -> StepOutput:
+    """Returns the abstract output of a step, or of several in one launch."""
+    J = num_steps + program.num_drafts
+    dims = dict(B=num_rows, J=J, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
+    return pytree.abstract(StepOutput, program.dims | dims)
+
+
+@functools.lru_cache(maxsize=256)
+def score_spec(program: Program, size: ScoreSize) -> tuple[Any, ...]:
+    """Returns the abstract output of a launch that scores: slots, positions, logprobs."""
+    U, C = size.num_targets, size.num_logprobs
+    one = jax.ShapeDtypeStruct((U,), jnp.int32)
+    return one, one, pytree.abstract(Logprobs, program.dims | dict(N=U, C=C))

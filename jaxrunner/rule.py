@@ -1,0 +1,78 @@
+"""How sampling rules are written and run.
+
+A rule is a class of per-slot parameters, a function that reads one request's parameters on the
+host, and a function that reshapes the logits of one token on the device.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.pytree import pytree
+from jaxrunner.types import Array, Requests
+
+
+@pytree
+class NoParams:
+    """The parameters of a rule that has none of its own."""
+
+
+class Context(NamedTuple):
+    """What a rule may know of the token that is about to be sampled.
+
+    The tokens before it, drafts included, are `request.token_ids[:position]`.
+    """
+
+    position: Array  # of that token, scalar
+    request: Requests  # the request's row of the table
+    mask: Array | None = None  # [ceil(V / 32)], a bit for each token that its grammar allows
+
+
+class Rule(NamedTuple):
+    """One sampling rule. It leaves the logits of a row that does not ask for it bit for bit."""
+
+    params: type  # a pytree with one row a slot, zeros where there is no request
+    row: Callable[[SamplingParams, int], Any]  # (params, seed) -> the row of one request
+    apply: Callable[[Array, Any, Context], Array]  # (logits [V], row, context) -> logits [V]
+    # (row, context) -> whether the row asks for it; the rule is skipped where none does.
+    asks: Callable[[Any, Context], Array] | None = None
+    # Whether a request ever asks for it; None for what belongs to every draw. Where no request of
+    # a step wants any of these rules, they are not in its program.
+    wanted: Callable[[SamplingParams], bool] | None = None
+    truncates: bool = False  # whether it only takes tokens away, after the temperature
+    extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
+
+
+class Batched(NamedTuple):
+    """The rows that rules run on: N tokens of any requests."""
+
+    slot: Array  # [N]
+    position: Array  # [N]
+    requests: Requests  # the table
+    mask: Array | None  # [N, ceil(V / 32)]
+
+    def context(self) -> Context:
+        """Returns the context of each row, on a leading axis."""
+        request = rows_of(self.requests, self.slot)
+        return Context(self.position, request, self.mask)
+
+
+def rows_of(table: Any, slot: Array) -> Any:
+    """Reads the rows of `slot`, zeros for padding."""
+    return jax.tree.map(lambda x: x.at[slot].get(mode="fill", fill_value=0), table)
+
+
+def run(rule: Rule, logits: Array, table: Any, batch: Batched) -> Array:
+    """Runs a rule on logits, [N, V]; costs nothing where no row asks for it."""
+    asks = rule.asks
+
+    def apply(logits: Array) -> Array:
+        return jax.vmap(rule.apply)(logits, rows_of(table, batch.slot), batch.context())
+
+    if asks is None:
+        return apply(logits)
+    asked = jax.vmap(asks)(rows_of(table, batch.slot), batch.context())
+    return jax.lax.cond(jnp.any(asked), apply, lambda logits: logits, logits)

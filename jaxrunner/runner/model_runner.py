@@ -1,0 +1,299 @@
+"""Turns a scheduler's output into device calls and back. Knows no queues.
+
+    handle = runner.step(scheduler_output)  # one upload, one launch; returns at once
+    output = handle.get()                   # waits for the download
+
+`execute_model` then `sample_tokens(grammar_output)` do the same in two launches, for a host that
+builds a grammar mask while the forward pass runs.
+"""
+
+from collections import Counter
+import copy
+from dataclasses import replace
+import functools
+import gc
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner import pytree
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.device.buckets import choose, step_buckets
+from jaxrunner.device.entry_points import Work, abstract, program_keys, program_spec, step_key
+from jaxrunner.device.packing import Layout
+from jaxrunner.loading import orbax_io
+from jaxrunner.loading.weights import like
+from jaxrunner.model import Model
+from jaxrunner.program import (
+    SampleSize,
+    Steps,
+    make_state,
+    output_spec,
+    score_size,
+    score_spec,
+)
+from jaxrunner.runner.at_exit import awaited_at_exit
+from jaxrunner.runner.build import build
+from jaxrunner.runner.grammar_masks import TokenMasks
+from jaxrunner.runner.profiling import Profiler
+from jaxrunner.runner.program_table import Key, Programs, Started
+from jaxrunner.runner.request_table import Slots
+from jaxrunner.runner.step_check import StepCheck
+from jaxrunner.runner.step_handle import StepHandle
+from jaxrunner.sampling import RULES
+from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
+
+
+class ModelRunner:
+    """Owns the device state and the programs of one model."""
+
+    def __init__(
+        self,
+        model: Model,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        params: Any,
+        *,
+        rules=RULES,
+        cache_dir: Path | None = None,
+        trusted: bool = False,
+    ):
+        """params: the weights, or their shapes, dtypes and shardings if `update_params` is to bring
+            them before the first step.
+        cache_dir: where executables are kept from one process to the next, None for nowhere.
+        trusted: steps come from our own scheduler, and are not checked.
+        """
+        # Arrays of the host would be copied to the device in every step.
+        params = jax.tree.map(
+            lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
+        )
+        to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+        self.params = None if to_come else params
+        self.choice, self.program, cache, task = build(
+            model, model_config, config, params, rules=rules, cache_dir=cache_dir
+        )
+        self.buckets = step_buckets(config, 1 + self.program.num_drafts)
+        self.slots = Slots(self.program)
+        self._check = None if trusted else StepCheck(self.program)
+        self.params_spec = orbax_io.abstract(params)  # what new ones must be like
+        # Nothing here refers to the runner, so that its memory goes when it does.
+        spec = functools.partial(program_spec, self.program, abstract(params))
+        self.programs = Programs(spec, cache, task=task, eager=config.enforce_eager)
+        # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
+        self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
+        self.profiler = Profiler()
+        self._closed = False
+        self._forwarded: tuple[Any, ...] | None = None
+        self._masks = TokenMasks(1 + self.program.num_drafts, model_config.vocab_size)
+        program = self.program
+        self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
+        awaited_at_exit(self)
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """What lives on the device. Made when first used, after the programs are compiled: XLA
+        tries out variants, with buffers of its own."""
+        return make_state(self.program)
+
+    def prepare(self, *, rich: bool = False, background: bool = False) -> Started:
+        """Starts to compile what `warm_up` waits for; there need be no weights yet."""
+        if self.program.engine.enforce_eager:
+            return {}
+        keys = program_keys(self.program, self.buckets, rich=rich)
+        if not background:
+            return self.programs.start(keys, keys)
+        ragged = [b for b in self.buckets if not b.query_len][-1]
+        decode = [b for b in self.buckets if b.query_len][-1]
+        needed = [step_key(ragged, 1)]  # it can run any step
+        if (several := self.program.engine.num_decode_steps) > 1:
+            needed.append(step_key(decode, several))
+        first = [key for key in keys if key.name in ("admit", "copy") or key in needed]
+        # Of the others the one that can run any decode step comes next.
+        return self.programs.start([*needed, step_key(decode, 1), *keys], first)
+
+    def warm_up(
+        self, *, rich: bool = False, background: bool = False, progress: bool = False
+    ) -> None:
+        """Compiles every program that usual requests need, or with `rich` that any can need.
+
+        background: returns once the largest size is there, at which any step can run; threads
+            compile the others beside the steps, which makes both slower for that time.
+        """
+        if self.program.engine.enforce_eager:
+            return
+        self.programs.wait(self.prepare(rich=rich, background=background), progress=progress)
+        jax.block_until_ready(self.state)  # made now, not by the first request
+        for key in self.programs.ready():
+            if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
+                self._rehearse(key)
+        jax.block_until_ready(self.state)
+        gc.collect()  # now, not in the midst of a step; the next one is far then
+
+    def _rehearse(self, key: Key) -> None:
+        """Runs a program without requests: the first run sets up a graph, longer than it runs."""
+        none: tuple[list, ...] = tuple([] for _ in self.program.config.groups)
+        plan, usual = self.slots.plan((), {}, none, key.size), SampleSize(key.size.num_rows)
+        work = Work((), key.size, plan, usual, 0, 0)
+        if key.name == "forward":
+            self._forward(work)
+            self.sample_tokens()
+        else:
+            self.state, _ = self.programs[key](self.params, self.state, work.plan)
+
+    def close(self) -> None:
+        """Gives the device memory of the state back."""
+        self.programs.close()
+        pytree.delete(vars(self).get("state"))  # made when first used
+        self._closed = True
+
+    def update_params(self, params: Any) -> None:
+        """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
+
+        Raises:
+          ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
+        """
+        self.params = like(params, self.params_spec)
+
+    def fork(self) -> "ModelRunner":
+        """Returns a runner that goes its own way: state and requests are copied, the rest shared.
+
+        Raises:
+          RuntimeError: a step is started and not sampled, or the caches sleep.
+        """
+        if self._forwarded is not None or self.state is None:
+            raise RuntimeError("to fork, call sample_tokens if a step waits, wake_up after a sleep")
+        other = copy.copy(self)
+        # Steps consume the state they are given.
+        other.state, other.slots = jax.tree.map(jnp.copy, self.state), self.slots.copy()
+        other._check = self._check and self._check.copy()
+        awaited_at_exit(other)
+        return other
+
+    def restart(self) -> None:
+        """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
+        self.slots, self._forwarded = Slots(self.program), None
+        self._check = self._check and StepCheck(self.program)
+        if not pytree.is_whole(self.state):
+            pytree.delete(self.state)
+            # Waited for, as a device that has failed says so later.
+            self.state = jax.block_until_ready(make_state(self.program))
+
+    def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        """Applies the scheduler's changes, computes its tokens and samples.
+
+        In one launch; in two where a request wants logprobs, or rules that few want.
+
+        Raises:
+          TypeError, ValueError: a step that cannot be; names the field, and nothing changes.
+          RuntimeError: the step before was not sampled, no slot is free, or the runner is closed.
+        """
+        self._begin(scheduler_output)
+        with self.profiler.step(scheduler_output):
+            return self._step(scheduler_output)
+
+    def _begin(self, scheduler_output: SchedulerOutput, *, in_two: bool = False) -> None:
+        """Refuses what cannot be done, while nothing has changed."""
+        if self._closed:
+            raise RuntimeError("this runner is closed: build another one")
+        if self._forwarded is not None:
+            raise RuntimeError("execute_model has begun a step: call sample_tokens first")
+        if self._check is not None:
+            self._check.take(scheduler_output, in_two=in_two)
+
+    def _step(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        work = self._prepare(scheduler_output)
+        if work is None:
+            return StepHandle()
+        size, num_steps = work.bucket, scheduler_output.num_steps
+        if num_steps == 1 and (work.size.rich or work.num_targets):
+            self._forward(work)
+            return self.sample_tokens()
+        program = self.programs[Key("steps" if num_steps > 1 else "step", size)]
+        self.state, packed = program(self.params, self.state, work.plan)
+        layout = self._output(size.num_rows, work.size.num_logprobs, num_steps)
+        return StepHandle(work.req_ids, layout, packed)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Starts the forward pass of a step, a single one; `sample_tokens` must follow.
+
+        Raises what `step` does.
+        """
+        self._begin(scheduler_output, in_two=True)
+        with self.profiler.step(scheduler_output):
+            work = self._prepare(scheduler_output)
+            if work is not None:
+                self._forward(work)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
+        """Samples the step that `execute_model` started; an empty step where it had no tokens.
+
+        Raises:
+          TypeError, ValueError: the grammar is not of requests of the step, which still waits.
+        """
+        if self._forwarded is None:
+            return StepHandle()
+        work, logits, rows, scores = self._forwarded
+        B = work.bucket.num_rows
+        size = work.size if grammar_output is None else work.size._replace(rich=True)
+        mask = self._masks.of(work.req_ids, B, grammar_output) if size.rich else None
+        self._forwarded = None
+        program = self.programs[Key("sample", size)]
+        tables, packed = program(logits, replace(self.state, kv=()), rows, mask)
+        self.state = replace(tables, kv=self.state.kv)
+        handle = StepHandle(work.req_ids, self._output(B, size.num_logprobs), packed)
+        if scores:
+            handle.expect_scores({self.slots[r]: r for r in work.req_ids}, scores)
+        return handle
+
+    def _forward(self, work: Work) -> None:
+        """Launches the forward pass, and what scores prompt tokens."""
+        program = self.programs[Key("forward", work.bucket)]
+        self.state, logits, rows, hidden, targets = program(self.params, self.state, work.plan)
+        scores, tables = [], replace(self.state, kv=())
+        size = score_size(work.bucket.num_tokens, work.target_columns)
+        for first in range(0, work.num_targets, size.num_targets):
+            program = self.programs[Key("score", size)]
+            packed = program(self.params, tables, hidden, targets, np.int32(first))
+            if size.num_logprobs == self.program.config.vocab_size:
+                packed = np.asarray(packed)  # of many tokens they would fill the device
+            scores.append((Layout(score_spec(self.program, size)), packed))
+        self._forwarded = work, logits, rows, scores
+
+    def _prepare(self, output: SchedulerOutput) -> Work | None:
+        """Updates the tables. Returns the step's work, None where there is no token to compute."""
+        for req_id in output.finished_req_ids | output.preempted_req_ids:
+            self.slots.remove(req_id)
+        new, counts = output.scheduled_new_reqs, output.num_scheduled_tokens
+        for request in new:
+            self.slots.add(request)
+        blocks = self.slots.append_blocks(output.new_block_ids)
+        none: tuple[list, ...] = tuple([] for _ in blocks)
+        req_ids = tuple(sorted(counts, key=counts.__getitem__))  # decodes first; stable
+        if not req_ids:
+            self._admit(new, blocks)
+            return None
+        n, is_pending = output.num_steps, self.programs.is_pending
+        several = n > 1
+        each = [1 if several else counts[r] for r in req_ids]
+        bucket = choose(self.buckets, each, lambda b: is_pending(step_key(b, n)), several=several)
+        self.traffic[bucket.query_len][sum(each)] += 1
+        sample = self.slots.sample_size(req_ids, bucket.num_rows)
+        if several:
+            bucket = Steps(n, sample)
+        # A step's own tokens never need more blocks than its plan holds; foresight may.
+        fits = self.slots.room(blocks, bucket)
+        if new or not fits:
+            self._admit(new, none if fits else blocks)
+        plan = self.slots.plan(req_ids, counts, blocks if fits else none, bucket)
+        return Work(req_ids, bucket, plan, sample, *self.slots.count_targets(counts))
+
+    def _admit(self, new, blocks) -> None:
+        """Writes new requests into the device's tables, in as many launches as it takes."""
+        for size, packed in self.slots.admissions(new, blocks):
+            tables = self.programs[Key("admit", size)](replace(self.state, kv=()), packed)
+            self.state = replace(tables, kv=self.state.kv)
+        for size, packed in self.slots.copies(new):
+            self.state = self.programs[Key("copy", size)](self.state, packed)

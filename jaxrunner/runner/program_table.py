@@ -1,0 +1,299 @@
+"""Compiled programs by bucket: built ahead of time, looked up at run time, every miss recorded."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+import functools
+import logging
+import threading
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from jaxrunner.device.lowering import (
+    Build,
+    Died,
+    LoweringProcess,
+    Spec,
+    extra_bytes,
+    lower,
+    num_cores,
+    run_eagerly,
+)
+from jaxrunner.device.program_key import Key
+from jaxrunner.runner.program_cache import ProgramCache
+from jaxrunner.runner.switch_interval import short_turns
+
+logger = logging.getLogger(__name__)
+Started = dict[Key, Future[None]]
+LOADED = "from the cache"
+SMALL = ("admit", "copy")  # programs that are lowered, and run, in no time
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One entry of the ledger."""
+
+    key: Key
+    seconds: float
+    reason: str  # "warm-up", `LOADED`, or what differed from the programs there were
+
+
+class Programs:
+    """The table of an engine's executables. `cache` has those of earlier processes."""
+
+    def __init__(
+        self,
+        spec: Callable[[Key], Spec],
+        cache: ProgramCache | None = None,
+        *,
+        eager: bool = False,
+        task: bytes | None = None,
+        num_processes: int | None = None,
+    ):
+        """eager: nothing is compiled, and each operation of a function runs by itself.
+        task: what a `LoweringProcess` is told to lower the same programs; None for no processes.
+        num_processes: how many of them; by default three for four CPU cores.
+        """
+        self._eager = eager
+        self._spec = functools.cache(spec)  # loading asks for it, and compiling
+        self._cache = cache
+        self._table: dict[Key, Any] = {}
+        self._pending: Started = {}  # a key is in the table before it leaves here
+        self._pool: ThreadPoolExecutor | None = None
+        self._task = task
+        self._num_processes = num_cores() * 3 // 4 if num_processes is None else num_processes
+        self._processes: list[LoweringProcess] = []
+        self._closed = False
+        self.ledger: list[Compilation] = []
+        self._warm = self._told = False  # whether programs were compiled ahead, and a late one told
+        self.strict = False  # whether a compilation after warm-up raises
+
+    def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
+        """Loads `keys` from the cache, or compiles them."""
+        keys = list(keys)
+        self.wait(self.start(keys, keys), progress=progress)
+
+    def start(self, keys: Iterable[Key], first: Iterable[Key]) -> Started:
+        """Has threads load or compile `keys`, until `close`; returns at once.
+
+        first: those that come first, the largest before others, as they take longest.
+
+        Returns those of them that are on their way, now or since an earlier call.
+        """
+        new, first = [], set(first)
+        started: Started = {}
+        for key in dict.fromkeys(keys):
+            if (future := self._pending.get(key)) is not None:
+                started[key] = future
+            elif key not in self._table:
+                new.append(key)
+                started[key] = Future()
+        if new:
+            # The others keep their order, behind.
+            new.sort(key=lambda key: -getattr(key.size, "num_tokens", 0) if key in first else 1)
+            self._pending |= {key: started[key] for key in new}
+            self._pool = ThreadPoolExecutor(max(2, num_cores()))  # one of them lowers
+            self._pool.submit(self._build_all, self._pool, new)
+        return {key: future for key, future in started.items() if key in first}
+
+    def wait(self, started: Started, *, progress: bool = False) -> None:
+        """Waits for programs; what one of them raises ends all."""
+        self._warm = True
+        silent = not (progress and started)
+        bar = tqdm(total=len(started), desc="Compiling", unit="program", disable=silent)
+
+        def tell(key: Key, _: Any) -> None:
+            bar.set_postfix_str(str(key), refresh=False)
+            bar.update()
+
+        for key, future in started.items():
+            future.add_done_callback(functools.partial(tell, key))
+        try:
+            with bar:
+                for future in started.values():
+                    future.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def ready(self) -> list[Key]:
+        """Returns the programs that are there."""
+        return list(self._table)
+
+    def is_pending(self, key: Key) -> bool:
+        """Whether a thread is to bring a program."""
+        return key in self._pending
+
+    def close(self) -> None:
+        """Ends what `start` has threads do, without waiting."""
+        self._closed = True
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+
+    def _build_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
+        with short_turns():
+            loading = {key: pool.submit(self._load, key) for key in todo}
+            self._lower_all(pool, [key for key in todo if not self._is_done(key, loading[key])])
+        pool.shutdown(wait=False)
+
+    def _is_done(self, key: Key, loaded: Future[bool]) -> bool:
+        """Waits for a program to be loaded. Whether it is there, or failed to load."""
+        try:
+            if not loaded.result():
+                return False
+        except Exception as error:  # of this program alone
+            self._done(key, error)
+            return True
+        self._done(key)
+        return True
+
+    def _lower_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
+        """Lowers programs, and hands them to threads that compile.
+
+        This thread lowers the first program while processes start, and the small ones; processes
+        lower the others.
+        """
+        large = [key for i, key in enumerate(todo) if i and key.name not in SMALL]
+        num = min(len(large), self._num_processes)
+        if self._task is None or num < 2:  # a process needs seconds to start
+            return self._lower_each(pool, iter(todo), [])
+        elsewhere, left = iter(large), list[Key]()
+        self._processes = [LoweringProcess(self._task) for _ in range(num)]
+        threads = [
+            threading.Thread(target=self._lower_each, args=(pool, elsewhere, left, p), daemon=True)
+            for p in self._processes
+        ]
+        for thread in threads:
+            thread.start()
+        self._lower_each(pool, iter([key for key in todo if key not in set(large)]), [])
+        for thread in threads:
+            thread.join()
+        self._lower_each(pool, iter([*left, *elsewhere]), [])  # what processes could not
+
+    def _lower_each(
+        self, pool: ThreadPoolExecutor, keys: Iterator[Key], left: list[Key],
+        process: LoweringProcess | None = None,
+    ) -> None:  # fmt: skip
+        """Lowers programs, here or in a process; one that it dies of is `left`, and ends it.
+
+        Several threads may share an iterator of a list.
+        """
+        for key in keys:
+            start, spec = time.perf_counter(), self._spec(key)
+            if self._closed:
+                self._done(key, RuntimeError("no program is lowered after shutdown"))
+                continue
+            try:
+                build = self._lower(key) if process is None else process.lower(key, spec)
+            except Died as error:
+                logger.debug("%s is not lowered beside this process: %s", key, error)
+                left.append(key)
+                break
+            except Exception as error:  # of this program alone
+                self._done(key, error)
+                continue
+            try:
+                pool.submit(self._compile, key, start, build)
+            except RuntimeError as error:  # the pool is closed, or Python ends
+                self._done(key, error)
+        if process is not None:
+            process.close()
+
+    def _compile(self, key: Key, start: float, build: Build) -> None:
+        try:
+            self._finish(key, start, build, "warm-up")
+            self._done(key)
+        except Exception as error:  # whatever XLA says of it
+            self._done(key, error)
+
+    def _done(self, key: Key, error: Exception | None = None) -> None:
+        future = self._pending.pop(key)
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    def report(self) -> str:
+        """Says how many programs there are, and where they come from."""
+        if self._eager:
+            return "none: each operation runs by itself (enforce_eager)"
+        loaded = [entry for entry in self.ledger if entry.reason == LOADED]
+        seconds = max((entry.seconds for entry in self.ledger), default=0.0)
+        text = f"{len(self.ledger)}, {len(loaded)} {LOADED}; the slowest took {seconds:.1f} s"
+        if found := self.largest():
+            key, size = found
+            text += f", the largest takes {size / (1 << 20):.1f} MiB: {key}"
+        return text + (f"; {len(self._pending)} more to come" if self._pending else "")
+
+    def largest(self) -> tuple[Key, int] | None:
+        """Returns the program that takes most beside its arguments, and the bytes, if any tells."""
+        sizes = [(key, extra_bytes(executable)) for key, executable in list(self._table.items())]
+        key, size = max(sizes, key=lambda item: item[1], default=(None, 0))
+        return None if key is None or not size else (key, size)
+
+    def __getitem__(self, key: Key) -> Any:
+        """Returns the executable of `key`, compiling it where warm-up did not.
+
+        Raises:
+          RuntimeError: it must be compiled and `strict` is set; names the field that differs.
+        """
+        if self._eager:
+            return functools.partial(run_eagerly, self._spec(key))
+        if (pending := self._pending.get(key)) is not None:
+            pending.result()
+        if key not in self._table:
+            reason = self._difference(key)
+            if self.strict:
+                raise RuntimeError(f"no compilation is allowed after warm-up: {key.name}, {reason}")
+            if not self._load(key):
+                self._tell_of_late(key)
+                start = time.perf_counter()
+                self._finish(key, start, self._lower(key), reason)
+        return self._table[key]
+
+    def _tell_of_late(self, key: Key) -> None:
+        """Says once why a request waits, where its user was told that programs are there."""
+        if self._warm and not self._told:
+            self._told = True
+            logger.warning(
+                "Compiling (%s), which warm-up leaves out, as few requests want it: logprobs, "
+                "penalties, grammars and their like. The first ones wait, up to a minute each; "
+                "LLM(warm_up='all') compiles all at the start", key,
+            )  # fmt: skip
+
+    def _load(self, key: Key) -> bool:
+        """Takes an executable from the cache, if it is there."""
+        start = time.perf_counter()
+        if self._cache is None:
+            return False
+        spec = self._spec(key)
+        executable = self._cache.load(key, spec.args, spec.out)
+        if executable is not None:
+            self._table[key] = executable
+            self.ledger.append(Compilation(key, time.perf_counter() - start, LOADED))
+        return executable is not None
+
+    def _lower(self, key: Key) -> Build:
+        return lower(self._spec(key))
+
+    def _finish(self, key: Key, start: float, build: Build, reason: str) -> None:
+        self._table[key] = build.executable
+        self.ledger.append(Compilation(key, time.perf_counter() - start, reason))
+        if self._cache is not None:
+            self._cache.save(key, build.executable)
+
+    def _difference(self, key: Key) -> str:
+        """Says in which fields `key` differs from the program nearest to it."""
+        sizes = [k.size for k in self._table if k.name == key.name]
+        if not sizes:
+            return f"program {key.name!r} was never compiled"
+
+        def differing(size: Any) -> list[str]:
+            pairs = zip(size._fields, size, key.size, strict=True)
+            return [f"{name}={new}, not {old}" for name, old, new in pairs if old != new]
+
+        return "; ".join(min(map(differing, sizes), key=len))

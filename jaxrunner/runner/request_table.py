@@ -1,0 +1,289 @@
+"""The host's side of the request table: who has which slot, and what to upload. Knows no device."""
+
+from collections.abc import Iterable, Iterator, Mapping
+import copy
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device.packing import Layout, pack, pad
+from jaxrunner.program import (
+    COPIES,
+    FEW_STOP_IDS,
+    AdmitSize,
+    Bucket,
+    CopySize,
+    Program,
+    SampleSize,
+    Steps,
+    admission_spec,
+    admit_sizes,
+    copies_spec,
+    logprob_widths,
+    plan_spec,
+)
+from jaxrunner.pytree import of
+from jaxrunner.scheduling.request import NewRequest
+from jaxrunner.types import Admission, Copies, Plan, Writes
+
+Write = tuple[int, int, list[int]]  # row, first column, values
+
+
+class Needs(NamedTuple):
+    """What a request's parameters ask of the programs."""
+
+    rich: bool  # logprobs, or rules that few requests want
+    num_logprobs: int  # columns, 0 for none
+    prompt_logprobs: int
+
+
+class Scoring(NamedTuple):
+    """Which prompt tokens of a request are still to be scored. Positions."""
+
+    computed: int
+    start: int
+    stop: int
+
+    @property
+    def num_left(self) -> int:
+        """Targets that no step has scored; each follows a token that is not computed."""
+        return max(0, self.stop - max(self.start, self.computed + 1))
+
+    def after(self, num_tokens: int) -> "Scoring":
+        """Returns what is left once `num_tokens` more are computed."""
+        return self._replace(computed=self.computed + num_tokens)
+
+
+class Slots:
+    """Slots of running requests. The last one freed is the first one handed out."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._free = list(range(program.engine.max_num_seqs))
+        self._slot_of: dict[str, int] = {}
+        self._num_blocks: dict[str, list[int]] = {}  # by cache group
+        self._needs: dict[str, Needs] = {}
+        self._choosy: set[str] = set()  # whose needs are rich
+        self._stepwise: set[str] = set()  # who has a grammar, or logprobs of all tokens
+        self._scoring: dict[str, Scoring] = {}
+        self._no_plan = functools.cache(self._empty_plan)
+        self._admission_layout = functools.cache(self._admission_spec)
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._slot_of[request_id]
+
+    def copy(self) -> "Slots":
+        """Returns slots with the same requests, which go their own way."""
+        return copy.deepcopy(self, {id(self._program): self._program})  # that one is shared
+
+    def add(self, request: NewRequest) -> int:
+        """Gives a request a slot; one with its id is replaced.
+
+        Raises:
+          RuntimeError: none is free.
+        """
+        self.remove(request.request_id)
+        if not self._free:
+            raise RuntimeError(
+                f"max_num_seqs={self._program.engine.max_num_seqs} slots are all taken, "
+                f"request {request.request_id!r} needs one: finish or preempt a request first"
+            )
+        slot = self._slot_of[request.request_id] = self._free.pop()
+        self._num_blocks[request.request_id] = [len(ids) for ids in request.block_ids]
+        needs = self._needs[request.request_id] = self._needs_of(request.params)
+        if needs.rich:
+            self._choosy.add(request.request_id)
+        whole = needs.num_logprobs == self._program.config.vocab_size
+        if whole or request.params.structured_outputs is not None:
+            self._stepwise.add(request.request_id)
+        scoring = Scoring(request.num_computed, request.score_start, request.prompt_len)
+        if scoring.num_left:
+            self._scoring[request.request_id] = scoring
+        return slot
+
+    def remove(self, request_id: str) -> None:
+        """Frees a request's slot; an unknown id is ignored."""
+        if request_id in self._slot_of:
+            self._free.append(self._slot_of.pop(request_id))
+            del self._num_blocks[request_id], self._needs[request_id]
+            self._scoring.pop(request_id, None)
+            self._choosy.discard(request_id)
+            self._stepwise.discard(request_id)
+
+    @property
+    def num_taken(self) -> int:
+        """Requests that have a slot."""
+        return len(self._slot_of)
+
+    @property
+    def need_the_host(self) -> bool:
+        """Whether a request wants of each token what is done between launches."""
+        return bool(self._stepwise)
+
+    def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize:
+        """Returns what the draw of these requests needs."""
+        needs = [self._needs[r] for r in self._choosy.intersection(req_ids)]
+        columns = max((need.num_logprobs for need in needs), default=0)
+        return SampleSize(num_rows, bool(needs), columns)
+
+    def count_targets(self, counts: Mapping[str, int]) -> tuple[int, int]:
+        """Returns how many prompt tokens a step scores, at most, and with how many columns.
+
+        Takes them off what is still to come.
+        """
+        total = columns = 0
+        for r in [r for r in self._scoring if r in counts]:
+            left = self._scoring[r].after(counts[r])
+            total += self._scoring[r].num_left - left.num_left
+            columns = max(columns, self._needs[r].prompt_logprobs)
+            self._scoring[r] = left
+            if not left.num_left:
+                del self._scoring[r]
+        return total, columns
+
+    def _needs_of(self, params: SamplingParams) -> "Needs":
+        columns = [self._width(k) for k in (params.num_logprobs, params.prompt_logprobs)]
+        rich = any(rule.wanted(params) for rule in self._program.rules if rule.wanted)
+        return Needs(rich or columns[0] > 0, *columns)
+
+    def _width(self, num_logprobs: int | None) -> int:
+        widths = logprob_widths(self._program.config.vocab_size)
+        if num_logprobs is None:
+            return 0
+        return widths[-1] if num_logprobs == -1 else next(w for w in widths if w >= num_logprobs)
+
+    def append_blocks(self, new: Mapping[str, tuple[list[int], ...]]) -> tuple[list[Write], ...]:
+        """Returns the writes, by cache group, that append blocks to requests' tables."""
+        groups: tuple[list[Write], ...] = tuple([] for _ in self._program.config.groups)
+        for request_id, block_ids in new.items():
+            counts = self._num_blocks[request_id]
+            for g, ids in enumerate(block_ids):
+                groups[g].append((self._slot_of[request_id], counts[g], ids))
+                counts[g] += len(ids)
+        return groups
+
+    def plan(self, req_ids, counts: Mapping[str, int], blocks, size: Bucket | Steps) -> np.ndarray:
+        """Returns the packed plan of a step: each request's tokens, and blocks it gained."""
+        layout, padding = self._no_plan(size)
+        vector = padding.copy()
+        plan = layout.read(vector)  # views
+        plan.slot[: len(req_ids)] = [self._slot_of[r] for r in req_ids]
+        several = isinstance(size, Steps)
+        plan.num_tokens[: len(req_ids)] = 1 if several else [counts[r] for r in req_ids]
+        for writes, w in zip(blocks, plan.blocks, strict=True):
+            if writes:
+                row, col, value = _flat(writes)
+                w.row[: row.size], w.col[: row.size], w.value[: row.size] = row, col, value
+        return vector
+
+    def _empty_plan(self, size: Bucket | Steps) -> tuple[Layout, np.ndarray]:
+        """Returns the layout of a plan, and one of padding alone."""
+        spec, R = plan_spec(self._program, size), self._program.engine.max_num_seqs
+        layout, none = Layout(spec), _flat([])
+        plan = of(
+            Plan,
+            slot=pad([], size.num_rows, R),
+            num_tokens=pad([], size.num_rows, 0),
+            blocks=tuple(_writes(none, w.row.size, R) for w in spec.blocks),
+        )
+        return layout, layout.pack(plan)
+
+    def room(self, blocks, size: Bucket | Steps) -> bool:
+        """Whether a plan of this size holds these block writes."""
+        if not any(blocks):
+            return True
+        widths = [w.row.size for w in plan_spec(self._program, size).blocks]
+        lengths = [sum(len(ids) for *_, ids in writes) for writes in blocks]
+        return all(n <= w for n, w in zip(lengths, widths, strict=True))
+
+    def admissions(self, new: list[NewRequest], blocks) -> Iterator[tuple[AdmitSize, np.ndarray]]:
+        """Returns the packed admissions of new requests and of the given block writes."""
+        tokens = [(self._slot_of[r.request_id], 0, r.token_ids) for r in new]
+        groups = [list(writes) for writes in blocks]
+        for r in new:
+            for g, ids in enumerate(r.block_ids):
+                groups[g].append((self._slot_of[r.request_id], 0, ids))
+        flat = [_flat(tokens), *map(_flat, groups)]
+        longest = max(writes.shape[1] for writes in flat)
+        small, large, wide = admit_sizes(self._program)
+        size = small if len(new) <= small.num_rows and longest <= small.num_writes else large
+        many = any(len(r.stop_row) > FEW_STOP_IDS for r in new)
+        if many or any(self._needs[r.request_id].rich for r in new):
+            size = wide
+        for i in range(max(-(-len(new) // size.num_rows), -(-longest // size.num_writes))):
+            part = slice(i * size.num_writes, (i + 1) * size.num_writes)
+            rows = new[i * size.num_rows : (i + 1) * size.num_rows]
+            yield size, self._admission(rows, [writes[:, part] for writes in flat], size)
+
+    def _admission_spec(self, size: AdmitSize) -> tuple[Any, Layout]:
+        spec = admission_spec(self._program, size)
+        return spec, Layout(spec)
+
+    def copies(self, new: list[NewRequest]) -> Iterator[tuple[CopySize, np.ndarray]]:
+        """Returns the packed block copies that new requests start from."""
+        copied = [r.copies for r in new if r.copies]
+        N, C = self._program.engine.num_blocks, COPIES.num_copies
+        for i in range(0, len(copied), C):
+            groups = [np.array(pairs).T for pairs in zip(*copied[i : i + C], strict=True)]
+            parts = tuple(of(Copies, source=pad(s, C, N), to=pad(t, C, N)) for s, t in groups)
+            yield COPIES, pack(copies_spec(self._program, COPIES), parts)
+
+    def _admission(self, new: list[NewRequest], writes: list[np.ndarray], size: AdmitSize):
+        program, A = self._program, size.num_rows
+        R, dims = program.engine.max_num_seqs, program.dims
+        stop_ids = np.full((A, dims["X"] if size.wide else FEW_STOP_IDS), dims["V"], np.int32)
+        for i, r in enumerate(new):
+            stop_ids[i, : len(r.stop_row)] = r.stop_row
+        tokens, *blocks = (_writes(w, size.num_writes, R) for w in writes)
+        admission = of(
+            Admission,
+            slot=pad([self._slot_of[r.request_id] for r in new], A, R),
+            total_len=pad([len(r.token_ids) for r in new], A, 0),
+            num_computed=pad([r.num_computed for r in new], A, 0),
+            prompt_len=pad([r.prompt_len for r in new], A, 0),
+            min_len=pad([r.prompt_len + r.params.min_tokens for r in new], A, 0),
+            max_len=pad([r.max_len for r in new], A, 0),
+            score_start=pad([r.score_start for r in new], A, 0),
+            stop_ids=stop_ids,
+            tokens=tokens,
+            blocks=tuple(blocks),
+        )
+        rows = [tuple(rule.row(r.params, r.seed) for rule in program.rules) for r in new]
+        spec, layout = self._admission_layout(size)
+        return layout.pack((admission, _stack(rows, spec[1])))
+
+
+def _stack(rows: list[Any], spec: Any) -> Any:
+    """Stacks requests' rows of all rules, padded with zeros to `spec`."""
+    table = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), spec)
+    values = zip(*map(jax.tree.leaves, rows), strict=True)  # of each column
+    for column, of_requests in zip(jax.tree.leaves(table) if rows else (), values, strict=True):
+        if column.ndim == 1:
+            column[: len(rows)] = of_requests
+            continue
+        for i, value in enumerate(of_requests):
+            column[i, : len(value)] = value
+    return table
+
+
+def _flat(writes: list[Write]) -> np.ndarray:
+    """Returns writes one by one: rows, columns and values, [3, W]."""
+    lengths = np.array([len(values) for *_, values in writes], np.int64)
+    rows, starts = np.array([(row, start) for row, start, _ in writes], np.int64).reshape(-1, 2).T
+    first, total = np.cumsum(lengths) - lengths, int(lengths.sum())
+    flat = np.empty((3, total), np.int32)
+    flat[0] = np.repeat(rows, lengths)
+    flat[1] = np.arange(total) + np.repeat(starts - first, lengths)
+    flat[2] = np.fromiter(itertools.chain.from_iterable(v for *_, v in writes), np.int32, total)
+    return flat
+
+
+def _writes(flat: np.ndarray, size: int, num_slots: int) -> Writes:
+    row, col, value = flat
+    return of(
+        Writes, row=pad(row, size, num_slots), col=pad(col, size, 0), value=pad(value, size, 0)
+    )

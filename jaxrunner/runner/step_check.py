@@ -1,0 +1,237 @@
+"""What a scheduler of a host's own says of a step, checked before anything changes.
+
+The device believes what it is told: a token without a block would be written into another
+request's. So a runner keeps of each request what must hold of its next step.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxrunner.api.validation import shown
+from jaxrunner.program import Program
+from jaxrunner.runner.step_fields import check_fields, check_ints, check_new
+from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.scheduling.request import NewRequest, SchedulerOutput
+
+Tables = tuple[tuple[int, ...], ...]  # blocks by cache group; N where no later token looks
+
+
+class Row(NamedTuple):
+    """A request at work: lengths as if it had not ended before `max_len`, and its blocks."""
+
+    known: int  # tokens once all steps so far are done
+    computed: int
+    max_len: int
+    tables: Tables
+
+    @property
+    def missing(self) -> int:
+        """Tokens that can be computed next."""
+        return self.known - self.computed if self.known < self.max_len else 0
+
+
+class StepCheck:
+    """The requests of a runner, as what it was told says."""
+
+    def __init__(self, program: Program):
+        engine = program.engine
+        self._program = program
+        self._groups = [CacheGroup(engine.block_size, window) for window in program.config.groups]
+        self._rows: dict[str, Row] = {}
+        self._users = tuple(Counter[int]() for _ in self._groups)  # requests that have a block
+
+    def copy(self) -> "StepCheck":
+        """Returns one of the same requests, which go their own way."""
+        other = StepCheck(self._program)
+        other._rows, other._users = dict(self._rows), tuple(map(Counter, self._users))
+        return other
+
+    def take(self, output: SchedulerOutput, *, in_two: bool = False) -> None:
+        """Checks a step, and counts it as done. in_two: in two launches, of `execute_model`.
+
+        Raises:
+          TypeError, ValueError: it contradicts itself or the steps before; names the field.
+          RuntimeError: more requests than there are slots.
+        """
+        check_fields(output)
+        if in_two and output.num_steps > 1:
+            raise ValueError(f"num_steps={output.num_steps} steps are one launch: call step")
+        step = _Step(self._program, self._groups, self._rows, self._users)
+        step.remove([*output.finished_req_ids, *output.preempted_req_ids])
+        step.remove(new.request_id for new in output.scheduled_new_reqs)
+        for request_id, blocks in output.new_block_ids.items():
+            step.append(request_id, blocks)
+        for i, new in enumerate(output.scheduled_new_reqs):
+            step.admit(f"scheduled_new_reqs[{i}]", new)
+        step.advance(output)
+        self._rows = step.rows
+        for users, change in zip(self._users, step.changes, strict=True):
+            for block, count in change.items():
+                users[block] += count
+                if not users[block]:
+                    del users[block]
+
+
+class _Step:
+    """What requests become in one step."""
+
+    def __init__(
+        self,
+        program: Program,
+        groups: Sequence[CacheGroup],
+        rows: Mapping[str, Row],
+        users: Sequence[Counter[int]],
+    ):
+        self._program, self._groups, self._users = program, groups, users
+        self._engine, self.rows = program.engine, dict(rows)
+        self.changes = tuple(Counter[int]() for _ in groups)  # of the requests that have a block
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Takes requests off; unknown ids are ignored."""
+        for request_id in request_ids:
+            row = self.rows.pop(request_id, None)
+            for g, table in enumerate(row.tables if row is not None else ()):
+                self._count(g, table, -1)
+
+    def append(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
+        """Lengthens the tables of a request that runs."""
+        name = f"new_block_ids[{shown(request_id)}]"
+        row = self.rows.get(request_id)
+        if row is None:
+            raise ValueError(
+                f"{name} is of a request that does not run: new ones have all their blocks in "
+                "block_ids"
+            )
+        tables = self._tables(name, blocks, self._engine.num_blocks - 1)
+        for g, table in enumerate(tables):
+            self._check_own(f"{name}[{g}]", g, table, 0)
+            self._count(g, table, 1)
+        joined = tuple(old + new for old, new in zip(row.tables, tables, strict=True))
+        self._check_lengths(name, joined)
+        self.rows[request_id] = row._replace(tables=joined)
+
+    def admit(self, where: str, new: NewRequest) -> None:
+        """Adds a request."""
+        if new.request_id in self.rows:
+            raise ValueError(f"{where}.request_id={shown(new.request_id)} is there twice")
+        if len(self.rows) == self._engine.max_num_seqs:
+            raise RuntimeError(
+                f"{where}: max_num_seqs={self._engine.max_num_seqs} slots are all taken, request "
+                f"{shown(new.request_id)} needs one: finish or preempt a request first"
+            )
+        check_new(where, new, self._program)
+        name, computed = f"{where}.block_ids", new.num_computed
+        tables = self._tables(name, new.block_ids, self._engine.num_blocks)
+        self._check_lengths(name, tables)
+        size = self._engine.block_size
+        # What is copied into is written too.
+        first = (computed - 1 if new.copies else computed) // size
+        for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            skipped = group.num_skipped_tokens(computed) // size
+            if self._engine.num_blocks in table[skipped:]:
+                raise ValueError(f"{name}[{g}] has the null block where a token looks")
+            self._check_own(f"{name}[{g}]", g, table, first)
+            self._count(g, table, 1)
+        self._check_copies(f"{where}.copies", new, first)
+        self.rows[new.request_id] = Row(len(new.token_ids), computed, new.max_len, tables)
+
+    def advance(self, output: SchedulerOutput) -> None:
+        """Computes the tokens of the step."""
+        counts, num_steps = output.num_scheduled_tokens, output.num_steps
+        total, most = sum(counts.values()), self._engine.max_num_batched_tokens
+        if (total if num_steps == 1 else len(counts)) > most:
+            raise ValueError(
+                f"num_scheduled_tokens has {total} tokens, max_num_batched_tokens={most}: "
+                "schedule fewer"
+            )
+        several = self._engine.num_decode_steps
+        if num_steps not in (1, several):
+            raise ValueError(f"num_steps must be 1 or num_decode_steps={several}, got {num_steps}")
+        for request_id, count in counts.items():
+            name = f"num_scheduled_tokens[{shown(request_id)}]"
+            row = self.rows.get(request_id)
+            if row is None:
+                raise ValueError(f"{name} is of a request that is not at work: admit it first")
+            self.rows[request_id] = self._advanced(name, row, count, num_steps)
+
+    def _advanced(self, name: str, row: Row, count: int, num_steps: int) -> Row:
+        if num_steps == 1 and not 0 < count <= row.missing:
+            raise ValueError(
+                f"{name}={count}, the request misses {row.missing} tokens: schedule no more"
+            )
+        due = min(num_steps, row.max_len - row.known)
+        if num_steps > 1 and (row.missing != 1 or count != due):
+            raise ValueError(
+                f"{name}={count} must be {due} in num_steps={num_steps} steps, of a request that "
+                f"misses 1 token, it misses {row.missing}"
+            )
+        end, size = row.computed + count, self._engine.block_size
+        for table in row.tables:
+            if len(table) * size < end:
+                raise ValueError(
+                    f"{name}={count} makes {end} tokens, block_ids and new_block_ids have room for "
+                    f"{len(table) * size}: give it {-(-end // size) - len(table)} blocks more"
+                )
+        known = row.known + (count if num_steps > 1 else end == row.known)
+        return Row(known, end, row.max_len, self._seen(row.tables, end))
+
+    def _seen(self, tables: Tables, computed: int):
+        """Returns tables in which blocks that no later token sees are null, for others to have."""
+        seen = []
+        for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            skipped = group.num_skipped_tokens(computed) // group.block_size
+            self._count(g, table[:skipped], -1)
+            seen.append((self._engine.num_blocks,) * skipped + table[skipped:])
+        return tuple(seen)
+
+    def _tables(self, name: str, blocks: tuple[list[int], ...], last: int) -> Tables:
+        """Returns blocks by cache group."""
+        if not isinstance(blocks, tuple) or len(blocks) != len(self._groups):
+            raise TypeError(
+                f"{name} must be a tuple of {len(self._groups)} lists, one for each cache group, "
+                f"got {shown(blocks)}"
+            )
+        for g, ids in enumerate(blocks):
+            check_ints(f"{name}[{g}]", ids, 0, last)
+        return tuple(tuple(map(int, ids)) for ids in blocks)
+
+    def _check_lengths(self, name: str, tables: Tables) -> None:
+        for g, table in enumerate(tables):
+            if len(table) > self._engine.max_blocks:
+                raise ValueError(
+                    f"{name}[{g}] makes {len(table)} blocks, max_model_len="
+                    f"{self._engine.max_model_len} needs {self._engine.max_blocks}: give fewer"
+                )
+
+    def _check_own(self, name: str, g: int, table: tuple[int, ...], first: int) -> None:
+        """Checks that blocks, from the first on that is written, are no other request's."""
+        null, users, change = self._engine.num_blocks, self._users[g], self.changes[g]
+        real = [block for block in table if block != null]
+        if len(set(real)) < len(real):
+            raise ValueError(f"{name} has a block twice, got {shown(list(table))}: give others")
+        for i, block in enumerate(table[first:], first):
+            if block != null and users[block] + change[block]:
+                raise ValueError(
+                    f"{name}[{i}]={block} is a block that a request has already, and would be "
+                    "written: give a free one"
+                )
+
+    def _check_copies(self, name: str, new: NewRequest, first: int) -> None:
+        if not isinstance(new.copies, tuple) or len(new.copies) not in (0, len(self._groups)):
+            raise TypeError(
+                f"{name} must be a pair of blocks for each of {len(self._groups)} cache groups, "
+                f"or empty, got {shown(new.copies)}"
+            )
+        for g, pair in enumerate(new.copies):
+            check_ints(f"{name}[{g}]", pair, 0, self._engine.num_blocks - 1)
+            if len(pair) != 2 or pair[1] not in new.block_ids[g][first : first + 1]:
+                raise ValueError(
+                    f"{name}[{g}]={shown(pair)} must be from any block to the one of the last "
+                    f"token of num_computed={new.num_computed}"
+                )
+
+    def _count(self, g: int, table: tuple[int, ...], change: int) -> None:
+        for block in table:
+            if block != self._engine.num_blocks:
+                self.changes[g][block] += change

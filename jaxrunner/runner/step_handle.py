@@ -1,0 +1,120 @@
+"""What the host reads of a step: the handle of one in flight, and what it sampled."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrunner.errors import NO_CHOICE, NO_NUMBER
+from jaxrunner.scheduling.request import Request
+from jaxrunner.types import Logprobs
+
+Gained = list[tuple[Request, list[int]]]  # requests that a step gave tokens, with these
+
+
+class PromptLogprobs(NamedTuple):
+    """Logprobs of tokens of a prompt."""
+
+    req_id: str
+    positions: np.ndarray  # of the tokens, [U]
+    logprobs: Logprobs  # [U] and [U, C]
+
+
+@dataclass(frozen=True)
+class ModelRunnerOutput:
+    """What a step sampled, in row order."""
+
+    req_ids: tuple[str, ...] = ()
+    sampled_token_ids: tuple[list[int], ...] = ()  # [] for a request in mid-prefill
+    finished: tuple[bool, ...] = ()  # ended on the device
+    not_finite: tuple[bool, ...] = ()  # the model gave NaN or infinity: the token means nothing
+    no_choice: tuple[bool, ...] = ()  # no token was left to sample from
+    logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+    def failures(self, nan_policy: str) -> dict[str, str]:
+        """Returns why requests got no token that counts, by their ids."""
+        failed: dict[str, str] = {}
+        if True not in self.not_finite and True not in self.no_choice:
+            return failed
+        for i, req_id in enumerate(self.req_ids):
+            if self.not_finite[i] and nan_policy != "ignore":
+                failed[req_id] = NO_NUMBER
+            elif self.no_choice[i]:
+                failed[req_id] = NO_CHOICE
+        return failed
+
+    def share_logprobs(self, gained: Gained) -> None:
+        """Gives each request that asked the logprobs of its new tokens."""
+        row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        for request, tokens in gained:
+            if request.params.num_logprobs is not None:
+                row, count = row_of[request.request_id], len(tokens)
+                # Copied, so that the whole batch's need not be kept.
+                one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), self.logprobs)
+                request.logprobs.append(one)
+
+
+class StepHandle:
+    """A step in flight."""
+
+    def __init__(self, req_ids: tuple[str, ...] = (), layout: Any = None, packed: Any = None):
+        self.req_ids, self._layout, self._packed = req_ids, layout, packed
+        self._scores: list[tuple[Any, Any]] = []
+        self._names: dict[int, str] = {}
+        if packed is not None:
+            packed.copy_to_host_async()
+
+    def expect_scores(self, names: dict[int, str], scores: list[tuple[Any, Any]]) -> None:
+        """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
+        self._names, self._scores = names, scores
+        for _, packed in scores:
+            if isinstance(packed, jax.Array):
+                packed.copy_to_host_async()
+
+    def wait(self) -> None:
+        """Waits until the step's outputs are on the host."""
+        self._packed = np.asarray(self._packed)
+        self._scores = [(layout, np.asarray(packed)) for layout, packed in self._scores]
+
+    def get(self) -> ModelRunnerOutput:
+        """Waits for the step and returns what it sampled."""
+        if self._packed is None:
+            return ModelRunnerOutput()
+        self.wait()
+        n = len(self.req_ids)
+        out = self._layout.read(self._packed)
+        counts = out.num_sampled[:n].tolist()
+        tokens = out.token_ids[:n].tolist()
+        flags = (flag[:n].tolist() for flag in (out.finished, out.not_finite, out.no_choice))
+        shape = out.token_ids.shape
+        logprobs = [
+            jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), p) for p in out.logprobs
+        ]
+        return ModelRunnerOutput(
+            self.req_ids,
+            tuple(row[:count] for row, count in zip(tokens, counts, strict=True)),
+            *map(tuple, flags),
+            logprobs=logprobs[0] if logprobs else None,
+            prompt_logprobs=tuple(self._prompt_logprobs()),
+        )
+
+    def _prompt_logprobs(self) -> Iterator[PromptLogprobs]:
+        for layout, packed in self._scores:
+            slots, positions, logprobs = layout.read(packed)
+            for slot in np.unique(slots[positions > 0]).tolist():
+                mine = (slots == slot) & (positions > 0)
+                part = jax.tree.map(lambda x, mine=mine: x[mine], logprobs)
+                yield PromptLogprobs(self._names[slot], positions[mine], part)
+
+
+def merged(gained: Gained) -> Gained:
+    """Returns what several steps gave, with each request once."""
+    if len({request for request, _ in gained}) == len(gained):
+        return gained
+    tokens_of: dict[Request, list[int]] = {}
+    for request, tokens in gained:
+        tokens_of.setdefault(request, []).extend(tokens)
+    return list(tokens_of.items())

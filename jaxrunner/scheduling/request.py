@@ -1,0 +1,215 @@
+"""A request as the host sees it, and what one scheduled step says of requests. Knows no JAX."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrunner.api.sampling_params import SamplingParams
+
+NEVER = 2**30  # a position beyond all
+FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
+
+
+class Status(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # new, or preempted and to be computed again
+    RUNNING = "running"  # owns KV blocks
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One request from admission to its end. Lengths and counts are in tokens.
+
+    The scheduler alone changes the fields below `arrival`, outputs through `append`.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int  # drawn once, so that preemption does not change the noise
+    max_len: int  # length, prompt included, at which the request ends
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it, EOS included unless ignored
+    eos_token_ids: tuple[int, ...] = ()  # ignored or not; the end at the first has no `stop_reason`
+    priority: int = 0  # smaller runs first under the priority policy
+    cache_salt: bytes = b""  # requests share cached blocks only with equal salts
+    cache_limit: int = NEVER  # most tokens whose KV may be taken from the prefix cache
+    leader: "Request | None" = None  # one with the same prompt, to be computed first
+    leads: bool = False  # whether others have this one as their leader
+    score_start: int = NEVER  # position of the first prompt token whose logprob is wanted
+    arrival: int = 0  # order of `Scheduler.add`
+
+    status: Status = Status.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = field(init=False)  # prompt and output; a count, as every step asks for it
+    blocks: tuple[list[int], ...] = ()  # by cache group; the pool's `null_block` where skipped
+    block_hashes: tuple[list[bytes], ...] = ()  # by cache group, one a full block of known tokens
+    weights_version: int = 0  # at its admission: it shares blocks only with requests of the same
+    num_held: int = 0  # tokens that `blocks` have room for
+    full_len: int = 0  # known tokens at which another block is full, and to be published
+    num_computed: int = 0  # tokens launched, an upper bound of what the device has computed
+    num_in_flight: int = 0  # sampled tokens launched and not yet read
+    num_cached_tokens: int = 0  # tokens found in the prefix cache at the first admission
+    finish_reason: str | None = None  # of `FINISH_REASONS`
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    error: str | None = None  # why it failed, with the finish reason "error"
+    grammar: Any = None  # a `grammar_compiler.Grammar` that has seen all known output
+    logprobs: list[Any] = field(default_factory=list)  # parts of outputs: `Logprobs`, [N]
+    prompt_logprobs: list[Any] = field(default_factory=list)  # parts: positions, `Logprobs`
+
+    def __post_init__(self):
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def check_lengths(self, max_model_len: int) -> None:
+        """Checks that there is a prompt, and room for a token behind it.
+
+        Raises:
+          ValueError: there is not.
+        """
+        name, prompt_len = f"request {self.request_id!r}", len(self.prompt_token_ids)
+        if not prompt_len:
+            raise ValueError(f"prompt of {name} must hold at least 1 token, got 0: add a BOS token")
+        if self.max_len > max_model_len:
+            raise ValueError(
+                f"max_len of {name} must be at most max_model_len={max_model_len}, "
+                f"got {self.max_len}: ask for fewer tokens or raise max_model_len"
+            )
+        if prompt_len >= self.max_len:
+            raise ValueError(
+                f"prompt of {name} has {prompt_len} tokens, max_len={self.max_len} needs room "
+                "for one more: shorten the prompt or raise max_len"
+            )
+
+    def append(self, tokens: list[int]) -> list[int]:
+        """Adds sampled tokens, up to the end. Returns those that were added."""
+        pattern = self.params.repetition_detection
+        for count, token in enumerate(tokens, 1):
+            self.output_token_ids.append(token)
+            self.num_tokens += 1
+            # Nothing else ends a request, and most tokens are none of it.
+            if token in self.stop_ids or self.num_tokens >= self.max_len or pattern is not None:
+                self._end_at(token)
+                if self.finish_reason is not None:
+                    return tokens[:count]
+        return tokens
+
+    def _end_at(self, token: int) -> None:
+        outputs, params = self.output_token_ids, self.params
+        pattern, long_enough = params.repetition_detection, len(outputs) >= params.min_tokens
+        if token in self.stop_ids and long_enough:
+            self.finish_reason = "stop"
+            told = token in (params.stop_token_ids or ()) or token in self.eos_token_ids[1:]
+            self.stop_reason = token if told else None
+        elif pattern is not None and long_enough and pattern.found(outputs):
+            self.finish_reason = "repetition"
+        elif self.num_tokens >= self.max_len:
+            self.finish_reason = "length"
+
+    @property
+    def num_known(self) -> int:
+        """Its tokens once all launched steps are done."""
+        return self.num_tokens + self.num_in_flight
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that can be computed next while it runs; 0 if it must end first."""
+        return self.num_known - self.num_computed if self.num_known < self.max_len else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens that the host knows."""
+        return self.prompt_token_ids + self.output_token_ids
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int], *, most: int) -> frozenset[int]:
+    """Returns the tokens that end a request.
+
+    Raises:
+      ValueError: they are more than `most`.
+    """
+    stops, eos = frozenset(params.stop_token_ids or ()), frozenset(eos_token_ids)
+    if (num := len(stops | eos)) > most:
+        raise ValueError(
+            f"stop_token_ids and EOS are {num} ids, a request may have {most}: stop on fewer"
+        )
+    return stops if params.ignore_eos else stops | eos
+
+
+@dataclass
+class NewRequest:
+    """A request that enters the device's tables: new, or resumed with all its tokens."""
+
+    request_id: str
+    token_ids: list[int]  # prompt, then the outputs of a resumed request
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: frozenset[int]
+    block_ids: tuple[list[int], ...]  # the whole table of each cache group
+    num_computed: int  # tokens found in the prefix cache
+    score_start: int = NEVER
+    eos_token_ids: tuple[int, ...] = ()  # banned below `min_tokens`, where they end nothing too
+    copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
+
+    @property
+    def stop_row(self) -> list[int]:
+        """What the device's table has of stop ids: ~token is banned below `min_tokens` alone."""
+        eos = self.eos_token_ids if self.params.min_tokens else ()
+        return [*sorted(self.stop_ids), *(~token for token in eos if token not in self.stop_ids)]
+
+
+def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewRequest:
+    """Returns what the device is told of a request that starts."""
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        prompt_len=len(request.prompt_token_ids),
+        params=request.params,
+        seed=request.seed,
+        max_len=request.max_len,
+        stop_ids=request.stop_ids,
+        block_ids=tuple(list(table) for table in request.blocks),
+        num_computed=request.num_computed,
+        score_start=request.score_start,
+        eos_token_ids=request.eos_token_ids,
+        copies=copies,
+    )
+
+
+@dataclass
+class SchedulerOutput:
+    """One step: who enters, who leaves, who computes how many tokens."""
+
+    scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
+    new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)  # to append
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # all > 0
+    finished_req_ids: set[str] = field(default_factory=set)  # since the last step
+    preempted_req_ids: set[str] = field(default_factory=set)  # in this step
+    requests: dict[str, Request] = field(default_factory=dict)  # the scheduled ones
+    num_steps: int = 1  # of this launch; of several, each computes a token of each request
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+def awaits_prefix(request: Request, output: SchedulerOutput) -> bool:
+    """Whether a request should wait for another that computes the same prompt in these steps."""
+    leader = request.leader
+    if leader is None or leader.status is Status.FINISHED:
+        return False
+    now = output.num_scheduled_tokens.get(leader.request_id, 0)
+    return leader.num_computed - now < len(leader.prompt_token_ids)
+
+
+class GrammarOutput(NamedTuple):
+    """Which tokens a grammar allows, for some requests of a step."""
+
+    req_ids: tuple[str, ...]
+    # [requests, (J,) ceil(V / 32)], int32; token t is bit t % 32 of word t // 32.
+    bitmask: np.ndarray

@@ -1,0 +1,1 @@
+"""Text to tokens and back, chats, and the grammars of structured outputs. Knows no JAX."""

@@ -1,0 +1,1 @@
+"""The device of one process: its memory, how large an engine on it is, its weights, sleep."""

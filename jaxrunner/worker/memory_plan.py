@@ -1,0 +1,253 @@
+"""Where an engine's memory goes, worked out before any of it is taken.
+
+Weights and tables are counted, what programs need is the compiler's word (`program_memory`), and
+the KV cache gets the rest. Nothing is run, or tried, to find out.
+"""
+
+import bisect
+from dataclasses import dataclass, replace
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrunner.config import EngineConfig
+from jaxrunner.program import Program, make_state
+from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.worker.program_memory import Need
+
+CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
+UTILIZATION = 0.9  # of what JAX may use, where nothing was asked for
+LOST = 1 << 27  # bytes that XLA's allocator may leave unused behind one block of memory
+GIB = 1 << 30
+
+
+class Device(NamedTuple):
+    """Memory of a device, in bytes."""
+
+    limit: int  # all that JAX's allocator hands out
+    others: int  # of it in use, but for the weights
+
+    @property
+    def free(self) -> int:
+        """What an engine can have, its weights included."""
+        return self.limit - self.others
+
+
+class Size(NamedTuple):
+    """The one thing that a user said of the cache's size, by its name; None where nothing."""
+
+    name: str = "gpu_memory_utilization"
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What an engine takes of its device's memory, in bytes."""
+
+    requested: int  # all that it may take, 0 where there is no limit
+    weights: int
+    tables: int  # the state but for its cache: what slots know, and their sampling parameters
+    kv: int
+    program: int  # temporaries and outputs of the largest program
+    reserve: int  # outputs that wait to be read, a weight that XLA copies for a trial, lost bits
+    num_tokens: int  # that the KV cache holds
+    largest: str = "none"  # the largest program
+
+    @property
+    def total(self) -> int:
+        """What the engine takes at most."""
+        return self.weights + self.tables + self.kv + self.program + self.reserve
+
+    @property
+    def unused(self) -> int:
+        """What is left of `requested`; under 0 where a plan does not fit."""
+        return self.requested - self.total if self.requested else 0
+
+    def checked(self, largest: tuple[Any, int] | None) -> "MemoryPlan":
+        """Returns the plan with the largest program that was compiled, a key and its bytes.
+
+        Raises:
+          MemoryError: it takes more than is left for it.
+        """
+        if largest is None:
+            return self
+        key, size = largest
+        plan = replace(self, program=size, largest=str(key))
+        if plan.unused < 0:
+            raise MemoryError(
+                f"{plan.largest} takes {size:,} bytes, the memory plan has {size + plan.unused:,} "
+                "for it: lower max_num_batched_tokens, max_num_seqs or the size of the KV cache"
+            )
+        return plan
+
+    def __str__(self) -> str:
+        rows = [
+            ("weights", self.weights, ""),
+            ("tables", self.tables, "of slots: tokens, blocks, sampling parameters"),
+            ("KV cache", self.kv, f"{self.num_tokens:,} tokens"),
+        ]
+        if self.program:
+            rows.append(("program", self.program, f"the largest, {self.largest}"))
+        if self.requested:
+            rows += [
+                ("reserve", self.reserve, "outputs to be read, the compiler's trials"),
+                ("unused", self.unused, ""),
+                ("requested", self.requested, ""),
+            ]
+        return "\n".join(f"  {name:9}{n / GIB:9.3f} GiB  {note}".rstrip() for name, n, note in rows)
+
+
+def read_device(params: Any) -> Device | None:
+    """Returns the memory of the default device; None where it does not tell, as on a CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    here = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    return Device(stats["bytes_limit"], max(0, stats["bytes_in_use"] - num_bytes(here)))
+
+
+def num_bytes(tree: Any) -> int:
+    """Returns the bytes of arrays, or of what stands for them."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What sizes of an engine cost. `program.engine` has all sizes but those that are sought."""
+
+    program: Program
+    params: Any
+    need: Need
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Bytes of one KV block in all layers; twice where an eager step makes a new cache."""
+        return num_bytes(self._state(1).kv) * (2 if self.program.engine.enforce_eager else 1)
+
+    def request_blocks(self, max_model_len: int) -> int:
+        """Returns the most blocks that one request owns."""
+        e = self.program.engine
+        groups = [CacheGroup(e.block_size, window) for window in self.program.config.groups]
+        return max(g.max_blocks(max_model_len, e.max_num_batched_tokens) for g in groups)
+
+    def useful_blocks(self, max_model_len: int) -> int:
+        """Returns what all slots own at full length."""
+        e = self.program.engine
+        return replace(e, max_model_len=max_model_len).max_blocks * e.max_num_seqs
+
+    def plan(self, max_model_len: int, num_blocks: int, requested: int = 0) -> MemoryPlan:
+        """Returns what an engine of these sizes takes."""
+        state, reserve = self._state(max_model_len), 0
+        if self.need.program:
+            weights = map(num_bytes, jax.tree.leaves(self.params))
+            reserve = self.need.waiting + max(weights, default=0) + LOST
+        return MemoryPlan(
+            requested=requested,
+            weights=num_bytes(self.params),
+            tables=num_bytes((state.requests, state.sampling)),
+            kv=num_blocks * self.block,
+            program=self.need.program,
+            reserve=reserve,
+            num_tokens=num_blocks * self.program.engine.block_size,
+            largest=self.need.name,
+        )
+
+    def _state(self, max_model_len: int) -> Any:
+        """Returns the abstract state of an engine with one KV block."""
+        engine = replace(self.program.engine, max_model_len=max_model_len, num_blocks=1)
+        return jax.eval_shape(functools.partial(make_state, self.program._replace(engine=engine)))
+
+
+def plan_memory(
+    costs: Costs, size: Size, device: Device | None, *, shrink: bool
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Returns the engine's sizes, `num_blocks` filled in, and what they take.
+
+    shrink: whether `max_model_len` is to be lowered until a request of that length fits.
+
+    Raises:
+      MemoryError: something does not fit; says what would.
+    """
+    requested, engine = _requested(size, device), costs.program.engine
+
+    def blocks(length: int) -> int:
+        """Returns the blocks of a cache beside the tables that this length takes."""
+        if size.name == "num_blocks":
+            return int(size.value or 0)
+        kv = size.value
+        if size.name == "gpu_memory_utilization":
+            kv = CPU_KV_BYTES if device is None else costs.plan(length, 0, requested).unused
+        return max(0, min(int(kv or 0) // costs.block, costs.useful_blocks(length)))
+
+    def too_long(length: int) -> bool:
+        return costs.request_blocks(length) > blocks(length)
+
+    length = engine.max_model_len
+    fitting = length
+    if too_long(length):
+        fitting = bisect.bisect_left(range(1, length), True, key=too_long)
+    if fitting == 0 or (fitting < length and not shrink and size.name != "num_blocks"):
+        raise MemoryError(_too_small(costs, size, device, blocks(length), fitting))
+    length = fitting if shrink else length
+    plan = costs.plan(length, blocks(length), requested)
+    if plan.unused < 0:
+        most = (plan.kv + plan.unused) // costs.block
+        fits = most * (1 if size.name == "num_blocks" else costs.block)
+        cure = f"{size.name}={fits} would fit" if most > 0 else "free memory"
+        raise MemoryError(
+            f"{size.name}={size.value} makes {plan.total:,} bytes with all else, {requested:,} are "
+            f"free: {cure}"
+        )
+    return replace(engine, max_model_len=length, num_blocks=blocks(length)), plan
+
+
+def _requested(size: Size, device: Device | None) -> int:
+    """Returns the bytes that an engine may take; 0 where the device has no limit.
+
+    Raises:
+      ValueError: a part is wanted of a device that does not tell its memory.
+      MemoryError: they are not free.
+    """
+    if device is None:
+        if size == Size() or size.name != "gpu_memory_utilization":
+            return 0
+        raise ValueError(
+            f"gpu_memory_utilization={size.value} is of a device that tells its memory, "
+            f"{jax.default_backend()} does not: give num_blocks or kv_cache_memory_bytes"
+        )
+    if size.name != "gpu_memory_utilization":
+        return device.free
+    if size.value is None:
+        return min(int(device.limit * UTILIZATION), device.free)
+    wanted = int(device.limit * size.value)
+    if wanted > device.free:
+        most = math.floor(device.free / device.limit * 100) / 100
+        raise MemoryError(
+            f"gpu_memory_utilization={size.value} asks for {wanted:,} bytes of {device.limit:,}, "
+            f"{device.free:,} are free: lower it to {most} or free memory"
+        )
+    return wanted
+
+
+def _too_small(
+    costs: Costs, size: Size, device: Device | None, num_blocks: int, fitting: int
+) -> str:
+    """Says that one request does not fit into the cache, and what would."""
+    length = costs.program.engine.max_model_len
+    wanted = costs.request_blocks(length) * costs.block
+    total = costs.plan(length, costs.request_blocks(length)).total
+    cures = [f"max_model_len={fitting} would fit"] if fitting else []
+    if device is None or size.name == "kv_cache_memory_bytes":
+        cures.append(f"raise kv_cache_memory_bytes to {wanted}")
+    elif (part := math.ceil(total / device.limit * 100) / 100) * device.limit <= device.free:
+        cures.append(f"raise gpu_memory_utilization to {part}")
+    else:
+        cures.append("free memory, let JAX use more of it (XLA_PYTHON_CLIENT_MEM_FRACTION)")
+    name = f"{size.name}={UTILIZATION if size.value is None else size.value}"
+    name = "the default of kv_cache_memory_bytes" if device is None and size == Size() else name
+    return (
+        f"{name} leaves {num_blocks * costs.block:,} bytes for the KV cache, one request of "
+        f"max_model_len={length} needs {wanted:,}: {' or '.join(cures)}"
+    )

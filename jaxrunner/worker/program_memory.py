@@ -1,0 +1,95 @@
+"""What an engine's programs take beside their arguments, before they are compiled.
+
+With our kernels that is little, and `estimate` bounds it. Plain JAX takes ten times as much, in
+ways that a formula would have to know: there the largest program of each kind is compiled for a few
+blocks first, and never run (`measure`; temporaries hardly depend on the number of blocks, which is
+what is sought). A first start pays for that with some seconds; the numbers are kept beside the
+programs for the next one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrunner.device.buckets import step_buckets
+from jaxrunner.device.entry_points import abstract, program_keys, program_spec
+from jaxrunner.device.lowering import extra_bytes, output_bytes
+from jaxrunner.program import MAX_TARGETS, Program
+from jaxrunner.runner.program_cache import ProgramCache
+from jaxrunner.runner.program_table import Key, Programs
+
+SMALL = ("admit", "copy")  # programs that make nothing on their way
+NOTE = "memory of the largest programs"
+
+
+class Need(NamedTuple):
+    """What programs take, in bytes."""
+
+    name: str = "none"  # of the largest
+    program: int = 0  # its temporaries, and its outputs that are not in place
+    waiting: int = 0  # outputs of others that may wait to be read meanwhile
+
+
+def estimate(program: Program) -> Need:
+    """Returns what no program takes more of, if kernels compute its layers and draw its tokens.
+
+    By what XLA says of Llama-3-8B and Qwen3-0.6B on an H200: a step keeps the gate, the up product
+    and what they make of a layer's tokens, here with a quarter more; rules that few requests want
+    keep, where they sort, eleven float32 copies of the logits, here thirteen.
+    """
+    e, dims = program.engine, program.dims
+    T, itemsize = e.max_num_batched_tokens, jnp.dtype(e.dtype).itemsize
+    layer = T * itemsize * (3 * dims["F"] + 2 * dims["E"] + dims["H"] * dims["D"]) * 5 // 4
+    logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4
+    # All tokens' logprobs and ids, of outputs and of prompts.
+    return Need("program by an estimate", max(layer, 13 * logits), 4 * e.async_depth * logits)
+
+
+def measure(program: Program, params: Any, cache: ProgramCache | None) -> Need:
+    """Returns what any program of an engine can need; `program` should have few blocks.
+
+    cache: where that is remembered.
+    """
+    match cache and cache.recall(NOTE):
+        case [str(name), int(most), int(waiting)]:
+            return Need(name, most, waiting)
+    shapes, engine = abstract(params), program.engine
+    programs = Programs(lambda key: program_spec(program, shapes, key))
+    keys = largest(program_keys(program, step_buckets(engine), rich=True))
+    programs.warm_up(keys)
+    need = add_up({key: programs[key] for key in keys}, engine.async_depth)
+    if cache is not None:
+        cache.remember(NOTE, need)
+    return need
+
+
+def largest(keys: list[Key]) -> list[Key]:
+    """Returns the largest program of each kind, of those that can need much."""
+    found: dict[str, Key] = {}
+    for key in keys:
+        if key.name not in SMALL:
+            found[key.name] = max(found.get(key.name, key), key, key=_sizes)
+    return list(found.values())
+
+
+def _sizes(key: Key) -> list[int]:
+    """Returns the numbers of a size, from the first on the one that counts most."""
+    flat, left = [], [key.size]
+    while left:
+        value = left.pop(0)
+        if isinstance(value, tuple):
+            left = [*value, *left]
+        elif value is not None:
+            flat.append(value)
+    return flat
+
+
+def add_up(executables: dict[Key, Any], async_depth: int) -> Need:
+    """Returns what the largest of executables needs while the outputs of launches before it wait.
+
+    Each of `async_depth` launches may be several programs.
+    """
+    key = max(executables, key=lambda key: extra_bytes(executables[key]))
+    outputs = sum(map(output_bytes, executables.values()))
+    waiting = async_depth * outputs - output_bytes(executables[key])
+    return Need(str(key), extra_bytes(executables[key]), waiting)

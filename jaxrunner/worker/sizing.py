@@ -1,0 +1,117 @@
+"""One process's device: how large an engine on it is, where a user left that open."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrunner.api.validation import Bound, plain
+from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
+from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
+from jaxrunner.loading.loader import Loaded
+from jaxrunner.rule import Rule
+from jaxrunner.runner.build import Built, build
+from jaxrunner.sampling import RULES
+from jaxrunner.worker.memory_plan import Costs, Device, MemoryPlan, Size, plan_memory, read_device
+from jaxrunner.worker.program_memory import Need, estimate, measure
+
+FITTING = -1  # as `max_model_len`: the largest that fits, in vLLM's words
+FEW = 8  # blocks that programs are compiled for to see what memory they need
+EAGER = 0.1  # of the device, for steps that no compiler lays out
+
+
+def plan_engine(
+    loaded: Loaded,
+    *,
+    rules: tuple[Rule, ...] = RULES,
+    cache_dir: Path | None = None,
+    kv_cache_dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    num_blocks: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    **rest: Any,
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Fills in the sizes that a user left open, for the default device, and plans its memory.
+
+    `num_blocks`, `kv_cache_memory_bytes` and `gpu_memory_utilization` are three ways to say one
+    thing: at most one may be given. The last is a part of what JAX may use of the device: of three
+    quarters, unless XLA_PYTHON_CLIENT_MEM_FRACTION said otherwise when JAX started. Where none is
+    given it is 0.9, or what is free if that is less. max_model_len: -1 is the largest, up to the
+    model's, of which one request fits into the cache. `rest` are fields of `EngineConfig`.
+
+    Raises:
+      ValueError: a size that contradicts the model, another size or the device.
+      MemoryError: it does not fit; says what would.
+    """
+    size = _one_size(
+        num_blocks=num_blocks,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    on_cpu, shrink = jax.default_backend() == "cpu", max_model_len == FITTING
+    usual: dict[str, Any] = (
+        CPU_SIZES if on_cpu else dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
+    )
+    if max_num_batched_tokens is not None:
+        rest["max_num_batched_tokens"] = max_num_batched_tokens
+    config = EngineConfig(
+        max_model_len=_checked_len(loaded.config, None if shrink else max_model_len),
+        num_blocks=_or(num_blocks, FEW),
+        dtype=loaded.dtype,
+        kv_dtype=read_kv_dtype(kv_cache_dtype, loaded.dtype),
+        **usual | rest,
+    )
+    few = replace(config, num_blocks=FEW)
+    built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
+    device = read_device(loaded.params)
+    costs = Costs(built.program, loaded.params, _need(built, loaded.params, device, size))
+    return plan_memory(costs, size, device, shrink=shrink)
+
+
+def _need(built: Built, params: Any, device: Device | None, size: Size) -> Need:
+    """Returns what programs need, where that limits the cache."""
+    if device is None:
+        return Need()
+    if built.program.engine.enforce_eager:
+        return Need("a step without a compiler", int(EAGER * device.limit))
+    if size.name != "gpu_memory_utilization":
+        return Need()
+    if built.program.sample is not None:
+        return estimate(built.program)
+    return measure(built.program, params, built.cache)
+
+
+def _or(value: int | None, default: int) -> int:
+    """Returns what was asked for; a 0 is no default, it is refused where it is used."""
+    return default if value is None else value
+
+
+def _one_size(**asked: Any) -> Size:
+    given = [Size(name, value) for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        names = " and ".join(size.name for size in given)
+        raise ValueError(f"{names} each set the size of the KV cache: give one")
+    part = asked["gpu_memory_utilization"]
+    if part is not None and not 0 < part <= 1:
+        raise ValueError(f"gpu_memory_utilization must be over 0, at most 1, got {part}")
+    plain("kv_cache_memory_bytes", asked["kv_cache_memory_bytes"], Bound(int, 1, 2**62, True))
+    return given[0] if given else Size()
+
+
+def _checked_len(model: ModelConfig, max_model_len: int | None) -> int:
+    longest = longest_len(model)
+    if max_model_len is not None and max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len} is over the model's {longest} positions: lower it"
+        )
+    return longest if max_model_len is None else max_model_len
+
+
+def longest_len(model: ModelConfig) -> int:
+    """Returns the most positions a model can be asked for."""
+    dynamic = model.rope.dynamic
+    factor = dynamic.factor if dynamic is not None else 1.0
+    return int(model.max_position_embeddings * factor)

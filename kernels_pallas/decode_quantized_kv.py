@@ -1,0 +1,236 @@
+"""Decode attention over keys and values of 8 bits, each row of them with a scale of its own.
+
+The products are turned round: keys, and then values, are their left side, whose rows a product of
+Hopper takes 64 at a time, and the few query heads of a KV head are the right side. So a tile of
+keys goes from shared memory through registers, where it becomes bfloat16, right into its product,
+and the softmax is of [keys, heads], not of 64 rows that are mostly padding. `decode_attention`
+plans the items.
+"""
+
+import functools
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+import numpy as np
+
+from jaxrunner.kernels_pallas import pdl, quantized_kv, split_kv_merge
+from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
+
+# Numbers in e4m3 come times 2**-120. Queries and weights make up for most of it ahead of a
+# product, so that its small terms stay normal numbers.
+AHEAD, BEHIND = 2.0**96, 2.0**24
+# Eight rows of queries: a warp has 16 of 64 columns, a thread four of those in a row, or two of the
+# first eight and two of the others.
+FOURS, PAIRS = (
+    plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (8, 16), *tiles)), (warp,), (-3, -2), -1)
+    for tiles, warp in ((((4,),), -4), (((8, 8), (2,)), -6))
+)
+
+
+def _units(dtype) -> tuple[float, float]:
+    return (AHEAD, BEHIND) if dtype == jnp.float8_e4m3fn else (1.0, 1.0)
+
+
+def scratch(k, heads: int, stages: int, block_kv: int) -> list:
+    """Returns what an item allocates, for k, [N, K, S, D], and padded heads."""
+    (_, _, S, D), C = k.shape, block_kv
+    copies, part = max(1, C // S), min(S, C)
+    narrow = plgpu.SMEM((stages, C, D), k.dtype, transforms=quantized_kv.tile(D))
+    wide = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    scale = plgpu.SMEM((stages, copies, quantized_kv.head_group(S), part), jnp.float32)
+    ready = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=stages)
+    return [
+        plgpu.SMEM((heads, D), jnp.bfloat16, transforms=wide),
+        narrow,
+        narrow,
+        scale,
+        scale,
+        plgpu.SMEM((C, D), jnp.bfloat16, transforms=wide),
+        plgpu.SMEM((heads, C), jnp.bfloat16, transforms=wide),
+        ready,
+        ready,
+        split_kv_merge.FLAG,
+    ]
+
+
+def attend(
+    config, G, padded, q_ref, k_ref, v_ref, k_scale_ref, v_scale_ref, blocks_ref, row_ref,
+    first_ref, last_ref, part_of_ref, length_ref, block_ref, head_ref, parts_ref, sink_ref,
+    counter_ref, out_ref, part_ref, weight_ref, q_smem, k_smem, v_smem, k_scale_smem,
+    v_scale_smem, v_wide, p_smem, k_ready, v_ready, flag, *, scale, window, soft_cap, sinks,
+):  # fmt: skip
+    """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
+    pdl.begin()
+    item, h = lax.axis_index("item"), lax.axis_index("head")
+    (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
+    heads, part, group = q_smem.shape[0], min(S, C), quantized_kv.head_group(S)
+    row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
+    length, first_block = length_ref[item], block_ref[item]
+    ahead, behind = _units(k_ref.dtype)
+    by_head, widen = LAYOUT.reduce(0), functools.partial(quantized_kv.widen, ordered=False)
+    keys = (
+        (k_ref, k_scale_ref, k_smem, k_scale_smem, k_ready),
+        (v_ref, v_scale_ref, v_smem, v_scale_smem, v_ready),
+    )
+
+    def of_key(x):
+        return lax.broadcast_in_dim(x, (C, heads), [0])
+
+    def of_head(x, rows=C):
+        return lax.broadcast_in_dim(x, (rows, heads), [1])
+
+    def block_of(tile, i=0):
+        return blocks_ref[row, jnp.minimum((tile * C + i * S) // S, M - 1)]
+
+    def fetch(tile, stage, block):
+        for i in range(max(1, C // S)):
+            block = block_of(tile, i) if i else block
+            place = jnp.clip(block, 0, N - 1), h, pl.ds(lax.rem(tile * C, S), part)
+            for rows, scales, smem, scale_smem, ready in keys:
+                to = smem.at[stage, pl.ds(i * part, part)], scale_smem.at[stage, i]
+                quantized_kv.fetch(rows, scales, place, to, ready.at[stage])
+
+    def tile_step(tile, carry):
+        acc, best, total, block = carry
+        stage = lax.rem(tile - first, config.stages)
+        next_block = block_of(tile + config.stages + 1)
+
+        def multiply(scores):
+            plgpu.barrier_wait(k_ready.at[stage])
+            plgpu.wgmma(scores, widen(k_smem.at[stage]), q_smem.T)
+            plgpu.barrier_wait(v_ready.at[stage])
+            values = widen(v_smem.at[stage])
+            return scores[...], values
+
+        scores, values = pl.run_scoped(multiply, plgpu.ACC((C, heads), jnp.float32))
+        here = stage, slice(None), lax.rem(h, group)
+        by_k, by_v = (quantized_kv.scales(x.at[here], 0, C) for x in (k_scale_smem, v_scale_smem))
+        scores = scores * of_key(by_k * (scale * behind))
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        # What is not seen may hold anything, scales that are NaN too.
+        visible = seen(tile * C, (C, heads), 0, length, window)
+        scores = jnp.where(visible, scores * LOG2_E, NOTHING)
+        # The maximum is a barrier too: behind it, all are done with the product before, whose
+        # values and weights are overwritten below.
+        new_best = jnp.maximum(best, scores.max(axis=0))
+        v_wide[...] = values
+        p = jnp.exp2(scores - of_head(new_best))
+        kept = jnp.exp2(best - new_best)
+        total = total * of_head(kept) + p
+        p = jnp.where(visible, p * of_key(by_v * ahead), 0.0)
+        p_smem.T[...] = plgpu.layout_cast(p.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+
+        @pl.when(tile + config.stages < last)
+        def _():  # behind the barrier of the commit all have read the stage
+            fetch(tile + config.stages, stage, block)
+
+        def accumulate(acc):
+            plgpu.wgmma(acc, v_wide.T, p_smem.T)
+
+        acc = pl.run_state(accumulate)(plgpu.ACC.init(acc * of_head(kept, D)))
+        return acc, new_best, total, next_block
+
+    @pl.when(row < B)
+    def _():
+        for i in range(config.stages):
+            pl.when(first + i < last)(
+                functools.partial(fetch, first + i, i, block_of(first + i) if i else first_block)
+            )
+        # Heads behind the group are read along; nothing comes of them.
+        queries = _permuted(q_ref, (row * K + h) * padded, heads)
+        q_smem[...] = queries * jnp.asarray(ahead, jnp.bfloat16)
+        plgpu.commit_smem()
+        start = (
+            plgpu.layout_cast(jnp.zeros((D, heads), jnp.float32), LAYOUT),
+            plgpu.layout_cast(jnp.full((heads,), NOTHING, jnp.float32), by_head),
+            plgpu.layout_cast(jnp.zeros((C, heads), jnp.float32), LAYOUT),
+            block_of(first + config.stages),
+        )
+        acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
+        total = total.sum(axis=0)
+        if sinks:
+            sink = plgpu.load(sink_ref.at[h, pl.ds(0, heads)], layout=by_head, optimized=False)
+            best, total, kept = with_sink(sink, part_of, best, total)
+            acc = acc * of_head(kept, D)
+        safe = jnp.maximum(total, 1e-30)
+        acc = acc * of_head(behind / safe, D)
+
+        @pl.when(part_of == 0)
+        def _():
+            _put(acc.astype(out_ref.dtype), out_ref.at[row, h], D)
+
+        @pl.when(part_of != 0)
+        def _():
+            _put(acc, part_ref.at[item, h], D)
+            _put(of_head(best + jnp.log2(safe)), weight_ref.at[item, h], weight_ref.shape[3])
+            split_kv_merge.finish(
+                part_ref, weight_ref, h, head_ref[item], parts_ref[item],
+                out_ref.at[row, h], counter_ref.at[row, h], flag,
+            )  # fmt: skip
+
+
+def _permuted(ref, start, heads: int):
+    """Loads queries, [heads, D] from row `start` on, with columns in the order of `widen`.
+
+    Rows behind the last are like the last.
+    """
+    shape = heads, ref.shape[1]
+    out = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=PAIRS)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=out)
+    def load(_, ref, start):
+        index, layout, pairs = ir.IndexType.get(), PAIRS.to_mgpu(), []
+        start = arith.index_cast(index, start.registers.item())
+        last = mgpu.c(ir.MemRefType(ref.type).shape[0] - 1, index)
+        four = ir.VectorType.get((4,), ir.MemRefType(ref.type).element_type)
+        for row, column in FOURS.to_mgpu().thread_idxs(shape):
+            row = arith.minui(arith.addi(start, row), last)
+            pairs += quantized_kv.halves(vector.load(four, ref, [row, column], alignment=8))
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        registers.reshape(-1)[:] = pairs  # the two of a thread are neighbours
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref, start)
+
+
+def _put(x, ref, rows: int):
+    """Writes the first `rows` of x, [rows, heads], into `ref`, [G, rows], from registers.
+
+    Whole heads are put in their order along D again.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
+    def put(_, x, ref):
+        index = ir.IndexType.get()
+        limits = [mgpu.c(size, index) for size in ir.MemRefType(ref.type).shape]
+        places = x.layout.thread_idxs(x.shape)
+        for (row, column), pair in zip(places, x.registers.flat, strict=True):
+            if rows >= 16:
+                row = _ordered(row)
+            for i in range(2):
+                head = arith.addi(column, mgpu.c(i, index))
+                ok = arith.cmpi(arith.CmpIPredicate.ult, head, limits[0])
+                if rows < x.shape[0]:
+                    inside = arith.cmpi(arith.CmpIPredicate.ult, row, limits[1])
+                    ok = arith.andi(ok, inside)
+                value = vector.extract(pair, dynamic_position=[], static_position=[i])
+                with mgpu.when(ok):
+                    memref.store(value, ref, [head, row])
+
+    put(x, ref)
+
+
+def _ordered(row):
+    """Returns the column of D that a row of the result is, the inverse of `_permuted`."""
+    low, middle, top = (mgpu.c(x, ir.IndexType.get()) for x in (1, 6, 8))
+    two, four, rest = (mgpu.c(x, ir.IndexType.get()) for x in (2, 4, -16))
+    out = arith.ori(arith.andi(row, rest), arith.andi(row, low))
+    out = arith.ori(out, arith.muli(arith.andi(row, middle), two))
+    return arith.ori(out, arith.divui(arith.andi(row, top), four))

@@ -1,0 +1,96 @@
+"""Rows that are computed in parts: each part is left in memory, and who comes last merges them."""
+
+import math
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+
+from jaxrunner.kernels_pallas import grid_barrier
+from jaxrunner.kernels_pallas.online_softmax import NOTHING
+from jaxrunner.kernels_pallas.stores import put_rows
+
+HEADS = 8  # parts have a multiple of so many heads
+NUMBERS = 1024  # of a head that are read at a time, in parts of one or more
+FLAG = plgpu.SMEM((1,), jnp.int32)
+
+
+def comes_last(counter, flag, num):
+    """Counts to `num` in `counter`, a number in device memory; True for the block that gets there.
+
+    What a block has written before is seen by the one that comes last. `flag` is a `FLAG`.
+    """
+    scalar = plgpu.Layout.WG_SPLAT(())
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+    refs = plgpu.RefType(), plgpu.RefType()
+
+    @plgpu.inline_mgpu(arg_types=(*refs, scalar), return_type=out)
+    def count(_, counter, flag, num):
+        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        mgpu.warpgroup_barrier()
+        with mgpu.when(grid_barrier.is_first_thread()):
+            limit = arith.subi(num.registers.item(), mgpu.c(1, i32))
+            last = arith.cmpi(arith.CmpIPredicate.eq, grid_barrier.count(counter, limit), limit)
+            memref.store(arith.extui(i32, last), flag, [mgpu.c(0, index)])
+        mgpu.warpgroup_barrier()
+        last = memref.load(flag, [mgpu.c(0, index)])
+        return mgpu.FragmentedArray.splat(last, (), scalar.to_mgpu(), is_signed=True)
+
+    return count(counter, flag, num) > 0
+
+
+def finish(part, weight, h, first, num, out, counter, flag) -> None:
+    """Merges `num` parts of KV head h, from item `first` on, into `out`, [G, D], if all are there.
+
+    part: [I, K, HEADS, D], normed; weight: [I, K, HEADS, 8], the base 2 logarithm of its total.
+    """
+
+    @pl.when(comes_last(counter, flag, num))
+    def _():
+        _merge(part, weight, h, first, num, out)
+
+
+def _merge(part, weight, h, first, num, out) -> None:
+    shape, at_once = part.shape[2:], min(8, NUMBERS // part.shape[3])
+    layout = _layout(shape[1])
+    rows = layout.reduce(1)
+
+    def wide(x):
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), layout)
+
+    def add(chunk, carry):
+        acc, best, total = carry
+        at = [chunk * at_once + j for j in range(at_once)]
+        items = [first + jnp.minimum(i, num - 1) for i in at]
+        parts = [plgpu.load(part.at[i, h], layout=layout, optimized=False) for i in items]
+        columns = (weight.at[i, h, :, 0] for i in items)
+        weights = [plgpu.load(column, layout=rows, optimized=False) for column in columns]
+        weights = [jnp.where(i < num, w, NOTHING) for i, w in zip(at, weights, strict=True)]
+        new_best = best
+        for w in weights:
+            new_best = jnp.maximum(new_best, w)
+        kept = jnp.exp2(best - new_best)
+        acc, total = acc * wide(kept), total * kept
+        for x, w in zip(parts, weights, strict=True):
+            w = jnp.exp2(w - new_best)
+            acc, total = acc + x * wide(w), total + w
+        return acc, new_best, total
+
+    start = (
+        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout),
+        plgpu.layout_cast(jnp.full(shape[:1], NOTHING, jnp.float32), rows),
+        plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), rows),
+    )
+    acc, _, total = lax.fori_loop(0, lax.div(num + at_once - 1, at_once), add, start)
+    put_rows((acc / wide(total)).astype(out.dtype), out, layout)
+
+
+def _layout(D: int):
+    """Lays out heads of D: four threads of each warp have parts of one head."""
+    v = math.gcd(D // 16, 4)
+    tiling = plgpu.Tiling(((HEADS, 16 * v), (HEADS, 4 * v), (v,)))
+    return plgpu.Layout.TILED(tiling, (-4,), (-3, -2), -1)
