@@ -1,15 +1,23 @@
-"""What the docs say of tests."""
+"""The docs name tests, pages and modules that exist."""
 
 from pathlib import Path
 import re
 
+import pytest
+
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))
+CODE = ("jaxrunner", "models", "kernels_pallas", "benchmarks", "tests")
+
+
+def read(page: str) -> str:
+    return ROOT.joinpath(page).read_text(encoding="utf-8")
 
 
 def test_tests_that_docs_name_are_there():
-    text = (TESTS.parent / "docs" / "model_runner.md").read_text(encoding="utf-8")
     named, missing = 0, []
-    for cell in re.findall(r"`(test_\w+\.py[^|\n]*)\|", text):
+    for cell in re.findall(r"`(test_\w+\.py[^|\n]*)\|", read("docs/model_runner.md")):
         files = re.findall(r"(test_\w+\.py|::\w+)", cell)
         source = ""
         for name in files:
@@ -19,3 +27,27 @@ def test_tests_that_docs_name_are_there():
                 missing.append(name)
             named += 1
     assert not missing and named > 60
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_links_lead_to_files(page):
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", read(page)) if "://" not in link]
+    assert not [link for link in links if not (ROOT / page).parent.joinpath(link).is_file()]
+    assert links or page != "README.md"
+
+
+def test_the_readme_leads_to_every_page():
+    assert not [page for page in PAGES if f"]({page})" not in read("README.md")]
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_modules_that_docs_name_are_there(page):
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for top in CODE for path in python(top)]
+    spans = re.findall(r"`([^`\n]+)`", read(page))
+    names = [word for span in spans for word in span.split() if word.endswith(".py")]
+    assert not [name for name in names if not any(path.endswith(f"/{name}") for path in paths)]
+    assert names or page not in ("README.md", "docs/architecture.md")
+
+
+def python(folder: str) -> list[Path]:
+    return list((ROOT / folder).rglob("*.py"))
