@@ -1,8 +1,10 @@
-"""Rows of unlike lengths, side by side."""
+"""Reads and writes by index, and rows of unlike lengths side by side."""
+
+from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrunner.types import Array
+from jaxrunner.types import Array, Writes
 
 
 def find_rows(ends: Array, index: Array) -> Array:
@@ -12,3 +14,18 @@ def find_rows(ends: Array, index: Array) -> Array:
     with all indices, which on a GPU is one launch; a search is a loop that asks the host.
     """
     return (ends[None] <= index[:, None]).sum(1, dtype=jnp.int32)
+
+
+def take(table: Array, index: Any) -> Array:
+    """Reads `table[index]`, 0 where an index is out of range."""
+    return table.at[index].get(mode="fill", fill_value=0)
+
+
+def write(table: Array, writes: Writes) -> Array:
+    """Sets `table[row, col] = value`; padding is dropped."""
+    return table.at[writes.row, writes.col].set(writes.value, mode="drop")
+
+
+def put_blocks(tables: tuple[Array, ...], writes: tuple[Writes, ...]) -> tuple[Array, ...]:
+    """Writes into the block tables of all cache groups."""
+    return tuple(write(table, w) for table, w in zip(tables, writes, strict=True))

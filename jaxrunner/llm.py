@@ -37,7 +37,7 @@ from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.worker.sizing import plan_engine
 
-WARM_UPS = {True: {}, "all": dict(rich=True), "background": dict(background=True)}
+WARM_UPS = {True: {}, "all": dict(all_rules=True), "background": dict(background=True)}
 
 
 class LLM(LLMNames):
@@ -274,7 +274,7 @@ class LLM(LLMNames):
 
         In a process that was forked off it does nothing.
         """
-        if not self.engine.standing.is_foreign:
+        if not self.engine.status.is_foreign:
             self.completions.close()
             pytree.delete(self.engine.runner.params)
 

@@ -17,7 +17,7 @@ class AttentionSpec(NamedTuple):
     scale: float  # of the scores
 
 
-class Heads(NamedTuple):
+class RopeAndNorm(NamedTuple):
     """What makes queries and keys of packed projections: norms of each head, then a rotation."""
 
     cos: Array  # [T, 1, D / 2], float32
@@ -41,7 +41,7 @@ class Ops(NamedTuple):
     """
 
     attend: Callable[
-        [Array, Heads, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
+        [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
     linear: Callable[[Array, Array, Array | None], Array]
     project: Callable[[Array, Array, Array | None], Array]

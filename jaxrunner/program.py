@@ -70,11 +70,11 @@ class SampleSize(NamedTuple):
     """The padded size of a draw, and what is compiled into it."""
 
     num_rows: int  # B
-    rich: bool = False  # whether the rules that few requests want are there
+    all_rules: bool = False  # whether the rules that few requests want are there
     num_logprobs: int = 0  # C, 0 for no logprobs
 
 
-class Steps(NamedTuple):
+class MultiStepBucket(NamedTuple):
     """The padded size of several decode steps in one launch."""
 
     num_steps: int  # tokens of each row
@@ -96,7 +96,7 @@ class Steps(NamedTuple):
         return self.num_rows * self.num_steps
 
 
-class ScoreSize(NamedTuple):
+class PromptLogprobsSize(NamedTuple):
     """The padded size of a launch that scores prompt tokens."""
 
     num_tokens: int  # T
@@ -132,7 +132,7 @@ def make_state(program: Program) -> State:
 
 
 @functools.lru_cache(maxsize=1024)  # asked for in every step
-def plan_spec(program: Program, size: Bucket | Steps) -> Plan:
+def plan_spec(program: Program, size: Bucket | MultiStepBucket) -> Plan:
     """Returns the abstract plan of a size; its W holds any blocks that its tokens can need."""
     T, B = size.num_tokens, size.num_rows
     dims = dict(B=B, W=T // program.engine.block_size + B)
@@ -168,9 +168,9 @@ def logprob_widths(vocab_size: int) -> tuple[int, ...]:
     return (*(C for C in (1, 20, MAX_LOGPROB_IDS) if C < vocab_size), vocab_size)
 
 
-def score_size(num_tokens: int, num_logprobs: int) -> ScoreSize:
+def prompt_logprobs_size(num_tokens: int, num_logprobs: int) -> PromptLogprobsSize:
     """Returns the size of the launches that score prompt tokens of a step of T."""
-    return ScoreSize(num_tokens, min(MAX_TARGETS, num_tokens), num_logprobs)
+    return PromptLogprobsSize(num_tokens, min(MAX_TARGETS, num_tokens), num_logprobs)
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,7 +184,7 @@ def output_spec(
 
 
 @functools.lru_cache(maxsize=256)
-def score_spec(program: Program, size: ScoreSize) -> tuple[Any, ...]:
+def prompt_logprobs_spec(program: Program, size: PromptLogprobsSize) -> tuple[Any, ...]:
     """Returns the abstract output of a launch that scores: slots, positions, logprobs."""
     U, C = size.num_targets, size.num_logprobs
     one = jax.ShapeDtypeStruct((U,), jnp.int32)

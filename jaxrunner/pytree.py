@@ -43,7 +43,7 @@ def pytree(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-def of(cls: type[T], **leaves: Any) -> T:
+def host_value(cls: type[T], **leaves: Any) -> T:
     """Returns a `cls` of other leaves than device arrays: numpy's, or what stands for them."""
     return cls(**leaves)
 
@@ -91,7 +91,7 @@ def delete(tree: Any) -> None:
         array.delete()
 
 
-def is_whole(tree: Any) -> bool:
+def is_alive(tree: Any) -> bool:
     """Whether no array was given away to a program that failed, nor came from one. Waits."""
     try:
         return not any(x.is_deleted() for x in jax.tree.leaves(jax.block_until_ready(tree)))

@@ -38,10 +38,10 @@ class Rule(NamedTuple):
     row: Callable[[SamplingParams, int], Any]  # (params, seed) -> the row of one request
     apply: Callable[[Array, Any, Context], Array]  # (logits [V], row, context) -> logits [V]
     # (row, context) -> whether the row asks for it; the rule is skipped where none does.
-    asks: Callable[[Any, Context], Array] | None = None
+    is_active: Callable[[Any, Context], Array] | None = None
     # Whether a request ever asks for it; None for what belongs to every draw. Where no request of
     # a step wants any of these rules, they are not in its program.
-    wanted: Callable[[SamplingParams], bool] | None = None
+    is_requested: Callable[[SamplingParams], bool] | None = None
     truncates: bool = False  # whether it only takes tokens away, after the temperature
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
 
@@ -67,12 +67,12 @@ def rows_of(table: Any, slot: Array) -> Any:
 
 def run(rule: Rule, logits: Array, table: Any, batch: Batched) -> Array:
     """Runs a rule on logits, [N, V]; costs nothing where no row asks for it."""
-    asks = rule.asks
+    is_active = rule.is_active
 
     def apply(logits: Array) -> Array:
         return jax.vmap(rule.apply)(logits, rows_of(table, batch.slot), batch.context())
 
-    if asks is None:
+    if is_active is None:
         return apply(logits)
-    asked = jax.vmap(asks)(rows_of(table, batch.slot), batch.context())
+    asked = jax.vmap(is_active)(rows_of(table, batch.slot), batch.context())
     return jax.lax.cond(jnp.any(asked), apply, lambda logits: logits, logits)

@@ -10,43 +10,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.indexing import find_rows
-from jaxrunner.program import Bucket, Program, SampleSize, Steps, output_spec
+from jaxrunner.indexing import find_rows, put_blocks, take
+from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize, output_spec
 from jaxrunner.rule import Batched
-from jaxrunner.sampling.sampler import Drawn, sample
+from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.types import (
-    Admission,
     Array,
     Batch,
-    Copies,
     Inputs,
     Plan,
     Requests,
-    Rows,
+    SamplingMetadata,
     State,
     StepOutput,
     Targets,
-    Writes,
 )
 
 
 def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, size: SampleSize):
     """Computes `plan`; each request that is due a token draws it as it asks. Donates `state`."""
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
-    logits = score(params, hidden, batch, program)
+    logits = compute_logits(params, hidden, batch, program)
     B, J, V = logits.shape
-    mask = jnp.full((B, J, -(-V // 32)), -1, jnp.int32) if size.rich else None  # without grammars
+    mask = (
+        jnp.full((B, J, -(-V // 32)), -1, jnp.int32) if size.all_rules else None
+    )  # without grammars
     return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
 
 
-def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
+def multi_step(params, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
     """Computes `plan`, a token of each request, and goes on with each until it ends.
 
-    The loop ends early when all have. On a GPU it is part of the launch (`entry_points.LOOP`).
+    The loop ends early when all have. On a GPU it is part of the launch (`xla_options.LOOP`).
     Returns the state and the outputs of all steps as one, in which J is `size.num_steps`; tokens of
     a row count up to its first that means nothing.
     """
-    blocks = _put_blocks(state.requests.blocks, plan.blocks)
+    blocks = put_blocks(state.requests.blocks, plan.blocks)
     state = replace(state, requests=replace(state.requests, blocks=blocks))
     plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
     one = functools.partial(step, params, program=program, bucket=size.bucket, size=size.sample)
@@ -77,7 +76,7 @@ def steps(params, state: State, plan: Plan, *, program: Program, size: Steps):
 
 def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
     """Runs the model on the planned tokens. Returns the state, batch, rows and hidden, [T, E]."""
-    requests = replace(state.requests, blocks=_put_blocks(state.requests.blocks, plan.blocks))
+    requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
     cache_shape = program.engine.num_blocks, program.engine.block_size
     batch, rows = prepare_inputs(requests, plan, bucket, cache_shape, program.num_drafts)
     ops = program.ops(batch)
@@ -85,12 +84,14 @@ def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucke
     return replace(state, requests=requests, kv=kv), batch, rows, hidden
 
 
-def score(params, hidden: Array, batch: Batch, program: Program) -> Array:
+def compute_logits(params, hidden: Array, batch: Batch, program: Program) -> Array:
     """Returns the logits of the scored tokens, [B, J, V], in the dtype of `hidden`."""
-    return program.model.logits(program.config, params, take(hidden, batch.scored))
+    return program.model.logits(program.config, params, take(hidden, batch.logits_indices))
 
 
-def draw(logits: Array, state: State, rows: Rows, mask: Array | None, **static: Any) -> Drawn:
+def draw(
+    logits: Array, state: State, rows: SamplingMetadata, mask: Array | None, **static: Any
+) -> SamplerOutput:
     """Samples each scored position, [B, J], as its request asks; `static` goes to `sample`."""
     B, J, V = logits.shape
     flat = Batched(
@@ -101,7 +102,7 @@ def draw(logits: Array, state: State, rows: Rows, mask: Array | None, **static: 
     )
     drawn = sample(logits.reshape(-1, V), flat, state.sampling, **static)
     real = _real(rows, J)
-    return Drawn(
+    return SamplerOutput(
         drawn.token_ids.reshape(B, J),
         (drawn.not_finite.reshape(B, J) & real).any(1),
         (drawn.no_choice.reshape(B, J) & real).any(1),
@@ -109,12 +110,12 @@ def draw(logits: Array, state: State, rows: Rows, mask: Array | None, **static: 
     )
 
 
-def _real(rows: Rows, J: int) -> Array:
+def _real(rows: SamplingMetadata, J: int) -> Array:
     """Returns which scored positions are a request's own, [B, J]; it may have fewer drafts."""
     return jnp.arange(J)[None] <= rows.num_drafts[:, None]
 
 
-def finish(state: State, rows: Rows, drawn: Drawn) -> tuple[State, StepOutput]:
+def finish(state: State, rows: SamplingMetadata, drawn: SamplerOutput) -> tuple[State, StepOutput]:
     """Writes what was drawn, [B, J], into the requests."""
     requests, num_sampled, finished = advance(state.requests, rows, drawn.token_ids)
     output = StepOutput(
@@ -128,11 +129,13 @@ def finish(state: State, rows: Rows, drawn: Drawn) -> tuple[State, StepOutput]:
     return replace(state, requests=requests), output
 
 
-def find_targets(requests: Requests, batch: Batch, rows: Rows) -> Targets:
+def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Targets:
     """Returns the prompt tokens to score: each follows a token of this step."""
     T = batch.row.shape[0]
     slot, positions = take(rows.slot, batch.row), batch.inputs.positions + 1
-    wanted = (batch.row < rows.slot.shape[0]) & (positions >= take(requests.score_start, slot))
+    wanted = (batch.row < rows.slot.shape[0]) & (
+        positions >= take(requests.prompt_logprobs_start, slot)
+    )
     wanted &= positions < take(requests.prompt_len, slot)
     at = jnp.where(wanted, jnp.cumsum(wanted) - 1, T)
     source = jnp.full(T, T, jnp.int32).at[at].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
@@ -140,62 +143,9 @@ def find_targets(requests: Requests, batch: Batch, rows: Rows) -> Targets:
     return Targets(source, take(requests.token_ids, (slot, positions)), positions, slot)
 
 
-def take(table: Array, index: Any) -> Array:
-    """Reads `table[index]`, 0 where an index is out of range."""
-    return table.at[index].get(mode="fill", fill_value=0)
-
-
-def admit(state: State, admission: Admission, rows: tuple[Any, ...]) -> State:
-    """Writes new requests, and `rows` of their sampling parameters, into their slots."""
-
-    def put(table: Array, values: Array) -> Array:
-        # Lists are only as wide as this admission needs; their lengths are among the rest.
-        columns = tuple(slice(n) for n in values.shape[1:])
-        at = (admission.slot, *columns)
-        return table.at[at].set(values, mode="drop") if values.size else table
-
-    old = state.requests
-    names = ("total_len", "num_computed", "prompt_len", "min_len", "max_len", "score_start")
-    changed = {name: put(getattr(old, name), getattr(admission, name)) for name in names}
-    # These have no length of their own: what an earlier request left behind them goes.
-    more = old.stop_ids.shape[1] - admission.stop_ids.shape[1]
-    stop_ids = jnp.pad(admission.stop_ids, ((0, 0), (0, more)), constant_values=2**30)
-    requests = replace(
-        old,
-        token_ids=_write(old.token_ids, admission.tokens),
-        stop_ids=put(old.stop_ids, stop_ids),
-        done=put(old.done, jnp.zeros_like(admission.slot, jnp.bool)),
-        blocks=_put_blocks(old.blocks, admission.blocks),
-        **changed,
-    )
-    return replace(state, requests=requests, sampling=jax.tree.map(put, state.sampling, rows))
-
-
-def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:
-    """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
-    group_of = [program.config.groups.index(window) for window in program.config.windows]
-
-    def copy(copies: Copies, blocks: Array) -> Array:
-        return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")
-
-    kv = tuple(
-        jax.tree.map(functools.partial(copy, copies[g]), layer)
-        for layer, g in zip(state.kv, group_of, strict=True)
-    )
-    return replace(state, kv=kv)
-
-
-def _write(table: Array, writes: Writes) -> Array:
-    return table.at[writes.row, writes.col].set(writes.value, mode="drop")
-
-
-def _put_blocks(tables: tuple[Array, ...], writes: tuple[Writes, ...]) -> tuple[Array, ...]:
-    return tuple(_write(table, w) for table, w in zip(tables, writes, strict=True))
-
-
 def prepare_inputs(
     requests: Requests, plan: Plan, bucket: Bucket, cache_shape: tuple[int, int], num_drafts: int
-) -> tuple[Batch, Rows]:
+) -> tuple[Batch, SamplingMetadata]:
     """Lays the scheduled tokens of all requests side by side, padded to the bucket.
 
     A request that has ended computes nothing, whatever the plan says. `cache_shape` is (N, S).
@@ -234,11 +184,11 @@ def prepare_inputs(
         query_start=query_start,
         seq_lens=seq_lens,
         blocks=blocks,
-        scored=jnp.clip(first[:, None] + jnp.arange(1 + num_drafts)[None], 0, T - 1),
+        logits_indices=jnp.clip(first[:, None] + jnp.arange(1 + num_drafts)[None], 0, T - 1),
         query_len=bucket.query_len,
     )
     samples = (num_tokens > 0) & (seq_lens >= total)
-    return batch, Rows(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
+    return batch, SamplingMetadata(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
 
 
 def cache_index(
@@ -258,7 +208,7 @@ def cache_index(
     return jnp.where(mine, block * S + local, N * S)
 
 
-def advance(requests: Requests, rows: Rows, sampled: Array):
+def advance(requests: Requests, rows: SamplingMetadata, sampled: Array):
     """Accepts the drafts that were sampled too, and writes the result into the requests.
 
     A draft stands if the target sampled the same token at its position, so the output is token

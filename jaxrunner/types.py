@@ -30,7 +30,9 @@ class Requests:
     prompt_len: Array = leaf("R")
     min_len: Array = leaf("R")  # `total_len` below which no stop id is sampled
     max_len: Array = leaf("R")  # `total_len` at which the request ends
-    score_start: Array = leaf("R")  # position of the first prompt token whose logprob is wanted
+    prompt_logprobs_start: Array = leaf(
+        "R"
+    )  # position of the first prompt token whose logprob is wanted
     # Tokens that end it, and ~token for those that are banned below `min_len` alone; V is none.
     stop_ids: Array = leaf("R X")
     done: Array = leaf("R", jnp.bool)  # ended on the device; the host may not know it yet
@@ -95,7 +97,7 @@ class Admission:
     prompt_len: Array = leaf("A")
     min_len: Array = leaf("A")
     max_len: Array = leaf("A")
-    score_start: Array = leaf("A")
+    prompt_logprobs_start: Array = leaf("A")
     stop_ids: Array = leaf("A X")
     tokens: Writes
     blocks: tuple[Writes, ...] = each("G")
@@ -120,12 +122,12 @@ class Batch:
     query_start: Array = leaf("B+1")  # where each row's tokens start
     seq_lens: Array = leaf("B")  # tokens of each request once this step is done
     blocks: tuple[Array, ...] = leaf("B M", each="G")
-    scored: Array = leaf("B J")  # tokens whose logits are sampled from
+    logits_indices: Array = leaf("B J")  # tokens whose logits are sampled from
     query_len: int = static()  # tokens of every row, 0 if rows differ
 
 
 @pytree
-class Rows:
+class SamplingMetadata:
     """What each row of a step is due: all that sampling knows of a plan."""
 
     slot: Array = leaf("B")

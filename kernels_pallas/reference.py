@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.indexing import find_rows
+from jaxrunner.indexing import find_rows, take
 from jaxrunner.model import AttentionSpec
 from jaxrunner.types import Array, Batch, LayerCache
 
@@ -73,18 +73,14 @@ def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     T, H, D = q.shape
     K = cache.k.shape[1]
     tokens, rows = cut_tiles(batch, T)
-    q_IKGQD = jnp.moveaxis(_take(q, tokens).reshape(*tokens.shape, K, H // K, D), 1, 3)
-    pos_IQ = _take(batch.inputs.positions, tokens)
-    blocks_IM = _take(batch.blocks[spec.group], rows)
-    lens_I = _take(batch.seq_lens, rows)
+    q_IKGQD = jnp.moveaxis(take(q, tokens).reshape(*tokens.shape, K, H // K, D), 1, 3)
+    pos_IQ = take(batch.inputs.positions, tokens)
+    blocks_IM = take(batch.blocks[spec.group], rows)
+    lens_I = take(batch.seq_lens, rows)
     out_IKGQD = online_softmax(q_IKGQD, pos_IQ, blocks_IM, lens_I, cache, spec)
     out_IQKGD = jnp.moveaxis(out_IKGQD, 3, 1)
     out = jnp.zeros((T, H, D), q.dtype)
     return out.at[tokens].set(out_IQKGD.reshape(*tokens.shape, H, D).astype(q.dtype), mode="drop")
-
-
-def _take(x: Array, index: Array) -> Array:
-    return x.at[index].get(mode="fill", fill_value=0)
 
 
 def cut_tiles(batch: Batch, num_tokens: int, size: int = TILE) -> tuple[Array, Array]:
@@ -100,9 +96,9 @@ def cut_tiles(batch: Batch, num_tokens: int, size: int = TILE) -> tuple[Array, A
         Q, tiles = size, T // size + B
         num = (end - start + Q - 1) // Q
         row = find_rows(jnp.cumsum(num), jnp.arange(tiles))
-    first = _take(start, row) + Q * (jnp.arange(tiles) - _take(jnp.cumsum(num) - num, row))
+    first = take(start, row) + Q * (jnp.arange(tiles) - take(jnp.cumsum(num) - num, row))
     tokens = first[:, None] + jnp.arange(Q)[None]
-    return jnp.where(tokens < _take(end, row)[:, None], tokens, T).astype(jnp.int32), row
+    return jnp.where(tokens < take(end, row)[:, None], tokens, T).astype(jnp.int32), row
 
 
 def online_softmax(

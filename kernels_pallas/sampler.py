@@ -42,7 +42,7 @@ DEFAULT = TuningConfig()
 MAX_CHUNKS = 64  # `settle` holds a register of each
 
 
-class Drawn(NamedTuple):
+class SamplerOutput(NamedTuple):
     """What became of each row, [N]."""
 
     token_ids: Array  # 0 where a row is not finite or has no choice
@@ -68,7 +68,7 @@ def refuses(logits: Any, config: TuningConfig) -> str | None:
 def sample_tokens(
     logits: Array, seed_words: Array, positions: Array, greedy: Array, temperature: Array,
     min_p: Array, top_k: Array, top_p: Array, *, config: TuningConfig = DEFAULT,
-) -> Drawn:  # fmt: skip
+) -> SamplerOutput:  # fmt: skip
     """Draws a token for each row of logits, [N, V], as `sampler.sample` does for the usual rules.
 
     seed_words: [N, 2]; the rest [N], as in the rules' tables: a temperature of 0 counts as 1,
@@ -98,7 +98,9 @@ def sample_tokens(
     return _run(logits.reshape(-1), pack(rules), (N, V), config.fit(V))
 
 
-def _run(logits: Array, rules: Array, shape: tuple[int, int], config: TuningConfig) -> Drawn:
+def _run(
+    logits: Array, rules: Array, shape: tuple[int, int], config: TuningConfig
+) -> SamplerOutput:
     """Runs the passes on logits, [N * V], and `pack`ed rules."""
     (N, V), static = shape, dict(vocab_size=shape[1], config=config)
     C = config.num_chunks(V)
@@ -119,7 +121,7 @@ def _run(logits: Array, rules: Array, shape: tuple[int, int], config: TuningConf
     ids = jnp.where(scores == scores.max(1, keepdims=True), ids, MAX_ID).min(1)
     no_choice = best == -jnp.inf
     token_ids = jnp.where(floor == jnp.inf, token_ids, ids)
-    return Drawn(token_ids, kept, ~jnp.isfinite(best) & ~no_choice, no_choice)
+    return SamplerOutput(token_ids, kept, ~jnp.isfinite(best) & ~no_choice, no_choice)
 
 
 def _shapes(*of: tuple[tuple[int, ...], str]) -> tuple[jax.ShapeDtypeStruct, ...]:

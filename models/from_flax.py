@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
-from jaxrunner.model import AttentionSpec, Heads, Model, Ops
+from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm
 from jaxrunner.models.rope import rotation
 from jaxrunner.ops.backends import dense
 from jaxrunner.types import Array, Inputs, LayerCache
@@ -234,12 +234,12 @@ def _logits(call: Callable, config: ModelConfig, params: Any, hidden: Array) -> 
     return scores.astype(hidden.dtype)
 
 
-def _heads(config: ModelConfig, inputs: Inputs, *, rotate: bool) -> Heads:
+def _heads(config: ModelConfig, inputs: Inputs, *, rotate: bool) -> RopeAndNorm:
     """Returns what turns queries and keys: by their positions, or by nothing."""
     if rotate:
-        return Heads(*rotation(config.rope, inputs), None, None, config.rms_norm_eps)
+        return RopeAndNorm(*rotation(config.rope, inputs), None, None, config.rms_norm_eps)
     shape = inputs.positions.shape[0], 1, config.head_dim // 2
-    return Heads(jnp.ones(shape), jnp.zeros(shape), None, None, config.rms_norm_eps)
+    return RopeAndNorm(jnp.ones(shape), jnp.zeros(shape), None, None, config.rms_norm_eps)
 
 
 def _no_checkpoint(*_: Any) -> NoReturn:

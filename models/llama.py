@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
 from jaxrunner.hf_config import Settings
-from jaxrunner.model import AttentionSpec, Heads, Model, Ops, Source
+from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm, Source
 from jaxrunner.models.rope import read_rope, rotation
 from jaxrunner.ops.plain import linear
-from jaxrunner.pytree import each, leaf, of, pytree
+from jaxrunner.pytree import each, host_value, leaf, pytree
 from jaxrunner.types import Array, Inputs
 
 
@@ -75,7 +75,7 @@ def _layer(config: ModelConfig, ops: Ops, x, delta, w: Layer, cache, turn, *, sp
     cos, sin = turn
     x, h = ops.add_norm(x, delta, w.attn_norm, eps)
     qkv = ops.linear(h, w.qkv, w.qkv_bias)
-    out, cache = ops.attend(qkv, Heads(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
+    out, cache = ops.attend(qkv, RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
     x, h = ops.add_norm(x, ops.project(out, w.o, w.o_bias), w.mlp_norm, eps)
     return x, ops.mlp(h, w.gate_up, w.gate_up_bias, w.down, w.down_bias), cache
 
@@ -134,7 +134,7 @@ def sources(config: ModelConfig) -> Params:
     c = config
     V, E = c.vocab_size, c.hidden_size
     layers = tuple(_layer_sources(c, f"model.layers.{i}.") for i in range(c.num_hidden_layers))
-    return of(
+    return host_value(
         Params,
         embed=_whole("model.embed_tokens.weight", V, E),
         norm=_whole("model.norm.weight", E),
@@ -162,7 +162,7 @@ def _layer_sources(c: ModelConfig, prefix: str) -> Layer:
 
     attn = {"self_attn.q_proj": H * D, "self_attn.k_proj": K * D, "self_attn.v_proj": K * D}
     mlp = {"mlp.gate_proj": F, "mlp.up_proj": F}
-    return of(
+    return host_value(
         Layer,
         attn_norm=one(True, "input_layernorm.weight", E),
         qkv=packed(True, "weight", attn, heads, E),

@@ -14,13 +14,13 @@ from jax.experimental import topologies
 import tiny
 
 from jaxrunner import pytree
-from jaxrunner.device import entry_points
+from jaxrunner.device.program_spec import program_spec
 from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.cases import TESTS
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
-from jaxrunner.program import Bucket, Program, SampleSize, Steps
+from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
 from jaxrunner.runner.program_table import Key
 from jaxrunner.sampling import RULES
 
@@ -71,7 +71,7 @@ def compile_step(key: Key) -> tuple[Any, int, str]:
     )  # fmt: skip
     program = Program(model, config, engine, backends.fused, RULES, sample=sample_tokens)
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
-    spec = entry_points.program_spec(program, params, key)
+    spec = program_spec(program, params, key)
     static = dict(spec.static)
     jitted = jax.jit(spec.function, static_argnames=list(static), donate_argnames=spec.donated)
     compiled = jitted.lower(*placed(spec.args), **static).compile(dict(spec.options))
@@ -87,7 +87,11 @@ def main(folder: Path) -> None:
         jax.jit(case.run).lower(*placed(jax.eval_shape(lambda c=case: c.make(0)))).compile()
     found = []
     prefill = Key("step", Bucket(128, 16))
-    for key in (Key("step", Bucket(8, 8, 1)), prefill, Key("steps", Steps(4, SampleSize(8)))):
+    for key in (
+        Key("step", Bucket(8, 8, 1)),
+        prefill,
+        Key("multi_step", MultiStepBucket(4, SampleSize(8))),
+    ):
         compiled, kv_bytes, shape = compile_step(key)
         memory, text = compiled.memory_analysis(), compiled.as_text()
         dumps = sorted(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_mtime)
@@ -95,7 +99,7 @@ def main(folder: Path) -> None:
             dict(
                 aliased=memory.alias_size_in_bytes, kv_bytes=kv_bytes,
                 copies=len(re.findall(re.escape(shape) + r"\S* copy\(", text)),
-                loops=text.count(" while("), wanted_loops=int(key.name == "steps"),
+                loops=text.count(" while("), wanted_loops=int(key.name == "multi_step"),
                 graphs=dumps[-1].read_text().count("kCommandBuffer") if dumps else None,
                 wanted_graphs=int(key != prefill),
             )

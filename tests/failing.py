@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.runner.program_table import Key, ProgramTable
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes."
 HOWS = ("no compilation", "before the launch", "after the donation", "at the download")
@@ -31,9 +31,9 @@ def programs(
 
     Returns a list that gains the names of those that did.
     """
-    real, failed = Programs.__getitem__, list[str]()
+    real, failed = ProgramTable.__getitem__, list[str]()
 
-    def get(self: Programs, key: Key) -> Any:
+    def get(self: ProgramTable, key: Key) -> Any:
         if not when(key):
             return real(self, key)
         failed.append(key.name)
@@ -51,7 +51,7 @@ def programs(
 
         return launch
 
-    monkeypatch.setattr(Programs, "__getitem__", get)
+    monkeypatch.setattr(ProgramTable, "__getitem__", get)
     return failed
 
 

@@ -18,8 +18,8 @@ from jaxrunner.ops.backends import paged
 from jaxrunner.program import MAX_STOP_IDS, WIDE, Program, SampleSize
 from jaxrunner.rule import Batched
 from jaxrunner.sampling import RULES
-from jaxrunner.sampling.sampler import Drawn, process, sample
-from jaxrunner.types import Requests, Rows, State
+from jaxrunner.sampling.sampler import SamplerOutput, process, sample
+from jaxrunner.types import Requests, SamplingMetadata, State
 
 SIZE = 20  # slots of a hand-made batch: one size, few compilations
 
@@ -127,7 +127,7 @@ def processed(logits, params, *, position=None, rules=RULES, mask=None, seeds=No
 @functools.cache
 def processor(program: Program):
     """Returns `process` with all rules, compiled for a program."""
-    return jax.jit(functools.partial(process, program=program, rich=True))
+    return jax.jit(functools.partial(process, program=program, all_rules=True))
 
 
 @functools.cache
@@ -142,22 +142,22 @@ def drawer(program: Program, size: SampleSize):
     return jax.jit(functools.partial(step.draw, program=program, size=size))
 
 
-def draws(logits, params: SamplingParams, seeds, positions, *, rich=False) -> np.ndarray:
+def draws(logits, params: SamplingParams, seeds, positions, *, all_rules=False) -> np.ndarray:
     """Draws a token for each seed at each position, [positions, seeds]."""
     count = len(seeds)
     logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None], (count, len(logits)))
-    run, table = sampler(program(), SampleSize(count, rich)), tables([params] * count, seeds)
+    run, table = sampler(program(), SampleSize(count, all_rules)), tables([params] * count, seeds)
     known = requests(count)
     batches = (batched(known, range(count), [p] * count) for p in positions)
     return np.stack([np.asarray(run(logits, batch, table).token_ids) for batch in batches])
 
 
-def draw(logits, params: SamplingParams, seeds, position, *, rich=False) -> np.ndarray:
+def draw(logits, params: SamplingParams, seeds, position, *, all_rules=False) -> np.ndarray:
     """Draws one token for each seed at `position`."""
-    return draws(logits, params, seeds, [position], rich=rich)[0]
+    return draws(logits, params, seeds, [position], all_rules=all_rules)[0]
 
 
-def describe(logits, params, *, mode="raw_logprobs", num_logprobs=1, **history) -> Drawn:
+def describe(logits, params, *, mode="raw_logprobs", num_logprobs=1, **history) -> SamplerOutput:
     """Samples from logits, [N, V], with logprobs."""
     size = SampleSize(len(params), True, num_logprobs)
     batch = batched(requests(len(params), **history), range(len(params)), [0] * len(params))
@@ -165,7 +165,9 @@ def describe(logits, params, *, mode="raw_logprobs", num_logprobs=1, **history) 
     return jax.tree.map(np.asarray, run(jnp.asarray(logits, jnp.float32), batch, tables(params)))
 
 
-def state_of(rows: Sequence[Row], *, seeds=None, size: int = SIZE) -> tuple[State, Rows]:
+def state_of(
+    rows: Sequence[Row], *, seeds=None, size: int = SIZE
+) -> tuple[State, SamplingMetadata]:
     """Returns a state of `size` slots that holds `rows`, the last first, and a step of them."""
     count = len(rows)
     seeds = [*(range(count) if seeds is None else seeds), *[0] * (size - count)][::-1]
@@ -183,7 +185,7 @@ def state_of(rows: Sequence[Row], *, seeds=None, size: int = SIZE) -> tuple[Stat
     slot = jnp.arange(size - 1, -1, -1, dtype=jnp.int32)
     real = jnp.arange(size) < count
     due = jnp.asarray([row.num_due for row in filled], jnp.int32)[slot]
-    step_rows = Rows(
+    step_rows = SamplingMetadata(
         slot=jnp.where(real, slot, size),
         seq_lens=jnp.where(real, total[slot] + due - 1, 0),
         samples=real,
@@ -222,7 +224,9 @@ def masks_of(rows: Sequence[Row], J: int, V: int, size: int = SIZE) -> np.ndarra
     return masks
 
 
-def step_draw(rows: Sequence[Row], logits, *, num_logprobs=0, seeds=None, size=SIZE) -> Drawn:
+def step_draw(
+    rows: Sequence[Row], logits, *, num_logprobs=0, seeds=None, size=SIZE
+) -> SamplerOutput:
     """Runs the step's own `draw` on logits, [rows, J, V]; [rows, J] and [rows, J, C] come back."""
     state, due = state_of(rows, seeds=seeds, size=size)
     _, J, V = np.shape(logits)

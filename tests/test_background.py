@@ -14,9 +14,9 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.program import Bucket, SampleSize, Steps
-from jaxrunner.runner.program_table import Key, Programs
-from jaxrunner.runner.switch_interval import TURN
+from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.runner.program_table import Key, ProgramTable
+from jaxrunner.runner.switch_interval import INTERVAL_S
 
 SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))
 FIRST = Key("step", Bucket(32, 5))
@@ -26,14 +26,14 @@ PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0
 @pytest.fixture
 def gate(monkeypatch):
     """An event that lowering waits for, but of the largest step."""
-    event, lower = threading.Event(), Programs._lower
+    event, lower = threading.Event(), ProgramTable._lower
 
     def waiting(self, key):
         if key.name == "step" and key != FIRST:
             assert event.wait(60)
         return lower(self, key)
 
-    monkeypatch.setattr(Programs, "_lower", waiting)
+    monkeypatch.setattr(ProgramTable, "_lower", waiting)
     yield event
     event.set()
 
@@ -45,13 +45,13 @@ def make(**changes) -> Engine:
 
 def used(engine: Engine, monkeypatch) -> list[Key]:
     """Returns a list that gains the key of each step that is launched."""
-    keys, get = [], Programs.__getitem__
+    keys, get = [], ProgramTable.__getitem__
 
     def spy(self, key):
         keys.append(key)
         return get(self, key)
 
-    monkeypatch.setattr(Programs, "__getitem__", spy)
+    monkeypatch.setattr(ProgramTable, "__getitem__", spy)
     return keys
 
 
@@ -70,7 +70,7 @@ def test_the_largest_size_serves_until_the_others_are_there(
     assert f"; {num_left} more to come" in engine.runner.programs.report()
     assert run(engine, PROMPTS[:2], PARAMS) == want
     assert {key for key in keys if key.name == "step"} == {FIRST}
-    assert sys.getswitchinterval() == pytest.approx(TURN)
+    assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
     gate.set()
     for pending in list(engine.runner.programs._pending.values()):
         pending.result(60)
@@ -80,7 +80,7 @@ def test_the_largest_size_serves_until_the_others_are_there(
     assert sys.getswitchinterval() == usual
     keys.clear()
     assert run(engine, PROMPTS[:2], PARAMS) == want
-    size = Bucket(2, 2, 1) if num_decode_steps == 1 else Steps(3, SampleSize(2))
+    size = Bucket(2, 2, 1) if num_decode_steps == 1 else MultiStepBucket(3, SampleSize(2))
     assert size in [key.size for key in keys]
     engine.close()
 
@@ -94,7 +94,7 @@ def test_programs_are_prepared_while_the_weights_come(monkeypatch):
             cls, name, lambda *a, **k: order.append(f"{cls.__name__}.{name}") or method(*a, **k)
         )
 
-    for cls, name in ((Programs, "start"), (LoadConfig, "read"), (Programs, "wait")):
+    for cls, name in ((ProgramTable, "start"), (LoadConfig, "read"), (ProgramTable, "wait")):
         told(cls, name)
     sizes: dict[str, Any] = dict(
         max_model_len=64, decode_buckets=(1,), token_buckets=(16,), max_num_seqs=1
@@ -102,7 +102,7 @@ def test_programs_are_prepared_while_the_weights_come(monkeypatch):
     sizes |= dict(max_num_batched_tokens=16, use_tqdm=False)
     with LLM(str(embedded.PATH), **sizes) as llm:
         assert llm.report().count("programs: ") == 1
-    start, read, wait = "Programs.start", "LoadConfig.read", "Programs.wait"
+    start, read, wait = "ProgramTable.start", "LoadConfig.read", "ProgramTable.wait"
     assert order == [start, read, start, wait]
     order.clear()
     with pytest.raises(MemoryError, match="raise kv_cache_memory_bytes to"):
@@ -138,14 +138,14 @@ def test_closing_ends_what_is_compiled_behind_and_does_not_wait(gate):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_program_that_does_not_compile_says_so_where_it_is_needed(monkeypatch, background):
-    lower = Programs._lower
+    lower = ProgramTable._lower
 
     def failing(self, key):
         if key == Key("step", Bucket(2, 2, 1)):
             raise RuntimeError("out of registers")
         return lower(self, key)
 
-    monkeypatch.setattr(Programs, "_lower", failing)
+    monkeypatch.setattr(ProgramTable, "_lower", failing)
     engine = make()
     if not background:
         with pytest.raises(RuntimeError, match="out of registers"):

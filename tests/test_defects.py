@@ -13,11 +13,11 @@ import tiny
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.program import MAX_STOP_IDS, WIDE, SampleSize
-from jaxrunner.runner.request_table import Slots
-from jaxrunner.sampling.sampler import Drawn
+from jaxrunner.runner.request_table import RequestTable
+from jaxrunner.sampling.sampler import SamplerOutput
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
-from jaxrunner.types import Requests, Rows, State
+from jaxrunner.types import Requests, SamplingMetadata, State
 
 V = 61
 EOS = 8
@@ -113,7 +113,7 @@ def abstract_draw(B: int, J: int, size: int):
     logits = jax.ShapeDtypeStruct((B, J, size), jnp.float32)
     mask = jax.ShapeDtypeStruct((B, J, -(-size // 32)), jnp.int32)
     draw = functools.partial(step.draw, program=program, size=SampleSize(B, True, 20))
-    args = logits, state, pytree.abstract(Rows, dims), mask
+    args = logits, state, pytree.abstract(SamplingMetadata, dims), mask
     return jax.eval_shape(draw, *args), jax.make_jaxpr(draw)(*args).jaxpr
 
 
@@ -149,7 +149,7 @@ def test_all_logprobs_are_all_there_are():  # D6
     """vLLM takes -1 for none."""
     params = SamplingParams(logprobs=-1)
     assert params.num_logprobs == -1
-    slots = Slots(rules.program())
+    slots = RequestTable(rules.program())
     slots.add(tiny.new_request("a", [1], blocks=[0], params=params))
     size = slots.sample_size(["a"], 5)
     assert size == SampleSize(5, True, V)
@@ -174,7 +174,7 @@ def test_custom_ids_are_told_of_drafts_too():  # D8
 BROKEN = {"NaN": np.nan, "infinity": np.inf}
 
 
-def compare_others(got: Drawn, want: Drawn, broken: int) -> None:
+def compare_others(got: SamplerOutput, want: SamplerOutput, broken: int) -> None:
     """Checks that all but one request have what they had without it."""
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.delete(one, broken, 0), np.delete(other, broken, 0))

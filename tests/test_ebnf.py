@@ -38,7 +38,7 @@ def vocab() -> Iterator[Vocab]:
     made.compiler.close()
 
 
-def is_whole(vocab: Vocab, text: str, **fields: Any) -> bool:
+def is_alive(vocab: Vocab, text: str, **fields: Any) -> bool:
     grammar = vocab.grammar(**fields)
     ids = vocab.tokenizer.encode(text, add_special_tokens=False)
     return grammar.accept([*ids, EOS[0]])
@@ -51,9 +51,9 @@ def test_a_grammar_in_ebnf_is_what_it_says(vocab):
         ("SELECT col_1  from table_2 ", False),
         ("SELECT col_3  from table_2  where col_2 = 1 ", False),
     ):
-        assert is_whole(vocab, text, grammar=SQL) is fits
+        assert is_alive(vocab, text, grammar=SQL) is fits
     assert is_ebnf(SQL) and not is_ebnf('start: "::=" | a\na: "b"')
-    assert is_whole(vocab, "::=", grammar='start: "::=" | a\na: "b"')
+    assert is_alive(vocab, "::=", grammar='start: "::=" | a\na: "b"')
 
 
 @pytest.mark.parametrize("grammar", ['rule ::= "a"', 'root ::= "a', "root ::= nothing",
@@ -75,9 +75,9 @@ def test_text_is_free_until_a_trigger(vocab):
         ('I <call=add>{  "x":5}</call>', False),
     ):
         for tag in (TAG, json.dumps(TAG)):
-            assert is_whole(vocab, text, structural_tag=tag) is fits, text
+            assert is_alive(vocab, text, structural_tag=tag) is fits, text
     compact: dict[str, Any] = dict(structural_tag=TAG, disable_any_whitespace=True)
-    assert not is_whole(vocab, '<call=add>{"x": 5}</call>', **compact)
+    assert not is_alive(vocab, '<call=add>{"x": 5}</call>', **compact)
     params = StructuredOutputsParams(structural_tag=TAG)
     assert params == StructuredOutputsParams(structural_tag=json.dumps(TAG, indent=1))
 

@@ -100,7 +100,7 @@ def test_tokens_depend_on_the_request_alone(kind, changes):  # 62
     if changes.get("num_blocks") == 13:
         assert e.scheduler.num_preemptions > 0
     names = {compilation.key.name for compilation in e.runner.programs.ledger}
-    assert ("steps" in names) == ("num_decode_steps" in changes)
+    assert ("multi_step" in names) == ("num_decode_steps" in changes)
 
 
 def test_a_long_prompt_takes_no_more_of_a_step_than_it_may():
@@ -196,7 +196,7 @@ def test_a_preempted_request_gives_its_slot_back():  # D15
     preempted = 0
     while e.has_unfinished:
         e.step()
-        owners = set(e.runner.slots._slot_of)
+        owners = set(e.runner.requests._slots)
         live = {r.request_id for r in e.scheduler.running} | e.scheduler._finished
         assert owners <= live | {name for so, _ in e._in_flight for name in so.requests}
         preempted = max(preempted, e.scheduler.num_preemptions)

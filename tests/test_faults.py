@@ -72,7 +72,7 @@ def check_whole(e: Engine) -> None:
         ("step", 0, {}, [0]),
         ("step", 3, dict(async_depth=1), [2, 2, 2, 1]),
         ("step", 3, dict(async_depth=3), [2, 2, 2, 1]),
-        ("steps", 1, dict(num_decode_steps=3), [7, 4]),
+        ("multi_step", 1, dict(num_decode_steps=3), [7, 4]),
     ],
     ids=["the first", "sync", "three ahead", "3 steps a launch"],
 )
@@ -97,7 +97,7 @@ def test_a_step_that_fails_ends_its_requests_alone(fail, how, name, n, changes, 
     check_whole(e)
 
 
-@pytest.mark.parametrize("name", ["admit", "forward", "sample", "score"])
+@pytest.mark.parametrize("name", ["admit", "forward", "sample", "prompt_logprobs"])
 @pytest.mark.parametrize("how", HOWS)
 def test_whatever_program_fails(fail, name, how):
     e = engine()

@@ -24,9 +24,9 @@ def test_from_one_prefill_two_runners_decode_and_neither_sees_the_other():
         for _ in range(4):
             tokens += one.step(tiny.scheduled({"a": 1})).get().sampled_token_ids[0]
         assert tokens == want
-    assert runner.slots["b"] == fork.slots["a"]
+    assert runner.requests["b"] == fork.requests["a"]
     with pytest.raises(KeyError):
-        fork.slots["b"]
+        fork.requests["b"]
 
 
 def test_what_cannot_be_forked_is_refused():

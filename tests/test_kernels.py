@@ -121,7 +121,7 @@ def batch_of(T: int, starts, lens, blocks, cache_shape: tuple[int, ...]) -> Batc
         query_start=jnp.asarray(starts, jnp.int32),
         seq_lens=jnp.asarray(lens, jnp.int32),
         blocks=(jnp.clip(blocks, 0, N - 1),),
-        scored=jnp.zeros((B, 1), jnp.int32),
+        logits_indices=jnp.zeros((B, 1), jnp.int32),
         query_len=0,
     )
 
@@ -134,7 +134,7 @@ def test_layers_of_mixed_batches_equal_plain_jax():
     batch, cache = batch_of(128, starts, lens, blocks, k.shape), LayerCache(k, v, None, None)
     qkv = jnp.asarray(rng.standard_normal((128, 2, 6, 128)), jnp.bfloat16)
     angle = jnp.asarray(rng.uniform(0, 6, (128, 1, 64)), jnp.float32)
-    heads = backends.Heads(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
+    heads = backends.RopeAndNorm(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
     spec = AttentionSpec(0, None, 128**-0.5)
 
     def run(make):
@@ -157,7 +157,9 @@ def plain_jax(case: Case, *args):
     if case.kernel == "rope_write":
         qkv, cos, sin, k, v, at, *norms = args
         q_norm, k_norm = norms or (None, None)
-        q, new_k, new_v = backends.split_heads(qkv, backends.Heads(cos, sin, q_norm, k_norm, 1e-6))
+        q, new_k, new_v = backends.split_heads(
+            qkv, backends.RopeAndNorm(cos, sin, q_norm, k_norm, 1e-6)
+        )
         batch = batch_of(1, [0, 0], [0], jnp.zeros((1, 1), jnp.int32), k.shape)
         cache = LayerCache(k, v, None, None)
         cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)

@@ -13,11 +13,11 @@ import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.buckets import GPU_SIZES
-from jaxrunner.device.entry_points import program_keys
+from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.runner.model_runner import ModelRunner
-from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 
@@ -55,7 +55,7 @@ def test_two_thousand_requests_compile_nothing():  # 25
         llama, config, sizes, weights, make_compiler=features.ParityCompiler,
         rules=with_logits_fn(RULES, logits_fn(tilted, extra_args={"slope": 0.0})),
     )  # fmt: skip
-    engine.warm_up(rich=True)
+    engine.warm_up(all_rules=True)
     programs = engine.runner.programs
     warm, programs.strict, compiled = len(programs.ledger), True, []
     jax.monitoring.register_event_duration_secs_listener(
@@ -95,20 +95,20 @@ def launched(runner: ModelRunner, monkeypatch) -> list[Key]:
     """Returns a list that gains the key of each program; none is compiled, none runs."""
     keys, state = [], runner.state
 
-    def spy(_: Programs, key: Key) -> Any:
+    def spy(_: ProgramTable, key: Key) -> Any:
         keys.append(key)
         if key.name in ("admit", "copy"):
             return lambda *_: state
         return lambda *_: (state, *[None] * (4 if key.name == "forward" else 1))
 
-    monkeypatch.setattr(Programs, "__getitem__", spy)
+    monkeypatch.setattr(ProgramTable, "__getitem__", spy)
     return keys
 
 
 def decode(runner: ModelRunner, num_steps: int, params: SamplingParams) -> None:
     """Has requests decode, few and many at once."""
     for i in range(256):
-        runner.slots.add(tiny.new_request(f"{i}", [1], blocks=[0], params=params))
+        runner.requests.add(tiny.new_request(f"{i}", [1], blocks=[0], params=params))
     for number in NUMBERS:
         counts = {f"{i}": num_steps for i in range(number)}
         runner.step(tiny.scheduled(counts, num_steps=num_steps))
@@ -120,21 +120,21 @@ def test_any_number_of_decodes_runs_what_warm_up_compiles(num_steps, logprobs, m
     runner = tiny.runner(trusted=True, **GPU)
     keys = launched(runner, monkeypatch)
     decode(runner, num_steps, SamplingParams(logprobs=logprobs))
-    rich = logprobs is not None
+    all_rules = logprobs is not None
     assert len(keys) >= len(NUMBERS)
-    assert set(keys) <= set(program_keys(runner.program, runner.buckets, rich=rich))
+    assert set(keys) <= set(program_keys(runner.program, runner.buckets, all_rules=all_rules))
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_any_number_of_decodes_runs_while_small_sizes_are_pending(num_steps, monkeypatch):
     pending, waited_for = set(), set()
 
-    def start(_: Programs, keys: list[Key], first: list[Key]) -> None:
+    def start(_: ProgramTable, keys: list[Key], first: list[Key]) -> None:
         pending.update(set(keys) - set(first))
         waited_for.update(first)
 
-    monkeypatch.setattr(Programs, "start", start)
-    monkeypatch.setattr(Programs, "is_pending", lambda _, key: key in pending)
+    monkeypatch.setattr(ProgramTable, "start", start)
+    monkeypatch.setattr(ProgramTable, "is_pending", lambda _, key: key in pending)
     runner = tiny.runner(trusted=True, **GPU)
     runner.prepare(background=True)
     keys = launched(runner, monkeypatch)
@@ -152,12 +152,19 @@ def test_a_random_load_runs_what_warm_up_compiles(monkeypatch):  # 25
             params = features.random_params(rng, **fixed) if i % 4 else USUAL
             prompt = rng.integers(0, 61, rng.integers(1, 40)).tolist()
             one = tiny.new_request(f"{n}", prompt, blocks=[0], params=params)
-            new.append(replace(one, score_start=1 if params.prompt_logprobs else one.score_start))
+            new.append(
+                replace(
+                    one,
+                    prompt_logprobs_start=1
+                    if params.prompt_logprobs
+                    else one.prompt_logprobs_start,
+                )
+            )
         counts = {r.request_id: int(rng.integers(1, 1 + len(r.token_ids))) for r in new}
         runner.step(tiny.scheduled(counts, new))
         some = [r.request_id for r in new if rng.random() < 0.7]
-        several = 1 if runner.slots.need_the_host else 4
+        several = 1 if runner.requests.need_single_steps else 4
         runner.step(tiny.scheduled(dict.fromkeys(some, several), num_steps=several))
         runner.step(tiny.scheduled({}, finished_req_ids=counts.keys()))
-    known = set(program_keys(runner.program, runner.buckets, rich=True))
+    known = set(program_keys(runner.program, runner.buckets, all_rules=True))
     assert set(keys) <= known and len({key.name for key in keys}) == 6

@@ -9,7 +9,7 @@ from small_llm import SIZES
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.device.program_key import Key
 from jaxrunner.engine.metrics import Counter, Gauge
-from jaxrunner.program import Bucket, SampleSize, Steps
+from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 TEXT = "def f(x):\n    return"
@@ -142,5 +142,10 @@ def test_a_late_program_is_told_once_in_words(caplog):
 
 def test_sizes_are_told_in_words():
     assert str(Key("step", Bucket(512, 8))) == "step, 512 tokens, 8 requests"
-    assert str(Key("steps", Steps(4, SampleSize(8)))) == "steps, 4 steps, 8 requests"
-    assert str(Key("sample", SampleSize(8, True, 20))) == "sample, 8 requests, rich, 20 logprobs"
+    assert (
+        str(Key("multi_step", MultiStepBucket(4, SampleSize(8))))
+        == "multi_step, 4 steps, 8 requests"
+    )
+    assert (
+        str(Key("sample", SampleSize(8, True, 20))) == "sample, 8 requests, all rules, 20 logprobs"
+    )

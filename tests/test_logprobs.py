@@ -13,8 +13,8 @@ import tiny
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import LOGPROBS_MODES
 from jaxrunner.program import SampleSize, logprob_widths
-from jaxrunner.runner.request_table import Slots
-from jaxrunner.sampling.sampler import Drawn
+from jaxrunner.runner.request_table import RequestTable
+from jaxrunner.sampling.sampler import SamplerOutput
 
 V = 61
 WIDE = 128256
@@ -44,14 +44,16 @@ def likeliest(x) -> list[int]:
     return sorted(range(len(x)), key=lambda t: (-x[t], t))
 
 
-def told(rows, logits, *, mode="raw_logprobs", num_logprobs=V, J=3, size=rules.SIZE) -> list[Drawn]:
+def told(
+    rows, logits, *, mode="raw_logprobs", num_logprobs=V, J=3, size=rules.SIZE
+) -> list[SamplerOutput]:
     """Samples a token for each position of each row, with logprobs."""
     sample = rules.sampler(rules.program(mode), SampleSize(size, True, num_logprobs))
     return rules.run(sample, rows, logits, J=J, size=size)
 
 
 @functools.cache
-def batch(mode: str) -> tuple[np.ndarray, list[Drawn]]:
+def batch(mode: str) -> tuple[np.ndarray, list[SamplerOutput]]:
     """Returns logits with ties and -inf for all kinds, and what was told of the tokens drawn."""
     logits = np.round(np.random.default_rng(5).normal(size=(len(ROWS), 3, V)) * 2, 1) + 0.0
     logits[..., 50:53] = -np.inf
@@ -150,7 +152,7 @@ def test_zeros_of_both_signs_are_one_logit():
         assert got[0].logprobs[0].top_ids[0, :3].tolist() == [0, 1, 2]
 
 
-def forced(logits, params=(), **rest) -> list[Drawn]:
+def forced(logits, params=(), **rest) -> list[SamplerOutput]:
     """Samples token t in row t: the raw logprobs of each."""
     wide = np.full((len(logits), 3, V), -np.inf, np.float32)
     wide[..., : len(logits)] = logits
@@ -193,7 +195,7 @@ def test_a_request_with_fewer_columns_gets_the_first_of_the_many():  # 35
     [([0], 1), ([None, 0], 1), ([None, None], 0), ([1, 0], 1), ([2, 5, None, 0], 20), ([-1, 3], V)],
 )
 def test_a_batch_has_the_columns_of_its_widest_request(counts, columns):  # 35
-    slots = Slots(rules.program())
+    slots = RequestTable(rules.program())
     for i, count in enumerate(counts):
         params = SamplingParams(logprobs=count)
         slots.add(tiny.new_request(str(i), [1], blocks=[i], params=params))

@@ -8,12 +8,12 @@ from test_engine import PROMPTS, run
 import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.device.entry_points import abstract, program_spec, usual_spec
 from jaxrunner.device.lowering import Died, LoweringProcess, lower, lowering_task
+from jaxrunner.device.program_spec import abstract, program_spec, usual_spec
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import Bucket
-from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.runner.program_table import Key, ProgramTable
 
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]
 KEY = Key("step", Bucket(2, 2, 1))
@@ -26,7 +26,7 @@ def engine(**programs) -> Engine:
     program, shapes = made.runner.program, abstract(params)
     if programs:
         task = lowering_task(usual_spec, program._replace(rules=()), shapes)
-        made.runner.programs = Programs(
+        made.runner.programs = ProgramTable(
             lambda key: program_spec(program, shapes, key), task=task, **programs
         )
     return made
@@ -54,9 +54,9 @@ def test_a_process_lowers_what_this_one_lowers():
 
 def test_tokens_are_the_same_whoever_lowers(monkeypatch):
     want = run(engine(), PROMPTS[:2], PARAMS)
-    here, lower_here = [], Programs._lower
+    here, lower_here = [], ProgramTable._lower
     monkeypatch.setattr(
-        Programs, "_lower", lambda self, key: here.append(key) or lower_here(self, key)
+        ProgramTable, "_lower", lambda self, key: here.append(key) or lower_here(self, key)
     )
     made = engine(num_processes=2)
     made.warm_up()

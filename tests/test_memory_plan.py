@@ -13,20 +13,20 @@ import tiny
 
 from jaxrunner.bench.workloads import PRESETS
 from jaxrunner.config import EngineConfig
-from jaxrunner.device.entry_points import program_keys
 from jaxrunner.device.lowering import Spec, extra_bytes, output_bytes
+from jaxrunner.device.program_spec import program_keys
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
-from jaxrunner.program import Bucket, SampleSize, Steps, make_state
+from jaxrunner.program import Bucket, MultiStepBucket, SampleSize, make_state
 import jaxrunner.runner.build
 from jaxrunner.runner.build import build
-from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.worker import memory_plan, program_memory, sizing
 from jaxrunner.worker.memory_plan import CPU_KV_BYTES, MemoryPlan, num_bytes
-from jaxrunner.worker.program_memory import Need
+from jaxrunner.worker.program_memory import ProgramMemory
 
-LIMIT, OTHERS, NEED = 10**7, 10**6, Need("sample", 300_000, 100_000)
+LIMIT, OTHERS, NEED = 10**7, 10**6, ProgramMemory("sample", 300_000, 100_000)
 BLOCK = 2 * 20 * 16 * 2 * 8 * 4  # k and v, layers, tokens, heads, dims, bytes
 SIZES: dict[str, Any] = dict(block_size=16, max_num_seqs=40)
 WEIGHTS = {"a": np.zeros(10**5, np.float32), "b": np.zeros(10**5, np.int8)}
@@ -178,8 +178,12 @@ def test_the_largest_program_of_each_kind_is_measured():
     keys = [Key("step", Bucket(8, 4)), Key("step", Bucket(16, 4)), Key("step", Bucket(4, 4, 1))]
     wide = SampleSize(4, True, 61)
     keys += [Key("sample", SampleSize(4)), Key("sample", wide), Key("sample", SampleSize(1))]
-    keys += [Key("steps", Steps(8, wide)), Key("copy", SampleSize(99))]
-    wanted = [Key("step", Bucket(16, 4)), Key("sample", wide), Key("steps", Steps(8, wide))]
+    keys += [Key("multi_step", MultiStepBucket(8, wide)), Key("copy", SampleSize(99))]
+    wanted = [
+        Key("step", Bucket(16, 4)),
+        Key("sample", wide),
+        Key("multi_step", MultiStepBucket(8, wide)),
+    ]
     assert program_memory.largest(keys) == wanted
 
 
@@ -193,14 +197,14 @@ def executable(temp: int, out: int, alias: int):
 def test_outputs_of_other_launches_wait_beside_the_largest():
     one, two = Key("one", SampleSize(1)), Key("two", SampleSize(2))
     executables = {one: executable(100, 7, 5), two: executable(90, 60, 40)}
-    assert program_memory.add_up(executables, 1) == Need("two, 2 requests", 110, 2)
+    assert program_memory.add_up(executables, 1) == ProgramMemory("two, 2 requests", 110, 2)
     assert program_memory.add_up(executables, 3).waiting == 3 * 22 - 20
 
 
 def test_programs_need_what_the_compiler_says_whatever_the_cache(monkeypatch):
     model, params = tiny.model_and_params()
-    usual = functools.partial(program_keys, rich=False)
-    monkeypatch.setattr(program_memory, "program_keys", lambda *args, rich: usual(*args))
+    usual = functools.partial(program_keys, all_rules=False)
+    monkeypatch.setattr(program_memory, "program_keys", lambda *args, all_rules: usual(*args))
     few = build(llama, model, tiny.engine_config(num_blocks=8), params).program
     need = program_memory.measure(few, params, None)
     r = tiny.runner(num_blocks=60)
@@ -216,11 +220,11 @@ def test_what_programs_need_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr(jaxrunner.runner.build, "jax_keeps_its_own", lambda: False)
     built = build(llama, tiny.config(), tiny.engine_config(), params, cache_dir=tmp_path)
     assert built.cache is not None and built.cache.recall("x") is None
-    monkeypatch.setattr(Programs, "warm_up", lambda *_: None)
-    monkeypatch.setattr(Programs, "__getitem__", lambda *_: executable(3, 2, 1))
+    monkeypatch.setattr(ProgramTable, "warm_up", lambda *_: None)
+    monkeypatch.setattr(ProgramTable, "__getitem__", lambda *_: executable(3, 2, 1))
     need = program_memory.measure(built.program, params, built.cache)
     assert need.program == 4
-    monkeypatch.delattr(Programs, "__getitem__")
+    monkeypatch.delattr(ProgramTable, "__getitem__")
     assert program_memory.measure(built.program, params, built.cache) == need
     for path in tmp_path.iterdir():
         path.write_text("no JSON")
@@ -274,6 +278,6 @@ def test_a_program_that_takes_more_than_its_part_is_refused(gpu):
 def test_programs_that_do_not_tell_leave_the_plan_as_it_is(monkeypatch):
     silent = SimpleNamespace(memory_analysis=lambda: None)
     assert extra_bytes(silent) == output_bytes(silent) == 0
-    programs = Programs(lambda key: Spec(print, (), ()))
+    programs = ProgramTable(lambda key: Spec(print, (), ()))
     monkeypatch.setattr(programs, "_table", {Key("step", Bucket(8, 4)): silent})
     assert programs.largest() is None and "takes" not in programs.report()

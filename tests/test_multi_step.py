@@ -10,7 +10,7 @@ from jaxrunner import step as device
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.program import SampleSize, Steps
+from jaxrunner.program import MultiStepBucket, SampleSize
 
 
 def test_nothing_is_compiled_after_warm_up():
@@ -19,7 +19,7 @@ def test_nothing_is_compiled_after_warm_up():
     e.runner.programs.strict = True
     params = [SamplingParams(temperature=t, max_tokens=9) for t in (0.0, 1.0, 0.0)]
     run(e, PROMPTS[:3], params)
-    steps = [c.key.size for c in e.runner.programs.ledger if c.key.name == "steps"]
+    steps = [c.key.size for c in e.runner.programs.ledger if c.key.name == "multi_step"]
     assert {size.sample for size in steps} == {SampleSize(5)}
 
 
@@ -29,8 +29,8 @@ def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
     want = run(engine(), PROMPTS[:3], [plain] * 3)
     e = engine(num_decode_steps=6)
     assert run(e, PROMPTS[:3], [plain] * 3) == want
-    sizes = [c.key.size for c in e.runner.programs.ledger if c.key.name == "steps"]
-    assert sizes == [Steps(6, SampleSize(5))]
+    sizes = [c.key.size for c in e.runner.programs.ledger if c.key.name == "multi_step"]
+    assert sizes == [MultiStepBucket(6, SampleSize(5))]
 
 
 @pytest.mark.parametrize("lengths,count", [((2, 5), 4), ((9, 9), 6)])

@@ -15,7 +15,7 @@ import tiny
 
 import jaxrunner
 from jaxrunner.device import lowering
-from jaxrunner.device.entry_points import program_keys
+from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.runner import program_cache
@@ -200,7 +200,7 @@ def test_folders_by_name(tmp_path):
 
 def test_executables_have_the_structure_that_is_said(tmp_path):
     engine = make(tmp_path)
-    engine.warm_up(rich=True)
+    engine.warm_up(all_rules=True)
     for key, executable in engine.runner.programs._table.items():
         spec = engine.runner.programs._spec(key)
         assert executable.in_tree == jax.tree.structure((spec.args, {})), key
@@ -209,5 +209,5 @@ def test_executables_have_the_structure_that_is_said(tmp_path):
 
 def test_every_program_has_a_file_of_its_own(tmp_path):
     engine, cache = make(tmp_path), ProgramCache(tmp_path, ())
-    keys = program_keys(engine.runner.program, engine.runner.buckets, rich=True)
+    keys = program_keys(engine.runner.program, engine.runner.buckets, all_rules=True)
     assert len({cache._path(key) for key in keys}) == len(set(keys)) > 10

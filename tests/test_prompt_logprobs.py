@@ -13,7 +13,7 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.text.prompts import ParsedPrompt
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -150,7 +150,7 @@ def test_the_head_runs_on_the_tokens_that_ask_alone():  # D7: vLLM runs it on al
     e = engine(max_num_seqs=2, max_num_batched_tokens=32)
     launched = []
 
-    class Spy(Programs):
+    class Spy(ProgramTable):
         def __getitem__(self, key: Key):
             launched.append(key)
             return super().__getitem__(key)
@@ -160,12 +160,12 @@ def test_the_head_runs_on_the_tokens_that_ask_alone():  # D7: vLLM runs it on al
     e.add("asks", PROMPT[:5], SamplingParams(max_tokens=1, prompt_logprobs=0))
     while e.has_unfinished:
         e.step()
-    assert [key.name for key in launched].count("score") == 1
+    assert [key.name for key in launched].count("prompt_logprobs") == 1
     launched.clear()
     e.add("none", range(25), SamplingParams(max_tokens=1))
     while e.has_unfinished:
         e.step()
-    assert "score" not in [key.name for key in launched]
+    assert "prompt_logprobs" not in [key.name for key in launched]
 
 
 def test_a_prompt_with_logprobs_reads_no_cache_but_fills_it():
@@ -240,7 +240,7 @@ def test_loglikelihood_takes_contexts_from_the_cache(llm):
     states: list[Any] = []
     llm.completions.add(
         ParsedPrompt(token_ids=whole), SamplingParams(max_tokens=1, prompt_logprobs=0),
-        into=states, score_start=len(ids),
+        into=states, prompt_logprobs_start=len(ids),
     )  # fmt: skip
     llm.completions.run(states)
     assert states[0].request.num_cached_tokens > 16

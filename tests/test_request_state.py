@@ -10,7 +10,7 @@ from jaxrunner import SamplingParams
 from jaxrunner.api.sampling_params import RequestOutputKind
 from jaxrunner.engine.completions import news
 from jaxrunner.engine.output_processor import RequestState
-from jaxrunner.pytree import of
+from jaxrunner.pytree import host_value
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.types import Logprobs
@@ -23,7 +23,7 @@ LETTERS = Tokenizer(INNER)
 def logprobs(N: int) -> Logprobs:
     """Returns -1, -2 and so on, and two likely tokens beside each."""
     values = -np.arange(1, N + 1, dtype=np.float32)
-    return of(
+    return host_value(
         Logprobs, value=values, rank=np.full(N, 7, np.int32), raw=values, processed=values,
         kept_mass=np.ones(N, np.float32), top_ids=np.tile(np.array([[4, 3]], np.int32), (N, 1)),
         top_value=np.full((N, 2), -9.0, np.float32),

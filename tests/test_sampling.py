@@ -12,7 +12,7 @@ import rules
 from jaxrunner import step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.program import SampleSize
-from jaxrunner.types import Rows, State
+from jaxrunner.types import SamplingMetadata, State
 
 LOGITS = np.array([3.0, 1.0, 2.5, 2.5, -1.0, 0.0, 2.0, -np.inf], np.float32)
 KINDS = {
@@ -51,13 +51,13 @@ def one(logits, **settings):
     return rules.processed([logits], [SamplingParams(**settings)])[0]
 
 
-@pytest.mark.parametrize("rich", [False, True], ids=["usual rules", "all rules"])
+@pytest.mark.parametrize("all_rules", [False, True], ids=["usual rules", "all rules"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_draws_follow_the_exact_distribution(kind, rich):  # 34
+def test_draws_follow_the_exact_distribution(kind, all_rules):  # 34
     settings = KINDS[kind]
     params = SamplingParams(**settings)
     count, rounds = 1000, 100
-    drawn = rules.draws(LOGITS, params, range(count), range(rounds), rich=rich).ravel()
+    drawn = rules.draws(LOGITS, params, range(count), range(rounds), all_rules=all_rules).ravel()
     expected = oracle(LOGITS, **settings) * count * rounds
     seen = np.bincount(drawn, minlength=len(LOGITS))
     possible = expected > 0
@@ -103,10 +103,10 @@ def test_min_p_counts_from_the_likeliest():  # 31
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rich", [False, True])
-def test_greedy_is_the_argmax_whatever_the_seed(rich):  # 33
+@pytest.mark.parametrize("all_rules", [False, True])
+def test_greedy_is_the_argmax_whatever_the_seed(all_rules):  # 33
     greedy = SamplingParams(temperature=0.0)
-    drawn = rules.draw([1.0, 5.0, 5.0, 2.0], greedy, range(50), 3, rich=rich)
+    drawn = rules.draw([1.0, 5.0, 5.0, 2.0], greedy, range(50), 3, all_rules=all_rules)
     assert set(drawn.tolist()) == {1}
 
 
@@ -129,7 +129,7 @@ def drawer() -> Any:
 
     def draw(logits, slot, position):
         ones = jnp.ones_like(slot)
-        rows = Rows(slot, ones, ones > 0, position, jnp.zeros_like(slot))
+        rows = SamplingMetadata(slot, ones, ones > 0, position, jnp.zeros_like(slot))
         size = SampleSize(slot.size)
         drawn = step.draw(logits[:, None], state, rows, None, program=rules.program(), size=size)
         return drawn.token_ids[:, 0]
@@ -170,8 +170,10 @@ def test_more_rules_in_the_program_change_no_bit():
     batch = rules.batched(rules.requests(3), range(3), [4, 5, 6])
     tables = rules.tables(params)
     few, many = (
-        rules.process(jnp.asarray(logits), batch, tables, program=rules.program(), rich=rich)
-        for rich in (False, True)
+        rules.process(
+            jnp.asarray(logits), batch, tables, program=rules.program(), all_rules=all_rules
+        )
+        for all_rules in (False, True)
     )
     np.testing.assert_array_equal(few.logits, many.logits)
     np.testing.assert_array_equal(few.kept_mass, many.kept_mass)
@@ -179,7 +181,7 @@ def test_more_rules_in_the_program_change_no_bit():
 
 def test_a_padded_row_draws_without_nan():
     batch = rules.batched(rules.requests(1), [1], [0])
-    for rich in (False, True):
-        run = rules.sampler(rules.program(), SampleSize(1, rich, 0))
+    for all_rules in (False, True):
+        run = rules.sampler(rules.program(), SampleSize(1, all_rules, 0))
         out = run(jnp.asarray(LOGITS)[None], batch, rules.tables([SamplingParams()]))
         assert 0 <= int(out.token_ids[0]) < len(LOGITS) and not out.not_finite[0]

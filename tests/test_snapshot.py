@@ -151,7 +151,7 @@ def test_what_differs_is_named_and_nothing_changes(tmp_path):
     with pytest.raises(ValueError, match=r"it had params.* of sum 0x.*, not float32.*build this"):
         restore_engine(other, folder)
     assert not other.has_unfinished
-    other.standing.asleep = "weights sleep"
+    other.status.asleep = "weights sleep"
     with pytest.raises(RuntimeError, match="weights sleep"):
         restore_engine(other, folder)
     with pytest.raises(RuntimeError, match="weights sleep"):

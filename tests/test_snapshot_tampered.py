@@ -50,7 +50,7 @@ def test_a_file_that_has_changed_is_named_and_the_engine_goes_on(begun, tmp_path
     e.add("ended", PROMPTS[1], GREEDY)
     e.step()
     e.abort(["ended"])
-    taken = e.runner.slots.num_taken
+    taken = e.runner.requests.num_taken
     assert taken == 1 and not e.has_unfinished  # until the next step
     for i, path in enumerate(sorted(p for p in saved.rglob("*") if p.is_file())):
         shutil.copytree(saved, tmp_path / str(i))
@@ -60,7 +60,7 @@ def test_a_file_that_has_changed_is_named_and_the_engine_goes_on(begun, tmp_path
         changed.write_bytes(data)
         with pytest.raises(ValueError, match=f"{tmp_path / str(i)}"):
             restore_engine(e, tmp_path / str(i))
-        assert not e.has_unfinished and e.runner.slots.num_taken == taken
+        assert not e.has_unfinished and e.runner.requests.num_taken == taken
     assert canary(e) == want
     shutil.copytree(saved, tmp_path / "bare")
     (tmp_path / "bare" / checksums.NAME).unlink()
@@ -118,7 +118,7 @@ def ends(e: Engine, requests: dict[str, Any], change: str, *, abort: bool) -> No
     assert all(request.finish_reason for request in requests.values()), change
     [pool] = e.pools
     pool.check([])
-    assert e.runner.slots.num_taken <= len(requests) and e.reset_prefix_cache(), change
+    assert e.runner.requests.num_taken <= len(requests) and e.reset_prefix_cache(), change
 
 
 FORGED = {

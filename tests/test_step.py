@@ -11,6 +11,7 @@ import tiny
 
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.indexing import take
 from jaxrunner.program import Bucket
 from jaxrunner.types import Plan, Requests, Writes
 
@@ -43,7 +44,7 @@ def test_after_a_step_one_token_is_not_yet_computed():  # 1
     runner = tiny.runner()
     request = tiny.new_request("a", PROMPT, blocks=range(8))
     runner.step(tiny.scheduled({"a": 4}, [request]))
-    slot, requests = runner.slots["a"], runner.state.requests
+    slot, requests = runner.requests["a"], runner.state.requests
     assert (requests.num_computed[slot], requests.total_len[slot]) == (4, 10)  # mid-prefill
     sampled = runner.step(tiny.scheduled({"a": 6})).get().sampled_token_ids[0]
     requests = runner.state.requests
@@ -66,7 +67,7 @@ def test_rows_are_ordered_by_their_token_counts():  # 2
 
 
 def test_slots_are_a_stack():  # 3
-    slots = tiny.runner(max_num_seqs=3, decode_buckets=(), token_buckets=()).slots
+    slots = tiny.runner(max_num_seqs=3, decode_buckets=(), token_buckets=()).requests
     x, y, z, w, v = (tiny.new_request(name, [1], blocks=[0]) for name in "xyzwv")
     assert [slots.add(request) for request in (x, y, z)] == [2, 1, 0]
     slots.remove("y")
@@ -98,7 +99,7 @@ def test_a_cached_prefix_is_not_read_again():  # 5
     requests = table(total_len=[10, 0, 0, 0], num_computed=[8, 0, 0, 0])
     batch, _ = prepare(requests, plan([0], [2]), 8)
     assert batch.inputs.positions[:2].tolist() == [8, 9]
-    assert batch.scored.tolist() == [[1]]
+    assert batch.logits_indices.tolist() == [[1]]
 
 
 def test_accepted_drafts_advance_the_request():  # 6, 8
@@ -107,14 +108,14 @@ def test_accepted_drafts_advance_the_request():  # 6, 8
     batch, rows = prepare(requests, plan([2], [4]), 4, num_drafts=3, query_len=4)
     assert batch.inputs.token_ids.tolist() == [20, 21, 22, 23]
     assert batch.inputs.positions.tolist() == [20, 21, 22, 23]
-    assert (batch.scored.tolist(), rows.num_drafts.tolist()) == ([[0, 1, 2, 3]], [3])
+    assert (batch.logits_indices.tolist(), rows.num_drafts.tolist()) == ([[0, 1, 2, 3]], [3])
     sampled = jnp.array([[21, 22, 50, 51]])  # two drafts stand, then another token
     requests, num_sampled, _ = step.advance(requests, rows, sampled)
     assert num_sampled.tolist() == [3]
     assert (requests.num_computed[2], requests.total_len[2]) == (23, 24)
     assert requests.token_ids[2, 21:24].tolist() == [21, 22, 50]
     # What a drafter reads of the three tokens that stand: each one's successor.
-    assert step.take(requests.token_ids, (2, jnp.arange(20, 23) + 1)).tolist() == [21, 22, 50]
+    assert take(requests.token_ids, (2, jnp.arange(20, 23) + 1)).tolist() == [21, 22, 50]
 
 
 def test_rows_with_and_without_drafts_share_a_batch():  # 7, 9
@@ -130,7 +131,7 @@ def test_rows_with_and_without_drafts_share_a_batch():  # 7, 9
     assert num_sampled.tolist() == [1, 2, 0]
     assert after.num_computed.tolist() == [9, 13, 5, 0]
     assert after.token_ids[2].tolist() == ids[2].tolist()
-    drafter = step.take(after.token_ids, (2, jnp.arange(4) + 1))  # the prompt, shifted by one
+    drafter = take(after.token_ids, (2, jnp.arange(4) + 1))  # the prompt, shifted by one
     assert drafter.tolist() == [1, 2, 3, 4]
 
 
@@ -162,7 +163,7 @@ def test_adding_an_id_again_replaces_its_state():  # 12
     runner.step(tiny.scheduled({"a": 3}, [tiny.new_request("a", PROMPT[:3], blocks=range(4))]))
     longer = tiny.new_request("a", PROMPT, blocks=range(4, 12))
     assert tiny.generate(runner, longer, 5) == tiny.generate(tiny.runner(), longer, 5)
-    assert len(runner.slots._free) == 5
+    assert len(runner.requests._free) == 5
 
 
 def snapshot(tree):
@@ -209,7 +210,7 @@ def test_an_empty_step_runs_nothing():  # 14
     runner.step(tiny.scheduled({"a": 3}, [tiny.new_request("a", PROMPT[:3], blocks=[0])]))
     before = snapshot(runner.state)
     output = runner.step(tiny.scheduled({}, finished_req_ids={"a"})).get()
-    assert output.req_ids == () and len(runner.slots._free) == 5
+    assert output.req_ids == () and len(runner.requests._free) == 5
     chex.assert_trees_all_equal(snapshot(runner.state), before)
 
 

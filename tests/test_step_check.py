@@ -74,7 +74,7 @@ LIES: list[tuple[Any, str]] = [
         first(stop_ids=set(range(99)), eos_token_ids=(*range(90, 150),)),
         r"stop_ids and eos_token_ids are 150 ids, a request may have 144",
     ),
-    (first(score_start=2**40), r"\.score_start=1099511627776 is out of range"),
+    (first(prompt_logprobs_start=2**40), r"\.prompt_logprobs_start=1099511627776 is out of range"),
     (first(copies="nan"), r"\.copies must be a pair of blocks for each of 1 cache groups"),
     (first(copies=((0, 1),)), r"\.copies\[0\]=\(0, 1\) must be from any block to the one"),
     (tiny.scheduled({"a": 8}, [new(), new()]), r"reqs\[1\]\.request_id='a' is there twice"),
@@ -122,9 +122,13 @@ def runner():
     return tiny.runner(num_decode_steps=3)
 
 
-def standing(runner: ModelRunner) -> Any:
-    slots = {name: value for name, value in vars(runner.slots).items() if isinstance(value, dict)}
-    return repr((slots, runner.slots._free, runner.slots._choosy, vars(runner._check)["_rows"]))
+def status(runner: ModelRunner) -> Any:
+    slots = {
+        name: value for name, value in vars(runner.requests).items() if isinstance(value, dict)
+    }
+    return repr(
+        (slots, runner.requests._free, runner.requests._unusual, vars(runner._check)["_rows"])
+    )
 
 
 def run(runner: ModelRunner, output: SchedulerOutput) -> list[int]:
@@ -136,14 +140,14 @@ def test_lies_are_named_and_change_nothing(runner):
     kept = tiny.new_request("kept", KEPT, blocks=[0, 1])
     want = [tiny.generate(runner, request, 3) for request in (kept, new())]
     got = run(runner, tiny.scheduled({"kept": 6}, [kept]))
-    before = standing(runner)
+    before = status(runner)
     lies = [(runner.step, *lie) for lie in [*LIES, *SEVERAL]]
     lies += [(runner.execute_model, *lie) for lie in LIES]
     lies += [(runner.execute_model, lie, "steps are one launch: call step") for lie, _ in SEVERAL]
     for take, lie, message in lies:
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             take(lie)
-        assert standing(runner) == before
+        assert status(runner) == before
     got += run(runner, later()) + run(runner, later())
     told = run(runner, first()) + run(runner, tiny.scheduled({"a": 1}))
     told += run(runner, tiny.scheduled({"a": 1}))

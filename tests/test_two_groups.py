@@ -11,7 +11,7 @@ from jaxrunner import step
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import paged
 from jaxrunner.program import Program
-from jaxrunner.runner.request_table import Slots
+from jaxrunner.runner.request_table import RequestTable
 
 SIZES, NUM_BLOCKS = (4, 8), 40
 
@@ -54,7 +54,7 @@ def test_one_position_has_a_place_in_each_group_and_keeps_it(neighbours):  # 19
 
 def test_blocks_are_written_behind_those_that_are_there():  # 19
     config = replace(tiny.config(), windows=(None, 5))
-    slots = Slots(Program(llama, config, tiny.engine_config(), paged))
+    slots = RequestTable(Program(llama, config, tiny.engine_config(), paged))
     new = replace(tiny.new_request("a", range(9), blocks=[]), block_ids=([0, 1, 2], [7, 8, 9, 3]))
     slot, ends = slots.add(new), [3, 4]
     for gained in (([10], [11, 12]), ([], [13]), ([14, 15, 16], [])):

@@ -6,7 +6,7 @@ import functools
 import inspect
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
-from jaxrunner.api.validation import Bound, plain, shown
+from jaxrunner.api.validation import Bound, shown, validate
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def _read(name: str, value: Any, bound: Bound | None, spellings: Mapping[Any, An
     for spelling, meant in spellings.items():
         if type(value) is type(spelling) and value == spelling:
             return meant
-    return value if bound is None else plain(name, value, bound)
+    return value if bound is None else validate(name, value, bound)
 
 
 def _check_same(name: str, key: str, value: Any, theirs: Elsewhere) -> None:

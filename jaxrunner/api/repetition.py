@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxrunner.api.validation import Bound, plain
+from jaxrunner.api.validation import Bound, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class RepetitionDetectionParams:
         low = dict(max_pattern_size=1, min_pattern_size=1, min_count=2)
         for name, least in low.items():
             full = f"repetition_detection.{name}"
-            plain(full, getattr(self, name), Bound(int, least, 4096))
+            validate(full, getattr(self, name), Bound(int, least, 4096))
         if self.min_pattern_size > self.max_pattern_size:
             raise ValueError(
                 f"repetition_detection.min_pattern_size={self.min_pattern_size} exceeds "

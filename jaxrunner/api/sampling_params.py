@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrunner.api.repetition import RepetitionDetectionParams
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
-from jaxrunner.api.validation import Bound, check_unicode, elements, plain, shown
+from jaxrunner.api.validation import Bound, check_unicode, elements, shown, validate
 
 MAX_STOP_TOKEN_IDS = 128  # of a request; the device's table has room for EOS too
 MAX_IDS = 1024  # of `allowed_token_ids`, of `logit_bias`, and of all `bad_words` together
@@ -81,7 +81,7 @@ class SamplingParams:
     def __post_init__(self):
         values = {name: getattr(self, name) for name in BOUNDS}
         values["stop"] = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
-        values = {name: plain(name, value, BOUNDS[name]) for name, value in values.items()}
+        values = {name: validate(name, value, BOUNDS[name]) for name, value in values.items()}
         values["bad_words"] = _words(self.bad_words)
         vars(self).update(_normalised(values))
         _check_together(self)
@@ -215,7 +215,7 @@ def _word(name: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, set | frozenset):
         raise TypeError(f"{name} must be a string or a list of token ids, got {shown(ids)}")
     ids = elements(name, ids, _TOKEN_ID.wanted)
-    return tuple(plain(f"{name}[{i}]", token, _TOKEN_ID) for i, token in enumerate(ids))
+    return tuple(validate(f"{name}[{i}]", token, _TOKEN_ID) for i, token in enumerate(ids))
 
 
 def _token_ids(params: Any) -> Iterator[tuple[str, int]]:

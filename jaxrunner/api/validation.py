@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} that has no repr"
 
 
-def plain(name: str, value: Any, bound: Bound) -> Any:
+def validate(name: str, value: Any, bound: Bound) -> Any:
     """Returns a value as Python's own, hashable: tuples for lists and, in pairs, for mappings.
 
     Raises:

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.bench import host_time, kernels
-from jaxrunner.engine.engine import Engine, Gained
+from jaxrunner.engine.engine import Engine, NewTokens
 from jaxrunner.llm import LLM
 
 SAMPLED = dict(temperature=0.8, top_k=50, top_p=0.95)
@@ -209,7 +209,7 @@ class Arrivals:
     def __exit__(self, *_: Any) -> None:
         self._engine.step = self._step
 
-    def _timed(self) -> Gained:
+    def _timed(self) -> NewTokens:
         gained = self._step()
         at, new = time.perf_counter(), [(r.request_id, len(t)) for r, t in gained if t]
         self._steps.append((at, [request for request, _ in new], [count for _, count in new]))

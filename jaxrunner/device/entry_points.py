@@ -1,49 +1,40 @@
 """The device functions that are compiled: one vector in, one vector out, the state donated."""
 
-from dataclasses import replace
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner import step as device
-from jaxrunner.device.lowering import Spec
-from jaxrunner.device.packing import pack_on_device, packed_size, unpack
-from jaxrunner.device.program_key import Key
+from jaxrunner.device import tables, xla_options
+from jaxrunner.device.entry_point import (
+    EntryPoint,
+    abstract_state,
+    abstract_tables,
+    abstract_vector,
+)
+from jaxrunner.device.packing import pack_on_device, unpack
+from jaxrunner.indexing import take
 from jaxrunner.program import (
     COPIES,
     AdmitSize,
     Bucket,
     CopySize,
+    MultiStepBucket,
     Program,
+    PromptLogprobsSize,
     SampleSize,
-    ScoreSize,
-    Steps,
     admission_spec,
     admit_sizes,
     copies_spec,
     logprob_widths,
-    make_state,
     plan_spec,
-    score_size,
+    prompt_logprobs_size,
 )
-from jaxrunner.sampling import RULES
 from jaxrunner.sampling.sampler import describe_prompt
-from jaxrunner.types import Array, Rows, State, Targets
-
-
-class Work(NamedTuple):
-    """A step that is about to be launched."""
-
-    req_ids: tuple[str, ...]  # in row order
-    bucket: Bucket | Steps
-    plan: np.ndarray  # packed
-    size: SampleSize
-    num_targets: int  # prompt tokens to score, at most
-    target_columns: int
+from jaxrunner.types import Array, SamplingMetadata, State, Targets
 
 
 def step(params, state: State, vector: Array, *, program: Program, size: Bucket):
@@ -53,10 +44,10 @@ def step(params, state: State, vector: Array, *, program: Program, size: Bucket)
     return state, pack_on_device(output)
 
 
-def steps(params, state: State, vector: Array, *, program: Program, size: Steps):
+def multi_step(params, state: State, vector: Array, *, program: Program, size: MultiStepBucket):
     """Runs several decode steps. Returns the state and the packed `StepOutput`."""
     plan = unpack(plan_spec(program, size), vector)
-    state, output = device.steps(params, state, plan, program=program, size=size)
+    state, output = device.multi_step(params, state, plan, program=program, size=size)
     return state, pack_on_device(output)
 
 
@@ -67,12 +58,14 @@ def forward(params, state: State, vector: Array, *, program: Program, size: Buck
     """
     plan = unpack(plan_spec(program, size), vector)
     state, batch, rows, hidden = device.forward(params, state, plan, program=program, bucket=size)
-    logits = device.score(params, hidden, batch, program)
+    logits = device.compute_logits(params, hidden, batch, program)
     return state, logits, rows, hidden, device.find_targets(state.requests, batch, rows)
 
 
-def sample(logits, state: State, rows: Rows, mask, *, program: Program, size: SampleSize):
-    """Runs the second phase. `state` is without its KV cache; mask is None where not `rich`.
+def sample(
+    logits, state: State, rows: SamplingMetadata, mask, *, program: Program, size: SampleSize
+):
+    """Runs the second phase. `state` is without its KV cache; mask is None where not `all_rules`.
 
     Returns the state and the packed `StepOutput`. mask: [B, J, ceil(V / 32)], a bit for each
     token allowed.
@@ -82,14 +75,16 @@ def sample(logits, state: State, rows: Rows, mask, *, program: Program, size: Sa
     return state, pack_on_device(output)
 
 
-def score(params, state: State, hidden, targets: Targets, first, *, program, size: ScoreSize):
+def prompt_logprobs(
+    params, state: State, hidden, targets: Targets, first, *, program, size: PromptLogprobsSize
+):
     """Describes the prompt tokens `first` to `first + U` of the targets.
 
     Returns the packed slots, positions and `Logprobs`, [U] each.
     """
     at = first + jnp.arange(size.num_targets)
-    targets = jax.tree.map(lambda x: device.take(x, at), targets)
-    logits = program.model.logits(program.config, params, device.take(hidden, targets.source))
+    targets = jax.tree.map(lambda x: take(x, at), targets)
+    logits = program.model.logits(program.config, params, take(hidden, targets.source))
     logits = logits.astype(jnp.float32)
     logprobs = describe_prompt(logits, targets, state.requests, state.sampling, program, size)
     return pack_on_device((targets.slot, targets.positions, logprobs))
@@ -97,117 +92,139 @@ def score(params, state: State, hidden, targets: Targets, first, *, program, siz
 
 def admit(state: State, vector: Array, *, program: Program, size: AdmitSize) -> State:
     """Writes new requests into their slots. `state` is without its KV cache."""
-    return device.admit(state, *unpack(admission_spec(program, size), vector))
+    return tables.admit(state, *unpack(admission_spec(program, size), vector))
 
 
 def copy(state: State, vector: Array, *, program: Program, size: CopySize) -> State:
     """Copies KV blocks."""
     copies = unpack(copies_spec(program, size), vector)
-    return device.copy_blocks(state, copies, program)
+    return tables.copy_blocks(state, copies, program)
 
 
-FUNCTIONS = dict(
-    copy=copy, step=step, steps=steps, forward=forward, sample=sample, score=score, admit=admit
-)  # fmt: skip
+def _step_arguments(program: Program, params: Any, size: Bucket | MultiStepBucket) -> tuple:
+    return params, abstract_state(program), abstract_vector(plan_spec(program, size))
 
 
-# XLA's default, and loops: the device looks by itself whether another step is due.
-IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-LOOP = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
-# A graph is updated before it is launched, which takes 2 ms of the first token's time; kernels of a
-# prefill are long enough to be launched one by one.
-NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
-# Of products of so many tokens cuBLAS has the fastest, and Triton's need not be compiled and timed.
-MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
-# Products are timed, and not compared with each other, which takes longer.
-TIMED = (("xla_gpu_autotune_level", "2"),)
+def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
+    dims = program.dims | dict(B=size.num_rows)
+    B, J, V = (dims[axis] for axis in "BJV")
+    logits = jax.ShapeDtypeStruct((B, J, V), jnp.dtype(program.engine.dtype))
+    mask = jax.ShapeDtypeStruct((B, J, -(-V // 32)), jnp.int32) if size.all_rules else None
+    return logits, abstract_tables(program), pytree.abstract(SamplingMetadata, dims), mask
 
 
-def abstract(tree: Any) -> Any:
-    """Returns the shapes and dtypes of a tree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogprobsSize) -> tuple:
+    dims = program.dims | dict(T=size.num_tokens)
+    hidden = jax.ShapeDtypeStruct((dims["T"], dims["E"]), jnp.dtype(program.engine.dtype))
+    first = jax.ShapeDtypeStruct((), jnp.int32)
+    return params, abstract_tables(program), hidden, pytree.abstract(Targets, dims), first
 
 
-def program_spec(program: Program, params: Any, key: Key) -> Spec:
-    """Says what a program is compiled from: the one source for warm-up and dispatch.
-
-    `params` may be abstract.
-    """
-    state = jax.eval_shape(functools.partial(make_state, program))
-    tables = replace(state, kv=())
-    size, static = key.size, dict(program=program, size=key.size)
-
-    def vector(spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((packed_size(spec),), jnp.int32)
-
-    args: tuple[Any, ...]
-    if key.name == "admit":
-        args = tables, vector(admission_spec(program, size))
-    elif key.name == "copy":
-        args = state, vector(copies_spec(program, size))
-    elif key.name == "sample":
-        dims = program.dims | dict(B=size.num_rows)
-        B, J, V = (dims[axis] for axis in "BJV")
-        logits = jax.ShapeDtypeStruct((B, J, V), jnp.dtype(program.engine.dtype))
-        mask = jax.ShapeDtypeStruct((B, J, -(-V // 32)), jnp.int32) if size.rich else None
-        args = logits, tables, pytree.abstract(Rows, dims), mask
-    elif key.name == "score":
-        dims = program.dims | dict(T=size.num_tokens)
-        hidden = jax.ShapeDtypeStruct((dims["T"], dims["E"]), jnp.dtype(program.engine.dtype))
-        first = jax.ShapeDtypeStruct((), jnp.int32)
-        args = params, tables, hidden, pytree.abstract(Targets, dims), first
-    else:
-        args = params, state, vector(plan_spec(program, size))
-    donated = () if key.name == "score" else ("state",)
-    one = program.dims | dict(B=1, T=1)  # of `out` the structure counts, not the shapes
-    rows, targets = (pytree.abstract(cls, one) for cls in (Rows, Targets))
-    out = dict(
-        admit=tables, copy=state, step=(state, 0), steps=(state, 0), sample=(tables, 0), score=0,
-        forward=(state, 0, rows, 0, targets),
-    )  # fmt: skip
-    function, options = FUNCTIONS[key.name], _options(key)
-    return Spec(function, tuple(static.items()), args, out[key.name], donated, options)
+def _forward_output(program: Program) -> tuple:
+    one = program.dims | dict(B=1, T=1)  # the structure counts, not the shapes
+    rows, targets = (pytree.abstract(cls, one) for cls in (SamplingMetadata, Targets))
+    return abstract_state(program), 0, rows, 0, targets
 
 
-def _options(key: Key) -> tuple[tuple[str, str], ...]:
-    """Returns XLA's options for a program."""
-    match key:
-        case Key("steps", Steps() as size):
-            options, tokens = LOOP, size.num_rows
-        case Key("step" | "forward", Bucket() as size):
-            options, tokens = () if size.query_len else NO_GRAPH, size.num_tokens
-        case _:
-            return ()
-    return TIMED + options + (NO_TRITON if tokens >= MANY else ())
+def _columns(program: Program) -> list[int]:
+    """Returns the columns of logprobs that rules beyond the usual ones are compiled with."""
+    return [0, *logprob_widths(program.config.vocab_size)]
 
 
-def step_key(bucket: Bucket, num_steps: int) -> Key:
-    """Names the program of usual requests, of one step or of several in one launch."""
-    if num_steps == 1:
-        return Key("step", bucket)
-    return Key("steps", Steps(num_steps, SampleSize(bucket.num_rows)))
+def _num_rows(buckets: Sequence[Bucket]) -> list[int]:
+    return sorted({bucket.num_rows for bucket in buckets})
 
 
-def usual_spec(program: Program, params: Any, key: Key) -> Spec:
-    """Returns the `program_spec` of a program with the usual rules, which cannot be pickled."""
-    return program_spec(program._replace(rules=RULES), params, key)
+def _multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> list:
+    """Returns the sizes of several steps in one launch, with each kind of `samples`."""
+    n = program.engine.num_decode_steps
+    rows = [bucket.num_rows for bucket in buckets if bucket.query_len == 1 and n > 1]
+    return [MultiStepBucket(n, SampleSize(B, *sample)) for B in rows for sample in samples]
 
 
-def program_keys(program: Program, buckets: tuple[Bucket, ...], *, rich: bool) -> list[Key]:
-    """Returns the programs that an engine can need; with `rich`, those of rare parameters too."""
-    keys = [Key("step", bucket) for bucket in buckets] + [Key("copy", COPIES)]
-    keys += [Key("admit", size) for size in admit_sizes(program)]
-    widths = logprob_widths(program.config.vocab_size) if rich else ()
-    rare = [(True, C) for C in (0, *widths) if rich]
-    if (n := program.engine.num_decode_steps) > 1:
-        decodes = [bucket.num_rows for bucket in buckets if bucket.query_len == 1]
-        # Those of all tokens are too many to be kept for several steps.
-        samples = [SampleSize(B, *size) for B in decodes for size in [(False, 0), *rare[:-1]]]
-        keys += [Key("steps", Steps(n, sample)) for sample in samples]
-    if not rich:
-        return keys
-    rows = sorted({bucket.num_rows for bucket in buckets})
-    keys += [Key("forward", bucket) for bucket in buckets]
-    keys += [Key("sample", SampleSize(B, *size)) for B in rows for size in [(False, 0), *rare]]
-    scores = {score_size(bucket.num_tokens, C) for bucket in buckets for C in widths}
-    return keys + [Key("score", size) for size in scores]
+def _rare_multi_steps(program: Program, buckets: Sequence[Bucket]) -> list:
+    # Logprobs of all tokens are too many to be kept for several steps.
+    return _multi_steps(program, buckets, [(True, C) for C in _columns(program)[:-1]])
+
+
+def _draws(program: Program, buckets: Sequence[Bucket]) -> list:
+    kinds = [(False, 0), *((True, C) for C in _columns(program))]
+    return [SampleSize(B, *kind) for B in _num_rows(buckets) for kind in kinds]
+
+
+def _prompt_logprobs_sizes(program: Program, buckets: Sequence[Bucket]) -> set:
+    widths = _columns(program)[1:]
+    return {prompt_logprobs_size(bucket.num_tokens, C) for bucket in buckets for C in widths}
+
+
+ENTRY_POINTS = {
+    entry.name: entry
+    for entry in (
+        EntryPoint(
+            "step",
+            step,
+            _step_arguments,
+            output=lambda program: (abstract_state(program), 0),
+            sizes=lambda program, buckets: buckets,
+            options=xla_options.of_step,
+            is_rehearsed=lambda size: size.query_len == 1,
+        ),
+        EntryPoint(
+            "copy",
+            copy,
+            lambda program, params, size: (
+                abstract_state(program), abstract_vector(copies_spec(program, size)),
+            ),
+            output=abstract_state,
+            sizes=lambda program, buckets: (COPIES,),
+            is_small=True,
+        ),
+        EntryPoint(
+            "admit",
+            admit,
+            lambda program, params, size: (
+                abstract_tables(program), abstract_vector(admission_spec(program, size)),
+            ),
+            output=abstract_tables,
+            sizes=lambda program, buckets: admit_sizes(program),
+            is_small=True,
+        ),
+        EntryPoint(
+            "multi_step",
+            multi_step,
+            _step_arguments,
+            output=lambda program: (abstract_state(program), 0),
+            sizes=lambda program, buckets: _multi_steps(program, buckets, [(False, 0)]),
+            rare_sizes=_rare_multi_steps,
+            options=xla_options.of_multi_step,
+            is_rehearsed=lambda size: True,
+        ),
+        EntryPoint(
+            "forward",
+            forward,
+            _step_arguments,
+            output=_forward_output,
+            sizes=lambda program, buckets: (),
+            rare_sizes=lambda program, buckets: buckets,
+            options=xla_options.of_step,
+            is_rehearsed=lambda size: size.query_len == 1,
+        ),
+        EntryPoint(
+            "sample",
+            sample,
+            _sample_arguments,
+            output=lambda program: (abstract_tables(program), 0),
+            sizes=lambda program, buckets: (),
+            rare_sizes=_draws,
+        ),
+        EntryPoint(
+            "prompt_logprobs",
+            prompt_logprobs,
+            _prompt_logprobs_arguments,
+            output=lambda program: 0,
+            sizes=lambda program, buckets: (),
+            rare_sizes=_prompt_logprobs_sizes,
+            donated=(),
+        ),
+    )
+}  # fmt: skip

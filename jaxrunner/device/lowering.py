@@ -42,6 +42,7 @@ class Spec(NamedTuple):
     out: Any = None  # a tree with the structure of what it returns
     donated: tuple[str, ...] = ("state",)
     options: tuple[tuple[str, str], ...] = ()  # XLA's
+    is_small: bool = False  # whether it is lowered in no time
 
 
 class Build:

@@ -23,7 +23,7 @@ def _words(size: Any) -> list[str]:
         if hasattr(value, "_asdict"):
             words += _words(value)
         elif value is True:
-            words.append(name)
+            words.append(name.replace("_", " "))
         elif name.startswith("num_") and value:
             words.append(f"{value} {WORDS.get(name, name.removeprefix('num_').replace('_', ' '))}")
     return words

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.api.validation import Bound, plain, shown
+from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar, progress_bar
@@ -41,7 +41,7 @@ class BeamSearchParams:
 
     def __post_init__(self):
         for name, bound in _BOUNDS.items():
-            plain(name, getattr(self, name), bound)
+            validate(name, getattr(self, name), bound)
         if self.temperature != 0:
             raise ValueError(
                 f"temperature={self.temperature} has no effect on a beam search, which samples "

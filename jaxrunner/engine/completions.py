@@ -17,7 +17,7 @@ from jaxrunner.engine.output_processor import RequestState, request_output
 from jaxrunner.engine.progress import REDRAW_S, Bar, progress_bar, tell_failures
 from jaxrunner.engine.requested_prompts import Asked
 from jaxrunner.engine.snapshot import restore_engine, save_engine
-from jaxrunner.runner.step_handle import Gained
+from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.bad_word_ids import encode_words
 from jaxrunner.text.prompts import ParsedPrompt
@@ -55,7 +55,7 @@ class Completions:
           TypeError, ValueError: the prompt or a parameter is bad; with `on_error="return"` its
             completions are finished already, with the error, instead.
         """
-        self.engine.standing.check_awake()
+        self.engine.status.check_awake()
         states = self._new_states(prompt, params)
         into += states
         try:
@@ -142,13 +142,13 @@ class Completions:
     @deferred
     def step(self) -> None:
         """Runs one step of the engine for whoever waits, and hands out its tokens."""
-        self.engine.standing.check_process()  # a lock may have been forked while it was held
+        self.engine.status.check_process()  # a lock may have been forked while it was held
         with self._lock:
             if self._closed:
                 return  # while this thread waited: all have ended
             self._hand_out(self.engine.step())
 
-    def _hand_out(self, gained: Gained) -> None:
+    def _hand_out(self, gained: NewTokens) -> None:
         for request, tokens in gained:
             state = self._states.get(request.request_id)
             if state is not None and state.update(request, tokens):
@@ -170,7 +170,7 @@ class Completions:
     @deferred
     def save(self, folder: str | Path) -> None:
         """Writes all that is unfinished, or not told yet, into a new folder; see `snapshot`."""
-        self.engine.standing.check_awake()
+        self.engine.status.check_awake()
         with self._lock:
             self._hand_out(self.engine.drain())
             states = [state.saved() for state in self._states.values()]
@@ -178,7 +178,7 @@ class Completions:
 
     def restore(self, folder: str | Path) -> list[list[RequestState]]:
         """Takes up what `save` wrote. Returns the completions of each prompt."""
-        self.engine.standing.check_awake()
+        self.engine.status.check_awake()
         with self._lock:
             states, self._num_named = restore_engine(self.engine, folder, self._restored).more
             self._states = {state.request_id: state for state in states}
@@ -199,7 +199,7 @@ class Completions:
 
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""
-        self.engine.standing.check_process()
+        self.engine.status.check_process()
         with self._lock:
             for state in [state for state in self._states.values() if state.name == name]:
                 self.engine.abort([state.request_id])
@@ -208,7 +208,7 @@ class Completions:
     @deferred
     def drop(self, states: Iterable[RequestState]) -> None:
         """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
-        if self.engine.standing.is_foreign:
+        if self.engine.status.is_foreign:
             return
         with self._lock:
             for state in states:
@@ -230,7 +230,7 @@ class Completions:
     @deferred
     def reset_prefix_cache(self, *, running: bool) -> bool:
         """Forgets cached prefixes; with `running` also of requests at work, which start again."""
-        self.engine.standing.check()
+        self.engine.status.check()
         with self._lock:
             if running:
                 self._hand_out(self.engine.drain())

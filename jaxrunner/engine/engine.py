@@ -17,11 +17,12 @@ from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.buckets import step_buckets
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
+from jaxrunner.engine.status import EngineStatus
 from jaxrunner.engine.structured_output_manager import Constraints, accept, concern, masks, may_end
-from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, Standing, of_engine, of_step
+from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
 from jaxrunner.model import Model
 from jaxrunner.runner.model_runner import ModelRunner
-from jaxrunner.runner.step_handle import Gained, StepHandle, merged
+from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request, SchedulerOutput
@@ -62,10 +63,10 @@ class Engine:
         )  # fmt: skip
         self.runner = ModelRunner(model, model_config, config, params, trusted=True, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        self._gained: Gained = []  # read, and not yet returned
+        self._gained: NewTokens = []  # read, and not yet returned
         self.compiling = Constraints(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
-        self.weights_version, self.standing = 0, Standing()
+        self.weights_version, self.status = 0, EngineStatus()
         self._alarm: FloatingPointError | None = None  # for the end of a step
 
     def add(
@@ -76,15 +77,14 @@ class Engine:
         *,
         eos_token_ids: Iterable[int] = (),
         priority: int = 0,
-        score_start: int | None = None,
+        prompt_logprobs_start: int | None = None,
         leader: Request | None = None,
         cache_salt: str | None = None,
     ) -> Request:
         """Queues a request.
 
         eos_token_ids: ids that end it, unless ignored; the first has no `stop_reason`.
-        score_start: the position of the first prompt token whose logprob is wanted, where
-            `prompt_logprobs` is set; all but the first where None. The cache may hold those before.
+        prompt_logprobs_start: position of the first prompt token with logprobs; 1 where None.
         leader: an unfinished request with this prompt, which is to be computed first and shared.
         cache_salt: it shares cached blocks only with requests of the same.
 
@@ -92,7 +92,7 @@ class Engine:
           TypeError, ValueError: a bad argument, or an id that is in use; names it.
           RuntimeError: the engine sleeps, or has ended; see `EngineStatus`.
         """
-        self.standing.check_awake()
+        self.status.check_awake()
         request = new_request(
             request_id,
             prompt_token_ids,
@@ -100,7 +100,7 @@ class Engine:
             of=self.runner.program,
             eos_token_ids=eos_token_ids,
             priority=priority,
-            score_start=score_start,
+            prompt_logprobs_start=prompt_logprobs_start,
             leader=leader,
             cache_salt=cache_salt,
         )
@@ -124,7 +124,7 @@ class Engine:
         return ChainMap(self.scheduler.requests, self.compiling.requests)
 
     @deferred
-    def step(self) -> Gained:
+    def step(self) -> NewTokens:
         """Launches what can be launched, reads the oldest step.
 
         Returns the requests that gained tokens or ended, with their new tokens. Where a step fails
@@ -135,7 +135,7 @@ class Engine:
           FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Nothing
             is lost: the request that it names has ended, the next step goes on.
         """
-        self.standing.check()
+        self.status.check()
         self._take_compiled(block=not self.scheduler.has_unfinished)
         for _ in range(self.config.async_depth - len(self._in_flight)):
             if not self._launch():
@@ -145,7 +145,7 @@ class Engine:
         return self._take_gained()
 
     @deferred
-    def drain(self) -> Gained:
+    def drain(self) -> NewTokens:
         """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
         while self._in_flight:
             self._read()
@@ -153,7 +153,7 @@ class Engine:
             self._take_compiled(block=True)
         return self._take_gained()
 
-    def _take_gained(self) -> Gained:
+    def _take_gained(self) -> NewTokens:
         if self._alarm is not None:
             alarm, self._alarm = self._alarm, None
             raise alarm
@@ -170,7 +170,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """Schedules a step and launches it. Returns whether there was one."""
-        several = not self.runner.slots.need_the_host
+        several = not self.runner.requests.need_single_steps
         scheduled = self.scheduler.schedule(self.config.num_decode_steps if several else 1)
         try:
             handle = self._start(scheduled)
@@ -242,9 +242,9 @@ class Engine:
         try:
             self.runner.restart()
         except Exception as cause:
-            self.standing.ended = of_engine(error, cause)
+            self.status.ended = of_engine(error, cause)
             left = dict(self._unfinished)
-            self._end(left, dict.fromkeys(left, self.standing.ended))
+            self._end(left, dict.fromkeys(left, self.status.ended))
         if self.runner.programs.strict or isinstance(error, FATAL):
             raise error
 
@@ -277,7 +277,7 @@ class Engine:
           ValueError, TypeError: they are not like the old ones, which stay; names where.
           RuntimeError: the engine has ended.
         """
-        self.standing.check()
+        self.status.check()
         self.runner.update_params(params)
         self.scheduler.outdate_prefixes()
         self.weights_version += 1
@@ -291,9 +291,9 @@ class Engine:
 
         Requests are aborted. May be called twice; in a process forked off it does nothing.
         """
-        if self.standing.is_foreign:
+        if self.status.is_foreign:
             return
-        self.standing.ended = "this engine is closed: build another one"
+        self.status.ended = "this engine is closed: build another one"
         self.abort(list(self._unfinished))
         self._in_flight.clear()
         self.compiling.close()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.api.validation import Bound, elements, plain, shown
+from jaxrunner.api.validation import Bound, elements, shown, validate
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
@@ -47,11 +47,11 @@ def score(
     Raises:
       TypeError, ValueError: a prompt is bad, or its logits are NaN.
     """
-    starts = [plain("start", start, Bound(int, 0, NEVER)) for start in starts]
+    starts = [validate("start", start, Bound(int, 0, NEVER)) for start in starts]
     states: list[RequestState] = []
     try:
         for prompt, start in zip(prompts, starts, strict=True):
-            completions.add(prompt, SCORED, into=states, score_start=start)
+            completions.add(prompt, SCORED, into=states, prompt_logprobs_start=start)
         completions.run(states, use_tqdm=use_tqdm)
     finally:
         completions.drop(states)

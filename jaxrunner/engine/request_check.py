@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.api.validation import Bound, elements, plain, shown
+from jaxrunner.api.validation import Bound, elements, shown, validate
 from jaxrunner.program import MAX_STOP_IDS, Program
 from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request, stop_ids
 from jaxrunner.text.prompts import check_prompt
@@ -24,7 +24,7 @@ def new_request(
     of: Program,
     eos_token_ids: Iterable[int] = (),
     priority: int = 0,
-    score_start: int | None = None,
+    prompt_logprobs_start: int | None = None,
     leader: Request | None = None,
     cache_salt: str | None = None,
 ) -> Request:
@@ -36,7 +36,7 @@ def new_request(
       TypeError, ValueError: an argument is of the wrong type or out of range; names it.
     """
     vocab_size, max_len = of.config.vocab_size, of.engine.max_model_len
-    request_id = plain("request_id", request_id, _ID)
+    request_id = validate("request_id", request_id, _ID)
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
     params = params.clone()  # its user may set fields of the other
@@ -45,8 +45,8 @@ def new_request(
     params.check(vocab_size, extra_args=of.extra_args)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
     given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
-    eos = [plain(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
-    start = plain("score_start", score_start, _POSITION)
+    eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
+    start = validate("prompt_logprobs_start", prompt_logprobs_start, _POSITION)
     start = NEVER if params.prompt_logprobs is None else max(1, 1 if start is None else start)
     wanted = max_len if params.max_tokens is None else params.max_tokens
     return Request(
@@ -57,11 +57,13 @@ def new_request(
         max_len=min(len(prompt) + wanted, max_len),
         stop_ids=stop_ids(params, eos, most=MAX_STOP_IDS),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        priority=plain("priority", priority, _PRIORITY),
-        cache_salt=_salt(of.config.cache_salt(len(prompt)), plain("cache_salt", cache_salt, _TEXT)),
+        priority=validate("priority", priority, _PRIORITY),
+        cache_salt=_salt(
+            of.config.cache_salt(len(prompt)), validate("cache_salt", cache_salt, _TEXT)
+        ),
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
         leader=leader,
-        score_start=start,
+        prompt_logprobs_start=start,
     )
 
 
@@ -97,7 +99,7 @@ def check_ids(request_ids: Iterable[str]) -> list[str]:
       TypeError, ValueError: it is none, or has what is no id.
     """
     given = enumerate(elements("request_ids", request_ids, _ID.wanted))
-    return [plain(f"request_ids[{i}]", request_id, _ID) for i, request_id in given]
+    return [validate(f"request_ids[{i}]", request_id, _ID) for i, request_id in given]
 
 
 def check_reason(reason: str, stop_reason: int | str | None) -> None:
@@ -106,7 +108,7 @@ def check_reason(reason: str, stop_reason: int | str | None) -> None:
     Raises:
       TypeError, ValueError: it is no reason.
     """
-    if plain("reason", reason, _ID) not in FINISH_REASONS:
+    if validate("reason", reason, _ID) not in FINISH_REASONS:
         raise ValueError(f"reason must be one of {FINISH_REASONS}, got {shown(reason)}")
     if stop_reason is not None and type(stop_reason) not in (int, str):
         raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")

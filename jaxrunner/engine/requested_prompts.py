@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
-from jaxrunner.api.validation import Bound, plain, shown
+from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.text.prompts import ParsedPrompt, parse_prompts
 
 Asked = tuple[ParsedPrompt, SamplingParams, int]  # the last one is the priority
@@ -47,7 +47,7 @@ def read_asked(
         if max_logprobs not in (None, -1):
             _check_logprobs(param, max_logprobs)
     ranks = _one_each("priority", 0 if priority is None else priority, len(parsed))
-    priorities = [plain(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
+    priorities = [validate(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
     # Copies: who made them may set fields before a stream is read.
     return [
         (p, one.clone(), rank) for p, one, rank in zip(parsed, params, priorities, strict=False)

@@ -73,15 +73,15 @@ class EngineLifecycle(Lifecycle):
         """
         return self.completions.stream(self.completions.restore(folder))
 
-    def _take(self, params: Any) -> None:
+    def _set_params(self, params: Any) -> None:
         self.engine.update_params(params)
 
-    def _rest(self) -> None:
+    def _quiesce(self) -> None:
         if self.engine.has_unfinished:
             raise RuntimeError("requests are at work: finish or abort them, then sleep")
         while self.engine.step():
             pass  # of requests that have ended
         self.engine.reset_prefix_cache()
 
-    def _tell(self, reason: str) -> None:
-        self.engine.standing.asleep = reason
+    def _on_sleep(self, reason: str) -> None:
+        self.engine.status.asleep = reason

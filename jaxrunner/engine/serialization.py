@@ -19,7 +19,7 @@ from jaxrunner.api.sampling_params import (
     SamplingParams,
 )
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
-from jaxrunner.runner.request_table import Needs, Scoring
+from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.scheduling.request import Request, Status
 from jaxrunner.types import Logprobs
 
@@ -28,7 +28,7 @@ OURS = {
     cls.__name__: cls
     for cls in (
         SamplingParams, RepetitionDetectionParams, StructuredOutputsParams, RequestOutputKind,
-        Status, Needs, Scoring, Logprobs,
+        Status, Needs, PendingPromptLogprobs, Slot, Logprobs,
     )
 }  # fmt: skip
 SEQUENCES = {cls.__name__: cls for cls in (tuple, set, frozenset)}

@@ -23,7 +23,7 @@ from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
 from jaxrunner.runner.model_runner import ModelRunner
-from jaxrunner.runner.step_handle import Gained
+from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.block_tables import BlockTables
 from jaxrunner.scheduling.chunk_budget import ChunkBudget
 from jaxrunner.scheduling.request import Request, Status
@@ -33,7 +33,7 @@ from jaxrunner.version import __version__
 PARTS = (BlockTables, ChunkBudget)  # of a scheduler
 # What follows from model and sizes, or belongs to a process. All else is saved, whatever it is.
 FIXED = {
-    "config", "model_config", "pools", "scheduler", "runner", "standing", "_in_flight", "_gained",
+    "config", "model_config", "pools", "scheduler", "runner", "status", "_in_flight", "_gained",
     "_alarm", "compiling", "_groups", "_caching", "_program", "_no_plan", "_admission_layout",
     "max_num_seqs", "max_model_len", "max_num_batched_tokens", "policy", "_most_tokens", "_sizes",
     "_most", "num_blocks", "block_size", "group", "enable_caching", "null_block", "have_windows",
@@ -48,7 +48,7 @@ class Restored(NamedTuple):
     more: Any  # what `save_engine` was given, or `convert` made of it
 
 
-def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> Gained:
+def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewTokens:
     """Writes an engine between two steps into a new folder; the engine can go on.
 
     more: to be saved along, of kinds that `serialization` knows. Steps in flight are read first,
@@ -61,7 +61,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> Gained:
     """
     folder = Path(folder).absolute()
     orbax_io.check_new(folder)
-    engine.standing.check_awake()
+    engine.status.check_awake()
     gained = engine.drain()
     state, filled = engine.runner.state, _filled(engine)
     host = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
@@ -99,7 +99,7 @@ def restore_engine(
     folder = Path(folder).absolute()
     if not (folder / "host.json").is_file():
         raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")
-    engine.standing.check_awake()
+    engine.status.check_awake()
     if engine.has_unfinished:
         raise RuntimeError("requests are at work: finish or abort them, then restore")
     checksums.check(folder, required=True)
@@ -120,7 +120,7 @@ def restore_engine(
         for i, blocks in enumerate(told["filled"]):
             _fill(engine.runner, i, np.array(blocks), folder / f"layer{i}")
     except BaseException:
-        if not pytree.is_whole(engine.runner.state):
+        if not pytree.is_alive(engine.runner.state):
             engine.runner.restart()  # nobody needs what a lost cache held
         raise
     _commit(engine, told["host"], tables)
@@ -198,7 +198,7 @@ def _commit(engine: Engine, host: dict[str, Any], tables: tuple[Any, Any]) -> No
 
 def _fields(engine: Engine) -> Iterator[tuple[str, Any, str]]:
     """Yields what changes from step to step: a name, whose it is, and as which attribute."""
-    owners = dict(engine=engine, scheduler=engine.scheduler, slots=engine.runner.slots)
+    owners = dict(engine=engine, scheduler=engine.scheduler, slots=engine.runner.requests)
     owners |= {f"pool{pool.group}": pool for pool in engine.pools}
     parts = {name: part for name, part in vars(engine.scheduler).items() if isinstance(part, PARTS)}
     for name, owner in (owners | parts).items():

@@ -14,13 +14,13 @@ from jaxrunner.config import MAX_ID
 from jaxrunner.engine.engine import Engine
 from jaxrunner.errors import in_words
 from jaxrunner.program import MAX_STOP_IDS
-from jaxrunner.runner.request_table import Needs, Scoring
+from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.request import FINISH_REASONS, Request, Status
 
 COUNTS = (
     "num_tokens", "num_computed", "num_cached_tokens", "num_held", "full_len", "arrival",
-    "weights_version", "cache_limit", "score_start",
+    "weights_version", "cache_limit", "prompt_logprobs_start",
 )  # fmt: skip
 MAX_COUNT = 2**62
 POOL = ("_num_refs", "_free", "_published", "_blocks_of", "_tails", "_tails_of")
@@ -144,22 +144,23 @@ def _check_tables(engine: Engine, request: Request) -> None:
 
 
 def _check_slots(engine: Engine, host: Mapping[str, Any]) -> None:
-    slot_of, free = host["slots._slot_of"], host["slots._free"]
+    slots, free = host["slots._slots"], host["slots._free"]
     ids = {request.request_id for request in host["scheduler.running"]}
-    _must(all(type(slot) is int for slot in (*free, *slot_of.values())), "a slot of no number")
-    slots = sorted((*free, *slot_of.values()))
-    _must(slots == list(range(engine.config.max_num_seqs)), "slots lost or twice")
-    _must(ids <= slot_of.keys() <= ids | host["scheduler._finished"], "slots of others")
-    for name in ("_num_blocks", "_needs"):
-        _must(host[f"slots.{name}"].keys() == slot_of.keys(), f"{name} of others")
-    needs, scoring = host["slots._needs"].values(), host["slots._scoring"].values()
-    _must(all(type(x) is Needs and set(map(type, x)) <= {bool, int} for x in needs), "needs")
-    _must(all(type(x) is Scoring and set(map(type, x)) == {int} for x in scoring), "scoring")
-    for name in ("_choosy", "_stepwise", "_scoring"):
-        _must(set(host[f"slots.{name}"]) <= slot_of.keys(), f"{name} of others")
+    _must(all(type(slot) is Slot for slot in slots.values()), "a slot of another kind")
+    taken = [slot.index for slot in slots.values()]
+    _must(all(type(index) is int for index in (*free, *taken)), "a slot of no number")
+    every = sorted((*free, *taken))
+    _must(every == list(range(engine.config.max_num_seqs)), "slots lost or twice")
+    _must(ids <= slots.keys() <= ids | host["scheduler._finished"], "slots of others")
+    _must(host["slots._unusual"] <= slots.keys(), "unusual ones of others")
+    for slot in slots.values():
+        needs, pending = slot.needs, slot.prompt_logprobs
+        _must(type(needs) is Needs and set(map(type, needs)) <= {bool, int}, "needs")
+        is_pending = type(pending) is PendingPromptLogprobs
+        _must(is_pending and set(map(type, pending)) == {int}, "pending prompt logprobs")
     for request in host["scheduler.running"]:
         counts = [len(table) for table in request.blocks]
-        _must(host["slots._num_blocks"][request.request_id] == counts, "other counts of blocks")
+        _must(slots[request.request_id].num_blocks == counts, "other counts of blocks")
 
 
 def _check_blocks(engine: Engine, host: Mapping[str, Any], filled: list[list[int]]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.api.validation import plain, shown
+from jaxrunner.api.validation import shown, validate
 from jaxrunner.config import ModelConfig, read_token_ids
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import llm_arguments, sharded_state
@@ -42,7 +42,7 @@ class LoadConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            plain(name, value, llm_arguments.MODEL[name])
+            validate(name, value, llm_arguments.MODEL[name])
         _check_one_of("load_format", self.load_format, LOAD_FORMATS)
         allowed = {"pattern"} if self.load_format == "sharded_state" else set()
         if set(self.model_loader_extra_config or ()) - allowed:

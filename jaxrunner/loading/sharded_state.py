@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxrunner import pytree
-from jaxrunner.api.validation import Bound, plain, shown
+from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.config import ModelConfig
 from jaxrunner.loading import safetensors_file
 from jaxrunner.loading.weights import check_checkpoint, load_params
@@ -30,7 +30,7 @@ def save(
       TypeError, ValueError: a bad pattern or size, or such files are there.
     """
     folder, pattern = Path(folder), _checked(pattern)
-    most = plain("max_size", max_size, _MAX_SIZE)
+    most = validate("max_size", max_size, _MAX_SIZE)
     if old := _files(folder, pattern):
         raise ValueError(f"{folder} holds {old[0].name} already: name another folder")
     leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}

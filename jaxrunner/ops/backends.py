@@ -20,7 +20,7 @@ from jaxrunner.kernels_pallas import (
     rope_write,
     sampler,
 )
-from jaxrunner.model import AttentionSpec, Heads, Ops
+from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.ops import cpu_attention
 from jaxrunner.ops.plain import add_rms_norm, linear, linear_parts, rms_norm, rotate, swiglu
 from jaxrunner.types import Array, Batch
@@ -54,7 +54,7 @@ def dense(batch_size: int) -> Ops:
 
 
 def _plain(attention: Callable[..., Any]) -> Ops:
-    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
+    def attend(qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec):
         return attention(*split_heads(qkv, heads), cache, spec)
 
     def mlp(
@@ -72,7 +72,7 @@ def _contract(x: Array, weight: Array, bias: Array | None = None) -> Array:
 def fused(batch: Batch) -> Ops:
     """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses."""
 
-    def attend(qkv: Array, heads: Heads, cache: Any, spec: AttentionSpec):
+    def attend(qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec):
         at = batch.cache_index[spec.group]
         cos, sin, q_norm, k_norm, eps = heads
         args = qkv, cos, sin, cache.k, cache.v, at, q_norm, k_norm
@@ -122,7 +122,7 @@ def _mlp(
     return _project(swiglu(x, gate_up, gate_up_bias), down, down_bias)
 
 
-def split_heads(qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+def split_heads(qkv: Array, heads: RopeAndNorm) -> tuple[Array, Array, Array]:
     """Returns queries, [T, H, D], keys and values, [T, K, D], of packed projections."""
     T, K, P, D = qkv.shape
     q, k, v = qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.device.entry_points import abstract, usual_spec
 from jaxrunner.device.lowering import lowering_task
+from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.model import Model
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.program import Program

@@ -9,7 +9,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.scheduling.request import GrammarOutput
 
 
-class TokenMasks:
+class GrammarMasks:
     """Makes masks, [B, J, ceil(V / 32)], int32."""
 
     def __init__(self, num_positions: int, vocab_size: int):

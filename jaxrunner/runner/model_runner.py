@@ -22,27 +22,27 @@ import numpy as np
 from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.buckets import choose, step_buckets
-from jaxrunner.device.entry_points import Work, abstract, program_keys, program_spec, step_key
+from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
+from jaxrunner.device.program_spec import abstract, program_keys, program_spec, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
 from jaxrunner.model import Model
 from jaxrunner.program import (
-    SampleSize,
-    Steps,
+    MultiStepBucket,
     make_state,
     output_spec,
-    score_size,
-    score_spec,
+    prompt_logprobs_size,
+    prompt_logprobs_spec,
 )
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import build
-from jaxrunner.runner.grammar_masks import TokenMasks
+from jaxrunner.runner.grammar_masks import GrammarMasks
 from jaxrunner.runner.profiling import Profiler
-from jaxrunner.runner.program_table import Key, Programs, Started
-from jaxrunner.runner.request_table import Slots
+from jaxrunner.runner.program_table import Key, ProgramTable, Started
+from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.runner.step_check import StepCheck
-from jaxrunner.runner.step_handle import StepHandle
+from jaxrunner.runner.step_handle import StepHandle, Work
 from jaxrunner.sampling import RULES
 from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
 
@@ -76,18 +76,18 @@ class ModelRunner:
             model, model_config, config, params, rules=rules, cache_dir=cache_dir
         )
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
-        self.slots = Slots(self.program)
+        self.requests = RequestTable(self.program)
         self._check = None if trusted else StepCheck(self.program)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
         # Nothing here refers to the runner, so that its memory goes when it does.
         spec = functools.partial(program_spec, self.program, abstract(params))
-        self.programs = Programs(spec, cache, task=task, eager=config.enforce_eager)
+        self.programs = ProgramTable(spec, cache, task=task, eager=config.enforce_eager)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
-        self._masks = TokenMasks(1 + self.program.num_drafts, model_config.vocab_size)
+        self._masks = GrammarMasks(1 + self.program.num_drafts, model_config.vocab_size)
         program = self.program
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
@@ -98,11 +98,11 @@ class ModelRunner:
         tries out variants, with buffers of its own."""
         return make_state(self.program)
 
-    def prepare(self, *, rich: bool = False, background: bool = False) -> Started:
+    def prepare(self, *, all_rules: bool = False, background: bool = False) -> Started:
         """Starts to compile what `warm_up` waits for; there need be no weights yet."""
         if self.program.engine.enforce_eager:
             return {}
-        keys = program_keys(self.program, self.buckets, rich=rich)
+        keys = program_keys(self.program, self.buckets, all_rules=all_rules)
         if not background:
             return self.programs.start(keys, keys)
         ragged = [b for b in self.buckets if not b.query_len][-1]
@@ -110,24 +110,26 @@ class ModelRunner:
         needed = [step_key(ragged, 1)]  # it can run any step
         if (several := self.program.engine.num_decode_steps) > 1:
             needed.append(step_key(decode, several))
-        first = [key for key in keys if key.name in ("admit", "copy") or key in needed]
+        first = [key for key in keys if ENTRY_POINTS[key.name].is_small or key in needed]
         # Of the others the one that can run any decode step comes next.
         return self.programs.start([*needed, step_key(decode, 1), *keys], first)
 
     def warm_up(
-        self, *, rich: bool = False, background: bool = False, progress: bool = False
+        self, *, all_rules: bool = False, background: bool = False, progress: bool = False
     ) -> None:
-        """Compiles every program that usual requests need, or with `rich` that any can need.
+        """Compiles every program that usual requests need, or with `all_rules` that any can need.
 
         background: returns once the largest size is there, at which any step can run; threads
             compile the others beside the steps, which makes both slower for that time.
         """
         if self.program.engine.enforce_eager:
             return
-        self.programs.wait(self.prepare(rich=rich, background=background), progress=progress)
+        self.programs.wait(
+            self.prepare(all_rules=all_rules, background=background), progress=progress
+        )
         jax.block_until_ready(self.state)  # made now, not by the first request
         for key in self.programs.ready():
-            if key.name in ("step", "steps", "forward") and getattr(key.size, "query_len", 1) == 1:
+            if ENTRY_POINTS[key.name].is_rehearsed(key.size):
                 self._rehearse(key)
         jax.block_until_ready(self.state)
         gc.collect()  # now, not in the midst of a step; the next one is far then
@@ -135,13 +137,8 @@ class ModelRunner:
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
         none: tuple[list, ...] = tuple([] for _ in self.program.config.groups)
-        plan, usual = self.slots.plan((), {}, none, key.size), SampleSize(key.size.num_rows)
-        work = Work((), key.size, plan, usual, 0, 0)
-        if key.name == "forward":
-            self._forward(work)
-            self.sample_tokens()
-        else:
-            self.state, _ = self.programs[key](self.params, self.state, work.plan)
+        plan = self.requests.plan((), {}, none, key.size)
+        self.state, *_ = self.programs[key](self.params, self.state, plan)
 
     def close(self) -> None:
         """Gives the device memory of the state back."""
@@ -167,16 +164,16 @@ class ModelRunner:
             raise RuntimeError("to fork, call sample_tokens if a step waits, wake_up after a sleep")
         other = copy.copy(self)
         # Steps consume the state they are given.
-        other.state, other.slots = jax.tree.map(jnp.copy, self.state), self.slots.copy()
+        other.state, other.requests = jax.tree.map(jnp.copy, self.state), self.requests.copy()
         other._check = self._check and self._check.copy()
         awaited_at_exit(other)
         return other
 
     def restart(self) -> None:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
-        self.slots, self._forwarded = Slots(self.program), None
+        self.requests, self._forwarded = RequestTable(self.program), None
         self._check = self._check and StepCheck(self.program)
-        if not pytree.is_whole(self.state):
+        if not pytree.is_alive(self.state):
             pytree.delete(self.state)
             # Waited for, as a device that has failed says so later.
             self.state = jax.block_until_ready(make_state(self.program))
@@ -208,10 +205,10 @@ class ModelRunner:
         if work is None:
             return StepHandle()
         size, num_steps = work.bucket, scheduler_output.num_steps
-        if num_steps == 1 and (work.size.rich or work.num_targets):
+        if num_steps == 1 and (work.size.all_rules or work.num_targets):
             self._forward(work)
             return self.sample_tokens()
-        program = self.programs[Key("steps" if num_steps > 1 else "step", size)]
+        program = self.programs[Key("multi_step" if num_steps > 1 else "step", size)]
         self.state, packed = program(self.params, self.state, work.plan)
         layout = self._output(size.num_rows, work.size.num_logprobs, num_steps)
         return StepHandle(work.req_ids, layout, packed)
@@ -237,15 +234,15 @@ class ModelRunner:
             return StepHandle()
         work, logits, rows, scores = self._forwarded
         B = work.bucket.num_rows
-        size = work.size if grammar_output is None else work.size._replace(rich=True)
-        mask = self._masks.of(work.req_ids, B, grammar_output) if size.rich else None
+        size = work.size if grammar_output is None else work.size._replace(all_rules=True)
+        mask = self._masks.of(work.req_ids, B, grammar_output) if size.all_rules else None
         self._forwarded = None
         program = self.programs[Key("sample", size)]
         tables, packed = program(logits, replace(self.state, kv=()), rows, mask)
         self.state = replace(tables, kv=self.state.kv)
         handle = StepHandle(work.req_ids, self._output(B, size.num_logprobs), packed)
         if scores:
-            handle.expect_scores({self.slots[r]: r for r in work.req_ids}, scores)
+            handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
         return handle
 
     def _forward(self, work: Work) -> None:
@@ -253,23 +250,23 @@ class ModelRunner:
         program = self.programs[Key("forward", work.bucket)]
         self.state, logits, rows, hidden, targets = program(self.params, self.state, work.plan)
         scores, tables = [], replace(self.state, kv=())
-        size = score_size(work.bucket.num_tokens, work.target_columns)
+        size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
         for first in range(0, work.num_targets, size.num_targets):
-            program = self.programs[Key("score", size)]
+            program = self.programs[Key("prompt_logprobs", size)]
             packed = program(self.params, tables, hidden, targets, np.int32(first))
             if size.num_logprobs == self.program.config.vocab_size:
                 packed = np.asarray(packed)  # of many tokens they would fill the device
-            scores.append((Layout(score_spec(self.program, size)), packed))
+            scores.append((Layout(prompt_logprobs_spec(self.program, size)), packed))
         self._forwarded = work, logits, rows, scores
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""
         for req_id in output.finished_req_ids | output.preempted_req_ids:
-            self.slots.remove(req_id)
+            self.requests.remove(req_id)
         new, counts = output.scheduled_new_reqs, output.num_scheduled_tokens
         for request in new:
-            self.slots.add(request)
-        blocks = self.slots.append_blocks(output.new_block_ids)
+            self.requests.add(request)
+        blocks = self.requests.append_blocks(output.new_block_ids)
         none: tuple[list, ...] = tuple([] for _ in blocks)
         req_ids = tuple(sorted(counts, key=counts.__getitem__))  # decodes first; stable
         if not req_ids:
@@ -280,20 +277,20 @@ class ModelRunner:
         each = [1 if several else counts[r] for r in req_ids]
         bucket = choose(self.buckets, each, lambda b: is_pending(step_key(b, n)), several=several)
         self.traffic[bucket.query_len][sum(each)] += 1
-        sample = self.slots.sample_size(req_ids, bucket.num_rows)
+        sample = self.requests.sample_size(req_ids, bucket.num_rows)
         if several:
-            bucket = Steps(n, sample)
+            bucket = MultiStepBucket(n, sample)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
-        fits = self.slots.room(blocks, bucket)
+        fits = self.requests.room(blocks, bucket)
         if new or not fits:
             self._admit(new, none if fits else blocks)
-        plan = self.slots.plan(req_ids, counts, blocks if fits else none, bucket)
-        return Work(req_ids, bucket, plan, sample, *self.slots.count_targets(counts))
+        plan = self.requests.plan(req_ids, counts, blocks if fits else none, bucket)
+        return Work(req_ids, bucket, plan, sample, *self.requests.count_targets(counts))
 
     def _admit(self, new, blocks) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""
-        for size, packed in self.slots.admissions(new, blocks):
+        for size, packed in self.requests.admissions(new, blocks):
             tables = self.programs[Key("admit", size)](replace(self.state, kv=()), packed)
             self.state = replace(tables, kv=self.state.kv)
-        for size, packed in self.slots.copies(new):
+        for size, packed in self.requests.copies(new):
             self.state = self.programs[Key("copy", size)](self.state, packed)

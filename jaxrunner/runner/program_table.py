@@ -23,12 +23,11 @@ from jaxrunner.device.lowering import (
 )
 from jaxrunner.device.program_key import Key
 from jaxrunner.runner.program_cache import ProgramCache
-from jaxrunner.runner.switch_interval import short_turns
+from jaxrunner.runner.switch_interval import short_switch_interval
 
 logger = logging.getLogger(__name__)
 Started = dict[Key, Future[None]]
 LOADED = "from the cache"
-SMALL = ("admit", "copy")  # programs that are lowered, and run, in no time
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Compilation:
     reason: str  # "warm-up", `LOADED`, or what differed from the programs there were
 
 
-class Programs:
+class ProgramTable:
     """The table of an engine's executables. `cache` has those of earlier processes."""
 
     def __init__(
@@ -135,7 +134,7 @@ class Programs:
             process.kill()
 
     def _build_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
-        with short_turns():
+        with short_switch_interval():
             loading = {key: pool.submit(self._load, key) for key in todo}
             self._lower_all(pool, [key for key in todo if not self._is_done(key, loading[key])])
         pool.shutdown(wait=False)
@@ -157,7 +156,7 @@ class Programs:
         This thread lowers the first program while processes start, and the small ones; processes
         lower the others.
         """
-        large = [key for i, key in enumerate(todo) if i and key.name not in SMALL]
+        large = [key for i, key in enumerate(todo) if i and not self._spec(key).is_small]
         num = min(len(large), self._num_processes)
         if self._task is None or num < 2:  # a process needs seconds to start
             return self._lower_each(pool, iter(todo), [])

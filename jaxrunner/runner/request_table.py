@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import copy
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,67 +17,39 @@ from jaxrunner.program import (
     AdmitSize,
     Bucket,
     CopySize,
+    MultiStepBucket,
     Program,
     SampleSize,
-    Steps,
     admission_spec,
     admit_sizes,
     copies_spec,
     logprob_widths,
     plan_spec,
 )
-from jaxrunner.pytree import of
+from jaxrunner.pytree import host_value
+from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.types import Admission, Copies, Plan, Writes
 
 Write = tuple[int, int, list[int]]  # row, first column, values
 
 
-class Needs(NamedTuple):
-    """What a request's parameters ask of the programs."""
-
-    rich: bool  # logprobs, or rules that few requests want
-    num_logprobs: int  # columns, 0 for none
-    prompt_logprobs: int
-
-
-class Scoring(NamedTuple):
-    """Which prompt tokens of a request are still to be scored. Positions."""
-
-    computed: int
-    start: int
-    stop: int
-
-    @property
-    def num_left(self) -> int:
-        """Targets that no step has scored; each follows a token that is not computed."""
-        return max(0, self.stop - max(self.start, self.computed + 1))
-
-    def after(self, num_tokens: int) -> "Scoring":
-        """Returns what is left once `num_tokens` more are computed."""
-        return self._replace(computed=self.computed + num_tokens)
-
-
-class Slots:
+class RequestTable:
     """Slots of running requests. The last one freed is the first one handed out."""
 
     def __init__(self, program: Program):
         self._program = program
         self._free = list(range(program.engine.max_num_seqs))
-        self._slot_of: dict[str, int] = {}
-        self._num_blocks: dict[str, list[int]] = {}  # by cache group
-        self._needs: dict[str, Needs] = {}
-        self._choosy: set[str] = set()  # whose needs are rich
-        self._stepwise: set[str] = set()  # who has a grammar, or logprobs of all tokens
-        self._scoring: dict[str, Scoring] = {}
+        self._slots: dict[str, Slot] = {}
+        self._unusual: set[str] = set()  # ids of those that are not `is_usual`
         self._no_plan = functools.cache(self._empty_plan)
         self._admission_layout = functools.cache(self._admission_spec)
 
     def __getitem__(self, request_id: str) -> int:
-        return self._slot_of[request_id]
+        return self._slots[request_id].index
 
-    def copy(self) -> "Slots":
-        """Returns slots with the same requests, which go their own way."""
+    def copy(self) -> "RequestTable":
+        """Returns a table of the same requests, which goes its own way."""
         return copy.deepcopy(self, {id(self._program): self._program})  # that one is shared
 
     def add(self, request: NewRequest) -> int:
@@ -92,63 +64,61 @@ class Slots:
                 f"max_num_seqs={self._program.engine.max_num_seqs} slots are all taken, "
                 f"request {request.request_id!r} needs one: finish or preempt a request first"
             )
-        slot = self._slot_of[request.request_id] = self._free.pop()
-        self._num_blocks[request.request_id] = [len(ids) for ids in request.block_ids]
-        needs = self._needs[request.request_id] = self._needs_of(request.params)
-        if needs.rich:
-            self._choosy.add(request.request_id)
-        whole = needs.num_logprobs == self._program.config.vocab_size
-        if whole or request.params.structured_outputs is not None:
-            self._stepwise.add(request.request_id)
-        scoring = Scoring(request.num_computed, request.score_start, request.prompt_len)
-        if scoring.num_left:
-            self._scoring[request.request_id] = scoring
-        return slot
+        pending = PendingPromptLogprobs(
+            request.num_computed, request.prompt_logprobs_start, request.prompt_len
+        )
+        num_blocks = [len(ids) for ids in request.block_ids]
+        slot = Slot(self._free.pop(), num_blocks, self._needs_of(request.params), pending)
+        self._slots[request.request_id] = slot
+        if not slot.is_usual:
+            self._unusual.add(request.request_id)
+        return slot.index
 
     def remove(self, request_id: str) -> None:
         """Frees a request's slot; an unknown id is ignored."""
-        if request_id in self._slot_of:
-            self._free.append(self._slot_of.pop(request_id))
-            del self._num_blocks[request_id], self._needs[request_id]
-            self._scoring.pop(request_id, None)
-            self._choosy.discard(request_id)
-            self._stepwise.discard(request_id)
+        if (slot := self._slots.pop(request_id, None)) is not None:
+            self._free.append(slot.index)
+            self._unusual.discard(request_id)
 
     @property
     def num_taken(self) -> int:
         """Requests that have a slot."""
-        return len(self._slot_of)
+        return len(self._slots)
 
     @property
-    def need_the_host(self) -> bool:
-        """Whether a request wants of each token what is done between launches."""
-        return bool(self._stepwise)
+    def need_single_steps(self) -> bool:
+        """Whether the host works between the tokens of a request."""
+        return any(self._slots[r].needs.single_steps for r in self._unusual)
 
     def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize:
         """Returns what the draw of these requests needs."""
-        needs = [self._needs[r] for r in self._choosy.intersection(req_ids)]
+        needs = [self._slots[r].needs for r in self._unusual.intersection(req_ids)]
         columns = max((need.num_logprobs for need in needs), default=0)
-        return SampleSize(num_rows, bool(needs), columns)
+        return SampleSize(num_rows, any(need.all_rules for need in needs), columns)
 
     def count_targets(self, counts: Mapping[str, int]) -> tuple[int, int]:
-        """Returns how many prompt tokens a step scores, at most, and with how many columns.
+        """Returns how many prompt tokens' logprobs a step gives, at most, and their columns.
 
         Takes them off what is still to come.
         """
         total = columns = 0
-        for r in [r for r in self._scoring if r in counts]:
-            left = self._scoring[r].after(counts[r])
-            total += self._scoring[r].num_left - left.num_left
-            columns = max(columns, self._needs[r].prompt_logprobs)
-            self._scoring[r] = left
-            if not left.num_left:
-                del self._scoring[r]
+        for r in [r for r in self._unusual if r in counts]:
+            slot = self._slots[r]
+            left = slot.prompt_logprobs.after(counts[r])
+            if due := slot.prompt_logprobs.num_left - left.num_left:
+                total, columns = total + due, max(columns, slot.needs.num_prompt_logprobs)
+            slot.prompt_logprobs = left
+            if slot.is_usual:
+                self._unusual.discard(r)
         return total, columns
 
-    def _needs_of(self, params: SamplingParams) -> "Needs":
+    def _needs_of(self, params: SamplingParams) -> Needs:
         columns = [self._width(k) for k in (params.num_logprobs, params.prompt_logprobs)]
-        rich = any(rule.wanted(params) for rule in self._program.rules if rule.wanted)
-        return Needs(rich or columns[0] > 0, *columns)
+        asked = (rule.is_requested for rule in self._program.rules)
+        all_rules = any(is_requested(params) for is_requested in asked if is_requested)
+        whole = columns[0] == self._program.config.vocab_size
+        single_steps = whole or params.structured_outputs is not None
+        return Needs(all_rules or columns[0] > 0, single_steps, *columns)
 
     def _width(self, num_logprobs: int | None) -> int:
         widths = logprob_widths(self._program.config.vocab_size)
@@ -160,19 +130,21 @@ class Slots:
         """Returns the writes, by cache group, that append blocks to requests' tables."""
         groups: tuple[list[Write], ...] = tuple([] for _ in self._program.config.groups)
         for request_id, block_ids in new.items():
-            counts = self._num_blocks[request_id]
+            slot = self._slots[request_id]
             for g, ids in enumerate(block_ids):
-                groups[g].append((self._slot_of[request_id], counts[g], ids))
-                counts[g] += len(ids)
+                groups[g].append((slot.index, slot.num_blocks[g], ids))
+                slot.num_blocks[g] += len(ids)
         return groups
 
-    def plan(self, req_ids, counts: Mapping[str, int], blocks, size: Bucket | Steps) -> np.ndarray:
+    def plan(
+        self, req_ids, counts: Mapping[str, int], blocks, size: Bucket | MultiStepBucket
+    ) -> np.ndarray:
         """Returns the packed plan of a step: each request's tokens, and blocks it gained."""
         layout, padding = self._no_plan(size)
         vector = padding.copy()
         plan = layout.read(vector)  # views
-        plan.slot[: len(req_ids)] = [self._slot_of[r] for r in req_ids]
-        several = isinstance(size, Steps)
+        plan.slot[: len(req_ids)] = [self._slots[r].index for r in req_ids]
+        several = isinstance(size, MultiStepBucket)
         plan.num_tokens[: len(req_ids)] = 1 if several else [counts[r] for r in req_ids]
         for writes, w in zip(blocks, plan.blocks, strict=True):
             if writes:
@@ -180,11 +152,11 @@ class Slots:
                 w.row[: row.size], w.col[: row.size], w.value[: row.size] = row, col, value
         return vector
 
-    def _empty_plan(self, size: Bucket | Steps) -> tuple[Layout, np.ndarray]:
+    def _empty_plan(self, size: Bucket | MultiStepBucket) -> tuple[Layout, np.ndarray]:
         """Returns the layout of a plan, and one of padding alone."""
         spec, R = plan_spec(self._program, size), self._program.engine.max_num_seqs
         layout, none = Layout(spec), _flat([])
-        plan = of(
+        plan = host_value(
             Plan,
             slot=pad([], size.num_rows, R),
             num_tokens=pad([], size.num_rows, 0),
@@ -192,7 +164,7 @@ class Slots:
         )
         return layout, layout.pack(plan)
 
-    def room(self, blocks, size: Bucket | Steps) -> bool:
+    def room(self, blocks, size: Bucket | MultiStepBucket) -> bool:
         """Whether a plan of this size holds these block writes."""
         if not any(blocks):
             return True
@@ -202,17 +174,17 @@ class Slots:
 
     def admissions(self, new: list[NewRequest], blocks) -> Iterator[tuple[AdmitSize, np.ndarray]]:
         """Returns the packed admissions of new requests and of the given block writes."""
-        tokens = [(self._slot_of[r.request_id], 0, r.token_ids) for r in new]
+        tokens = [(self[r.request_id], 0, r.token_ids) for r in new]
         groups = [list(writes) for writes in blocks]
         for r in new:
             for g, ids in enumerate(r.block_ids):
-                groups[g].append((self._slot_of[r.request_id], 0, ids))
+                groups[g].append((self[r.request_id], 0, ids))
         flat = [_flat(tokens), *map(_flat, groups)]
         longest = max(writes.shape[1] for writes in flat)
         small, large, wide = admit_sizes(self._program)
         size = small if len(new) <= small.num_rows and longest <= small.num_writes else large
         many = any(len(r.stop_row) > FEW_STOP_IDS for r in new)
-        if many or any(self._needs[r.request_id].rich for r in new):
+        if many or any(self._slots[r.request_id].needs.all_rules for r in new):
             size = wide
         for i in range(max(-(-len(new) // size.num_rows), -(-longest // size.num_writes))):
             part = slice(i * size.num_writes, (i + 1) * size.num_writes)
@@ -229,7 +201,9 @@ class Slots:
         N, C = self._program.engine.num_blocks, COPIES.num_copies
         for i in range(0, len(copied), C):
             groups = [np.array(pairs).T for pairs in zip(*copied[i : i + C], strict=True)]
-            parts = tuple(of(Copies, source=pad(s, C, N), to=pad(t, C, N)) for s, t in groups)
+            parts = tuple(
+                host_value(Copies, source=pad(s, C, N), to=pad(t, C, N)) for s, t in groups
+            )
             yield COPIES, pack(copies_spec(self._program, COPIES), parts)
 
     def _admission(self, new: list[NewRequest], writes: list[np.ndarray], size: AdmitSize):
@@ -239,15 +213,15 @@ class Slots:
         for i, r in enumerate(new):
             stop_ids[i, : len(r.stop_row)] = r.stop_row
         tokens, *blocks = (_writes(w, size.num_writes, R) for w in writes)
-        admission = of(
+        admission = host_value(
             Admission,
-            slot=pad([self._slot_of[r.request_id] for r in new], A, R),
+            slot=pad([self[r.request_id] for r in new], A, R),
             total_len=pad([len(r.token_ids) for r in new], A, 0),
             num_computed=pad([r.num_computed for r in new], A, 0),
             prompt_len=pad([r.prompt_len for r in new], A, 0),
             min_len=pad([r.prompt_len + r.params.min_tokens for r in new], A, 0),
             max_len=pad([r.max_len for r in new], A, 0),
-            score_start=pad([r.score_start for r in new], A, 0),
+            prompt_logprobs_start=pad([r.prompt_logprobs_start for r in new], A, 0),
             stop_ids=stop_ids,
             tokens=tokens,
             blocks=tuple(blocks),
@@ -284,6 +258,6 @@ def _flat(writes: list[Write]) -> np.ndarray:
 
 def _writes(flat: np.ndarray, size: int, num_slots: int) -> Writes:
     row, col, value = flat
-    return of(
+    return host_value(
         Writes, row=pad(row, size, num_slots), col=pad(col, size, 0), value=pad(value, size, 0)
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.api.validation import Bound, plain, shown
+from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.program import MAX_STOP_IDS, Program
 from jaxrunner.scheduling.request import NEVER, NewRequest, Request, SchedulerOutput
 
@@ -36,12 +36,12 @@ def check_fields(output: SchedulerOutput) -> None:
             wanted = getattr(kind, "__name__", "set")
             raise TypeError(f"{name} must be a {wanted}, got {shown(value)}")
         for each in value if kind is not list else ():
-            plain(f"an id of {name}", each, _ID)
-    plain("num_steps", output.num_steps, Bound(int, 1, _INT32))
+            validate(f"an id of {name}", each, _ID)
+    validate("num_steps", output.num_steps, Bound(int, 1, _INT32))
     for i, new in enumerate(output.scheduled_new_reqs):
         if not isinstance(new, NewRequest):
             raise TypeError(f"scheduled_new_reqs[{i}] must be a NewRequest, got {shown(new)}")
-        plain(f"scheduled_new_reqs[{i}].request_id", new.request_id, _ID)
+        validate(f"scheduled_new_reqs[{i}].request_id", new.request_id, _ID)
     _check_values(output)
 
 
@@ -75,10 +75,10 @@ def check_new(where: str, new: NewRequest, program: Program) -> None:
         stop_ids=Bound(int, 0, _INT32, each=True, most=MAX_STOP_IDS),
         eos_token_ids=Bound(int, 0, _INT32, each=True, most=MAX_STOP_IDS),
         num_computed=Bound(int, 0, length - 1),
-        score_start=Bound(int, 0, NEVER),
+        prompt_logprobs_start=Bound(int, 0, NEVER),
     )
     for name, bound in bounds.items():
-        plain(f"{where}.{name}", getattr(new, name), bound)
+        validate(f"{where}.{name}", getattr(new, name), bound)
     if (num := len({*new.stop_ids, *new.eos_token_ids})) > MAX_STOP_IDS:
         raise ValueError(
             f"{where}.stop_ids and eos_token_ids are {num} ids, a request may have {MAX_STOP_IDS}"
@@ -97,13 +97,13 @@ def check_ints(name: str, values: Any, low: int, high: int) -> None:
     if set(map(type, values)) <= {int} and all(low <= value <= high for value in values):
         return  # at once: prompts are long
     for i, value in enumerate(values):
-        plain(f"{name}[{i}]", value, Bound(int, low, high))
+        validate(f"{name}[{i}]", value, Bound(int, low, high))
 
 
 def _check_values(output: SchedulerOutput) -> None:
     counts: Mapping[str, Any] = output.num_scheduled_tokens
     for request_id, count in counts.items():
-        plain(f"num_scheduled_tokens[{shown(request_id)}]", count, Bound(int, 1, _INT32))
+        validate(f"num_scheduled_tokens[{shown(request_id)}]", count, Bound(int, 1, _INT32))
     for request_id, request in output.requests.items():
         if not isinstance(request, Request):
             raise TypeError(f"requests[{shown(request_id)}] must be a Request")

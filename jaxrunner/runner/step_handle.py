@@ -8,10 +8,22 @@ import jax
 import numpy as np
 
 from jaxrunner.errors import NO_CHOICE, NO_NUMBER
+from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs
 
-Gained = list[tuple[Request, list[int]]]  # requests that a step gave tokens, with these
+NewTokens = list[tuple[Request, list[int]]]  # requests that a step gave tokens, with these
+
+
+class Work(NamedTuple):
+    """A step that is about to be launched."""
+
+    req_ids: tuple[str, ...]  # in row order
+    bucket: Bucket | MultiStepBucket
+    plan: np.ndarray  # packed
+    size: SampleSize
+    num_targets: int  # prompt tokens to score, at most
+    target_columns: int
 
 
 class PromptLogprobs(NamedTuple):
@@ -46,7 +58,7 @@ class ModelRunnerOutput:
                 failed[req_id] = NO_CHOICE
         return failed
 
-    def share_logprobs(self, gained: Gained) -> None:
+    def share_logprobs(self, gained: NewTokens) -> None:
         """Gives each request that asked the logprobs of its new tokens."""
         row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
         for request, tokens in gained:
@@ -110,7 +122,7 @@ class StepHandle:
                 yield PromptLogprobs(self._names[slot], positions[mine], part)
 
 
-def merged(gained: Gained) -> Gained:
+def merged(gained: NewTokens) -> NewTokens:
     """Returns what several steps gave, with each request once."""
     if len({request for request, _ in gained}) == len(gained):
         return gained

@@ -1,23 +1,23 @@
-"""How long a thread keeps Python's lock while others want it."""
+"""The GIL switch interval: how long a thread keeps the lock while others want it."""
 
 from collections.abc import Iterator
 import contextlib
 import sys
 
-TURN = 1e-4  # seconds
+INTERVAL_S = 1e-4
 
 
 @contextlib.contextmanager
-def short_turns() -> Iterator[None]:
-    """Makes turns of 0.1 ms of Python's 5, while a thread works beside an engine's.
+def short_switch_interval() -> Iterator[None]:
+    """Sets the GIL switch interval to 0.1 ms while programs are lowered (Python's default is 5 ms).
 
-    A step gives the lock away at each call of XLA, and would wait 5 ms to have it back.
+    A step releases the lock at each call of XLA, and would wait 5 ms to have it back.
     """
     usual = sys.getswitchinterval()
-    if usual <= TURN:  # as another engine wants
+    if usual <= INTERVAL_S:  # as another engine wants
         yield
         return
-    sys.setswitchinterval(TURN)
+    sys.setswitchinterval(INTERVAL_S)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -20,7 +20,7 @@ class AllowedIds:
 def row(params: SamplingParams, seed: int) -> AllowedIds:
     """Reads a request's `allowed_token_ids`."""
     ids = np.array(params.allowed_token_ids or (), np.int32)
-    return of(AllowedIds, count=np.int32(ids.size), ids=ids)
+    return host_value(AllowedIds, count=np.int32(ids.size), ids=ids)
 
 
 def apply(logits: Array, row: AllowedIds, context: Context) -> Array:
@@ -33,6 +33,6 @@ def apply(logits: Array, row: AllowedIds, context: Context) -> Array:
 
 allowed_ids = Rule(
     AllowedIds, row, apply,
-    asks=lambda row, context: row.count > 0,
-    wanted=lambda params: params.allowed_token_ids is not None,
+    is_active=lambda row, context: row.count > 0,
+    is_requested=lambda params: params.allowed_token_ids is not None,
 )  # fmt: skip

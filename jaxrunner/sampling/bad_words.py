@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import MAX_BAD_WORDS, SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -26,7 +26,7 @@ def row(params: SamplingParams, seed: int) -> BadWords:
     words: Any = params.bad_words or ()
     parts = [(t, w, len(ids) - 1 - i) for w, ids in enumerate(words) for i, t in enumerate(ids)]
     ids, word, to_end = np.array(parts, np.int32).reshape(-1, 3).T
-    return of(BadWords, count=np.int32(len(parts)), ids=ids, word=word, to_end=to_end)
+    return host_value(BadWords, count=np.int32(len(parts)), ids=ids, word=word, to_end=to_end)
 
 
 def apply(logits: Array, row: BadWords, context: Context) -> Array:
@@ -44,6 +44,6 @@ def apply(logits: Array, row: BadWords, context: Context) -> Array:
 
 bad_words = Rule(
     BadWords, row, apply,
-    asks=lambda row, context: row.count > 0,
-    wanted=lambda params: bool(params.bad_words),
+    is_active=lambda row, context: row.count > 0,
+    is_requested=lambda params: bool(params.bad_words),
 )  # fmt: skip

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -64,13 +64,13 @@ def logits_fn(
 
     def row(params: SamplingParams, seed: int) -> ExtraArgs:
         given = defaults | dict(params.extra_args or ())
-        return of(ExtraArgs, values=np.array([given[n] for n in defaults], np.float32))
+        return host_value(ExtraArgs, values=np.array([given[n] for n in defaults], np.float32))
 
     return Rule(
         ExtraArgs,
         row,
         functools.partial(_apply, fn, tuple(defaults)),
-        wanted=lambda params: True,
+        is_requested=lambda params: True,
         extra_args=tuple(defaults),
     )
 

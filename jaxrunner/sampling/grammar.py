@@ -12,7 +12,7 @@ def row(params: SamplingParams, seed: int) -> NoParams:
     return NoParams()
 
 
-def asks(row: NoParams, context: Context) -> Array:
+def is_active(row: NoParams, context: Context) -> Array:
     """Whether a bit of the mask is 0."""
     return jnp.asarray(False) if context.mask is None else jnp.any(context.mask != -1)
 
@@ -25,4 +25,6 @@ def apply(logits: Array, row: NoParams, context: Context) -> Array:
     return jnp.where(bits.reshape(-1)[: logits.size] == 1, logits, -jnp.inf)
 
 
-grammar = Rule(NoParams, row, apply, asks, lambda params: params.structured_outputs is not None)
+grammar = Rule(
+    NoParams, row, apply, is_active, lambda params: params.structured_outputs is not None
+)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -21,7 +21,7 @@ class LogitBias:
 def row(params: SamplingParams, seed: int) -> LogitBias:
     """Reads a request's `logit_bias`."""
     ids, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
-    return of(
+    return host_value(
         LogitBias,
         count=np.int32(len(ids)),
         ids=np.array(ids, np.int32),
@@ -37,6 +37,6 @@ def apply(logits: Array, row: LogitBias, context: Context) -> Array:
 
 logit_bias = Rule(
     LogitBias, row, apply,
-    asks=lambda row, context: row.count > 0,
-    wanted=lambda params: bool(params.logit_bias),
+    is_active=lambda row, context: row.count > 0,
+    is_requested=lambda params: bool(params.logit_bias),
 )  # fmt: skip

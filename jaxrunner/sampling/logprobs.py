@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Rule
 from jaxrunner.types import Array, Logprobs
 
@@ -31,12 +31,12 @@ class LogprobIds:
 def row(params: SamplingParams, seed: int) -> LogprobIds:
     """Reads a request's `logprob_token_ids`."""
     ids = np.array(params.logprob_token_ids or (), np.int32)
-    return of(LogprobIds, count=np.int32(ids.size), ids=ids)
+    return host_value(LogprobIds, count=np.int32(ids.size), ids=ids)
 
 
 logprob_ids = Rule(
     LogprobIds, row, lambda logits, row, context: logits,
-    wanted=lambda params: params.logprob_token_ids is not None,
+    is_requested=lambda params: params.logprob_token_ids is not None,
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -18,7 +18,7 @@ class MinP:
 
 def row(params: SamplingParams, seed: int) -> MinP:
     """Reads a request's `min_p`."""
-    return of(MinP, log=np.float32(np.log(params.min_p) if params.min_p else -np.inf))
+    return host_value(MinP, log=np.float32(np.log(params.min_p) if params.min_p else -np.inf))
 
 
 def apply(logits: Array, row: MinP, context: Context) -> Array:

@@ -12,7 +12,7 @@ def row(params: SamplingParams, seed: int) -> NoParams:
     return NoParams()
 
 
-def asks(row: NoParams, context: Context) -> Array:
+def is_active(row: NoParams, context: Context) -> Array:
     """Whether the token is one of the output's first; those of the prompt end nothing."""
     request, position = context.request, context.position
     return (position >= request.prompt_len) & (position < request.min_len)
@@ -22,7 +22,7 @@ def apply(logits: Array, row: NoParams, context: Context) -> Array:
     """Drops stop ids from logits, [V], and EOS where it is ignored."""
     ids = context.request.stop_ids
     banned = logits.at[jnp.maximum(ids, ~ids)].set(-jnp.inf, mode="drop")
-    return jnp.where(asks(row, context), banned, logits)
+    return jnp.where(is_active(row, context), banned, logits)
 
 
-min_tokens = Rule(NoParams, row, apply, asks, lambda params: params.min_tokens > 0)
+min_tokens = Rule(NoParams, row, apply, is_active, lambda params: params.min_tokens > 0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -24,16 +24,16 @@ class Penalties:
 
 def row(params: SamplingParams, seed: int) -> Penalties:
     """Reads a request's three penalties."""
-    return of(
+    return host_value(
         Penalties,
-        on=wanted(params),
+        on=is_requested(params),
         repetition=np.float32(params.repetition_penalty),
         frequency=np.float32(params.frequency_penalty),
         presence=np.float32(params.presence_penalty),
     )
 
 
-def wanted(params: SamplingParams) -> bool:
+def is_requested(params: SamplingParams) -> bool:
     """Whether any of the three is not neutral."""
     one = params.repetition_penalty, 1 + params.frequency_penalty, 1 + params.presence_penalty
     return one != (1, 1, 1)
@@ -55,4 +55,6 @@ def apply(logits: Array, row: Penalties, context: Context) -> Array:
     return jnp.where(row.on, scaled, logits)
 
 
-penalties = Rule(Penalties, row, apply, asks=lambda row, context: row.on, wanted=wanted)
+penalties = Rule(
+    Penalties, row, apply, is_active=lambda row, context: row.on, is_requested=is_requested
+)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.program import Program, SampleSize, ScoreSize
+from jaxrunner.program import Program, PromptLogprobsSize, SampleSize
 from jaxrunner.rule import Batched, NoParams, Rule, rows_of, run
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
@@ -18,7 +18,7 @@ from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Array, Logprobs, Requests, Targets
 
 
-class Drawn(NamedTuple):
+class SamplerOutput(NamedTuple):
     """Tokens, and what became of them. [N] from `sample`, [B, J] in a step."""
 
     token_ids: Array
@@ -29,16 +29,16 @@ class Drawn(NamedTuple):
 
 def sample(
     logits: Array, batch: Batched, tables: tuple[Any, ...], *, program: Program, size: SampleSize
-) -> Drawn:
+) -> SamplerOutput:
     """Samples a token for each row of logits, [N, V].
 
     The noise of a token comes from its request's seed, its position and its id alone, so a
     request gets the same tokens in any batch.
     """
-    if program.sample is not None and not size.rich:
+    if program.sample is not None and not size.all_rules:
         return _usual(program.sample, program.rules, logits, batch, tables)
     logits = logits.astype(jnp.float32)
-    processed = process(logits, batch, tables, program=program, rich=size.rich)
+    processed = process(logits, batch, tables, program=program, all_rules=size.all_rules)
     scores = processed.logits + _noise(tables[0], batch, logits.shape[1])
     token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     logprobs: tuple[Logprobs, ...] = ()
@@ -49,7 +49,7 @@ def sample(
     # A logits function may give NaN too, and a low temperature infinity.
     best = processed.logits.max(-1)
     not_finite = ~jnp.isfinite(logits.max(-1)) | jnp.isnan(best) | (best == jnp.inf)
-    return Drawn(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
+    return SamplerOutput(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
 
 
 def _noise(table: Seed, batch: Batched, vocab_size: int) -> Array:
@@ -64,7 +64,7 @@ def _noise(table: Seed, batch: Batched, vocab_size: int) -> Array:
     return jax.lax.cond(greedy.all(), lambda: jnp.zeros((greedy.size, vocab_size)), draw)
 
 
-def _usual(kernel, rules: tuple[Rule, ...], logits: Array, batch: Batched, tables) -> Drawn:
+def _usual(kernel, rules: tuple[Rule, ...], logits: Array, batch: Batched, tables) -> SamplerOutput:
     """Draws by the rules that every request has, in a kernel."""
     usual = (seed, temperature, min_p, top_k_top_p)
     seeds, heat, floor, cut = (rows_of(tables[rules.index(rule)], batch.slot) for rule in usual)
@@ -73,18 +73,18 @@ def _usual(kernel, rules: tuple[Rule, ...], logits: Array, batch: Batched, table
     )
     # No rule here takes all tokens away: logits that are all -inf are the model's own.
     not_finite = drawn.not_finite | drawn.no_choice
-    return Drawn(drawn.token_ids, not_finite, jnp.zeros_like(not_finite), ())
+    return SamplerOutput(drawn.token_ids, not_finite, jnp.zeros_like(not_finite), ())
 
 
 def process(
-    logits: Array, batch: Batched, tables: tuple[Any, ...], *, program: Program, rich: bool
+    logits: Array, batch: Batched, tables: tuple[Any, ...], *, program: Program, all_rules: bool
 ) -> Processed:
-    """Runs the rules on logits, [N, V]: all of them where `rich`, else those of every draw."""
+    """Runs the rules on logits, [N, V]: all of them where `all_rules`, else those of every draw."""
     out, before = logits, None
     for rule, table in zip(program.rules, tables, strict=True):
         if rule.truncates and before is None:
             before = out
-        if rich or rule.wanted is None:
+        if all_rules or rule.is_requested is None:
             out = run(rule, out, table, batch)
     before = out if before is None else before
     best = out.max(-1)  # truncation keeps the likeliest
@@ -94,14 +94,19 @@ def process(
     cut = ((out == -jnp.inf) & (before > -jnp.inf)).any(-1)
     # Two sums of one row may round differently: where nothing was cut, all of it was kept.
     kept_mass = jnp.where(no_choice | ~cut, 1.0, mass[0] / mass[1])
-    if rich:
+    if all_rules:
         # The grammar outranks the other rules: what it allows is never refused in favour of id 0.
         out = jnp.where(no_choice[:, None], run(grammar, logits, NoParams(), batch), out)
     return Processed(out, kept_mass, no_choice)
 
 
 def describe_prompt(
-    logits: Array, targets: Targets, requests: Requests, tables, program: Program, size: ScoreSize
+    logits: Array,
+    targets: Targets,
+    requests: Requests,
+    tables,
+    program: Program,
+    size: PromptLogprobsSize,
 ) -> Logprobs:
     """Says how likely prompt tokens were, given logits, [U, V], at the token before each."""
     mode = program.engine.logprobs_mode
@@ -109,7 +114,7 @@ def describe_prompt(
     processed = Processed(logits, jnp.ones(U), jnp.zeros(U, jnp.bool))
     if mode.startswith("processed"):
         batch = Batched(targets.slot, targets.positions, requests, None)
-        processed = process(logits, batch, tables, program=program, rich=True)
+        processed = process(logits, batch, tables, program=program, all_rules=True)
     named = rows_of(tables[program.rules.index(logprob_ids)], targets.slot)
     likeliest = replace(named, count=jnp.zeros_like(named.count))  # custom ids are of outputs
     num = size.num_logprobs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Rule
 from jaxrunner.sampling.gumbel import gumbel
 from jaxrunner.types import Array
@@ -26,7 +26,7 @@ class Seed:
 
 def row(params: SamplingParams, seed: int) -> Seed:
     """Reads a request's seed, 64 bits."""
-    return of(
+    return host_value(
         Seed, words=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), greedy=params.is_greedy
     )
 

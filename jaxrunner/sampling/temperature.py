@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -18,7 +18,7 @@ class Temperature:
 
 def row(params: SamplingParams, seed: int) -> Temperature:
     """Reads a request's temperature."""
-    return of(Temperature, value=np.float32(params.temperature or 1.0))
+    return host_value(Temperature, value=np.float32(params.temperature or 1.0))
 
 
 def apply(logits: Array, row: Temperature, context: Context) -> Array:

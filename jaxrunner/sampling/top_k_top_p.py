@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.pytree import leaf, of, pytree
+from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
 from jaxrunner.types import Array
 
@@ -23,10 +23,10 @@ class TopKTopP:
 
 def row(params: SamplingParams, seed: int) -> TopKTopP:
     """Reads a request's `top_k` and `top_p`."""
-    return of(TopKTopP, k=np.int32(params.top_k), p=np.float32(params.top_p))
+    return host_value(TopKTopP, k=np.int32(params.top_k), p=np.float32(params.top_p))
 
 
-def asks(row: TopKTopP, context: Context) -> Array:
+def is_active(row: TopKTopP, context: Context) -> Array:
     """Whether a token may be dropped. A padded row has a p of 0."""
     return (row.k > 0) | ((row.p > 0) & (row.p < 1))
 
@@ -43,4 +43,4 @@ def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     return jnp.where(kept, logits, -jnp.inf)
 
 
-top_k_top_p = Rule(TopKTopP, row, apply, asks, truncates=True)
+top_k_top_p = Rule(TopKTopP, row, apply, is_active, truncates=True)

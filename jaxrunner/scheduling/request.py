@@ -40,7 +40,7 @@ class Request:
     cache_limit: int = NEVER  # most tokens whose KV may be taken from the prefix cache
     leader: "Request | None" = None  # one with the same prompt, to be computed first
     leads: bool = False  # whether others have this one as their leader
-    score_start: int = NEVER  # position of the first prompt token whose logprob is wanted
+    prompt_logprobs_start: int = NEVER  # position of the first prompt token whose logprob is wanted
     arrival: int = 0  # order of `Scheduler.add`
 
     status: Status = Status.WAITING
@@ -152,7 +152,7 @@ class NewRequest:
     stop_ids: frozenset[int]
     block_ids: tuple[list[int], ...]  # the whole table of each cache group
     num_computed: int  # tokens found in the prefix cache
-    score_start: int = NEVER
+    prompt_logprobs_start: int = NEVER
     eos_token_ids: tuple[int, ...] = ()  # banned below `min_tokens`, where they end nothing too
     copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
 
@@ -175,7 +175,7 @@ def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewR
         stop_ids=request.stop_ids,
         block_ids=tuple(list(table) for table in request.blocks),
         num_computed=request.num_computed,
-        score_start=request.score_start,
+        prompt_logprobs_start=request.prompt_logprobs_start,
         eos_token_ids=request.eos_token_ids,
         copies=copies,
     )

@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import tokenizers
 
-from jaxrunner.api.validation import Bound, elements, plain, shown
+from jaxrunner.api.validation import Bound, elements, shown, validate
 from jaxrunner.text.chat import check_variables, conversations, render_chat
 
 _FLAG = Bound(bool)
@@ -77,9 +77,9 @@ class HuggingFaceNames(abc.ABC):
         """
         flags = dict(add_special_tokens=add_special_tokens, truncation=truncation)
         _check_flags(**flags, return_attention_mask=return_attention_mask)
-        max_length = plain("max_length", max_length, _LENGTH)
-        plain("padding_side", padding_side, Bound(str, among=SIDES))
-        padding = plain("padding", padding, Bound(bool, among=(*PADDINGS,)))
+        max_length = validate("max_length", max_length, _LENGTH)
+        validate("padding_side", padding_side, Bound(str, among=SIDES))
+        padding = validate("padding", padding, Bound(bool, among=(*PADDINGS,)))
         if return_tensors is not None:
             raise ValueError(
                 f"return_tensors={shown(return_tensors)} is not supported: lists of ids are "
@@ -183,9 +183,9 @@ class HuggingFaceNames(abc.ABC):
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """Returns the id of a token as the vocabulary spells it, or of each; None where none is."""
         if isinstance(tokens, str):
-            return self.inner.token_to_id(plain("tokens", tokens, Bound(str)))
+            return self.inner.token_to_id(validate("tokens", tokens, Bound(str)))
         given = enumerate(elements("tokens", tokens, "a string"))
-        return [self.inner.token_to_id(plain(f"tokens[{i}]", t, Bound(str))) for i, t in given]
+        return [self.inner.token_to_id(validate(f"tokens[{i}]", t, Bound(str))) for i, t in given]
 
     def get_vocab(self) -> dict[str, int]:
         """Returns the ids of all tokens, added ones included."""
@@ -213,7 +213,7 @@ class HuggingFaceNames(abc.ABC):
         return self.convert_ids_to_tokens(self.all_special_ids)
 
     def _token(self, name: str, token_id: Any) -> str:
-        token = self.inner.id_to_token(plain(name, token_id, _ID))
+        token = self.inner.id_to_token(validate(name, token_id, _ID))
         if token is None:
             raise ValueError(f"{name}={token_id} is no token's: ids end at {len(self.get_vocab())}")
         return token
@@ -232,7 +232,7 @@ class HuggingFaceNames(abc.ABC):
 
 def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
-        plain(name, value, _FLAG)
+        validate(name, value, _FLAG)
 
 
 # Whether there is any.

@@ -40,15 +40,15 @@ class Lifecycle(NotHere, abc.ABC):
         """What holds weights and caches."""
 
     @abc.abstractmethod
-    def _take(self, params: Any) -> None:
+    def _set_params(self, params: Any) -> None:
         """Gives the runner new weights, if they are like the old ones."""
 
     @abc.abstractmethod
-    def _rest(self) -> None:
+    def _quiesce(self) -> None:
         """Ends what is under way, so that caches can go; raises where requests are at work."""
 
     @abc.abstractmethod
-    def _tell(self, reason: str) -> None:
+    def _on_sleep(self, reason: str) -> None:
         """Takes in why nothing can run, "" where all is awake."""
 
     def update_params(self, params: Any) -> None:
@@ -65,9 +65,9 @@ class Lifecycle(NotHere, abc.ABC):
         if self.load_config.check_nan:
             params = like(params, spec)
             check_leaves(params)
-        self._take(params)
+        self._set_params(params)
         self._asleep, self._host_params = self._asleep - {"weights"}, None
-        self._tell(self._reason())
+        self._on_sleep(self._reason())
 
     @property
     def params(self) -> Any:
@@ -198,13 +198,13 @@ class Lifecycle(NotHere, abc.ABC):
         """
         if self._asleep:
             raise RuntimeError(f"{' and '.join(sorted(self._asleep))} sleep: wake_up first")
-        self._rest()
+        self._quiesce()
         runner = self.runner
         self._host_params = jax.device_get(runner.params) if level == 1 else None
         pytree.delete(runner.state)
         runner.params = runner.state = None
         self._asleep = TAGS
-        self._tell(self._reason())
+        self._on_sleep(self._reason())
 
     @checked(arguments.WAKE_UP)
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
@@ -224,7 +224,7 @@ class Lifecycle(NotHere, abc.ABC):
         if "weights" in wanted and self._host_params is not None:
             runner.update_params(self._host_params)  # the old ones: prefixes are as they were
             self._asleep, self._host_params = self._asleep - {"weights"}, None
-        self._tell(self._reason())
+        self._on_sleep(self._reason())
 
     def is_sleeping(self) -> bool:
         """Whether something sleeps, so that no request can be added."""

@@ -15,7 +15,7 @@ import jax
 from jaxrunner.config import EngineConfig
 from jaxrunner.program import Program, make_state
 from jaxrunner.scheduling.cache_groups import CacheGroup
-from jaxrunner.worker.program_memory import Need
+from jaxrunner.worker.program_memory import ProgramMemory
 
 CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
 UTILIZATION = 0.9  # of what JAX may use, where nothing was asked for
@@ -35,7 +35,7 @@ class Device(NamedTuple):
         return self.limit - self.others
 
 
-class Size(NamedTuple):
+class CacheRequest(NamedTuple):
     """The one thing that a user said of the cache's size, by its name; None where nothing."""
 
     name: str = "gpu_memory_utilization"
@@ -114,12 +114,12 @@ def num_bytes(tree: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SizeCosts:
     """What sizes of an engine cost. `program.engine` has all sizes but those that are sought."""
 
     program: Program
     params: Any
-    need: Need
+    need: ProgramMemory
 
     @functools.cached_property
     def block(self) -> int:
@@ -161,7 +161,7 @@ class Costs:
 
 
 def plan_memory(
-    costs: Costs, size: Size, device: Device | None, *, shrink: bool
+    costs: SizeCosts, size: CacheRequest, device: Device | None, *, shrink: bool
 ) -> tuple[EngineConfig, MemoryPlan]:
     """Returns the engine's sizes, `num_blocks` filled in, and what they take.
 
@@ -203,7 +203,7 @@ def plan_memory(
     return replace(engine, max_model_len=length, num_blocks=blocks(length)), plan
 
 
-def _requested(size: Size, device: Device | None) -> int:
+def _requested(size: CacheRequest, device: Device | None) -> int:
     """Returns the bytes that an engine may take; 0 where the device has no limit.
 
     Raises:
@@ -211,7 +211,7 @@ def _requested(size: Size, device: Device | None) -> int:
       MemoryError: they are not free.
     """
     if device is None:
-        if size == Size() or size.name != "gpu_memory_utilization":
+        if size == CacheRequest() or size.name != "gpu_memory_utilization":
             return 0
         raise ValueError(
             f"gpu_memory_utilization={size.value} is of a device that tells its memory, "
@@ -232,7 +232,7 @@ def _requested(size: Size, device: Device | None) -> int:
 
 
 def _too_small(
-    costs: Costs, size: Size, device: Device | None, num_blocks: int, fitting: int
+    costs: SizeCosts, size: CacheRequest, device: Device | None, num_blocks: int, fitting: int
 ) -> str:
     """Says that one request does not fit into the cache, and what would."""
     length = costs.program.engine.max_model_len
@@ -246,7 +246,11 @@ def _too_small(
     else:
         cures.append("free memory, let JAX use more of it (XLA_PYTHON_CLIENT_MEM_FRACTION)")
     name = f"{size.name}={UTILIZATION if size.value is None else size.value}"
-    name = "the default of kv_cache_memory_bytes" if device is None and size == Size() else name
+    name = (
+        "the default of kv_cache_memory_bytes"
+        if device is None and size == CacheRequest()
+        else name
+    )
     return (
         f"{name} leaves {num_blocks * costs.block:,} bytes for the KV cache, one request of "
         f"max_model_len={length} needs {wanted:,}: {' or '.join(cures)}"

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxrunner.device.buckets import step_buckets
-from jaxrunner.device.entry_points import abstract, program_keys, program_spec
+from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.lowering import extra_bytes, output_bytes
+from jaxrunner.device.program_spec import abstract, program_keys, program_spec
 from jaxrunner.program import MAX_TARGETS, Program
 from jaxrunner.runner.program_cache import ProgramCache
-from jaxrunner.runner.program_table import Key, Programs
+from jaxrunner.runner.program_table import Key, ProgramTable
 
-SMALL = ("admit", "copy")  # programs that make nothing on their way
 NOTE = "memory of the largest programs"
 
 
-class Need(NamedTuple):
+class ProgramMemory(NamedTuple):
     """What programs take, in bytes."""
 
     name: str = "none"  # of the largest
@@ -30,7 +30,7 @@ class Need(NamedTuple):
     waiting: int = 0  # outputs of others that may wait to be read meanwhile
 
 
-def estimate(program: Program) -> Need:
+def estimate(program: Program) -> ProgramMemory:
     """Returns what no program takes more of, if kernels compute its layers and draw its tokens.
 
     By what XLA says of Llama-3-8B and Qwen3-0.6B on an H200: a step keeps the gate, the up product
@@ -42,20 +42,22 @@ def estimate(program: Program) -> Need:
     layer = T * itemsize * (3 * dims["F"] + 2 * dims["E"] + dims["H"] * dims["D"]) * 5 // 4
     logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4
     # All tokens' logprobs and ids, of outputs and of prompts.
-    return Need("program by an estimate", max(layer, 13 * logits), 4 * e.async_depth * logits)
+    return ProgramMemory(
+        "program by an estimate", max(layer, 13 * logits), 4 * e.async_depth * logits
+    )
 
 
-def measure(program: Program, params: Any, cache: ProgramCache | None) -> Need:
+def measure(program: Program, params: Any, cache: ProgramCache | None) -> ProgramMemory:
     """Returns what any program of an engine can need; `program` should have few blocks.
 
     cache: where that is remembered.
     """
     match cache and cache.recall(NOTE):
         case [str(name), int(most), int(waiting)]:
-            return Need(name, most, waiting)
+            return ProgramMemory(name, most, waiting)
     shapes, engine = abstract(params), program.engine
-    programs = Programs(lambda key: program_spec(program, shapes, key))
-    keys = largest(program_keys(program, step_buckets(engine), rich=True))
+    programs = ProgramTable(lambda key: program_spec(program, shapes, key))
+    keys = largest(program_keys(program, step_buckets(engine), all_rules=True))
     programs.warm_up(keys)
     need = add_up({key: programs[key] for key in keys}, engine.async_depth)
     if cache is not None:
@@ -67,7 +69,7 @@ def largest(keys: list[Key]) -> list[Key]:
     """Returns the largest program of each kind, of those that can need much."""
     found: dict[str, Key] = {}
     for key in keys:
-        if key.name not in SMALL:
+        if not ENTRY_POINTS[key.name].is_small:
             found[key.name] = max(found.get(key.name, key), key, key=_sizes)
     return list(found.values())
 
@@ -84,7 +86,7 @@ def _sizes(key: Key) -> list[int]:
     return flat
 
 
-def add_up(executables: dict[Key, Any], async_depth: int) -> Need:
+def add_up(executables: dict[Key, Any], async_depth: int) -> ProgramMemory:
     """Returns what the largest of executables needs while the outputs of launches before it wait.
 
     Each of `async_depth` launches may be several programs.
@@ -92,4 +94,4 @@ def add_up(executables: dict[Key, Any], async_depth: int) -> Need:
     key = max(executables, key=lambda key: extra_bytes(executables[key]))
     outputs = sum(map(output_bytes, executables.values()))
     waiting = async_depth * outputs - output_bytes(executables[key])
-    return Need(str(key), extra_bytes(executables[key]), waiting)
+    return ProgramMemory(str(key), extra_bytes(executables[key]), waiting)

@@ -6,15 +6,22 @@ from typing import Any
 
 import jax
 
-from jaxrunner.api.validation import Bound, plain
+from jaxrunner.api.validation import Bound, validate
 from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
-from jaxrunner.worker.memory_plan import Costs, Device, MemoryPlan, Size, plan_memory, read_device
-from jaxrunner.worker.program_memory import Need, estimate, measure
+from jaxrunner.worker.memory_plan import (
+    CacheRequest,
+    Device,
+    MemoryPlan,
+    SizeCosts,
+    plan_memory,
+    read_device,
+)
+from jaxrunner.worker.program_memory import ProgramMemory, estimate, measure
 
 FITTING = -1  # as `max_model_len`: the largest that fits, in vLLM's words
 FEW = 8  # blocks that programs are compiled for to see what memory they need
@@ -67,18 +74,18 @@ def plan_engine(
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
     device = read_device(loaded.params)
-    costs = Costs(built.program, loaded.params, _need(built, loaded.params, device, size))
+    costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
     return plan_memory(costs, size, device, shrink=shrink)
 
 
-def _need(built: Built, params: Any, device: Device | None, size: Size) -> Need:
+def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) -> ProgramMemory:
     """Returns what programs need, where that limits the cache."""
     if device is None:
-        return Need()
+        return ProgramMemory()
     if built.program.engine.enforce_eager:
-        return Need("a step without a compiler", int(EAGER * device.limit))
+        return ProgramMemory("a step without a compiler", int(EAGER * device.limit))
     if size.name != "gpu_memory_utilization":
-        return Need()
+        return ProgramMemory()
     if built.program.sample is not None:
         return estimate(built.program)
     return measure(built.program, params, built.cache)
@@ -89,16 +96,16 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _one_size(**asked: Any) -> Size:
-    given = [Size(name, value) for name, value in asked.items() if value is not None]
+def _one_size(**asked: Any) -> CacheRequest:
+    given = [CacheRequest(name, value) for name, value in asked.items() if value is not None]
     if len(given) > 1:
         names = " and ".join(size.name for size in given)
         raise ValueError(f"{names} each set the size of the KV cache: give one")
     part = asked["gpu_memory_utilization"]
     if part is not None and not 0 < part <= 1:
         raise ValueError(f"gpu_memory_utilization must be over 0, at most 1, got {part}")
-    plain("kv_cache_memory_bytes", asked["kv_cache_memory_bytes"], Bound(int, 1, 2**62, True))
-    return given[0] if given else Size()
+    validate("kv_cache_memory_bytes", asked["kv_cache_memory_bytes"], Bound(int, 1, 2**62, True))
+    return given[0] if given else CacheRequest()
 
 
 def _checked_len(model: ModelConfig, max_model_len: int | None) -> int:

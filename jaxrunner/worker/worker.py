@@ -217,12 +217,12 @@ class Worker(Lifecycle):
             self._plan = plan_engine(self._loaded, cache_dir=self._cache_dir, **self._sizes)
         return self._plan
 
-    def _take(self, params: Any) -> None:
+    def _set_params(self, params: Any) -> None:
         self.runner.update_params(params)
 
-    def _rest(self) -> None:
-        if self.runner.slots.num_taken:
+    def _quiesce(self) -> None:
+        if self.runner.requests.num_taken:
             raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
 
-    def _tell(self, reason: str) -> None:
+    def _on_sleep(self, reason: str) -> None:
         """Tells nobody: `execute_model` asks."""

@@ -26,7 +26,7 @@ ADD: dict[str, Kind] = dict(
                 (None, {}, *WRONG, SamplingParams, [ONE])),
     eos_token_ids=Kind(lambda v: v is not None and several(integer(0, 2**31 - 1)).good(v),
                        ([2**31], [-1], [2**40], [1.5], ["a"], [None], [True], 3, None, "ab")),
-    priority=integer(-(2**62), 2**62), score_start=integer(0, 2**30, None),
+    priority=integer(-(2**62), 2**62), prompt_logprobs_start=integer(0, 2**30, None),
     leader=Kind(lambda v: v is None, ("canary", 3, True, Request, {})),
 )  # fmt: skip
 
@@ -36,10 +36,10 @@ class _Engine(Entry):
         self.engine = models.engine()
         self.seen = 0
 
-    def standing(self) -> Any:
+    def status(self) -> Any:
         engine = self.engine
         return (
-            set(engine._unfinished), engine.standing.ended, engine.scheduler.num_waiting,
+            set(engine._unfinished), engine.status.ended, engine.scheduler.num_waiting,
             engine.scheduler.num_running, engine.compiling.num_waiting,
         )  # fmt: skip
 
@@ -118,12 +118,12 @@ class Told(_Engine):
             dice, requests = random.Random(state), list[Request]()
             refused: Exception | None = None
             for _ in range(dice.randrange(2, 9)):
-                before = self.standing()
+                before = self.status()
                 try:
                     self._one(dice, requests)
                 except (ValueError, TypeError) as error:
                     refused = error
-                    if self.standing() != before:
+                    if self.status() != before:
                         raise Harm(f"half applied: {error}") from error
             self.finish(requests)
             self.engine.step()

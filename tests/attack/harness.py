@@ -71,7 +71,7 @@ class Entry:
         """Returns a case that depends on `rng` alone."""
         raise NotImplementedError
 
-    def standing(self) -> Any:
+    def status(self) -> Any:
         """Returns what a refusal must leave as it was."""
 
     def canary(self) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
     def result(kind: str, message: str = "") -> Result:
         return Result(index, kind, case.good, case.told, message[:600])
 
-    before, size, start = entry.standing(), _peak_kb(), time.process_time()
+    before, size, start = entry.status(), _peak_kb(), time.process_time()
     at_once = case.stands
     try:
         with _limit(HANG_S):
@@ -166,7 +166,7 @@ def _judge(entry: Entry, index: int, case: Case) -> Result:
     except BaseException as error:
         kind, message = _refusal(case, error)
         at_once &= kind == "refused" and not isinstance(error, Refused)
-        if kind == "refused" and case.stands and (now := entry.standing()) != before:
+        if kind == "refused" and case.stands and (now := entry.status()) != before:
             return result("half applied", f"{before!r:.200} became {now!r:.200}; {message}")
     if at_once and kind == "refused" and time.process_time() - start > SLOW_S:
         return result("slow", f"{time.process_time() - start:.1f} s: {message}")

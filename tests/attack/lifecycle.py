@@ -109,7 +109,7 @@ class Weights(Entry):
         self.llm.update_weights(tensors)
         self.llm.finish_weight_update()
 
-    def standing(self) -> Any:
+    def status(self) -> Any:
         return self.llm.weights_version, id(self.llm.params), self.llm._staged is None
 
     def mend(self) -> None:
@@ -197,7 +197,7 @@ class Settings(Entry):
         finally:
             self.mend()
 
-    def standing(self) -> Any:
+    def status(self) -> Any:
         engine = self.llm.engine
         return (
             engine.config == self.config[0], self.llm.load_config == self.config[1],

@@ -87,9 +87,9 @@ class Methods(Entry):
         made = calls.case(rng, self.targets)
         return made._replace(fields=(*made.fields, *ALSO))
 
-    def standing(self) -> Any:
-        standing = self.llm.engine.standing
-        return len(self.llm.completions._states), standing.ended, standing.asleep
+    def status(self) -> Any:
+        status = self.llm.engine.status
+        return len(self.llm.completions._states), status.ended, status.asleep
 
     def canary(self) -> Iterator[Any]:
         return models.streamed(self.llm)

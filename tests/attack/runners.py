@@ -43,7 +43,8 @@ NEW: dict[str, Kind] = dict(
          ([True, 20],), ([2**31, 3],))),
     num_computed=Kind(lambda v: integer(0, 7).good(v) and None,
                       (-1, 8, 1_000_000, 2**31, 2**40, 1.0, "1", None, True)),
-    score_start=Kind(lambda v: integer(0, 2**30).good(v), (-1, 2**31, 2**40, 1.5, None, "a")),
+    prompt_logprobs_start=Kind(lambda v: integer(0, 2**30).good(v),
+                               (-1, 2**31, 2**40, 1.5, None, "a")),
     copies=Kind(empty,
                 (((20, 60),), ((-1, 20),), ((20,),), 3, None, ((0, 2**40),), (("a", "b"),), "ab")),
 )  # fmt: skip
@@ -153,15 +154,15 @@ class Runner(Entry):
 
         return Case(call, names, good, words + (" in two" if two else ""))
 
-    def standing(self) -> Any:
-        kept = {k: copy.deepcopy(v) for k, v in vars(self.runner.slots).items() if _plain(v)}
+    def status(self) -> Any:
+        kept = {k: copy.deepcopy(v) for k, v in vars(self.runner.requests).items() if _plain(v)}
         return kept
 
     def mend(self) -> None:
         runner = self.runner
         if runner._forwarded is not None:
             runner.sample_tokens().get()
-        left = set(runner.slots._slot_of) - {"canary"}
+        left = set(runner.requests._slots) - {"canary"}
         if left:
             runner.step(tiny.scheduled({}, finished_req_ids=left)).get()
 

@@ -56,9 +56,9 @@ class Snapshots(Entry):
         if got != self.want:
             raise Harm(f"other tokens: {got}")
 
-    def standing(self) -> Any:
+    def status(self) -> Any:
         engine = self.engine
-        return len(engine._unfinished), engine.standing.ended
+        return len(engine._unfinished), engine.status.ended
 
     def mend(self) -> None:
         self.folder.mend()
@@ -116,7 +116,7 @@ class Weights(Entry):
         if models.digest(params) != self.bytes:
             raise Harm("other weights were loaded")
 
-    def standing(self) -> Any:
+    def status(self) -> Any:
         return self.llm.weights_version, models.digest(self.llm.params) == self.bytes
 
     def mend(self) -> None:

@@ -98,7 +98,7 @@ def worker() -> Worker:
     return made
 
 
-class Steps(Runner):
+class MultiStepBucket(Runner):
     """`Worker.execute_model` and `sample_tokens` with scheduler outputs that lie."""
 
     def __init__(self) -> None:

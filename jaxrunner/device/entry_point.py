@@ -1,0 +1,51 @@
+"""What an entry point is: a device function that is compiled ahead of time, once for each size."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.device.packing import packed_size
+from jaxrunner.program import Bucket, Program, make_state
+from jaxrunner.types import State
+
+Options = tuple[tuple[str, str], ...]  # of XLA
+Sizes = Callable[[Program, Sequence[Bucket]], Iterable[Any]]
+
+
+class EntryPoint(NamedTuple):
+    """A device function and the sizes it is compiled for.
+
+    `function(*arguments, program=program, size=size)` returns the state first, where it does; the
+    size is hashable, a NamedTuple such as `Bucket`.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Callable[[Program, Any, Any], tuple[Any, ...]]  # (program, params, size): abstract
+    output: Callable[[Program], Any]  # a tree with the structure of what it returns
+    sizes: Sizes  # (program, buckets) -> those that usual requests need
+    rare_sizes: Sizes = lambda program, buckets: ()  # those of rare parameters, beside them
+    donated: tuple[str, ...] = ("state",)  # names of parameters of `function`
+    options: Callable[[Any], Options] = lambda size: ()  # by size
+    is_small: bool = False  # whether it is lowered, and run, in no time
+    # (size) -> whether warm-up runs it once, on (params, state, a plan without requests).
+    is_rehearsed: Callable[[Any], bool] = lambda size: False
+
+
+def abstract_state(program: Program) -> State:
+    """Returns the shapes and dtypes of an engine's state."""
+    return jax.eval_shape(functools.partial(make_state, program))
+
+
+def abstract_tables(program: Program) -> State:
+    """Returns the abstract state without its KV caches."""
+    return replace(abstract_state(program), kv=())
+
+
+def abstract_vector(spec: Any) -> jax.ShapeDtypeStruct:
+    """Returns the abstract vector, int32, into which a tree of arrays is packed."""
+    return jax.ShapeDtypeStruct((packed_size(spec),), jnp.int32)

@@ -1,0 +1,57 @@
+"""Which programs an engine can need, and what each is compiled from."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxrunner.device.entry_points import ENTRY_POINTS
+from jaxrunner.device.lowering import Spec
+from jaxrunner.device.program_key import Key
+from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
+from jaxrunner.sampling import RULES
+
+
+def abstract(tree: Any) -> Any:
+    """Returns the shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def program_spec(program: Program, params: Any, key: Key) -> Spec:
+    """Says what a program is compiled from: the one source for warm-up and dispatch.
+
+    `params` may be abstract.
+    """
+    entry, static = ENTRY_POINTS[key.name], (("program", program), ("size", key.size))
+    return Spec(
+        entry.function,
+        static,
+        entry.arguments(program, params, key.size),
+        entry.output(program),
+        entry.donated,
+        entry.options(key.size),
+        entry.is_small,
+    )
+
+
+def usual_spec(program: Program, params: Any, key: Key) -> Spec:
+    """Returns the `program_spec` of a program with the usual rules, which cannot be pickled."""
+    return program_spec(program._replace(rules=RULES), params, key)
+
+
+def program_keys(program: Program, buckets: Sequence[Bucket], *, all_rules: bool) -> list[Key]:
+    """Returns the programs that an engine can need; `all_rules`: those of rare parameters too."""
+    entries = ENTRY_POINTS.values()
+    keys = [Key(entry.name, size) for entry in entries for size in entry.sizes(program, buckets)]
+    if not all_rules:
+        return keys
+    return keys + [
+        Key(entry.name, size) for entry in entries for size in entry.rare_sizes(program, buckets)
+    ]
+
+
+def step_key(bucket: Bucket, num_steps: int) -> Key:
+    """Names the program of usual requests, of one step or of several in one launch."""
+    if num_steps == 1:
+        return Key("step", bucket)
+    return Key("multi_step", MultiStepBucket(num_steps, SampleSize(bucket.num_rows)))

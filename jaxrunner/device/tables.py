@@ -1,0 +1,54 @@
+"""Writes into an engine's tables between steps: requests that enter them, KV blocks to copy."""
+
+from dataclasses import replace
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.indexing import put_blocks, take, write
+from jaxrunner.program import Program
+from jaxrunner.types import Admission, Array, Copies, State
+
+
+def admit(state: State, admission: Admission, rows: tuple[Any, ...]) -> State:
+    """Writes new requests, and `rows` of their sampling parameters, into their slots."""
+
+    def put(table: Array, values: Array) -> Array:
+        # Lists are only as wide as this admission needs; their lengths are among the rest.
+        columns = tuple(slice(n) for n in values.shape[1:])
+        at = (admission.slot, *columns)
+        return table.at[at].set(values, mode="drop") if values.size else table
+
+    old = state.requests
+    names = (
+        "total_len", "num_computed", "prompt_len", "min_len", "max_len", "prompt_logprobs_start",
+    )  # fmt: skip
+    changed = {name: put(getattr(old, name), getattr(admission, name)) for name in names}
+    # These have no length of their own: what an earlier request left behind them goes.
+    more = old.stop_ids.shape[1] - admission.stop_ids.shape[1]
+    stop_ids = jnp.pad(admission.stop_ids, ((0, 0), (0, more)), constant_values=2**30)
+    requests = replace(
+        old,
+        token_ids=write(old.token_ids, admission.tokens),
+        stop_ids=put(old.stop_ids, stop_ids),
+        done=put(old.done, jnp.zeros_like(admission.slot, jnp.bool)),
+        blocks=put_blocks(old.blocks, admission.blocks),
+        **changed,
+    )
+    return replace(state, requests=requests, sampling=jax.tree.map(put, state.sampling, rows))
+
+
+def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:
+    """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
+    group_of = [program.config.groups.index(window) for window in program.config.windows]
+
+    def copy(copies: Copies, blocks: Array) -> Array:
+        return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")
+
+    kv = tuple(
+        jax.tree.map(functools.partial(copy, copies[g]), layer)
+        for layer, g in zip(state.kv, group_of, strict=True)
+    )
+    return replace(state, kv=kv)

@@ -1,0 +1,29 @@
+"""XLA's options for the programs of steps, by their sizes."""
+
+from jaxrunner.device.entry_point import Options
+from jaxrunner.program import Bucket, MultiStepBucket
+
+# XLA's default, and loops: the device looks by itself whether another step is due.
+IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+LOOP = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
+# A graph is updated before it is launched, which takes 2 ms of the first token's time; kernels of a
+# prefill are long enough to be launched one by one.
+NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
+# Of products of so many tokens cuBLAS has the fastest, and Triton's need not be compiled and timed.
+MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
+# Products are timed, and not compared with each other, which takes longer.
+TIMED = (("xla_gpu_autotune_level", "2"),)
+
+
+def of_step(size: Bucket) -> Options:
+    """Returns the options for one step."""
+    return TIMED + (() if size.query_len else NO_GRAPH) + _products(size.num_tokens)
+
+
+def of_multi_step(size: MultiStepBucket) -> Options:
+    """Returns the options for several steps in one launch."""
+    return TIMED + LOOP + _products(size.num_rows)
+
+
+def _products(num_tokens: int) -> Options:
+    return NO_TRITON if num_tokens >= MANY else ()
