@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PURE = ("step.py", "types.py", "sampling/", "models/", "kernels_pallas/")
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
-    "errors", "pytree", "version", "api", "hf_config", "types", "inputs", "outputs", "config",
+    "errors", "pytree", "version", "api", "hf_config", "types", "inputs", "outputs", "logprobs",
+    "config",
     "indexing", "rule", "model", "text", "scheduling", "program", "sampling", "kernels_pallas",
     "step", "device", "ops", "models", "loading", "runner", "worker", "engine", "llm",
     "sampling_params", "embedded", "__init__", "lm_eval", "bench", "train", "__main__",
