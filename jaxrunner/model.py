@@ -1,4 +1,4 @@
-"""What a model family is to the rest: its weights, two pure functions, and how to read it."""
+"""What a model family is to the rest: its weights, three pure functions, and how to read it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrunner.config import ModelConfig
-from jaxrunner.types import Array, LayerCache
+from jaxrunner.types import Array, Inputs, LayerCache
 
 
 class AttentionSpec(NamedTuple):
@@ -66,6 +66,18 @@ class Model(NamedTuple):
 
     read: Callable[..., ModelConfig]  # (settings) -> config
     params: type  # pytree of weights, declared by axes
-    forward: Callable[..., Any]  # (config, params, kv, inputs, ops) -> hidden [T, E], kv
+    embed: Callable[..., Array]  # (config, params, inputs) -> x [T, E], which `layers` take
+    # (config, params, x, kv, inputs, ops, *, first=0, last=None, extras=()) -> hidden [T, E], kv,
+    # extras by name: runs layers `first` to `last`, whose caches `kv` holds. Hidden states are
+    # normed behind the last layer of all; those of an earlier one are the x of the next call.
+    layers: Callable[..., tuple[Array, tuple[Any, ...], dict[str, Array]]]
     logits: Callable[..., Array]  # (config, params, hidden [..., E]) -> [..., V], its dtype
     sources: Callable[[ModelConfig], Any]  # -> `params` filled with `Source`
+
+    def forward(
+        self, config: ModelConfig, params: Any, kv: tuple[Any, ...], inputs: Inputs, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """Returns hidden states, [T, E], and the caches, one a layer."""
+        x = self.embed(config, params, inputs)
+        hidden, kv, _ = self.layers(config, params, x, kv, inputs, ops)
+        return hidden, kv

@@ -187,16 +187,17 @@ def from_nnx_state(
 def _model(call: Callable[..., Any], params: Any, config: ModelConfig) -> Model:
     """Returns a model, tried once without data. call: (method, params, *args)."""
     # Partials are of no module of ours, so the disk keeps no programs of code it cannot tell apart.
-    forward, logits = functools.partial(_forward, call), functools.partial(_logits, call)
-    jax.eval_shape(functools.partial(_try, forward, logits, config), params)
-    return Model(_no_checkpoint, Undeclared, forward, logits, _no_checkpoint)
+    layers, logits = functools.partial(_layers, call), functools.partial(_logits, call)
+    model = Model(_no_checkpoint, Undeclared, _embed, layers, logits, _no_checkpoint)
+    jax.eval_shape(functools.partial(_try, model, config), params)
+    return model
 
 
-def _try(forward: Callable, logits: Callable, config: ModelConfig, params: Any) -> Array:
+def _try(model: Model, config: ModelConfig, params: Any) -> Array:
     zeros = jnp.zeros(TRIED, jnp.int32)
     none = (None,) * config.num_hidden_layers
-    hidden, _ = forward(config, params, none, Inputs(zeros, zeros, zeros), dense(1))
-    return logits(config, params, hidden)
+    hidden, _ = model.forward(config, params, none, Inputs(zeros, zeros, zeros), dense(1))
+    return model.logits(config, params, hidden)
 
 
 def _call_nnx(graphdef: nnx.GraphDef[Any], method: str, params: Any, *args: Any) -> Any:
@@ -207,10 +208,17 @@ def _call_linen(module: linen.Module, method: str, params: Any, *args: Any) -> A
     return module.apply(params, *args, method=method)
 
 
-def _forward(call: Callable, config: ModelConfig, params: Any, kv, inputs: Inputs, ops: Ops):
-    """Returns hidden states, [T, E], and the caches, one a layer."""
+def _embed(config: ModelConfig, params: Any, inputs: Inputs) -> Array:
+    """Returns the ids: a module embeds them itself."""
+    return inputs.token_ids
+
+
+def _layers(
+    call: Callable, config: ModelConfig, params: Any, x: Array, kv, inputs: Inputs, ops: Ops
+):
+    """Returns hidden states, [T, E], the caches, one a layer, and no extras."""
     attend = _attend(config, inputs, ops, kv)
-    hidden = call("__call__", params, inputs.token_ids, inputs.positions, attend)
+    hidden = call("__call__", params, x, inputs.positions, attend)
     calls = len(attend.caches)
     if calls < len(kv):
         raise ValueError(
@@ -219,7 +227,7 @@ def _forward(call: Callable, config: ModelConfig, params: Any, kv, inputs: Input
         )
     shape = inputs.token_ids.shape[0], config.hidden_size
     _expect("hidden", hidden, shape, "return it from __call__, or correct hidden_size")
-    return hidden, tuple(attend.caches)
+    return hidden, tuple(attend.caches), {}
 
 
 def _attend(config: ModelConfig, inputs: Inputs, ops: Ops, kv: tuple[Any, ...]) -> Attend:

@@ -48,21 +48,52 @@ class Params:
     layers: tuple[Layer, ...] = each("Y")
 
 
-def forward(config: ModelConfig, params: Params, kv, inputs: Inputs, ops: Ops):
-    """Returns hidden states, [T, E], and the caches, one a layer."""
+def embed(config: ModelConfig, params: Params, inputs: Inputs) -> Array:
+    """Returns the embeddings of the tokens, [T, E]."""
+    return params.embed[inputs.token_ids]
+
+
+def layers(
+    config: ModelConfig,
+    params: Params,
+    x: Array,
+    kv: tuple[Any, ...],
+    inputs: Inputs,
+    ops: Ops,
+    *,
+    first: int = 0,
+    last: int | None = None,
+    extras: tuple[str, ...] = (),
+) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:
+    """Runs layers `first` to `last`, to the end by default, on x, [T, E].
+
+    kv: their caches. extras: names of arrays to return too; "residual.2" is the sum, [T, E], that
+    layer 2 reads, as speculators take it.
+
+    Returns hidden states, [T, E], normed behind the last layer of all; caches; extras by name.
+
+    Raises:
+      ValueError: there is no such extra among these layers; names it.
+    """
+    num, eps = config.num_hidden_layers, config.rms_norm_eps
+    last = num if last is None else last
+    known = [f"residual.{i}" for i in range(first, last)]
+    if unknown := sorted(set(extras) - set(known)):
+        raise ValueError(f"extras {unknown} are none of these layers': take some of {known}")
     # One jit for all layers: equal layers are traced once.
     layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
-    turn = rotation(config.rope, inputs)
-    x, caches = params.embed[inputs.token_ids], []
-    # What the layer before adds to x, nothing at first; of one shape, so that a trace serves all.
-    w = params.layers[0]
-    delta = jax.eval_shape(ops.mlp, x, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
-    delta = jnp.zeros(delta.shape, delta.dtype)
-    for weights, cache, window in zip(params.layers, kv, config.windows, strict=True):
+    turn, caches, found = rotation(config.rope, inputs), [], {}
+    chosen = params.layers[first:last]
+    # Each layer ends with the norm of the next one, which adds what the layer gives to x.
+    norms = *(w.attn_norm for w in chosen[1:]), params.norm
+    x, h = ops.add_norm(x, jnp.zeros_like(x), chosen[0].attn_norm, eps)
+    for i, (w, norm, cache) in enumerate(zip(chosen, norms, kv, strict=True), first):
+        found[f"residual.{i}"] = x
+        window = config.windows[i]
         spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
-        x, delta, cache = layer(x, delta, weights, cache, turn, spec=spec)
+        x, h, cache = layer(x, h, w, norm, cache, turn, spec=spec)
         caches.append(cache)
-    return ops.add_norm(x, delta, params.norm, config.rms_norm_eps)[1], tuple(caches)
+    return (h if last == num else x), tuple(caches), {name: found[name] for name in extras}
 
 
 def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
@@ -70,14 +101,14 @@ def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
     return linear(hidden, params.embed if params.head is None else params.head)
 
 
-def _layer(config: ModelConfig, ops: Ops, x, delta, w: Layer, cache, turn, *, spec):
-    eps = config.rms_norm_eps
-    cos, sin = turn
-    x, h = ops.add_norm(x, delta, w.attn_norm, eps)
-    qkv = ops.linear(h, w.qkv, w.qkv_bias)
-    out, cache = ops.attend(qkv, RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
+def _layer(config: ModelConfig, ops: Ops, x, h, w: Layer, norm: Array, cache, turn, *, spec):
+    """Runs a layer on h, the norm of x. Returns the next x, its norm, and the cache."""
+    eps, (cos, sin) = config.rms_norm_eps, turn
+    heads = RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps)
+    out, cache = ops.attend(ops.linear(h, w.qkv, w.qkv_bias), heads, cache, spec)
     x, h = ops.add_norm(x, ops.project(out, w.o, w.o_bias), w.mlp_norm, eps)
-    return x, ops.mlp(h, w.gate_up, w.gate_up_bias, w.down, w.down_bias), cache
+    mlp = ops.mlp(h, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
+    return *ops.add_norm(x, mlp, norm, eps), cache
 
 
 def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:
@@ -194,4 +225,4 @@ def _unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndar
     return [flat[i] for i in index]
 
 
-llama = Model(read, Params, forward, logits, sources)
+llama = Model(read, Params, embed, layers, logits, sources)

@@ -22,11 +22,11 @@ def test_python_sees_values(monkeypatch):
     """What makes it a debugger: the model's Python runs in every step, on arrays and no tracers."""
     seen = []
 
-    def forward(config, params, kv, inputs, ops):
+    def layers(config, params, x, kv, inputs, ops):
         seen.append(inputs.token_ids.tolist())
-        return llama.forward(config, params, kv, inputs, ops)
+        return llama.layers(config, params, x, kv, inputs, ops)
 
-    monkeypatch.setattr(tiny, "llama", llama._replace(forward=forward))
+    monkeypatch.setattr(tiny, "llama", llama._replace(layers=layers))
     runner = tiny.runner(enforce_eager=True)
     tiny.generate(runner, tiny.new_request("a", [5, 6, 7], blocks=range(9)), 3)
     assert len(seen) == 3 and seen[0][:3] == [5, 6, 7]

@@ -257,7 +257,7 @@ def test_a_flax_model_has_no_checkpoint_and_no_random_params(tmp_path):
 
 def test_programs_of_a_users_code_are_not_kept_on_disk():
     models = nnx_model()[0], linen_model()[0]
-    assert not any(is_ours(f) for model in models for f in (model.forward, model.logits))
+    assert not any(is_ours(f) for model in models for f in (model.layers, model.logits))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

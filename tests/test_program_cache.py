@@ -123,12 +123,12 @@ def test_every_file_of_the_package_is_part_of_a_name(tmp_path, monkeypatch):
 
 
 def test_code_of_others_is_not_kept(tmp_path):
-    def forward(*args):
-        return llama.forward(*args)
+    def layers(*args):
+        return llama.layers(*args)
 
     assert cache_of(make(tmp_path)) is not None
-    assert cache_of(make(tmp_path, model=llama._replace(forward=forward))) is None
-    assert cache_of(make(tmp_path, model=llama._replace(logits=forward))) is None
+    assert cache_of(make(tmp_path, model=llama._replace(layers=layers))) is None
+    assert cache_of(make(tmp_path, model=llama._replace(logits=layers))) is None
     rules = with_logits_fn(RULES, lambda logits, row: logits)
     assert cache_of(make(tmp_path, rules=rules)) is None
 

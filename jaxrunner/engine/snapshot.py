@@ -215,7 +215,7 @@ def _filled(engine: Engine) -> list[list[int]]:
 def _context(engine: Engine) -> dict[str, str]:
     """Says what an engine must have in common with the one that goes on in its place."""
     program = engine.runner.program
-    functions = dict(forward=program.model.forward, logits=program.model.logits)
+    functions = dict(layers=program.model.layers, logits=program.model.logits)
     told = dict(jaxrunner=__version__)
     told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
     told |= {"rules": repr([(rule.params.__qualname__, rule.extra_args) for rule in program.rules])}

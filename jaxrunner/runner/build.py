@@ -37,7 +37,7 @@ def build(
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
     program = Program(model, model_config, config, choice.ops, rules, sample=sample)
-    code = model.forward, model.logits
+    code = model.embed, model.layers, model.logits
     # What the code of others does is not known.
     ours = rules == RULES and is_ours(*code)
     task = None
