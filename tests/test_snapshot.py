@@ -27,8 +27,8 @@ from jaxrunner.api.sampling_params import (
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine import serialization
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
-from jaxrunner.engine.structured_output_manager import Constraints
+from jaxrunner.engine.snapshot import owners_of, restore_engine, save_engine
+from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.loading import orbax_io
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
@@ -261,9 +261,9 @@ def test_a_grammar_that_cannot_resume_is_named():
 
     request = Request("r", [1], asked()[2], seed=1, max_len=9)
     with pytest.raises(ValueError, match="request 'r' cannot resume: too large"):
-        Constraints(Compiler).resume([request])
+        StructuredOutputManager(Compiler).resume([request])
     with pytest.raises(ValueError, match="structured_outputs needs the tokenizer"):
-        Constraints(None).resume([request])
+        StructuredOutputManager(None).resume([request])
 
 
 def test_arrays_of_another_kind_are_refused(tmp_path):
@@ -275,3 +275,22 @@ def test_arrays_of_another_kind_are_refused(tmp_path):
         orbax_io.restore(tmp_path / "saved", like)
     with pytest.raises(FileNotFoundError, match="none must be a folder that arrays were saved in"):
         orbax_io.restore(tmp_path / "none", like)
+
+
+# What follows from model and sizes, belongs to a process, or is an owner itself.
+NOT_SAVED = dict(
+    engine="_alarm _gained _in_flight config grammars model_config pools runner scheduler status",
+    scheduler="_most_tokens chunks max_model_len max_num_batched_tokens max_num_seqs policy tables",
+    tables="_caching _groups have_windows",
+    chunks="_most _sizes",
+    slots="_admission_layout _no_plan _program",
+    pool0="block_size enable_caching group null_block num_blocks",
+)
+
+
+def test_each_attribute_is_saved_or_known_not_to_be():
+    """Who adds an attribute to one of these classes decides which of the two it is."""
+    owners = owners_of(engine())
+    found = {name: {*vars(owner)} - {*owner.SAVED} for name, owner in owners.items()}
+    assert found == {name: {*names.split()} for name, names in NOT_SAVED.items()}
+    assert all(hasattr(owner, name) for owner in owners.values() for name in owner.SAVED)

@@ -13,7 +13,7 @@ import tiny
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.structured_output_manager import Constraints
+from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import GrammarOutput
 
@@ -142,7 +142,7 @@ def test_a_missing_library_fails_the_request_alone():
     def missing():
         raise ImportError("llguidance is missing")
 
-    waiting = Constraints(missing)
+    waiting = StructuredOutputManager(missing)
     config, params = tiny.model_and_params()
     engine = Engine(llama, config, tiny.engine_config(), params, make_compiler=missing)
     message = "structured_outputs cannot be used: llguidance is missing"

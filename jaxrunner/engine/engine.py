@@ -18,12 +18,12 @@ from jaxrunner.device.buckets import step_buckets
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.engine.status import EngineStatus
-from jaxrunner.engine.structured_output_manager import Constraints, accept, concern, masks, may_end
+from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
 from jaxrunner.model import Model
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
-from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.block_pool import make_pools
 from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.scheduling.scheduler import Scheduler
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 class Engine:
     """Drives a scheduler and a runner, `async_depth` steps ahead of what it has read."""
+
+    SAVED = ("weights_version", "_seeds")  # in a snapshot
 
     def __init__(
         self,
@@ -48,10 +50,7 @@ class Engine:
         `kwargs` go to `ModelRunner`."""
         self.config, self.model_config = config, model_config
         groups = [CacheGroup(config.block_size, window) for window in model_config.groups]
-        self.pools = [
-            BlockPool(config.num_blocks, config.block_size, g, config.enable_prefix_caching)
-            for g in range(len(groups))
-        ]
+        self.pools = make_pools(config, len(groups))
         self.scheduler = Scheduler(
             groups, self.pools,
             max_num_seqs=config.max_num_seqs,
@@ -64,7 +63,7 @@ class Engine:
         self.runner = ModelRunner(model, model_config, config, params, trusted=True, **kwargs)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: NewTokens = []  # read, and not yet returned
-        self.compiling = Constraints(make_compiler)
+        self.grammars = StructuredOutputManager(make_compiler)
         self._seeds = np.random.default_rng(config.seed)
         self.weights_version, self.status = 0, EngineStatus()
         self._alarm: FloatingPointError | None = None  # for the end of a step
@@ -106,7 +105,7 @@ class Engine:
         )
         check_among(request, self._unfinished)
         ruled = params.structured_outputs is not None
-        (self.compiling.submit if ruled else self.scheduler.add)(request)
+        (self.grammars.submit if ruled else self.scheduler.add)(request)
         # Nothing refuses it any more.
         if params.seed is None:
             request.seed = int(self._seeds.integers(2**63))
@@ -117,11 +116,11 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return self.scheduler.has_unfinished or self.compiling.num_waiting > 0
+        return self.scheduler.has_unfinished or self.grammars.num_waiting > 0
 
     @property
     def _unfinished(self) -> Mapping[str, Request]:
-        return ChainMap(self.scheduler.requests, self.compiling.requests)
+        return ChainMap(self.scheduler.requests, self.grammars.requests)
 
     @deferred
     def step(self) -> NewTokens:
@@ -149,7 +148,7 @@ class Engine:
         """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
         while self._in_flight:
             self._read()
-        while self.compiling.num_waiting:
+        while self.grammars.num_waiting:
             self._take_compiled(block=True)
         return self._take_gained()
 
@@ -162,7 +161,7 @@ class Engine:
 
     def _take_compiled(self, *, block: bool) -> None:
         """Queues requests whose grammar is there."""
-        for request in self.compiling.ready(block=block):
+        for request in self.grammars.ready(block=block):
             if request.finish_reason is None:
                 self.scheduler.add(request)
             else:
@@ -184,12 +183,12 @@ class Engine:
         return bool(scheduled.num_scheduled_tokens)
 
     def _start(self, scheduled: SchedulerOutput) -> StepHandle:
-        if not concern(scheduled.requests):
+        if not self.grammars.is_due(scheduled.requests):
             return self.runner.step(scheduled)
         self.runner.execute_model(scheduled)
         while self._in_flight:  # while the forward pass runs: a mask needs all tokens before
             self._read()
-        allowed, failed = masks(scheduled.requests, self.model_config.vocab_size)
+        allowed, failed = self.grammars.bitmask(scheduled.requests, self.model_config.vocab_size)
         self._end(scheduled.requests, failed)
         return self.runner.sample_tokens(allowed)
 
@@ -214,7 +213,7 @@ class Engine:
             output.share_logprobs(gained)
         self._gained += gained
         for request, tokens in gained:
-            if request.grammar is not None and (reason := accept(request, tokens)):
+            if request.grammar is not None and (reason := self.grammars.accept(request, tokens)):
                 self.finish([request.request_id], reason)
         self._end(scheduled.requests, failed)
 
@@ -224,7 +223,7 @@ class Engine:
             request = requests[req_id]
             if request.finish_reason is not None:
                 continue  # of several steps, one before may have ended it
-            if error == NO_CHOICE and may_end(request):
+            if error == NO_CHOICE and self.grammars.may_end(request):
                 self.finish([req_id], "stop")
             else:
                 request.error = error
@@ -256,7 +255,7 @@ class Engine:
         """
         request_ids = check_ids(request_ids)
         check_reason(reason, stop_reason)
-        self.compiling.drop(request_ids, reason, stop_reason)
+        self.grammars.drop(request_ids, reason, stop_reason)
         self.scheduler.finish(request_ids, reason, stop_reason)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -296,5 +295,5 @@ class Engine:
         self.status.ended = "this engine is closed: build another one"
         self.abort(list(self._unfinished))
         self._in_flight.clear()
-        self.compiling.close()
+        self.grammars.close()
         self.runner.close()

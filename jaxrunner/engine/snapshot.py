@@ -24,20 +24,10 @@ from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
-from jaxrunner.scheduling.block_tables import BlockTables
-from jaxrunner.scheduling.chunk_budget import ChunkBudget
 from jaxrunner.scheduling.request import Request, Status
 from jaxrunner.types import Array, LayerCache
 from jaxrunner.version import __version__
 
-PARTS = (BlockTables, ChunkBudget)  # of a scheduler
-# What follows from model and sizes, or belongs to a process. All else is saved, whatever it is.
-FIXED = {
-    "config", "model_config", "pools", "scheduler", "runner", "status", "_in_flight", "_gained",
-    "_alarm", "compiling", "_groups", "_caching", "_program", "_no_plan", "_admission_layout",
-    "max_num_seqs", "max_model_len", "max_num_batched_tokens", "policy", "_most_tokens", "_sizes",
-    "_most", "num_blocks", "block_size", "group", "enable_caching", "null_block", "have_windows",
-}  # fmt: skip
 MOST_NAMED = 3  # differences in one message
 
 
@@ -108,10 +98,10 @@ def restore_engine(
     spec = _spec(engine, folder, told["filled"])
     tables = orbax_io.read(folder / "tables", spec)
     try:
-        engine.compiling.resume(live)
+        engine.grammars.resume(live)
         more = told["more"] if convert is None else _converted(convert, told["more"], live)
     except ValueError:
-        engine.compiling.drop([request.request_id for request in live], "abort")
+        engine.grammars.drop([request.request_id for request in live], "abort")
         raise
     while engine.step():
         pass  # of requests that have ended
@@ -196,13 +186,20 @@ def _commit(engine: Engine, host: dict[str, Any], tables: tuple[Any, Any]) -> No
     engine.runner.state = replace(engine.runner.state, requests=requests, sampling=sampling)
 
 
+def owners_of(engine: Engine) -> dict[str, Any]:
+    """Returns what changes from step to step, by name; `SAVED` of each names its attributes."""
+    scheduler = engine.scheduler
+    pools = {f"pool{pool.group}": pool for pool in engine.pools}
+    return pools | dict(
+        engine=engine, scheduler=scheduler, tables=scheduler.tables, chunks=scheduler.chunks,
+        slots=engine.runner.requests,
+    )  # fmt: skip
+
+
 def _fields(engine: Engine) -> Iterator[tuple[str, Any, str]]:
-    """Yields what changes from step to step: a name, whose it is, and as which attribute."""
-    owners = dict(engine=engine, scheduler=engine.scheduler, slots=engine.runner.requests)
-    owners |= {f"pool{pool.group}": pool for pool in engine.pools}
-    parts = {name: part for name, part in vars(engine.scheduler).items() if isinstance(part, PARTS)}
-    for name, owner in (owners | parts).items():
-        for attribute in vars(owner).keys() - FIXED - parts.keys():
+    """Yields what a snapshot keeps: a name, whose it is, and as which attribute."""
+    for name, owner in owners_of(engine).items():
+        for attribute in owner.SAVED:
             yield f"{name}.{attribute}", owner, attribute
 
 

@@ -23,7 +23,6 @@ COUNTS = (
     "weights_version", "cache_limit", "prompt_logprobs_start",
 )  # fmt: skip
 MAX_COUNT = 2**62
-POOL = ("_num_refs", "_free", "_published", "_blocks_of", "_tails", "_tails_of")
 
 
 def check(
@@ -167,7 +166,7 @@ def _check_blocks(engine: Engine, host: Mapping[str, Any], filled: list[list[int
     known = []
     for g, own in enumerate(engine.pools):
         pool = BlockPool(own.num_blocks, own.block_size, own.group, own.enable_caching)
-        table = {name: host[f"pool{g}.{name}"] for name in POOL}
+        table = {name: host[f"pool{g}.{name}"] for name in BlockPool.SAVED}
         vars(pool).update(table)
         refs, free = table["_num_refs"], table["_free"]
         owned = Counter(b for request in host["scheduler.running"] for b in request.blocks[g])

@@ -12,7 +12,7 @@ from jaxrunner.scheduling.request import GrammarOutput, Request, Status
 FAILED = "structured_outputs: the grammar failed"
 
 
-class Constraints:
+class StructuredOutputManager:
     """Requests that wait for their grammar. A compiled one is its request's `grammar`."""
 
     def __init__(self, make_compiler: Callable[[], Any] | None):
@@ -74,7 +74,7 @@ class Constraints:
         while self.requests:
             self.ready(block=True)
         for request in ruled:
-            if request.grammar is None or accept(request, request.output_token_ids):
+            if request.grammar is None or self.accept(request, request.output_token_ids):
                 raise ValueError(f"request {request.request_id!r} cannot resume: {request.error}")
 
     def close(self) -> None:
@@ -95,57 +95,59 @@ class Constraints:
     def _take(self, request_id: str) -> tuple[Request, Future]:
         return self.requests.pop(request_id), self._futures.pop(request_id)
 
+    @staticmethod
+    def is_due(requests: Mapping[str, Request]) -> bool:
+        """Whether a step of these requests needs masks."""
+        return any(request.grammar is not None for request in requests.values())
+
+    @staticmethod
+    def bitmask(
+        requests: Mapping[str, Request], vocab_size: int
+    ) -> tuple[GrammarOutput, dict[str, str]]:
+        """Returns which tokens the grammars allow next, and the errors of those that failed, by id.
+
+        All are allowed for a request that has just ended, or whose grammar failed.
+        """
+        failed: dict[str, str] = {}
+        ruled = [request for request in requests.values() if request.grammar is not None]
+        bitmask = np.full((len(ruled), -(-vocab_size // 32)), -1, np.int32)
+        for row, request in zip(bitmask, ruled, strict=True):
+            if request.finish_reason is not None:
+                continue
+            try:
+                request.grammar.fill(row)
+            except BaseException as error:
+                failed[request.request_id] = f"{FAILED}: {of_foreign_code(error)}"
+                row[:] = -1
+        return GrammarOutput(tuple(request.request_id for request in ruled), bitmask), failed
+
+    @staticmethod
+    def accept(request: Request, token_ids: list[int]) -> str | None:
+        """Takes new tokens into a request's grammar. Returns why the request ends, if it does."""
+        grammar = request.grammar
+        if grammar is None or request.finish_reason is not None:
+            return None
+        try:
+            if grammar.accept(token_ids):
+                return "stop" if grammar.finished else None
+            request.error = (
+                f"structured_outputs: the grammar refuses a token of {token_ids}: "
+                f"{grammar.error or 'it allows others'}"
+            )
+        except BaseException as error:
+            request.error = f"{FAILED}: {of_foreign_code(error)}"
+        return "error"
+
+    @staticmethod
+    def may_end(request: Request) -> bool:
+        """Whether what a request's grammar has seen is complete; one that fails says no."""
+        try:
+            return request.grammar is not None and request.grammar.is_accepting
+        except BaseException as error:
+            of_foreign_code(error)
+            return False
+
 
 def _end(request: Request, reason: str) -> None:
     # Also its status: others may wait for it as their leader.
     request.finish_reason, request.status = reason, Status.FINISHED
-
-
-def concern(requests: Mapping[str, Request]) -> bool:
-    """Whether a step of these requests needs masks."""
-    return any(request.grammar is not None for request in requests.values())
-
-
-def masks(requests: Mapping[str, Request], vocab_size: int) -> tuple[GrammarOutput, dict[str, str]]:
-    """Returns which tokens the grammars allow next, and the errors of those that failed, by id.
-
-    All are allowed for a request that has just ended, or whose grammar failed.
-    """
-    failed: dict[str, str] = {}
-    ruled = [request for request in requests.values() if request.grammar is not None]
-    bitmask = np.full((len(ruled), -(-vocab_size // 32)), -1, np.int32)
-    for row, request in zip(bitmask, ruled, strict=True):
-        if request.finish_reason is not None:
-            continue
-        try:
-            request.grammar.fill(row)
-        except BaseException as error:
-            failed[request.request_id] = f"{FAILED}: {of_foreign_code(error)}"
-            row[:] = -1
-    return GrammarOutput(tuple(request.request_id for request in ruled), bitmask), failed
-
-
-def accept(request: Request, token_ids: list[int]) -> str | None:
-    """Takes new tokens into a request's grammar. Returns why the request ends, if it does."""
-    grammar = request.grammar
-    if grammar is None or request.finish_reason is not None:
-        return None
-    try:
-        if grammar.accept(token_ids):
-            return "stop" if grammar.finished else None
-        request.error = (
-            f"structured_outputs: the grammar refuses a token of {token_ids}: "
-            f"{grammar.error or 'it allows others'}"
-        )
-    except BaseException as error:
-        request.error = f"{FAILED}: {of_foreign_code(error)}"
-    return "error"
-
-
-def may_end(request: Request) -> bool:
-    """Whether what a request's grammar has seen is complete; one that fails says no."""
-    try:
-        return request.grammar is not None and request.grammar.is_accepting
-    except BaseException as error:
-        of_foreign_code(error)
-        return False

@@ -37,6 +37,8 @@ Write = tuple[int, int, list[int]]  # row, first column, values
 class RequestTable:
     """Slots of running requests. The last one freed is the first one handed out."""
 
+    SAVED = ("_free", "_slots", "_unusual")
+
     def __init__(self, program: Program):
         self._program = program
         self._free = list(range(program.engine.max_num_seqs))

@@ -10,9 +10,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 import hashlib
 
+from jaxrunner.config import EngineConfig
+
 
 class BlockPool:
     """Blocks 0 to `num_blocks - 1`. `null_block` pads tables: it is no block and has no owner."""
+
+    SAVED = ("_num_refs", "_free", "_published", "_blocks_of", "_tails", "_tails_of")
 
     def __init__(
         self, num_blocks: int, block_size: int, group: int = 0, enable_caching: bool = True
@@ -172,3 +176,9 @@ def block_hashes(
         parent = hashlib.sha256(parent + name + whole[start : start + size]).digest()
         hashes.append(parent)
     return hashes
+
+
+def make_pools(config: EngineConfig, num_groups: int) -> list[BlockPool]:
+    """Returns the pools of an engine, one for each cache group."""
+    sizes = config.num_blocks, config.block_size
+    return [BlockPool(*sizes, g, config.enable_prefix_caching) for g in range(num_groups)]

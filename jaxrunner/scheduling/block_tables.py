@@ -20,6 +20,8 @@ class Hit(NamedTuple):
 class BlockTables:
     """Writes `blocks` and `block_hashes` of requests; `pools` says who uses what."""
 
+    SAVED = ("weights_version",)
+
     def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool]):
         self._groups = tuple(zip(groups, pools, strict=True))
         self.have_windows = any(group.window is not None for group in groups)

@@ -14,6 +14,8 @@ class ChunkBudget:
     """Chooses each step's tokens. Of four policies simulated on one mixed load (512 requests of
     32 to 1024 tokens, answers of 32 to 512, 256 at a time) this one padded least."""
 
+    SAVED = ("_num_held",)
+
     def __init__(self, sizes: Sequence[int], most: int):
         """sizes: padded sizes of steps with a prefill; most: tokens of any step."""
         self._sizes, self._most = [size for size in sizes if size <= most], most

@@ -22,6 +22,9 @@ from jaxrunner.scheduling.request import Request, SchedulerOutput, Status, admit
 class Scheduler:
     """Queues of requests, and the KV blocks they compute with."""
 
+    SAVED = ("requests", "running", "num_preemptions", "_waiting", "_finished", "_preempted",
+             "_no_room", "_num_added")  # fmt: skip
+
     def __init__(
         self,
         groups: Sequence[CacheGroup],
@@ -42,14 +45,14 @@ class Scheduler:
         """
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}: choose one")
-        self._tables = BlockTables(groups, pools)
-        self._tables.check_size(max_model_len, max_num_batched_tokens)
+        self.tables = BlockTables(groups, pools)
+        self.tables.check_size(max_model_len, max_num_batched_tokens)
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens, self.policy = max_num_batched_tokens, policy
         self.running: list[Request] = []  # in the order of their admission
         self.num_preemptions = 0  # so far
         self._most_tokens = long_prefill_token_threshold or max_num_batched_tokens
-        self._chunks = ChunkBudget(step_sizes, max_num_batched_tokens) if step_sizes else None
+        self.chunks = ChunkBudget(step_sizes, max_num_batched_tokens) if step_sizes else None
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self.requests: dict[str, Request] = {}  # unfinished
         self._preempted: set[str] = set()  # unfinished requests that ever were
@@ -148,11 +151,11 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""
-        return self._tables.reset()
+        return self.tables.reset()
 
     def outdate_prefixes(self) -> None:
         """Lets no request to come share what was computed so far: the weights have changed."""
-        self._tables.weights_version += 1
+        self.tables.weights_version += 1
 
     def _continue(self, output: SchedulerOutput) -> int:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""
@@ -162,25 +165,25 @@ class Scheduler:
                 continue  # preempted just now
             if request.leads:
                 prompt_len = len(request.prompt_token_ids)
-                self._tables.publish_tail(request, min(request.num_computed, prompt_len))
+                self.tables.publish_tail(request, min(request.num_computed, prompt_len))
                 request.leads = request.num_computed < prompt_len
             n = cost = min(request.num_missing, self._most_tokens, budget)
             if n <= 0:
                 continue  # about to end, or no budget
             if output.num_steps > 1:
                 n = min(output.num_steps, request.max_len - request.num_known)
-            if self._tables.have_windows:
+            if self.tables.have_windows:
                 # What launched steps sampled is not known to stand yet.
                 confirmed = min(request.num_computed, request.num_tokens - 1)
-                self._tables.drop_skipped(request, confirmed)
+                self.tables.drop_skipped(request, confirmed)
             end = request.num_computed + n
-            new = () if end <= request.num_held else self._tables.extend(request, end)
+            new = () if end <= request.num_held else self.tables.extend(request, end)
             while new is None:
                 victim = max(self.running, key=self._order)
                 budget += self._preempt(victim, output)
                 if victim is request:
                     break
-                new = self._tables.extend(request, end)
+                new = self.tables.extend(request, end)
             else:
                 budget -= cost
                 output.num_scheduled_tokens[request.request_id] = n
@@ -192,12 +195,12 @@ class Scheduler:
     def _budget(self) -> int:
         """Returns the most tokens of a step."""
         free = self.max_num_seqs - self.num_running
-        if self._chunks is None or self.num_waiting <= free:
+        if self.chunks is None or self.num_waiting <= free:
             return self.max_num_batched_tokens
         counts = [request.num_missing for request in self.running]
         waiting = heapq.nsmallest(free, self._waiting)
         num_due = sum(counts) + sum(request.num_tokens for _, request in waiting)
-        return self._chunks.next(counts.count(1), num_due)
+        return self.chunks.next(counts.count(1), num_due)
 
     def _may_run_on(self, num_steps: int) -> bool:
         """Whether all running requests may decode `num_steps` tokens and none is kept waiting."""
@@ -206,7 +209,7 @@ class Scheduler:
         due = [request for request in self.running if request.num_missing]
         ends = [min(request.num_computed + num_steps, request.max_len) for request in due]
         decodes = bool(due) and all(request.num_missing == 1 for request in due)
-        return decodes and self._tables.have_room(due, ends)
+        return decodes and self.tables.have_room(due, ends)
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
         """Plans waiting requests, in their order, while there is room for them."""
@@ -218,8 +221,8 @@ class Scheduler:
             if awaits_prefix(request, output):
                 followers.append(heapq.heappop(self._waiting))
                 continue
-            hit = self._tables.find(request)
-            self._no_room = not self._tables.fits(request, hit, self.max_num_batched_tokens)
+            hit = self.tables.find(request)
+            self._no_room = not self.tables.fits(request, hit, self.max_num_batched_tokens)
             if self._no_room:
                 break
             heapq.heappop(self._waiting)
@@ -240,13 +243,13 @@ class Scheduler:
 
         Returns the blocks to copy, from and to, by cache group.
         """
-        self._tables.attach(request, hit)
-        new = self._tables.extend(request, hit.num_tokens + n)
+        self.tables.attach(request, hit)
+        new = self.tables.extend(request, hit.num_tokens + n)
         assert new is not None, "what fits can be taken"
         request.status, request.num_computed = Status.RUNNING, hit.num_tokens
         if request.request_id not in self._preempted:
             request.num_cached_tokens = hit.num_tokens
-        return self._tables.copies(request, hit)
+        return self.tables.copies(request, hit)
 
     def _commit(self, request: Request, n: int) -> None:
         """Counts tokens of a request as computed: from here on nothing takes them off the step."""
@@ -254,12 +257,12 @@ class Scheduler:
         if request.num_computed >= request.num_known:
             request.num_in_flight = request.num_computed + 1 - request.num_tokens
         if request.num_tokens >= request.full_len:
-            self._tables.publish(request, min(request.num_computed, request.num_tokens))
+            self.tables.publish(request, min(request.num_computed, request.num_tokens))
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Takes a running request off the device. Returns the tokens it had in this step."""
-        self._tables.publish(request, min(request.num_computed, request.num_tokens))
-        self._tables.release(request)
+        self.tables.publish(request, min(request.num_computed, request.num_tokens))
+        self.tables.release(request)
         self.running.remove(request)
         request.num_computed = 0
         self._wait(request)
@@ -279,9 +282,9 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 # The device need not have computed the last token.
                 computed = min(request.num_computed, request.num_tokens - 1)
-                self._tables.publish(request, computed)
-                self._tables.publish_tail(request, computed)
-                self._tables.release(request)
+                self.tables.publish(request, computed)
+                self.tables.publish_tail(request, computed)
+                self.tables.release(request)
                 self.running.remove(request)
             request.status, request.num_in_flight, self._no_room = Status.FINISHED, 0, False
             del self.requests[request.request_id]

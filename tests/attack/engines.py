@@ -40,7 +40,7 @@ class _Engine(Entry):
         engine = self.engine
         return (
             set(engine._unfinished), engine.status.ended, engine.scheduler.num_waiting,
-            engine.scheduler.num_running, engine.compiling.num_waiting,
+            engine.scheduler.num_running, engine.grammars.num_waiting,
         )  # fmt: skip
 
     def mend(self) -> None:
