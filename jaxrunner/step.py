@@ -132,7 +132,7 @@ def finish(state: State, rows: SamplingMetadata, drawn: SamplerOutput) -> tuple[
 def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Targets:
     """Returns the prompt tokens to score: each follows a token of this step."""
     T = batch.row.shape[0]
-    slot, positions = take(rows.slot, batch.row), batch.inputs.positions + 1
+    slot, positions = batch.slot, batch.inputs.positions + 1
     wanted = (batch.row < rows.slot.shape[0]) & (
         positions >= take(requests.prompt_logprobs_start, slot)
     )
@@ -180,6 +180,7 @@ def prepare_inputs(
     batch = Batch(
         inputs=inputs,
         row=row,
+        slot=slot,
         cache_index=tuple(cache_index(table, row, positions, cache_shape) for table in blocks),
         query_start=query_start,
         seq_lens=seq_lens,

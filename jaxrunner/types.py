@@ -118,6 +118,7 @@ class Batch:
 
     inputs: Inputs
     row: Array = leaf("T")  # the token's row in the batch, B for padding
+    slot: Array = leaf("T")  # its request's slot, R for padding
     cache_index: tuple[Array, ...] = leaf("T", each="G")  # block * S + offset, N * S for padding
     query_start: Array = leaf("B+1")  # where each row's tokens start
     seq_lens: Array = leaf("B")  # tokens of each request once this step is done

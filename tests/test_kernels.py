@@ -117,6 +117,7 @@ def batch_of(T: int, starts, lens, blocks, cache_shape: tuple[int, ...]) -> Batc
     return Batch(
         inputs=Inputs(positions, positions, positions),
         row=row,
+        slot=row,  # the rows stand in the slots of their numbers
         cache_index=(at,),
         query_start=jnp.asarray(starts, jnp.int32),
         seq_lens=jnp.asarray(lens, jnp.int32),

@@ -106,6 +106,7 @@ def test_accepted_drafts_advance_the_request():  # 6, 8
     ids = jnp.zeros((4, 32), jnp.int32).at[2, :24].set(jnp.arange(24))  # drafts 21, 22, 23
     requests = table(token_ids=ids, total_len=[0, 0, 21, 0], num_computed=[0, 0, 20, 0])
     batch, rows = prepare(requests, plan([2], [4]), 4, num_drafts=3, query_len=4)
+    assert batch.slot.tolist() == [2] * 4
     assert batch.inputs.token_ids.tolist() == [20, 21, 22, 23]
     assert batch.inputs.positions.tolist() == [20, 21, 22, 23]
     assert (batch.logits_indices.tolist(), rows.num_drafts.tolist()) == ([[0, 1, 2, 3]], [3])
@@ -124,6 +125,7 @@ def test_rows_with_and_without_drafts_share_a_batch():  # 7, 9
     plan_ = plan([0, 1, 2], [1, 4, 5])  # decode, decode with 3 drafts, mid-prefill of 5
     batch, rows = prepare(requests, plan_, 16, num_drafts=3)
     assert batch.query_start.tolist() == [0, 1, 5, 10]
+    assert batch.slot.tolist() == [0] + [1] * 4 + [2] * 5 + [4] * 6
     assert rows.num_drafts.tolist() == [0, 3, 0]
     assert rows.samples.tolist() == [True, True, False]
     sampled = jnp.array([[40, 0, 0, 0], [12, 41, 0, 0], [42, 0, 0, 0]])
@@ -270,6 +272,7 @@ def test_a_padded_token_writes_nowhere():  # 17
     batch, _ = prepare(table(total_len=[3, 0, 0, 0]), plan([0, 4], [3, 0]), 8)
     assert batch.cache_index[0].tolist() == [0, 1, 2] + [128] * 5
     assert batch.row.tolist() == [0, 0, 0] + [2] * 5
+    assert batch.slot.tolist() == [0, 0, 0] + [4] * 5
 
 
 def test_min_tokens_and_stop_ids_agree_with_the_length():
