@@ -32,9 +32,8 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, 
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = compute_logits(params, hidden, batch, program)
     B, J, V = logits.shape
-    mask = (
-        jnp.full((B, J, -(-V // 32)), -1, jnp.int32) if size.all_rules else None
-    )  # without grammars
+    no_grammar = jnp.full((B, J, -(-V // 32)), -1, jnp.int32)
+    mask = no_grammar if size.all_rules else None
     return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
 
 
@@ -85,14 +84,14 @@ def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucke
 
 
 def compute_logits(params, hidden: Array, batch: Batch, program: Program) -> Array:
-    """Returns the logits of the scored tokens, [B, J, V], in the dtype of `hidden`."""
+    """Returns the logits at `batch.logits_indices`, [B, J, V], in the dtype of `hidden`."""
     return program.model.logits(program.config, params, take(hidden, batch.logits_indices))
 
 
 def draw(
     logits: Array, state: State, rows: SamplingMetadata, mask: Array | None, **static: Any
 ) -> SamplerOutput:
-    """Samples each scored position, [B, J], as its request asks; `static` goes to `sample`."""
+    """Samples each position with logits, [B, J], as its request asks; `static` goes to `sample`."""
     B, J, V = logits.shape
     flat = Batched(
         slot=jnp.repeat(rows.slot, J),
@@ -111,7 +110,7 @@ def draw(
 
 
 def _real(rows: SamplingMetadata, J: int) -> Array:
-    """Returns which scored positions are a request's own, [B, J]; it may have fewer drafts."""
+    """Returns which positions with logits are a request's own, [B, J]; it may have fewer drafts."""
     return jnp.arange(J)[None] <= rows.num_drafts[:, None]
 
 
@@ -133,9 +132,8 @@ def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Ta
     """Returns the prompt tokens to score: each follows a token of this step."""
     T = batch.row.shape[0]
     slot, positions = batch.slot, batch.inputs.positions + 1
-    wanted = (batch.row < rows.slot.shape[0]) & (
-        positions >= take(requests.prompt_logprobs_start, slot)
-    )
+    wanted = batch.row < rows.slot.shape[0]
+    wanted &= positions >= take(requests.prompt_logprobs_start, slot)
     wanted &= positions < take(requests.prompt_len, slot)
     at = jnp.where(wanted, jnp.cumsum(wanted) - 1, T)
     source = jnp.full(T, T, jnp.int32).at[at].set(jnp.arange(T, dtype=jnp.int32), mode="drop")

@@ -1,9 +1,9 @@
 """The data of one engine, and the letters its shapes are written in.
 
-Batch    T tokens, padded    B requests, padded    J tokens scored per request (1 + drafts)
+Batch    T tokens, padded    B requests, padded    J logits of a request (1 + drafts)
 Engine   R request slots     L most tokens of a request    X stop ids    W writes of an update
 Cache    G groups of layers  N KV blocks    S tokens in a block    M most blocks of a request
-Logprobs N tokens, sampled or scored    C columns (of an update, copies)    Z 1 if wanted, else 0
+Logprobs N tokens, drawn or of prompts    C columns (of an update, copies)    Z 1 if wanted, else 0
 Model    Y layers  H query heads  K KV heads  P heads packed for one KV head (H / K + 2)
          D head dim  E embed  F MLP  V vocab
 
@@ -30,9 +30,8 @@ class Requests:
     prompt_len: Array = leaf("R")
     min_len: Array = leaf("R")  # `total_len` below which no stop id is sampled
     max_len: Array = leaf("R")  # `total_len` at which the request ends
-    prompt_logprobs_start: Array = leaf(
-        "R"
-    )  # position of the first prompt token whose logprob is wanted
+    # Position of the first prompt token whose logprob is wanted.
+    prompt_logprobs_start: Array = leaf("R")
     # Tokens that end it, and ~token for those that are banned below `min_len` alone; V is none.
     stop_ids: Array = leaf("R X")
     done: Array = leaf("R", jnp.bool)  # ended on the device; the host may not know it yet

@@ -2,8 +2,8 @@
 
 Each work item is a run of key tiles of one request and KV head. A request whose run is longer than
 the chip's share is split (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html);
-who ends last of its parts merges them (`split_rows`). Items are found on the device, once a step:
-XLA shares them between layers.
+the part that ends last merges them (`split_kv_merge`). Items are found on the device, once a
+step: XLA shares them between layers.
 """
 
 from dataclasses import dataclass

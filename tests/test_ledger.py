@@ -152,14 +152,8 @@ def test_a_random_load_runs_what_warm_up_compiles(monkeypatch):  # 25
             params = features.random_params(rng, **fixed) if i % 4 else USUAL
             prompt = rng.integers(0, 61, rng.integers(1, 40)).tolist()
             one = tiny.new_request(f"{n}", prompt, blocks=[0], params=params)
-            new.append(
-                replace(
-                    one,
-                    prompt_logprobs_start=1
-                    if params.prompt_logprobs
-                    else one.prompt_logprobs_start,
-                )
-            )
+            start = 1 if params.prompt_logprobs else one.prompt_logprobs_start
+            new.append(replace(one, prompt_logprobs_start=start))
         counts = {r.request_id: int(rng.integers(1, 1 + len(r.token_ids))) for r in new}
         runner.step(tiny.scheduled(counts, new))
         some = [r.request_id for r in new if rng.random() < 0.7]

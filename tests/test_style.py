@@ -13,12 +13,14 @@ import pytest
 
 Node = TypeVar("Node", bound=ast.stmt | ast.expr)
 ROOT = Path(__file__).resolve().parents[1]
-PURE = ("step.py", "types.py", "sampling/", "models/", "kernels_pallas/")
+PURE = (
+    "step.py", "types.py", "rule.py", "indexing.py", "device/tables.py", "ops/plain.py",
+    "sampling/", "models/", "kernels_pallas/",
+)  # fmt: skip
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
     "errors", "pytree", "version", "api", "hf_config", "types", "inputs", "outputs", "logprobs",
-    "config",
-    "indexing", "rule", "model", "text", "scheduling", "program", "sampling", "kernels_pallas",
+    "config", "indexing", "rule", "model", "text", "scheduling", "program", "sampling", "kernels_pallas",
     "step", "device", "ops", "models", "loading", "runner", "worker", "engine", "llm",
     "sampling_params", "embedded", "__init__", "lm_eval", "bench", "train", "__main__",
 )  # fmt: skip
@@ -168,12 +170,8 @@ def test_folders_hold_one_idea():
     """More modules than a reader overlooks are two folders."""
     folders = {path.parent for path in package()}
     counts = {f.name: len([p for p in f.glob("*.py") if p.name != "__init__.py"]) for f in folders}
-    assert len(counts) > 10
-    assert not {
-        name: count
-        for name, count in counts.items()
-        if count > MODULES and name != "kernels_pallas"
-    }
+    assert len(counts) > 10 and counts.pop("kernels_pallas") > 10  # kernels may be more
+    assert not {name: count for name, count in counts.items() if count > MODULES}
 
 
 def test_nothing_runs_foreign_code_or_opens_a_port():

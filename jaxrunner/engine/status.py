@@ -4,7 +4,7 @@ import os
 
 
 class EngineStatus:
-    """Whether an engine can still be used: by the process that made it, until it has ended."""
+    """Whether an engine can be used: its process, and why it has ended or sleeps."""
 
     def __init__(self):
         self._process = os.getpid()

@@ -13,7 +13,7 @@ FAILED = "structured_outputs: the grammar failed"
 
 
 class StructuredOutputManager:
-    """Requests that wait for their grammar. A compiled one is its request's `grammar`."""
+    """Compiles the grammars of requests, and runs the compiled ones, each `Request.grammar`."""
 
     def __init__(self, make_compiler: Callable[[], Any] | None):
         """make_compiler: returns a `GrammarCompiler`; called once, when a request needs it."""

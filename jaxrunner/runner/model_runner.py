@@ -124,9 +124,8 @@ class ModelRunner:
         """
         if self.program.engine.enforce_eager:
             return
-        self.programs.wait(
-            self.prepare(all_rules=all_rules, background=background), progress=progress
-        )
+        started = self.prepare(all_rules=all_rules, background=background)
+        self.programs.wait(started, progress=progress)
         jax.block_until_ready(self.state)  # made now, not by the first request
         for key in self.programs.ready():
             if ENTRY_POINTS[key.name].is_rehearsed(key.size):

@@ -1,4 +1,4 @@
-"""Compiled programs by bucket: built ahead of time, looked up at run time, every miss recorded."""
+"""Compiled programs by key: built ahead of time, looked up at run time, every miss recorded."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

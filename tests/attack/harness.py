@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
     fields: those of which a refusal names one; an expression of `re` each.
     good: whether it may be taken; None where both will do.
-    stands: whether a refusal leaves `Entry.standing`; a call of many steps sees to it itself.
+    stands: whether a refusal leaves `Entry.status`; a call of many steps sees to it itself.
     """
 
     call: Callable[[], Any]
