@@ -20,9 +20,9 @@ PURE = (
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
     "errors", "pytree", "version", "api", "hf_config", "types", "inputs", "outputs", "logprobs",
-    "config", "indexing", "rule", "model", "text", "scheduling", "program", "sampling", "kernels_pallas",
-    "step", "device", "ops", "models", "loading", "runner", "worker", "engine", "llm",
-    "sampling_params", "embedded", "__init__", "lm_eval", "bench", "train", "__main__",
+    "config", "indexing", "rule", "model", "text", "scheduling", "program", "sampling",
+    "kernels_pallas", "step", "device", "ops", "models", "loading", "runner", "worker", "engine",
+    "llm", "sampling_params", "embedded", "__init__", "lm_eval", "bench", "train", "__main__",
 )  # fmt: skip
 NO_JAX = ("api", "text", "scheduling")
 MODULES = 18  # of a folder
