@@ -32,8 +32,8 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, 
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = compute_logits(params, hidden, batch, program)
     B, J, V = logits.shape
-    no_grammar = jnp.full((B, J, -(-V // 32)), -1, jnp.int32)
-    mask = no_grammar if size.all_rules else None
+    words = B, J, -(-V // 32)
+    mask = jnp.full(words, -1, jnp.int32) if size.all_rules else None  # without grammars
     return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
 
 

@@ -88,12 +88,13 @@ def layers(
     norms = *(w.attn_norm for w in chosen[1:]), params.norm
     x, h = ops.add_norm(x, jnp.zeros_like(x), chosen[0].attn_norm, eps)
     for i, (w, norm, cache) in enumerate(zip(chosen, norms, kv, strict=True), first):
-        found[f"residual.{i}"] = x
+        if (name := f"residual.{i}") in extras:
+            found[name] = x
         window = config.windows[i]
         spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
         x, h, cache = layer(x, h, w, norm, cache, turn, spec=spec)
         caches.append(cache)
-    return (h if last == num else x), tuple(caches), {name: found[name] for name in extras}
+    return (h if last == num else x), tuple(caches), found
 
 
 def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:

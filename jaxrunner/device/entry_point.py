@@ -27,7 +27,7 @@ class EntryPoint(NamedTuple):
     function: Callable[..., Any]
     arguments: Callable[[Program, Any, Any], tuple[Any, ...]]  # (program, params, size): abstract
     output: Callable[[Program], Any]  # a tree with the structure of what it returns
-    sizes: Sizes  # (program, buckets) -> those that usual requests need
+    sizes: Sizes = lambda program, buckets: ()  # those that usual requests need
     rare_sizes: Sizes = lambda program, buckets: ()  # those of rare parameters, beside them
     donated: tuple[str, ...] = ("state",)  # names of parameters of `function`
     options: Callable[[Any], Options] = lambda size: ()  # by size
@@ -36,6 +36,7 @@ class EntryPoint(NamedTuple):
     is_rehearsed: Callable[[Any], bool] = lambda size: False
 
 
+@functools.lru_cache(maxsize=8)  # every program of an engine asks for it
 def abstract_state(program: Program) -> State:
     """Returns the shapes and dtypes of an engine's state."""
     return jax.eval_shape(functools.partial(make_state, program))

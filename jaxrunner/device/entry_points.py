@@ -105,6 +105,18 @@ def _step_arguments(program: Program, params: Any, size: Bucket | MultiStepBucke
     return params, abstract_state(program), abstract_vector(plan_spec(program, size))
 
 
+def _step_output(program: Program) -> tuple:
+    return abstract_state(program), 0
+
+
+def _copy_arguments(program: Program, params: Any, size: CopySize) -> tuple:
+    return abstract_state(program), abstract_vector(copies_spec(program, size))
+
+
+def _admit_arguments(program: Program, params: Any, size: AdmitSize) -> tuple:
+    return abstract_tables(program), abstract_vector(admission_spec(program, size))
+
+
 def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
     dims = program.dims | dict(B=size.num_rows)
     B, J, V = (dims[axis] for axis in "BJV")
@@ -131,10 +143,6 @@ def _columns(program: Program) -> list[int]:
     return [0, *logprob_widths(program.config.vocab_size)]
 
 
-def _num_rows(buckets: Sequence[Bucket]) -> list[int]:
-    return sorted({bucket.num_rows for bucket in buckets})
-
-
 def _multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> list:
     """Returns the sizes of several steps in one launch, with each kind of `samples`."""
     n = program.engine.num_decode_steps
@@ -149,7 +157,8 @@ def _rare_multi_steps(program: Program, buckets: Sequence[Bucket]) -> list:
 
 def _draws(program: Program, buckets: Sequence[Bucket]) -> list:
     kinds = [(False, 0), *((True, C) for C in _columns(program))]
-    return [SampleSize(B, *kind) for B in _num_rows(buckets) for kind in kinds]
+    rows = sorted({bucket.num_rows for bucket in buckets})
+    return [SampleSize(B, *kind) for B in rows for kind in kinds]
 
 
 def _prompt_logprobs_sizes(program: Program, buckets: Sequence[Bucket]) -> set:
@@ -164,7 +173,7 @@ ENTRY_POINTS = {
             "step",
             step,
             _step_arguments,
-            output=lambda program: (abstract_state(program), 0),
+            _step_output,
             sizes=lambda program, buckets: buckets,
             options=xla_options.of_step,
             is_rehearsed=lambda size: size.query_len == 1,
@@ -172,9 +181,7 @@ ENTRY_POINTS = {
         EntryPoint(
             "copy",
             copy,
-            lambda program, params, size: (
-                abstract_state(program), abstract_vector(copies_spec(program, size)),
-            ),
+            _copy_arguments,
             output=abstract_state,
             sizes=lambda program, buckets: (COPIES,),
             is_small=True,
@@ -182,9 +189,7 @@ ENTRY_POINTS = {
         EntryPoint(
             "admit",
             admit,
-            lambda program, params, size: (
-                abstract_tables(program), abstract_vector(admission_spec(program, size)),
-            ),
+            _admit_arguments,
             output=abstract_tables,
             sizes=lambda program, buckets: admit_sizes(program),
             is_small=True,
@@ -193,7 +198,7 @@ ENTRY_POINTS = {
             "multi_step",
             multi_step,
             _step_arguments,
-            output=lambda program: (abstract_state(program), 0),
+            _step_output,
             sizes=lambda program, buckets: _multi_steps(program, buckets, [(False, 0)]),
             rare_sizes=_rare_multi_steps,
             options=xla_options.of_multi_step,
@@ -204,7 +209,6 @@ ENTRY_POINTS = {
             forward,
             _step_arguments,
             output=_forward_output,
-            sizes=lambda program, buckets: (),
             rare_sizes=lambda program, buckets: buckets,
             options=xla_options.of_step,
             is_rehearsed=lambda size: size.query_len == 1,
@@ -214,7 +218,6 @@ ENTRY_POINTS = {
             sample,
             _sample_arguments,
             output=lambda program: (abstract_tables(program), 0),
-            sizes=lambda program, buckets: (),
             rare_sizes=_draws,
         ),
         EntryPoint(
@@ -222,9 +225,8 @@ ENTRY_POINTS = {
             prompt_logprobs,
             _prompt_logprobs_arguments,
             output=lambda program: 0,
-            sizes=lambda program, buckets: (),
             rare_sizes=_prompt_logprobs_sizes,
             donated=(),
         ),
     )
-}  # fmt: skip
+}
