@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 
-from lowering import NEW
 import pytest
+
+from tests.support.lowering import NEW
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")
@@ -24,7 +25,7 @@ def test_decode_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
         XLA_FLAGS=f"--xla_dump_to={tmp_path}", MOSAIC_GPU_DUMP_PTXAS="1", JAX_PLATFORMS="cpu",
         PYTHONPATH=paths,
     )  # fmt: skip
-    command = [sys.executable, str(ROOT / "tests" / "aot.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "aot.py"), str(tmp_path)]
     done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     spills = re.findall(r"(\d+) bytes spill stores", done.stdout + done.stderr)

@@ -6,7 +6,8 @@ import sys
 
 import jax
 import pytest
-from small_llm import SIZES
+
+from tests.support.small_llm import SIZES
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """

@@ -1,9 +1,10 @@
 """Some bad values at every public entry; `python -m tests.attack` throws thousands."""
 
-from attack.command import findings
-from attack.entries import ENTRIES
-from attack.harness import FINE, attack
 import pytest
+
+from tests.attack.command import findings
+from tests.attack.entries import ENTRIES
+from tests.attack.harness import FINE, attack
 
 # Cases of those that cost more than a millisecond or two.
 FEW = dict(llm=20, worker=15, checkpoints=15, weight_folders=10, snapshots=6, settings=25)

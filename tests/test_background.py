@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from test_engine import PROMPTS, run
-import tiny
 
 from jaxrunner import LLM, embedded
 from jaxrunner.api.sampling_params import SamplingParams
@@ -17,6 +16,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.runner.switch_interval import INTERVAL_S
+from tests.support import tiny
 
 SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))
 FIRST = Key("step", Bucket(32, 5))

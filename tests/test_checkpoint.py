@@ -7,7 +7,12 @@ import pickle
 import time
 import zipfile
 
-from checkpoints import (
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.loading import checkpoint, safetensors_file, weights
+from tests.support.checkpoints import (
     Q1,
     dtypes,
     load,
@@ -18,11 +23,6 @@ from checkpoints import (
     write_raw,
     write_shards,
 )
-import jax.numpy as jnp
-import numpy as np
-import pytest
-
-from jaxrunner.loading import checkpoint, safetensors_file, weights
 
 
 def rename(old, new):

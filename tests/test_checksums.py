@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 import shutil
 
-from checkpoints import Q1, load, random_params, split, tiny, write, write_raw
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 
 from jaxrunner.loading import checkpoint, checksums, orbax_io, safetensors_file
 from jaxrunner.loading.safetensors_file import read_header
+from tests.support.checkpoints import Q1, load, random_params, split, tiny, write, write_raw
 
 TREE = {"a": jnp.arange(3000.0), "b": [jnp.ones((2, 700)), jnp.zeros((), jnp.int32)]}
 LIKE = orbax_io.abstract(TREE)

@@ -1,8 +1,7 @@
 """How many tokens a step takes while requests wait."""
 
-from scheduling import make, new, step
-
 from jaxrunner.scheduling.chunk_budget import MAX_HELD, ChunkBudget
+from tests.support.scheduling import make, new, step
 
 
 def test_prefills_fill_a_size():

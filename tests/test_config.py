@@ -1,11 +1,11 @@
 """Every key of a config.json is honoured, known to be harmless, or refused by name."""
 
-from checkpoints import NEEDS_TORCH, TINY, VARIANTS
 import pytest
 
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.models.registry import FAMILIES, read_model
+from tests.support.checkpoints import NEEDS_TORCH, TINY, VARIANTS
 
 FAMILY_NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 families = pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rules as given
-import tiny
 
 from jaxrunner import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import host_logits_fn, logits_fn, with_logits_fn
+from tests.support import rules as given
+from tests.support import tiny
 
 NO_FN: Any = 3
 

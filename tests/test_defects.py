@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rules
-from rules import Row
-import tiny
 
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
@@ -18,6 +15,8 @@ from jaxrunner.sampling.sampler import SamplerOutput
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Requests, SamplingMetadata, State
+from tests.support import rules, tiny
+from tests.support.rules import Row
 
 V = 61
 EOS = 8

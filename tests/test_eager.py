@@ -2,10 +2,10 @@
 
 import pytest
 from test_engine import PROMPTS, engine, params_of, run
-import tiny
 
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import backends
+from tests.support import tiny
 
 
 def test_tokens_are_those_of_compiled_programs():

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 import json
 from typing import Any
 
-import grammars
-from grammars import EOS, Vocab
 import pytest
 
 from jaxrunner.api.ebnf import is_ebnf
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from tests.support import grammars
+from tests.support.grammars import EOS, Vocab
 
 SQL = """
 root ::= select_statement

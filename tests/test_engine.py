@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
+from tests.support import tiny
 
 PROMPTS = [
     [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9],

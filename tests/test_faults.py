@@ -5,15 +5,11 @@ import functools
 import random
 from typing import Any
 
-import failing
-from failing import HOWS, OUT_OF_MEMORY, nth
-import features
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_engine import KINDS, PROMPTS, drain, run
-import tiny
 
 from jaxrunner import RequestOutput, SamplingParams
 from jaxrunner.engine.completions import Completions
@@ -24,6 +20,8 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.prompts import ParsedPrompt
+from tests.support import failing, features, tiny
+from tests.support.failing import HOWS, OUT_OF_MEMORY, nth
 
 GREEDY = KINDS["greedy"]
 SIZES = tiny.engine_config(

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rules
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.outputs import CompletionOutput, RequestOutput
@@ -26,6 +25,7 @@ from jaxrunner.ops.backends import dense
 from jaxrunner.sampling.seed import TARGET, noise
 from jaxrunner.text.grammar_compiler import GrammarCompiler
 from jaxrunner.types import Inputs
+from tests.support import rules
 
 DOCS = Path(__file__).parents[1] / "docs" / "features.md"
 HEAD = """# Features together

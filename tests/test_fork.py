@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 import pytest
-import tiny
+
+from tests.support import tiny
 
 
 def test_from_one_prefill_two_runners_decode_and_neither_sees_the_other():

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -24,6 +23,7 @@ from jaxrunner.ops.plain import linear, rms_norm, rotate, swiglu
 from jaxrunner.runner.program_cache import is_ours
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Inputs
+from tests.support import tiny
 
 # A window for one layer alone: two cache groups, so that a mix-up of layers shows.
 CONFIG = replace(tiny.config(), windows=(5, None))

@@ -6,7 +6,6 @@ import itertools
 import re
 from typing import Any
 
-from attack.values import BOOLS, FLOATS, HUGE, INF, JUNK, LISTS, NAN
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.sampling_params import RepetitionDetectionParams
 from jaxrunner.api.structured_outputs import FLAGS, StructuredOutputsParams
 from jaxrunner.engine.beam import BeamSearchParams
+from tests.attack.values import BOOLS, FLOATS, HUGE, INF, JUNK, LISTS, NAN
 
 V, COUNT = 4096, 2**30
 NOT_FINITE = (

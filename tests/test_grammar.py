@@ -5,10 +5,11 @@ import json
 import re
 from typing import Any
 
-import grammars
-from grammars import EOS, SPECIAL, Vocab, allowed, walk
 import numpy as np
 import pytest
+
+from tests.support import grammars
+from tests.support.grammars import EOS, SPECIAL, Vocab, allowed, walk
 
 SIZES = (1000, 4096, 32000)
 TREE = {

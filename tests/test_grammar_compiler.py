@@ -6,13 +6,13 @@ import sys
 import time
 from typing import Any
 
-import grammars
-from grammars import EOS, Vocab, allowed
 import numpy as np
 import pytest
 
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.text.grammar_compiler import GrammarCompiler
+from tests.support import grammars
+from tests.support.grammars import EOS, Vocab, allowed
 
 TIMEOUT_S = 1.0
 MARGIN_S = 10.0  # to start a process, and for a machine that is busy

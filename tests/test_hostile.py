@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from attack.values import HostileText
 import pytest
-import tiny
 
 from jaxrunner import SamplingParams, StructuredOutputsParams
 from jaxrunner.engine.requested_prompts import read_asked
 from jaxrunner.loading import tensors
+from tests.attack.values import HostileText
+from tests.support import tiny
 
 
 class Unreadable:

@@ -9,12 +9,12 @@ import traceback
 import jax
 import pytest
 from test_engine import KINDS, PROMPTS, engine
-import tiny
 
 from jaxrunner import Interrupted, RequestOutputs, SamplingParams
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.interrupts import Deferred, deferred
 from jaxrunner.text.prompts import ParsedPrompt
+from tests.support import tiny
 
 NUM_INTERRUPTS = 400
 

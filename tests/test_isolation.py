@@ -3,15 +3,14 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import features
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
+from tests.support import features, tiny
 
 NUM_TRIALS = 500
 

@@ -6,11 +6,8 @@ import time
 
 import jax
 import jax.numpy as jnp
-from lowering import cuda, lowers
 import numpy as np
-import oracles
 import pytest
-import rules
 
 from jaxrunner import pytree
 from jaxrunner.kernels_pallas import reference
@@ -30,6 +27,8 @@ from jaxrunner.sampling.seed import TARGET, noise, seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Batch, Inputs, LayerCache
+from tests.support import oracles, rules
+from tests.support.lowering import cuda, lowers
 
 BOUND = dict(bfloat16=6e-3, float16=1e-3, float32=1e-6)  # of ||out - oracle|| / ||oracle||
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import test_engine
 import test_reference
-import tiny
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -21,6 +20,7 @@ from jaxrunner.program import make_state
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import LayerCache
 from jaxrunner.worker import sizing
+from tests.support import tiny
 
 # Of each dtype: half a step, as a part of the largest number of a row, and of the number itself.
 STEPS = {"int8": (0.5 / 127, 0.0), "float8_e4m3fn": (2.0**-10 / 448, 2.0**-4)}

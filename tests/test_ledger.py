@@ -4,12 +4,10 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-import features
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.buckets import GPU_SIZES
@@ -20,6 +18,7 @@ from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
+from tests.support import features, tiny
 
 NUM_REQUESTS = 2000
 # What `LLM` alone acts on.

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_llm import SIZES, live_bytes
 from test_engine import PROMPTS, drain, engine, run
-import tiny
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.engine import Engine
@@ -23,6 +21,8 @@ from jaxrunner.scheduling.block_tables import BlockTables
 from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request
 from jaxrunner.train.trainer import token_losses
+from tests.support import tiny
+from tests.support.small_llm import SIZES, live_bytes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 CODE = ["def add(a, b):\n", "import os\nfor x in"]

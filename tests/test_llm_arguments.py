@@ -9,13 +9,13 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
-from small_llm import SIZES
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.arguments import Elsewhere, checked
 from jaxrunner.api.validation import Bound, shown
 from jaxrunner.loading import llm_arguments
 from jaxrunner.worker.worker import Worker
+from tests.support.small_llm import SIZES
 
 MODEL: Any = str(embedded.PATH)
 LLM_: Any = LLM  # whose keywords are to be wrong

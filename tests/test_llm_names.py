@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import pytest
-from small_llm import SIZES
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.device.program_key import Key
 from jaxrunner.engine.metrics import Counter, Gauge
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
+from tests.support.small_llm import SIZES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 TEXT = "def f(x):\n    return"

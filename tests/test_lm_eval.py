@@ -8,13 +8,13 @@ import subprocess
 import sys
 from typing import Any
 
-from harness import MAX_LENGTH, SIZES, generate, score
 import lm_eval
 from lm_eval.tasks import TaskManager
 import pytest
 
 from jaxrunner import embedded
 from jaxrunner.lm_eval import JaxRunnerLM
+from tests.support.harness import MAX_LENGTH, SIZES, generate, score
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("choices", "texts", "prompts")

@@ -4,11 +4,11 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from harness import MAX_LENGTH, SIZES, generate, requests, roll, score
 import pytest
 
 from jaxrunner import LLM, embedded
 from jaxrunner.lm_eval import JaxRunnerLM
+from tests.support.harness import MAX_LENGTH, SIZES, generate, requests, roll, score
 
 LONG = "def f(x):\n    return x + 1\n\n" * 20
 CHAT = (

@@ -4,13 +4,13 @@ import json
 import logging
 import shutil
 
-from checkpoints import TINY
 import jax
 import pytest
 
 from jaxrunner import SamplingParams, embedded
 from jaxrunner.hf_config import read_json
 from jaxrunner.loading.loader import load
+from tests.support.checkpoints import TINY
 
 
 @pytest.fixture

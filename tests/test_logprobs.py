@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rules
-from rules import Row
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import LOGPROBS_MODES
 from jaxrunner.program import SampleSize, logprob_widths
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.sampling.sampler import SamplerOutput
+from tests.support import rules, tiny
+from tests.support.rules import Row
 
 V = 61
 WIDE = 128256

@@ -5,7 +5,6 @@ import time
 
 import pytest
 from test_engine import PROMPTS, run
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.lowering import Died, LoweringProcess, lower, lowering_task
@@ -14,6 +13,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import Bucket
 from jaxrunner.runner.program_table import Key, ProgramTable
+from tests.support import tiny
 
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]
 KEY = Key("step", Bucket(2, 2, 1))

@@ -5,11 +5,9 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import families
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner.bench.workloads import PRESETS
 from jaxrunner.config import EngineConfig
@@ -25,6 +23,7 @@ from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.worker import memory_plan, program_memory, sizing
 from jaxrunner.worker.memory_plan import CPU_KV_BYTES, MemoryPlan, num_bytes
 from jaxrunner.worker.program_memory import ProgramMemory
+from tests.support import families, tiny
 
 LIMIT, OTHERS, NEED = 10**7, 10**6, ProgramMemory("sample", 300_000, 100_000)
 BLOCK = 2 * 20 * 16 * 2 * 8 * 4  # k and v, layers, tokens, heads, dims, bytes

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import families
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import dense
 from jaxrunner.types import Inputs
+from tests.support import families
 
 IDS = families.ids(23)
 
@@ -37,8 +37,9 @@ def test_stages_of_layers_are_the_whole(variant):
 def test_extras_are_the_hidden_states_of_transformers():
     pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
     pytest.importorskip("transformers", reason="the reference needs transformers")
-    import huggingface
     import torch
+
+    from tests.support import huggingface
 
     variant = next(iter(families.VARIANTS))
     _, config, params = families.model_and_params(variant)

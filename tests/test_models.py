@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import families
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig
 from jaxrunner.engine.engine import Engine
+from tests.support import families, tiny
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "golden.npz")
 NEW_TOKENS = 64
@@ -30,7 +29,7 @@ def test_logits_match_stored_ones(variant):
 def huggingface():
     pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
     pytest.importorskip("transformers", reason="the reference needs transformers")
-    import huggingface
+    from tests.support import huggingface
 
     return huggingface
 

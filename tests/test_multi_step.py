@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import pytest
 from test_custom import poisoned
 from test_engine import PROMPTS, engine, run
-import tiny
 
 from jaxrunner import step as device
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import MultiStepBucket, SampleSize
+from tests.support import tiny
 
 
 def test_nothing_is_compiled_after_warm_up():

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import pytest
-from small_llm import SIZES, live_bytes
 from test_engine import KINDS, PROMPTS, drain, engine, run
 
 from jaxrunner import LLM, SamplingParams, embedded, llm
 from jaxrunner.loading import loader, weights
 from jaxrunner.runner import model_runner
+from tests.support.small_llm import SIZES, live_bytes
 
 ROOT = Path(__file__).parents[1]
 CYCLES, DROPPED = 20, 10

@@ -7,9 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from lowering import cuda, lowers
 import pytest
-import tiny
 
 from jaxrunner.kernels_pallas import (
     add_norm,
@@ -21,6 +19,8 @@ from jaxrunner.kernels_pallas import (
     sampler,
 )
 from jaxrunner.ops import backends
+from tests.support import tiny
+from tests.support.lowering import cuda, lowers
 
 
 def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:

@@ -1,9 +1,9 @@
 """Who gives way, how it comes back, and what becomes of tokens in flight."""
 
 import pytest
-from scheduling import check, make, new, step
 
 from jaxrunner.scheduling.request import Status
+from tests.support.scheduling import check, make, new, step
 
 
 def test_preempted_request_waits_in_front_and_resumes_with_its_outputs():

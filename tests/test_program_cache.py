@@ -11,7 +11,6 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
 from test_engine import PROMPTS, alone, params_of, run
-import tiny
 
 import jaxrunner
 from jaxrunner.device import lowering
@@ -23,6 +22,7 @@ from jaxrunner.runner.program_cache import SUFFIX, ProgramCache, find_folder
 from jaxrunner.runner.program_table import LOADED
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
+from tests.support import tiny
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -16,6 +15,7 @@ from jaxrunner.program import Bucket
 from jaxrunner.runner.program_table import Key
 from jaxrunner.scheduling.request import GrammarOutput
 from jaxrunner.types import Plan
+from tests.support import tiny
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 

@@ -6,8 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from tiny import dense_logits
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.beam import BeamSearchParams
@@ -15,6 +13,8 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.text.prompts import ParsedPrompt
+from tests.support import tiny
+from tests.support.tiny import dense_logits
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 SIZES: dict[str, Any] = dict(

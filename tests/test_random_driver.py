@@ -4,7 +4,6 @@ from collections import Counter, deque
 from dataclasses import dataclass
 import random
 
-from fake_device import VOCAB_SIZE, Device, alone
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
@@ -12,6 +11,7 @@ from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 from jaxrunner.scheduling.scheduler import Scheduler
+from tests.support.fake_device import VOCAB_SIZE, Device, alone
 
 NUM_STEPS = 3000  # of each load
 EOS = 3

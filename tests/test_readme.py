@@ -5,7 +5,8 @@ import re
 import runpy
 
 import jax
-from small_llm import SIZES
+
+from tests.support.small_llm import SIZES
 
 ROOT = Path(__file__).parents[1]
 

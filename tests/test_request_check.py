@@ -4,16 +4,15 @@ from concurrent.futures import Future
 import itertools
 from typing import Any
 
-import features
 import numpy as np
 import pytest
 from test_engine import PROMPTS, drain, engine
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
+from tests.support import features, tiny
 
 FREE = SamplingParams(max_tokens=4)  # the engine draws its seed
 NOTHING: Any = None

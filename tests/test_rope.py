@@ -1,11 +1,9 @@
 """Rotary frequencies are Hugging Face's, and parameters that give nonsense are refused."""
 
-from checkpoints import NEEDS_TORCH, TINY
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
@@ -13,6 +11,8 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.models.rope import rotation
 from jaxrunner.program import Bucket
 from jaxrunner.types import Inputs
+from tests.support import tiny
+from tests.support.checkpoints import NEEDS_TORCH, TINY
 
 DIM = 20
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

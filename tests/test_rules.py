@@ -5,12 +5,12 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rules
-from rules import Row
 
 from jaxrunner import step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.program import SampleSize
+from tests.support import rules
+from tests.support.rules import Row
 
 V = 61  # no multiple of 32
 WIDE = 128256

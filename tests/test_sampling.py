@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rules
 
 from jaxrunner import step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.program import SampleSize
 from jaxrunner.types import SamplingMetadata, State
+from tests.support import rules
 
 LOGITS = np.array([3.0, 1.0, 2.5, 2.5, -1.0, 0.0, 2.0, -np.inf], np.float32)
 KINDS = {

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from small_llm import SIZES
-import tiny
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.loading import sharded_state
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.safetensors_file import read_header
 from jaxrunner.models.llama import llama
+from tests.support import tiny
+from tests.support.small_llm import SIZES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 PROMPT = {"prompt_token_ids": [5, 17, 300]}

@@ -1,9 +1,9 @@
 """Queues, budgets, cached prefixes and ends, on examples small enough to work out by hand."""
 
 import pytest
-from scheduling import check, make, new, step
 
 from jaxrunner.scheduling.request import Status
+from tests.support.scheduling import check, make, new, step
 
 
 def test_budget_is_split_in_order_of_arrival():

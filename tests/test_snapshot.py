@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_llm import SIZES
 from test_engine import PROMPTS, drain, engine, params_of
-import tiny
 
 from jaxrunner import LLM, embedded
 from jaxrunner.api.sampling_params import (
@@ -32,6 +30,8 @@ from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.loading import orbax_io
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
+from tests.support import tiny
+from tests.support.small_llm import SIZES
 
 HERE = Path(__file__).parent
 RICH = SamplingParams(
@@ -102,7 +102,7 @@ def test_saving_changes_no_token(tmp_path):
 
 SCRIPT = """
 import sys
-from small_llm import SIZES
+from tests.support.small_llm import SIZES
 from test_engine import engine
 from test_snapshot import begin
 from jaxrunner.engine.snapshot import save_engine

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 from test_engine import PROMPTS, drain, engine, run
-import tiny
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
@@ -12,6 +11,7 @@ from jaxrunner.engine.saved_requests import EngineLifecycle
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
+from tests.support import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 PROMPT = PROMPTS[5]  # fills five blocks of four tokens

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.indexing import take
 from jaxrunner.program import Bucket
 from jaxrunner.types import Plan, Requests, Writes
+from tests.support import tiny
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 DIMS = dict(R=4, L=32, X=3, M=8, G=1)

@@ -5,10 +5,8 @@ import json
 import re
 from typing import Any
 
-import features
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
@@ -16,6 +14,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import GrammarOutput
+from tests.support import features, tiny
 
 pytest.importorskip("llguidance")
 SIZES: dict[str, Any] = dict(

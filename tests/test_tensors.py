@@ -4,16 +4,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from checkpoints import NEEDS_TORCH
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from small_llm import SIZES
 
 from jaxrunner import LLM, embedded
 from jaxrunner.loading import tensors
+from tests.support.checkpoints import NEEDS_TORCH
+from tests.support.small_llm import SIZES
 
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 

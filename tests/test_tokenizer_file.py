@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import pytest
-import tiny
 from tokenizers import decoders, normalizers
 
 from jaxrunner import embedded
@@ -15,6 +14,7 @@ from jaxrunner.api import limits
 from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.text.tokenizer_file import read
+from tests.support import tiny
 
 
 def told() -> dict[str, Any]:

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
 from jaxrunner import embedded
 from jaxrunner.text.tokenizer import Tokenizer
+from tests.support import tiny
 
 TEXTS = ["def f(x):\n    return x", "naïve café 日本語", ""]
 TEMPLATE = (

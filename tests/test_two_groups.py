@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
-import scheduling
-import tiny
 
 from jaxrunner import step
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import paged
 from jaxrunner.program import Program
 from jaxrunner.runner.request_table import RequestTable
+from tests.support import scheduling, tiny
 
 SIZES, NUM_BLOCKS = (4, 8), 40
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from small_llm import SIZES
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Inner
 
@@ -18,6 +17,7 @@ from jaxrunner.sampling_params import (
 )
 from jaxrunner.text.detokenizer import Detokenizer
 from jaxrunner.text.tokenizer import Tokenizer
+from tests.support.small_llm import SIZES
 
 TEXT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
 GREEDY: dict[str, Any] = dict(temperature=0.0, max_tokens=6)

@@ -3,7 +3,17 @@
 import pickle
 import tracemalloc
 
-from checkpoints import (
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jaxrunner import pytree
+from jaxrunner.hf_config import Settings, read_json
+from jaxrunner.loading import checkpoint, safetensors_file, weights
+from jaxrunner.models.registry import read_model
+from tests.support.checkpoints import (
     NEEDS_TORCH,
     Q1,
     TINY,
@@ -17,16 +27,6 @@ from checkpoints import (
     write,
     write_shards,
 )
-import jax
-import jax.numpy as jnp
-import numpy as np
-import pytest
-from safetensors import safe_open
-
-from jaxrunner import pytree
-from jaxrunner.hf_config import Settings, read_json
-from jaxrunner.loading import checkpoint, safetensors_file, weights
-from jaxrunner.models.registry import read_model
 
 
 @variants

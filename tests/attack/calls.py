@@ -5,9 +5,9 @@ import random
 import re
 from typing import Any, NamedTuple
 
-from attack import values
-from attack.harness import Case, in_words
-from attack.kinds import Kind, draw
+from tests.attack import values
+from tests.attack.harness import Case, in_words
+from tests.attack.kinds import Kind, draw
 
 
 class Target(NamedTuple):

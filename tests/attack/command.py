@@ -16,8 +16,8 @@ import tempfile
 import time
 from typing import Any
 
-from attack.entries import ENTRIES
-from attack.harness import FINE, Result, attack
+from tests.attack.entries import ENTRIES
+from tests.attack.harness import FINE, Result, attack
 
 START_S, DEAD_S = 300.0, 45.0  # without a word of the process: it is ended
 ROOT = Path(__file__).parents[2]

@@ -4,15 +4,14 @@ from collections.abc import Iterator
 import random
 from typing import Any
 
-import features
-
-from attack import calls, models
-from attack.calls import Target
-from attack.harness import Case, Entry, Hang, Harm
-from attack.kinds import Kind, integer, several, text
-from attack.llm_methods import ONE, WRONG
 from jaxrunner import SamplingParams
 from jaxrunner.scheduling.request import Request
+from tests.attack import calls, models
+from tests.attack.calls import Target
+from tests.attack.harness import Case, Entry, Hang, Harm
+from tests.attack.kinds import Kind, integer, several, text
+from tests.attack.llm_methods import ONE, WRONG
+from tests.support import features
 
 ID = integer(0, 60)
 GRAMMAR = SamplingParams(max_tokens=3, seed=1, structured_outputs=features.GRAMMAR)

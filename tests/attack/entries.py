@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from attack import (
+from tests.attack import (
     engines,
     files,
     lifecycle,
@@ -13,7 +13,7 @@ from attack import (
     snapshots,
     workers,
 )
-from attack.harness import Entry
+from tests.attack.harness import Entry
 
 ENTRIES: dict[str, Callable[[], Entry]] = {
     "sampling": params.Sampling,

@@ -7,11 +7,11 @@ import re
 import shutil
 from typing import Any
 
-from attack import models, tamper
-from attack.harness import Case, Entry
-from attack.tamper import Folder
 from jaxrunner import LLM
 from jaxrunner.text.tokenizer import Tokenizer
+from tests.attack import models, tamper
+from tests.attack.harness import Case, Entry
+from tests.attack.tamper import Folder
 
 WEIGHTS = "model.safetensors"
 HEADERS = ("dtype", "shape", "data_offsets")

@@ -7,17 +7,17 @@ import random
 import shutil
 from typing import Any
 
-from checkpoints import split
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny
 
-from attack import calls, models, values
-from attack.calls import Target
-from attack.harness import Case, Entry, in_words
-from attack.kinds import Kind, anything, empty, flag, one_of, real, size
 from jaxrunner.models.llama import llama
+from tests.attack import calls, models, values
+from tests.attack.calls import Target
+from tests.attack.harness import Case, Entry, in_words
+from tests.attack.kinds import Kind, anything, empty, flag, one_of, real, size
+from tests.support import tiny
+from tests.support.checkpoints import split
 
 NAMES = itertools.count()
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import random
 from typing import Any
 
-from attack import calls, models
-from attack.calls import Target
-from attack.harness import Case, Entry
-from attack.kinds import Kind, flag, is_one_of, one_of, real, several, size, text
 from jaxrunner import LLM
 from jaxrunner.rule import Rule
 from jaxrunner.text.tokenizer import Tokenizer
+from tests.attack import calls, models
+from tests.attack.calls import Target
+from tests.attack.harness import Case, Entry
+from tests.attack.kinds import Kind, flag, is_one_of, one_of, real, several, size, text
 
 BUCKETS = Kind(
     lambda v: several(size(1, 0, 2**20), None).good(v), ([0], [2, 1], [1, 1], "ab", [1.0], 3)

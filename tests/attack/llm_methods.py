@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from attack import calls, models, params, values
-from attack.calls import Target
-from attack.harness import Case, Entry, Refused
-from attack.kinds import Kind, flag, instance, integer, text
 from jaxrunner import BeamSearchParams, SamplingParams
+from tests.attack import calls, models, params, values
+from tests.attack.calls import Target
+from tests.attack.harness import Case, Entry, Refused
+from tests.attack.kinds import Kind, flag, instance, integer, text
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 # Ids that no token has are left out, and one may stand by itself.

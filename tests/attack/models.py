@@ -9,15 +9,13 @@ import shutil
 import tempfile
 from typing import Any
 
-import checkpoints
-import features
 import jax
 import numpy as np
-import tiny
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
+from tests.support import checkpoints, features, tiny
 
 SIZES: dict[str, Any] = dict(
     max_model_len=48, max_num_seqs=5, max_num_batched_tokens=32, token_buckets=(32,),

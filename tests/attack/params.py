@@ -5,10 +5,6 @@ import dataclasses
 import random
 from typing import Any
 
-from attack import calls, kinds, models, values
-from attack.calls import Target
-from attack.harness import Case, Entry, Harm
-from attack.kinds import Kind, flag, instance, integer, one_of, real, several, text
 from jaxrunner.api.sampling_params import (
     RepetitionDetectionParams,
     RequestOutputKind,
@@ -16,6 +12,10 @@ from jaxrunner.api.sampling_params import (
 )
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.beam import BeamSearchParams
+from tests.attack import calls, kinds, models, values
+from tests.attack.calls import Target
+from tests.attack.harness import Case, Entry, Harm
+from tests.attack.kinds import Kind, flag, instance, integer, one_of, real, several, text
 
 COUNT = 2**30
 ID = integer(0, COUNT)

@@ -7,14 +7,14 @@ import random
 from typing import Any
 
 import numpy as np
-import tiny
 
-from attack import models, values
-from attack.harness import Case, Entry, in_words
-from attack.kinds import Kind, draw, empty, integer, nothing, several
-from attack.llm_methods import WRONG
 from jaxrunner import SamplingParams
 from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
+from tests.attack import models, values
+from tests.attack.harness import Case, Entry, in_words
+from tests.attack.kinds import Kind, draw, empty, integer, nothing, several
+from tests.attack.llm_methods import WRONG
+from tests.support import tiny
 
 BLOCKS = list(range(20, 25))  # of the liar's request; the canary has others
 ID = integer(0, 60)

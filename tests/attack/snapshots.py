@@ -5,11 +5,11 @@ import random
 import shutil
 from typing import Any
 
-from attack import models, tamper
-from attack.harness import Case, Entry, Harm
-from attack.tamper import Folder
 from jaxrunner import LLM
 from jaxrunner.engine.snapshot import restore_engine, save_engine
+from tests.attack import models, tamper
+from tests.attack.harness import Case, Entry, Harm
+from tests.attack.tamper import Folder
 
 FIELDS = (r"host\.json", "saved", "snapshot", "folder", "layer[0-9]", "tables", "checksum")
 

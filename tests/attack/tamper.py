@@ -7,7 +7,7 @@ import random
 import shutil
 from typing import Any
 
-from attack import values
+from tests.attack import values
 
 NUMBERS = (0, -1, 1, 2, 2**31, 2**63, -(2**40), 10**6, 10**9, 10**30, 1e308, 0.5, -0.0)
 WORDS = ("", "a", "\0", "\ud800", "../x", "/etc/passwd", "NaN", "x" * 10_000, "é", "tuple", "bytes")

@@ -3,13 +3,13 @@
 import random
 from typing import Any
 
-from attack import calls, models
-from attack.calls import Target
-from attack.harness import Case
-from attack.kinds import size
-from attack.llm_keywords import ALL, ROOM
-from attack.runners import Runner
 from jaxrunner.worker.worker import Worker
+from tests.attack import calls, models
+from tests.attack.calls import Target
+from tests.attack.harness import Case
+from tests.attack.kinds import size
+from tests.attack.llm_keywords import ALL, ROOM
+from tests.attack.runners import Runner
 
 SIZES = {name: value for name, value in models.SIZES.items() if name not in ("use_tqdm", "warm_up")}
 OTHERS = ("tokenizer", "skip_tokenizer_init", "generation_config", "use_tqdm")

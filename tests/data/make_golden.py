@@ -8,9 +8,8 @@ import sys
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import families
-import huggingface
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support import families, huggingface
 
 LENGTH, KEPT = 40, 3
 

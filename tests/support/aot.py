@@ -1,6 +1,6 @@
 """Compiles kernels and a step for an H200 where there is none; run by test_aot in its own process.
 
-python tests/aot.py FOLDER   # prints what the compiler says, and one line of JSON
+python tests/support/aot.py FOLDER   # prints what the compiler says, and one line of JSON
 """
 
 import json
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-import tiny
 
 from jaxrunner import pytree
 from jaxrunner.device.program_spec import program_spec
@@ -23,6 +22,7 @@ from jaxrunner.ops import backends
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
 from jaxrunner.runner.program_table import Key
 from jaxrunner.sampling import RULES
+from tests.support import tiny
 
 DEVICE = """
 gpu_device_info {

@@ -1,9 +1,10 @@
 """The independent reference: transformers with PyTorch on the CPU, in float32."""
 
-import families
 import numpy as np
 import torch
 import transformers
+
+from tests.support import families
 
 
 def model(variant: str):

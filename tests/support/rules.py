@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny
 
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
@@ -20,6 +19,7 @@ from jaxrunner.rule import Batched
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.sampler import SamplerOutput, process, sample
 from jaxrunner.types import Requests, SamplingMetadata, State
+from tests.support import tiny
 
 SIZE = 20  # slots of a hand-made batch: one size, few compilations
 
