@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array, Inputs, LayerCache
 
 
@@ -73,6 +74,7 @@ class Model(NamedTuple):
     layers: Callable[..., tuple[Array, tuple[Any, ...], dict[str, Array]]]
     logits: Callable[..., Array]  # (config, params, hidden [..., E]) -> [..., V], its dtype
     sources: Callable[[ModelConfig], Any]  # -> `params` filled with `Source`
+    tables: tuple[SlotTable, ...] = ()  # what it reads of each request, `Inputs.tables`
 
     def forward(
         self, config: ModelConfig, params: Any, kv: tuple[Any, ...], inputs: Inputs, ops: Ops

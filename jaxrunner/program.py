@@ -12,6 +12,7 @@ from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import Model, Ops
 from jaxrunner.rule import Rule
+from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import (
     Admission,
     Batch,
@@ -44,8 +45,13 @@ class Program(NamedTuple):
 
     @property
     def extra_args(self) -> list[str]:
-        """What rules read of a request's `extra_args`."""
-        return [name for rule in self.rules for name in rule.extra_args]
+        """What slot tables read of a request's `extra_args`."""
+        return [name for table in self.tables for name in table.extra_args]
+
+    @property
+    def tables(self) -> list[SlotTable]:
+        """What the state knows of each request beside its tokens: of rules, and of the model."""
+        return [*(rule.table for rule in self.rules), *self.model.tables]
 
     @property
     def dims(self) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def make_state(program: Program) -> State:
     dims = program.dims
     return State(
         requests=pytree.zeros(Requests, dims),
-        sampling=tuple(pytree.zeros(rule.params, dims) for rule in program.rules),
+        tables={t.name: pytree.zeros(t.params, dims | dict(t.dims)) for t in program.tables},
         kv=tuple(pytree.zeros(LayerCache, dims) for _ in range(dims["Y"])),
     )
 
@@ -140,12 +146,12 @@ def plan_spec(program: Program, size: Bucket | MultiStepBucket) -> Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, tuple[Any, ...]]:
-    """Returns the abstract admission of a size, and its rows of sampling parameters."""
+def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, dict[str, Any]]:
+    """Returns the abstract admission of a size, and its rows of the slot tables."""
     A, W, wide = size
     dims = program.dims | dict(A=A, W=W, R=A)
     dims |= {} if wide else dict.fromkeys(WIDE, 0) | dict(X=FEW_STOP_IDS)
-    rows = tuple(pytree.abstract(rule.params, dims) for rule in program.rules)
+    rows = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in program.tables}
     return pytree.abstract(Admission, dims), rows
 
 

@@ -32,12 +32,17 @@ def each(axis: str) -> Any:
     return dataclasses.field(metadata=dict(each=axis))
 
 
+def by_name(*, default_factory: Callable[[], dict[str, Any]]) -> Any:
+    """Declares a dict field: pytrees by their names."""
+    return dataclasses.field(default_factory=default_factory, metadata=dict(by_name=True))
+
+
 def static(**kwargs: Any) -> Any:
     """Declares a field that is compiled in: hashable, not an array."""
     return dataclasses.field(metadata=dict(static=True), **kwargs)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(leaf, each, static))
+@dataclass_transform(frozen_default=True, field_specifiers=(leaf, each, by_name, static))
 def pytree(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen dataclass and registers it with JAX."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
@@ -60,6 +65,8 @@ def build(make: Callable[..., Any], cls: Any, dims: Dims) -> Any:
         meta, hint = field.metadata, _hints(cls)[field.name]
         if meta.get("static"):
             return dims[field.name]
+        if meta.get("by_name"):
+            return {}
         if meta.get("when") and not dims[meta["when"]]:
             return None
         if "axes" not in meta:

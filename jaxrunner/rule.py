@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.pytree import pytree
+from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array, Requests
 
 
@@ -34,6 +35,7 @@ class Context(NamedTuple):
 class Rule(NamedTuple):
     """One sampling rule. It leaves the logits of a row that does not ask for it bit for bit."""
 
+    name: str  # of its slot table
     params: type  # a pytree with one row a slot, zeros where there is no request
     row: Callable[[SamplingParams, int], Any]  # (params, seed) -> the row of one request
     apply: Callable[[Array, Any, Context], Array]  # (logits [V], row, context) -> logits [V]
@@ -44,6 +46,15 @@ class Rule(NamedTuple):
     is_requested: Callable[[SamplingParams], bool] | None = None
     truncates: bool = False  # whether it only takes tokens away, after the temperature
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
+
+    @property
+    def table(self) -> SlotTable:
+        """The table of its parameters."""
+
+        def row(request: Any) -> Any:
+            return self.row(request.params, request.seed)
+
+        return SlotTable(self.name, self.params, row, self.extra_args)
 
 
 class Batched(NamedTuple):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxrunner.indexing import find_rows, put_blocks, take
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize, output_spec
-from jaxrunner.rule import Batched
+from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.types import (
     Array,
@@ -78,8 +78,9 @@ def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucke
     requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
     cache_shape = program.engine.num_blocks, program.engine.block_size
     batch, rows = prepare_inputs(requests, plan, bucket, cache_shape, program.num_drafts)
-    ops = program.ops(batch)
-    hidden, kv = program.model.forward(program.config, params, state.kv, batch.inputs, ops)
+    own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in program.model.tables}
+    inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
+    hidden, kv = program.model.forward(program.config, params, state.kv, inputs, ops)
     return replace(state, requests=requests, kv=kv), batch, rows, hidden
 
 
@@ -99,7 +100,7 @@ def draw(
         requests=state.requests,
         mask=None if mask is None else mask.reshape(B * J, -1),
     )
-    drawn = sample(logits.reshape(-1, V), flat, state.sampling, **static)
+    drawn = sample(logits.reshape(-1, V), flat, state.tables, **static)
     real = _real(rows, J)
     return SamplerOutput(
         drawn.token_ids.reshape(B, J),

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.pytree import each, leaf, pytree, static
+from jaxrunner.pytree import by_name, each, leaf, pytree, static
 
 Array = jax.Array
 
@@ -56,8 +56,9 @@ class State:
     """All that lives on the device between steps. Donated to every step."""
 
     requests: Requests
-    sampling: tuple[Any, ...]  # a pytree of per-slot parameters for each rule
     kv: tuple[LayerCache, ...] = each("Y")
+    # Parameters of each slot, as a `SlotTable` declares them.
+    tables: dict[str, Any] = by_name(default_factory=dict)
 
 
 @pytree
@@ -109,6 +110,7 @@ class Inputs:
     token_ids: Array = leaf("T")
     positions: Array = leaf("T")
     rope_len: Array = leaf("T")  # sequence length that length-dependent rotary scaling sees
+    tables: dict[str, Any] = by_name(default_factory=dict)  # rows of the model's, [T, ...]
 
 
 @pytree

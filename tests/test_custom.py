@@ -174,5 +174,5 @@ def test_nan_may_be_ignored():
 
 def test_no_step_holds_a_table_of_slots_by_vocabulary():
     e = engine()
-    sizes = [x.shape for x in jax.tree.leaves((e.runner.state.sampling, e.runner.state.requests))]
+    sizes = [x.shape for x in jax.tree.leaves((e.runner.state.tables, e.runner.state.requests))]
     assert not [s for s in sizes if 61 in s]

@@ -107,8 +107,8 @@ def abstract_draw(B: int, J: int, size: int):
     """Returns `step.draw` traced on logits, [B, J, size], that no memory could hold."""
     dims = WIDE | dict(R=B, L=64, X=MAX_STOP_IDS, M=1, G=1, B=B, key=2)
     program = rules.program()
-    tables = tuple(pytree.abstract(rule.params, dims) for rule in program.rules)
-    state = State(pytree.abstract(Requests, dims), tables, ())
+    tables = {t.name: pytree.abstract(t.params, dims) for t in program.tables}
+    state = State(pytree.abstract(Requests, dims), (), tables)
     logits = jax.ShapeDtypeStruct((B, J, size), jnp.float32)
     mask = jax.ShapeDtypeStruct((B, J, -(-size // 32)), jnp.int32)
     draw = functools.partial(step.draw, program=program, size=SampleSize(B, True, 20))

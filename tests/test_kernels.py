@@ -59,16 +59,16 @@ def test_kernels_equal_their_oracles(case: Case):
 def plain_tokens(logits, words, positions, greedy, heat, floor, k, p):
     """Draws in plain JAX, which has an oracle of its own."""
     N = len(positions)
-    tables = [pytree.zeros(rule.params, WIDE | dict(R=N, key=2)) for rule in RULES]
+    tables = {r.name: pytree.zeros(r.params, WIDE | dict(R=N, key=2)) for r in RULES}
     values = {
         seed: dict(words=words, greedy=greedy), temperature: dict(value=heat),
         min_p: dict(log=floor), top_k_top_p: dict(k=k, p=p),
     }  # fmt: skip
     for rule, fields in values.items():
-        tables[RULES.index(rule)] = replace(tables[RULES.index(rule)], **fields)
+        tables[rule.name] = replace(tables[rule.name], **fields)
     batch = rules.batched(rules.requests(N), range(N), positions)
     draw = functools.partial(sample, program=rules.program(), size=SampleSize(N))
-    return jax.jit(draw)(logits.astype(jnp.float32), batch, tuple(tables)).token_ids
+    return jax.jit(draw)(logits.astype(jnp.float32), batch, tables).token_ids
 
 
 @pytest.mark.gpu

@@ -75,7 +75,7 @@ def test_what_is_planned_is_what_is_made(kv_cache_dtype, variant):
     program = build(llama, model, config, ()).program
     state = make_state(program)
     assert num_bytes(state.kv) == p.kv == sum(x.nbytes for x in jax.tree.leaves(state.kv))
-    assert num_bytes((state.requests, state.sampling)) == p.tables
+    assert num_bytes((state.requests, state.tables)) == p.tables
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2, some windows", "mistral"])

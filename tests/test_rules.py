@@ -1,5 +1,6 @@
 """Every rule against an oracle in float64 that looks at one token at a time, drafts included."""
 
+from dataclasses import replace
 import functools
 
 import jax.numpy as jnp
@@ -171,7 +172,7 @@ def test_penalties_count_drafts_and_forget_rejected_ones():  # 27
     assert int(num[0]) == 2
     next_row = Row(params, prompt=[5], outputs=[9, 5, 5, 7])
     state = rules.state_of([row])[0]  # the parameters, and what the device has behind the tokens
-    state = type(state)(after, state.sampling, ())
+    state = replace(state, requests=after)
     out = rows_out([next_row], np.zeros(V), state=state)[0][0]
     assert out[[5, 7, 9]].tolist() == [-2.0, -1.0, -1.0]
 

@@ -125,7 +125,7 @@ def test_noise_depends_on_seed_and_position_alone():  # 34, D11
 @functools.cache
 def drawer() -> Any:
     """Returns the draw of a step, compiled: tokens of rows by slots and positions."""
-    state = State(rules.requests(1000), rules.tables([SamplingParams()] * 1000), ())
+    state = State(rules.requests(1000), (), rules.tables([SamplingParams()] * 1000))
 
     def draw(logits, slot, position):
         ones = jnp.ones_like(slot)

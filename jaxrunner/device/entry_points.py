@@ -86,7 +86,7 @@ def prompt_logprobs(
     targets = jax.tree.map(lambda x: take(x, at), targets)
     logits = program.model.logits(program.config, params, take(hidden, targets.source))
     logits = logits.astype(jnp.float32)
-    logprobs = describe_prompt(logits, targets, state.requests, state.sampling, program, size)
+    logprobs = describe_prompt(logits, targets, state.requests, state.tables, program, size)
     return pack_on_device((targets.slot, targets.positions, logprobs))
 
 

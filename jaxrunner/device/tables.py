@@ -12,8 +12,8 @@ from jaxrunner.program import Program
 from jaxrunner.types import Admission, Array, Copies, State
 
 
-def admit(state: State, admission: Admission, rows: tuple[Any, ...]) -> State:
-    """Writes new requests, and `rows` of their sampling parameters, into their slots."""
+def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
+    """Writes new requests, and `rows` of all slot tables, into their slots."""
 
     def put(table: Array, values: Array) -> Array:
         # Lists are only as wide as this admission needs; their lengths are among the rest.
@@ -37,7 +37,7 @@ def admit(state: State, admission: Admission, rows: tuple[Any, ...]) -> State:
         blocks=put_blocks(old.blocks, admission.blocks),
         **changed,
     )
-    return replace(state, requests=requests, sampling=jax.tree.map(put, state.sampling, rows))
+    return replace(state, requests=requests, tables=jax.tree.map(put, state.tables, rows))
 
 
 def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:

@@ -58,7 +58,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
         part = Path(unfinished, "snapshot")
-        orbax_io.write(part / "tables", (state.requests, state.sampling))
+        orbax_io.write(part / "tables", (state.requests, state.tables))
         for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
             # One at a time: a copy of the whole cache may fit neither device nor host.
             values = jax.tree.map(partial(_read, np.array(blocks)), layer)
@@ -137,7 +137,7 @@ def _spec(engine: Engine, folder: Path, filled: list[list[int]]) -> Any:
     state = engine.runner.state
     for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
         orbax_io.check_like(folder / f"layer{i}", _blocks_of(layer, len(blocks)))
-    return orbax_io.abstract((state.requests, state.sampling))
+    return orbax_io.abstract((state.requests, state.tables))
 
 
 def _converted(convert: Callable, more: Any, live: Sequence[Request]) -> Any:
@@ -182,8 +182,8 @@ def _commit(engine: Engine, host: dict[str, Any], tables: tuple[Any, Any]) -> No
     """Gives an engine's objects what those of the saved one had."""
     for name, owner, attribute in list(_fields(engine)):
         setattr(owner, attribute, host[name])
-    requests, sampling = tables
-    engine.runner.state = replace(engine.runner.state, requests=requests, sampling=sampling)
+    requests, slots = tables
+    engine.runner.state = replace(engine.runner.state, requests=requests, tables=slots)
 
 
 def owners_of(engine: Engine) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _context(engine: Engine) -> dict[str, str]:
     functions = dict(layers=program.model.layers, logits=program.model.logits)
     told = dict(jaxrunner=__version__)
     told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
-    told |= {"rules": repr([(rule.params.__qualname__, rule.extra_args) for rule in program.rules])}
+    told |= {"tables": repr([(table.name, table.extra_args) for table in program.tables])}
     for config in (program.config, program.engine):
         told |= {name: repr(value) for name, value in vars(config).items()}
     params = engine.runner.params

@@ -12,6 +12,7 @@ from jaxrunner.program import Program
 from jaxrunner.rule import Rule
 from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.sampling import RULES
+from jaxrunner.slot_table import check_names
 
 
 class Built(NamedTuple):
@@ -34,6 +35,7 @@ def build(
 ) -> Built:
     """Chooses what computes an engine's steps. Of `params` the shapes and dtypes count."""
     choice = choose_ops(model_config, config)
+    check_names((*(rule.table for rule in rules), *model.tables))
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
     program = Program(model, model_config, config, choice.ops, rules, sample=sample)

@@ -228,13 +228,13 @@ class RequestTable:
             tokens=tokens,
             blocks=tuple(blocks),
         )
-        rows = [tuple(rule.row(r.params, r.seed) for rule in program.rules) for r in new]
+        rows = [{table.name: table.row(r) for table in program.tables} for r in new]
         spec, layout = self._admission_layout(size)
         return layout.pack((admission, _stack(rows, spec[1])))
 
 
 def _stack(rows: list[Any], spec: Any) -> Any:
-    """Stacks requests' rows of all rules, padded with zeros to `spec`."""
+    """Stacks requests' rows of all slot tables, padded with zeros to `spec`."""
     table = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), spec)
     values = zip(*map(jax.tree.leaves, rows), strict=True)  # of each column
     for column, of_requests in zip(jax.tree.leaves(table) if rows else (), values, strict=True):

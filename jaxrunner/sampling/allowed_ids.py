@@ -32,7 +32,7 @@ def apply(logits: Array, row: AllowedIds, context: Context) -> Array:
 
 
 allowed_ids = Rule(
-    AllowedIds, row, apply,
+    "allowed_ids", AllowedIds, row, apply,
     is_active=lambda row, context: row.count > 0,
     is_requested=lambda params: params.allowed_token_ids is not None,
 )  # fmt: skip

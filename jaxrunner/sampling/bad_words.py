@@ -43,7 +43,7 @@ def apply(logits: Array, row: BadWords, context: Context) -> Array:
 
 
 bad_words = Rule(
-    BadWords, row, apply,
+    "bad_words", BadWords, row, apply,
     is_active=lambda row, context: row.count > 0,
     is_requested=lambda params: bool(params.bad_words),
 )  # fmt: skip

@@ -67,6 +67,7 @@ def logits_fn(
         return host_value(ExtraArgs, values=np.array([given[n] for n in defaults], np.float32))
 
     return Rule(
+        "logits_fn",
         ExtraArgs,
         row,
         functools.partial(_apply, fn, tuple(defaults)),
@@ -114,7 +115,7 @@ def with_logits_fn(rules: tuple[Rule, ...], fn: Any) -> tuple[Rule, ...]:
     if fn is None:
         return rules
     rule = fn if isinstance(fn, Rule) else logits_fn(fn)
-    at = next(i for i, r in enumerate(rules) if r.params.__name__ == "Temperature")
+    at = next(i for i, r in enumerate(rules) if r.name == "temperature")
     return (*rules[:at], rule, *rules[at:])
 
 

@@ -26,5 +26,5 @@ def apply(logits: Array, row: NoParams, context: Context) -> Array:
 
 
 grammar = Rule(
-    NoParams, row, apply, is_active, lambda params: params.structured_outputs is not None
+    "grammar", NoParams, row, apply, is_active, lambda params: params.structured_outputs is not None
 )

@@ -36,7 +36,7 @@ def apply(logits: Array, row: LogitBias, context: Context) -> Array:
 
 
 logit_bias = Rule(
-    LogitBias, row, apply,
+    "logit_bias", LogitBias, row, apply,
     is_active=lambda row, context: row.count > 0,
     is_requested=lambda params: bool(params.logit_bias),
 )  # fmt: skip

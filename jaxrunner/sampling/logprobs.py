@@ -35,7 +35,7 @@ def row(params: SamplingParams, seed: int) -> LogprobIds:
 
 
 logprob_ids = Rule(
-    LogprobIds, row, lambda logits, row, context: logits,
+    "logprob_ids", LogprobIds, row, lambda logits, row, context: logits,
     is_requested=lambda params: params.logprob_token_ids is not None,
 )  # fmt: skip
 

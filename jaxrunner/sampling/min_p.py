@@ -26,4 +26,4 @@ def apply(logits: Array, row: MinP, context: Context) -> Array:
     return jnp.where(logits < logits.max() + row.log, -jnp.inf, logits)
 
 
-min_p = Rule(MinP, row, apply, truncates=True)
+min_p = Rule("min_p", MinP, row, apply, truncates=True)

@@ -25,4 +25,6 @@ def apply(logits: Array, row: NoParams, context: Context) -> Array:
     return jnp.where(is_active(row, context), banned, logits)
 
 
-min_tokens = Rule(NoParams, row, apply, is_active, lambda params: params.min_tokens > 0)
+min_tokens = Rule(
+    "min_tokens", NoParams, row, apply, is_active, lambda params: params.min_tokens > 0
+)

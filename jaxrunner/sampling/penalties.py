@@ -56,5 +56,7 @@ def apply(logits: Array, row: Penalties, context: Context) -> Array:
 
 
 penalties = Rule(
-    Penalties, row, apply, is_active=lambda row, context: row.on, is_requested=is_requested
-)
+    "penalties", Penalties, row, apply,
+    is_active=lambda row, context: row.on,
+    is_requested=is_requested,
+)  # fmt: skip

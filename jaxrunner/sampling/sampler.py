@@ -1,5 +1,6 @@
 """Runs all rules, draws tokens, and says how likely they were."""
 
+from collections.abc import Callable
 from dataclasses import replace
 import functools
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.program import Program, PromptLogprobsSize, SampleSize
-from jaxrunner.rule import Batched, NoParams, Rule, rows_of, run
+from jaxrunner.rule import Batched, NoParams, rows_of, run
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
 from jaxrunner.sampling.min_p import min_p
@@ -16,6 +17,8 @@ from jaxrunner.sampling.seed import TARGET, Seed, noise, seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Array, Logprobs, Requests, Targets
+
+Tables = dict[str, Any]  # `State.tables`
 
 
 class SamplerOutput(NamedTuple):
@@ -28,7 +31,7 @@ class SamplerOutput(NamedTuple):
 
 
 def sample(
-    logits: Array, batch: Batched, tables: tuple[Any, ...], *, program: Program, size: SampleSize
+    logits: Array, batch: Batched, tables: Tables, *, program: Program, size: SampleSize
 ) -> SamplerOutput:
     """Samples a token for each row of logits, [N, V].
 
@@ -36,14 +39,14 @@ def sample(
     request gets the same tokens in any batch.
     """
     if program.sample is not None and not size.all_rules:
-        return _usual(program.sample, program.rules, logits, batch, tables)
+        return _usual(program.sample, logits, batch, tables)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, all_rules=size.all_rules)
-    scores = processed.logits + _noise(tables[0], batch, logits.shape[1])
+    scores = processed.logits + _noise(tables[seed.name], batch, logits.shape[1])
     token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     logprobs: tuple[Logprobs, ...] = ()
     if size.num_logprobs:
-        named = rows_of(tables[program.rules.index(logprob_ids)], batch.slot)
+        named = rows_of(tables[logprob_ids.name], batch.slot)
         mode, num = program.engine.logprobs_mode, size.num_logprobs
         logprobs = (describe(logits, processed, token_ids, named, mode=mode, num_logprobs=num),)
     # A logits function may give NaN too, and a low temperature infinity.
@@ -64,10 +67,12 @@ def _noise(table: Seed, batch: Batched, vocab_size: int) -> Array:
     return jax.lax.cond(greedy.all(), lambda: jnp.zeros((greedy.size, vocab_size)), draw)
 
 
-def _usual(kernel, rules: tuple[Rule, ...], logits: Array, batch: Batched, tables) -> SamplerOutput:
+def _usual(
+    kernel: Callable[..., Any], logits: Array, batch: Batched, tables: Tables
+) -> SamplerOutput:
     """Draws by the rules that every request has, in a kernel."""
     usual = (seed, temperature, min_p, top_k_top_p)
-    seeds, heat, floor, cut = (rows_of(tables[rules.index(rule)], batch.slot) for rule in usual)
+    seeds, heat, floor, cut = (rows_of(tables[rule.name], batch.slot) for rule in usual)
     drawn = kernel(
         logits, seeds.words, batch.position, seeds.greedy, heat.value, floor.log, cut.k, cut.p
     )
@@ -77,15 +82,15 @@ def _usual(kernel, rules: tuple[Rule, ...], logits: Array, batch: Batched, table
 
 
 def process(
-    logits: Array, batch: Batched, tables: tuple[Any, ...], *, program: Program, all_rules: bool
+    logits: Array, batch: Batched, tables: Tables, *, program: Program, all_rules: bool
 ) -> Processed:
     """Runs the rules on logits, [N, V]: all of them where `all_rules`, else those of every draw."""
     out, before = logits, None
-    for rule, table in zip(program.rules, tables, strict=True):
+    for rule in program.rules:
         if rule.truncates and before is None:
             before = out
         if all_rules or rule.is_requested is None:
-            out = run(rule, out, table, batch)
+            out = run(rule, out, tables[rule.name], batch)
     before = out if before is None else before
     best = out.max(-1)  # truncation keeps the likeliest
     no_choice = best == -jnp.inf
@@ -104,7 +109,7 @@ def describe_prompt(
     logits: Array,
     targets: Targets,
     requests: Requests,
-    tables,
+    tables: Tables,
     program: Program,
     size: PromptLogprobsSize,
 ) -> Logprobs:
@@ -115,7 +120,7 @@ def describe_prompt(
     if mode.startswith("processed"):
         batch = Batched(targets.slot, targets.positions, requests, None)
         processed = process(logits, batch, tables, program=program, all_rules=True)
-    named = rows_of(tables[program.rules.index(logprob_ids)], targets.slot)
+    named = rows_of(tables[logprob_ids.name], targets.slot)
     likeliest = replace(named, count=jnp.zeros_like(named.count))  # custom ids are of outputs
     num = size.num_logprobs
     return describe(logits, processed, targets.token_ids, likeliest, mode=mode, num_logprobs=num)

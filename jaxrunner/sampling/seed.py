@@ -37,4 +37,4 @@ def noise(words: Array, position: Array, *, stream: int, shape: tuple[int, ...])
     return gumbel(jax.random.fold_in(key, stream), math.prod(shape)).reshape(shape)
 
 
-seed = Rule(Seed, row, lambda logits, row, context: logits)
+seed = Rule("seed", Seed, row, lambda logits, row, context: logits)

@@ -43,4 +43,4 @@ def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     return jnp.where(kept, logits, -jnp.inf)
 
 
-top_k_top_p = Rule(TopKTopP, row, apply, is_active, truncates=True)
+top_k_top_p = Rule("top_k_top_p", TopKTopP, row, apply, is_active, truncates=True)

@@ -146,7 +146,7 @@ class SizeCosts:
         return MemoryPlan(
             requested=requested,
             weights=num_bytes(self.params),
-            tables=num_bytes((state.requests, state.sampling)),
+            tables=num_bytes((state.requests, state.tables)),
             kv=num_blocks * self.block,
             program=self.need.program,
             reserve=reserve,

@@ -59,7 +59,7 @@ def program(mode: str = "raw_logprobs", rules=RULES, **changes) -> Program:
     return Program(llama, tiny.config(), engine, paged, rules)
 
 
-def tables(params, seeds=None, rules=RULES) -> tuple[Any, ...]:
+def tables(params, seeds=None, rules=RULES) -> dict[str, Any]:
     """Returns the rules' tables for one request a row."""
     seeds = range(len(params)) if seeds is None else seeds
 
@@ -67,7 +67,7 @@ def tables(params, seeds=None, rules=RULES) -> tuple[Any, ...]:
         rows = [rule.row(p, s) for p, s in zip(params, seeds, strict=True)]
         return jax.tree.map(_stack, _shapes(rule.params, len(rows)), *rows)
 
-    return tuple(table(rule) for rule in rules)
+    return {rule.name: table(rule) for rule in rules}
 
 
 @functools.cache
@@ -192,7 +192,7 @@ def state_of(
         next_pos=jnp.where(real, total[slot], 0),
         num_drafts=jnp.where(real, due - 1, 0),
     )
-    return State(table, tables([row.params for row in filled], seeds), ()), step_rows
+    return State(table, (), tables([row.params for row in filled], seeds)), step_rows
 
 
 def run(function: Callable, rows: Sequence[Row], logits, *, state=None, J: int = 3, size=SIZE):
@@ -208,7 +208,7 @@ def run(function: Callable, rows: Sequence[Row], logits, *, state=None, J: int =
                     masks_of(rows, J, V, size).reshape(size * J, -1))  # fmt: skip
     full = np.zeros((size, J, V), np.float32)
     full[: len(rows)] = logits
-    out = jax.tree.map(np.asarray, function(full.reshape(-1, V), batch, state.sampling))
+    out = jax.tree.map(np.asarray, function(full.reshape(-1, V), batch, state.tables))
     return [
         jax.tree.map(lambda x, i=i, n=row.num_due: x[i * J : i * J + n], out)
         for i, row in enumerate(rows)

@@ -1,0 +1,37 @@
+"""A table on the device with a row of parameters for each request slot.
+
+Whatever a request brings along that programs read is one: a sampling rule's parameters, the id of
+an adapter, where its images lie. The state holds tables by name; a request's row is written when it
+is admitted.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+
+class SlotTable(NamedTuple):
+    """What the rows of a table are, and how a request's row is made on the host."""
+
+    name: str  # in `State.tables`
+    params: type  # a pytree with one row a slot, R; zeros where there is no request
+    # (request, a `scheduling.request.NewRequest`) -> its row, numpy arrays and scalars. Lists may
+    # be shorter than their axis.
+    row: Callable[[Any], Any]
+    extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
+    dims: tuple[tuple[str, int], ...] = ()  # sizes of axes of its own, by their letters
+
+
+def check_names(tables: Iterable[SlotTable]) -> None:
+    """Checks that tables can be told apart.
+
+    Raises:
+      ValueError: two have one name.
+    """
+    seen: set[str] = set()
+    for table in tables:
+        if table.name in seen:
+            raise ValueError(
+                f"two slot tables or sampling rules are called {table.name!r}: give each its own "
+                "name"
+            )
+        seen.add(table.name)
