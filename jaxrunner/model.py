@@ -1,13 +1,16 @@
 """What a model family is to the rest: its weights, three pure functions, and how to read it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.linear import Weights
+from jaxrunner.operation import Note, unnoted
 from jaxrunner.slot_table import SlotTable
-from jaxrunner.types import Array, Inputs, LayerCache
+from jaxrunner.types import Array, Batch, Inputs, LayerCache
 
 
 class AttentionSpec(NamedTuple):
@@ -28,26 +31,40 @@ class RopeAndNorm(NamedTuple):
     eps: float
 
 
-class Ops(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Ops:
     """The operations of a layer that kernels may run. `ops.backends` makes them for a batch.
 
-    attend: (qkv [T, K, P, D], heads, cache, spec) -> (out [T, H, D], cache). Stores keys and
-        values where serving does, then attends; a trainer has no cache.
-    linear: (x [T, E], weight [..., E], bias [...] or None) -> [T, ...].
-    project: (x [T, ...], weight [E, ...], bias [E] or None) -> the residual that `add_norm` takes.
-    mlp: (x [T, E], gate_up [2, F, E], its bias [2, F] or None, down [E, F], its bias [E] or None)
-        -> the residual that a gated MLP adds, as `project` returns it.
+    attend: (q [T, H, D], k [T, K, D], v [T, K, D], cache, spec) -> (out [T, H, D], cache). Stores
+        keys and values where serving does, then attends; a trainer has no cache.
+    rotate_attend: (qkv [T, K, P, D], heads, cache, spec) -> as `attend`, of packed projections
+        that are to be normed and rotated first; `split_heads` and `attend`, in fewer launches.
+    linear: (x [T, *inputs], w) -> [T, *outputs].
+    project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
+    mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
+        `project` returns it.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
         is [T, E], or parts of it, [parts, T, E] in float32.
     """
 
     attend: Callable[
+        [Array, Array, Array, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
+    ]
+    rotate_attend: Callable[
         [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
-    linear: Callable[[Array, Array, Array | None], Array]
-    project: Callable[[Array, Array, Array | None], Array]
-    mlp: Callable[[Array, Array, Array | None, Array, Array | None], Array]
+    linear: Callable[[Array, Weights], Array]
+    project: Callable[[Array, Weights], Array]
+    mlp: Callable[[Array, Weights, Weights], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
+
+
+class MakeOps(Protocol):
+    """Makes the operations of a batch."""
+
+    def __call__(self, batch: Batch, *, note: Note = unnoted) -> Ops:
+        """Returns them; `note` is told which implementation each runs."""
+        ...
 
 
 class Source(NamedTuple):

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.model import Model, Ops
+from jaxrunner.model import MakeOps, Model
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import (
     Admission,
-    Batch,
     Copies,
     LayerCache,
     Logprobs,
@@ -38,7 +37,7 @@ class Program(NamedTuple):
     model: Model
     config: ModelConfig
     engine: EngineConfig
-    ops: Callable[[Batch], Ops]  # what layers run on a batch
+    ops: MakeOps  # what layers run on a batch
     rules: tuple[Rule, ...] = ()
     num_drafts: int = 0
     sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX

@@ -32,6 +32,15 @@ def each(axis: str) -> Any:
     return dataclasses.field(metadata=dict(each=axis))
 
 
+def nested(*, when: str = "", **given: str | int) -> Any:
+    """Declares a pytree whose class leaves axes or flags open: `nested(outputs="K P D", bias="b")`.
+
+    given: what each of its axes and flags is called here, where a flag that is not named is off;
+    or numbers, its static fields. With `when`, the field is None unless that flag is true.
+    """
+    return dataclasses.field(metadata=dict(given=given, when=when))
+
+
 def by_name(*, default_factory: Callable[[], dict[str, Any]]) -> Any:
     """Declares a dict field: pytrees by their names."""
     return dataclasses.field(default_factory=default_factory, metadata=dict(by_name=True))
@@ -42,7 +51,7 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata=dict(static=True), **kwargs)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(leaf, each, by_name, static))
+@dataclass_transform(frozen_default=True, field_specifiers=(leaf, each, nested, by_name, static))
 def pytree(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen dataclass and registers it with JAX."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
@@ -58,24 +67,36 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def build(make: Callable[..., Any], cls: Any, dims: Dims) -> Any:
-    """Builds a `cls` by calling `make(axes, shape, dtype)` for each array field."""
+def build(
+    make: Callable[..., Any], cls: Any, dims: Dims, given: Mapping[str, Any] | None = None
+) -> Any:
+    """Builds a `cls` by calling `make(axes, shape, dtype)` for each array field.
+
+    given: what is left open in `cls`, as `nested` has it. `dims["kinds"]`, where it is there, maps
+    classes to those that are built in their place.
+    """
+    names = given or {}
+    cls = dims.get("kinds", {}).get(cls, cls)
+
+    def is_on(flag: str) -> bool:
+        return dims[names.get(flag, flag)] if given is None or flag in names else False
 
     def value(field: dataclasses.Field) -> Any:
         meta, hint = field.metadata, _hints(cls)[field.name]
         if meta.get("static"):
-            return dims[field.name]
+            return dims[field.name] if given is None else names.get(field.name, field.default)
         if meta.get("by_name"):
             return {}
-        if meta.get("when") and not dims[meta["when"]]:
+        if meta.get("when") and not is_on(meta["when"]):
             return None
         if "axes" not in meta:
-            element = typing.get_args(hint)[0] if "each" in meta else hint
-            one = functools.partial(build, make, element, dims)
+            element = typing.get_args(hint)[0] if "each" in meta or meta.get("when") else hint
+            one = functools.partial(build, make, element, dims, meta.get("given"))
         else:
-            shape = tuple(dims[a] for a in meta["axes"])
+            axes = tuple(" ".join(names.get(axis, axis) for axis in meta["axes"]).split())
+            shape = tuple(dims[axis] for axis in axes)
             dtype = dims[meta["dtype"]] if isinstance(meta["dtype"], str) else meta["dtype"]
-            one = functools.partial(make, meta["axes"], shape, jnp.dtype(dtype))
+            one = functools.partial(make, axes, shape, jnp.dtype(dtype))
         count = meta.get("each")
         return tuple(one() for _ in range(dims[count])) if count else one()
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
-from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm
+from jaxrunner.model import AttentionSpec, Model, Ops
 from jaxrunner.models.rope import rotation
 from jaxrunner.ops.backends import dense
+from jaxrunner.ops.plain import rotate as rotate_heads
 from jaxrunner.types import Array, Inputs, LayerCache
 
 Weights = TypeVar("Weights")
@@ -74,9 +75,10 @@ class Attend:
             )
         window = c.windows[layer]
         spec = AttentionSpec(c.groups.index(window), window, D**-0.5)
-        packed = [q.reshape(T, K, H // K, D), k[:, :, None], v[:, :, None]]
-        heads = _heads(c, self.inputs, rotate=rotate)
-        out, cache = self.ops.attend(jnp.concatenate(packed, 2), heads, self.kv[layer], spec)
+        if rotate:
+            turn = rotation(c.rope, self.inputs)
+            q, k = rotate_heads(q, *turn), rotate_heads(k, *turn)
+        out, cache = self.ops.attend(q, k, v, self.kv[layer], spec)
         self.caches.append(cache)
         return out
 
@@ -150,7 +152,8 @@ def uncached(config: ModelConfig, positions: Array, *, batch_size: int = 1) -> A
 
 
 def to_nnx_state(params: Any) -> nnx.State:
-    """Returns params as `nnx.Param`s, each at its own path: state["layers"][0]["qkv"].
+    """Returns params as `nnx.Param`s, each at its own path:
+    state["layers"][0]["qkv"]["weight"].
 
     A module whose attributes have these names, its layers an `nnx.List`, takes them by
     `nnx.update`. Nothing is copied; weights that a model does not have are absent.
@@ -240,14 +243,6 @@ def _logits(call: Callable, config: ModelConfig, params: Any, hidden: Array) -> 
     shape = (*hidden.shape[:-1], config.vocab_size)
     _expect("logits", scores, shape, "return scores of the whole vocabulary, or correct vocab_size")
     return scores.astype(hidden.dtype)
-
-
-def _heads(config: ModelConfig, inputs: Inputs, *, rotate: bool) -> RopeAndNorm:
-    """Returns what turns queries and keys: by their positions, or by nothing."""
-    if rotate:
-        return RopeAndNorm(*rotation(config.rope, inputs), None, None, config.rms_norm_eps)
-    shape = inputs.positions.shape[0], 1, config.head_dim // 2
-    return RopeAndNorm(jnp.ones(shape), jnp.zeros(shape), None, None, config.rms_norm_eps)
 
 
 def _no_checkpoint(*_: Any) -> NoReturn:

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
 from jaxrunner.hf_config import Settings
+from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm, Source
 from jaxrunner.models.rope import read_rope, rotation
-from jaxrunner.ops.plain import linear
-from jaxrunner.pytree import each, host_value, leaf, pytree
+from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
 
@@ -25,17 +25,13 @@ class Layer:
     """Weights of one layer. A KV head's query heads, key and value are packed along P."""
 
     attn_norm: Array = leaf("E", "param")
-    qkv: Array = leaf("K P D E", "param")
-    qkv_bias: Array | None = leaf("K P D", "param", when="qkv_bias")
+    qkv: Linear = nested(outputs="K P D", inputs="E", bias="qkv_bias")
     q_norm: Array | None = leaf("D", "param", when="qk_norm")
     k_norm: Array | None = leaf("D", "param", when="qk_norm")
-    o: Array = leaf("E H D", "param")
-    o_bias: Array | None = leaf("E", "param", when="o_bias")
+    o: Linear = nested(outputs="E", inputs="H D", num_in=2, bias="o_bias")
     mlp_norm: Array = leaf("E", "param")
-    gate_up: Array = leaf("gate_up F E", "param")
-    gate_up_bias: Array | None = leaf("gate_up F", "param", when="mlp_bias")
-    down: Array = leaf("E F", "param")
-    down_bias: Array | None = leaf("E", "param", when="mlp_bias")
+    gate_up: Linear = nested(outputs="gate_up F", inputs="E", bias="mlp_bias")
+    down: Linear = nested(outputs="E", inputs="F", bias="mlp_bias")
 
 
 @pytree
@@ -44,7 +40,7 @@ class Params:
 
     embed: Array = leaf("V E", "param")
     norm: Array = leaf("E", "param")
-    head: Array | None = leaf("V E", "param", when="untied")
+    head: Linear | None = nested(outputs="V", inputs="E", when="untied")
     layers: tuple[Layer, ...] = each("Y")
 
 
@@ -99,17 +95,17 @@ def layers(
 
 def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
     """Scores every token of the vocabulary: hidden [..., E] -> [..., V], in its dtype."""
-    return linear(hidden, params.embed if params.head is None else params.head)
+    head = Linear(params.embed, None) if params.head is None else params.head
+    return head.product(hidden)
 
 
 def _layer(config: ModelConfig, ops: Ops, x, h, w: Layer, norm: Array, cache, turn, *, spec):
     """Runs a layer on h, the norm of x. Returns the next x, its norm, and the cache."""
     eps, (cos, sin) = config.rms_norm_eps, turn
     heads = RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps)
-    out, cache = ops.attend(ops.linear(h, w.qkv, w.qkv_bias), heads, cache, spec)
-    x, h = ops.add_norm(x, ops.project(out, w.o, w.o_bias), w.mlp_norm, eps)
-    mlp = ops.mlp(h, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
-    return *ops.add_norm(x, mlp, norm, eps), cache
+    out, cache = ops.rotate_attend(ops.linear(h, w.qkv), heads, cache, spec)
+    x, h = ops.add_norm(x, ops.project(out, w.o), w.mlp_norm, eps)
+    return *ops.add_norm(x, ops.mlp(h, w.gate_up, w.down), norm, eps), cache
 
 
 def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:
@@ -170,7 +166,7 @@ def sources(config: ModelConfig) -> Params:
         Params,
         embed=_whole("model.embed_tokens.weight", V, E),
         norm=_whole("model.norm.weight", E),
-        head=None if c.tie_word_embeddings else _whole("lm_head.weight", V, E),
+        head=None if c.tie_word_embeddings else _linear(_whole("lm_head.weight", V, E)),
         layers=layers,
     )
 
@@ -197,18 +193,28 @@ def _layer_sources(c: ModelConfig, prefix: str) -> Layer:
     return host_value(
         Layer,
         attn_norm=one(True, "input_layernorm.weight", E),
-        qkv=packed(True, "weight", attn, heads, E),
-        qkv_bias=packed(c.qkv_bias, "bias", attn, heads),
+        qkv=_linear(
+            packed(True, "weight", attn, heads, E), packed(c.qkv_bias, "bias", attn, heads)
+        ),
         q_norm=one(c.qk_norm, "self_attn.q_norm.weight", D),
         k_norm=one(c.qk_norm, "self_attn.k_norm.weight", D),
-        o=one(True, "self_attn.o_proj.weight", E, H * D, held=(E, H, D)),
-        o_bias=one(c.o_bias, "self_attn.o_proj.bias", E),
+        o=_linear(
+            one(True, "self_attn.o_proj.weight", E, H * D, held=(E, H, D)),
+            one(c.o_bias, "self_attn.o_proj.bias", E),
+            num_in=2,
+        ),
         mlp_norm=one(True, "post_attention_layernorm.weight", E),
-        gate_up=packed(True, "weight", mlp, np.stack, E),
-        gate_up_bias=packed(c.mlp_bias, "bias", mlp, np.stack),
-        down=one(True, "mlp.down_proj.weight", E, F),
-        down_bias=one(c.mlp_bias, "mlp.down_proj.bias", E),
+        gate_up=_linear(
+            packed(True, "weight", mlp, np.stack, E), packed(c.mlp_bias, "bias", mlp, np.stack)
+        ),
+        down=_linear(
+            one(True, "mlp.down_proj.weight", E, F), one(c.mlp_bias, "mlp.down_proj.bias", E)
+        ),
     )
+
+
+def _linear(weight: Source | None, bias: Source | None = None, *, num_in: int = 1) -> Linear:
+    return host_value(Linear, weight=weight, bias=bias, num_in=num_in)
 
 
 def _whole(name: str, *shape: int, held: tuple[int, ...] = ()) -> Source:

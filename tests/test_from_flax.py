@@ -5,7 +5,7 @@ from functools import cache, partial
 import re
 from typing import Any
 
-from flax import linen, nnx
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,120 +16,22 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.loading import weights
 from jaxrunner.model import Model
-from jaxrunner.models.from_flax import from_linen, from_nnx, from_nnx_state, to_nnx_state, uncached
+from jaxrunner.models.from_flax import from_nnx, from_nnx_state, to_nnx_state, uncached
 from jaxrunner.models.llama import Params, llama
-from jaxrunner.models.rope import rotation
-from jaxrunner.ops.plain import linear, rms_norm, rotate, swiglu
 from jaxrunner.runner.program_cache import is_ours
 from jaxrunner.scheduling.request import Request
-from jaxrunner.types import Inputs
 from tests.support import tiny
+from tests.support.flax_decoders import (
+    CONFIG,
+    E,
+    NnxDecoder,
+    linen_model,
+    nnx_model,
+    split_nnx,
+)
 
-# A window for one layer alone: two cache groups, so that a mix-up of layers shows.
-CONFIG = replace(tiny.config(), windows=(5, None))
-H, K, D, E, F, V = 6, 2, 8, 20, 28, 61
-HEADS, EPS, dense = dict(q=H, k=K, v=K), CONFIG.rms_norm_eps, partial(linen.Dense, use_bias=False)
 LONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 PROMPTS = [[*LONG[:12], 9, 7, 9], [9, 2, 6], [60], LONG]
-
-
-def zeros(*shape: int) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape))
-
-
-class NnxLayer(nnx.Module):
-    """A layer of our names, whose queries and keys `attend` turns."""
-
-    def __init__(self):
-        self.attn_norm, self.mlp_norm = zeros(E), zeros(E)
-        self.qkv, self.o = zeros(K, H // K + 2, D, E), zeros(E, H, D)
-        self.gate_up, self.down = zeros(2, F, E), zeros(E, F)
-
-    def __call__(self, x, attend):
-        qkv = linear(rms_norm(x, self.attn_norm[...], EPS), self.qkv[...])
-        out = attend(qkv[:, :, :-2].reshape(-1, H, D), qkv[:, :, -2], qkv[:, :, -1], rotate=True)
-        x = x + linear(out, self.o[...], axes=2)
-        units = swiglu(rms_norm(x, self.mlp_norm[...], EPS), self.gate_up[...])
-        return x + linear(units, self.down[...])
-
-
-class NnxDecoder(nnx.Module):
-    """Our decoder as a flax user may write it. Has random state too, which serving leaves alone."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed, self.norm, self.head = zeros(V, E), zeros(E), zeros(V, E)
-        self.layers = nnx.List([NnxLayer() for _ in range(2)])
-        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
-
-    def __call__(self, token_ids, positions, attend):
-        x = self.embed[...][token_ids]
-        for layer in self.layers:
-            x = self.dropout(layer(x, attend))
-        return rms_norm(x, self.norm[...], EPS)
-
-    def logits(self, hidden):
-        return linear(hidden, self.head[...])
-
-
-class LinenLayer(linen.Module):
-    """A layer of flax's own parts, with rotary positions of its own."""
-
-    @linen.compact
-    def __call__(self, x, turn, attend):
-        h = linen.RMSNorm(name="attn_norm")(x)
-        q, k, v = (dense(n * D, name=name)(h).reshape(-1, n, D) for name, n in HEADS.items())
-        out = attend(rotate(q, *turn), rotate(k, *turn), v)
-        x = x + dense(E, name="o")(out.reshape(-1, H * D))
-        h = linen.RMSNorm(name="mlp_norm")(x)
-        units = linen.silu(dense(F, name="gate")(h)) * dense(F, name="up")(h)
-        return x + dense(E, name="down")(units)
-
-
-class LinenDecoder(linen.Module):
-    """A decoder of flax's own parts."""
-
-    def setup(self):
-        self.embed, self.norm, self.head = linen.Embed(V, E), linen.RMSNorm(), dense(V)
-        self.layers = [LinenLayer() for _ in range(2)]
-
-    def __call__(self, token_ids, positions, attend):
-        x = self.embed(token_ids)
-        turn = rotation(CONFIG.rope, Inputs(token_ids, positions, positions))
-        for layer in self.layers:
-            x = layer(x, turn, attend)
-        return self.norm(x)
-
-    def logits(self, hidden):
-        return self.head(hidden)
-
-
-@cache
-def split_nnx():
-    """Returns an nnx decoder of tiny's weights, split."""
-    decoder = NnxDecoder(nnx.Rngs(0))
-    nnx.update(decoder, to_nnx_state(tiny.random_params(CONFIG)))
-    return nnx.split(decoder)
-
-
-def linen_model():
-    """Returns a linen decoder of tiny's weights, under flax's names and in flax's layout."""
-    ours = tiny.random_params(CONFIG)
-    assert ours.head is not None
-    named = dict(embed={"embedding": ours.embed}, head={"kernel": ours.head.T})
-    named["norm"] = {"scale": ours.norm}
-    for i, w in enumerate(ours.layers):
-        q, k, v = w.qkv[:, :-2], w.qkv[:, -2], w.qkv[:, -1]
-        rows = dict(q=q, k=k, v=v, o=w.o, gate=w.gate_up[0], up=w.gate_up[1], down=w.down)
-        inputs = dict.fromkeys(rows, E) | dict(o=H * D, down=F)
-        layer = {name: {"kernel": rows[name].reshape(-1, inputs[name]).T} for name in rows}
-        norms = dict(attn_norm={"scale": w.attn_norm}, mlp_norm={"scale": w.mlp_norm})
-        named[f"layers_{i}"] = layer | norms
-    return from_linen(LinenDecoder(), {"params": named}, CONFIG), {"params": named}
-
-
-def nnx_model():
-    graphdef, state = split_nnx()
-    return from_nnx(graphdef, state, CONFIG), state
 
 
 def finished(served: tuple[Model, Any], sampling: SamplingParams, **changes) -> list[Request]:
@@ -278,7 +180,7 @@ def test_params_cross_over_to_an_nnx_state_and_back_bit_for_bit(changes, dtype):
     assert jax.tree.structure(back) == jax.tree.structure(params)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
         assert (got.dtype, np.asarray(got).tobytes()) == (want.dtype, np.asarray(want).tobytes())
-    assert state["layers"][1]["qkv"][...] is params.layers[1].qkv
+    assert state["layers"][1]["qkv"]["weight"][...] is params.layers[1].qkv.weight
 
 
 def test_a_module_with_our_names_gives_our_params_back():

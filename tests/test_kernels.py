@@ -15,9 +15,9 @@ from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
 from jaxrunner.kernels_pallas.decode_attention import TuningConfig, plan
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.sampler import sample_tokens
-from jaxrunner.model import AttentionSpec
+from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.ops import backends
-from jaxrunner.ops.plain import add_rms_norm
+from jaxrunner.ops.plain import add_rms_norm, split_heads
 from jaxrunner.program import WIDE, SampleSize
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.gumbel import MAX_USUAL
@@ -134,11 +134,11 @@ def test_layers_of_mixed_batches_equal_plain_jax():
     batch, cache = batch_of(128, starts, lens, blocks, k.shape), LayerCache(k, v, None, None)
     qkv = jnp.asarray(rng.standard_normal((128, 2, 6, 128)), jnp.bfloat16)
     angle = jnp.asarray(rng.uniform(0, 6, (128, 1, 64)), jnp.float32)
-    heads = backends.RopeAndNorm(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
+    heads = RopeAndNorm(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
     spec = AttentionSpec(0, None, 128**-0.5)
 
     def run(make):
-        attend = jax.jit(lambda qkv, cache: make(batch).attend(qkv, heads, cache, spec))
+        attend = jax.jit(lambda qkv, cache: make(batch).rotate_attend(qkv, heads, cache, spec))
         return attend(qkv, cache)
 
     (got, after), (want, expected) = run(backends.fused), run(backends.paged)
@@ -157,9 +157,7 @@ def plain_jax(case: Case, *args):
     if case.kernel == "rope_write":
         qkv, cos, sin, k, v, at, *norms = args
         q_norm, k_norm = norms or (None, None)
-        q, new_k, new_v = backends.split_heads(
-            qkv, backends.RopeAndNorm(cos, sin, q_norm, k_norm, 1e-6)
-        )
+        q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, 1e-6))
         batch = batch_of(1, [0, 0], [0], jnp.zeros((1, 1), jnp.int32), k.shape)
         cache = LayerCache(k, v, None, None)
         cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)

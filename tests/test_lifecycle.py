@@ -187,7 +187,7 @@ def told(llm: LLM) -> list[list[int]]:
 def test_weights_come_from_a_checkpoint_and_in_parts(llm: LLM, tmp_path: Path):
     first, program, old = told(llm), llm.engine.runner.program, llm.params
     double = jax.tree.map_with_path(
-        lambda at, x: x * 3 if jax.tree_util.keystr(at) == ".layers[0].qkv" else x, old
+        lambda at, x: x * 3 if jax.tree_util.keystr(at) == ".layers[0].qkv.weight" else x, old
     )
     config = read_json(embedded.PATH / "config.json")
     save_checkpoint(tmp_path, program.model, program.config, double, config)
@@ -198,8 +198,9 @@ def test_weights_come_from_a_checkpoint_and_in_parts(llm: LLM, tmp_path: Path):
     llm.update_params(old)
     assert told(llm) == first
     names = [Q.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
-    source = program.model.sources(program.config).layers[0].qkv
-    parts = dict(zip(source.names, source.split(np.asarray(double.layers[0].qkv)), strict=True))
+    source = program.model.sources(program.config).layers[0].qkv.weight
+    joined = np.asarray(double.layers[0].qkv.weight)
+    parts = dict(zip(source.names, source.split(joined), strict=True))
     llm.start_weight_update()
     for name in names:
         llm.update_weights([(name, parts[name])])

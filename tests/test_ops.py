@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxrunner import pytree
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
 from jaxrunner.kernels_pallas import (
     add_norm,
     decode_attention,
@@ -18,12 +21,17 @@ from jaxrunner.kernels_pallas import (
     rope_write,
     sampler,
 )
+from jaxrunner.linear import Linear
+from jaxrunner.models.llama import llama
+from jaxrunner.operation import Operation, run_first, unnoted
 from jaxrunner.ops import backends
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
 from tests.support import tiny
 from tests.support.lowering import cuda, lowers
 
 
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+def shape(*sizes: int, dtype="bfloat16") -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
@@ -125,11 +133,11 @@ def test_products_run_where_they_are_ahead():
         return " ".join(re.findall(r"kernel_name='(\w+)'", str(traced.jaxpr)))
 
     def linear(T: int, E: int, *out: int) -> str:
-        return kernels(fused.linear, shape(T, E), shape(*out, E))
+        return kernels(fused.linear, shape(T, E), Linear(shape(*out, E), None))
 
     def mlp(T: int, E: int, F: int, bias=None, cores: int = 132) -> str:
-        args = shape(T, E), shape(2, F, E), bias, shape(E, F), None
-        return kernels(fused.mlp, *args, cores=cores)
+        gate_up, down = Linear(shape(2, F, E), bias), Linear(shape(E, F), None)
+        return kernels(fused.mlp, shape(T, E), gate_up, down, cores=cores)
 
     large = [linear(T, 4096, 8, 6, 128) for T in (8, 64, 128, 256)]
     assert large == ["", "matmul", "matmul", ""] and not linear(64, 1024, 8, 4, 128)
@@ -141,6 +149,33 @@ def test_products_run_where_they_are_ahead():
     # Blocks of which some wait outside of a smaller chip would never meet.
     for cores, kernel in ((128, "gated_mlp"), (114, "swiglu")):
         assert mlp(64, 4096, 14336, cores=cores) == kernel
+
+
+@lowers
+def test_a_program_tells_what_runs_each_operation_and_why():
+    """By bucket: decode, mixed, and rows of several tokens, which no kernel serves yet."""
+    sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, head_dim=128)
+    config = tiny.config(**sizes, num_key_value_heads=8)
+    engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    params = pytree.abstract(llama.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+    program = Program(llama, config, engine, backends.fused, RULES)
+
+    def told(bucket: Bucket, make: Any = backends.fused) -> dict[str, str]:
+        with cuda():
+            found = operations(program._replace(ops=make), params, Key("step", bucket))
+        for one in found:
+            assert all(one.refused.values())
+        return {one.operation: one.name for one in found}
+
+    decode = told(Bucket(64, 64, 1))
+    assert decode == dict(
+        add_norm="add_rms_norm", linear="matmul", attention="decode_attention",
+        mlp="gated_mlp", project="plain JAX in parts",
+    ) | {"rotate and write": "rope_write"}  # fmt: skip
+    mixed = told(Bucket(512, 5))
+    assert (mixed["attention"], mixed["linear"]) == ("prefill_attention", "plain JAX")
+    assert told(Bucket(10, 5, 2))["attention"] == "plain JAX"
+    assert set(told(Bucket(64, 64, 1), backends.paged).values()) == {"plain JAX"}
 
 
 def test_engines_choose_in_the_open():
@@ -155,3 +190,9 @@ def test_engines_choose_in_the_open():
         assert choice.name == "reference" and "wants a Hopper GPU" in choice.reason
         with pytest.raises(ValueError, match="attention_backend='mosaic_gpu' wants a Hopper GPU"):
             backends.choose_ops(config, replace(engine, attention_backend="mosaic_gpu"))
+
+
+def test_an_operation_that_nothing_serves_says_what_each_said():
+    refusing = Operation("fast", lambda x: x, lambda x: f"wants 2, got {x}")
+    with pytest.raises(AssertionError, match=r"all implementations of norm refuse: .*got 3"):
+        run_first("norm", (refusing,), 3, note=unnoted)

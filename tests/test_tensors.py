@@ -59,12 +59,12 @@ def kinds(value: np.ndarray) -> dict[str, Any]:
 
 @ways
 def test_tensors_of_all_libraries_and_dtypes_are_taken(way, llm: LLM):
-    shape = llm.params.layers[1].down.shape
+    shape = llm.params.layers[1].down.weight.shape
     rng = np.random.default_rng(0)
     for kind in kinds(np.zeros((1, 1), np.float32)):
         value = rng.integers(-8, 8, shape).astype(np.float32)  # that all dtypes hold
         way(llm, {DOWN: kinds(value)[kind]})
-        got = np.asarray(llm.params.layers[1].down, np.float32)
+        got = np.asarray(llm.params.layers[1].down.weight, np.float32)
         np.testing.assert_array_equal(got, value, kind)
 
 

@@ -225,9 +225,9 @@ def test_random_params_have_the_declared_shapes_and_depend_on_the_seed(variant):
     assert_same(weights.random_params(model, config, "float32", 3), params)
     other = weights.random_params(model, config, "float32", 4)
     assert bool(jnp.all(params.norm == 1))
-    assert not bool(jnp.all(params.layers[0].down == other.layers[0].down))
-    assert not bool(jnp.all(params.layers[0].down == params.layers[1].down))
-    assert 0.015 < float(jnp.std(params.layers[0].gate_up)) < 0.025
+    assert not bool(jnp.all(params.layers[0].down.weight == other.layers[0].down.weight))
+    assert not bool(jnp.all(params.layers[0].down.weight == params.layers[1].down.weight))
+    assert 0.015 < float(jnp.std(params.layers[0].gate_up.weight)) < 0.025
 
 
 def test_random_params_are_traced_once_a_shape(monkeypatch):

@@ -1,7 +1,6 @@
 """Which implementation of a layer's operations runs, and why not another."""
 
 from collections.abc import Callable
-from dataclasses import replace
 import functools
 from typing import Any, NamedTuple
 
@@ -12,123 +11,105 @@ from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import (
     add_norm,
     decode_attention,
-    gated_mlp,
-    matmul,
-    paged_attention,
     prefill_attention,
     reference,
-    rope_write,
     sampler,
 )
-from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
-from jaxrunner.ops import cpu_attention
-from jaxrunner.ops.plain import add_rms_norm, linear, linear_parts, rms_norm, rotate, swiglu
+from jaxrunner.linear import Weights
+from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
+from jaxrunner.operation import Note, Operation, run_first, unnoted
+from jaxrunner.ops import cpu_attention, products
+from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
+from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
 from jaxrunner.types import Array, Batch
-
-# Where XLA, too, cuts the sum of a product into parts: they are summed by the norm that follows.
-TILES, TILE, MAX_PARTS = 256, (64, 128), 8
-# Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with SwiGLU
-# for more tokens too.
-BIG, FEW = 1 << 24, 128
 
 
 class Choice(NamedTuple):
     """An implementation, by its name in `EngineConfig.attention_backend`, and why it was taken."""
 
     name: str
-    ops: Callable[[Batch], Ops]
+    ops: MakeOps
     reason: str
     sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
 
 
-def paged(batch: Batch) -> Ops:
+def paged(batch: Batch, *, note: Note = unnoted) -> Ops:
     """Plain JAX over the paged cache of `batch`."""
     by_tiles = jax.default_backend() == "cpu" and not batch.query_len
     attention = cpu_attention if by_tiles else reference
-    return _plain(functools.partial(attention.paged_attention, batch))
+    return _plain(functools.partial(attention.paged_attention, batch), note)
 
 
-def dense(batch_size: int) -> Ops:
+def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     """Plain JAX without a cache, for training: T is `batch_size` equal sequences."""
-    return _plain(functools.partial(reference.dense_attention, batch_size))
+    return _plain(functools.partial(reference.dense_attention, batch_size), note)
 
 
-def _plain(attention: Callable[..., Any]) -> Ops:
-    def attend(qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec):
-        return attention(*split_heads(qkv, heads), cache, spec)
+def _plain(attention: Callable[..., Any], note: Note) -> Ops:
+    def attend(q: Array, k: Array, v: Array, cache: Any, spec: AttentionSpec) -> tuple[Array, Any]:
+        return _only("attention", attention, q, k, v, cache, spec)
 
-    def mlp(
-        x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
-    ) -> Array:
-        return linear(swiglu(x, gate_up, gate_up_bias), down, down_bias)
+    def rotate_attend(
+        qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec
+    ) -> tuple[Array, Any]:
+        return attend(*split_heads(qkv, heads), cache, spec)
 
-    return Ops(attend, linear, _contract, mlp, add_rms_norm)
+    def linear(x: Array, w: Weights) -> Array:
+        return _only("linear", w.product, x)
+
+    def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
+        return down.product(swiglu(_only("mlp", gate_up.product, x)))
+
+    def _only(operation: str, run: Callable[..., Any], *args: Any) -> Any:
+        return run_first(operation, (Operation("plain JAX", run),), *args, note=note)
+
+    return Ops(
+        attend=attend, rotate_attend=rotate_attend, linear=linear, project=linear, mlp=mlp,
+        add_norm=add_rms_norm,
+    )  # fmt: skip
 
 
-def _contract(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    return linear(x, weight, bias, axes=weight.ndim - 1)
-
-
-def fused(batch: Batch) -> Ops:
+def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
     """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses."""
 
-    def attend(qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec):
-        at = batch.cache_index[spec.group]
-        cos, sin, q_norm, k_norm, eps = heads
-        args = qkv, cos, sin, cache.k, cache.v, at, q_norm, k_norm
-        if cache.k_scale is None and rope_write.refuses(*args) is None:
-            q, k, v = rope_write.rope_write(*args, eps=eps)
-            cache = replace(cache, k=k, v=v)
-        else:
-            q, k, v = split_heads(qkv, heads)
-            cache = reference.write_kv(batch, k, v, cache, spec.group)
-        return paged_attention.attend(batch, q, cache, spec), cache
+    def attend(q: Array, k: Array, v: Array, cache: Any, spec: AttentionSpec) -> tuple[Array, Any]:
+        cache = reference.write_kv(batch, k, v, cache, spec.group)
+        return run_first("attention", ATTENTION, batch, q, cache, spec, note=note), cache
 
-    def norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-        if add_norm.refuses(x, residual, weight) is None:
-            return add_norm.add_rms_norm(x, residual, weight, eps=eps)
-        whole = residual if residual.ndim == 2 else residual.sum(0)
-        return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
+    def rotate_attend(
+        qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec
+    ) -> tuple[Array, Any]:
+        args = batch, qkv, heads, cache, spec.group
+        q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)
+        return run_first("attention", ATTENTION, batch, q, cache, spec, note=note), cache
 
-    return Ops(attend, _linear, _project, _mlp, norm)
-
-
-def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    flat = weight.reshape(-1, weight.shape[-1])
-    few = bias is None and x.shape[0] <= FEW and weight.size >= BIG
-    if few and matmul.refuses(x, flat) is None:
-        return matmul.matmul(x, flat).reshape(x.shape[0], *weight.shape[:-1])
-    return linear(x, weight, bias)
+    return Ops(
+        attend=attend,
+        rotate_attend=rotate_attend,
+        linear=functools.partial(products.linear, note=note),
+        project=functools.partial(products.project, note=note),
+        mlp=functools.partial(products.mlp, note=note),
+        add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
+    )
 
 
-def _project(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """Multiplies; in parts where the tiles of the product are too few for the chip."""
-    T, E = x.shape[0], weight.shape[0]
-    parts = max(1, min(MAX_PARTS, TILES * TILE[0] * TILE[1] // (max(T, TILE[0]) * E)))
-    if parts == 1 or bias is not None or weight.size // E % (parts * TILE[1]):
-        return _contract(x, weight, bias)
-    return linear_parts(x, weight, parts)
+def _norm_kernel(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    return add_norm.add_rms_norm(x, residual, weight, eps=eps)
 
 
-def _mlp(
-    x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
-) -> Array:
-    """Runs in one kernel, or in two products: with SwiGLU in the first, or with XLA's."""
-    if gate_up_bias is None and down_bias is None:
-        if gated_mlp.refuses(x, gate_up, down) is None:
-            return gated_mlp.gated_mlp(x, gate_up, down)
-        if gate_up.size >= BIG and matmul.refuses(x, gate_up) is None:
-            return _project(matmul.swiglu(x, gate_up), down)
-    return _project(swiglu(x, gate_up, gate_up_bias), down, down_bias)
+def _refuses_norm(x: Array, residual: Array, weight: Array, eps: float) -> str | None:
+    return add_norm.refuses(x, residual, weight)
 
 
-def split_heads(qkv: Array, heads: RopeAndNorm) -> tuple[Array, Array, Array]:
-    """Returns queries, [T, H, D], keys and values, [T, K, D], of packed projections."""
-    T, K, P, D = qkv.shape
-    q, k, v = qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]
-    if heads.q_norm is not None and heads.k_norm is not None:
-        q, k = rms_norm(q, heads.q_norm, heads.eps), rms_norm(k, heads.k_norm, heads.eps)
-    return rotate(q, heads.cos, heads.sin), rotate(k, heads.cos, heads.sin), v
+def _norm_of_parts(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    whole = residual if residual.ndim == 2 else residual.sum(0)
+    return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
+
+
+ADD_NORM = (
+    Operation("add_rms_norm", _norm_kernel, _refuses_norm),
+    Operation("plain JAX", _norm_of_parts),
+)
 
 
 def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:

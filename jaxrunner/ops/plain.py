@@ -1,30 +1,14 @@
 """Building blocks that decoders share."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.model import RopeAndNorm
 from jaxrunner.types import Array
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 1) -> Array:
-    """Multiplies the last `axes` axes of x, [..., in], with those of weight, [out, in].
-
-    In float32 no precision is traded for speed: greedy tokens must not depend on the device.
-    """
-    rows, out = x.shape[: x.ndim - axes], weight.shape[: weight.ndim - axes]
-    size = math.prod(weight.shape[weight.ndim - axes :])
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    # As matrices: of weights with more axes XLA makes transposed copies in every step.
-    y = jax.lax.dot_general(
-        x.reshape(-1, size), weight.reshape(-1, size), (((1,), (1,)), ((), ())), precision=precision
-    ).reshape(*rows, *out)
-    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
-
-
-def linear_parts(x: Array, weight: Array, num_parts: int) -> Array:
-    """Returns parts whose sum is `linear` of x, [T, ...], and weight, [out, ...].
+def multiply_parts(x: Array, weight: Array, num_parts: int) -> Array:
+    """Returns parts whose sum is the product of x, [T, *inputs], and weight, [out, *inputs].
 
     [num_parts, T, out] in float32: the chip is busy with few tokens too, and the parts may be
     summed up by what comes next.
@@ -47,12 +31,9 @@ def add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[
     return total, rms_norm(total, weight, eps)
 
 
-def swiglu(x: Array, gate_up: Array, bias: Array | None = None) -> Array:
-    """Returns the units of a gated MLP, [T, F], of x, [T, E]; gate_up is [2, F, E].
-
-    arXiv:2002.05202.
-    """
-    gate, up = jnp.moveaxis(linear(x, gate_up, bias), 1, 0)
+def swiglu(gate_up: Array) -> Array:
+    """Returns the units of a gated MLP, [T, F], of a product, [T, 2, F]. arXiv:2002.05202."""
+    gate, up = jnp.moveaxis(gate_up, 1, 0)
     return jax.nn.silu(gate) * up
 
 
@@ -60,3 +41,12 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotates x, [T, H, D], by its tokens' angles; the pairs are D / 2 apart."""
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def split_heads(qkv: Array, heads: RopeAndNorm) -> tuple[Array, Array, Array]:
+    """Returns queries, [T, H, D], keys and values, [T, K, D], of packed projections."""
+    T, K, P, D = qkv.shape
+    q, k, v = qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]
+    if heads.q_norm is not None and heads.k_norm is not None:
+        q, k = rms_norm(q, heads.q_norm, heads.eps), rms_norm(k, heads.k_norm, heads.eps)
+    return rotate(q, heads.cos, heads.sin), rotate(k, heads.cos, heads.sin), v

@@ -188,7 +188,12 @@ def thinned(params: Any, key: Array, rate: float) -> Any:
 
     def thin(layer: Any, key: Array) -> Any:
         o_key, down_key = jax.random.split(key)
-        return dataclasses.replace(layer, o=mask(o_key, layer.o), down=mask(down_key, layer.down))
+        o, down = mask(o_key, layer.o.weight), mask(down_key, layer.down.weight)
+        return dataclasses.replace(
+            layer,
+            o=dataclasses.replace(layer.o, weight=o),
+            down=dataclasses.replace(layer.down, weight=down),
+        )
 
     keys = jax.random.split(key, len(params.layers))
     layers = tuple(thin(layer, key) for layer, key in zip(params.layers, keys, strict=True))

@@ -1,0 +1,55 @@
+"""Weights of a product, `ops.linear(x, w)`, as one pytree.
+
+Another way to store them, in 8 bits with scales for example, is another class that has what
+`Weights` asks for. A model names the axes; the class says which arrays they are axes of.
+"""
+
+import math
+from typing import ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.operation import Operation
+from jaxrunner.pytree import leaf, pytree, static
+from jaxrunner.types import Array
+
+
+class Weights(Protocol):
+    """What products ask of the pytree that holds their weights."""
+
+    kernels: ClassVar[tuple[Operation, ...]]  # (x, w) -> `product`: asked before plain JAX runs
+
+    def product(self, x: Array) -> Array:
+        """Multiplies x, [..., *inputs], in plain JAX. Returns [..., *outputs]."""
+        ...
+
+
+@pytree
+class Linear:
+    """Weights in the dtype that is computed in."""
+
+    weight: Array = leaf("outputs inputs", "param")
+    bias: Array | None = leaf("outputs", "param", when="bias")
+    num_in: int = static(default=1)  # axes of `inputs`
+    kernels: ClassVar[tuple[Operation, ...]] = ()
+
+    def product(self, x: Array) -> Array:
+        """Multiplies x, [..., *inputs]. Returns [..., *outputs]."""
+        return multiply(x, self.weight, self.bias, axes=self.num_in)
+
+
+def multiply(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 1) -> Array:
+    """Multiplies the last `axes` axes of x, [..., *inputs], with those of weight.
+
+    weight: [*outputs, *inputs]; bias: [*outputs]. In float32 no precision is traded for speed:
+    greedy tokens must not depend on the device.
+    """
+    rows, out = x.shape[: x.ndim - axes], weight.shape[: weight.ndim - axes]
+    size = math.prod(weight.shape[weight.ndim - axes :])
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    # As matrices: of weights with more axes XLA makes transposed copies in every step.
+    y = jax.lax.dot_general(
+        x.reshape(-1, size), weight.reshape(-1, size), (((1,), (1,)), ((), ())), precision=precision
+    ).reshape(*rows, *out)
+    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)

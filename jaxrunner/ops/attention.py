@@ -1,0 +1,96 @@
+"""What attention over the paged cache runs through, by the rows of a batch."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import reference, rope_write
+from jaxrunner.kernels_pallas.decode_attention import decode_attention
+from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
+from jaxrunner.model import AttentionSpec, RopeAndNorm
+from jaxrunner.operation import Operation
+from jaxrunner.ops.plain import split_heads
+from jaxrunner.types import Array, Batch, LayerCache
+
+
+def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
+    return decode_attention(q, *_blocks(batch, cache, spec), batch.seq_lens, **_sizes(cache, spec))
+
+
+def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
+    return None if batch.query_len == 1 else "wants one token a row"
+
+
+def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
+    """Runs rows of one token through the decode kernel, longer ones through the other."""
+    blocks, sizes = _blocks(batch, cache, spec), _sizes(cache, spec)
+    start, lens = batch.query_start, batch.seq_lens
+    T, one = q.shape[0], start[1:] - start[:-1] == 1
+    # A row of one token has none for the other kernel, so its tokens count as padding there.
+    first = jnp.where(one, start[:-1], T)
+    out = prefill_attention(q, *blocks, start, jnp.where(one, 0, lens), **sizes)
+    singles = q.at[first].get(mode="fill", fill_value=0)
+    lens = jnp.where(one, lens, 0)
+    singles = decode_attention(singles, *blocks, lens, skip_empty=True, **sizes)
+    return out.at[first].set(singles, mode="drop", unique_indices=True)  # those of 0 are dropped
+
+
+def _refuses_mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
+    # Rows of a uniform batch stand apart by more tokens than they may have.
+    apart = batch.query_len
+    return f"wants rows side by side, not {apart} tokens apart" if apart else None
+
+
+def _blocks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> tuple[Array, Array, Array]:
+    return cache.k, cache.v, batch.blocks[spec.group]
+
+
+def _sizes(cache: LayerCache, spec: AttentionSpec) -> dict[str, Any]:
+    scales = dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
+    return dict(scale=spec.scale, window=spec.window) | scales
+
+
+# (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, [T, H, D].
+ATTENTION = (
+    Operation("decode_attention", _decode, _refuses_decode),
+    Operation("prefill_attention", _mixed, _refuses_mixed),
+    Operation("plain JAX", reference.attend),
+)
+
+
+def _fused_write(
+    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+) -> tuple[Array, LayerCache]:
+    q, k, v = rope_write.rope_write(*_write_args(batch, qkv, heads, cache, group), eps=heads.eps)
+    return q, replace(cache, k=k, v=v)
+
+
+def _refuses_write(
+    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+) -> str | None:
+    if cache.k_scale is not None:
+        return "wants a cache without scales"
+    return rope_write.refuses(*_write_args(batch, qkv, heads, cache, group))
+
+
+def _write_args(
+    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+) -> tuple[Any, ...]:
+    cos, sin, q_norm, k_norm, _ = heads
+    return qkv, cos, sin, cache.k, cache.v, batch.cache_index[group], q_norm, k_norm
+
+
+def _plain_write(
+    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+) -> tuple[Array, LayerCache]:
+    q, k, v = split_heads(qkv, heads)
+    return q, reference.write_kv(batch, k, v, cache, group)
+
+
+# (batch, qkv [T, K, P, D], heads, cache, group) -> rotated queries, [T, H, D], and the cache with
+# the new keys and values.
+ROTATE_WRITE = (
+    Operation("rope_write", _fused_write, _refuses_write),
+    Operation("plain JAX", _plain_write),
+)

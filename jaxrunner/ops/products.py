@@ -1,0 +1,119 @@
+"""What products of tokens and weights run through, by their sizes."""
+
+import math
+
+from jaxrunner.kernels_pallas import gated_mlp, matmul
+from jaxrunner.linear import Linear, Weights
+from jaxrunner.operation import Note, Operation, run_first
+from jaxrunner.ops.plain import multiply_parts, swiglu
+from jaxrunner.types import Array
+
+# Where XLA, too, cuts the sum of a product into parts: they are summed by the norm that follows.
+TILES, TILE, MAX_PARTS = 256, (64, 128), 8
+# Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with SwiGLU
+# for more tokens too.
+BIG, FEW = 1 << 24, 128
+
+
+def linear(x: Array, w: Weights, *, note: Note) -> Array:
+    """Multiplies x, [T, *inputs]. Returns [T, *outputs]."""
+    return run_first("linear", (*w.kernels, *LINEAR, PLAIN), x, w, note=note)
+
+
+def project(x: Array, w: Weights, *, note: Note) -> Array:
+    """Multiplies x, [T, *inputs]. Returns [T, E], or parts of it, [parts, T, E] in float32."""
+    return run_first("project", (*w.kernels, PARTS, PLAIN), x, w, note=note)
+
+
+def mlp(x: Array, gate_up: Weights, down: Weights, *, note: Note) -> Array:
+    """Runs a gated MLP on x, [T, E]. Returns what `project` does."""
+    return run_first("mlp", MLP, x, gate_up, down, note, note=note)
+
+
+def _matmul(x: Array, w: Linear) -> Array:
+    flat = w.weight.reshape(-1, w.weight.shape[-1])
+    return matmul.matmul(x, flat).reshape(x.shape[0], *w.weight.shape[:-1])
+
+
+def _refuses_matmul(x: Array, w: Weights) -> str | None:
+    if (reason := _unlike(w)) is not None:
+        return reason
+    assert isinstance(w, Linear)
+    if x.shape[0] > FEW or w.weight.size < BIG:
+        return f"is ahead for at most {FEW} tokens and at least {BIG} weights"
+    return matmul.refuses(x, w.weight.reshape(-1, w.weight.shape[-1]))
+
+
+def _parts(x: Array, w: Linear) -> Array:
+    return multiply_parts(x, w.weight, _num_parts(x, w))
+
+
+def _refuses_parts(x: Array, w: Weights) -> str | None:
+    if (reason := _unlike(w, num_in=None)) is not None:
+        return reason
+    assert isinstance(w, Linear)
+    if (parts := _num_parts(x, w)) == 1:
+        return "is ahead where the tiles of the product are too few for the chip"
+    if math.prod(x.shape[1:]) % (parts * TILE[1]):
+        return f"wants sums of a multiple of {parts} x {TILE[1]} terms"
+    return None
+
+
+def _num_parts(x: Array, w: Linear) -> int:
+    T, E = x.shape[0], w.weight.shape[0]
+    return max(1, min(MAX_PARTS, TILES * TILE[0] * TILE[1] // (max(T, TILE[0]) * E)))
+
+
+def _unlike(*weights: Weights, num_in: int | None = 1) -> str | None:
+    """Says why kernels of bare arrays do not serve these weights."""
+    for w in weights:
+        if not isinstance(w, Linear):
+            return f"wants weights that are Linear, got {type(w).__name__}"
+        if w.bias is not None:
+            return "wants weights without bias"
+        if num_in is not None and w.num_in != num_in:
+            return f"wants {num_in} axis of inputs, got {w.num_in}"
+    return None
+
+
+def _product(x: Array, w: Weights) -> Array:
+    return w.product(x)
+
+
+def _whole_mlp(x: Array, gate_up: Linear, down: Linear, note: Note) -> Array:
+    return gated_mlp.gated_mlp(x, gate_up.weight, down.weight)
+
+
+def _refuses_whole_mlp(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
+    if (reason := _unlike(gate_up, down)) is not None:
+        return reason
+    assert isinstance(gate_up, Linear) and isinstance(down, Linear)
+    return gated_mlp.refuses(x, gate_up.weight, down.weight)
+
+
+def _swiglu_mlp(x: Array, gate_up: Linear, down: Weights, note: Note) -> Array:
+    return project(matmul.swiglu(x, gate_up.weight), down, note=note)
+
+
+def _refuses_swiglu(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
+    if (reason := _unlike(gate_up)) is not None:
+        return reason
+    assert isinstance(gate_up, Linear)
+    if gate_up.weight.size < BIG:
+        return f"is ahead for at least {BIG} weights"
+    return matmul.refuses(x, gate_up.weight)
+
+
+def _two_products(x: Array, gate_up: Weights, down: Weights, note: Note) -> Array:
+    return project(swiglu(run_first("gate_up", (*gate_up.kernels, PLAIN), x, gate_up, note=note)),
+                   down, note=note)  # fmt: skip
+
+
+PLAIN = Operation("plain JAX", _product)
+LINEAR = (Operation("matmul", _matmul, _refuses_matmul),)
+PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
+MLP = (
+    Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp),
+    Operation("swiglu", _swiglu_mlp, _refuses_swiglu),
+    Operation("two products", _two_products),
+)
