@@ -74,7 +74,7 @@ def test_a_cached_prefix_is_not_fetched():
     step(scheduler)
     for found, started in ((1, []), (5, [("b", 8, 13)])):
         remote.found = found  # of the third block one is there, to be copied
-        scheduler.add(request := new("b", [*range(9), 5, *range(5)]))
+        scheduler.add(request := new("b", [*range(9), found, *range(5)]))
         step(scheduler)
         assert remote.started == started
         assert request.num_cached_tokens == (9 if not started else 0)
