@@ -170,7 +170,7 @@ class Driver:
         assert min(output.num_scheduled_tokens.values(), default=1) > 0
         assert self.scheduler.num_running <= self.load.max_num_seqs
         assert output.num_scheduled_tokens.keys() == output.requests.keys()
-        assert output.new_block_ids.keys() <= output.requests.keys()
+        assert output.new_block_ids.keys() | output.num_drafts.keys() <= output.requests.keys()
         assert not output.preempted_req_ids & output.requests.keys()
         assert not (output.preempted_req_ids and output.scheduled_new_reqs)
         self.check()

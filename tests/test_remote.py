@@ -151,3 +151,34 @@ def test_a_window_has_blocks_for_what_later_tokens_see():
     null = pools[0].null_block
     assert request.blocks[0].count(null) == 9 and len(request.blocks[0]) == 11
     check(scheduler, pools)
+
+
+def test_no_steps_are_taken_at_once_while_one_could_start():
+    scheduler, pools = make(8, max_num_batched_tokens=32, remote=(remote := Remote(0)))
+    scheduler.add(sent := new("a", 16, max_tokens=1))
+    remote.free = False
+    scheduler.add(new("b", 4, max_tokens=20))
+    step(scheduler)
+    scheduler.add(late := new("c", 9))
+    assert [scheduler.schedule(2).num_steps for _ in range(2)] == [1, 2]  # no block for "c"
+    remote.finished = [(sent, True)]
+    remote.found = 6
+    assert scheduler.schedule(2).num_steps == 1 and late.status is Status.WAITING_FOR_REMOTE
+    assert scheduler.schedule(2).num_steps == 2
+    remote.finished = [(late, True)]
+    output = scheduler.schedule(2)
+    assert (output.num_steps, output.num_scheduled_tokens) == (1, {"b": 1, "c": 3})
+    check(scheduler, pools)
+
+
+def test_a_request_that_gave_way_is_computed_here():
+    scheduler, pools = make(8, max_num_batched_tokens=32, remote=(remote := Remote(0)))
+    for name in "ab":
+        scheduler.add(new(name, 15, max_tokens=9))
+    while not step(scheduler).preempted_req_ids:
+        pass
+    remote.found = 100
+    scheduler.finish(["a"], "abort")
+    assert list(step(scheduler).requests) == ["b"]
+    assert not remote.started
+    check(scheduler, pools)
