@@ -124,7 +124,8 @@ class Scheduler:
         counts = output.num_scheduled_tokens.values()
         for request, n in zip(output.requests.values(), counts, strict=True):
             in_flight.count_planned(request, n, self.tables)
-        if not output.preempted_req_ids and not several:
+        waits = self.waiting or self.admission.remote is not None
+        if waits and not output.preempted_req_ids and not several:
             num_slots = self.max_num_seqs - self.num_running
             self.running += self.admission.admit(output, budget, num_slots)
         if self._num_proposed:
@@ -188,7 +189,7 @@ class Scheduler:
     def _continue(self, output: SchedulerOutput) -> int:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""
         budget, several = self._budget(), output.num_steps > 1
-        spare = budget - self.num_running  # for drafts, which take no other's token
+        spare = budget - len(self.running)  # for drafts, which take no other's token
         for request in list(self.running):
             if request.status is not Status.RUNNING:
                 continue  # preempted just now
