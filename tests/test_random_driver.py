@@ -12,6 +12,7 @@ from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 from jaxrunner.scheduling.scheduler import Scheduler
 from tests.support.fake_device import VOCAB_SIZE, Device, alone
+from tests.support.toy_remote import ToyRemote
 
 NUM_STEPS = 3000  # of each load
 EOS = 3
@@ -33,6 +34,8 @@ class Load:
     caching: bool = True
     sizes: tuple[int, ...] = ()
     num_steps: int = 1
+    num_drafts: int = 0
+    remote: bool = False
 
 
 FULL, WINDOW = CacheGroup(4), CacheGroup(4, window=9)
@@ -55,6 +58,30 @@ LOADS = {
     "steps, async, tiny pool": Load(depth=2, num_steps=3, num_blocks=12),
     "steps in windows": Load(depth=3, num_steps=5, groups=(FULL, WINDOW), num_blocks=16),
     "steps, filled sizes": Load(depth=2, num_steps=2, sizes=(3, 9, 16), num_blocks=14),
+    "drafts": Load(num_drafts=3),
+    "drafts, async, tiny pool": Load(depth=2, num_drafts=3, num_blocks=12),
+    "drafts, three deep, priority": Load(depth=3, num_drafts=2, policy="priority", num_blocks=14),
+    "drafts in windows": Load(depth=3, num_drafts=3, groups=(FULL, WINDOW), num_blocks=16),
+    "drafts in tightest window": Load(
+        depth=2, num_drafts=3, groups=(CacheGroup(2, window=3),), num_blocks=5, budget=6
+    ),
+    "one draft, small budget": Load(depth=2, num_drafts=1, budget=7, threshold=5, num_blocks=14),
+    "drafts, filled sizes": Load(depth=2, num_drafts=2, sizes=(4, 8, 16), num_blocks=16),
+    "drafts, no caching": Load(depth=2, num_drafts=4, caching=False, num_blocks=14),
+    "drafts in steps": Load(depth=2, num_drafts=2, num_steps=3, num_blocks=14),
+    "remote": Load(remote=True),
+    "remote, async, tiny pool": Load(depth=2, remote=True, num_blocks=12),
+    "remote, priority, no caching": Load(
+        depth=3, remote=True, policy="priority", num_blocks=14, caching=False
+    ),
+    "remote, windows": Load(depth=2, remote=True, groups=(FULL, WINDOW), num_blocks=16),
+    "remote, tightest window": Load(
+        depth=2, remote=True, groups=(CacheGroup(2, window=3),), num_blocks=5, budget=6
+    ),
+    "remote, steps, drafts": Load(
+        depth=2, remote=True, num_steps=3, num_drafts=2, sizes=(4, 8, 16), num_blocks=14
+    ),
+    "drafts in steps, windows": Load(depth=3, num_drafts=1, num_steps=4, groups=(FULL, WINDOW)),
 }
 
 
@@ -68,12 +95,15 @@ class Driver:
             BlockPool(load.num_blocks, group.block_size, g, load.caching)
             for g, group in enumerate(load.groups)
         ]
+        sizes = load.num_blocks, load.max_num_seqs, load.num_drafts
+        self.device = Device(load.groups, *sizes)
+        self.remote = ToyRemote(self.device, seed) if load.remote else None
         self.scheduler = Scheduler(
             load.groups, self.pools, max_num_seqs=load.max_num_seqs, policy=load.policy,
             max_num_batched_tokens=load.budget, max_model_len=load.max_model_len,
             long_prefill_token_threshold=load.threshold, step_sizes=load.sizes,
+            num_drafts=load.num_drafts, remote=self.remote,
         )  # fmt: skip
-        self.device = Device(load.groups, load.num_blocks, load.max_num_seqs)
         self.queue: deque[SchedulerOutput] = deque()
         self.requests: list[Request] = []
         self.gained: dict[Request, list[int]] = {}
@@ -118,13 +148,19 @@ class Driver:
         while self.queue:
             output = self.queue.popleft()
             sampled = self.device.run(output)
+            if self.remote is not None:
+                self.remote.num_run += 1
             if output.requests:
                 self.update(output, sampled)
                 break
 
     def schedule(self) -> bool:
+        if self.load.num_drafts and self.rng.random() < 0.1:
+            self.scheduler.num_drafts = self.rng.randint(0, self.load.num_drafts)
         output = self.scheduler.schedule(self.load.num_steps)
         self.queue.append(output)
+        if self.remote is not None:
+            self.remote.num_scheduled += 1
         self.seen["several"] += output.num_steps > 1
         self.seen["steps"] += bool(output.requests)
         self.seen["hits"] += sum(new.num_computed > 0 for new in output.scheduled_new_reqs)
@@ -134,7 +170,7 @@ class Driver:
         assert min(output.num_scheduled_tokens.values(), default=1) > 0
         assert self.scheduler.num_running <= self.load.max_num_seqs
         assert output.num_scheduled_tokens.keys() == output.requests.keys()
-        assert output.new_block_ids.keys() <= output.requests.keys()
+        assert output.new_block_ids.keys() | output.num_drafts.keys() <= output.requests.keys()
         assert not output.preempted_req_ids & output.requests.keys()
         assert not (output.preempted_req_ids and output.scheduled_new_reqs)
         self.check()
@@ -152,18 +188,30 @@ class Driver:
     def disturb(self) -> None:
         """Aborts a request now and then; rarely all, and forgets what they computed."""
         live = [r.request_id for r in self.requests if r.status is not Status.FINISHED]
-        if live and self.rng.random() < 0.02:
+        if live and self.rng.random() < (0.02 if self.remote is None else 0.08):
             self.scheduler.finish([self.rng.choice(live)], "abort")
         if self.rng.random() < 0.01:
             self.scheduler.finish(live, "abort")
+            self.scheduler.recall()
             assert self.scheduler.reset_prefix_cache()
             self.seen["resets"] += 1
+        if self.remote is not None and self.rng.random() < 0.01:
+            self.queue.clear()  # the device has failed
+            self.remote.num_run = self.remote.num_scheduled
+            self.device.rows.clear()
+            self.device.kv = [[None] * len(kv) for kv in self.device.kv]
+            self.scheduler.restart()
 
     def check(self) -> None:
         running, waiting = self.scheduler.running, self.scheduler.num_waiting
         for g, pool in enumerate(self.pools):
-            pool.check([request.blocks[g] for request in running])
+            pool.check([request.blocks[g] for request in self.scheduler.holders])
             self.seen["windowed"] += any(pool.null_block in r.blocks[g] for r in running)
+        if not self.queue:  # nothing is in flight
+            counts = {r.request_id: (r.num_computed, r.num_tokens) for r in running}
+            rows = ((r, self.device.rows[r]) for r in counts)
+            assert counts == {r: (row.num_computed, len(row.tokens)) for r, row in rows}
+        assert all(r.num_drafts_in_flight <= r.num_in_flight for r in self.requests)
         unfinished = sum(r.status is not Status.FINISHED for r in self.requests)
         assert unfinished == len(running) + waiting
 
@@ -177,11 +225,12 @@ class Driver:
             self.disturb()
             self.step()
             self.requests = self.judge()
-            idle = 0 if self.seen["steps"] > before else idle + 1
+            moved = self.seen["steps"] > before or not self.scheduler.has_unfinished
+            idle = 0 if moved else idle + 1
             assert idle < 20, "no progress"
         for _ in range(500):
             self.step()
-            if not self.scheduler.has_unfinished and not self.queue:
+            if not (self.scheduler.has_unfinished or self.queue or [*self.scheduler.holders]):
                 break
         self.requests = self.judge()
 
@@ -214,9 +263,15 @@ def test_any_load_computes_what_each_request_would_alone(name):
         least |= {"late": 30, "late end": 3, "no-op": 50}
     if load.num_steps > 1:
         least |= {"several": 100}
+    if load.num_drafts:
+        seen["accepted"], seen["rejected"] = driver.device.num_accepted, driver.device.num_rejected
+        least |= {"accepted": 200, "rejected": 100}
+    if driver.remote is not None:
+        seen |= driver.remote.seen
+        least |= {"loaded": 100, "failed": 30, "unknown": 100, "given up": 3, "sent": 100}
     if load.caching:
         least |= {"hits": 20, "copies": 10}
     if any(group.window for group in load.groups):
         least["windowed"] = 3000
     assert not {key: seen[key] for key, n in least.items() if seen[key] < n}
-    assert load.caching or not seen["hits"]
+    assert load.caching or load.remote or not seen["hits"]

@@ -12,6 +12,7 @@ from jaxrunner.engine.completions import news
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.pytree import host_value
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.stop import append_tokens
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.types import Logprobs
 
@@ -36,7 +37,7 @@ def told(params: SamplingParams, tokens: list[int]) -> RequestState:
     state.start([0], LETTERS)
     request = Request("r", [0], params, 0, 99)
     request.logprobs = [logprobs(len(tokens))]
-    state.update(request, request.append(tokens))
+    state.update(request, append_tokens(request, tokens))
     return state
 
 
@@ -71,7 +72,7 @@ def test_a_stream_tells_the_logprobs_of_a_prompt_once(kind):
                 state.start([0, 1], LETTERS)
                 state.request = request
                 request.prompt_logprobs = [(np.array([1]), logprobs(1))]
-            state.update(request, request.append([2]))
+            state.update(request, append_tokens(request, [2]))
         seen += [output.prompt_logprobs for output in news(group)]
     entries = group[0].prompt_logprobs()
     assert entries is not None and entries[0] is None and [*(entries[1] or {})] == [1, 4]

@@ -280,7 +280,10 @@ def test_arrays_of_another_kind_are_refused(tmp_path):
 # What follows from model and sizes, belongs to a process, or is an owner itself.
 NOT_SAVED = dict(
     engine="_alarm _gained _in_flight config grammars model_config pools runner scheduler status",
-    scheduler="_most_tokens chunks max_model_len max_num_batched_tokens max_num_seqs policy tables",
+    scheduler="_most_tokens _num_proposed admission chunks max_model_len max_num_batched_tokens "
+    "max_num_seqs num_drafts tables waiting",
+    waiting="policy",
+    admission="_max_tokens _most_of_one _tables queue remote",
     tables="_caching _groups have_windows",
     chunks="_most _sizes",
     slots="_admission_layout _no_plan _program",

@@ -6,7 +6,8 @@ from typing import Any
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, elements, shown, validate
 from jaxrunner.program import MAX_STOP_IDS, Program
-from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request, stop_ids
+from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request
+from jaxrunner.scheduling.stop import stop_ids
 from jaxrunner.text.prompts import check_prompt
 
 _ID = Bound(str)

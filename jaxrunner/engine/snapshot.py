@@ -53,6 +53,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
     orbax_io.check_new(folder)
     engine.status.check_awake()
     gained = engine.drain()
+    engine.scheduler.recall()
     state, filled = engine.runner.state, _filled(engine)
     host = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -191,8 +192,8 @@ def owners_of(engine: Engine) -> dict[str, Any]:
     scheduler = engine.scheduler
     pools = {f"pool{pool.group}": pool for pool in engine.pools}
     return pools | dict(
-        engine=engine, scheduler=scheduler, tables=scheduler.tables, chunks=scheduler.chunks,
-        slots=engine.runner.requests,
+        engine=engine, scheduler=scheduler, waiting=scheduler.waiting, chunks=scheduler.chunks,
+        admission=scheduler.admission, tables=scheduler.tables, slots=engine.runner.requests,
     )  # fmt: skip
 
 

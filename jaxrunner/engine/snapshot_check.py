@@ -19,8 +19,8 @@ from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.request import FINISH_REASONS, Request, Status
 
 COUNTS = (
-    "num_tokens", "num_computed", "num_cached_tokens", "num_held", "full_len", "arrival",
-    "weights_version", "cache_limit", "prompt_logprobs_start",
+    "num_tokens", "num_computed", "num_cached_tokens", "num_drafts", "num_held", "full_len",
+    "arrival", "weights_version", "cache_limit", "prompt_logprobs_start",
 )  # fmt: skip
 MAX_COUNT = 2**62
 
@@ -87,7 +87,8 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
     _must(r.num_tokens == len(r.prompt_token_ids) + len(r.output_token_ids), "num_tokens")
     if id(r) not in live:
         return
-    _must(r.finish_reason is None and r.num_in_flight == 0, "an end, or tokens in flight")
+    in_flight = r.num_in_flight, r.num_drafts_in_flight
+    _must(r.finish_reason is None and in_flight == (0, 0), "an end, or tokens in flight")
     _must(type(r.max_len) is int and r.num_tokens < r.max_len, "max_len")
     r.check_lengths(engine.config.max_model_len)
     r.params.check(config.vocab_size, extra_args=engine.runner.program.extra_args)
@@ -104,7 +105,7 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
 
 
 def _check_queues(engine: Engine, host: Mapping[str, Any], live: Sequence[Request]) -> None:
-    running, waiting = host["scheduler.running"], host["scheduler._waiting"]
+    running, waiting = host["scheduler.running"], host["waiting._heap"]
     queued = [request for _, request in waiting]
     _must(all(type(a) is type(b) is int for (a, b), _ in waiting), "an order of no numbers")
     _must([key for key, _ in waiting] == _heap(waiting), "a queue out of order")
@@ -121,7 +122,7 @@ def _check_queues(engine: Engine, host: Mapping[str, Any], live: Sequence[Reques
         _must(request.status is Status.WAITING and not request.num_computed, "one that runs")
         _must(request.blocks == () and not request.num_held, "blocks of one that waits")
     _must(host["scheduler._num_added"] >= 0, "_num_added")
-    ids = host["scheduler._finished"] | host["scheduler._preempted"]
+    ids = host["scheduler._finished"] | host["admission._preempted"]
     _must(all(type(request_id) is str for request_id in ids), "ids of no text")
 
 

@@ -84,6 +84,19 @@ class BlockTables:
         to = [table[len(blocks)] for table, blocks in zip(request.blocks, hit.blocks, strict=True)]
         return tuple(zip(hit.tail, to, strict=True))
 
+    def whole(self, hit: Hit) -> Hit:
+        """Returns a hit without the tokens that are in blocks to copy."""
+        size = self._groups[0][0].block_size
+        return Hit(size * len(hit.blocks[0]), hit.blocks) if hit.tail else hit
+
+    def lengthened(self, hit: Hit, num_tokens: int) -> Hit:
+        """Returns a hit of `num_tokens`; more blocks are to be taken, and filled from elsewhere."""
+        tables = []
+        for (group, pool), table in zip(self._groups, hit.blocks, strict=True):
+            skipped = group.num_skipped_tokens(num_tokens) // group.block_size
+            tables.append([pool.null_block] * skipped + table[skipped:])
+        return Hit(num_tokens, tuple(tables))
+
     def fits(self, request: Request, hit: Hit, max_tokens: int) -> bool:
         """Whether the free blocks hold all known tokens of a request beside the hit.
 

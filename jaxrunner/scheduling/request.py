@@ -1,6 +1,5 @@
 """A request as the host sees it, and what one scheduled step says of requests. Knows no JAX."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -17,7 +16,8 @@ class Status(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"  # new, or preempted and to be computed again
-    RUNNING = "running"  # owns KV blocks
+    WAITING_FOR_REMOTE = "waiting for remote"  # owns KV blocks that something remote fills
+    RUNNING = "running"  # owns KV blocks and a slot
     FINISHED = "finished"
 
 
@@ -25,7 +25,7 @@ class Status(Enum):
 class Request:
     """One request from admission to its end. Lengths and counts are in tokens.
 
-    The scheduler alone changes the fields below `arrival`, outputs through `append`.
+    The scheduler alone changes the fields below `arrival`, outputs through `stop.append_tokens`.
     """
 
     request_id: str
@@ -52,7 +52,9 @@ class Request:
     num_held: int = 0  # tokens that `blocks` have room for
     full_len: int = 0  # known tokens at which another block is full, and to be published
     num_computed: int = 0  # tokens launched, an upper bound of what the device has computed
-    num_in_flight: int = 0  # sampled tokens launched and not yet read
+    num_in_flight: int = 0  # most tokens that steps launched and not yet read may sample
+    num_drafts_in_flight: int = 0  # of these, drafts: so many fewer if all are rejected
+    num_drafts: int = 0  # that the device proposed for its next step
     num_cached_tokens: int = 0  # tokens found in the prefix cache at the first admission
     finish_reason: str | None = None  # of `FINISH_REASONS`
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
@@ -84,59 +86,28 @@ class Request:
                 "for one more: shorten the prompt or raise max_len"
             )
 
-    def append(self, tokens: list[int]) -> list[int]:
-        """Adds sampled tokens, up to the end. Returns those that were added."""
-        pattern = self.params.repetition_detection
-        for count, token in enumerate(tokens, 1):
-            self.output_token_ids.append(token)
-            self.num_tokens += 1
-            # Nothing else ends a request, and most tokens are none of it.
-            if token in self.stop_ids or self.num_tokens >= self.max_len or pattern is not None:
-                self._end_at(token)
-                if self.finish_reason is not None:
-                    return tokens[:count]
-        return tokens
-
-    def _end_at(self, token: int) -> None:
-        outputs, params = self.output_token_ids, self.params
-        pattern, long_enough = params.repetition_detection, len(outputs) >= params.min_tokens
-        if token in self.stop_ids and long_enough:
-            self.finish_reason = "stop"
-            told = token in (params.stop_token_ids or ()) or token in self.eos_token_ids[1:]
-            self.stop_reason = token if told else None
-        elif pattern is not None and long_enough and pattern.found(outputs):
-            self.finish_reason = "repetition"
-        elif self.num_tokens >= self.max_len:
-            self.finish_reason = "length"
-
     @property
     def num_known(self) -> int:
-        """Its tokens once all launched steps are done."""
+        """Its tokens once all launched steps are done, at most."""
         return self.num_tokens + self.num_in_flight
 
     @property
+    def least_known(self) -> int:
+        """Its tokens once all launched steps are done and all drafts rejected, unless it ended."""
+        return self.num_tokens + self.num_in_flight - self.num_drafts_in_flight
+
+    @property
     def num_missing(self) -> int:
-        """Tokens that can be computed next while it runs; 0 if it must end first."""
-        return self.num_known - self.num_computed if self.num_known < self.max_len else 0
+        """Tokens, drafts aside, that can be computed next while it runs; 0 if it must end first."""
+        known = self.num_tokens + self.num_in_flight
+        if known < self.max_len or known - self.num_drafts_in_flight < self.max_len:
+            return known - self.num_computed
+        return 0
 
     @property
     def token_ids(self) -> list[int]:
         """All tokens that the host knows."""
         return self.prompt_token_ids + self.output_token_ids
-
-
-def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int], *, most: int) -> frozenset[int]:
-    """Returns the tokens that end a request.
-
-    Raises:
-      ValueError: they are more than `most`.
-    """
-    stops, eos = frozenset(params.stop_token_ids or ()), frozenset(eos_token_ids)
-    if (num := len(stops | eos)) > most:
-        raise ValueError(
-            f"stop_token_ids and EOS are {num} ids, a request may have {most}: stop on fewer"
-        )
-    return stops if params.ignore_eos else stops | eos
 
 
 @dataclass
@@ -188,10 +159,14 @@ class SchedulerOutput:
     scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)  # to append
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # all > 0
+    # Drafts among them, behind the last token there is; requests without drafts are absent.
+    num_drafts: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)  # since the last step
     preempted_req_ids: set[str] = field(default_factory=set)  # in this step
     requests: dict[str, Request] = field(default_factory=dict)  # the scheduled ones
-    num_steps: int = 1  # of this launch; of several, each computes a token of each request
+    # Of this launch. Of several, each computes a token of each request, and its drafts; then
+    # `num_scheduled_tokens` are the most tokens that all of them give, `num_drafts` those of one.
+    num_steps: int = 1
 
     @property
     def total_num_scheduled_tokens(self) -> int:

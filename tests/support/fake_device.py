@@ -6,6 +6,7 @@ computed fails the step that reads it.
 """
 
 from collections.abc import Sequence
+import random
 
 from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import NewRequest, Request, SchedulerOutput
@@ -55,6 +56,7 @@ class Row:
         self.keys = prefixes(self.tokens, salt)
         self.tables = [list(ids) for ids in new.block_ids]
         self.num_computed, self.done = new.num_computed, False
+        self.drafts: list[int] = []  # behind `tokens`, not yet verified
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -63,11 +65,26 @@ class Row:
         length, least = len(self.tokens), self.new.params.min_tokens
         self.done = ends(outputs, length, new.max_len, new.stop_ids, least)
 
+    def planned_keys(self) -> list[int]:
+        """Returns the names of all prefixes, those with drafts too."""
+        keys = list(self.keys)
+        for token in self.drafts:
+            keys.append(extend(keys[-1], token))
+        return keys
+
 
 class Device:
     """Executes steps: table updates, then all writes, then all reads, then samples."""
 
-    def __init__(self, groups: Sequence[CacheGroup], num_blocks: int, max_num_seqs: int):
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: int,
+        max_num_seqs: int,
+        num_drafts: int = 0,  # proposed for each request by a step that samples it; some are right
+    ):
+        self.num_drafts, self.rng = num_drafts, random.Random(5)
+        self.num_accepted = self.num_rejected = 0
         self.groups, self.num_blocks, self.max_num_seqs = groups, num_blocks, max_num_seqs
         self.rows: dict[str, Row] = {}
         sizes = [num_blocks * group.block_size for group in groups]
@@ -92,29 +109,35 @@ class Device:
         self.num_no_ops += sum(self.rows[r].done for r in counts)
         sampled: dict[str, list[int]] = {r: [] for r in counts}
         for _ in range(output.num_steps):
-            tokens = counts if output.num_steps == 1 else dict.fromkeys(counts, 1)
+            several = {r: 1 + output.num_drafts.get(r, 0) for r in counts}
+            tokens = counts if output.num_steps == 1 else several
             rows = [(r, self.rows[r], n) for r, n in tokens.items() if not self.rows[r].done]
             for _, row, n in rows:
-                assert row.num_computed + n <= len(row.tokens), "a token that does not exist"
                 self.write(row, n)
             for _, row, n in rows:
                 self.read(row, n)
             for r, row, n in rows:
-                sampled[r] += self.sample(row, n)
+                new = self.sample(row, n)
+                assert not new or len(new) <= 1 + output.num_drafts.get(r, 0)
+                sampled[r] += new
         return sampled
 
     def write(self, row: Row, n: int) -> None:
+        keys, end = row.planned_keys(), row.num_computed + n
+        assert end <= len(keys), "a token that does not exist"
+        assert end < row.new.max_len, "a token behind the last one"
         for g, group in enumerate(self.groups):
             for position in range(row.num_computed, row.num_computed + n):
-                self.kv[g][self.slot(row, g, group, position)] = row.keys[position]
+                self.kv[g][self.slot(row, g, group, position)] = keys[position]
 
     def read(self, row: Row, n: int) -> None:
         """Checks what the first to the last of `n` tokens see."""
+        keys = row.planned_keys()
         for g, group in enumerate(self.groups):
             first = 0 if group.window is None else max(0, row.num_computed - group.window + 1)
             for position in range(first, row.num_computed + n):
                 held = self.kv[g][self.slot(row, g, group, position)]
-                assert held == row.keys[position], f"foreign KV at {position} in group {g}"
+                assert held == keys[position], f"foreign KV at {position} in group {g}"
 
     def slot(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
         block = row.tables[g][position // group.block_size]
@@ -122,8 +145,27 @@ class Device:
         return block * group.block_size + position % group.block_size
 
     def sample(self, row: Row, n: int) -> list[int]:
-        row.num_computed += n
-        if row.num_computed < len(row.tokens):
+        """Keeps the drafts that are what it samples, and the token behind them; proposes more."""
+        end, known = row.num_computed + n, len(row.tokens)
+        row.num_computed = end
+        if end < known:
             return []
-        row.append(next_token(row.keys[-1]))
-        return row.tokens[-1:]
+        verified = row.drafts[: end - known]
+        for token in (*verified, None):
+            row.append(next_token(row.keys[-1]))
+            accepted = token == row.tokens[-1]
+            self.num_accepted += accepted
+            self.num_rejected += token is not None and not accepted
+            if row.done or not accepted:
+                break
+        row.num_computed = len(row.tokens) - 1
+        self.propose(row)
+        return row.tokens[known:]
+
+    def propose(self, row: Row) -> None:
+        """Drafts what follows, each token right three times of four."""
+        row.drafts, keys = [], row.keys[-1:]
+        for _ in range(self.num_drafts):
+            right = next_token(keys[-1])
+            row.drafts.append(right if self.rng.random() < 0.75 else (right + 1) % VOCAB_SIZE)
+            keys.append(extend(keys[-1], row.drafts[-1]))

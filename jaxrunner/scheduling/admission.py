@@ -1,0 +1,143 @@
+"""Who enters the running batch, with which cached prefix, and who must wait. Knows no JAX."""
+
+from collections.abc import Collection, Iterable
+
+from jaxrunner.scheduling.block_tables import BlockTables, Hit
+from jaxrunner.scheduling.in_flight import count_planned
+from jaxrunner.scheduling.remote import RemoteRequests, RemoteSource
+from jaxrunner.scheduling.request import Request, SchedulerOutput, Status, admitted, awaits_prefix
+from jaxrunner.scheduling.request_queue import RequestQueue
+
+
+class Admission:
+    """Requests that wait: in `queue` for blocks and a slot, in `remote` for what comes from there.
+
+    max_tokens: the most tokens of a step; most_of_one: and of one request.
+    """
+
+    SAVED = ("_preempted", "_no_room")
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        tables: BlockTables,
+        source: RemoteSource | None,
+        *,
+        max_tokens: int,
+        most_of_one: int,
+    ):
+        self.queue, self._tables = queue, tables
+        self.remote = None if source is None else RemoteRequests(source, tables)
+        self._max_tokens, self._most_of_one = max_tokens, most_of_one
+        self._preempted: set[str] = set()  # unfinished requests that ever were
+        self._no_room = False  # for the first that waits, since a request last gave blocks up
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return len(self.queue) + (self.remote.num_waiting if self.remote is not None else 0)
+
+    @property
+    def holders(self) -> Iterable[Request]:
+        """Requests that own blocks and do not run."""
+        return self.remote.holders if self.remote is not None else ()
+
+    @property
+    def may_start(self) -> bool:
+        """Whether one might start, were a slot free."""
+        if self.queue and not self._no_room:
+            return True
+        return self.remote is not None and bool(self.remote.loaded)
+
+    def wait(self, request: Request, *, preempted: bool = False) -> None:
+        """Queues a request that owns no blocks."""
+        if preempted:
+            self._preempted.add(request.request_id)
+        request.status, self._no_room = Status.WAITING, False
+        self.queue.add_request(request)
+
+    def end(self, requests: Collection[Request]) -> None:
+        """Takes out requests that are to end, and frees their blocks."""
+        if any(request.status is Status.WAITING for request in requests):
+            self.queue.remove_requests(requests)
+        for request in requests:
+            self._preempted.discard(request.request_id)
+            if self.remote is not None:
+                self.remote.end(request)
+            elif request.blocks:
+                self._tables.release(request)
+        self._no_room = self._no_room and not requests
+
+    def poll(self, *, idle: bool) -> None:
+        """Takes in what has become of requests that wait for something remote."""
+        if self.remote is not None:
+            failed, any_freed = self.remote.poll(wait=idle and not self.queue)
+            for request in failed:
+                self.wait(request)
+            self._no_room = self._no_room and not any_freed
+
+    def recall(self) -> None:
+        """Stops all that is remote: requests that wait for it start again, and may ask again."""
+        for request in self.remote.reset() if self.remote is not None else ():
+            self.wait(request)
+
+    def admit(self, output: SchedulerOutput, budget: int, num_slots: int) -> list[Request]:
+        """Plans requests that wait, in their order, while there is room; returns the started."""
+        started = []
+        # Those with blocks first: others wait for their blocks, and they need no more in this step.
+        loaded = () if self.remote is None else sorted(self.remote.loaded, key=self.queue.order)
+        for request in loaded[:num_slots]:
+            if self.remote is not None and budget > 0:
+                budget -= self._start(request, self.remote.take_loaded(request), output, budget)
+                started.append(request)
+        passed_over = []
+        while self.queue and budget > 0 and len(started) < num_slots:
+            request = self.queue.peek_request()
+            if request.num_in_flight:
+                break  # it resumes with all its tokens, and some are not read yet
+            cached = None if awaits_prefix(request, output) else self._tables.find(request)
+            hit = cached and self._ask_remote(request, cached)
+            if cached is None or hit is None:
+                passed_over.append(self.queue.pop_request())
+                continue
+            self._no_room = not self._tables.fits(request, hit, self._max_tokens)
+            if self._no_room:
+                break
+            self.queue.pop_request()
+            self._tables.attach(request, hit)
+            if self.remote is None or hit is cached:
+                budget -= self._start(request, hit, output, budget)
+                started.append(request)
+            else:
+                # All that a window takes at once, so that nothing but a slot is missing later.
+                end = min(request.num_tokens, hit.num_tokens + self._max_tokens)
+                self._extend(request, end)
+                self.remote.start(request, cached, hit)
+        for request in passed_over:
+            self.queue.add_request(request)
+        return started
+
+    def _ask_remote(self, request: Request, hit: Hit) -> Hit | None:
+        """Returns what a request starts from: `hit`, or more if it is fetched; None: it waits."""
+        # One that gave way is computed here: each takes blocks ahead of its turn at most once.
+        if self.remote is None or request.request_id in self._preempted:
+            return hit
+        return self.remote.lookup(request, hit)
+
+    def _start(self, request: Request, hit: Hit, output: SchedulerOutput, budget: int) -> int:
+        """Plans a request that has its cached prefix. Returns its tokens in this step."""
+        n = min(request.num_tokens - hit.num_tokens, self._most_of_one, budget)
+        self._extend(request, hit.num_tokens + n)
+        request.status, request.num_computed = Status.RUNNING, hit.num_tokens
+        if request.request_id not in self._preempted:
+            request.num_cached_tokens = hit.num_tokens
+        output.scheduled_new_reqs.append(admitted(request, self._tables.copies(request, hit)))
+        output.num_scheduled_tokens[request.request_id] = n
+        output.requests[request.request_id] = request
+        # At once, for the next one to share: a layer writes all keys before it reads any.
+        count_planned(request, n, self._tables)
+        return n
+
+    def _extend(self, request: Request, num_tokens: int) -> None:
+        new = self._tables.extend(request, num_tokens)
+        assert new is not None, "what fits can be taken"

@@ -1,0 +1,54 @@
+"""Requests that wait, in the order of a policy. Knows no JAX."""
+
+from collections.abc import Collection, Iterable
+import heapq
+
+from jaxrunner.config import POLICIES
+from jaxrunner.scheduling.request import Request
+
+Order = tuple[int, int]
+
+
+class RequestQueue:
+    """A heap of requests: by arrival under "fcfs", by priority and then arrival under "priority".
+
+    A request that was preempted has its old place, in front of those that came later.
+    """
+
+    SAVED = ("_heap",)
+
+    def __init__(self, policy: str):
+        """Raises ValueError: an unknown policy."""
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}: choose one")
+        self.policy = policy
+        self._heap: list[tuple[Order, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def order(self, request: Request) -> Order:
+        """Who is first to be admitted, and last to be preempted: the smallest."""
+        return request.priority if self.policy == "priority" else 0, request.arrival
+
+    def add_request(self, request: Request) -> None:
+        """Puts a request in its place."""
+        heapq.heappush(self._heap, (self.order(request), request))
+
+    def peek_request(self) -> Request:
+        """Returns the first request, which stays."""
+        return self._heap[0][1]
+
+    def pop_request(self) -> Request:
+        """Takes the first request out."""
+        return heapq.heappop(self._heap)[1]
+
+    def remove_requests(self, requests: Collection[Request]) -> None:
+        """Takes requests out, those that are in."""
+        gone = set(requests)
+        self._heap = [entry for entry in self._heap if entry[1] not in gone]
+        heapq.heapify(self._heap)
+
+    def first(self, n: int) -> Iterable[Request]:
+        """Returns the first `n` requests."""
+        return [request for _, request in heapq.nsmallest(n, self._heap)]
