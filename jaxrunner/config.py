@@ -1,9 +1,10 @@
 """What a model is and how large an engine is: frozen, hashable, compiled in. Knows no device."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrunner.api.validation import shown
+from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.hf_config import Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -16,53 +17,62 @@ MAX_ID = 2**31  # of a token: int32 on the device
 ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder, in Hugging Face's names. Lengths are in tokens."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: Any  # `jaxrunner.models.rope.Rope`
-    windows: tuple[int | None, ...]  # of each layer: keys a token sees, None for all before it
-    tie_word_embeddings: bool
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    dtype: str = "float32"  # as stored in the checkpoint
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
+class ModelConfig(Protocol):
+    """What an engine needs to know of a model. Each family has a frozen dataclass that says it."""
 
     @property
-    def groups(self) -> tuple[int | None, ...]:
-        """The window of each cache group; layers with one window share a group."""
-        return tuple(dict.fromkeys(self.windows))
+    def architecture(self) -> str:
+        """Its name in config.json's `architectures`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that logits are of, V."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Of hidden states, E."""
+        ...
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers, Y."""
+        ...
+
+    @property
+    def longest_len(self) -> int:
+        """The most tokens of a sequence."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """That its checkpoint is stored in."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        ...
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text."""
+        ...
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """What each layer keeps of the tokens before one."""
+        ...
 
     @property
     def dims(self) -> dict[str, Any]:
-        """Axis sizes and flags for `pytree`."""
-        H, K = self.num_attention_heads, self.num_key_value_heads
-        return dict(
-            Y=self.num_hidden_layers, H=H, K=K, P=H // K + 2, D=self.head_dim,
-            E=self.hidden_size, F=self.intermediate_size, V=self.vocab_size,
-            G=len(self.groups), gate_up=2, qkv_bias=self.qkv_bias, o_bias=self.o_bias,
-            mlp_bias=self.mlp_bias, qk_norm=self.qk_norm, untied=not self.tie_word_embeddings,
-        )  # fmt: skip
+        """Axis sizes and flags of its weights and caches, for `pytree`; Y, E and V among them."""
+        ...
 
     def cache_salt(self, prompt_len: int) -> bytes:
         """What, besides the tokens before it, a cached key depends on."""
-        dynamic = self.rope.dynamic
-        # Past `max_len`, dynamic scaling turns all of a prompt's keys by the prompt's length.
-        over = dynamic is not None and prompt_len > dynamic.max_len
-        return prompt_len.to_bytes(8, "little") if over else b""
+        ...
 
 
 @dataclass(frozen=True)

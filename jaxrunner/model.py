@@ -90,7 +90,7 @@ class Model(NamedTuple):
     # normed behind the last layer of all; those of an earlier one are the x of the next call.
     layers: Callable[..., tuple[Array, tuple[Any, ...], dict[str, Array]]]
     logits: Callable[..., Array]  # (config, params, hidden [..., E]) -> [..., V], its dtype
-    sources: Callable[[ModelConfig], Any]  # -> `params` filled with `Source`
+    sources: Callable[..., Any]  # (config) -> `params` filled with `Source`
     tables: tuple[SlotTable, ...] = ()  # what it reads of each request, `Inputs.tables`
 
     def forward(

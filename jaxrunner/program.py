@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
+from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.rule import Rule
@@ -16,7 +17,6 @@ from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import (
     Admission,
     Copies,
-    LayerCache,
     Logprobs,
     Plan,
     Requests,
@@ -53,14 +53,32 @@ class Program(NamedTuple):
         return [*(rule.table for rule in self.rules), *self.model.tables]
 
     @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The layers that share block tables, and their pools."""
+        return engine_groups(self.config, self.engine)
+
+    @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes, dtypes and flags, for `pytree`."""
         e = self.engine
         return self.config.dims | dict(
-            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, J=1 + self.num_drafts,
-            N=e.num_blocks, S=e.block_size, M=e.max_blocks, key=2, **WIDE,
-            kv=jnp.dtype(e.kv_dtype), scaled=e.scaled, param=jnp.dtype(e.dtype),
+            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, J=1 + self.num_drafts, key=2,
+            **WIDE, kv=jnp.dtype(e.kv_dtype), scaled=e.scaled, param=jnp.dtype(e.dtype),
+            G=tuple(self.group_dims(group) for group in self.cache_groups),
         )  # fmt: skip
+
+    def group_dims(self, group: CacheGroup) -> dict[str, Any]:
+        """Sizes of the axes of a cache group."""
+        N, S, L = group.num_blocks, group.block_size, self.engine.max_model_len
+        return group.kind.dims | dict(N=N, S=S, M=group.table_len(L))
+
+
+@functools.lru_cache(maxsize=64)  # asked for in every step
+def engine_groups(config: ModelConfig, engine: EngineConfig) -> tuple[CacheGroup, ...]:
+    """Returns the cache groups of an engine."""
+    e = engine
+    sizes = PoolSizes(e.block_size, e.num_blocks, e.max_model_len, e.max_num_seqs)
+    return cache_groups(config.cache_kinds, sizes)
 
 
 class Bucket(NamedTuple):
@@ -128,11 +146,12 @@ COPIES = CopySize(8)  # more are copied in several launches
 
 def make_state(program: Program) -> State:
     """Returns the state of an engine without requests."""
-    dims = program.dims
+    dims, groups = program.dims, program.cache_groups
+    of_layer = [groups[g] for g in layer_groups(program.config.cache_kinds)]
     return State(
         requests=pytree.zeros(Requests, dims),
         tables={t.name: pytree.zeros(t.params, dims | dict(t.dims)) for t in program.tables},
-        kv=tuple(pytree.zeros(LayerCache, dims) for _ in range(dims["Y"])),
+        kv=tuple(pytree.zeros(g.kind.leaves, dims | program.group_dims(g)) for g in of_layer),
     )
 
 
@@ -140,8 +159,9 @@ def make_state(program: Program) -> State:
 def plan_spec(program: Program, size: Bucket | MultiStepBucket) -> Plan:
     """Returns the abstract plan of a size; its W holds any blocks that its tokens can need."""
     T, B = size.num_tokens, size.num_rows
-    dims = dict(B=B, W=T // program.engine.block_size + B)
-    return pytree.abstract(Plan, program.dims | dims)
+    dims = program.dims
+    groups = tuple(of | dict(W=T // of["S"] + B) for of in dims["G"])
+    return pytree.abstract(Plan, dims | dict(B=B, G=groups))
 
 
 @functools.lru_cache(maxsize=64)
@@ -158,7 +178,7 @@ def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, dict[s
 def copies_spec(program: Program, size: CopySize) -> tuple[Copies, ...]:
     """Returns abstract copies, by cache group."""
     dims = program.dims | dict(C=size.num_copies)
-    return tuple(pytree.abstract(Copies, dims) for _ in program.config.groups)
+    return tuple(pytree.abstract(Copies, dims) for _ in program.cache_groups)
 
 
 def admit_sizes(program: Program) -> tuple[AdmitSize, ...]:

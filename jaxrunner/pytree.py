@@ -72,8 +72,9 @@ def build(
 ) -> Any:
     """Builds a `cls` by calling `make(axes, shape, dtype)` for each array field.
 
-    given: what is left open in `cls`, as `nested` has it. `dims["kinds"]`, where it is there, maps
-    classes to those that are built in their place.
+    given: what is left open in `cls`, as `nested` has it. The size of an axis of `each` is a count,
+    or the dims of each of its parts. `dims["kinds"]`, where it is there, maps classes to those that
+    are built in their place.
     """
     names = given or {}
     cls = dims.get("kinds", {}).get(cls, cls)
@@ -91,14 +92,22 @@ def build(
             return None
         if "axes" not in meta:
             element = typing.get_args(hint)[0] if "each" in meta or meta.get("when") else hint
-            one = functools.partial(build, make, element, dims, meta.get("given"))
+
+            def one(dims: Dims) -> Any:
+                return build(make, element, dims, meta.get("given"))
+
         else:
             axes = tuple(" ".join(names.get(axis, axis) for axis in meta["axes"]).split())
-            shape = tuple(dims[axis] for axis in axes)
             dtype = dims[meta["dtype"]] if isinstance(meta["dtype"], str) else meta["dtype"]
-            one = functools.partial(make, axes, shape, jnp.dtype(dtype))
-        count = meta.get("each")
-        return tuple(one() for _ in range(dims[count])) if count else one()
+
+            def one(dims: Dims) -> Any:
+                return make(axes, tuple(dims[axis] for axis in axes), jnp.dtype(dtype))
+
+        if "each" not in meta or not meta["each"]:
+            return one(dims)
+        count = dims[meta["each"]]
+        parts = [{}] * count if isinstance(count, int) else count
+        return tuple(one({**dims, **part}) for part in parts)
 
     return cls(**{field.name: value(field) for field in dataclasses.fields(cls)})
 

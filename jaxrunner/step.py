@@ -76,8 +76,8 @@ def multi_step(params, state: State, plan: Plan, *, program: Program, size: Mult
 def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
     """Runs the model on the planned tokens. Returns the state, batch, rows and hidden, [T, E]."""
     requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
-    cache_shape = program.engine.num_blocks, program.engine.block_size
-    batch, rows = prepare_inputs(requests, plan, bucket, cache_shape, program.num_drafts)
+    pools = [(group.num_blocks, group.block_size) for group in program.cache_groups]
+    batch, rows = prepare_inputs(requests, plan, bucket, pools, program.num_drafts)
     own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in program.model.tables}
     inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
     hidden, kv = program.model.forward(program.config, params, state.kv, inputs, ops)
@@ -143,11 +143,12 @@ def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Ta
 
 
 def prepare_inputs(
-    requests: Requests, plan: Plan, bucket: Bucket, cache_shape: tuple[int, int], num_drafts: int
+    requests: Requests, plan: Plan, bucket: Bucket, pools: list[tuple[int, int]], num_drafts: int
 ) -> tuple[Batch, SamplingMetadata]:
     """Lays the scheduled tokens of all requests side by side, padded to the bucket.
 
-    A request that has ended computes nothing, whatever the plan says. `cache_shape` is (N, S).
+    A request that has ended computes nothing, whatever the plan says. pools: (N, S) of
+    each cache group.
     """
     T, B = bucket.num_tokens, bucket.num_rows
     num_tokens = jnp.where(take(requests.done, plan.slot), 0, plan.num_tokens)
@@ -167,8 +168,7 @@ def prepare_inputs(
     drafts = jnp.clip(seq_lens - total, 0, num_drafts)
     first = start + num_tokens - 1 - drafts
     positions = jnp.where(real, take(computed, row) + offset, 0)
-    R = requests.total_len.shape[0]
-    slot = plan.slot.at[row].get(mode="fill", fill_value=R)
+    slot = plan.slot.at[row].get(mode="fill", fill_value=requests.done.shape[0])
     blocks = tuple(take(table, plan.slot) for table in requests.blocks)
     inputs = Inputs(
         token_ids=take(requests.token_ids, (slot, positions)),
@@ -180,7 +180,10 @@ def prepare_inputs(
         inputs=inputs,
         row=row,
         slot=slot,
-        cache_index=tuple(cache_index(table, row, positions, cache_shape) for table in blocks),
+        cache_index=tuple(
+            cache_index(table, row, positions, pool)
+            for table, pool in zip(blocks, pools, strict=True)
+        ),
         query_start=query_start,
         seq_lens=seq_lens,
         blocks=blocks,

@@ -19,8 +19,9 @@ from jax.extend.core import get_opaque_trace_state
 import jax.numpy as jnp
 
 from jaxrunner import pytree
-from jaxrunner.config import ModelConfig
+from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.model import AttentionSpec, Model, Ops
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.rope import rotation
 from jaxrunner.ops.backends import dense
 from jaxrunner.ops.plain import rotate as rotate_heads
@@ -34,7 +35,7 @@ TRIED = 3  # tokens that a module is tried with, none of them real
 class Attend:
     """Causal attention of each layer in turn, over the tokens before it too."""
 
-    config: ModelConfig
+    config: DecoderConfig
     inputs: Inputs
     ops: Ops
     kv: tuple[LayerCache | None, ...]
@@ -73,8 +74,7 @@ class Attend:
                 f"q, k and v of layer {layer} must have one dtype, got {q.dtype}, {k.dtype} and "
                 f"{v.dtype}: cast them to the engine's"
             )
-        window = c.windows[layer]
-        spec = AttentionSpec(c.groups.index(window), window, D**-0.5)
+        spec = AttentionSpec(layer_groups(c.cache_kinds)[layer], c.windows[layer], D**-0.5)
         if rotate:
             turn = rotation(c.rope, self.inputs)
             q, k = rotate_heads(q, *turn), rotate_heads(k, *turn)
@@ -117,7 +117,7 @@ class Undeclared:
         )
 
 
-def from_nnx(graphdef: nnx.GraphDef[Any], params: Any, config: ModelConfig) -> Model:
+def from_nnx(graphdef: nnx.GraphDef[Any], params: Any, config: DecoderConfig) -> Model:
     """Returns the model of an nnx module, a `Decoder`, that `nnx.split` has split.
 
     params: what the engine is given, its state: an `nnx.State` or a pure dict, of arrays or shapes.
@@ -131,7 +131,7 @@ def from_nnx(graphdef: nnx.GraphDef[Any], params: Any, config: ModelConfig) -> M
     return _model(functools.partial(_call_nnx, graphdef), params, config)
 
 
-def from_linen(module: linen.Module, params: Any, config: ModelConfig) -> Model:
+def from_linen(module: linen.Module, params: Any, config: DecoderConfig) -> Model:
     """Returns the model of a linen module, a `Decoder`; params are its variables.
 
     `init` needs an `attend`, which `uncached` makes, and a method that calls `logits` too. All else
@@ -140,7 +140,7 @@ def from_linen(module: linen.Module, params: Any, config: ModelConfig) -> Model:
     return _model(functools.partial(_call_linen, module), params, config)
 
 
-def uncached(config: ModelConfig, positions: Array, *, batch_size: int = 1) -> Attend:
+def uncached(config: DecoderConfig, positions: Array, *, batch_size: int = 1) -> Attend:
     """Returns the `attend` of one call outside of an engine: to initialise, train or look into.
 
     positions: [T], of `batch_size` sequences of equal length. Each call needs a new one, made
@@ -187,7 +187,7 @@ def from_nnx_state(
     return params
 
 
-def _model(call: Callable[..., Any], params: Any, config: ModelConfig) -> Model:
+def _model(call: Callable[..., Any], params: Any, config: DecoderConfig) -> Model:
     """Returns a model, tried once without data. call: (method, params, *args)."""
     # Partials are of no module of ours, so the disk keeps no programs of code it cannot tell apart.
     layers, logits = functools.partial(_layers, call), functools.partial(_logits, call)
@@ -196,7 +196,7 @@ def _model(call: Callable[..., Any], params: Any, config: ModelConfig) -> Model:
     return model
 
 
-def _try(model: Model, config: ModelConfig, params: Any) -> Array:
+def _try(model: Model, config: DecoderConfig, params: Any) -> Array:
     zeros = jnp.zeros(TRIED, jnp.int32)
     none = (None,) * config.num_hidden_layers
     hidden, _ = model.forward(config, params, none, Inputs(zeros, zeros, zeros), dense(1))
@@ -211,13 +211,13 @@ def _call_linen(module: linen.Module, method: str, params: Any, *args: Any) -> A
     return module.apply(params, *args, method=method)
 
 
-def _embed(config: ModelConfig, params: Any, inputs: Inputs) -> Array:
+def _embed(config: DecoderConfig, params: Any, inputs: Inputs) -> Array:
     """Returns the ids: a module embeds them itself."""
     return inputs.token_ids
 
 
 def _layers(
-    call: Callable, config: ModelConfig, params: Any, x: Array, kv, inputs: Inputs, ops: Ops
+    call: Callable, config: DecoderConfig, params: Any, x: Array, kv, inputs: Inputs, ops: Ops
 ):
     """Returns hidden states, [T, E], the caches, one a layer, and no extras."""
     attend = _attend(config, inputs, ops, kv)
@@ -233,11 +233,11 @@ def _layers(
     return hidden, tuple(attend.caches), {}
 
 
-def _attend(config: ModelConfig, inputs: Inputs, ops: Ops, kv: tuple[Any, ...]) -> Attend:
+def _attend(config: DecoderConfig, inputs: Inputs, ops: Ops, kv: tuple[Any, ...]) -> Attend:
     return Attend(config, inputs, ops, kv, [], get_opaque_trace_state())
 
 
-def _logits(call: Callable, config: ModelConfig, params: Any, hidden: Array) -> Array:
+def _logits(call: Callable, config: DecoderConfig, params: Any, hidden: Array) -> Array:
     """Scores every token of the vocabulary: hidden [..., E] -> [..., V], in its dtype."""
     scores = call("logits", params, hidden)
     shape = (*hidden.shape[:-1], config.vocab_size)

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.config import ModelConfig, read_dtype, read_token_ids
+from jaxrunner.caches.cache_group import layer_groups
+from jaxrunner.config import read_dtype, read_token_ids
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm, Source
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.rope import read_rope, rotation
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
@@ -44,13 +46,13 @@ class Params:
     layers: tuple[Layer, ...] = each("Y")
 
 
-def embed(config: ModelConfig, params: Params, inputs: Inputs) -> Array:
+def embed(config: DecoderConfig, params: Params, inputs: Inputs) -> Array:
     """Returns the embeddings of the tokens, [T, E]."""
     return params.embed[inputs.token_ids]
 
 
 def layers(
-    config: ModelConfig,
+    config: DecoderConfig,
     params: Params,
     x: Array,
     kv: tuple[Any, ...],
@@ -72,6 +74,7 @@ def layers(
       ValueError: there is no such extra among these layers; names it.
     """
     num, eps = config.num_hidden_layers, config.rms_norm_eps
+    groups = layer_groups(config.cache_kinds)
     last = num if last is None else last
     known = [f"residual.{i}" for i in range(first, last)]
     if unknown := sorted(set(extras) - set(known)):
@@ -86,20 +89,19 @@ def layers(
     for i, (w, norm, cache) in enumerate(zip(chosen, norms, kv, strict=True), first):
         if (name := f"residual.{i}") in extras:
             found[name] = x
-        window = config.windows[i]
-        spec = AttentionSpec(config.groups.index(window), window, config.head_dim**-0.5)
+        spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
         x, h, cache = layer(x, h, w, norm, cache, turn, spec=spec)
         caches.append(cache)
     return (h if last == num else x), tuple(caches), found
 
 
-def logits(config: ModelConfig, params: Params, hidden: Array) -> Array:
+def logits(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     """Scores every token of the vocabulary: hidden [..., E] -> [..., V], in its dtype."""
     head = Linear(params.embed, None) if params.head is None else params.head
     return head.product(hidden)
 
 
-def _layer(config: ModelConfig, ops: Ops, x, h, w: Layer, norm: Array, cache, turn, *, spec):
+def _layer(config: DecoderConfig, ops: Ops, x, h, w: Layer, norm: Array, cache, turn, *, spec):
     """Runs a layer on h, the norm of x. Returns the next x, its norm, and the cache."""
     eps, (cos, sin) = config.rms_norm_eps, turn
     heads = RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps)
@@ -108,7 +110,7 @@ def _layer(config: ModelConfig, ops: Ops, x, h, w: Layer, norm: Array, cache, tu
     return *ops.add_norm(x, ops.mlp(h, w.gate_up, w.down), norm, eps), cache
 
 
-def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> ModelConfig:
+def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> DecoderConfig:
     """Reads what all Llama-like decoders have in common; `flags` are the family's own fields.
 
     `head_dim` is the family's default, 0 where it is derived from the hidden size.
@@ -147,17 +149,17 @@ def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> Mode
         bos_token_id=bos[0] if bos else None,
     )
     settings.finish()
-    return ModelConfig(**fields | flags)
+    return DecoderConfig(**fields | flags)
 
 
-def read(settings: Settings) -> ModelConfig:
+def read(settings: Settings) -> DecoderConfig:
     """Reads a Llama config."""
     bias = settings.take("attention_bias", bool, False)
     mlp_bias = settings.take("mlp_bias", bool, False)
     return read_decoder(settings, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
-def sources(config: ModelConfig) -> Params:
+def sources(config: DecoderConfig) -> Params:
     """Returns where each weight lies in a Hugging Face checkpoint."""
     c = config
     V, E = c.vocab_size, c.hidden_size
@@ -171,7 +173,7 @@ def sources(config: ModelConfig) -> Params:
     )
 
 
-def _layer_sources(c: ModelConfig, prefix: str) -> Layer:
+def _layer_sources(c: DecoderConfig, prefix: str) -> Layer:
     E, F, D = c.hidden_size, c.intermediate_size, c.head_dim
     H, K = c.num_attention_heads, c.num_key_value_heads
 

@@ -1,12 +1,12 @@
 """Qwen2 and Qwen2.5: Llama with biased query, key and value. arXiv:2407.10671."""
 
 from jaxrunner.api.validation import shown
-from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama, read_decoder
 
 
-def read(settings: Settings) -> ModelConfig:
+def read(settings: Settings) -> DecoderConfig:
     """Reads a Qwen2 config."""
     return read_decoder(settings, qkv_bias=True, windows=read_windows(settings))
 

@@ -1,12 +1,12 @@
 """Qwen3: Llama with a norm on each query and key. arXiv:2505.09388."""
 
-from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama, read_decoder
 from jaxrunner.models.qwen2 import read_windows
 
 
-def read(settings: Settings) -> ModelConfig:
+def read(settings: Settings) -> DecoderConfig:
     """Reads a Qwen3 config."""
     bias = settings.take("attention_bias", bool, False)
     flags = dict(qkv_bias=bias, o_bias=bias, qk_norm=True, windows=read_windows(settings))

@@ -6,29 +6,31 @@ import random
 
 import pytest
 
-from jaxrunner.scheduling.cache_groups import CacheGroup, find_prefix
+from jaxrunner.caches.window import SlidingWindow
+from jaxrunner.scheduling.prefix import find_prefix
+from tests.support.scheduling import cache_group
 
 
 def test_window_skips_what_no_later_token_sees():
-    group = CacheGroup(2, window=4)
+    group = cache_group(2, window=4)
     assert [group.num_skipped_tokens(n) for n in (0, 3, 4, 5, 7)] == [0, 0, 1, 2, 4]
-    assert CacheGroup(2).num_skipped_tokens(100) == 0
+    assert cache_group(2).num_skipped_tokens(100) == 0
 
 
 def test_empty_window_is_refused():
     with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
-        CacheGroup(2, window=0)
+        cache_group(2, window=0)
 
 
 @pytest.mark.parametrize(
     ("group", "max_len", "max_tokens", "blocks"),
     [
-        (CacheGroup(4), 100, 16, 25),
-        (CacheGroup(4), 101, 16, 26),
-        (CacheGroup(4, 8), 100, 16, 7),
-        (CacheGroup(4, 8), 21, 16, 6),
-        (CacheGroup(4, 8), 5, 16, 2),
-        (CacheGroup(4, 1), 100, 1, 2),
+        (cache_group(4), 100, 16, 25),
+        (cache_group(4), 101, 16, 26),
+        (cache_group(4, 8), 100, 16, 7),
+        (cache_group(4, 8), 21, 16, 6),
+        (cache_group(4, 8), 5, 16, 2),
+        (cache_group(4, 1), 100, 1, 2),
     ],
     ids=["full", "ragged", "window", "window near length", "short", "smallest"],
 )
@@ -39,13 +41,13 @@ def test_admission_cap(group, max_len, max_tokens, blocks):
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 7, 8, 30, None])
 @pytest.mark.parametrize("max_tokens", [1, 3, 8])
 def test_no_request_ever_owns_more_than_the_cap(window, max_tokens):
-    group, length = CacheGroup(4, window), 41
+    group, length = cache_group(4, window), 41
     most = 0
     for start in range(length):
         end = min(start + max_tokens, length)
         first = group.num_skipped_tokens(start) // group.block_size
-        most = max(most, group.num_blocks(end) - first)
-    assert most <= group.max_blocks(length, max_tokens) <= group.num_blocks(length)
+        most = max(most, group.table_len(end) - first)
+    assert most <= group.max_blocks(length, max_tokens) <= group.table_len(length)
 
 
 @pytest.mark.parametrize(
@@ -69,17 +71,17 @@ def test_no_request_ever_owns_more_than_the_cap(window, max_tokens):
     ],
 )  # fmt: skip
 def test_longest_hit(window, cached, limit, hit):
-    assert CacheGroup(4, window).longest_hit(cached.__contains__, limit) == hit
+    assert cache_group(4, window).longest_hit(cached.__contains__, limit) == hit
 
 
 def test_hits_of_two_block_sizes_are_multiples_of_both():
-    groups = [CacheGroup(4), CacheGroup(8)]
+    groups = [cache_group(4), cache_group(8)]
     everything = [lambda i: True, lambda i: True]
     assert [find_prefix(groups, everything, n) for n in (7, 8, 15, 16, 23)] == [0, 8, 8, 16, 16]
 
 
 def test_miss_of_a_window_shortens_the_hit_of_full_attention():
-    groups = [CacheGroup(4), CacheGroup(8, window=9)]
+    groups = [cache_group(4), cache_group(8, window=9)]
     assert find_prefix(groups, [lambda i: i < 7, lambda i: i in (0, 2)], 40) == 24
     assert find_prefix(groups, [lambda i: i < 5, lambda i: i in (0, 2)], 40) == 8
     assert find_prefix(groups, [lambda i: i < 5, lambda i: i == 2], 40) == 0
@@ -90,7 +92,7 @@ def test_groups_agree_on_the_longest_prefix():
     hits = 0
     for _ in range(500):
         groups = [
-            CacheGroup(rng.choice([2, 4, 6]), rng.choice([None, 1, 3, 5, 9]))
+            cache_group(rng.choice([2, 4, 6]), rng.choice([None, 1, 3, 5, 9]))
             for _ in range(rng.randint(1, 3))
         ]
         cached = [{i for i in range(20) if rng.random() < 0.8} for _ in groups]
@@ -110,7 +112,7 @@ def test_groups_agree_on_the_longest_prefix():
 def usable(group, cached, n):
     """Returns whether the last blocks before token `n` that count are there."""
     first = group.num_skipped_tokens(n) // group.block_size
-    if group.window == 1:
+    if group.kind == SlidingWindow(1):
         first = max(0, n // group.block_size - 1)  # one at least, to be called a hit
     return all(i in cached for i in itertools.takewhile(lambda i: i < n / group.block_size,
                                                         itertools.count(first)))  # fmt: skip

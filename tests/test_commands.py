@@ -128,4 +128,4 @@ def test_presets_are_readable_configs(name):
     from jaxrunner.models.registry import read_model
 
     _, config = read_model(Settings(workloads.PRESETS[name].config))
-    assert config.dtype == "bfloat16" and config.num_key_value_heads == 8
+    assert config.dtype == "bfloat16" and config.dims["K"] == 8

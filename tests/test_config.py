@@ -1,9 +1,12 @@
 """Every key of a config.json is honoured, known to be harmless, or refused by name."""
 
+from typing import Any
+
 import pytest
 
-from jaxrunner.config import ModelConfig
+from jaxrunner.caches.cache_group import distinct
 from jaxrunner.hf_config import Settings, read_json
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.registry import FAMILIES, read_model
 from tests.support.checkpoints import NEEDS_TORCH, TINY, VARIANTS
 
@@ -16,10 +19,16 @@ EVERY = (
 ).split()
 
 
-def read(family="Llama", **changes) -> ModelConfig:
+def decoder(values: dict[str, Any]) -> DecoderConfig:
+    config = read_model(Settings(values))[1]
+    assert isinstance(config, DecoderConfig)
+    return config
+
+
+def read(family="Llama", **changes) -> DecoderConfig:
     """Reads tiny settings of a family; a change to `...` takes the key away."""
     values = TINY | dict(architectures=[f"{family}ForCausalLM"]) | changes
-    return read_model(Settings({k: v for k, v in values.items() if v is not ...}))[1]
+    return decoder({k: v for k, v in values.items() if v is not ...})
 
 
 def real(family, **values):
@@ -76,7 +85,7 @@ REAL = {
 
 @pytest.mark.parametrize(("values", "want"), REAL.values(), ids=REAL.keys())
 def test_published_models_are_read(values, want):
-    c = read_model(Settings(values))[1]
+    c = decoder(values)
     assert (c.head_dim, c.windows[0], c.qkv_bias, c.qk_norm, c.eos_token_ids) == want
     assert (c.dtype, c.architecture) == ("bfloat16", values["architectures"][0])
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -97,6 +106,7 @@ def test_what_transformers_saves_is_read(tmp_path, variant):
     hf = getattr(transformers, f"{family}Config")(**TINY | more | changes)
     hf.save_pretrained(tmp_path)
     model, c = read_model(Settings(read_json(tmp_path / "config.json")))
+    assert isinstance(c, DecoderConfig)
     assert model is FAMILIES[f"{family}ForCausalLM"]
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
                 "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
@@ -156,7 +166,8 @@ WINDOWS = {
 def test_each_layer_has_its_window(family, changes, want):
     config = read(family, **changes)
     assert config.windows == want
-    assert config.groups == tuple(dict.fromkeys(want))
+    windows = [getattr(kind, "window", None) for kind in distinct(config.cache_kinds)]
+    assert windows == list(dict.fromkeys(want))
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.block_tables import BlockTables
-from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request
 from jaxrunner.train.trainer import token_losses
 from tests.support import tiny
+from tests.support.scheduling import cache_group
 from tests.support.small_llm import SIZES, live_bytes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -84,7 +84,7 @@ def test_weights_of_the_host_are_copied_once():
 
 def test_a_request_that_waited_finds_nothing_of_old_weights():
     pool = BlockPool(20, 4)
-    tables = BlockTables([CacheGroup(4, None)], [pool])
+    tables = BlockTables([cache_group(4, None)], [pool])
     first, second = (Request(name, list(range(13)), GREEDY, 0, 20) for name in "ab")
     tables.attach(first, tables.find(first))
     tables.extend(first, 13)

@@ -7,11 +7,13 @@ import random
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.caches.cache_group import CacheGroup
+from jaxrunner.caches.window import SlidingWindow
 from jaxrunner.scheduling.block_pool import BlockPool
-from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 from jaxrunner.scheduling.scheduler import Scheduler
 from tests.support.fake_device import VOCAB_SIZE, Device, alone
+from tests.support.scheduling import cache_group
 from tests.support.toy_remote import ToyRemote
 
 NUM_STEPS = 3000  # of each load
@@ -25,7 +27,7 @@ class Load:
 
     depth: int = 1
     policy: str = "fcfs"
-    groups: tuple[CacheGroup, ...] = (CacheGroup(4),)
+    groups: tuple[CacheGroup, ...] = (cache_group(4),)
     num_blocks: int = 20
     max_num_seqs: int = 6
     budget: int = 16
@@ -38,7 +40,7 @@ class Load:
     remote: bool = False
 
 
-FULL, WINDOW = CacheGroup(4), CacheGroup(4, window=9)
+FULL, WINDOW = cache_group(4), cache_group(4, window=9)
 LOADS = {
     "sync": Load(),
     "sync priority": Load(policy="priority", num_blocks=14),
@@ -48,10 +50,10 @@ LOADS = {
     "async three deep": Load(depth=3, num_blocks=14, threshold=5),
     "three deep priority": Load(depth=3, policy="priority", num_blocks=13, budget=9),
     "window": Load(depth=2, groups=(WINDOW,), num_blocks=13),
-    "window of one": Load(depth=3, groups=(CacheGroup(2, window=1), FULL), num_blocks=16),
-    "tightest window": Load(depth=2, groups=(CacheGroup(2, window=3),), num_blocks=5, budget=6),
+    "window of one": Load(depth=3, groups=(cache_group(2, window=1), FULL), num_blocks=16),
+    "tightest window": Load(depth=2, groups=(cache_group(2, window=3),), num_blocks=5, budget=6),
     "window and full": Load(depth=2, groups=(FULL, WINDOW), policy="priority", num_blocks=16),
-    "two block sizes": Load(depth=3, groups=(CacheGroup(2, window=6), FULL), num_blocks=26),
+    "two block sizes": Load(depth=3, groups=(cache_group(2, window=6), FULL), num_blocks=26),
     "no caching": Load(depth=2, num_blocks=14, caching=False),
     "filled sizes": Load(depth=2, num_blocks=16, sizes=(4, 8, 16), max_num_seqs=4),
     "steps": Load(num_steps=4),
@@ -63,7 +65,7 @@ LOADS = {
     "drafts, three deep, priority": Load(depth=3, num_drafts=2, policy="priority", num_blocks=14),
     "drafts in windows": Load(depth=3, num_drafts=3, groups=(FULL, WINDOW), num_blocks=16),
     "drafts in tightest window": Load(
-        depth=2, num_drafts=3, groups=(CacheGroup(2, window=3),), num_blocks=5, budget=6
+        depth=2, num_drafts=3, groups=(cache_group(2, window=3),), num_blocks=5, budget=6
     ),
     "one draft, small budget": Load(depth=2, num_drafts=1, budget=7, threshold=5, num_blocks=14),
     "drafts, filled sizes": Load(depth=2, num_drafts=2, sizes=(4, 8, 16), num_blocks=16),
@@ -76,7 +78,7 @@ LOADS = {
     ),
     "remote, windows": Load(depth=2, remote=True, groups=(FULL, WINDOW), num_blocks=16),
     "remote, tightest window": Load(
-        depth=2, remote=True, groups=(CacheGroup(2, window=3),), num_blocks=5, budget=6
+        depth=2, remote=True, groups=(cache_group(2, window=3),), num_blocks=5, budget=6
     ),
     "remote, steps, drafts": Load(
         depth=2, remote=True, num_steps=3, num_drafts=2, sizes=(4, 8, 16), num_blocks=14
@@ -271,7 +273,7 @@ def test_any_load_computes_what_each_request_would_alone(name):
         least |= {"loaded": 100, "failed": 30, "unknown": 100, "given up": 3, "sent": 100}
     if load.caching:
         least |= {"hits": 20, "copies": 10}
-    if any(group.window for group in load.groups):
+    if any(isinstance(group.kind, SlidingWindow) for group in load.groups):
         least["windowed"] = 3000
     assert not {key: seen[key] for key, n in least.items() if seen[key] < n}
     assert load.caching or load.remote or not seen["hits"]

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.registry import read_model
 from jaxrunner.models.rope import rotation
 from jaxrunner.program import Bucket
@@ -40,7 +41,9 @@ SCALINGS = {
 
 def read_rope(parameters, **changes):
     values = TINY | dict(architectures=["LlamaForCausalLM"], head_dim=DIM) | changes
-    return read_model(Settings(values | dict(rope_parameters=parameters)))[1].rope
+    config = read_model(Settings(values | dict(rope_parameters=parameters)))[1]
+    assert isinstance(config, DecoderConfig)
+    return config.rope
 
 
 def turned(rope, rope_len):

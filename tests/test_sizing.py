@@ -26,7 +26,7 @@ def test_defaults_follow_the_model_and_the_device():
 
 def test_dynamic_rope_reaches_beyond_the_trained_positions():
     _, model, _ = families.model_and_params("llama, dynamic rope")
-    assert sizing.longest_len(model) == 128
+    assert model.longest_len == 128
     with pytest.raises(ValueError, match="max_model_len=129 is over the model's 128 positions"):
         config(model=model, max_model_len=129)
 

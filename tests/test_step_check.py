@@ -214,8 +214,11 @@ class Checked(Driver):
             block_size=load.groups[0].block_size, max_num_seqs=load.max_num_seqs,
             max_num_batched_tokens=load.budget, num_decode_steps=load.num_steps,
         )  # fmt: skip
-        model = SimpleNamespace(groups=[group.window for group in load.groups], vocab_size=40)
-        program: Any = SimpleNamespace(engine=engine, config=model, extra_args=[])
+        model = SimpleNamespace(vocab_size=40)
+        groups = [replace(group, num_blocks=load.num_blocks) for group in load.groups]
+        program: Any = SimpleNamespace(
+            engine=engine, config=model, extra_args=[], cache_groups=groups
+        )
         self.steps = StepCheck(program)
 
     def schedule(self) -> bool:

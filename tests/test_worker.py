@@ -73,7 +73,7 @@ def test_memory_and_specs_say_how_many_blocks_fit():
     specs, config = worker.get_kv_cache_spec(), worker._loaded.config
     assert list(specs)[1] == "model.layers.1.self_attn.attn"
     assert len(specs) == config.num_hidden_layers
-    K, D = config.num_key_value_heads, config.head_dim
+    K, D = config.dims["K"], config.dims["D"]
     assert set(specs.values()) == {(16, K, D, "int8", None, 2 * 16 * K * (D + 4))}
     block = sum(spec.page_size_bytes for spec in specs.values())
     fitting = min((1 << 20) // block, 2 * 4)  # no slot needs more

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.indexing import put_blocks, take, write
 from jaxrunner.program import Program
 from jaxrunner.types import Admission, Array, Copies, State
@@ -42,7 +43,7 @@ def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
 
 def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:
     """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
-    group_of = [program.config.groups.index(window) for window in program.config.windows]
+    group_of = layer_groups(program.config.cache_kinds)
 
     def copy(copies: Copies, blocks: Array) -> Array:
         return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")

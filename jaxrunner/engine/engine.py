@@ -21,10 +21,10 @@ from jaxrunner.engine.status import EngineStatus
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
 from jaxrunner.model import Model
+from jaxrunner.program import engine_groups
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.block_pool import make_pools
-from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.scheduling.scheduler import Scheduler
 
@@ -49,8 +49,8 @@ class Engine:
         """make_compiler: returns a `GrammarCompiler`, once a request wants structured outputs.
         `kwargs` go to `ModelRunner`."""
         self.config, self.model_config = config, model_config
-        groups = [CacheGroup(config.block_size, window) for window in model_config.groups]
-        self.pools = make_pools(config, len(groups))
+        groups = engine_groups(model_config, config)
+        self.pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             groups, self.pools,
             max_num_seqs=config.max_num_seqs,

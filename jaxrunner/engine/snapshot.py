@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import pytree
+from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.engine import serialization, snapshot_check
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
@@ -207,7 +208,7 @@ def _fields(engine: Engine) -> Iterator[tuple[str, Any, str]]:
 def _filled(engine: Engine) -> list[list[int]]:
     """Returns each layer's blocks whose contents count; one at least, as orbax wants."""
     config, of_group = engine.model_config, [pool.filled() or [0] for pool in engine.pools]
-    return [of_group[config.groups.index(window)] for window in config.windows]
+    return [of_group[g] for g in layer_groups(config.cache_kinds)]
 
 
 def _context(engine: Engine) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.config import MAX_ID
 from jaxrunner.engine.engine import Engine
 from jaxrunner.errors import in_words
@@ -182,5 +183,5 @@ def _check_blocks(engine: Engine, host: Mapping[str, Any], filled: list[list[int
             _must(all(type(h) is bytes for h, _ in held), f"{tokens_of} without hashes")
         known.append(pool.filled() or [0])
     config = engine.model_config
-    wanted = [known[config.groups.index(window)] for window in config.windows]
+    wanted = [known[g] for g in layer_groups(config.cache_kinds)]
     _must(filled == wanted, "others in the files than in use")

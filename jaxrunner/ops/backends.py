@@ -138,7 +138,7 @@ def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
     device = jax.local_devices()[0]
     if getattr(device, "compute_capability", None) != "9.0":
         return f"wants a Hopper GPU (compute capability 9.0), got {device.device_kind}"
-    H, K, D = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    H, K, D = (model.dims[axis] for axis in "HKD")
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
     shape = engine.num_blocks, K, engine.block_size, D
     kv = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.kv_dtype))

@@ -135,7 +135,7 @@ class ModelRunner:
 
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
-        none: tuple[list, ...] = tuple([] for _ in self.program.config.groups)
+        none: tuple[list, ...] = tuple([] for _ in self.program.cache_groups)
         plan = self.requests.plan((), {}, none, key.size)
         self.state, *_ = self.programs[key](self.params, self.state, plan)
 

@@ -130,7 +130,7 @@ class RequestTable:
 
     def append_blocks(self, new: Mapping[str, tuple[list[int], ...]]) -> tuple[list[Write], ...]:
         """Returns the writes, by cache group, that append blocks to requests' tables."""
-        groups: tuple[list[Write], ...] = tuple([] for _ in self._program.config.groups)
+        groups: tuple[list[Write], ...] = tuple([] for _ in self._program.cache_groups)
         for request_id, block_ids in new.items():
             slot = self._slots[request_id]
             for g, ids in enumerate(block_ids):
@@ -200,11 +200,12 @@ class RequestTable:
     def copies(self, new: list[NewRequest]) -> Iterator[tuple[CopySize, np.ndarray]]:
         """Returns the packed block copies that new requests start from."""
         copied = [r.copies for r in new if r.copies]
-        N, C = self._program.engine.num_blocks, COPIES.num_copies
+        C, sizes = COPIES.num_copies, [group.num_blocks for group in self._program.cache_groups]
         for i in range(0, len(copied), C):
             groups = [np.array(pairs).T for pairs in zip(*copied[i : i + C], strict=True)]
             parts = tuple(
-                host_value(Copies, source=pad(s, C, N), to=pad(t, C, N)) for s, t in groups
+                host_value(Copies, source=pad(s, C, N), to=pad(t, C, N))
+                for (s, t), N in zip(groups, sizes, strict=True)
             )
             yield COPIES, pack(copies_spec(self._program, COPIES), parts)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrunner.api.validation import shown
+from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.program import Program
 from jaxrunner.runner.step_fields import check_fields, check_ints, check_new
-from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import NewRequest, SchedulerOutput
 
 Tables = tuple[tuple[int, ...], ...]  # blocks by cache group; N where no later token looks
@@ -35,9 +35,8 @@ class StepCheck:
     """The requests of a runner, as what it was told says."""
 
     def __init__(self, program: Program):
-        engine = program.engine
         self._program = program
-        self._groups = [CacheGroup(engine.block_size, window) for window in program.config.groups]
+        self._groups = program.cache_groups
         self._rows: dict[str, Row] = {}
         self._users = tuple(Counter[int]() for _ in self._groups)  # requests that have a block
 
@@ -103,7 +102,7 @@ class _Step:
                 f"{name} is of a request that does not run: new ones have all their blocks in "
                 "block_ids"
             )
-        tables = self._tables(name, blocks, self._engine.num_blocks - 1)
+        tables = self._tables(name, blocks, null=False)
         for g, table in enumerate(tables):
             self._check_own(f"{name}[{g}]", g, table, 0)
             self._count(g, table, 1)
@@ -122,18 +121,15 @@ class _Step:
             )
         check_new(where, new, self._program)
         name, computed = f"{where}.block_ids", new.num_computed
-        tables = self._tables(name, new.block_ids, self._engine.num_blocks)
+        tables = self._tables(name, new.block_ids, null=True)
         self._check_lengths(name, tables)
-        size = self._engine.block_size
-        # What is copied into is written too.
-        first = (computed - 1 if new.copies else computed) // size
+        self._check_copies(f"{where}.copies", new)
         for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
-            skipped = group.num_skipped_tokens(computed) // size
-            if self._engine.num_blocks in table[skipped:]:
+            skipped = group.num_skipped_tokens(computed) // group.block_size
+            if group.num_blocks in table[skipped:]:
                 raise ValueError(f"{name}[{g}] has the null block where a token looks")
-            self._check_own(f"{name}[{g}]", g, table, first)
+            self._check_own(f"{name}[{g}]", g, table, _first_written(group, new))
             self._count(g, table, 1)
-        self._check_copies(f"{where}.copies", new, first)
         self.rows[new.request_id] = Row(len(new.token_ids), computed, new.max_len, tables)
 
     def advance(self, output: SchedulerOutput) -> None:
@@ -166,8 +162,9 @@ class _Step:
                 f"{name}={count} must be {due} in num_steps={num_steps} steps, of a request that "
                 f"misses 1 token, it misses {row.missing}"
             )
-        end, size = row.computed + count, self._engine.block_size
-        for table in row.tables:
+        end = row.computed + count
+        for group, table in zip(self._groups, row.tables, strict=True):
+            size = group.block_size
             if len(table) * size < end:
                 raise ValueError(
                     f"{name}={count} makes {end} tokens, block_ids and new_block_ids have room for "
@@ -182,31 +179,32 @@ class _Step:
         for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
             skipped = group.num_skipped_tokens(computed) // group.block_size
             self._count(g, table[:skipped], -1)
-            seen.append((self._engine.num_blocks,) * skipped + table[skipped:])
+            seen.append((group.num_blocks,) * skipped + table[skipped:])
         return tuple(seen)
 
-    def _tables(self, name: str, blocks: tuple[list[int], ...], last: int) -> Tables:
-        """Returns blocks by cache group."""
+    def _tables(self, name: str, blocks: tuple[list[int], ...], *, null: bool) -> Tables:
+        """Returns blocks by cache group; null: whether these may be the null block."""
         if not isinstance(blocks, tuple) or len(blocks) != len(self._groups):
             raise TypeError(
                 f"{name} must be a tuple of {len(self._groups)} lists, one for each cache group, "
                 f"got {shown(blocks)}"
             )
-        for g, ids in enumerate(blocks):
-            check_ints(f"{name}[{g}]", ids, 0, last)
+        for g, (group, ids) in enumerate(zip(self._groups, blocks, strict=True)):
+            check_ints(f"{name}[{g}]", ids, 0, group.num_blocks - (not null))
         return tuple(tuple(map(int, ids)) for ids in blocks)
 
     def _check_lengths(self, name: str, tables: Tables) -> None:
-        for g, table in enumerate(tables):
-            if len(table) > self._engine.max_blocks:
+        length = self._engine.max_model_len
+        for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            if len(table) > (most := group.table_len(length)):
                 raise ValueError(
-                    f"{name}[{g}] makes {len(table)} blocks, max_model_len="
-                    f"{self._engine.max_model_len} needs {self._engine.max_blocks}: give fewer"
+                    f"{name}[{g}] makes {len(table)} blocks, max_model_len={length} needs {most}: "
+                    "give fewer"
                 )
 
     def _check_own(self, name: str, g: int, table: tuple[int, ...], first: int) -> None:
         """Checks that blocks, from the first on that is written, are no other request's."""
-        null, users, change = self._engine.num_blocks, self._users[g], self.changes[g]
+        null, users, change = self._groups[g].num_blocks, self._users[g], self.changes[g]
         real = [block for block in table if block != null]
         if len(set(real)) < len(real):
             raise ValueError(f"{name} has a block twice, got {shown(list(table))}: give others")
@@ -217,14 +215,16 @@ class _Step:
                     "written: give a free one"
                 )
 
-    def _check_copies(self, name: str, new: NewRequest, first: int) -> None:
+    def _check_copies(self, name: str, new: NewRequest) -> None:
         if not isinstance(new.copies, tuple) or len(new.copies) not in (0, len(self._groups)):
             raise TypeError(
                 f"{name} must be a pair of blocks for each of {len(self._groups)} cache groups, "
                 f"or empty, got {shown(new.copies)}"
             )
         for g, pair in enumerate(new.copies):
-            check_ints(f"{name}[{g}]", pair, 0, self._engine.num_blocks - 1)
+            group = self._groups[g]
+            check_ints(f"{name}[{g}]", pair, 0, group.num_blocks - 1)
+            first = _first_written(group, new)
             if len(pair) != 2 or pair[1] not in new.block_ids[g][first : first + 1]:
                 raise ValueError(
                     f"{name}[{g}]={shown(pair)} must be from any block to the one of the last "
@@ -233,5 +233,10 @@ class _Step:
 
     def _count(self, g: int, table: tuple[int, ...], change: int) -> None:
         for block in table:
-            if block != self._engine.num_blocks:
+            if block != self._groups[g].num_blocks:
                 self.changes[g][block] += change
+
+
+def _first_written(group: CacheGroup, new: NewRequest) -> int:
+    """Returns the first block of a new request that is written; what is copied into is so too."""
+    return (new.num_computed - 1 if new.copies else new.num_computed) // group.block_size

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 import hashlib
 
-from jaxrunner.config import EngineConfig
+from jaxrunner.caches.cache_group import CacheGroup
 
 
 class BlockPool:
@@ -178,7 +178,9 @@ def block_hashes(
     return hashes
 
 
-def make_pools(config: EngineConfig, num_groups: int) -> list[BlockPool]:
+def make_pools(groups: Sequence[CacheGroup], *, enable_caching: bool) -> list[BlockPool]:
     """Returns the pools of an engine, one for each cache group."""
-    sizes = config.num_blocks, config.block_size
-    return [BlockPool(*sizes, g, config.enable_prefix_caching) for g in range(num_groups)]
+    return [
+        BlockPool(group.num_blocks, group.block_size, g, enable_caching)
+        for g, group in enumerate(groups)
+    ]

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
+from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.scheduling.block_pool import BlockPool, block_hashes, root_hash
-from jaxrunner.scheduling.cache_groups import CacheGroup, find_prefix
+from jaxrunner.scheduling.prefix import find_prefix
 from jaxrunner.scheduling.request import NEVER, Request
 
 
@@ -24,7 +25,8 @@ class BlockTables:
 
     def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool]):
         self._groups = tuple(zip(groups, pools, strict=True))
-        self.have_windows = any(group.window is not None for group in groups)
+        self.give_back = any(group.num_skipped_tokens(NEVER) for group in groups)  # of a request
+        self._share_starts = all(group.kind.has_prefixes for group in groups)
         self._caching = [(g, pool) for g, pool in enumerate(pools) if pool.enable_caching]
         self.weights_version = 0  # what was computed under another is found no more
         for group, pool in self._groups:
@@ -63,12 +65,14 @@ class BlockTables:
         tables = []
         for (group, pool), lookup in zip(self._groups, lookups, strict=True):
             skipped = group.num_skipped_tokens(num_tokens) // group.block_size
-            seen = range(skipped, group.num_blocks(num_tokens))
+            seen = range(skipped, group.table_len(num_tokens))
             tables.append([pool.null_block] * skipped + [lookup(i) for i in seen])
         return self._with_tail(request, tokens, Hit(num_tokens, tuple(tables)))
 
     def _with_tail(self, request: Request, tokens: Sequence[int], hit: Hit) -> Hit:
         """Lengthens a hit by the start of a block, which another request may go on writing."""
+        if not self._share_starts:
+            return hit
         start, limit = hit.num_tokens, min(len(tokens) - 1, request.cache_limit)
         found = []
         for (_, pool), hashes in zip(self._groups, request.block_hashes, strict=True):
@@ -105,7 +109,7 @@ class BlockTables:
         for (group, pool), table in zip(self._groups, hit.blocks, strict=True):
             nulls = table.count(pool.null_block)
             most = group.max_blocks(request.num_tokens, max_tokens)
-            owned = min(most, group.num_blocks(request.num_tokens) - nulls)
+            owned = min(most, group.table_len(request.num_tokens) - nulls)
             in_use = sum(not pool.is_free(block) for block in table) - nulls
             if owned - in_use > pool.num_free:
                 return False
@@ -115,7 +119,7 @@ class BlockTables:
         """Whether the free blocks suffice for requests to grow to `lengths`, in tokens."""
         for g, (group, pool) in enumerate(self._groups):
             pairs = zip(requests, lengths, strict=True)
-            new = (max(0, group.num_blocks(n) - len(r.blocks[g])) for r, n in pairs)
+            new = (max(0, group.table_len(n) - len(r.blocks[g])) for r, n in pairs)
             if sum(new) > pool.num_free:
                 return False
         return True
@@ -133,7 +137,7 @@ class BlockTables:
         """
         wanted = []
         for (group, pool), table in zip(self._groups, request.blocks, strict=True):
-            wanted.append(max(0, group.num_blocks(num_tokens) - len(table)))
+            wanted.append(max(0, group.table_len(num_tokens) - len(table)))
             if wanted[-1] > pool.num_free:
                 return None
         pools = [pool for _, pool in self._groups]
@@ -169,7 +173,7 @@ class BlockTables:
 
         Unlike with `publish`, a step before this one must have been launched with them.
         """
-        if not (request.blocks and num_tokens and self._caching):
+        if not (request.blocks and num_tokens and self._caching and self._share_starts):
             return
         self._extend_hashes(request)
         for (_, pool), table, hashes in zip(

@@ -11,11 +11,11 @@ it runs.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.scheduling import in_flight
 from jaxrunner.scheduling.admission import Admission
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.block_tables import BlockTables
-from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.chunk_budget import ChunkBudget
 from jaxrunner.scheduling.remote import RemoteSource
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
@@ -200,7 +200,7 @@ class Scheduler:
             n = cost = min(request.num_missing, self._most_tokens, budget)
             if n <= 0:
                 continue  # about to end, or no budget
-            if self.tables.have_windows:
+            if self.tables.give_back:
                 # What launched steps sampled is not known to stand yet.
                 confirmed = min(request.num_computed, request.num_tokens - 1)
                 self.tables.drop_skipped(request, confirmed)

@@ -61,7 +61,7 @@ def publish(
     folder.mkdir(parents=True, exist_ok=True)
     params = jax.tree.map(lambda p: jnp.asarray(p).astype(jnp.bfloat16), result.params)
     save_checkpoint(folder, llama, config, params, dict(settings))
-    text.save_tokenizer(tokenizer, folder, config.max_position_embeddings)
+    text.save_tokenizer(tokenizer, folder, config.longest_len)
     shutil.copyfile(origin["licence"], folder / "LICENSE-PSF.txt")
     num_params = sum(p.size for p in jax.tree.leaves(params))
     notice = NOTICE.format(name=origin["name"], params=f"{num_params:,}", python=origin["python"])

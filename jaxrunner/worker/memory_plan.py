@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrunner.config import EngineConfig
-from jaxrunner.program import Program, make_state
-from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.program import Program, engine_groups, make_state
 from jaxrunner.worker.program_memory import ProgramMemory
 
 CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
@@ -124,12 +123,19 @@ class SizeCosts:
     @functools.cached_property
     def block(self) -> int:
         """Bytes of one KV block in all layers; twice where an eager step makes a new cache."""
-        return num_bytes(self._state(1).kv) * (2 if self.program.engine.enforce_eager else 1)
+        one, two = (num_bytes(self._state(1, num_blocks).kv) for num_blocks in (1, 2))
+        return (two - one) * (2 if self.program.engine.enforce_eager else 1)
+
+    @functools.cached_property
+    def rest(self) -> int:
+        """Bytes of caches whose blocks are as many as there are slots, in all layers."""
+        one, two = (num_bytes(self._state(1, num_blocks).kv) for num_blocks in (1, 2))
+        return 2 * one - two
 
     def request_blocks(self, max_model_len: int) -> int:
         """Returns the most blocks that one request owns."""
         e = self.program.engine
-        groups = [CacheGroup(e.block_size, window) for window in self.program.config.groups]
+        groups = engine_groups(self.program.config, replace(e, max_model_len=max_model_len))
         return max(g.max_blocks(max_model_len, e.max_num_batched_tokens) for g in groups)
 
     def useful_blocks(self, max_model_len: int) -> int:
@@ -146,7 +152,7 @@ class SizeCosts:
         return MemoryPlan(
             requested=requested,
             weights=num_bytes(self.params),
-            tables=num_bytes((state.requests, state.tables)),
+            tables=num_bytes((state.requests, state.tables)) + self.rest,
             kv=num_blocks * self.block,
             program=self.need.program,
             reserve=reserve,
@@ -154,9 +160,9 @@ class SizeCosts:
             largest=self.need.name,
         )
 
-    def _state(self, max_model_len: int) -> Any:
-        """Returns the abstract state of an engine with one KV block."""
-        engine = replace(self.program.engine, max_model_len=max_model_len, num_blocks=1)
+    def _state(self, max_model_len: int, num_blocks: int = 1) -> Any:
+        """Returns the abstract state of an engine with so many KV blocks."""
+        engine = replace(self.program.engine, max_model_len=max_model_len, num_blocks=num_blocks)
         return jax.eval_shape(functools.partial(make_state, self.program._replace(engine=engine)))
 
 

@@ -109,16 +109,9 @@ def _one_size(**asked: Any) -> CacheRequest:
 
 
 def _checked_len(model: ModelConfig, max_model_len: int | None) -> int:
-    longest = longest_len(model)
+    longest = model.longest_len
     if max_model_len is not None and max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is over the model's {longest} positions: lower it"
         )
     return longest if max_model_len is None else max_model_len
-
-
-def longest_len(model: ModelConfig) -> int:
-    """Returns the most positions a model can be asked for."""
-    dynamic = model.rope.dynamic
-    factor = dynamic.factor if dynamic is not None else 1.0
-    return int(model.max_position_embeddings * factor)

@@ -24,12 +24,12 @@ from jaxrunner.api.arguments import checked
 from jaxrunner.config import EngineConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
+from jaxrunner.program import engine_groups
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
 from jaxrunner.runner.program_cache import find_folder
 from jaxrunner.runner.step_handle import StepHandle
 from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
-from jaxrunner.types import LayerCache
 from jaxrunner.worker.lifecycle import Lifecycle
 from jaxrunner.worker.memory_plan import MemoryPlan, num_bytes
 from jaxrunner.worker.sizing import plan_engine
@@ -126,15 +126,17 @@ class Worker(Lifecycle):
           RuntimeError: `load_model` was not called.
         """
         (config, _), model = self._planned, self._loaded.config
-        dims = dict(N=1, S=config.block_size, kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
-        page_bytes = num_bytes(pytree.abstract(LayerCache, model.dims | dims))
-        head = model.num_key_value_heads, model.head_dim, config.kv_dtype
-        return {
-            f"model.layers.{i}.self_attn.attn": KVCacheSpec(
-                config.block_size, *head, window, page_bytes
-            )
-            for i, window in enumerate(model.windows)
-        }
+        kv: dict[str, Any] = dict(kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
+        dims, specs = model.dims | kv, {}
+        for group in engine_groups(model, config):
+            sizes = dims | group.kind.dims | dict(N=1, S=group.block_size)
+            page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
+            spec = KVCacheSpec(
+                group.block_size, dims["K"], dims["D"], config.kv_dtype,
+                getattr(group.kind, "window", None), page_bytes,
+            )  # fmt: skip
+            specs |= {f"model.layers.{i}.self_attn.attn": spec for i in group.layers}
+        return dict(sorted(specs.items(), key=lambda item: int(item[0].split(".")[2])))
 
     @checked({"num_blocks": llm_arguments.SIZES["num_blocks"]})
     def initialize_from_config(self, num_blocks: int | None = None) -> None:

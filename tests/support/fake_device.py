@@ -8,7 +8,7 @@ computed fails the step that reads it.
 from collections.abc import Sequence
 import random
 
-from jaxrunner.scheduling.cache_groups import CacheGroup
+from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.scheduling.request import NewRequest, Request, SchedulerOutput
 
 VOCAB_SIZE = 40
@@ -134,7 +134,8 @@ class Device:
         """Checks what the first to the last of `n` tokens see."""
         keys = row.planned_keys()
         for g, group in enumerate(self.groups):
-            first = 0 if group.window is None else max(0, row.num_computed - group.window + 1)
+            window = getattr(group.kind, "window", None)
+            first = 0 if window is None else max(0, row.num_computed - window + 1)
             for position in range(first, row.num_computed + n):
                 held = self.kv[g][self.slot(row, g, group, position)]
                 assert held == keys[position], f"foreign KV at {position} in group {g}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.registry import read_model
 
 BASE: dict[str, Any] = dict(
@@ -64,6 +65,7 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def model_and_params(variant: str):
     """Returns the family, the config and the weights of a variant."""
     model, config = read_model(Settings(settings(variant)))
+    assert isinstance(config, DecoderConfig)
 
     def join(source: Source):
         parts = [weight(n, s) for n, s in zip(source.names, source.shapes, strict=True)]

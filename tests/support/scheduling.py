@@ -3,16 +3,24 @@
 from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.caches.cache_group import CacheGroup
+from jaxrunner.caches.full import FullAttention
+from jaxrunner.caches.window import SlidingWindow
 from jaxrunner.scheduling.block_pool import BlockPool
-from jaxrunner.scheduling.cache_groups import CacheGroup
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.scheduler import Scheduler
+
+
+def cache_group(block_size: int, window: int | None = None) -> CacheGroup:
+    """Returns a group whose pool is made elsewhere."""
+    kind = FullAttention() if window is None else SlidingWindow(window)
+    return CacheGroup(kind, (), block_size, 0)
 
 
 def make(num_blocks=40, *, sizes=(4,), windows=(None,), **changes):
     """Returns a scheduler and its pools, one for each group."""
     kwargs: dict[str, Any] = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
-    groups = [CacheGroup(*group) for group in zip(sizes, windows, strict=True)]
+    groups = [cache_group(*one) for one in zip(sizes, windows, strict=True)]
     pools = [BlockPool(num_blocks, size, g) for g, size in enumerate(sizes)]
     return Scheduler(groups, pools, **(kwargs | changes)), pools
 

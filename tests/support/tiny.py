@@ -13,6 +13,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.hf_config import Settings
 from jaxrunner.loading.loader import LoadConfig, Loaded
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense
@@ -35,9 +36,11 @@ SETTINGS: dict[str, Any] = dict(
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def config(**changes) -> ModelConfig:
+def config(**changes) -> DecoderConfig:
     """Returns the config of the tiny decoder."""
-    return read_model(Settings(SETTINGS | changes))[1]
+    config = read_model(Settings(SETTINGS | changes))[1]
+    assert isinstance(config, DecoderConfig)
+    return config
 
 
 def random_params(config: ModelConfig, seed: int = 0):
@@ -65,7 +68,7 @@ def engine_config(**changes) -> EngineConfig:
     return EngineConfig(**sizes | changes)
 
 
-def loaded(model_config: ModelConfig | None = None, params=()) -> Loaded:
+def loaded(model_config: DecoderConfig | None = None, params=()) -> Loaded:
     """Returns the tiny decoder as a loader gives it, by default without weights."""
     model_config, defaults = model_config or config(), (SamplingParams(), LoadConfig("tiny"))
     return Loaded(llama, model_config, params, "float32", None, frozenset(), *defaults)

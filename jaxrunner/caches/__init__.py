@@ -1,0 +1,1 @@
+"""What layers keep of the tokens before one, one kind a file."""

@@ -1,0 +1,104 @@
+"""What a kind of cache is to the rest, and the layers that share block tables. Knows no device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+
+class PoolSizes(NamedTuple):
+    """What an engine has room for: tokens of a block, blocks of a pool, tokens and requests."""
+
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+
+
+class CacheKind(Protocol):
+    """What some layers keep of a request's tokens. Frozen and hashable; layers of equal kinds
+    share block tables.
+
+    A table has a block for each run of `block_size` tokens; those that no later token needs are
+    given back.
+    """
+
+    leaves: ClassVar[type]  # what one layer keeps: a pytree whose arrays begin with axis N
+    # Whether the first tokens of a block are of use to a request that goes on differently.
+    has_prefixes: ClassVar[bool]
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Sizes of the axes of `leaves` that the model's config does not have."""
+        ...
+
+    def pool(self, sizes: PoolSizes) -> tuple[int, int]:
+        """Returns the tokens of a block, and the blocks that all requests share."""
+        ...
+
+    def num_skipped_tokens(self, computed: int) -> int:
+        """Returns how many of the first `computed` tokens no later token needs."""
+        ...
+
+    def max_blocks(self, block_size: int, max_len: int, max_tokens: int) -> int:
+        """Returns the most blocks that a request of `max_len` owns at once.
+
+        max_tokens: the most it computes in one step.
+        """
+        ...
+
+    def longest_hit(
+        self, block_size: int, is_cached: Callable[[int], bool], limit_tokens: int
+    ) -> int:
+        """Returns the most tokens, `limit_tokens` at most, that need not be computed.
+
+        is_cached: whether the contents of a block, by its place in the table, exist.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers of one kind, which share block tables, and the pool that these are filled from."""
+
+    kind: CacheKind
+    layers: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+
+    def table_len(self, num_tokens: int) -> int:
+        """Returns the length of a table of `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def num_skipped_tokens(self, computed: int) -> int:
+        """Returns how many of the first `computed` tokens no later token needs."""
+        return self.kind.num_skipped_tokens(computed)
+
+    def max_blocks(self, max_len: int, max_tokens: int) -> int:
+        """Returns the most blocks that a request of `max_len` owns at once.
+
+        max_tokens: the most it computes in one step.
+        """
+        return self.kind.max_blocks(self.block_size, max_len, max_tokens)
+
+    def longest_hit(self, is_cached: Callable[[int], bool], limit_tokens: int) -> int:
+        """Returns the most tokens that need not be computed, as its kind says."""
+        return self.kind.longest_hit(self.block_size, is_cached, limit_tokens)
+
+
+def distinct(kinds: Sequence[CacheKind]) -> tuple[CacheKind, ...]:
+    """Returns the kind of each group, given that of each layer."""
+    return tuple(dict.fromkeys(kinds))
+
+
+def layer_groups(kinds: Sequence[CacheKind]) -> tuple[int, ...]:
+    """Returns the group of each layer, given its kind."""
+    groups = distinct(kinds)
+    return tuple(groups.index(kind) for kind in kinds)
+
+
+def cache_groups(kinds: Sequence[CacheKind], sizes: PoolSizes) -> tuple[CacheGroup, ...]:
+    """Returns the groups of an engine, given the kind of each layer."""
+    return tuple(
+        CacheGroup(kind, tuple(i for i, k in enumerate(kinds) if k == kind), *kind.pool(sizes))
+        for kind in distinct(kinds)
+    )

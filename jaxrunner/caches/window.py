@@ -1,0 +1,59 @@
+"""Keys and values of the last tokens, for layers where each sees so many before it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxrunner.caches.cache_group import PoolSizes
+from jaxrunner.types import LayerCache
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """`window`: keys that a token sees, itself included.
+
+    Raises:
+      ValueError: the window is empty.
+    """
+
+    window: int
+    leaves: ClassVar[type] = LayerCache
+    has_prefixes: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise ValueError(
+                f"window must be at least 1 token, got {self.window}: "
+                "give None for layers without a window"
+            )
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """None of its own."""
+        return {}
+
+    def pool(self, sizes: PoolSizes) -> tuple[int, int]:
+        """Returns the engine's sizes."""
+        return sizes.block_size, sizes.num_blocks
+
+    def num_skipped_tokens(self, computed: int) -> int:
+        """Returns how many of the first `computed` tokens no later token sees."""
+        return max(0, computed - self.window + 1)
+
+    def max_blocks(self, block_size: int, max_len: int, max_tokens: int) -> int:
+        """Returns the blocks of what a step's tokens see, and of themselves."""
+        seen = min(self.window - 1 + max_tokens, max_len)
+        # One block more: what is seen may start and end inside a block.
+        return min(-(-max_len // block_size), -(-seen // block_size) + 1)
+
+    def longest_hit(
+        self, block_size: int, is_cached: Callable[[int], bool], limit_tokens: int
+    ) -> int:
+        """Returns the end of the last run of blocks that holds a window."""
+        wanted = max(1, -(-(self.window - 1) // block_size))
+        run = 0
+        for i in reversed(range(limit_tokens // block_size)):
+            run = run + 1 if is_cached(i) else 0
+            if run == wanted:
+                return (i + run) * block_size
+        return run * block_size  # from block 0 on, nothing before it is missing
