@@ -125,7 +125,7 @@ def online_softmax(
             chunk = chunk.astype(jnp.float32) * scale.at[ids].get(mode="clip")[..., None]
         return jnp.moveaxis(chunk.astype(q.dtype), 2, 1).reshape(tiles, K, C, D)
 
-    def body(i, carry):
+    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, acc = carry
         key_pos = i * C + jnp.arange(C)
         seen = key_pos[None, None] <= pos[:, :, None]

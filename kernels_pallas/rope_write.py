@@ -15,7 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import pdl
+from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -32,8 +33,9 @@ class TuningConfig:
 
 
 def refuses(
-    qkv, cos, sin, cache_k, cache_v, cache_index, q_norm=None, k_norm=None,
-    *, scale=None, config: TuningConfig = TuningConfig(),
+    qkv: Shaped, cos: Shaped, sin: Shaped, cache_k: Shaped, cache_v: Shaped, cache_index: Shaped,
+    q_norm: Shaped | None = None, k_norm: Shaped | None = None,
+    *, scale: Shaped | None = None, config: TuningConfig = TuningConfig(),
 ) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
     if qkv.ndim != 4:
@@ -101,13 +103,13 @@ def rope_write(
     scales = () if scale is None else (scale,)
     k_out, v_out = jax.new_ref(cache_k), jax.new_ref(cache_v)
 
-    def kernel(qkv_ref, at_ref, *refs):
+    def kernel(qkv_ref: Ref, at_ref: Ref, *refs: Ref) -> None:
         pdl.begin()
-        *refs, k_ref, v_ref, q_ref = refs
-        turns, norm_refs, scale_refs = refs[:4], refs[4 : 4 + len(norms)], refs[4 + len(norms) :]
+        *rest, k_ref, v_ref, q_ref = refs
+        turns, norm_refs, scale_refs = rest[:4], rest[4 : 4 + len(norms)], rest[4 + len(norms) :]
         t, c = lax.axis_index("t"), pl.ds(lax.axis_index("c") * C, C)
 
-        def turned(i, heads, rows):
+        def turned(i: int, heads: slice | int, rows: tuple[int, ...]) -> list[Array]:
             """Loads queries (i = 0) or keys (1), norms and turns them; returns their halves."""
             layout = _layout(rows, half)
             row = layout.reduce(range(len(rows)))
@@ -120,7 +122,7 @@ def rope_write(
             a, b = (x.astype(jnp.float32) for x in parts)
             return [x.astype(qkv.dtype) for x in (a * cos - b * sin, b * cos + a * sin)]
 
-        def write(cache_ref, i, x, h):
+        def write(cache_ref: Ref, i: int, x: Array, h: slice) -> None:
             """Writes columns h of the token's keys (i = 0) or values (1)."""
             if x.dtype != cache_k.dtype or scales:
                 x = x.astype(jnp.float32)
@@ -136,7 +138,7 @@ def rope_write(
             put(q_ref.at[t, c, :, h], x)
 
         @pl.when((at >= 0) & (at < N * S))
-        def _():
+        def _() -> None:
             for h, x in zip(halves, k, strict=True):
                 write(k_ref, 0, x, h)
             write(v_ref, 1, v, slice(0, D))
@@ -157,8 +159,8 @@ def _kv_heads(T: int, K: int) -> int:
     return next(C for C in range(K, 0, -1) if K % C == 0 and (T * (K // C) >= BLOCKS or C == 1))
 
 
-def _load(ref, layout) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
+def _load(ref: Ref, layout: Layout) -> Array:
+    return mosaic.load(ref, layout=layout, optimized=False)
 
 
 def _spread(x: Array, shape: tuple[int, ...]) -> Array:
@@ -177,7 +179,7 @@ def _rms_norm(parts: list[Array], weights: list[Array], eps: float) -> list[Arra
     ]
 
 
-def _layout(rows: tuple[int, ...], width: int):
+def _layout(rows: tuple[int, ...], width: int) -> Layout:
     """Spreads a tile [*rows, width] over a warpgroup, at most 8 neighbours (16 bytes) a thread.
 
     As wide as leaves no thread idle; threads without work of their own repeat that of others.
@@ -197,7 +199,9 @@ def _layout(rows: tuple[int, ...], width: int):
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def _share(rows: tuple[int, ...], width: int, vec: int):
+def _share(
+    rows: tuple[int, ...], width: int, vec: int
+) -> tuple[int, list[int], list[int], list[int]]:
     """Deals rows to lanes, then to warps, `vec` numbers a thread; says how often each is left."""
     size, spare = list(rows), [LANES * vec // width, WARPS]
     shares = [1] * len(rows), [1] * len(rows)
