@@ -21,7 +21,7 @@ from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
 LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
-CACHE_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+CACHE_DTYPES = (jnp.bfloat16, jnp.float16)
 BLOCKS = 264  # two thread blocks a multiprocessor of H200: below that, tokens are cut up
 
 
@@ -35,7 +35,7 @@ class TuningConfig:
 def refuses(
     qkv: Shaped, cos: Shaped, sin: Shaped, cache_k: Shaped, cache_v: Shaped, cache_index: Shaped,
     q_norm: Shaped | None = None, k_norm: Shaped | None = None,
-    *, scale: Shaped | None = None, config: TuningConfig = TuningConfig(),
+    *, config: TuningConfig = TuningConfig(),
 ) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
     if qkv.ndim != 4:
@@ -67,8 +67,6 @@ def refuses(
     for name, w in ("q_norm", q_norm), ("k_norm", k_norm):
         if w is not None and (w.shape != (D,) or w.dtype != qkv.dtype):
             return f"{name} must be {qkv.dtype} [{D}], got {w.dtype} {list(w.shape)}"
-    if scale is not None and (scale.shape != (2, K) or scale.dtype != jnp.float32):
-        return f"scale must be float32 [2, {K}], got {scale.dtype} {list(scale.shape)}"
     if config.kv_heads and K % config.kv_heads:
         return f"kv_heads={config.kv_heads} must divide the {K} KV heads"
     return None
@@ -77,22 +75,21 @@ def refuses(
 def rope_write(
     qkv: Array, cos: Array, sin: Array, cache_k: Array, cache_v: Array, cache_index: Array,
     q_norm: Array | None = None, k_norm: Array | None = None,
-    *, eps: float, scale: Array | None = None, config: TuningConfig = TuningConfig(),
+    *, eps: float, config: TuningConfig = TuningConfig(),
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Norms and turns the queries and keys of qkv, [T, K, P, D], and writes keys and values.
 
     cos, sin: [T, 1, D / 2], float32, as `rope.rotation` makes them; pairs are D / 2 apart.
     cache_k, cache_v: [N, K, S, D], written in place where the caller donates them. Token t goes to
     [n, :, s] with cache_index[t] = n * S + s; an index of N * S or more, or below 0, writes
-    nothing. q_norm, k_norm: [D], weights of RMSNorm over each head. scale: [2, K], float32, what
-    the keys and the values of a head are divided by before they are cast to the cache's dtype.
+    nothing. q_norm, k_norm: [D], weights of RMSNorm over each head.
     Returns the queries, [T, H, D], and the caches.
 
     Raises:
       ValueError: what `refuses` says.
     """
     args = qkv, cos, sin, cache_k, cache_v, cache_index, q_norm, k_norm
-    if why := refuses(*args, scale=scale, config=config):
+    if why := refuses(*args, config=config):
         raise ValueError(why)
     T, K, P, D = qkv.shape
     G, half = P - 2, D // 2
@@ -100,13 +97,12 @@ def rope_write(
     C = config.kv_heads or _kv_heads(T, K)
     halves = slice(0, half), slice(half, D)
     norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
-    scales = () if scale is None else (scale,)
     k_out, v_out = jax.new_ref(cache_k), jax.new_ref(cache_v)
 
     def kernel(qkv_ref: Ref, at_ref: Ref, *refs: Ref) -> None:
         pdl.begin()
         *rest, k_ref, v_ref, q_ref = refs
-        turns, norm_refs, scale_refs = rest[:4], rest[4 : 4 + len(norms)], rest[4 + len(norms) :]
+        turns, norm_refs = rest[:4], rest[4:]
         t, c = lax.axis_index("t"), pl.ds(lax.axis_index("c") * C, C)
 
         def turned(i: int, heads: slice | int, rows: tuple[int, ...]) -> list[Array]:
@@ -122,13 +118,10 @@ def rope_write(
             a, b = (x.astype(jnp.float32) for x in parts)
             return [x.astype(qkv.dtype) for x in (a * cos - b * sin, b * cos + a * sin)]
 
-        def write(cache_ref: Ref, i: int, x: Array, h: slice) -> None:
-            """Writes columns h of the token's keys (i = 0) or values (1)."""
-            if x.dtype != cache_k.dtype or scales:
+        def write(cache_ref: Ref, x: Array, h: slice) -> None:
+            """Writes columns h of the token's keys or values."""
+            if x.dtype != cache_k.dtype:
                 x = x.astype(jnp.float32)
-            if scales:
-                by = _load(scale_refs[0].at[i, c], _layout((C,), x.shape[-1]).reduce(1))
-                x = x / lax.broadcast_in_dim(by, x.shape, [0])
             put(cache_ref.at[lax.div(at, S), c, lax.rem(at, S), h], x.astype(cache_k.dtype))
 
         at = at_ref[t]
@@ -140,8 +133,8 @@ def rope_write(
         @pl.when((at >= 0) & (at < N * S))
         def _() -> None:
             for h, x in zip(halves, k, strict=True):
-                write(k_ref, 0, x, h)
-            write(v_ref, 1, v, slice(0, D))
+                write(k_ref, x, h)
+            write(v_ref, v, slice(0, D))
 
     q = plgpu.kernel(
         kernel,
@@ -150,7 +143,7 @@ def rope_write(
         grid_names=("t", "c"),
         kernel_name="rope_write",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(qkv, cache_index, cos, cos, sin, sin, *norms, *scales, k_out, v_out)
+    )(qkv, cache_index, cos, cos, sin, sin, *norms, k_out, v_out)
     return q.reshape(T, K * G, D), jax.freeze(k_out), jax.freeze(v_out)
 
 
