@@ -51,20 +51,28 @@ class Barrier(Protocol):
 
 
 class CopyGmemToSmem(Protocol):
+    """Starts a copy into shared memory; the barrier tells its end."""
+
     def __call__(
         self, source: Ref, target: Ref, barrier: Barrier, *, collective_axes: str | None = None
     ) -> None: ...
 
 
 class Load(Protocol):
+    """Reads a reference into registers; what is not `optimized` may read any layout."""
+
     def __call__(self, source: Ref, *, layout: Layout, optimized: bool = True) -> Array: ...
 
 
 class LoadAccumulator(Protocol):
+    """Reads an accumulator once all but the last `wait_n` products are done."""
+
     def __call__(self, acc: Ref, *, wait_n: int) -> Array: ...
 
 
 class InlineMgpu(Protocol):
+    """Makes a function of MLIR values, which a context precedes, one of references and arrays."""
+
     def __call__(
         self, *, arg_types: tuple[Any, ...], return_type: Any = None
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...

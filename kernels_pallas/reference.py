@@ -157,7 +157,10 @@ def online_softmax(
 def dense_attention(
     batch_size: int, q: Array, k: Array, v: Array, cache: None, spec: AttentionSpec
 ) -> tuple[Array, None]:
-    """Causal attention without a cache, for training: T is `batch_size` equal sequences."""
+    """Causal attention of q, [T, H, D], to k and v, [T, K, D], of `batch_size` equal sequences.
+
+    Without a cache, for training.
+    """
     split = [x.reshape(batch_size, -1, *x.shape[1:]) for x in (q, k, v)]
     window = None if spec.window is None else (spec.window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):

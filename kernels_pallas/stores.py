@@ -24,7 +24,7 @@ def put(ref: Ref, x: Array) -> None:
 
 
 def put_rows(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
-    """Writes the first rows of x from registers, as many as `ref` has."""
+    """Writes the first rows of x, [m, n], from registers: as many as ref, [rows, n], has."""
 
     @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
