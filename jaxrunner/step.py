@@ -27,7 +27,9 @@ from jaxrunner.types import (
 )
 
 
-def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, size: SampleSize):
+def step(
+    params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket, size: SampleSize
+):
     """Computes `plan`; each request that is due a token draws it as it asks. Donates `state`."""
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = compute_logits(params, hidden, batch, program)
@@ -37,7 +39,7 @@ def step(params, state: State, plan: Plan, *, program: Program, bucket: Bucket, 
     return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
 
 
-def multi_step(params, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
+def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
     """Computes `plan`, a token of each request, and goes on with each until it ends.
 
     The loop ends early when all have. On a GPU it is part of the launch (`xla_options.LOOP`).
@@ -73,7 +75,7 @@ def multi_step(params, state: State, plan: Plan, *, program: Program, size: Mult
     )
 
 
-def forward(params, state: State, plan: Plan, *, program: Program, bucket: Bucket):
+def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket):
     """Runs the model on the planned tokens. Returns the state, batch, rows and hidden, [T, E]."""
     requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
     pools = [(group.num_blocks, group.block_size) for group in program.cache_groups]

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import pdl
+from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas.mosaic import Barrier, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -31,7 +32,7 @@ class TuningConfig:
 
 
 def refuses(
-    x: Array, residual: Array, weight: Array, *, config: TuningConfig = TuningConfig()
+    x: Shaped, residual: Shaped, weight: Shaped, *, config: TuningConfig = TuningConfig()
 ) -> str | None:
     """Returns why these shapes and dtypes are not served, None if they are."""
     if x.ndim != 2 or x.shape != residual.shape[-2:]:
@@ -92,11 +93,14 @@ def add_rms_norm(
     return total.reshape(T, E), out.reshape(T, E)
 
 
-def _kernel(x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barrier, *, eps):
+def _kernel(
+    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, total_ref: Ref, out_ref: Ref,
+    part_smem: Ref, barrier: Barrier, *, eps: float,
+) -> None:  # fmt: skip
     pdl.begin()
     _, groups, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
-    load = partial(plgpu.load, layout=_layout(warps * width), optimized=False)
+    load = partial(mosaic.load, layout=_layout(warps * width), optimized=False)
     x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
     if residual_ref.dtype == jnp.float32:
@@ -108,8 +112,8 @@ def _kernel(x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barr
     x = x.astype(jnp.float32)
     part_smem[group] = (x * x).sum(-1)
     # All threads arrive, so that all parts are seen once all are through.
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
+    mosaic.barrier_arrive(barrier)
+    mosaic.barrier_wait(barrier)
     square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
     gain = lax.rsqrt(square / (groups * warps * width) + eps)
     put(out_ref.at[row, group], (x * gain).astype(weight.dtype) * weight)
@@ -127,7 +131,7 @@ def _cut(width: int) -> tuple[int, int]:
     return next((w, v) for w, v in sizes if width % (w * LANES * v) == 0)
 
 
-def _layout(width: int):
+def _layout(width: int) -> Layout:
     """Lays out [warps, numbers of a warp]; warps that are left over repeat the work of others."""
     warps, vec = _cut(width)
     tiling = plgpu.Tiling(((warps, LANES * vec), (vec,)))

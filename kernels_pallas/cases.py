@@ -105,7 +105,7 @@ class Attention(NamedTuple):
         return Case(name, self.name, make, run, amount, unit, options | dict(sinks=sinks))
 
 
-def _attend(kernel: Callable[..., Any], kv_dtype: str | None, *args: Array, **options: Any):
+def _attend(kernel: Callable[..., Any], kv_dtype: str | None, *args: Array, **options: Any) -> Any:
     """Calls a kernel, the scales of an 8-bit cache by their names."""
     if kv_dtype is None:
         return kernel(*args, **options)

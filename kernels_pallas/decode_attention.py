@@ -6,18 +6,27 @@ the part that ends last merges them (`split_kv_merge`). Items are found on the d
 step: XLA shares them between layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxrunner.indexing import find_rows
-from jaxrunner.kernels_pallas import decode_quantized_kv, pdl, quantized_kv, split_kv_merge
+from jaxrunner.kernels_pallas import (
+    decode_quantized_kv,
+    mosaic,
+    pdl,
+    quantized_kv,
+    split_kv_merge,
+)
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
@@ -48,7 +57,7 @@ class Items(NamedTuple):
     parts: Array  # [I] items of the row
 
 
-def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
+def refuses(q: Shaped, k: Shaped, config: TuningConfig = TuningConfig()) -> str | None:
     """Says why q, [B, H, D], and k, [N, K, S, D], are not served; None if they are."""
     (_, H, D), (_, K, S, _) = q.shape, k.shape
     if k.dtype in quantized_kv.DTYPES:
@@ -138,12 +147,14 @@ def decode_attention(
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     rest = blocks, *items, sink, counters, out, part, weight
     if k_scale is None:
-        body = functools.partial(_attend, config, G, padded, **static)
+        body = functools.partial(_attend, config, padded, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
         launch = _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))
         launch(heads, k, v, *rest)
     else:
-        body = functools.partial(decode_quantized_kv.attend, config, G, padded, **static)
+        body = functools.partial(
+            decode_quantized_kv.attend, config.block_kv, config.stages, padded, **static
+        )
         scratch = decode_quantized_kv.scratch(k, max(padded, 8), config.stages, config.block_kv)
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
         launch = _launch(body, (num_items, K), scratch, **params)
@@ -151,19 +162,20 @@ def decode_attention(
     return jax.freeze(out).reshape(B, H, D)
 
 
-def _launch(body, grid: tuple[int, int], scratch: list, **params):
+def _launch(
+    body: functools.partial[None], grid: tuple[int, int], scratch: list[Any], **params: Any
+) -> Callable[..., None]:
     return plgpu.kernel(
         body, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch,
-        kernel_name=f"decode_{getattr(body, 'func', body).__name__.strip('_')}",
+        kernel_name=f"decode_{body.func.__name__.strip('_')}",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **params
         ),
     )  # fmt: skip
 
 
-def _scratch(dtype, D: int, copies: int, config: TuningConfig) -> list:
-    swizzle = plgpu.find_swizzle(D * 16)
-    tiled = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+def _scratch(dtype: DTypeLike, D: int, copies: int, config: TuningConfig) -> list[Any]:
+    tiled = mosaic.tiled(plgpu.find_swizzle(D * 16) // 2, 2)
     kv = (config.stages, config.block_kv, D)
     # What is computed takes the place of the keys, all of which have been read.
     keys = plgpu.RefUnion(
@@ -183,11 +195,13 @@ def _scratch(dtype, D: int, copies: int, config: TuningConfig) -> list:
 
 
 def _attend(
-    config, G, padded, q_ref, k_ref, v_ref, blocks_ref, row_ref, first_ref, last_ref, part_of_ref,
-    length_ref, block_ref, head_ref, parts_ref, sink_ref, counter_ref, out_ref, part_ref,
-    weight_ref, q_smem, keys, v_smem, q_ready, k_ready, v_ready, flag,
-    *, scale, window, soft_cap, sinks,
-):  # fmt: skip
+    config: TuningConfig, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref, blocks_ref: Ref,
+    row_ref: Ref, first_ref: Ref, last_ref: Ref, part_of_ref: Ref, length_ref: Ref,
+    block_ref: Ref, head_ref: Ref, parts_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref,
+    part_ref: Ref, weight_ref: Ref, q_smem: Ref, keys: tuple[Ref, Ref, tuple[Ref, Ref]],
+    v_smem: Ref, q_ready: Barrier, k_ready: Barrier, v_ready: Barrier, flag: Ref,
+    *, scale: float, window: int | None, soft_cap: float | None, sinks: bool,
+) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
     pdl.begin()
     item, h = lax.axis_index("item"), lax.axis_index("head")
@@ -198,50 +212,50 @@ def _attend(
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
 
-    def wide(x, like):
+    def wide(x: Array, like: Array) -> Array:
         return lax.broadcast_in_dim(x, like.shape, [0])
 
-    def block_of(tile, part=0):
+    def block_of(tile: Array, part: int = 0) -> Array:
         at = jnp.minimum((tile * C + part * S) // S, M - 1)
         return blocks_ref[row, at]
 
     @pl.when(row < B)
-    def _():
+    def _() -> None:
         heads = q_smem.at[pl.ds(0, max(padded, 8))]
         # Rows behind the head group are read along; nothing comes of them.
         start = (row * K + h) * padded
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, heads.shape[0])], heads, q_ready)
+        mosaic.copy_gmem_to_smem(q_ref.at[pl.ds(start, heads.shape[0])], heads, q_ready)
 
-        def fetch(tile, stage, block):
+        def fetch(tile: Array, stage: Index, block: Array) -> None:
             for part in range(max(1, C // S)):
                 block = block_of(tile, part) if part else block
                 block = jnp.clip(block, 0, N - 1)
                 at = pl.ds(lax.rem(tile * C, S), C) if S > C else slice(None)
                 to = pl.ds(part * S, S) if S < C else slice(None)
                 for ref, smem, ready in ((k_ref, k_smem, k_ready), (v_ref, v_smem, v_ready)):
-                    plgpu.copy_gmem_to_smem(
+                    mosaic.copy_gmem_to_smem(
                         ref.at[block, h, at], smem.at[stage, to], ready.at[stage]
                     )
 
         for i in range(config.stages):
 
             @pl.when(first + i < last)
-            def _(i=i):
+            def _(i: int = i) -> None:
                 fetch(first + i, i, block_of(first + i) if i else first_block)
 
-        plgpu.barrier_wait(q_ready)
+        mosaic.barrier_wait(q_ready)
 
-        def tile_step(tile, carry):
+        def tile_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, best, total, block = carry
             stage = lax.rem(tile - first, config.stages)
             next_block = block_of(tile + config.stages + 1)
-            plgpu.barrier_wait(k_ready.at[stage])
+            mosaic.barrier_wait(k_ready.at[stage])
 
-            def multiply(scores):
-                plgpu.wgmma(scores, q_smem, k_smem.at[stage].T)
+            def multiply(scores: Ref) -> Array:
+                mosaic.wgmma(scores, q_smem, k_smem.at[stage].T)
                 return scores[...]
 
-            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, C), jnp.float32)) * scale
+            scores = pl.run_scoped(multiply, mosaic.ACC((ROWS, C), jnp.float32)) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
             visible = seen(tile * C, (ROWS, C), 1, length, window)
@@ -251,20 +265,20 @@ def _attend(
             kept = jnp.exp2(best - new_best)
             total = total * kept + p.sum(axis=1)
             acc = acc * wide(kept, acc)
-            plgpu.barrier_wait(v_ready.at[stage])
+            mosaic.barrier_wait(v_ready.at[stage])
             partly = (tile + 1) * C > length
             if window is not None:
                 partly |= tile * C < length - window
 
             pl.when(partly)(lambda: _silence(v_smem.at[stage], tile * C, length, window))
 
-            def accumulate(acc):
-                plgpu.wgmma(acc, p.astype(v_smem.dtype), v_smem.at[stage])
+            def accumulate(acc: Ref) -> None:
+                mosaic.wgmma(acc, p.astype(v_smem.dtype), v_smem.at[stage])
 
-            acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+            acc = pl.run_state(accumulate)(mosaic.ACC.init(acc))
 
             @pl.when(tile + config.stages < last)
-            def _():
+            def _() -> None:
                 fetch(tile + config.stages, stage, block)
 
             return acc, new_best, total, next_block
@@ -277,18 +291,18 @@ def _attend(
         )
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         if sinks:
-            sink = plgpu.load(sink_ref.at[h], layout=per_row, optimized=False)
+            sink = mosaic.load(sink_ref.at[h], layout=per_row, optimized=False)
             best, total, kept = with_sink(sink, part_of, best, total)
             acc = acc * wide(kept, acc)
         safe = jnp.maximum(total, 1e-30)
         acc = acc / wide(safe, acc)
 
         @pl.when(part_of == 0)
-        def _():
+        def _() -> None:
             _put(acc.astype(out_smem.dtype), out_smem, out_ref.at[row, h])
 
         @pl.when(part_of != 0)
-        def _():
+        def _() -> None:
             _put(acc, part_smem, part_ref.at[item, h])
             weight = lax.broadcast_in_dim(best + jnp.log2(safe), (ROWS, 8), [0])
             _put(weight, weight_smem, weight_ref.at[item, h])
@@ -301,16 +315,16 @@ def _attend(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _silence(values_ref, first, length, window):
+def _silence(values_ref: Ref, first: Array, length: Array, window: int | None) -> None:
     """Zeroes what nobody sees, [C, D] from key `first` on: a weight of 0 silences no NaN."""
     visible = seen(first, values_ref.shape, 0, length, window)
-    values = plgpu.load(values_ref, layout=LAYOUT)
+    values = mosaic.load(values_ref, layout=LAYOUT)
     values_ref[...] = jnp.where(visible, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 
-def _put(x, smem, ref):
+def _put(x: Array, smem: Ref, ref: Ref) -> None:
     """Writes x, [64, ...], by way of `smem`, to as many rows as `ref` has."""
     put(smem, x)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, ref.shape[0])], ref)
+    mosaic.copy_smem_to_gmem(smem.at[pl.ds(0, ref.shape[0])], ref)

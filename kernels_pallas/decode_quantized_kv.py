@@ -8,18 +8,22 @@ plans the items.
 """
 
 import functools
+from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
-from jaxrunner.kernels_pallas import pdl, quantized_kv, split_kv_merge
+from jaxrunner.kernels_pallas import mosaic, pdl, quantized_kv, split_kv_merge
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
+from jaxrunner.types import Array
 
 # Numbers in e4m3 come times 2**-120. Queries and weights make up for most of it ahead of a
 # product, so that its small terms stay normal numbers.
@@ -32,16 +36,16 @@ FOURS, PAIRS = (
 )
 
 
-def _units(dtype) -> tuple[float, float]:
+def _units(dtype: DTypeLike) -> tuple[float, float]:
     return (AHEAD, BEHIND) if dtype == jnp.float8_e4m3fn else (1.0, 1.0)
 
 
-def scratch(k, heads: int, stages: int, block_kv: int) -> list:
+def scratch(k: Array, heads: int, stages: int, block_kv: int) -> list[Any]:
     """Returns what an item allocates, for k, [N, K, S, D], and padded heads."""
     (_, _, S, D), C = k.shape, block_kv
     copies, part = max(1, C // S), min(S, C)
     narrow = plgpu.SMEM((stages, C, D), k.dtype, transforms=quantized_kv.tile(D))
-    wide = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    wide = mosaic.tiled(64, 2)
     scale = plgpu.SMEM((stages, copies, quantized_kv.head_group(S), part), jnp.float32)
     ready = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=stages)
     return [
@@ -59,15 +63,18 @@ def scratch(k, heads: int, stages: int, block_kv: int) -> list:
 
 
 def attend(
-    config, G, padded, q_ref, k_ref, v_ref, k_scale_ref, v_scale_ref, blocks_ref, row_ref,
-    first_ref, last_ref, part_of_ref, length_ref, block_ref, head_ref, parts_ref, sink_ref,
-    counter_ref, out_ref, part_ref, weight_ref, q_smem, k_smem, v_smem, k_scale_smem,
-    v_scale_smem, v_wide, p_smem, k_ready, v_ready, flag, *, scale, window, soft_cap, sinks,
-):  # fmt: skip
+    block_kv: int, stages: int, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, row_ref: Ref, first_ref: Ref,
+    last_ref: Ref, part_of_ref: Ref, length_ref: Ref, block_ref: Ref, head_ref: Ref,
+    parts_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref,
+    weight_ref: Ref, q_smem: Ref, k_smem: Ref, v_smem: Ref, k_scale_smem: Ref,
+    v_scale_smem: Ref, v_wide: Ref, p_smem: Ref, k_ready: Barrier, v_ready: Barrier, flag: Ref,
+    *, scale: float, window: int | None, soft_cap: float | None, sinks: bool,
+) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
     pdl.begin()
     item, h = lax.axis_index("item"), lax.axis_index("head")
-    (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
+    (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, block_kv
     heads, part, group = q_smem.shape[0], min(S, C), quantized_kv.head_group(S)
     row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
     length, first_block = length_ref[item], block_ref[item]
@@ -78,16 +85,16 @@ def attend(
         (v_ref, v_scale_ref, v_smem, v_scale_smem, v_ready),
     )
 
-    def of_key(x):
+    def of_key(x: Array) -> Array:
         return lax.broadcast_in_dim(x, (C, heads), [0])
 
-    def of_head(x, rows=C):
+    def of_head(x: Array, rows: int = C) -> Array:
         return lax.broadcast_in_dim(x, (rows, heads), [1])
 
-    def block_of(tile, i=0):
+    def block_of(tile: Array, i: int = 0) -> Array:
         return blocks_ref[row, jnp.minimum((tile * C + i * S) // S, M - 1)]
 
-    def fetch(tile, stage, block):
+    def fetch(tile: Array, stage: Index, block: Array) -> None:
         for i in range(max(1, C // S)):
             block = block_of(tile, i) if i else block
             place = jnp.clip(block, 0, N - 1), h, pl.ds(lax.rem(tile * C, S), part)
@@ -95,19 +102,19 @@ def attend(
                 to = smem.at[stage, pl.ds(i * part, part)], scale_smem.at[stage, i]
                 quantized_kv.fetch(rows, scales, place, to, ready.at[stage])
 
-    def tile_step(tile, carry):
+    def tile_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc, best, total, block = carry
-        stage = lax.rem(tile - first, config.stages)
-        next_block = block_of(tile + config.stages + 1)
+        stage = lax.rem(tile - first, stages)
+        next_block = block_of(tile + stages + 1)
 
-        def multiply(scores):
-            plgpu.barrier_wait(k_ready.at[stage])
-            plgpu.wgmma(scores, widen(k_smem.at[stage]), q_smem.T)
-            plgpu.barrier_wait(v_ready.at[stage])
+        def multiply(scores: Ref) -> tuple[Array, Array]:
+            mosaic.barrier_wait(k_ready.at[stage])
+            mosaic.wgmma(scores, widen(k_smem.at[stage]), q_smem.T)
+            mosaic.barrier_wait(v_ready.at[stage])
             values = widen(v_smem.at[stage])
             return scores[...], values
 
-        scores, values = pl.run_scoped(multiply, plgpu.ACC((C, heads), jnp.float32))
+        scores, values = pl.run_scoped(multiply, mosaic.ACC((C, heads), jnp.float32))
         here = stage, slice(None), lax.rem(h, group)
         by_k, by_v = (quantized_kv.scales(x.at[here], 0, C) for x in (k_scale_smem, v_scale_smem))
         scores = scores * of_key(by_k * (scale * behind))
@@ -127,19 +134,19 @@ def attend(
         p_smem.T[...] = plgpu.layout_cast(p.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
-        @pl.when(tile + config.stages < last)
-        def _():  # behind the barrier of the commit all have read the stage
-            fetch(tile + config.stages, stage, block)
+        @pl.when(tile + stages < last)
+        def _() -> None:  # behind the barrier of the commit all have read the stage
+            fetch(tile + stages, stage, block)
 
-        def accumulate(acc):
-            plgpu.wgmma(acc, v_wide.T, p_smem.T)
+        def accumulate(acc: Ref) -> None:
+            mosaic.wgmma(acc, v_wide.T, p_smem.T)
 
-        acc = pl.run_state(accumulate)(plgpu.ACC.init(acc * of_head(kept, D)))
+        acc = pl.run_state(accumulate)(mosaic.ACC.init(acc * of_head(kept, D)))
         return acc, new_best, total, next_block
 
     @pl.when(row < B)
-    def _():
-        for i in range(config.stages):
+    def _() -> None:
+        for i in range(stages):
             pl.when(first + i < last)(
                 functools.partial(fetch, first + i, i, block_of(first + i) if i else first_block)
             )
@@ -151,23 +158,23 @@ def attend(
             plgpu.layout_cast(jnp.zeros((D, heads), jnp.float32), LAYOUT),
             plgpu.layout_cast(jnp.full((heads,), NOTHING, jnp.float32), by_head),
             plgpu.layout_cast(jnp.zeros((C, heads), jnp.float32), LAYOUT),
-            block_of(first + config.stages),
+            block_of(first + stages),
         )
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         total = total.sum(axis=0)
         if sinks:
-            sink = plgpu.load(sink_ref.at[h, pl.ds(0, heads)], layout=by_head, optimized=False)
+            sink = mosaic.load(sink_ref.at[h, pl.ds(0, heads)], layout=by_head, optimized=False)
             best, total, kept = with_sink(sink, part_of, best, total)
             acc = acc * of_head(kept, D)
         safe = jnp.maximum(total, 1e-30)
         acc = acc * of_head(behind / safe, D)
 
         @pl.when(part_of == 0)
-        def _():
+        def _() -> None:
             _put(acc.astype(out_ref.dtype), out_ref.at[row, h], D)
 
         @pl.when(part_of != 0)
-        def _():
+        def _() -> None:
             _put(acc, part_ref.at[item, h], D)
             _put(of_head(best + jnp.log2(safe)), weight_ref.at[item, h], weight_ref.shape[3])
             split_kv_merge.finish(
@@ -176,7 +183,7 @@ def attend(
             )  # fmt: skip
 
 
-def _permuted(ref, start, heads: int):
+def _permuted(ref: Ref, start: Array, heads: int) -> Array:
     """Loads queries, [heads, D] from row `start` on, with columns in the order of `widen`.
 
     Rows behind the last are like the last.
@@ -184,14 +191,14 @@ def _permuted(ref, start, heads: int):
     shape = heads, ref.shape[1]
     out = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=PAIRS)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=out)
-    def load(_, ref, start):
+    @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=out)
+    def load(_: Any, ref: ir.Value, start: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         index, layout, pairs = ir.IndexType.get(), PAIRS.to_mgpu(), []
-        start = arith.index_cast(index, start.registers.item())
+        begin = arith.index_cast(index, start.registers.item())
         last = mgpu.c(ir.MemRefType(ref.type).shape[0] - 1, index)
         four = ir.VectorType.get((4,), ir.MemRefType(ref.type).element_type)
         for row, column in FOURS.to_mgpu().thread_idxs(shape):
-            row = arith.minui(arith.addi(start, row), last)
+            row = arith.minui(arith.addi(begin, row), last)
             pairs += quantized_kv.halves(vector.load(four, ref, [row, column], alignment=8))
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         registers.reshape(-1)[:] = pairs  # the two of a thread are neighbours
@@ -200,14 +207,14 @@ def _permuted(ref, start, heads: int):
     return load(ref, start)
 
 
-def _put(x, ref, rows: int):
+def _put(x: Array, ref: Ref, rows: int) -> None:
     """Writes the first `rows` of x, [rows, heads], into `ref`, [G, rows], from registers.
 
     Whole heads are put in their order along D again.
     """
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
-    def put(_, x, ref):
+    @mosaic.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
+    def put(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
         index = ir.IndexType.get()
         limits = [mgpu.c(size, index) for size in ir.MemRefType(ref.type).shape]
         places = x.layout.thread_idxs(x.shape)
@@ -227,7 +234,7 @@ def _put(x, ref, rows: int):
     put(x, ref)
 
 
-def _ordered(row):
+def _ordered(row: ir.Value) -> ir.Value:
     """Returns the column of D that a row of the result is, the inverse of `_permuted`."""
     low, middle, top = (mgpu.c(x, ir.IndexType.get()) for x in (1, 6, 8))
     two, four, rest = (mgpu.c(x, ir.IndexType.get()) for x in (2, 4, -16))

@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import grid_barrier
+from jaxrunner.kernels_pallas import grid_barrier, mosaic
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP, activate, sums
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
@@ -63,7 +64,9 @@ class _Static(NamedTuple):
         return max(2 * self.units, self.tile)
 
 
-def refuses(x, gate_up, down, config: TuningConfig = TuningConfig()) -> str | None:
+def refuses(
+    x: Shaped, gate_up: Shaped, down: Shaped, config: TuningConfig = TuningConfig()
+) -> str | None:
     """Says why x, [T, E], gate_up, [2, F, E], and down, [E, F], are not served, or None."""
     T, E = x.shape
     if jax.__version_info__ < (0, 11):
@@ -123,7 +126,7 @@ def gated_mlp(
     (T, E), F = x.shape, down.shape[1]
     s = _fit(T, E, F, config)
     assert isinstance(s, _Static)
-    layout = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP)
+    layout = mosaic.tiled(STEP, 2)
     units = jax.empty_ref(jax.ShapeDtypeStruct((T, F), x.dtype))
     out = jax.empty_ref(jax.ShapeDtypeStruct((s.parts, T, E), jnp.float32))
     # A product reads 64 rows: behind the tokens of a step are those of another.
@@ -148,73 +151,79 @@ class _Ring(NamedTuple):
     """Steps in shared memory: tokens and weights, and barriers of those to be read and replaced."""
 
     s: _Static
-    x: Any
-    w: Any
-    full: Any
-    free: Any
+    x: Ref
+    w: Ref
+    full: Barrier
+    free: Barrier
 
-    def slot(self, step):
+    def slot(self, step: Index) -> Array:
         return lax.rem(step, self.s.stages)
 
-    def copy_tokens(self, step, source) -> None:
+    def copy_tokens(self, step: Index, source: Ref) -> None:
         slot, T = self.slot(step), self.s.T
-        plgpu.copy_gmem_to_smem(source, self.x.at[pl.ds(slot * T, T)], self.full.at[slot])
+        mosaic.copy_gmem_to_smem(source, self.x.at[pl.ds(slot * T, T)], self.full.at[slot])
 
-    def copy_weights(self, step, halves) -> None:
+    def copy_weights(self, step: Index, halves: list[Ref]) -> None:
         slot = self.slot(step)
         for i, half in enumerate(halves):
             target = self.w.at[slot, pl.ds(i * half.shape[0], half.shape[0])]
-            plgpu.copy_gmem_to_smem(half, target, self.full.at[slot])
+            mosaic.copy_gmem_to_smem(half, target, self.full.at[slot])
 
-    def wait(self, step) -> None:
+    def wait(self, step: Index) -> None:
         """Waits until what has the place of a step has been read."""
-        plgpu.barrier_wait(self.free.at[self.slot(step)])
+        mosaic.barrier_wait(self.free.at[self.slot(step)])
 
-    def product(self, wg, width: int, first: int, last: int) -> Array:
+    def product(self, wg: Array, width: int, first: int, last: int) -> Array:
         """Returns the sum of some steps for the rows of a warpgroup, [ROWS, width]."""
 
-        def operands(slot):
+        def operands(slot: Array) -> tuple[Ref, Ref]:
             rows = pl.ds(slot * self.s.T + wg * ROWS, ROWS)
             return self.x.at[rows], self.w.at[slot, pl.ds(0, width)]
 
         return sums(operands, width, first, last, self.s.stages, self.full, self.free)
 
 
-def _kernel(s: _Static, x, gate_up, down, counter, units, out, *smem):
-    *smem, told = smem
-    ring, wg, block = _Ring(s, *smem), lax.axis_index("wg"), lax.axis_index("block")
+def _kernel(
+    s: _Static, x: Ref, gate_up: Ref, down: Ref, counter: Ref, units: Ref, out: Ref,
+    x_smem: Ref, w_smem: Ref, full: Barrier, free: Barrier, told: Barrier,
+) -> None:  # fmt: skip
+    ring = _Ring(s, x_smem, w_smem, full, free)
+    wg, block = lax.axis_index("wg"), lax.axis_index("block")
 
     @pl.when(wg < s.consumers)
-    def _():
+    def _() -> None:
         _compute(ring, wg, block, counter, units, out, told)
 
     @pl.when(wg == s.consumers)
-    def _():
+    def _() -> None:
         _fetch(ring, block, x, gate_up, down, counter, units, told)
 
 
-def _fetch(ring: _Ring, block, x, gate_up, down, counter, units, told) -> None:
+def _fetch(
+    ring: _Ring, block: Array, x: Ref, gate_up: Ref, down: Ref, counter: Ref, units: Ref,
+    told: Barrier,
+) -> None:  # fmt: skip
     """Copies the steps of the first product, then those of the second."""
     s = ring.s
     tile, part = lax.rem(block, s.tiles), jnp.minimum(lax.div(block, s.tiles), s.parts - 1)
     total, start = s.first + s.second, part * s.second - s.first
 
-    def terms(step):
+    def terms(step: Index) -> Any:
         return pl.ds(step * STEP, STEP)
 
-    def first_weights(step):
+    def first_weights(step: Index) -> None:
         mine = pl.ds(block * s.units, s.units)
         ring.copy_weights(step, [gate_up.at[i, mine, terms(step)] for i in range(2)])
 
-    def second_weights(step):
+    def second_weights(step: Index) -> None:
         half = s.tile // 2
         rows = [pl.ds(tile * s.tile + i * half, half) for i in range(2)]
         ring.copy_weights(step, [down.at[mine, terms(start + step)] for mine in rows])
 
-    def first_tokens(step):
+    def first_tokens(step: Index) -> None:
         ring.copy_tokens(step, x.at[:, terms(step)])
 
-    def second_tokens(step):
+    def second_tokens(step: Index) -> None:
         ring.copy_tokens(step, units.at[:, terms(start + step)])
 
     for step in range(s.stages):
@@ -226,16 +235,16 @@ def _fetch(ring: _Ring, block, x, gate_up, down, counter, units, told) -> None:
     _each(s.stages, s.first, ring.wait, first_weights, first_tokens)
     ahead = min(s.first + s.stages, total)
     _each(max(s.first, s.stages), ahead, ring.wait, second_weights)
-    plgpu.barrier_wait(told)
+    mosaic.barrier_wait(told)
     grid_barrier.wait(counter)
     _each(s.first, ahead, second_tokens)
     _each(ahead, total, ring.wait, second_weights, second_tokens)
 
 
-def _each(first: int, last: int, *actions: Callable[[Any], None]) -> None:
+def _each(first: int, last: int, *actions: Callable[[Array], None]) -> None:
     """Does all of some steps."""
 
-    def body(step, _):
+    def body(step: Array, _: None) -> None:
         for act in actions:
             act(step)
         return _
@@ -243,17 +252,19 @@ def _each(first: int, last: int, *actions: Callable[[Any], None]) -> None:
     lax.fori_loop(first, last, body, None)
 
 
-def _compute(ring: _Ring, wg, block, counter, units, out, told) -> None:
+def _compute(
+    ring: _Ring, wg: Array, block: Array, counter: Ref, units: Ref, out: Ref, told: Barrier
+) -> None:
     """Sums up both products."""
     s = ring.s
     mine = pl.ds(wg * ROWS, min(s.T, ROWS))
     y = activate(ring.product(wg, 2 * s.units, 0, s.first))
     put_rows(y.astype(units.dtype), units.at[mine, pl.ds(block * s.units, s.units)])
     grid_barrier.arrive(counter, s.ctas * s.consumers)
-    plgpu.barrier_arrive(told)
+    mosaic.barrier_arrive(told)
     y = ring.product(wg, s.tile, s.first, s.first + s.second)
     tile, part = lax.rem(block, s.tiles), lax.div(block, s.tiles)
 
     @pl.when(part < s.parts)
-    def _():
+    def _() -> None:
         put_rows(y, out.at[part, mine, pl.ds(tile * s.tile, s.tile)])

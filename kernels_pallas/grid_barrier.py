@@ -5,20 +5,25 @@ met. Those that meet must all be on the chip at once: no more of them than multi
 Counters are 0 between launches, and are passed as an input: a kernel leaves them as they were.
 """
 
+from typing import Any
+
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, scf
+
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.mosaic import Ref
 
 REF = plgpu.RefType()
 
 
-def arrive(counter, num: int) -> None:
+def arrive(counter: Ref, num: int) -> None:
     """Tells that a warpgroup has written its part, one of `num`; copies may read it then."""
 
-    @plgpu.inline_mgpu(arg_types=(REF,))
-    def tell(_, counter):
+    @mosaic.inline_mgpu(arg_types=(REF,))
+    def tell(_: Any, counter: ir.Value) -> None:
         _fence()
         mgpu.warpgroup_barrier()
         with mgpu.when(is_first_thread()):
@@ -27,16 +32,16 @@ def arrive(counter, num: int) -> None:
     tell(counter)
 
 
-def wait(counter) -> None:
+def wait(counter: Ref) -> None:
     """Waits for all to have arrived, this block's warpgroups before."""
 
-    @plgpu.inline_mgpu(arg_types=(REF,))
-    def spin(_, counter):
+    @mosaic.inline_mgpu(arg_types=(REF,))
+    def spin(_: Any, counter: ir.Value) -> None:
         i32 = ir.IntegerType.get_signless(32)
         with mgpu.when(is_first_thread()):
             loop = scf.WhileOp([], [])
             with ir.InsertionPoint(loop.before.blocks.append()):
-                seen = llvm.inline_asm(
+                seen = mosaic.inline_asm(
                     i32, [utils.memref_ptr(counter)], "ld.acquire.gpu.global.u32 $0, [$1];",
                     "=r,l", has_side_effects=True,
                 )  # fmt: skip
@@ -50,15 +55,15 @@ def wait(counter) -> None:
     spin(counter)
 
 
-def count(counter, last):
+def count(counter: ir.Value, last: ir.Value) -> ir.Value:
     """Counts up, `last` being followed by 0, and returns what was there. In MLIR, for a thread."""
-    return llvm.inline_asm(
+    return mosaic.inline_asm(
         ir.IntegerType.get_signless(32), [utils.memref_ptr(counter), last],
         "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r", has_side_effects=True,
     )  # fmt: skip
 
 
-def is_first_thread():
+def is_first_thread() -> ir.Value:
     """Tells the first thread of a warpgroup. In MLIR."""
     i32 = ir.IntegerType.get_signless(32)
     index = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, i32))
@@ -68,4 +73,4 @@ def is_first_thread():
 def _fence() -> None:
     """Orders what threads read and write, and what copies do."""
     nothing = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(nothing, [], "fence.proxy.async;", "", has_side_effects=True)
+    mosaic.inline_asm(nothing, [], "fence.proxy.async;", "", has_side_effects=True)

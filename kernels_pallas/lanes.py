@@ -16,6 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf, vector
 import numpy as np
 
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.sampling.gumbel import GROUP_BITS, RARE, rare, usual
 from jaxrunner.types import Array
 
@@ -24,11 +26,13 @@ LAYOUT = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def kernel(body: Callable[..., None], out: Any, grid: tuple[int, ...], scratch: Any = ()):
+def kernel(
+    body: Callable[..., None], out: Any, grid: tuple[int, ...], scratch: Any = ()
+) -> Callable[..., Any]:
     """Returns a kernel of one warpgroup a program: `body(*program, *inputs, *out, *scratch)`."""
     names = ("row", "part")[: len(grid)]
 
-    def run(*refs: Any) -> None:
+    def run(*refs: Ref) -> None:
         body(*(lax.axis_index(name) for name in names), *refs)
 
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -58,7 +62,7 @@ def count(masks: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, map(ones, masks))
 
 
-def places(masks: Sequence[Array], scratch: Any) -> tuple[list[Array], Array]:
+def places(masks: Sequence[Array], scratch: Ref) -> tuple[list[Array], Array]:
     """Returns where to put what is masked, side by side, and how much that is.
 
     scratch: [256], int32, in shared memory.
@@ -76,10 +80,10 @@ def places(masks: Sequence[Array], scratch: Any) -> tuple[list[Array], Array]:
     return out, jnp.sum(counts)
 
 
-def gather(ref: Any, index: Array) -> Array:
+def gather(ref: Ref, index: Array) -> Array:
     """Reads `ref[index]`, each thread its own element."""
 
-    @plgpu.inline_mgpu(
+    @mosaic.inline_mgpu(
         arg_types=(plgpu.RefType(), LAYOUT),
         return_type=plgpu.ShapeDtypeStruct((LANES,), ref.dtype, layout=LAYOUT),
     )
@@ -91,7 +95,9 @@ def gather(ref: Any, index: Array) -> Array:
     return load(ref, index)
 
 
-def scatter(index: Sequence[Array], keep: Sequence[Array], *pairs: tuple[Any, Sequence[Array]]):
+def scatter(
+    index: Sequence[Array], keep: Sequence[Array], *pairs: tuple[Ref, Sequence[Array]]
+) -> None:
     """Sets `ref[index] = value` where `keep`, for pairs of a reference to shared memory and values.
 
     All that one mask keeps in one call: of two calls in a row LLVM makes one branch with barriers
@@ -100,7 +106,7 @@ def scatter(index: Sequence[Array], keep: Sequence[Array], *pairs: tuple[Any, Se
     num, refs = len(index), [ref for ref, _ in pairs]
     arrays = [x for part in (index, keep, *(values for _, values in pairs)) for x in part]
 
-    @plgpu.inline_mgpu(
+    @mosaic.inline_mgpu(
         arg_types=(*[plgpu.RefType()] * len(refs), *[LAYOUT] * len(arrays)),
     )
     def store(_: Any, *args: Any) -> None:

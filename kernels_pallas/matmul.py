@@ -8,9 +8,10 @@ Weights are on their way before the kernel that makes the tokens has ended, so i
 kernel which makes the weights.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -19,6 +20,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -64,7 +67,7 @@ class _Static(NamedTuple):
     stages: int
 
 
-def refuses(x, weight, config: TuningConfig = TuningConfig()) -> str | None:
+def refuses(x: Shaped, weight: Shaped, config: TuningConfig = TuningConfig()) -> str | None:
     """Says why x, [T, E], and weight, [F, E] or [2, F, E], are not served; None if they are."""
     T, E = x.shape
     if jax.__version_info__ < (0, 11):
@@ -107,7 +110,7 @@ def _call(x: Array, weight: Array, gated: bool, config: TuningConfig) -> Array:
     pairs = weight.size // (E * tile * CLUSTER)
     clusters = min(num_ctas // CLUSTER, pairs)
     s = _Static(T, gated, E // STEP, pairs, clusters, tile, stages)
-    layout = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP)
+    layout = mosaic.tiled(STEP, 2)
     return plgpu.kernel(
         functools.partial(_kernel, s),
         out_type=jax.ShapeDtypeStruct((T, F), x.dtype),
@@ -125,11 +128,11 @@ def _call(x: Array, weight: Array, gated: bool, config: TuningConfig) -> Array:
     )(x, weight)  # fmt: skip
 
 
-def _kernel(s: _Static, x, w, out, **smem):
+def _kernel(s: _Static, x: Ref, w: Ref, out: Ref, **smem: Any) -> None:
     wg, team, peer = (lax.axis_index(name) for name in ("wg", "team", "peer"))
     rounds = lax.div(s.pairs - team + s.clusters - 1, s.clusters)
 
-    def tile(r):
+    def tile(r: Array) -> Array:
         return (team + r * s.clusters) * CLUSTER + peer
 
     consumers = s.T // ROWS
@@ -137,23 +140,26 @@ def _kernel(s: _Static, x, w, out, **smem):
     pl.when(wg == consumers)(lambda: _fetch(s, rounds, tile, x, w, **smem))
 
 
-def _fetch(s: _Static, rounds, tile, x, w, *, x_smem, w_smem, full, free):
+def _fetch(
+    s: _Static, rounds: Array, tile: Callable[[Array], Array], x: Ref, w: Ref,
+    *, x_smem: Ref, w_smem: Ref, full: Barrier, free: Barrier,
+) -> None:  # fmt: skip
     """Copies weights and tokens, step by step of each tile."""
 
-    def terms(step):
+    def terms(step: Index) -> Any:
         return pl.ds(lax.rem(step, s.steps) * STEP, STEP)
 
-    def weights(step, slot):
+    def weights(step: Index, slot: Index) -> None:
         n, at, width = tile(lax.div(step, s.steps)), terms(step), s.tile // (1 + s.gated)
         rows = pl.ds(n * width, width)
         for i in range(1 + s.gated):
             source = w.at[i, rows, at] if s.gated else w.at[rows, at]
             target = w_smem.at[slot, pl.ds(i * width, width)]
-            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+            mosaic.copy_gmem_to_smem(source, target, full.at[slot])
 
-    def tokens(step, slot):
+    def tokens(step: Index, slot: Index) -> None:
         source, target = x.at[:, terms(step)], x_smem.at[slot]
-        plgpu.copy_gmem_to_smem(source, target, full.at[slot], collective_axes="peer")
+        mosaic.copy_gmem_to_smem(source, target, full.at[slot], collective_axes="peer")
 
     for slot in range(s.stages):
         weights(slot, slot)
@@ -162,15 +168,15 @@ def _fetch(s: _Static, rounds, tile, x, w, *, x_smem, w_smem, full, free):
     for slot in range(s.stages):
         tokens(slot, slot)
 
-    def body(step, _):
+    def body(step: Array, _: None) -> None:
         slot = lax.rem(step, s.stages)
-        plgpu.barrier_wait(free.at[slot])
+        mosaic.barrier_wait(free.at[slot])
         weights(step, slot)
         tokens(step, slot)
         return _
 
-    def drain(step, _):
-        plgpu.barrier_wait(free.at[lax.rem(step, s.stages)])
+    def drain(step: Array, _: None) -> None:
+        mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
         return _
 
     total = rounds * s.steps
@@ -179,14 +185,17 @@ def _fetch(s: _Static, rounds, tile, x, w, *, x_smem, w_smem, full, free):
     lax.fori_loop(total, total + s.stages, drain, None)
 
 
-def _compute(s: _Static, wg, rounds, tile, out, *, x_smem, w_smem, full, free):
+def _compute(
+    s: _Static, wg: Array, rounds: Array, tile: Callable[[Array], Array], out: Ref,
+    *, x_smem: Ref, w_smem: Ref, full: Barrier, free: Barrier,
+) -> None:  # fmt: skip
     """Sums up each tile for the 64 tokens of a warpgroup."""
     rows = pl.ds(wg * ROWS, ROWS)
 
-    def operands(slot):
+    def operands(slot: Array) -> tuple[Ref, Ref]:
         return x_smem.at[slot, rows], w_smem.at[slot]
 
-    def one(r, _):
+    def one(r: Array, _: None) -> None:
         y = sums(operands, s.tile, r * s.steps, (r + 1) * s.steps, s.stages, full, free)
         y = activate(y) if s.gated else y
         width = y.shape[1]
@@ -203,30 +212,33 @@ def activate(y: Array) -> Array:
     return gate / (1 + jnp.exp(-gate)) * up
 
 
-def sums(operands, width: int, first, last, stages: int, full, free) -> Array:
+def sums(
+    operands: Callable[[Array], tuple[Ref, Ref]], width: int, first: Index, last: Index,
+    stages: int, full: Barrier, free: Barrier,
+) -> Array:  # fmt: skip
     """Returns the sum of steps of a product for the rows of a warpgroup, [ROWS, width].
 
     operands: (slot) -> tokens, [ROWS, STEP], and weights, [width, STEP], in shared memory.
     full, free: barriers of the slots that may be read, and replaced.
     """
 
-    def multiply(acc):
-        def body(step, _):
+    def multiply(acc: Ref) -> Array:
+        def body(step: Array, _: None) -> None:
             slot = lax.rem(step, stages)
-            plgpu.barrier_wait(full.at[slot])
+            mosaic.barrier_wait(full.at[slot])
             x, w = operands(slot)
-            plgpu.wgmma(acc, x, w.T)
+            mosaic.wgmma(acc, x, w.T)
             plgpu.wgmma_wait(1)
 
             @pl.when(step > first)
-            def _():
-                plgpu.barrier_arrive(free.at[lax.rem(step - 1, stages)])
+            def _() -> None:
+                mosaic.barrier_arrive(free.at[lax.rem(step - 1, stages)])
 
             return _
 
         lax.fori_loop(first, last, body, None)
         result = acc[...]
-        plgpu.barrier_arrive(free.at[lax.rem(last - 1, stages)])
+        mosaic.barrier_arrive(free.at[lax.rem(last - 1, stages)])
         return result
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, width), jnp.float32))
+    return pl.run_scoped(multiply, mosaic.ACC((ROWS, width), jnp.float32))

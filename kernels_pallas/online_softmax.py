@@ -5,6 +5,7 @@ import math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from jaxrunner.kernels_pallas.mosaic import Index
 from jaxrunner.types import Array
 
 LOG2_E = math.log2(math.e)
@@ -12,13 +13,15 @@ NOTHING = -1e30  # less than any score, yet finite: a row that sees no key must 
 LAYOUT = plgpu.Layout.WGMMA
 
 
-def seen(first, shape: tuple[int, int], axis: int, length, window: int | None) -> Array:
+def seen(
+    first: Index, shape: tuple[int, ...], axis: int, length: Array, window: int | None
+) -> Array:
     """Says which keys the last of `length` tokens sees; keys lie along `axis`, from `first` on."""
     at = first + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
     return at < length if window is None else (at < length) & (at >= length - window)
 
 
-def with_sink(sink, part, best, total) -> tuple[Array, Array, Array]:
+def with_sink(sink: Array, part: Array, best: Array, total: Array) -> tuple[Array, Array, Array]:
     """Lets a logit join the softmax that has no value, once a row: not in a later `part`, 1.
 
     Returns the largest score, the total, and what is kept of older weights.

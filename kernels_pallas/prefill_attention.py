@@ -18,12 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jax.typing import DTypeLike
 
-from jaxrunner.kernels_pallas import prefill_quantized_kv, quantized_kv
+from jaxrunner.kernels_pallas import mosaic, prefill_quantized_kv, quantized_kv
+from jaxrunner.kernels_pallas.mosaic import Index, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
+from jaxrunner.kernels_pallas.stores import put_tokens
 from jaxrunner.types import Array
 
 ROWS = 64  # tokens of a warpgroup: the height of a Hopper matrix product
@@ -45,7 +46,7 @@ class TuningConfig:
     def keys(self, D: int) -> int:
         return self.block_kv or (64 if D > 128 else 128)
 
-    def smem_bytes(self, D: int, dtype) -> int:
+    def smem_bytes(self, D: int, dtype: DTypeLike) -> int:
         """Returns the bytes of queries, keys and values."""
         more = (
             prefill_quantized_kv.smem_bytes(D, self.keys(D)) if dtype in quantized_kv.DTYPES else 0
@@ -67,7 +68,7 @@ class _Static(NamedTuple):
     behind: float  # what results are to be multiplied by
 
 
-def refuses(q, k, config: TuningConfig = TuningConfig()) -> str | None:
+def refuses(q: Shaped, k: Shaped, config: TuningConfig = TuningConfig()) -> str | None:
     """Says why q, [T, H, D], and k, [N, K, S, D], are not served; None if they are."""
     (_, H, D), (_, K, S, _) = q.shape, k.shape
     keys = config.keys(D)
@@ -129,11 +130,11 @@ def prefill_attention(
     return kernel(*args.values())[:T]
 
 
-def _scratch(s: _Static, dtype, cache) -> dict[str, Any]:
+def _scratch(s: _Static, dtype: DTypeLike, cache: Array) -> dict[str, Any]:
     """Returns what a block of the grid allocates."""
     D, S, config = s.q[2], s.k[2], s.config
     lanes = 64 if D % 64 == 0 else 32 if D % 32 == 0 else 16
-    layout = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(2 * lanes)
+    layout = mosaic.tiled(lanes, 2)
     rows = plgpu.SMEM((config.warpgroups, ROWS, D), dtype, transforms=layout)
     kv = plgpu.SMEM((config.stages, s.keys, D), dtype, transforms=layout)
     scaled = cache.dtype in quantized_kv.DTYPES
@@ -148,52 +149,54 @@ def _scratch(s: _Static, dtype, cache) -> dict[str, Any]:
     return dict(q_smem=rows, k_smem=kv, v_smem=kv, o_smem=None if s.shared else rows, **barriers)
 
 
-def _kernel(s: _Static, names: tuple[str, ...], *refs, **smem):
+def _kernel(s: _Static, names: tuple[str, ...], *refs: Ref, **smem: Any) -> None:
     """Takes every `num_ctas`-th (tile, head), there and back again, so that all cost the same."""
-    *refs, out = refs
-    inputs = dict(zip(names, refs, strict=True))
+    *given, out = refs
+    inputs = dict(zip(names, given, strict=True))
     table, sinks = inputs["table"], inputs.get("sinks")
     wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
     H, ctas, config = s.q[1], s.config.num_ctas, s.config
     registers = config.registers_8bit if "k_scale" in inputs else config.registers
     items = table[table.shape[0] - 1, 0] * H
 
-    def at(r):
+    def at(r: Array) -> Array:
         return r * ctas + jnp.where(lax.rem(r, 2) == 0, cta, ctas - 1 - cta)
 
-    def item(r):
+    def item(r: Array) -> tuple[Array, Array]:
         return lax.div(at(r), H), lax.rem(at(r), H)
 
     rounds = lax.div(items, ctas)
     rounds = rounds + (at(rounds) < items).astype(jnp.int32)
 
     @pl.when(wg < config.warpgroups)
-    def _():
+    def _() -> None:
         plgpu.set_max_registers(registers[0], action="increase")
-        plgpu.barrier_arrive(smem["q_free"].at[wg])
+        mosaic.barrier_arrive(smem["q_free"].at[wg])
         for slot in range(config.stages):
-            plgpu.barrier_arrive(smem["k_free"].at[slot])
-            plgpu.barrier_arrive(smem["v_free"].at[slot])
+            mosaic.barrier_arrive(smem["k_free"].at[slot])
+            mosaic.barrier_arrive(smem["v_free"].at[slot])
         # The last warpgroup gives the first one its first turn.
-        pl.when(wg == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
+        pl.when(wg == config.warpgroups - 1)(lambda: mosaic.barrier_arrive(smem["turn"].at[0]))
 
-        def attend(r, step):
+        def attend(r: Array, step: Array) -> Array:
             return _attend(s, *item(r), step, wg, table, sinks, out, smem)
 
         lax.fori_loop(0, rounds, attend, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == config.warpgroups)
-    def _():
+    def _() -> None:
         plgpu.set_max_registers(registers[1], action="decrease")
 
-        def fetch(r, step):
+        def fetch(r: Array, step: Array) -> Array:
             return _fetch(s, *item(r), step, inputs, smem)
 
         lax.fori_loop(0, rounds, fetch, jnp.int32(0))
 
 
-def _fetch(s: _Static, tile, h, step, inputs, smem):
+def _fetch(
+    s: _Static, tile: Array, h: Array, step: Array, inputs: dict[str, Ref], smem: dict[str, Any]
+) -> Array:
     """Copies what (tile, h) needs; `step` counts the steps before it, and so in `_attend`."""
     q, blocks, table = (inputs[name] for name in ("q", "blocks", "table"))
     (N, K, S, _), keys = s.k, s.keys
@@ -201,13 +204,13 @@ def _fetch(s: _Static, tile, h, step, inputs, smem):
     kv_head = lax.div(h, s.q[1] // K)
     copies, part = max(1, keys // S), min(keys, S)
 
-    def queries():
+    def queries() -> None:
         for wg in range(s.config.warpgroups):
-            plgpu.barrier_wait(smem["q_free"].at[wg])
+            mosaic.barrier_wait(smem["q_free"].at[wg])
             rows = pl.ds(first + wg * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(q.at[rows, h], smem["q_smem"].at[wg], smem["q_full"].at[wg])
+            mosaic.copy_gmem_to_smem(q.at[rows, h], smem["q_smem"].at[wg], smem["q_full"].at[wg])
 
-    def places(j):
+    def places(j: Index) -> list[tuple[Array, Array, Any]]:
         token = (start + num - 1 - j) * keys
         offset = lax.rem(token, S) if S > keys else 0
         # Entries behind the row's end may be anything, so both indices are clamped.
@@ -215,14 +218,14 @@ def _fetch(s: _Static, tile, h, step, inputs, smem):
         ids = [jnp.clip(blocks[row, column], 0, N - 1) for column in columns]
         return [(block, kv_head, pl.ds(offset, part)) for block in ids]
 
-    def body(j, _):
+    def body(j: Array, _: None) -> None:
         slot, parts = lax.rem(step + j, s.config.stages), places(j)
         for name in ("k", "v"):
-            plgpu.barrier_wait(smem[name + "_free"].at[slot])
+            mosaic.barrier_wait(smem[name + "_free"].at[slot])
             for c, place in enumerate(parts):
                 target = smem[name + "_smem"].at[slot, pl.ds(c * part, part)]
                 full = smem[name + "_full"].at[slot]
-                plgpu.copy_gmem_to_smem(inputs[name].at[place], target, full)
+                mosaic.copy_gmem_to_smem(inputs[name].at[place], target, full)
         return _
 
     if "k_scale" in inputs:
@@ -234,40 +237,43 @@ def _fetch(s: _Static, tile, h, step, inputs, smem):
     return step + num
 
 
-def _attend(s: _Static, tile, h, step, wg, table, sinks, out, smem):
+def _attend(
+    s: _Static, tile: Array, h: Array, step: Array, wg: Array, table: Ref, sinks: Ref | None,
+    out: Ref, smem: dict[str, Any],
+) -> Array:  # fmt: skip
     """Computes the warpgroup's 64 tokens of (tile, h), from the last step of keys to the first."""
     low, high, zero, start, num = (table[tile, column] for column in (2, 3, 4, 5, 7))
     first = table[tile, 1] + wg * ROWS
     top, keys, stages = start + num - 1, s.keys, s.config.stages
     q_smem, k_smem, v_smem = smem["q_smem"].at[wg], smem["k_smem"], smem["v_smem"]
-    plgpu.barrier_wait(smem["q_full"].at[wg])
+    mosaic.barrier_wait(smem["q_full"].at[wg])
 
-    def begin(_, carry):
+    def begin(_: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, p = carry
         at = lax.rem(step, stages)
-        plgpu.barrier_wait(smem["k_full"].at[at])
+        mosaic.barrier_wait(smem["k_full"].at[at])
 
-        product = pl.run_state(lambda ref: plgpu.wgmma(ref, q_smem, k_smem.at[at].T))
-        scores = product(plgpu.ACC.init(_full((ROWS, keys), 0.0)))
-        plgpu.barrier_arrive(smem["k_free"].at[at])
+        product = pl.run_state(lambda ref: mosaic.wgmma(ref, q_smem, k_smem.at[at].T))
+        scores = product(mosaic.ACC.init(_full((ROWS, keys), 0.0)))
+        mosaic.barrier_arrive(smem["k_free"].at[at])
         weights, best, total, _ = _softmax(s, scores, best, total, first + zero - top * keys)
-        plgpu.barrier_wait(smem["v_full"].at[at])
+        mosaic.barrier_wait(smem["v_full"].at[at])
         _silence(v_smem.at[at], table[tile, 6] - top * keys)
         return best, total, weights.astype(p.dtype)
 
-    def body(j, carry, masked):
+    def body(j: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         acc, best, total, p = carry
         at, last = lax.rem(step + j, stages), lax.rem(step + j - 1, stages)
-        plgpu.barrier_wait(smem["k_full"].at[at])
-        plgpu.barrier_wait(smem["turn"].at[wg])
+        mosaic.barrier_wait(smem["k_full"].at[at])
+        mosaic.barrier_wait(smem["turn"].at[wg])
 
-        def products(refs):
+        def products(refs: tuple[Ref, ...]) -> None:
             scores_ref, acc_ref, *result_refs = refs
-            plgpu.wgmma(scores_ref, q_smem, k_smem.at[at].T)
-            plgpu.wgmma(acc_ref, p, v_smem.at[last])
-            plgpu.barrier_arrive(smem["turn"].at[lax.rem(wg + 1, s.config.warpgroups)])
-            scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-            plgpu.barrier_arrive(smem["k_free"].at[at])
+            mosaic.wgmma(scores_ref, q_smem, k_smem.at[at].T)
+            mosaic.wgmma(acc_ref, p, v_smem.at[last])
+            mosaic.barrier_arrive(smem["turn"].at[lax.rem(wg + 1, s.config.warpgroups)])
+            scores = mosaic.wgmma_accumulator_load(scores_ref, wait_n=1)
+            mosaic.barrier_arrive(smem["k_free"].at[at])
             ahead = first + zero - (top - j) * keys if masked else None
             results = _softmax(s, scores, best, total, ahead)
             for ref, result in zip(result_refs, results, strict=True):
@@ -275,18 +281,18 @@ def _attend(s: _Static, tile, h, step, wg, table, sinks, out, smem):
 
         zeros = _full((ROWS, keys), 0.0)
         _, acc, weights, best, total, kept = pl.run_state(products)(
-            (plgpu.ACC.init(zeros), plgpu.ACC.init(acc), zeros, best, total, total)
+            (mosaic.ACC.init(zeros), mosaic.ACC.init(acc), zeros, best, total, total)
         )
         # The registers of `p` are free only now that the product which reads them is done.
         p = lax.optimization_barrier(weights).astype(p.dtype)
-        plgpu.barrier_arrive(smem["v_free"].at[last])
-        plgpu.barrier_wait(smem["v_full"].at[at])
+        mosaic.barrier_arrive(smem["v_free"].at[last])
+        mosaic.barrier_wait(smem["v_full"].at[at])
         return acc * lax.broadcast_in_dim(kept, acc.shape, [0]), best, total, p
 
-    def end(_, acc):
+    def end(_: Array, acc: Array) -> Array:
         last = lax.rem(step + num - 1, stages)
-        acc = pl.run_state(lambda ref: plgpu.wgmma(ref, p, v_smem.at[last]))(plgpu.ACC.init(acc))
-        plgpu.barrier_arrive(smem["v_free"].at[last])
+        acc = pl.run_state(lambda ref: mosaic.wgmma(ref, p, v_smem.at[last]))(mosaic.ACC.init(acc))
+        mosaic.barrier_arrive(smem["v_free"].at[last])
         return acc
 
     # Loops of at most one turn stand for conditions: a tile may have no step.
@@ -307,24 +313,26 @@ def _attend(s: _Static, tile, h, step, wg, table, sinks, out, smem):
         carry = lax.fori_loop(b, num, masked, carry)
     acc, best, total, p = carry
     if not s.shared:
-        plgpu.barrier_arrive(smem["q_free"].at[wg])
+        mosaic.barrier_arrive(smem["q_free"].at[wg])
     acc = lax.fori_loop(0, some, end, acc)
     if sinks is not None:
         total = total + jnp.exp2(sinks[h] - best)
     acc = acc * lax.broadcast_in_dim(s.behind / jnp.maximum(total, 1e-30), acc.shape, [0])
     place = smem["q_smem" if s.shared else "o_smem"].at[wg]
-    _put(acc.astype(out.dtype), out.at[:, h], place, first, low, high)
+    put_tokens(acc.astype(out.dtype), out.at[:, h], place, first, low, high)
     if s.shared:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(smem["q_free"].at[wg])
+        mosaic.barrier_arrive(smem["q_free"].at[wg])
     return step + num
 
 
-def _full(shape, value, layout=LAYOUT):
+def _full(shape: tuple[int, ...], value: float, layout: Layout = LAYOUT) -> Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _softmax(s: _Static, scores, best, total, ahead):
+def _softmax(
+    s: _Static, scores: Array, best: Array, total: Array, ahead: Array | None
+) -> tuple[Array, Array, Array, Array]:
     """Takes scores, [64, keys], into the largest and the sum of the weights, [64], in base 2.
 
     `ahead` is how far the first query's position is ahead of the first key's, None if all see all.
@@ -342,7 +350,7 @@ def _softmax(s: _Static, scores, best, total, ahead):
     return lax.optimization_barrier((weights, new_best, total, kept))
 
 
-def _mask(s: _Static, scores, ahead):
+def _mask(s: _Static, scores: Array, ahead: Array) -> Array:
     """Hides keys that are behind the query, or out of its window."""
     column, row = (plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), i, layout=LAYOUT) for i in (1, 0))
     # Eight columns at a time, and behind a barrier: else the compiler computes all indices ahead of
@@ -358,11 +366,11 @@ def _mask(s: _Static, scores, ahead):
     return lax.concatenate(parts, 1)
 
 
-def _silence(v, limit):
+def _silence(v: Ref, limit: Array) -> None:
     """Zeroes the values from row `limit` on, [keys, D]: a weight of 0 does not silence a NaN."""
 
     @pl.when(limit < v.shape[0])
-    def _():
+    def _() -> None:
         # Every warpgroup does so: what they write over each other is the same.
         for start in range(0, v.shape[0], ROWS):
             part = v.at[pl.ds(start, ROWS)]
@@ -370,30 +378,3 @@ def _silence(v, limit):
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=LAYOUT)
             part[...] = jnp.where(row < limit - start, values, jnp.zeros((), values.dtype))
         plgpu.commit_smem()
-
-
-def _put(acc, out, place, first, low, high):
-    """Writes acc, [64, D], to those tokens from `first` on that are from `low` to `high`."""
-    whole = (first >= low) & (first + ROWS <= high)
-
-    @pl.when(whole)
-    def _():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        place[...] = acc
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(place, out.at[pl.ds(first, ROWS)])
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * 3))
-    def put_some(_, acc, out, *scalars):
-        # From registers, two elements of a row at a time.
-        index = ir.IndexType.get()
-        first, low, high = (arith.index_cast(index, x.registers.item()) for x in scalars)
-        places = acc.layout.thread_idxs(acc.shape)
-        for (row, column), value in zip(places, acc.registers.flat, strict=True):
-            token = arith.addi(first, row)
-            above = arith.cmpi(arith.CmpIPredicate.sge, token, low)
-            below = arith.cmpi(arith.CmpIPredicate.slt, token, high)
-            with mgpu.when(arith.andi(above, below)):
-                vector.store(value, out, [token, column])
-
-    pl.when(jnp.logical_not(whole))(lambda: put_some(acc, out, first, low, high))

@@ -13,8 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxrunner.kernels_pallas import quantized_kv
+from jaxrunner.kernels_pallas import mosaic, quantized_kv
+from jaxrunner.kernels_pallas.mosaic import Index, Ref
+from jaxrunner.types import Array
 
 ROWS = 64  # keys that go through registers at a time
 # Numbers in e4m3 come times 2**-120 and are raised to 2**-20 with their scales: by all of it, a
@@ -22,7 +25,7 @@ ROWS = 64  # keys that go through registers at a time
 RAISE, BEHIND = 2.0**100, 2.0**20
 
 
-def behind(dtype) -> float:
+def behind(dtype: DTypeLike) -> float:
     """Returns what is left to multiply scores and results by."""
     return BEHIND if dtype == jnp.float8_e4m3fn else 1.0
 
@@ -32,7 +35,7 @@ def smem_bytes(D: int, keys: int) -> int:
     return 2 * keys * (D + 4) + 2048
 
 
-def scratch(k: Any, keys: int) -> dict[str, Any]:
+def scratch(k: Array, keys: int) -> dict[str, Any]:
     """Returns what a block of the grid allocates besides, for k, [N, K, S, D]."""
     _, _, S, D = k.shape
     copies, part = max(1, keys // S), min(keys, S)
@@ -44,8 +47,8 @@ def scratch(k: Any, keys: int) -> dict[str, Any]:
 
 
 def fill(
-    caches: dict[str, tuple[Any, Any]], queries: Callable[[], None],
-    places: Callable[..., list], steps: tuple[Any, ...], smem: dict[str, Any],
+    caches: dict[str, tuple[Ref, Ref]], queries: Callable[[], None],
+    places: Callable[[Index], list[Any]], steps: tuple[Array, Array, Array], smem: dict[str, Any],
 ) -> None:  # fmt: skip
     """Fills the slots of some steps, and has the queries copied.
 
@@ -56,7 +59,7 @@ def fill(
     (before, num, head), (stages, keys, _) = steps, smem["k_smem"].shape
     head = lax.rem(head, smem["k_scales"].shape[1])
 
-    def start(kv: str, step) -> None:
+    def start(kv: str, step: Index) -> None:
         parts = places(step)
         for i, place in enumerate(parts):
             size = keys // len(parts)
@@ -67,17 +70,17 @@ def fill(
         pl.when(num > 0)(functools.partial(start, kv, 0))
     queries()
 
-    def body(j, _):
+    def body(j: Array, _: None) -> None:
         slot = lax.rem(before + j, stages)
         for kv in caches:
-            plgpu.barrier_wait(smem[f"{kv}_raw"])
-            plgpu.barrier_wait(smem[f"{kv}_free"].at[slot])
+            mosaic.barrier_wait(smem[f"{kv}_raw"])
+            mosaic.barrier_wait(smem[f"{kv}_free"].at[slot])
             for first in range(0, keys, ROWS):
                 at = pl.ds(first, ROWS)
                 scale = quantized_kv.scales(smem[f"{kv}_scales"].at[:, head], first, ROWS)
                 smem[f"{kv}_smem"][slot, at] = _scaled(smem[f"{kv}_rows"].at[at], scale)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(smem[f"{kv}_full"].at[slot])
+            mosaic.barrier_arrive(smem[f"{kv}_full"].at[slot])
             # Behind the barrier of the commit: all have read what is overwritten.
             pl.when(j + 1 < num)(functools.partial(start, kv, j + 1))
         return _
@@ -85,7 +88,7 @@ def fill(
     lax.fori_loop(0, num, body, None)
 
 
-def _scaled(ref, scale):
+def _scaled(ref: Ref, scale: Array) -> Array:
     """Loads rows, [64, D], times their scales, [64], in bfloat16: rounded once, as they fit it."""
     raised = RAISE if ref.dtype == jnp.float8_e4m3fn else 1.0
     x = quantized_kv.widen(ref, ordered=True)

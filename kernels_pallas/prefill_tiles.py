@@ -14,7 +14,9 @@ def max_tiles(T: int, B: int, tile: int) -> int:
     return parts + min((T - parts) // (tile - 7), (T + 6 * parts) // tile)
 
 
-def tiles(query_start, seq_lens, T: int, tile: int, keys: int, window: int | None) -> Array:
+def tiles(
+    query_start: Array, seq_lens: Array, T: int, tile: int, keys: int, window: int | None
+) -> Array:
     """Cuts the rows of T tokens into tiles of `tile`, those with most steps of `keys` first.
 
     Returns [I + 1, 8], int32. Of each tile: the row, its first token (a multiple of 8, so perhaps

@@ -1,5 +1,7 @@
 """Keys and values of 8 bits on their way from shared memory to a product in bfloat16."""
 
+from typing import Any
+
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -9,7 +11,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 import numpy as np
 
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.mosaic import Barrier, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT
+from jaxrunner.types import Array
 
 DTYPES = (jnp.float8_e4m3fn, jnp.int8)
 # Of four e4m3 numbers: what is below the sign, moved to where bfloat16 has it. That is the number
@@ -31,7 +36,7 @@ def head_group(S: int) -> int:
     return max(1, 32 // S)
 
 
-def refuses(q, k) -> str | None:
+def refuses(q: Shaped, k: Shaped) -> str | None:
     """Says why q, [T, H, D], and k of 8 bits, [N, K, S, D], are not served; None if they are."""
     (_, _, D), (_, K, S, _) = q.shape, k.shape
     if q.dtype != jnp.bfloat16:
@@ -43,7 +48,7 @@ def refuses(q, k) -> str | None:
     return None
 
 
-def unscaled(k, k_scale, v_scale) -> str | None:
+def unscaled(k: Shaped, k_scale: Shaped | None, v_scale: Shaped | None) -> str | None:
     """Says why scales do not go with k; None if they do."""
     given, wanted = (k_scale is not None, v_scale is not None), k.dtype in DTYPES
     if given != (wanted, wanted):
@@ -54,21 +59,22 @@ def unscaled(k, k_scale, v_scale) -> str | None:
     return None
 
 
-def tile(D: int) -> tuple:
+def tile(D: int) -> tuple[Any, Any]:
     """Returns how rows of D bytes lie in shared memory."""
-    swizzle = plgpu.find_swizzle(D * 8)
-    return plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)
+    return mosaic.tiled(plgpu.find_swizzle(D * 8), 1)
 
 
-def fetch(rows, scales, place, to, ready) -> None:
+def fetch(
+    rows: Ref, scales: Ref, place: tuple[Array, Array, Any], to: tuple[Ref, Ref], ready: Barrier
+) -> None:
     """Copies a run of a head's rows and of scales; `place` is its block, head and slice."""
     (block, h, at), group = place, to[1].shape[0]
     heads = pl.ds(h - lax.rem(h, group), group)
-    plgpu.copy_gmem_to_smem(rows.at[block, h, at], to[0], ready)
-    plgpu.copy_gmem_to_smem(scales.at[block, heads, at], to[1], ready)
+    mosaic.copy_gmem_to_smem(rows.at[block, h, at], to[0], ready)
+    mosaic.copy_gmem_to_smem(scales.at[block, heads, at], to[1], ready)
 
 
-def widen(ref, *, ordered: bool):
+def widen(ref: Ref, *, ordered: bool) -> Array:
     """Loads a tile, [64 n, D], as bfloat16 in `LAYOUT`; numbers in e4m3 come times 2**-120.
 
     If not `ordered`, columns come as they cost nothing: a thread's four bytes in a row become two
@@ -77,8 +83,8 @@ def widen(ref, *, ordered: bool):
     layout = plgpu.Layout.WGMMA_UPCAST_2X if ordered else plgpu.Layout.WGMMA_8BIT
     out = plgpu.ShapeDtypeStruct(ref.shape, jnp.bfloat16, layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
-    def convert(_, x):
+    @mosaic.inline_mgpu(arg_types=(layout,), return_type=out)
+    def convert(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         if ordered:
             x = _in_order(x)
         if ref.dtype == jnp.int8:
@@ -92,19 +98,19 @@ def widen(ref, *, ordered: bool):
                 registers[row, 2 * column + half, *rest[: registers.ndim - 2]] = pair
         return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
 
-    return convert(plgpu.load(ref, layout=layout))
+    return convert(mosaic.load(ref, layout=layout))
 
 
-def _from_e4m3(four) -> list:
+def _from_e4m3(four: ir.Value) -> list[ir.Value]:
     """Returns four numbers as two pairs in bfloat16, times 2**-120."""
     word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
     both = llvm.StructType.get_literal([word, word])
     bits = mgpu.utils.bitcast(four, word)
-    words = llvm.inline_asm(both, [bits], E4M3_TO_BF16, "=r,=r,r")
+    words = mosaic.inline_asm(both, [bits], E4M3_TO_BF16, "=r,=r,r")
     return [mgpu.utils.bitcast(llvm.extractvalue(word, words, [i]), pair) for i in (0, 1)]
 
 
-def _in_order(x):
+def _in_order(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     """Swaps bytes between neighbours, so that each has two of the first eight columns of 16.
 
     Of those, an even thread has four of the first eight and its neighbour the four 8 columns on.
@@ -122,17 +128,17 @@ def _in_order(x):
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def halves(four) -> list:
+def halves(four: ir.Value) -> list[ir.Value]:
     """Returns the two pairs of a vector of four."""
     return [mgpu.utils.vector_slice(four, slice(i, i + 2)) for i in (0, 2)]
 
 
-def scales(ref, first: int, count: int):
+def scales(ref: Ref, first: int, count: int) -> Array:
     """Loads scales, `count` of them from `first` on, from ref, [copies, part], one row a key."""
     out = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=LAYOUT.reduce(1))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    def load(_, ref):
+    @mosaic.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    def load(_: Any, ref: ir.Value) -> mgpu.FragmentedArray:
         index, layout = ir.IndexType.get(), mgpu.WGMMA_ROW_LAYOUT
         registers = np.empty(layout.registers_shape((count,)), dtype=object)
         start, part = mgpu.c(first, index), mgpu.c(ir.MemRefType(ref.type).shape[1], index)

@@ -125,7 +125,7 @@ def online_softmax(
             chunk = chunk.astype(jnp.float32) * scale.at[ids].get(mode="clip")[..., None]
         return jnp.moveaxis(chunk.astype(q.dtype), 2, 1).reshape(tiles, K, C, D)
 
-    def body(i, carry):
+    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, acc = carry
         key_pos = i * C + jnp.arange(C)
         seen = key_pos[None, None] <= pos[:, :, None]
@@ -157,7 +157,10 @@ def online_softmax(
 def dense_attention(
     batch_size: int, q: Array, k: Array, v: Array, cache: None, spec: AttentionSpec
 ) -> tuple[Array, None]:
-    """Causal attention without a cache, for training: T is `batch_size` equal sequences."""
+    """Causal attention of q, [T, H, D], to k and v, [T, K, D], of `batch_size` equal sequences.
+
+    Without a cache, for training.
+    """
     split = [x.reshape(batch_size, -1, *x.shape[1:]) for x in (q, k, v)]
     window = None if spec.window is None else (spec.window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):

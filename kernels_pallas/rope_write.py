@@ -15,12 +15,13 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import pdl
+from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
 LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
-CACHE_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+CACHE_DTYPES = (jnp.bfloat16, jnp.float16)
 BLOCKS = 264  # two thread blocks a multiprocessor of H200: below that, tokens are cut up
 
 
@@ -32,8 +33,9 @@ class TuningConfig:
 
 
 def refuses(
-    qkv, cos, sin, cache_k, cache_v, cache_index, q_norm=None, k_norm=None,
-    *, scale=None, config: TuningConfig = TuningConfig(),
+    qkv: Shaped, cos: Shaped, sin: Shaped, cache_k: Shaped, cache_v: Shaped, cache_index: Shaped,
+    q_norm: Shaped | None = None, k_norm: Shaped | None = None,
+    *, config: TuningConfig = TuningConfig(),
 ) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
     if qkv.ndim != 4:
@@ -65,8 +67,6 @@ def refuses(
     for name, w in ("q_norm", q_norm), ("k_norm", k_norm):
         if w is not None and (w.shape != (D,) or w.dtype != qkv.dtype):
             return f"{name} must be {qkv.dtype} [{D}], got {w.dtype} {list(w.shape)}"
-    if scale is not None and (scale.shape != (2, K) or scale.dtype != jnp.float32):
-        return f"scale must be float32 [2, {K}], got {scale.dtype} {list(scale.shape)}"
     if config.kv_heads and K % config.kv_heads:
         return f"kv_heads={config.kv_heads} must divide the {K} KV heads"
     return None
@@ -75,22 +75,21 @@ def refuses(
 def rope_write(
     qkv: Array, cos: Array, sin: Array, cache_k: Array, cache_v: Array, cache_index: Array,
     q_norm: Array | None = None, k_norm: Array | None = None,
-    *, eps: float, scale: Array | None = None, config: TuningConfig = TuningConfig(),
+    *, eps: float, config: TuningConfig = TuningConfig(),
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Norms and turns the queries and keys of qkv, [T, K, P, D], and writes keys and values.
 
     cos, sin: [T, 1, D / 2], float32, as `rope.rotation` makes them; pairs are D / 2 apart.
     cache_k, cache_v: [N, K, S, D], written in place where the caller donates them. Token t goes to
     [n, :, s] with cache_index[t] = n * S + s; an index of N * S or more, or below 0, writes
-    nothing. q_norm, k_norm: [D], weights of RMSNorm over each head. scale: [2, K], float32, what
-    the keys and the values of a head are divided by before they are cast to the cache's dtype.
+    nothing. q_norm, k_norm: [D], weights of RMSNorm over each head.
     Returns the queries, [T, H, D], and the caches.
 
     Raises:
       ValueError: what `refuses` says.
     """
     args = qkv, cos, sin, cache_k, cache_v, cache_index, q_norm, k_norm
-    if why := refuses(*args, scale=scale, config=config):
+    if why := refuses(*args, config=config):
         raise ValueError(why)
     T, K, P, D = qkv.shape
     G, half = P - 2, D // 2
@@ -98,16 +97,15 @@ def rope_write(
     C = config.kv_heads or _kv_heads(T, K)
     halves = slice(0, half), slice(half, D)
     norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
-    scales = () if scale is None else (scale,)
     k_out, v_out = jax.new_ref(cache_k), jax.new_ref(cache_v)
 
-    def kernel(qkv_ref, at_ref, *refs):
+    def kernel(qkv_ref: Ref, at_ref: Ref, *refs: Ref) -> None:
         pdl.begin()
-        *refs, k_ref, v_ref, q_ref = refs
-        turns, norm_refs, scale_refs = refs[:4], refs[4 : 4 + len(norms)], refs[4 + len(norms) :]
+        *rest, k_ref, v_ref, q_ref = refs
+        turns, norm_refs = rest[:4], rest[4:]
         t, c = lax.axis_index("t"), pl.ds(lax.axis_index("c") * C, C)
 
-        def turned(i, heads, rows):
+        def turned(i: int, heads: slice | int, rows: tuple[int, ...]) -> list[Array]:
             """Loads queries (i = 0) or keys (1), norms and turns them; returns their halves."""
             layout = _layout(rows, half)
             row = layout.reduce(range(len(rows)))
@@ -120,13 +118,10 @@ def rope_write(
             a, b = (x.astype(jnp.float32) for x in parts)
             return [x.astype(qkv.dtype) for x in (a * cos - b * sin, b * cos + a * sin)]
 
-        def write(cache_ref, i, x, h):
-            """Writes columns h of the token's keys (i = 0) or values (1)."""
-            if x.dtype != cache_k.dtype or scales:
+        def write(cache_ref: Ref, x: Array, h: slice) -> None:
+            """Writes columns h of the token's keys or values."""
+            if x.dtype != cache_k.dtype:
                 x = x.astype(jnp.float32)
-            if scales:
-                by = _load(scale_refs[0].at[i, c], _layout((C,), x.shape[-1]).reduce(1))
-                x = x / lax.broadcast_in_dim(by, x.shape, [0])
             put(cache_ref.at[lax.div(at, S), c, lax.rem(at, S), h], x.astype(cache_k.dtype))
 
         at = at_ref[t]
@@ -136,10 +131,10 @@ def rope_write(
             put(q_ref.at[t, c, :, h], x)
 
         @pl.when((at >= 0) & (at < N * S))
-        def _():
+        def _() -> None:
             for h, x in zip(halves, k, strict=True):
-                write(k_ref, 0, x, h)
-            write(v_ref, 1, v, slice(0, D))
+                write(k_ref, x, h)
+            write(v_ref, v, slice(0, D))
 
     q = plgpu.kernel(
         kernel,
@@ -148,7 +143,7 @@ def rope_write(
         grid_names=("t", "c"),
         kernel_name="rope_write",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(qkv, cache_index, cos, cos, sin, sin, *norms, *scales, k_out, v_out)
+    )(qkv, cache_index, cos, cos, sin, sin, *norms, k_out, v_out)
     return q.reshape(T, K * G, D), jax.freeze(k_out), jax.freeze(v_out)
 
 
@@ -157,8 +152,8 @@ def _kv_heads(T: int, K: int) -> int:
     return next(C for C in range(K, 0, -1) if K % C == 0 and (T * (K // C) >= BLOCKS or C == 1))
 
 
-def _load(ref, layout) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
+def _load(ref: Ref, layout: Layout) -> Array:
+    return mosaic.load(ref, layout=layout, optimized=False)
 
 
 def _spread(x: Array, shape: tuple[int, ...]) -> Array:
@@ -177,7 +172,7 @@ def _rms_norm(parts: list[Array], weights: list[Array], eps: float) -> list[Arra
     ]
 
 
-def _layout(rows: tuple[int, ...], width: int):
+def _layout(rows: tuple[int, ...], width: int) -> Layout:
     """Spreads a tile [*rows, width] over a warpgroup, at most 8 neighbours (16 bytes) a thread.
 
     As wide as leaves no thread idle; threads without work of their own repeat that of others.
@@ -197,7 +192,9 @@ def _layout(rows: tuple[int, ...], width: int):
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def _share(rows: tuple[int, ...], width: int, vec: int):
+def _share(
+    rows: tuple[int, ...], width: int, vec: int
+) -> tuple[int, list[int], list[int], list[int]]:
     """Deals rows to lanes, then to warps, `vec` numbers a thread; says how often each is left."""
     size, spare = list(rows), [LANES * vec // width, WARPS]
     shares = [1] * len(rows), [1] * len(rows)

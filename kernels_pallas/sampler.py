@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import lanes
 from jaxrunner.kernels_pallas.lanes import LANES
+from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
 from jaxrunner.kernels_pallas.sampler_cut import settle, settle_scratch
 from jaxrunner.kernels_pallas.sampler_row import (
     MAX_ID,
@@ -51,7 +52,7 @@ class SamplerOutput(NamedTuple):
     no_choice: Array  # all are -inf; `sampler.sample` calls that not finite in the model's own
 
 
-def refuses(logits: Any, config: TuningConfig) -> str | None:
+def refuses(logits: Shaped, config: TuningConfig) -> str | None:
     """Says why logits, [N, V], are not served."""
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
         return f"logits are {logits.dtype}: float32 or bfloat16 is wanted"
@@ -139,7 +140,10 @@ def _noise_keys(words: Array, positions: Array) -> tuple[Array, Array]:
     return jax.vmap(one)(words, positions)
 
 
-def _scan(number, part, x_ref, rules_ref, max_ref, mass_ref, *, vocab_size, config):
+def _scan(
+    number: Array, part: Array, x_ref: Ref, rules_ref: Ref, max_ref: Ref, mass_ref: Ref,
+    *, vocab_size: int, config: TuningConfig,
+) -> None:  # fmt: skip
     """Writes the largest logit of each tile, [N, C, 128], and the mass of rows that truncate.
 
     A tile's mass is 1 at its own largest.
@@ -147,12 +151,12 @@ def _scan(number, part, x_ref, rules_ref, max_ref, mass_ref, *, vocab_size, conf
     row = row_of(x_ref, rules_ref, number, vocab_size, config)
 
     def chunk(c: Array) -> None:
-        logits, _ = read_chunk(row, c)
+        logits = read_chunk(row, c)[0]
         best = functools.reduce(jnp.maximum, logits)
         max_ref[number, c, :] = best
 
         @pl.when(row.rules.truncated)
-        def _():
+        def _() -> None:
             base = jnp.where(best > -jnp.inf, best, 0.0)
             mass_ref[number, c, :] = functools.reduce(jnp.add, [mass_of(x, base) for x in logits])
 
@@ -168,9 +172,10 @@ def _draw_scratch(config: TuningConfig) -> tuple[Any, ...]:
 
 
 def _draw(
-    number, part, x_ref, rules_ref, max_ref, floor_ref, cut_ref, cut_id_ref,
-    score_ref, id_ref, sums, values, tokens, *, vocab_size, config,
-):  # fmt: skip
+    number: Array, part: Array, x_ref: Ref, rules_ref: Ref, max_ref: Ref, floor_ref: Ref,
+    cut_ref: Ref, cut_id_ref: Ref, score_ref: Ref, id_ref: Ref, sums: Ref, values: Ref,
+    tokens: Ref, *, vocab_size: int, config: TuningConfig,
+) -> None:  # fmt: skip
     """Writes the best score of a few chunks of a row, [N, P], and the first token that has it.
 
     Tokens count that are above the cut, or at it up to an id, and may come to the floor.
@@ -180,7 +185,9 @@ def _draw(
     score_ref[number, part], id_ref[number, part] = jnp.float32(-jnp.inf), jnp.int32(MAX_ID)
     lane = lanes.lane()
 
-    def chunk(c: Array, known: tuple[Array, list[tuple[Array, Array]]], carry):
+    def chunk(
+        c: Array, known: tuple[Array, list[tuple[Array, Array]]], carry: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
         most, rare = known
         logits, ids = read_chunk(row, c)
         wins = [
@@ -190,7 +197,7 @@ def _draw(
         where, num = lanes.places(wins, sums)
         lanes.scatter(where, wins, (values, logits), (tokens, ids))
 
-        def some(g: Array, carry):
+        def some(g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             best, best_id = carry
             x, i = values[pl.ds(g * LANES, LANES)], tokens[pl.ds(g * LANES, LANES)]
             real = g * LANES + lane < num
@@ -205,8 +212,8 @@ def _draw(
         return lax.fori_loop(0, (num + LANES - 1) // LANES, some, carry)
 
     @pl.when(floor < jnp.inf)
-    def _():
-        def body(c: Array, carry):
+    def _() -> None:
+        def body(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             known = _rare_noise(row, c)
             reach = jnp.max(max_ref[number, c, :] + known[0]) >= floor
             return lax.cond(reach, lambda carry: chunk(c, known, carry), lambda carry: carry, carry)

@@ -1,5 +1,6 @@
 """Finds what a row may draw: the token itself where few tokens are left, else where it is cut."""
 
+from collections.abc import Callable
 import functools
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import lanes
 from jaxrunner.kernels_pallas.lanes import LANES
+from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.sampler_row import (
     MAX_ID,
     Row,
@@ -22,16 +24,18 @@ from jaxrunner.kernels_pallas.sampler_row import (
 from jaxrunner.sampling.gumbel import MIN_NOISE
 from jaxrunner.types import Array
 
+Read = Callable[[Array], tuple[list[Array], list[Array]]]  # (group) -> logits and ids of 128 tiles
+
 
 class Outs(NamedTuple):
     """References to what is settled of each row, [N]."""
 
-    best: Any  # its largest logit
-    token_id: Any
-    kept_mass: Any
-    floor: Any  # +inf where `token_id` is the answer, else a score that the answer reaches
-    cut: Any  # the answer is above it, or at it and of an id up to `cut_id`
-    cut_id: Any
+    best: Ref  # its largest logit
+    token_id: Ref
+    kept_mass: Ref
+    floor: Ref  # +inf where `token_id` is the answer, else a score that the answer reaches
+    cut: Ref  # the answer is above it, or at it and of an id up to `cut_id`
+    cut_id: Ref
 
 
 class Bracket(NamedTuple):
@@ -65,7 +69,10 @@ def settle_scratch(num_chunks: int, config: TuningConfig) -> tuple[Any, ...]:
     )
 
 
-def settle(number, x_ref, rules_ref, max_ref, mass_ref, *refs, vocab_size, config):
+def settle(
+    number: Array, x_ref: Ref, rules_ref: Ref, max_ref: Ref, mass_ref: Ref, *refs: Ref,
+    vocab_size: int, config: TuningConfig,
+) -> None:  # fmt: skip
     """Settles a row. max_ref and mass_ref: of `_scan`. Rows that are not finite get token 0."""
     row, outs = row_of(x_ref, rules_ref, number, vocab_size, config), Outs(*refs[:6])
     sums, hits, *ranked, cache = refs[6:]
@@ -77,7 +84,7 @@ def settle(number, x_ref, rules_ref, max_ref, mass_ref, *refs, vocab_size, confi
     outs.cut[number], outs.cut_id[number] = jnp.float32(-jnp.inf), jnp.int32(MAX_ID)
 
     @pl.when((best > -jnp.inf) & (best < jnp.inf))
-    def _():
+    def _() -> None:
         bound, mass = _bound(row, tiles, best, mass_ref)
         reach = [x >= bound for x in tiles]
         where, num = lanes.places(reach, sums)
@@ -93,7 +100,7 @@ def settle(number, x_ref, rules_ref, max_ref, mass_ref, *refs, vocab_size, confi
         few = (num <= LANES) & (left <= config.ranked)
 
         @pl.when(few)
-        def _():
+        def _() -> None:
             values, tokens, _ = ranked
             for s in range(config.ranked // LANES):
                 values[pl.ds(s * LANES, LANES)] = lanes.full(-jnp.inf, jnp.float32)
@@ -102,17 +109,17 @@ def settle(number, x_ref, rules_ref, max_ref, mass_ref, *refs, vocab_size, confi
             _rank(row, ranked, left, best, mass, outs)
 
         @pl.when(~few)
-        def _():
+        def _() -> None:
             cuts = rules.truncated | rules.greedy
             outs.floor[number] = jnp.where(cuts, best + MIN_NOISE, -jnp.inf)
 
             @pl.when(cuts)
-            def _():
+            def _() -> None:
                 groups = (num + LANES - 1) // LANES
                 _search(row, read, groups, cache, (bound, best, mass), outs)
 
 
-def _bound(row: Row, tiles: list[Array], best: Array, mass_ref: Any) -> tuple[Array, Array]:
+def _bound(row: Row, tiles: list[Array], best: Array, mass_ref: Ref) -> tuple[Array, Array]:
     """Returns a logit that all kept tokens reach, and the mass of the row, 1 at its best.
 
     For a top k the k-th largest tile: k tokens are at least that. For a top p a logit with less
@@ -157,17 +164,17 @@ def _bound(row: Row, tiles: list[Array], best: Array, mass_ref: Any) -> tuple[Ar
     return jnp.where(rules.truncated & (rules.min_p > -jnp.inf), with_cut, bound), mass
 
 
-def _bisect(low: Array, high: Array, enough) -> Array:
+def _bisect(low: Array, high: Array, enough: Callable[[Array], tuple[Array, Array]]) -> Array:
     """Returns the largest logit that is `enough`, or one that is and will do; keys bracket it."""
 
-    def body(carry):
+    def body(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         low, high, _ = carry
         middle = _middle(low, high)
         right, done = enough(lanes.unorder(middle))
         done = jnp.where(right & done, 1, 0).astype(jnp.int32)
         return jnp.where(right, middle, low), jnp.where(right, high, middle), done
 
-    def goes_on(carry):
+    def goes_on(carry: tuple[Array, Array, Array]) -> Array:
         low, high, done = carry
         return (_middle(low, high) != low) & (done == 0)
 
@@ -178,7 +185,7 @@ def _middle(low: Array, high: Array) -> Array:
     return (low >> 1) + (high >> 1) + (low & high & 1)
 
 
-def _rank(row: Row, ranked, num: Array, best: Array, mass: Array, outs: Outs) -> None:
+def _rank(row: Row, ranked: list[Ref], num: Array, best: Array, mass: Array, outs: Outs) -> None:
     """Ranks a few tokens, all that the row may keep, and draws one of those it keeps."""
     values, tokens, masses = ranked
     slices = [pl.ds(s * LANES, LANES) for s in range(row.config.ranked // LANES)]
@@ -191,7 +198,7 @@ def _rank(row: Row, ranked, num: Array, best: Array, mass: Array, outs: Outs) ->
         terms = [jnp.where(m, v, 0.0) for m, v in zip(kept, each, strict=True)]
         return jnp.sum(functools.reduce(jnp.add, terms))
 
-    def four(j: Array, carry):
+    def four(j: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         rank, above = map(list, carry)
         for i in range(4):
             other, token, m = values[4 * j + i], tokens[4 * j + i], masses[4 * j + i]
@@ -215,15 +222,17 @@ def _rank(row: Row, ranked, num: Array, best: Array, mass: Array, outs: Outs) ->
     outs.token_id[number], score = first_best(scores, ids)
 
     @pl.when(rules.truncated)
-    def _():
+    def _() -> None:
         outs.kept_mass[number] = jnp.minimum(total(kept) / mass, 1.0)
 
     @pl.when(~(rules.truncated | rules.greedy))
-    def _():
+    def _() -> None:
         outs.floor[number] = score  # of the likeliest: what cannot come to it needs no noise
 
 
-def _search(row: Row, read, groups: Array, cache: Any, known, outs: Outs) -> None:
+def _search(
+    row: Row, read: Read, groups: Array, cache: Ref, known: tuple[Array, Array, Array], outs: Outs
+) -> None:
     """Cuts a row by bisection on the number and mass of its tokens.
 
     read: the tiles that hold all that may be kept, 128 at a time; there are `groups`. known: what
@@ -240,17 +249,17 @@ def _search(row: Row, read, groups: Array, cache: Any, known, outs: Outs) -> Non
     lax.fori_loop(0, near, save, jnp.int32(0))
 
     def measure(x: Array) -> tuple[Array, Array]:
-        def add(logits: list[Array], carry):
+        def add(logits: list[Array], carry: tuple[Array, Array]) -> tuple[Array, Array]:
             num, total = carry
             for v in logits:
                 num = num + lanes.ones(v >= x)
                 total = total + jnp.where(v >= x, mass_of(v, best), 0.0)
             return num, total
 
-        def of_near(group: Array, carry):
+        def of_near(group: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             return add([cache[group, i] for i in range(row.config.depth)], carry)
 
-        def of_far(group: Array, carry):
+        def of_far(group: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             return add(read(group)[0], carry)
 
         carry = lanes.full(0, jnp.int32), lanes.full(0.0, jnp.float32)
@@ -258,7 +267,11 @@ def _search(row: Row, read, groups: Array, cache: Any, known, outs: Outs) -> Non
         num, total = lax.fori_loop(near, groups, of_far, carry)
         return jnp.sum(num), jnp.sum(total)
 
-    def narrow(bracket: Bracket, enough, done) -> Bracket:
+    def narrow(
+        bracket: Bracket,
+        enough: Callable[[Array, Array], Array],
+        done: Callable[[Bracket], Array],
+    ) -> Bracket:
         def body(b: Bracket) -> Bracket:
             middle = _middle(b.low, b.high)
             num, total = measure(lanes.unorder(middle))
@@ -286,7 +299,7 @@ def _search(row: Row, read, groups: Array, cache: Any, known, outs: Outs) -> Non
     found = lax.cond(
         p < 1,
         lambda: narrow(
-            Bracket(*of_k[:3], *above),
+            of_k._replace(high=above[0], high_num=above[1], high_mass=above[2]),
             lambda _, total: total >= goal,
             lambda b: b.low_num - b.high_num == 1,
         ),
@@ -304,11 +317,11 @@ def _search(row: Row, read, groups: Array, cache: Any, known, outs: Outs) -> Non
     outs.cut_id[number] = _last_tie(row, read, groups, found, kept)
 
     @pl.when(rules.truncated)
-    def _():
+    def _() -> None:
         outs.kept_mass[number] = jnp.minimum(found.mass(kept) / mass, 1.0)
 
 
-def _last_tie(row: Row, read, groups: Array, found: Bracket, kept: Array) -> Array:
+def _last_tie(row: Row, read: Read, groups: Array, found: Bracket, kept: Array) -> Array:
     """Returns the last id to keep of the tokens at the low end of what `_search` found."""
     cut = lanes.unorder(found.low)
 
@@ -320,7 +333,7 @@ def _last_tie(row: Row, read, groups: Array, found: Bracket, kept: Array) -> Arr
 
         return jnp.sum(lax.fori_loop(0, groups, add, lanes.full(0, jnp.int32)))
 
-    def body(carry):
+    def body(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = carry
         middle = (low + high) >> 1
         enough = up_to(middle) >= kept - found.high_num

@@ -6,7 +6,7 @@ that are 128 apart, so that threads read side by side.
 
 from dataclasses import dataclass, replace
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import lanes
 from jaxrunner.kernels_pallas.lanes import LANES
+from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.online_softmax import LOG2_E
 from jaxrunner.types import Array
 
@@ -55,7 +56,7 @@ class Rules(NamedTuple):
 class Row(NamedTuple):
     """A row in a kernel."""
 
-    x_ref: Any  # all logits, [N * V]
+    x_ref: Ref  # all logits, [N * V]
     number: Array
     rules: Rules
     vocab_size: int
@@ -83,7 +84,7 @@ def pack(rules: Rules) -> Array:
     return jnp.stack([lax.bitcast_convert_type(x, jnp.int32) for x in columns], axis=1)
 
 
-def row_of(x_ref: Any, rules_ref: Any, number: Array, vocab_size: int, config: Any) -> Row:
+def row_of(x_ref: Ref, rules_ref: Ref, number: Array, vocab_size: int, config: TuningConfig) -> Row:
     """Returns a row. rules_ref: of `pack`."""
     column = [rules_ref[number, i] for i in range(len(Rules._fields))]
     temperature, min_p, p = (lax.bitcast_convert_type(column[i], jnp.float32) for i in (2, 3, 5))

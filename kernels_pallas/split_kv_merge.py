@@ -1,6 +1,7 @@
 """Rows that are computed in parts: each part is left in memory, and who comes last merges them."""
 
 import math
+from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -10,16 +11,18 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
-from jaxrunner.kernels_pallas import grid_barrier
+from jaxrunner.kernels_pallas import grid_barrier, mosaic
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.kernels_pallas.online_softmax import NOTHING
 from jaxrunner.kernels_pallas.stores import put_rows
+from jaxrunner.types import Array
 
 HEADS = 8  # parts have a multiple of so many heads
 NUMBERS = 1024  # of a head that are read at a time, in parts of one or more
 FLAG = plgpu.SMEM((1,), jnp.int32)
 
 
-def comes_last(counter, flag, num):
+def comes_last(counter: Ref, flag: Ref, num: Array) -> Array:
     """Counts to `num` in `counter`, a number in device memory; True for the block that gets there.
 
     What a block has written before is seen by the one that comes last. `flag` is a `FLAG`.
@@ -28,8 +31,10 @@ def comes_last(counter, flag, num):
     out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
     refs = plgpu.RefType(), plgpu.RefType()
 
-    @plgpu.inline_mgpu(arg_types=(*refs, scalar), return_type=out)
-    def count(_, counter, flag, num):
+    @mosaic.inline_mgpu(arg_types=(*refs, scalar), return_type=out)
+    def count(
+        _: Any, counter: ir.Value, flag: ir.Value, num: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
         index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
         mgpu.warpgroup_barrier()
         with mgpu.when(grid_barrier.is_first_thread()):
@@ -43,32 +48,34 @@ def comes_last(counter, flag, num):
     return count(counter, flag, num) > 0
 
 
-def finish(part, weight, h, first, num, out, counter, flag) -> None:
+def finish(
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
+) -> None:
     """Merges `num` parts of KV head h, from item `first` on, into `out`, [G, D], if all are there.
 
     part: [I, K, HEADS, D], normed; weight: [I, K, HEADS, 8], the base 2 logarithm of its total.
     """
 
     @pl.when(comes_last(counter, flag, num))
-    def _():
+    def _() -> None:
         _merge(part, weight, h, first, num, out)
 
 
-def _merge(part, weight, h, first, num, out) -> None:
+def _merge(part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref) -> None:
     shape, at_once = part.shape[2:], min(8, NUMBERS // part.shape[3])
     layout = _layout(shape[1])
     rows = layout.reduce(1)
 
-    def wide(x):
+    def wide(x: Array) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), layout)
 
-    def add(chunk, carry):
+    def add(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, best, total = carry
         at = [chunk * at_once + j for j in range(at_once)]
         items = [first + jnp.minimum(i, num - 1) for i in at]
-        parts = [plgpu.load(part.at[i, h], layout=layout, optimized=False) for i in items]
+        parts = [mosaic.load(part.at[i, h], layout=layout, optimized=False) for i in items]
         columns = (weight.at[i, h, :, 0] for i in items)
-        weights = [plgpu.load(column, layout=rows, optimized=False) for column in columns]
+        weights = [mosaic.load(column, layout=rows, optimized=False) for column in columns]
         weights = [jnp.where(i < num, w, NOTHING) for i, w in zip(at, weights, strict=True)]
         new_best = best
         for w in weights:
@@ -89,7 +96,7 @@ def _merge(part, weight, h, first, num, out) -> None:
     put_rows((acc / wide(total)).astype(out.dtype), out, layout)
 
 
-def _layout(D: int):
+def _layout(D: int) -> Layout:
     """Lays out heads of D: four threads of each warp have parts of one head."""
     v = math.gcd(D // 16, 4)
     tiling = plgpu.Tiling(((HEADS, 16 * v), (HEADS, 4 * v), (v,)))

@@ -1,26 +1,33 @@
 """Stores that need not be as fast as can be."""
 
+from typing import Any
+
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
 
-def put(ref, x: Array) -> None:
+def put(ref: Ref, x: Array) -> None:
     """Writes x to a reference; from JAX 0.12 on only this does where banks of memory conflict."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
+    store = getattr(plgpu, "store", None)
+    if store is not None:
+        store(ref, x, optimized=False)
     else:
         ref[...] = x
 
 
-def put_rows(x: Array, ref, layout=plgpu.Layout.WGMMA) -> None:
-    """Writes the first rows of x from registers, as many as `ref` has."""
+def put_rows(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
+    """Writes the first rows of x, [m, n], from registers: as many as ref, [rows, n], has."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def write(_, x, ref):
+    @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
         limit = mgpu.c(ir.MemRefType(ref.type).shape[0], ir.IndexType.get())
         places = x.layout.thread_idxs(x.shape)
         for (row, column), value in zip(places, x.registers.flat, strict=True):
@@ -28,3 +35,38 @@ def put_rows(x: Array, ref, layout=plgpu.Layout.WGMMA) -> None:
                 vector.store(value, ref, [row, column])
 
     write(x, ref)
+
+
+def put_tokens(acc: Array, out: Ref, place: Ref, first: Array, low: Array, high: Array) -> None:
+    """Writes acc, [64, D], to those of out, [T, D], from `first` on that are from `low` to `high`.
+
+    All of them go by way of `place`, [64, D] in shared memory; some from registers.
+    """
+    rows = acc.shape[0]
+    whole = (first >= low) & (first + rows <= high)
+
+    @pl.when(whole)
+    def _() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        place[...] = acc
+        plgpu.commit_smem()
+        mosaic.copy_smem_to_gmem(place, out.at[pl.ds(first, rows)])
+
+    @mosaic.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * 3)
+    )
+    def put_some(
+        _: Any, acc: mgpu.FragmentedArray, out: ir.Value, *scalars: mgpu.FragmentedArray
+    ) -> None:
+        # Two elements of a row at a time.
+        index = ir.IndexType.get()
+        first, low, high = (arith.index_cast(index, x.registers.item()) for x in scalars)
+        places = acc.layout.thread_idxs(acc.shape)
+        for (row, column), value in zip(places, acc.registers.flat, strict=True):
+            token = arith.addi(first, row)
+            above = arith.cmpi(arith.CmpIPredicate.sge, token, low)
+            below = arith.cmpi(arith.CmpIPredicate.slt, token, high)
+            with mgpu.when(arith.andi(above, below)):
+                vector.store(value, out, [token, column])
+
+    pl.when(jnp.logical_not(whole))(lambda: put_some(acc, out, first, low, high))

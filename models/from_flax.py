@@ -110,7 +110,7 @@ class Decoder(Protocol):
 class Undeclared:
     """Stands for the axes of a module's params, which flax alone knows."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         raise ValueError(
             "params of a flax model declare no axes, so none can be made from its config: "
             "initialise the module with flax"
@@ -217,8 +217,9 @@ def _embed(config: DecoderConfig, params: Any, inputs: Inputs) -> Array:
 
 
 def _layers(
-    call: Callable, config: DecoderConfig, params: Any, x: Array, kv, inputs: Inputs, ops: Ops
-):
+    call: Callable[..., Any], config: DecoderConfig, params: Any, x: Array, kv: tuple[Any, ...],
+    inputs: Inputs, ops: Ops,
+) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
     """Returns hidden states, [T, E], the caches, one a layer, and no extras."""
     attend = _attend(config, inputs, ops, kv)
     hidden = call("__call__", params, x, inputs.positions, attend)
@@ -237,7 +238,7 @@ def _attend(config: DecoderConfig, inputs: Inputs, ops: Ops, kv: tuple[Any, ...]
     return Attend(config, inputs, ops, kv, [], get_opaque_trace_state())
 
 
-def _logits(call: Callable, config: DecoderConfig, params: Any, hidden: Array) -> Array:
+def _logits(call: Callable[..., Any], config: DecoderConfig, params: Any, hidden: Array) -> Array:
     """Scores every token of the vocabulary: hidden [..., E] -> [..., V], in its dtype."""
     scores = call("logits", params, hidden)
     shape = (*hidden.shape[:-1], config.vocab_size)

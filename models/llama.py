@@ -101,7 +101,10 @@ def logits(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     return head.product(hidden)
 
 
-def _layer(config: DecoderConfig, ops: Ops, x, h, w: Layer, norm: Array, cache, turn, *, spec):
+def _layer(
+    config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Layer, norm: Array, cache: Any,
+    turn: tuple[Array, Array], *, spec: AttentionSpec,
+) -> tuple[Array, Array, Any]:  # fmt: skip
     """Runs a layer on h, the norm of x. Returns the next x, its norm, and the cache."""
     eps, (cos, sin) = config.rms_norm_eps, turn
     heads = RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 import math
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.types import Array, Inputs
+
+Scaled: TypeAlias = tuple[np.ndarray, dict[str, Any]]  # frequencies, and the rest of a `Rope`
 
 
 @dataclass(frozen=True)
@@ -86,21 +89,21 @@ def read_rope(settings: Settings, head_dim: int, max_len: int) -> Rope:
     return Rope(tuple(float(np.float32(f)) for f in inv_freq), **rest)
 
 
-def _default(scaling: Settings, inv_freq, theta, max_len):
+def _default(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     return inv_freq, {}
 
 
-def _linear(scaling: Settings, inv_freq, theta, max_len):
+def _linear(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     return inv_freq / _factor(scaling), {}
 
 
-def _dynamic(scaling: Settings, inv_freq, theta, max_len):
+def _dynamic(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     """NTK-aware interpolation with a base that follows the length, as Hugging Face defines it."""
     scaling.expect("original_max_position_embeddings", max_len)  # Hugging Face ignores it
     return inv_freq, {"dynamic": Dynamic(theta, _factor(scaling), max_len)}
 
 
-def _llama3(scaling: Settings, inv_freq, theta, max_len):
+def _llama3(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     """Llama 3.1: long wavelengths are slowed, short ones kept, those between blended."""
     factor = _factor(scaling)
     low, high = (scaling.take(f"{end}_freq_factor", float) for end in ("low", "high"))
@@ -111,7 +114,7 @@ def _llama3(scaling: Settings, inv_freq, theta, max_len):
     return inv_freq * (kept + (1 - kept) / factor), {}
 
 
-def _yarn(scaling: Settings, inv_freq, theta, max_len):
+def _yarn(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     """YaRN. arXiv:2309.00071."""
     dim, factor = 2 * len(inv_freq), _factor(scaling)
     old_len = scaling.size("original_max_position_embeddings", max_len)

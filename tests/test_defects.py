@@ -1,6 +1,8 @@
 """What vLLM 0.23.0 gets wrong in sampling, and we do not: D1 and so on of its behaviour map."""
 
+from collections.abc import Iterator
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +118,7 @@ def abstract_draw(B: int, J: int, size: int):
     return jax.eval_shape(draw, *args), jax.make_jaxpr(draw)(*args).jaxpr
 
 
-def equations(jaxpr):
+def equations(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of a program, those of its functions and branches too."""
     for eqn in jaxpr.eqns:
         yield eqn

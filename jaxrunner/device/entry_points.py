@@ -37,21 +37,23 @@ from jaxrunner.sampling.sampler import describe_prompt
 from jaxrunner.types import Array, SamplingMetadata, State, Targets
 
 
-def step(params, state: State, vector: Array, *, program: Program, size: Bucket):
+def step(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
     """Runs a whole step of the usual requests. Returns the state and the packed `StepOutput`."""
     plan, usual = unpack(plan_spec(program, size), vector), SampleSize(size.num_rows)
     state, output = device.step(params, state, plan, program=program, bucket=size, size=usual)
     return state, pack_on_device(output)
 
 
-def multi_step(params, state: State, vector: Array, *, program: Program, size: MultiStepBucket):
+def multi_step(
+    params: Any, state: State, vector: Array, *, program: Program, size: MultiStepBucket
+):
     """Runs several decode steps. Returns the state and the packed `StepOutput`."""
     plan = unpack(plan_spec(program, size), vector)
     state, output = device.multi_step(params, state, plan, program=program, size=size)
     return state, pack_on_device(output)
 
 
-def forward(params, state: State, vector: Array, *, program: Program, size: Bucket):
+def forward(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
     """Runs the first phase of a step: all but the sampling.
 
     Returns the state, the logits, [B, J, V], the rows, hidden, [T, E], and prompt tokens to score.
@@ -63,8 +65,9 @@ def forward(params, state: State, vector: Array, *, program: Program, size: Buck
 
 
 def sample(
-    logits, state: State, rows: SamplingMetadata, mask, *, program: Program, size: SampleSize
-):
+    logits: Array, state: State, rows: SamplingMetadata, mask: Array | None,
+    *, program: Program, size: SampleSize,
+) -> tuple[State, Array]:  # fmt: skip
     """Runs the second phase. `state` is without its KV cache; mask is None where not `all_rules`.
 
     Returns the state and the packed `StepOutput`. mask: [B, J, ceil(V / 32)], a bit for each
@@ -76,8 +79,9 @@ def sample(
 
 
 def prompt_logprobs(
-    params, state: State, hidden, targets: Targets, first, *, program, size: PromptLogprobsSize
-):
+    params: Any, state: State, hidden: Array, targets: Targets, first: Array,
+    *, program: Program, size: PromptLogprobsSize,
+) -> Array:  # fmt: skip
     """Describes the prompt tokens `first` to `first + U` of the targets.
 
     Returns the packed slots, positions and `Logprobs`, [U] each.

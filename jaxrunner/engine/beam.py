@@ -12,7 +12,9 @@ from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar, progress_bar
+from jaxrunner.scheduling.request import Request
 from jaxrunner.text.prompts import ParsedPrompt
+from jaxrunner.text.tokenizer import Tokenizer
 
 _BOUNDS = {
     "beam_width": Bound(int, 1, 1024),
@@ -39,7 +41,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0  # scores are divided by length ** this; over 0 favours length
     include_stop_str_in_output: bool = False  # whether sequences keep their EOS
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, bound in _BOUNDS.items():
             validate(name, getattr(self, name), bound)
         if self.temperature != 0:
@@ -120,7 +122,7 @@ def search(
 
 def _next_tokens(
     completions: Completions, beams: list[ParsedPrompt], one: SamplingParams
-) -> list[RequestState]:
+) -> list[Request]:
     states: list[RequestState] = []
     try:
         for beam in beams:
@@ -131,17 +133,19 @@ def _next_tokens(
     for state in states:
         if state.error is not None:
             raise ValueError(f"a beam failed: {state.error}")
-    return states
+    return [state.request for state in states if state.request is not None]
 
 
-def _advance(search: _Search, states, params: BeamSearchParams, eos: frozenset[int]) -> None:
+def _advance(
+    search: _Search, requests: Sequence[Request], params: BeamSearchParams, eos: frozenset[int]
+) -> None:
     """Replaces the live beams by their best continuations."""
-    if not states:
+    if not requests:
         return
     W = params.beam_width
     candidates = []
-    for beam, state in zip(search.live, states, strict=True):
-        part = state.request.logprobs[0]
+    for beam, request in zip(search.live, requests, strict=True):
+        part = request.logprobs[0]
         # In any logprobs mode: the sampled token's own logprob tells the norm.
         logprobs = part.top_value[0] + (part.raw[0] - part.value[0])
         for token, logprob in zip(part.top_ids[0].tolist(), logprobs.tolist(), strict=True):
@@ -166,7 +170,9 @@ def _advance(search: _Search, states, params: BeamSearchParams, eos: frozenset[i
             search.live = []  # as good as they can get
 
 
-def _result(search: _Search, params: BeamSearchParams, tokenizer) -> BeamSearchOutput:
+def _result(
+    search: _Search, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchOutput:
     for sequence in search.live:
         sequence.finish_reason = "length"
     found = sorted(search.done + search.live, key=lambda s: -s.score)[: params.beam_width]

@@ -27,7 +27,9 @@ from jaxrunner.text.tokenizer import Tokenizer
 class Completions:
     """Every unfinished completion of an engine, as its user will see it."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]):
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
+    ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         # Some checkpoints say -1 for none.
         self.eos_token_ids = frozenset(token for token in eos_token_ids if token >= 0)
@@ -87,7 +89,13 @@ class Completions:
         return states
 
     @deferred
-    def _add(self, state: RequestState, token_ids, params: SamplingParams, kwargs) -> None:
+    def _add(
+        self,
+        state: RequestState,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        kwargs: dict[str, Any],
+    ) -> None:
         if params.seed is not None:
             params = replace(params, seed=(params.seed + state.index) % 2**64)
         own = self.tokenizer and self.tokenizer.eos_token_id  # the first is no `stop_reason`

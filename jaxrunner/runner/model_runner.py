@@ -8,6 +8,7 @@ builds a grammar mask while the forward pass runs.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 import copy
 from dataclasses import replace
 import functools
@@ -35,16 +36,17 @@ from jaxrunner.program import (
     prompt_logprobs_size,
     prompt_logprobs_spec,
 )
+from jaxrunner.rule import Rule
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import build
 from jaxrunner.runner.grammar_masks import GrammarMasks
 from jaxrunner.runner.profiling import Profiler
 from jaxrunner.runner.program_table import Key, ProgramTable, Started
-from jaxrunner.runner.request_table import RequestTable
+from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
 from jaxrunner.sampling import RULES
-from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
+from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
 
 
 class ModelRunner:
@@ -57,7 +59,7 @@ class ModelRunner:
         config: EngineConfig,
         params: Any,
         *,
-        rules=RULES,
+        rules: tuple[Rule, ...] = RULES,
         cache_dir: Path | None = None,
         trusted: bool = False,
     ):
@@ -286,7 +288,7 @@ class ModelRunner:
         plan = self.requests.plan(req_ids, counts, blocks if fits else none, bucket)
         return Work(req_ids, bucket, plan, sample, *self.requests.count_targets(counts))
 
-    def _admit(self, new, blocks) -> None:
+    def _admit(self, new: list[NewRequest], blocks: Sequence[list[Write]]) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""
         for size, packed in self.requests.admissions(new, blocks):
             tables = self.programs[Key("admit", size)](replace(self.state, kv=()), packed)

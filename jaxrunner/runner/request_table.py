@@ -1,6 +1,6 @@
 """The host's side of the request table: who has which slot, and what to upload. Knows no device."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import copy
 import functools
 import itertools
@@ -139,7 +139,11 @@ class RequestTable:
         return groups
 
     def plan(
-        self, req_ids, counts: Mapping[str, int], blocks, size: Bucket | MultiStepBucket
+        self,
+        req_ids: Sequence[str],
+        counts: Mapping[str, int],
+        blocks: Sequence[list[Write]],
+        size: Bucket | MultiStepBucket,
     ) -> np.ndarray:
         """Returns the packed plan of a step: each request's tokens, and blocks it gained."""
         layout, padding = self._no_plan(size)
@@ -166,7 +170,7 @@ class RequestTable:
         )
         return layout, layout.pack(plan)
 
-    def room(self, blocks, size: Bucket | MultiStepBucket) -> bool:
+    def room(self, blocks: Sequence[list[Write]], size: Bucket | MultiStepBucket) -> bool:
         """Whether a plan of this size holds these block writes."""
         if not any(blocks):
             return True
@@ -174,7 +178,9 @@ class RequestTable:
         lengths = [sum(len(ids) for *_, ids in writes) for writes in blocks]
         return all(n <= w for n, w in zip(lengths, widths, strict=True))
 
-    def admissions(self, new: list[NewRequest], blocks) -> Iterator[tuple[AdmitSize, np.ndarray]]:
+    def admissions(
+        self, new: list[NewRequest], blocks: Sequence[list[Write]]
+    ) -> Iterator[tuple[AdmitSize, np.ndarray]]:
         """Returns the packed admissions of new requests and of the given block writes."""
         tokens = [(self[r.request_id], 0, r.token_ids) for r in new]
         groups = [list(writes) for writes in blocks]

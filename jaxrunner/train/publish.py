@@ -86,7 +86,10 @@ def publish(
     return record
 
 
-def _held_out(config, params, tokenizer, corpus: Sequence[File], length: int) -> dict[str, Any]:
+def _held_out(
+    config: ModelConfig, params: Any, tokenizer: tokenizers.Tokenizer, corpus: Sequence[File],
+    length: int,
+) -> dict[str, Any]:  # fmt: skip
     """Scores the held-out files, as one stream and the start of each, in float32."""
     files = [f for f in corpus if f.held_out]
     losses = evaluate(config, params, text.stream(tokenizer, [f.text for f in files]), length)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -103,7 +104,7 @@ def init(config: ModelConfig, train: TrainConfig) -> Training:
     """Returns random weights and an optimizer's zeros."""
     count = iter(range(1 << 30))
 
-    def make(axes, shape, dtype):
+    def make(axes: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         key = jax.random.fold_in(jax.random.key(train.seed), next(count))
         if len(axes) == 1:
             return jnp.ones(shape, dtype)
@@ -121,16 +122,18 @@ def init(config: ModelConfig, train: TrainConfig) -> Training:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def step(config: ModelConfig, train: TrainConfig, state: Training, stream: Any, index: Array):
+def step(
+    config: ModelConfig, train: TrainConfig, state: Training, stream: Any, index: Array
+) -> tuple[Training, Array]:
     """Takes one step on random windows of the stream; returns the state and the mean loss."""
     start_key, drop_key = jax.random.split(jax.random.fold_in(jax.random.key(train.seed), index))
     tokens, openings = stream
     windows = _windows(train, tokens, openings, start_key)
 
-    def mean_loss(params):
+    def mean_loss(params: Any) -> Array:
         params = jax.tree.map(lambda p: p.astype(train.dtype), params)
 
-        def one(window, key):
+        def one(window: Array, key: Array) -> Array:
             return token_losses(config, thinned(params, key, train.dropout), window)
 
         return jax.vmap(one)(windows, jax.random.split(drop_key, train.batch)).mean()
@@ -226,7 +229,7 @@ def _optimizer(train: TrainConfig) -> optax.GradientTransformation:
     peak, steps = train.peak_rate, max(train.steps, train.warmup + 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, train.warmup, steps, 0.02 * peak)
 
-    def matrices(params):
+    def matrices(params: Any) -> Any:
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
     adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=train.weight_decay, mask=matrices)
