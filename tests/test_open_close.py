@@ -15,6 +15,7 @@ from test_engine import KINDS, PROMPTS, drain, engine, run
 from jaxrunner import LLM, SamplingParams, embedded, llm
 from jaxrunner.loading import loader, weights
 from jaxrunner.runner import model_runner
+from jaxrunner.worker import worker
 from tests.support.small_llm import SIZES, live_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +149,7 @@ def test_closing_ends_what_is_under_way():
     [
         (weights, "check_finite", dict(check_nan=True)),
         (loader, "_generation_defaults", {}),
-        (llm, "plan_engine", {}),
+        (worker, "plan_engine", {}),
         (model_runner.ModelRunner, "warm_up", dict(warm_up=True)),
         (llm, "Completions", {}),
     ],

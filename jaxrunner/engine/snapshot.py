@@ -192,7 +192,7 @@ def owners_of(engine: Engine) -> dict[str, Any]:
     pools = {f"pool{pool.group}": pool for pool in engine.pools}
     return pools | dict(
         engine=engine, scheduler=scheduler, tables=scheduler.tables, chunks=scheduler.chunks,
-        slots=engine.runner.requests,
+        worker=engine.worker, slots=engine.runner.requests,
     )  # fmt: skip
 
 
