@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrunner.api.arguments import forwarded
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.engine.interrupts import deferred
@@ -20,10 +21,11 @@ from jaxrunner.engine.request_check import check_among, check_ids, check_reason,
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
 from jaxrunner.model import Model
+from jaxrunner.runner.build import build
+from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.request import Request, SchedulerOutput
-from jaxrunner.worker.lifecycle import Lifecycle
-from jaxrunner.worker.ready_worker import ReadyWorker
+from jaxrunner.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +45,22 @@ class Engine:
         make_compiler: Callable[[], Any] | None = None,
         **kwargs: Any,
     ):
-        """An engine of weights that are there; `kwargs` go to `ReadyWorker`. `of` has the others.
+        """An engine of weights that are there; `of` has those that a worker loads.
 
         make_compiler: returns a `GrammarCompiler`, once a request wants structured outputs.
+        `kwargs` go to `build`.
         """
-        self._set_up(ReadyWorker(model, model_config, config, params, **kwargs), make_compiler)
+        built = build(model, model_config, config, params, **kwargs)
+        self._set_up(Worker.of(ModelRunner(built, params, trusted=True)), make_compiler)
 
     @classmethod
-    def of(cls, worker: Lifecycle, *, make_compiler: Callable[[], Any] | None = None) -> "Engine":
+    def of(cls, worker: Worker, *, make_compiler: Callable[[], Any] | None = None) -> "Engine":
         """Returns the engine of a worker that has its runner; the weights may still be to come."""
         engine = cls.__new__(cls)
         engine._set_up(worker, make_compiler)
         return engine
 
-    def _set_up(self, worker: Lifecycle, make_compiler: Callable[[], Any] | None) -> None:
+    def _set_up(self, worker: Worker, make_compiler: Callable[[], Any] | None) -> None:
         self.worker, self.runner, self.status = worker, worker.runner, worker.status
         program = self.runner.program
         self.config, self.model_config = program.engine, program.config
@@ -254,22 +258,13 @@ class Engine:
         """Ends requests that nobody waits for any more; raises as `finish`."""
         self.finish(request_ids, "abort")
 
-    def warm_up(self, **kwargs: Any) -> None:
-        """Compiles programs ahead of time; see `ModelRunner.warm_up`."""
-        self.runner.warm_up(**kwargs)
+    warm_up = forwarded("runner", ModelRunner.warm_up)
+    update_params = forwarded("worker", Worker.update_params)
 
     @property
     def weights_version(self) -> int:
         """How often the weights have changed."""
         return self.worker.weights_version
-
-    def update_params(self, params: Any) -> None:
-        """Takes new weights between two steps, as `WeightUpdates.update_params` does.
-
-        What was computed with the old ones is no longer found in the prefix cache, except by
-        requests that run. The arrays are used as they are, and must not be donated afterwards.
-        """
-        self.worker.update_params(params)
 
     def _outdate_prefixes(self) -> None:
         """Lets no request to come share what was computed before the worker's last change."""

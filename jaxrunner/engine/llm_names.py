@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 import functools
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-from jaxrunner.api.arguments import checked
+from jaxrunner.api.arguments import checked, forwarded
 from jaxrunner.api.not_here import NotHere
 from jaxrunner.api.outputs import RequestOutput
 from jaxrunner.api.sampling_params import SamplingParams
@@ -27,20 +27,6 @@ from jaxrunner.worker.lifecycle_arguments import (
 )
 
 CHANGEABLE = ("async_depth", "num_decode_steps")
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def of_worker(
-    method: Callable[Concatenate[Lifecycle, P], T],
-) -> Callable[Concatenate["LLMNames", P], T]:
-    """Returns a method that calls the worker's."""
-
-    @functools.wraps(method)
-    def call(llm: "LLMNames", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(llm.engine.worker, *args, **kwargs)
-
-    return call
 
 
 class LLMNames(NotHere):
@@ -51,21 +37,21 @@ class LLMNames(NotHere):
     tokenizer: Tokenizer | None
     _defaults: SamplingParams
 
-    update_params = of_worker(Lifecycle.update_params)
-    start_weight_update = of_worker(Lifecycle.start_weight_update)
-    update_weights = of_worker(Lifecycle.update_weights)
-    finish_weight_update = of_worker(Lifecycle.finish_weight_update)
-    reload_weights = of_worker(Lifecycle.reload_weights)
-    save_params = of_worker(Lifecycle.save_params)
-    load_params = of_worker(Lifecycle.load_params)
-    save_sharded_state = of_worker(Lifecycle.save_sharded_state)
-    wake_up = of_worker(Lifecycle.wake_up)
-    is_sleeping = of_worker(Lifecycle.is_sleeping)
-    start_profile = of_worker(Lifecycle.start_profile)
-    stop_profile = of_worker(Lifecycle.stop_profile)
-    profile = of_worker(Lifecycle.profile)
-    check_health = of_worker(Lifecycle.check_health)
-    get_supported_tasks = of_worker(Lifecycle.get_supported_tasks)
+    update_params = forwarded("engine.worker", Lifecycle.update_params)
+    start_weight_update = forwarded("engine.worker", Lifecycle.start_weight_update)
+    update_weights = forwarded("engine.worker", Lifecycle.update_weights)
+    finish_weight_update = forwarded("engine.worker", Lifecycle.finish_weight_update)
+    reload_weights = forwarded("engine.worker", Lifecycle.reload_weights)
+    save_params = forwarded("engine.worker", Lifecycle.save_params)
+    load_params = forwarded("engine.worker", Lifecycle.load_params)
+    save_sharded_state = forwarded("engine.worker", Lifecycle.save_sharded_state)
+    wake_up = forwarded("engine.worker", Lifecycle.wake_up)
+    is_sleeping = forwarded("engine.worker", Lifecycle.is_sleeping)
+    start_profile = forwarded("engine.worker", Lifecycle.start_profile)
+    stop_profile = forwarded("engine.worker", Lifecycle.stop_profile)
+    profile = forwarded("engine.worker", Lifecycle.profile)
+    check_health = forwarded("engine.worker", Lifecycle.check_health)
+    get_supported_tasks = forwarded("engine.worker", Lifecycle.get_supported_tasks)
 
     @property
     def runner(self) -> ModelRunner:

@@ -48,10 +48,14 @@ class ModelRunner:
 
     def __init__(self, built: Built, params: Any, *, trusted: bool = False):
         """built: what `build` returns.
-        params: the weights, on the device, or their shapes, dtypes and shardings if
-            `update_params` is to bring them before the first step.
+        params: the weights, or their shapes, dtypes and shardings if `update_params` is to bring
+            them before the first step.
         trusted: steps come from our own scheduler, and are not checked.
         """
+        # Arrays of the host would be copied to the device in every step.
+        params = jax.tree.map(
+            lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
+        )
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.params = None if to_come else params
         self.choice, self.program = built.choice, built.program

@@ -25,7 +25,6 @@ from jaxrunner.api.arguments import checked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.rule import Rule
-from jaxrunner.runner.build import Built
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
 from jaxrunner.runner.program_cache import find_folder
@@ -92,6 +91,15 @@ class Worker(Lifecycle):
         self._plan = partial(plan_engine, seed=seed, rules=rules, cache_dir=at, **sizes)
         self._forget()
 
+    @classmethod
+    def of(cls, runner: ModelRunner) -> "Worker":
+        """Returns the worker of a runner with weights of the caller's own, which `close` leaves."""
+        worker = cls.__new__(cls)
+        Lifecycle.__init__(worker)
+        worker._forget()
+        worker._runner = runner
+        return worker
+
     def _forget(self) -> None:
         self._device: Any = None
         self._checkpoint: Loaded | None = None
@@ -110,21 +118,19 @@ class Worker(Lifecycle):
         return self._checkpoint
 
     def start(self, *, warm_up: Mapping[str, Any] | None, progress: bool = False) -> None:
-        """Sets up what `read_checkpoint` read, for our own scheduler.
+        """Sets up what `read_checkpoint` has read, for our own scheduler.
 
-        warm_up: arguments of `ModelRunner.warm_up`, whose programs threads compile while the
-            weights come; None compiles each when it is needed.
+        Threads compile while the weights come.
 
-        Raises:
-          RuntimeError, FileNotFoundError, ValueError, MemoryError: as the methods below.
+        warm_up: arguments of `compile_or_warm_up_model`; None compiles what is needed when it is.
         """
         self.init_device()
-        self._make_runner(self._planned.built, trusted=True)
+        self.initialize_from_config(trusted=True)
         if warm_up is not None:
             self.runner.prepare(**warm_up)
-        self._read_weights(progress=progress)
+        self.load_model(progress=progress)
         if warm_up is not None:
-            self._warm_up(progress=progress, **warm_up)
+            self.compile_or_warm_up_model(progress=progress, **warm_up)
 
     def init_device(self) -> None:
         """Takes the first device of this process, and tries whether it works.
@@ -135,8 +141,8 @@ class Worker(Lifecycle):
         check_device(timeout_s=60.0)
         self._device = jax.local_devices()[0]
 
-    def load_model(self) -> None:
-        """Loads the weights.
+    def load_model(self, *, progress: bool = False) -> None:
+        """Loads the weights, for the runner where there is one.
 
         Raises:
           RuntimeError: `init_device` was not called.
@@ -144,12 +150,7 @@ class Worker(Lifecycle):
         """
         if self._device is None:
             raise RuntimeError("load_model needs a device: call init_device first")
-        self.read_checkpoint()
-        self._read_weights(progress=False)
-
-    def _read_weights(self, *, progress: bool) -> None:
-        """Reads the weights, for the runner if there is one already."""
-        loaded = self._loaded
+        loaded = self._checkpoint or self.read_checkpoint()
         params = loaded.read_params(progress=progress)
         if self._runner is None:
             self._checkpoint = loaded._replace(params=params)
@@ -188,10 +189,13 @@ class Worker(Lifecycle):
         }
 
     @checked({"num_blocks": llm_arguments.SIZES["num_blocks"]})
-    def initialize_from_config(self, num_blocks: int | None = None) -> None:
+    def initialize_from_config(
+        self, num_blocks: int | None = None, *, trusted: bool = False
+    ) -> None:
         """Makes the runner, with its tables and KV caches.
 
         num_blocks: of each layer; None for what `determine_available_memory` holds.
+        trusted: steps come from our own scheduler, and are not checked.
 
         Raises:
           RuntimeError: `load_model` was not called, or this was.
@@ -199,31 +203,26 @@ class Worker(Lifecycle):
         """
         if self._runner is not None:
             raise RuntimeError("initialize_from_config was called: shutdown first")
-        config, _, built = self._planned
+        (config, _, built), loaded = self._planned, self._loaded
         if num_blocks is not None:
             built = built.resized(replace(config, num_blocks=num_blocks))
-        self._make_runner(built, trusted=False)
-
-    def _make_runner(self, built: Built, *, trusted: bool) -> None:
-        loaded = self._loaded
         self._runner = ModelRunner(built, loaded.params, trusted=trusted)
         self._checkpoint = loaded._replace(params=None)  # held here they would never sleep
 
-    def compile_or_warm_up_model(self) -> float:
-        """Compiles what usual requests need. Returns the seconds it took.
+    def compile_or_warm_up_model(self, **kwargs: Any) -> float:
+        """Compiles what usual requests need, or what `kwargs` of `ModelRunner.warm_up` say.
+
+        Returns the seconds it took.
 
         Raises:
           RuntimeError: `initialize_from_config` was not called.
           MemoryError: a program takes more than was planned for it.
         """
         start_s = time.monotonic()
-        self._warm_up()
-        return time.monotonic() - start_s
-
-    def _warm_up(self, **kwargs: Any) -> None:
         self.runner.warm_up(**kwargs)
         memory = self.memory_plan.checked(self.runner.programs.largest())
         self._engine_plan = self._planned._replace(memory=memory)
+        return time.monotonic() - start_s
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Starts the forward pass of a step, as `ModelRunner.execute_model` does.
@@ -246,11 +245,11 @@ class Worker(Lifecycle):
         self._forget()
 
     def close(self) -> None:
-        """Gives the device memory back, that of the weights too. No step can follow."""
-        runner, loaded = self._runner, self._checkpoint
-        if runner is not None:
-            runner.close()
-        pytree.delete((runner and runner.params, loaded and loaded.params))
+        """Gives the device memory back, that of weights it has loaded too; no step can follow."""
+        if self._runner is not None:
+            self._runner.close()
+        if self._checkpoint is not None:
+            pytree.delete((self._checkpoint.params, self._runner and self._runner.params))
 
     @property
     def runner(self) -> ModelRunner:
