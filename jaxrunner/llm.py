@@ -64,12 +64,7 @@ class LLM(LLMNames):
       FileNotFoundError, ValueError, TypeError, MemoryError: a bad checkpoint or setting; names it.
     """
 
-    @checked(
-        llm_arguments.LLM,
-        elsewhere=llm_arguments.ELSEWHERE,
-        renamed=llm_arguments.RENAMED,
-        spelled=llm_arguments.SPELLED,
-    )
+    @checked(llm_arguments.LLM, **llm_arguments.OF_VLLM)
     def __init__(
         self,
         model: str | Path,

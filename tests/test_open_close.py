@@ -44,6 +44,7 @@ if not child:
     calls = (
         lambda: llm.generate("x", params), lambda: next(stream), lambda: llm.abort("0"),
         llm.engine.step, lambda: llm.engine.add("mine", [1], params),
+        lambda: llm.update_params(llm.params),
     )
     for call in calls:
         try:
@@ -178,5 +179,5 @@ def test_python_forks_and_ends_with_an_engine_at_work():
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
     *refused, child, tokens = done.stdout.splitlines()
     words = 'and JAX does not survive a fork: start processes with multiprocessing\'s "spawn"'
-    assert len(refused) == 5 and all(words in line for line in refused)
+    assert len(refused) == 6 and all(words in line for line in refused)
     assert (child, tokens) == ("child 0", "tokens True 20")

@@ -279,12 +279,12 @@ def test_arrays_of_another_kind_are_refused(tmp_path):
 
 # What follows from model and sizes, belongs to a process, or is an owner itself.
 NOT_SAVED = dict(
-    engine="_alarm _cache_epoch _gained _in_flight config grammars model_config pools runner "
+    engine="_alarm _gained _in_flight config grammars model_config pools runner "
     "scheduler status worker",
     scheduler="_most_tokens chunks max_model_len max_num_batched_tokens max_num_seqs policy tables",
     tables="_caching _groups have_windows",
     chunks="_most _sizes",
-    worker="_host_params _runner _staged cache_epoch load_config status",
+    worker="_checkpoint _device _engine_plan _host_params _runner _staged status",
     slots="_admission_layout _no_plan _program",
     pool0="block_size enable_caching group null_block num_blocks",
 )

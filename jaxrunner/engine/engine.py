@@ -69,7 +69,6 @@ class Engine:
         self._gained: NewTokens = []  # read, and not yet returned
         self.grammars = StructuredOutputManager(make_compiler)
         self._seeds = np.random.default_rng(self.config.seed)
-        self._cache_epoch = worker.cache_epoch
         self._alarm: FloatingPointError | None = None  # for the end of a step
 
     def add(
@@ -133,7 +132,7 @@ class Engine:
             is lost: the request that it names has ended, the next step goes on.
         """
         self.status.check()
-        self._outdate_prefixes()
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
         self._take_compiled(block=not self.scheduler.has_unfinished)
         for _ in range(self.config.async_depth - len(self._in_flight)):
             if not self._launch():
@@ -145,7 +144,7 @@ class Engine:
     @deferred
     def drain(self) -> NewTokens:
         """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
-        self._outdate_prefixes()
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
         while self._in_flight:
             self._read()
         while self.grammars.num_waiting:
@@ -265,12 +264,6 @@ class Engine:
     def weights_version(self) -> int:
         """How often the weights have changed."""
         return self.worker.weights_version
-
-    def _outdate_prefixes(self) -> None:
-        """Lets no request to come share what was computed before the worker's last change."""
-        if self._cache_epoch != self.worker.cache_epoch:
-            self._cache_epoch = self.worker.cache_epoch
-            self.scheduler.outdate_prefixes()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""

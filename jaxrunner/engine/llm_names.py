@@ -108,9 +108,7 @@ class LLMNames(NotHere):
         if not self.engine.status.is_foreign:  # whose lock may have been forked while it was held
             self.completions.close()
 
-    def shutdown(self) -> None:
-        """Gives the device memory back, by vLLM's name; see `close`."""
-        self.close()
+    shutdown = close  # vLLM's name
 
     @checked(IN_FOLDER)
     def save_state(self, folder: str | Path) -> None:

@@ -30,7 +30,7 @@ TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 class Lifecycle(NotHere, abc.ABC):
     """The methods of vLLM's worker by their names there, on one runner."""
 
-    SAVED = ("weights_version",)  # in a snapshot
+    SAVED = ("weights_version", "cache_epoch")  # in a snapshot
     load_config = LoadConfig("")  # of `reload_weights`; this is no checkpoint's
 
     def __init__(self) -> None:

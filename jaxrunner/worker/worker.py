@@ -56,12 +56,7 @@ class Worker(Lifecycle):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
-    @checked(
-        llm_arguments.MODEL | llm_arguments.SIZES,
-        elsewhere=llm_arguments.ELSEWHERE,
-        renamed=llm_arguments.RENAMED,
-        spelled=llm_arguments.SPELLED,
-    )
+    @checked(llm_arguments.MODEL | llm_arguments.SIZES, **llm_arguments.OF_VLLM)
     def __init__(
         self,
         model: str | Path,
