@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from jaxrunner import pytree
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.outputs import RequestOutput, RequestOutputs
 from jaxrunner.api.sampling_params import SamplingParams
@@ -26,16 +25,13 @@ from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
-from jaxrunner.loading.loader import Loaded, load
+from jaxrunner.loading.loader import Loaded
 from jaxrunner.rule import Rule
-from jaxrunner.runner.program_cache import find_folder
-from jaxrunner.sampling import RULES
-from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
 from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
-from jaxrunner.worker.sizing import plan_engine
+from jaxrunner.worker.worker import Worker
 
 WARM_UPS = {True: {}, "all": dict(all_rules=True), "background": dict(background=True)}
 
@@ -68,12 +64,7 @@ class LLM(LLMNames):
       FileNotFoundError, ValueError, TypeError, MemoryError: a bad checkpoint or setting; names it.
     """
 
-    @checked(
-        llm_arguments.LLM,
-        elsewhere=llm_arguments.ELSEWHERE,
-        renamed=llm_arguments.RENAMED,
-        spelled=llm_arguments.SPELLED,
-    )
+    @checked(llm_arguments.LLM, **llm_arguments.OF_VLLM)
     def __init__(
         self,
         model: str | Path,
@@ -100,37 +91,24 @@ class LLM(LLMNames):
         use_tqdm: bool = True,
         **sizes: Any,
     ):
-        rules = with_logits_fn(RULES, logits_fn)
-        loaded = load(
+        worker = Worker(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
-            tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,
-            tokenizer_revision=tokenizer_revision, check_nan=check_nan,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
-            generation_config=generation_config, download_dir=download_dir, hf_token=hf_token,
+            check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
+            logits_fn=logits_fn, cache_dir=cache_dir, **sizes,
         )  # fmt: skip
-        self.tokenizer, self.load_config = loaded.tokenizer, loaded.load_config
+        loaded = worker.read_checkpoint(
+            tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,
+            tokenizer_revision=tokenizer_revision, generation_config=generation_config,
+        )  # fmt: skip
+        self.tokenizer = loaded.tokenizer
         self._chat_template, self._max_logprobs = chat_template, max_logprobs
         self._defaults = overridden(loaded.default_params, override_generation_config)
-        at = dict(rules=rules, cache_dir=find_folder(cache_dir and str(cache_dir)))
-        config, self.memory_plan = plan_engine(loaded, seed=seed, **at, **sizes)
-        self._open(loaded, config, at, warm_up, use_tqdm)
-
-    def _open(self, loaded: Loaded, config: Any, at: dict[str, Any], warm_up: Any, use_tqdm: bool):
-        """Makes the engine and reads the weights, or leaves nothing behind."""
-        with ExitStack() as undo:
-            self.engine = Engine(
-                loaded.model, loaded.config, config, loaded.params, **at,
-                make_compiler=_compiler_maker(loaded),
-            )  # fmt: skip
-            undo.callback(self.engine.close)
-            if warm_up:  # threads compile while the weights come
-                self.engine.runner.prepare(**WARM_UPS[warm_up])
-            params = loaded.read_params(progress=use_tqdm)
-            undo.callback(pytree.delete, params)  # a kept traceback would keep the memory
-            self.engine.runner.update_params(params)
-            if warm_up:
-                self.engine.warm_up(**WARM_UPS[warm_up], progress=use_tqdm)
-                self.memory_plan = self.memory_plan.checked(self.engine.runner.programs.largest())
+        with ExitStack() as undo:  # or it leaves nothing behind
+            undo.callback(worker.shutdown)
+            worker.start(warm_up=WARM_UPS[warm_up] if warm_up else None, progress=use_tqdm)
+            self.memory_plan = worker.memory_plan
+            self.engine = Engine.of(worker, make_compiler=_compiler_maker(loaded))
             self.completions = Completions(self.engine, self.tokenizer, loaded.eos_token_ids)
             undo.pop_all()
 
@@ -268,15 +246,6 @@ class LLM(LLMNames):
     def abort(self, request_id: str) -> None:
         """Ends a request at any phase; its output says so. Unknown ids are ignored."""
         self.completions.abort(request_id)
-
-    def close(self) -> None:
-        """Gives the device memory back, and aborts requests. May be called twice; none can follow.
-
-        In a process that was forked off it does nothing.
-        """
-        if not self.engine.status.is_foreign:
-            self.completions.close()
-            pytree.delete(self.engine.runner.params)
 
     def _or_defaults(self, params: Any) -> Any:
         return self._defaults if params is None else params

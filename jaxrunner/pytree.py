@@ -124,8 +124,9 @@ def zeros(cls: type[T], dims: Dims) -> T:
 
 def delete(tree: Any) -> None:
     """Gives the device memory of a tree's arrays back at once, whoever still holds them."""
-    for array in jax.tree.leaves(tree):
-        array.delete()
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
 
 
 def is_alive(tree: Any) -> bool:

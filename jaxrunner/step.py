@@ -29,7 +29,7 @@ from jaxrunner.types import (
 
 def step(
     params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket, size: SampleSize
-):
+) -> tuple[State, StepOutput]:
     """Computes `plan`; each request that is due a token draws it as it asks. Donates `state`."""
     state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
     logits = compute_logits(params, hidden, batch, program)
@@ -53,13 +53,13 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
     shapes = output_spec(program, size.num_rows, size.sample.num_logprobs)
     outputs = jax.tree.map(lambda x: jnp.zeros((size.num_steps, *x.shape), x.dtype), shapes)
 
-    def next_step(carry):
+    def next_step(carry: tuple) -> tuple:
         i, state, outputs, _ = carry
         state, output = one(state, plan)
         outputs = jax.tree.map(lambda table, x: table.at[i].set(x), outputs, output)
         return i + 1, state, outputs, ((output.num_sampled > 0) & ~output.finished).any()
 
-    def is_due(carry) -> Array:
+    def is_due(carry: tuple) -> Array:
         i, _, _, goes_on = carry
         return goes_on & (i < size.num_steps)
 
@@ -86,7 +86,7 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     return replace(state, requests=requests, kv=kv), batch, rows, hidden
 
 
-def compute_logits(params, hidden: Array, batch: Batch, program: Program) -> Array:
+def compute_logits(params: Any, hidden: Array, batch: Batch, program: Program) -> Array:
     """Returns the logits at `batch.logits_indices`, [B, J, V], in the dtype of `hidden`."""
     return program.model.logits(program.config, params, take(hidden, batch.logits_indices))
 

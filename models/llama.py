@@ -21,6 +21,8 @@ from jaxrunner.models.rope import read_rope, rotation
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
+Join = Callable[[list[np.ndarray]], np.ndarray]
+
 
 @pytree
 class Layer:
@@ -183,7 +185,9 @@ def _layer_sources(c: DecoderConfig, prefix: str) -> Layer:
     def one(present: bool, name: str, *shape: int, held: tuple[int, ...] = ()) -> Source | None:
         return _whole(prefix + name, *shape, held=held) if present else None
 
-    def packed(present: bool, part: str, names: dict[str, int], join, *inner: int):
+    def packed(
+        present: bool, part: str, names: dict[str, int], join: Join, *inner: int
+    ) -> Source | None:
         if not present:
             return None
         names_ = tuple(f"{prefix}{name}.{part}" for name in names)

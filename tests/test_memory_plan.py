@@ -43,7 +43,8 @@ def gpu(monkeypatch):
 
 def plan(model=None, **sizes):
     model = model or tiny.config(num_hidden_layers=20)
-    return sizing.plan_engine(tiny.loaded(model, WEIGHTS), **SIZES | sizes)
+    config, memory, _ = sizing.plan_engine(tiny.loaded(model, WEIGHTS), **SIZES | sizes)
+    return config, memory
 
 
 @pytest.mark.parametrize("utilization", [0.4, 0.57, 0.9])

@@ -15,6 +15,7 @@ from test_engine import KINDS, PROMPTS, drain, engine, run
 from jaxrunner import LLM, SamplingParams, embedded, llm
 from jaxrunner.loading import loader, weights
 from jaxrunner.runner import model_runner
+from jaxrunner.worker import worker
 from tests.support.small_llm import SIZES, live_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,7 @@ if not child:
     calls = (
         lambda: llm.generate("x", params), lambda: next(stream), lambda: llm.abort("0"),
         llm.engine.step, lambda: llm.engine.add("mine", [1], params),
+        lambda: llm.update_params(llm.params),
     )
     for call in calls:
         try:
@@ -148,7 +150,7 @@ def test_closing_ends_what_is_under_way():
     [
         (weights, "check_finite", dict(check_nan=True)),
         (loader, "_generation_defaults", {}),
-        (llm, "plan_engine", {}),
+        (worker, "plan_engine", {}),
         (model_runner.ModelRunner, "warm_up", dict(warm_up=True)),
         (llm, "Completions", {}),
     ],
@@ -177,5 +179,5 @@ def test_python_forks_and_ends_with_an_engine_at_work():
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
     *refused, child, tokens = done.stdout.splitlines()
     words = 'and JAX does not survive a fork: start processes with multiprocessing\'s "spawn"'
-    assert len(refused) == 5 and all(words in line for line in refused)
+    assert len(refused) == 6 and all(words in line for line in refused)
     assert (child, tokens) == ("child 0", "tokens True 20")

@@ -151,7 +151,7 @@ def test_what_differs_is_named_and_nothing_changes(tmp_path):
     with pytest.raises(ValueError, match=r"it had params.* of sum 0x.*, not float32.*build this"):
         restore_engine(other, folder)
     assert not other.has_unfinished
-    other.status.asleep = "weights sleep"
+    other.status.sleeping = frozenset({"weights"})
     with pytest.raises(RuntimeError, match="weights sleep"):
         restore_engine(other, folder)
     with pytest.raises(RuntimeError, match="weights sleep"):
@@ -279,13 +279,15 @@ def test_arrays_of_another_kind_are_refused(tmp_path):
 
 # What follows from model and sizes, belongs to a process, or is an owner itself.
 NOT_SAVED = dict(
-    engine="_alarm _gained _in_flight config grammars model_config pools runner scheduler status",
+    engine="_alarm _gained _in_flight config grammars model_config pools runner "
+    "scheduler status worker",
     scheduler="_most_tokens _num_proposed admission chunks max_model_len max_num_batched_tokens "
     "max_num_seqs num_drafts tables waiting",
     waiting="policy",
     admission="_max_tokens _most_of_one _tables queue remote",
     tables="_caching _groups have_windows",
     chunks="_most _sizes",
+    worker="_checkpoint _device _engine_plan _host_params _runner _staged status",
     slots="_admission_layout _no_plan _program",
     pool0="block_size enable_caching group null_block num_blocks",
 )

@@ -122,7 +122,7 @@ def ends(e: Engine, requests: dict[str, Any], change: str, *, abort: bool) -> No
 
 
 FORGED = {
-    "fields": ("engine.weights_version", "first"),
+    "fields": ("worker.weights_version", "first"),
     "queues": ("scheduler.running", []),
     "slots": ("slots._free", [0]),
     "blocks": ("pool0._num_refs", [0] * 14),

@@ -7,24 +7,12 @@ from test_engine import PROMPTS, drain, engine, run
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.saved_requests import EngineLifecycle
 from jaxrunner.engine.snapshot import restore_engine, save_engine
-from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
 from tests.support import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 PROMPT = PROMPTS[5]  # fills five blocks of four tokens
-
-
-class Owner(EngineLifecycle):
-    """An engine with the methods of `LLM` that are not about prompts."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self.load_config = engine, LoadConfig("tiny")
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def others(seed: int = 1) -> Any:
@@ -48,26 +36,26 @@ def ask(e: Engine, prompt: list[int]) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_slept_is_no_longer_found(level):  # 63
-    owner = Owner(engine())
-    e, weights = owner.engine, owner.params
+    e = engine()
+    worker, weights = e.worker, e.worker.params
     want, _ = ask(e, PROMPT)
     assert ask(e, PROMPT) == (want, 20)
-    owner.sleep(level)
-    owner.wake_up()
+    worker.sleep(level)
+    worker.wake_up()
     if level == 2:
-        owner.update_params(tiny.random_params(tiny.model_and_params()[0]))
+        worker.update_params(tiny.random_params(tiny.model_and_params()[0]))
     assert ask(e, PROMPT) == (want, 0)
     assert ask(e, PROMPT) == (want, 20)  # of what was computed since
-    assert weights is not owner.params
+    assert weights is not worker.params
 
 
 def test_what_other_weights_computed_is_no_longer_found():  # 63
-    owner, new = Owner(engine()), others()
-    e, old = owner.engine, owner.params
+    e, new = engine(), others()
+    old = e.worker.params
     want, _ = ask(e, PROMPT)
     assert ask(e, PROMPT) == (want, 20)
     for weights, told in ((new, fresh(PROMPT, new)), (old, want)):
-        owner.update_params(weights)
+        e.worker.update_params(weights)
         assert ask(e, PROMPT) == (told, 0)
         assert ask(e, PROMPT) == (told, 20)
     assert fresh(PROMPT, new) != want

@@ -126,7 +126,8 @@ def test_values_that_are_not_finite_are_refused_where_asked(way, llm: LLM):
     value[3] = np.nan
     way(llm, {NORM: value})  # as the checkpoint's own would be
     way(llm, {NORM: np.nan_to_num(value)})
-    llm.load_config, unchecked = replace(llm.load_config, check_nan=True), llm.load_config
+    worker, unchecked = llm.engine.worker, llm.load_config
+    worker.load_config = replace(unchecked, check_nan=True)
     try:
         with pytest.raises(ValueError, match=rf"{NORM} holds 1 of \d+ values that are NaN or inf"):
             way(llm, {NORM: value})
@@ -135,7 +136,7 @@ def test_values_that_are_not_finite_are_refused_where_asked(way, llm: LLM):
             llm.update_params(broken)
         llm.update_params(llm.params)
     finally:
-        llm.load_config = unchecked
+        worker.load_config = unchecked
 
 
 def test_reading_needs_no_torch(monkeypatch):

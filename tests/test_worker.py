@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.worker import sizing
 from jaxrunner.worker.worker import Worker
 from tests.support import tiny
 from tests.support.small_llm import SIZES, live_bytes
@@ -115,14 +116,26 @@ def test_a_shutdown_gives_memory_back_and_may_be_repeated():
     assert live_bytes() <= before
 
 
+def test_a_start_chooses_once_what_is_compiled(monkeypatch):
+    calls, build = [], sizing.build
+    monkeypatch.setattr(sizing, "build", lambda *a, **k: calls.append(a) or build(*a, **k))
+    worker = ready(make())
+    assert len(calls) == 1 and worker.runner.program.engine.num_blocks == 16
+    worker.shutdown()
+    with LLM(str(embedded.PATH), skip_tokenizer_init=True, **SIZES) as llm:
+        assert len(calls) == 2 and llm.runner.program.engine == llm.engine.config
+
+
 def test_a_worker_sleeps_between_requests(worker: Worker):
-    first = generate(worker)
+    first, awake = generate(worker), live_bytes()
+    held = sum(x.nbytes for x in jax.tree.leaves((worker.params, worker.runner.state)))
     worker.execute_model(tiny.scheduled({"a": 3}, [tiny.new_request("a", PROMPT, blocks=[0])]))
     worker.sample_tokens()
     with pytest.raises(RuntimeError, match="requests have slots: name them in finished_req_ids"):
         worker.sleep()
     worker.execute_model(tiny.scheduled({}, finished_req_ids={"a"}))
     worker.sleep()
+    assert live_bytes() <= awake - held
     with pytest.raises(RuntimeError, match="kv_cache and weights sleep: call wake_up"):
         worker.execute_model(tiny.scheduled({}))
     worker.wake_up()

@@ -1,10 +1,11 @@
-"""Checks what public functions are called with, as tables say. Knows no JAX."""
+"""Checks what public functions are called with, as tables say, and hands it on. Knows no JAX."""
 
 from collections.abc import Callable, Mapping
 import difflib
 import functools
 import inspect
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+import operator
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from jaxrunner.api.validation import Bound, shown, validate
 
@@ -18,6 +19,19 @@ class Elsewhere(NamedTuple):
     instead: str  # what to do here where another value is wanted
     same: tuple[Any, ...] = (None,)  # the values that ask for what is done anyway
     each: type | None = None  # all values of a type ask for that
+
+
+def forwarded(
+    to: str, method: Callable[Concatenate[Any, P], T]
+) -> Callable[Concatenate[Any, P], T]:
+    """Returns a method that calls another class's, of the object that an attribute's path names."""
+    owner = operator.attrgetter(to)
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(owner(self), *args, **kwargs)
+
+    return call
 
 
 def checked(

@@ -12,29 +12,28 @@ from typing import Any
 
 import numpy as np
 
+from jaxrunner.api.arguments import forwarded
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.device.buckets import step_buckets
 from jaxrunner.engine.interrupts import deferred
+from jaxrunner.engine.make_scheduler import make_scheduler
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
-from jaxrunner.engine.status import EngineStatus
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
 from jaxrunner.model import Model
-from jaxrunner.program import engine_groups
+from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
-from jaxrunner.scheduling.block_pool import make_pools
 from jaxrunner.scheduling.request import Request, SchedulerOutput
-from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Drives a scheduler and a runner, `async_depth` steps ahead of what it has read."""
+    """Drives a scheduler and a worker's runner, `async_depth` steps ahead of what it has read."""
 
-    SAVED = ("weights_version", "_seeds")  # in a snapshot
+    SAVED = ("_seeds",)  # in a snapshot
 
     def __init__(
         self,
@@ -46,26 +45,30 @@ class Engine:
         make_compiler: Callable[[], Any] | None = None,
         **kwargs: Any,
     ):
-        """make_compiler: returns a `GrammarCompiler`, once a request wants structured outputs.
-        `kwargs` go to `ModelRunner`."""
-        self.config, self.model_config = config, model_config
-        groups = engine_groups(model_config, config)
-        self.pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            groups, self.pools,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            policy=config.policy,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
-        )  # fmt: skip
-        self.runner = ModelRunner(model, model_config, config, params, trusted=True, **kwargs)
+        """An engine of weights that are there; `of` has those that a worker loads.
+
+        make_compiler: returns a `GrammarCompiler`, once a request wants structured outputs.
+        `kwargs` go to `build`.
+        """
+        built = build(model, model_config, config, params, **kwargs)
+        self._set_up(Worker.of(ModelRunner(built, params, trusted=True)), make_compiler)
+
+    @classmethod
+    def of(cls, worker: Worker, *, make_compiler: Callable[[], Any] | None = None) -> "Engine":
+        """Returns the engine of a worker that has its runner; the weights may still be to come."""
+        engine = cls.__new__(cls)
+        engine._set_up(worker, make_compiler)
+        return engine
+
+    def _set_up(self, worker: Worker, make_compiler: Callable[[], Any] | None) -> None:
+        self.worker, self.runner, self.status = worker, worker.runner, worker.status
+        program = self.runner.program
+        self.config, self.model_config = program.engine, program.config
+        self.pools, self.scheduler = make_scheduler(self.config, self.model_config)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: NewTokens = []  # read, and not yet returned
         self.grammars = StructuredOutputManager(make_compiler)
-        self._seeds = np.random.default_rng(config.seed)
-        self.weights_version, self.status = 0, EngineStatus()
+        self._seeds = np.random.default_rng(self.config.seed)
         self._alarm: FloatingPointError | None = None  # for the end of a step
 
     def add(
@@ -89,20 +92,14 @@ class Engine:
 
         Raises:
           TypeError, ValueError: a bad argument, or an id that is in use; names it.
-          RuntimeError: the engine sleeps, or has ended; see `EngineStatus`.
+          RuntimeError: the engine sleeps, or has ended; see `WorkerStatus`.
         """
         self.status.check_awake()
         request = new_request(
-            request_id,
-            prompt_token_ids,
-            params,
-            of=self.runner.program,
-            eos_token_ids=eos_token_ids,
-            priority=priority,
-            prompt_logprobs_start=prompt_logprobs_start,
-            leader=leader,
-            cache_salt=cache_salt,
-        )
+            request_id, prompt_token_ids, params, of=self.runner.program,
+            eos_token_ids=eos_token_ids, priority=priority, leader=leader,
+            prompt_logprobs_start=prompt_logprobs_start, cache_salt=cache_salt,
+        )  # fmt: skip
         check_among(request, self._unfinished)
         ruled = params.structured_outputs is not None
         (self.grammars.submit if ruled else self.scheduler.add)(request)
@@ -130,11 +127,12 @@ class Engine:
         its requests end with the error, and the others go on.
 
         Raises:
-          RuntimeError: the engine has ended; see `EngineStatus`.
+          RuntimeError: the engine has ended; see `WorkerStatus`.
           FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Nothing
             is lost: the request that it names has ended, the next step goes on.
         """
         self.status.check()
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
         self._take_compiled(block=not self.scheduler.has_unfinished)
         for _ in range(self.config.async_depth - len(self._in_flight)):
             if not self._launch():
@@ -146,6 +144,7 @@ class Engine:
     @deferred
     def drain(self) -> NewTokens:
         """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
         while self._in_flight:
             self._read()
         while self.grammars.num_waiting:
@@ -204,13 +203,9 @@ class Engine:
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
         for req_id in failed if scheduled.num_steps == 1 else ():
             del sampled[req_id]  # of several, those count that came before
-        for part in output.prompt_logprobs:
-            request = scheduled.requests[part.req_id]
-            if request.finish_reason is None:
-                request.prompt_logprobs.append(part[1:])
+        output.share_prompt_logprobs(scheduled.requests)
         gained = self.scheduler.update(scheduled, sampled)
-        if output.logprobs is not None:
-            output.share_logprobs(gained)
+        output.share_logprobs(gained)
         self._gained += gained
         for request, tokens in gained:
             if request.grammar is not None and (reason := self.grammars.accept(request, tokens)):
@@ -262,31 +257,20 @@ class Engine:
         """Ends requests that nobody waits for any more; raises as `finish`."""
         self.finish(request_ids, "abort")
 
-    def warm_up(self, **kwargs: Any) -> None:
-        """Compiles programs ahead of time; see `ModelRunner.warm_up`."""
-        self.runner.warm_up(**kwargs)
+    warm_up = forwarded("runner", ModelRunner.warm_up)
+    update_params = forwarded("worker", Worker.update_params)
 
-    def update_params(self, params: Any) -> None:
-        """Takes new weights between two steps; requests at work go on with them.
-
-        What was computed with the old ones is no longer found in the prefix cache, except by
-        requests that run. The arrays are used as they are, and must not be donated afterwards.
-
-        Raises:
-          ValueError, TypeError: they are not like the old ones, which stay; names where.
-          RuntimeError: the engine has ended.
-        """
-        self.status.check()
-        self.runner.update_params(params)
-        self.scheduler.outdate_prefixes()
-        self.weights_version += 1
+    @property
+    def weights_version(self) -> int:
+        """How often the weights have changed."""
+        return self.worker.weights_version
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs."""
         return self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives the device memory of the state back; the weights are the caller's.
+        """Gives the device memory back; weights that the caller gave stay.
 
         Requests are aborted. May be called twice; in a process forked off it does nothing.
         """
@@ -296,4 +280,4 @@ class Engine:
         self.abort(list(self._unfinished))
         self._in_flight.clear()
         self.grammars.close()
-        self.runner.close()
+        self.worker.close()

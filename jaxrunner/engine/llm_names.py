@@ -1,22 +1,128 @@
-"""What programs written for vLLM ask of its `LLM` besides text: its engine, settings, figures."""
+"""What an `LLM` does besides answering prompts: weights, sleep, settings, figures, vLLM's names."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+import functools
+from pathlib import Path
 from typing import Any
 
+from jaxrunner.api.arguments import checked, forwarded
+from jaxrunner.api.not_here import NotHere
+from jaxrunner.api.outputs import RequestOutput
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown
 from jaxrunner.config import ModelConfig
+from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.metrics import Metric, read_metrics
-from jaxrunner.engine.saved_requests import EngineLifecycle
+from jaxrunner.loading.loader import LoadConfig
+from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.text.tokenizer import Tokenizer
+from jaxrunner.worker.lifecycle import Lifecycle
+from jaxrunner.worker.lifecycle_arguments import (
+    IN_FOLDER,
+    SLEEP,
+    check_changeable,
+    read_overrides,
+)
+
+CHANGEABLE = ("async_depth", "num_decode_steps")
 
 
-class LLMNames(EngineLifecycle):
-    """vLLM's names for what is there; `NotHere` has words for what is not."""
+class LLMNames(NotHere):
+    """The part of `LLM` that is not about prompts: its worker's methods, and vLLM's names."""
 
+    engine: Engine
+    completions: Completions
     tokenizer: Tokenizer | None
     _defaults: SamplingParams
+
+    update_params = forwarded("engine.worker", Lifecycle.update_params)
+    start_weight_update = forwarded("engine.worker", Lifecycle.start_weight_update)
+    update_weights = forwarded("engine.worker", Lifecycle.update_weights)
+    finish_weight_update = forwarded("engine.worker", Lifecycle.finish_weight_update)
+    reload_weights = forwarded("engine.worker", Lifecycle.reload_weights)
+    save_params = forwarded("engine.worker", Lifecycle.save_params)
+    load_params = forwarded("engine.worker", Lifecycle.load_params)
+    save_sharded_state = forwarded("engine.worker", Lifecycle.save_sharded_state)
+    wake_up = forwarded("engine.worker", Lifecycle.wake_up)
+    is_sleeping = forwarded("engine.worker", Lifecycle.is_sleeping)
+    start_profile = forwarded("engine.worker", Lifecycle.start_profile)
+    stop_profile = forwarded("engine.worker", Lifecycle.stop_profile)
+    profile = forwarded("engine.worker", Lifecycle.profile)
+    check_health = forwarded("engine.worker", Lifecycle.check_health)
+    get_supported_tasks = forwarded("engine.worker", Lifecycle.get_supported_tasks)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What holds weights and caches."""
+        return self.engine.runner
+
+    @property
+    def params(self) -> Any:
+        """The weights; None while they sleep."""
+        return self.engine.runner.params
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights have changed."""
+        return self.engine.weights_version
+
+    @property
+    def load_config(self) -> LoadConfig:
+        """What `reload_weights` reads, as `update_config` may change it."""
+        return self.engine.worker.load_config
+
+    @checked(SLEEP)
+    @functools.wraps(Lifecycle.sleep)
+    def sleep(self, level: int = 1) -> None:
+        if self.engine.has_unfinished:
+            raise RuntimeError("requests are at work: finish or abort them, then sleep")
+        while self.engine.step():
+            pass  # of requests that have ended
+        self.engine.worker.sleep(level)
+
+    def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
+        """Changes settings in which nothing is compiled; see `Lifecycle.update_config`.
+
+        "engine_config" may have `async_depth`, and `num_decode_steps` of 1 or what it was at first.
+        """
+        load = read_overrides(overrides)
+        mine = load.pop("engine_config", {})
+        check_changeable("engine_config", mine, CHANGEABLE)
+        config = replace(self.engine.config, **mine)
+        first = self.runner.program.engine.num_decode_steps
+        if config.num_decode_steps not in (1, first):
+            raise ValueError(
+                f"num_decode_steps={config.num_decode_steps} was not compiled, 1 and {first} can "
+                "be set: build a new one with it"
+            )
+        self.engine.worker.update_config(load)
+        self.engine.config = config
+
+    def close(self) -> None:
+        """Gives the device memory back, and aborts requests. May be called twice; none can follow.
+
+        In a process that was forked off it does nothing.
+        """
+        if not self.engine.status.is_foreign:  # whose lock may have been forked while it was held
+            self.completions.close()
+
+    shutdown = close  # vLLM's name
+
+    @checked(IN_FOLDER)
+    def save_state(self, folder: str | Path) -> None:
+        """Writes all requests at work, caches included, into a new folder; they can go on."""
+        self.completions.save(folder)
+
+    @checked(IN_FOLDER)
+    def restore_state(self, folder: str | Path) -> Iterator[RequestOutput]:
+        """Takes up what `save_state` wrote, and returns what is to be told of it, as `stream` does.
+
+        The LLM must be like the one that wrote it, and have no request at work. Errors are those
+        of `snapshot.restore_engine`; nothing changes then.
+        """
+        return self.completions.stream(self.completions.restore(folder))
 
     @property
     def llm_engine(self) -> Engine:
@@ -67,8 +173,8 @@ class LLMNames(EngineLifecycle):
     ) -> list[Any]:
         """Calls a method by its name, or a function with this, and returns its result in a list.
 
-        There is one process, whose worker is the LLM itself: the methods of `Lifecycle`, which
-        `Worker` has too. timeout: has no effect, nothing is waited for.
+        There is one process, and an LLM has the methods of its worker. timeout: has no effect,
+        nothing is waited for.
 
         Raises:
           AttributeError: there is no such method.

@@ -194,7 +194,8 @@ def owners_of(engine: Engine) -> dict[str, Any]:
     pools = {f"pool{pool.group}": pool for pool in engine.pools}
     return pools | dict(
         engine=engine, scheduler=scheduler, waiting=scheduler.waiting, chunks=scheduler.chunks,
-        admission=scheduler.admission, tables=scheduler.tables, slots=engine.runner.requests,
+        admission=scheduler.admission, tables=scheduler.tables, worker=engine.worker,
+        slots=engine.runner.requests,
     )  # fmt: skip
 
 

@@ -184,6 +184,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "additional_config": Elsewhere(_OUT, (None, {})),
     "otlp_traces_endpoint": Elsewhere("start_profile records a trace"),
 }  # fmt: skip
+OF_VLLM: dict[str, Any] = dict(elsewhere=ELSEWHERE, renamed=RENAMED, spelled=SPELLED)
 _TQDM = Bound(bool, also=(Callable,))
 ON_ERROR: dict[str, Bound] = {"on_error": Bound(str, among=("return", "raise"))}
 METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}

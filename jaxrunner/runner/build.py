@@ -1,5 +1,6 @@
 """What an engine's programs are made of: chosen from the model, the sizes and the device."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,30 @@ class Built(NamedTuple):
 
     choice: Choice
     program: Program
-    cache: ProgramCache | None
-    task: bytes | None = None  # for processes that lower them
+    params: Any  # shapes and dtypes of the weights
+    cache_dir: Path | None  # where executables are kept, None for nowhere
+    is_ours: bool  # whether no code of others is compiled in
+
+    def resized(self, config: EngineConfig) -> "Built":
+        """Returns the same for other sizes of the KV cache, of which the choice knows nothing."""
+        return self._replace(program=self.program._replace(engine=config))
+
+    @property
+    def cache(self) -> ProgramCache | None:
+        """The executables of earlier processes."""
+        if self.cache_dir is None or not self.is_ours or jax_keeps_its_own():
+            return None
+        program = self.program
+        names = [(function.__module__, function.__qualname__) for function in _code(program)]
+        context = names, program.config, program.engine, self.choice.name, self.params
+        return ProgramCache(self.cache_dir, context)
+
+    @property
+    def task(self) -> bytes | None:
+        """What processes that lower the programs are told; None where they would gain nothing."""
+        if not self.is_ours or self.choice.sample is None:  # the rest takes Python little time
+            return None
+        return lowering_task(usual_spec, self.program._replace(rules=()), self.params)
 
 
 def build(
@@ -33,20 +56,23 @@ def build(
     rules: tuple[Rule, ...] = RULES,
     cache_dir: Path | None = None,
 ) -> Built:
-    """Chooses what computes an engine's steps. Of `params` the shapes and dtypes count."""
+    """Chooses what computes an engine's steps. Of `params` the shapes and dtypes count.
+
+    cache_dir: where executables are kept from one process to the next, None for nowhere.
+    """
     choice = choose_ops(model_config, config)
     check_names((*(rule.table for rule in rules), *model.tables))
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
     program = Program(model, model_config, config, choice.ops, rules, sample=sample)
-    code = model.embed, model.layers, model.logits
     # What the code of others does is not known.
-    ours = rules == RULES and is_ours(*code)
-    task = None
-    if ours and choice.sample is not None:  # what else there is takes Python little time
-        task = lowering_task(usual_spec, program._replace(rules=()), abstract(params))
-    if cache_dir is None or not ours or jax_keeps_its_own():
-        return Built(choice, program, None, task)
-    names = [(function.__module__, function.__qualname__) for function in code]
-    context = names, model_config, config, choice.name, abstract(params)
-    return Built(choice, program, ProgramCache(cache_dir, context), task)
+    ours = rules == RULES and is_ours(*_code(program))
+    return Built(choice, program, abstract(params), cache_dir, ours)
+
+
+def _code(program: Program) -> tuple[Any, ...]:
+    """Returns the functions and classes that a model brings along."""
+    model, config = program.model, program.config
+    tables = (table.params for table in model.tables)
+    kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
+    return (model.embed, model.layers, model.logits, type(config), *tables, *chain(*kinds))

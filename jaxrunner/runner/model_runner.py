@@ -13,7 +13,6 @@ import copy
 from dataclasses import replace
 import functools
 import gc
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,14 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import pytree
-from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.buckets import choose, step_buckets
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
-from jaxrunner.device.program_spec import abstract, program_keys, program_spec, step_key
+from jaxrunner.device.program_spec import program_keys, program_spec, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
-from jaxrunner.model import Model
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
@@ -36,36 +33,24 @@ from jaxrunner.program import (
     prompt_logprobs_size,
     prompt_logprobs_spec,
 )
-from jaxrunner.rule import Rule
 from jaxrunner.runner.at_exit import awaited_at_exit
-from jaxrunner.runner.build import build
+from jaxrunner.runner.build import Built
 from jaxrunner.runner.grammar_masks import GrammarMasks
 from jaxrunner.runner.profiling import Profiler
 from jaxrunner.runner.program_table import Key, ProgramTable, Started
 from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
-from jaxrunner.sampling import RULES
 from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
 
 
 class ModelRunner:
     """Owns the device state and the programs of one model."""
 
-    def __init__(
-        self,
-        model: Model,
-        model_config: ModelConfig,
-        config: EngineConfig,
-        params: Any,
-        *,
-        rules: tuple[Rule, ...] = RULES,
-        cache_dir: Path | None = None,
-        trusted: bool = False,
-    ):
-        """params: the weights, or their shapes, dtypes and shardings if `update_params` is to bring
+    def __init__(self, built: Built, params: Any, *, trusted: bool = False):
+        """built: what `build` returns.
+        params: the weights, or their shapes, dtypes and shardings if `update_params` is to bring
             them before the first step.
-        cache_dir: where executables are kept from one process to the next, None for nowhere.
         trusted: steps come from our own scheduler, and are not checked.
         """
         # Arrays of the host would be copied to the device in every step.
@@ -74,22 +59,21 @@ class ModelRunner:
         )
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.params = None if to_come else params
-        self.choice, self.program, cache, task = build(
-            model, model_config, config, params, rules=rules, cache_dir=cache_dir
-        )
+        self.choice, self.program = built.choice, built.program
+        config = self.program.engine
         self.buckets = step_buckets(config, 1 + self.program.num_drafts)
         self.requests = RequestTable(self.program)
         self._check = None if trusted else StepCheck(self.program)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
         # Nothing here refers to the runner, so that its memory goes when it does.
-        spec = functools.partial(program_spec, self.program, abstract(params))
-        self.programs = ProgramTable(spec, cache, task=task, eager=config.enforce_eager)
+        spec = functools.partial(program_spec, self.program, built.params)
+        self.programs = ProgramTable(spec, built.cache, task=built.task, eager=config.enforce_eager)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
-        self._masks = GrammarMasks(1 + self.program.num_drafts, model_config.vocab_size)
+        self._masks = GrammarMasks(1 + self.program.num_drafts, self.program.config.vocab_size)
         program = self.program
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)

@@ -9,7 +9,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.api.arguments import checked
+from jaxrunner.api.validation import Bound
 from jaxrunner.scheduling.request import SchedulerOutput
+
+START: dict[str, Bound] = {"folder": Bound(str, also=(Path,))}
+PROFILE: dict[str, Bound] = {
+    "is_start": Bound(bool), "profile_prefix": Bound(str, optional=True, also=(Path,))
+}  # fmt: skip
 
 
 class Profiler:
@@ -20,8 +27,9 @@ class Profiler:
         self._last: str | Path | None = None  # folder of a `profile`
         self._num_steps = 0
 
+    @checked(START)
     def start(self, folder: str | Path) -> None:
-        """Begins to record into a folder.
+        """Records what host and device do, until `stop`; steps are named as vLLM's.
 
         Raises:
           RuntimeError: it records already.
@@ -44,8 +52,9 @@ class Profiler:
         jax.profiler.stop_trace()
         return max(folder.rglob("perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
 
+    @checked(PROFILE)
     def profile(self, is_start: bool = True, profile_prefix: str | Path | None = None) -> None:
-        """Starts or ends a record. Ending none only warns.
+        """Starts or ends a record, by vLLM's name. Ending none only warns.
 
         profile_prefix: its folder; where None, that of the one before.
 

@@ -1,6 +1,6 @@
 """What the host reads of a step: the handle of one in flight, and what it sampled."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +60,8 @@ class ModelRunnerOutput:
 
     def share_logprobs(self, gained: NewTokens) -> None:
         """Gives each request that asked the logprobs of its new tokens."""
+        if self.logprobs is None:
+            return
         row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
         for request, tokens in gained:
             if request.params.num_logprobs is not None:
@@ -67,6 +69,13 @@ class ModelRunnerOutput:
                 # Copied, so that the whole batch's need not be kept.
                 one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), self.logprobs)
                 request.logprobs.append(one)
+
+    def share_prompt_logprobs(self, requests: Mapping[str, Request]) -> None:
+        """Gives requests that have not ended those of their prompts' tokens."""
+        for part in self.prompt_logprobs:
+            request = requests[part.req_id]
+            if request.finish_reason is None:
+                request.prompt_logprobs.append(part[1:])
 
 
 class StepHandle:

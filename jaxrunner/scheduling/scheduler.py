@@ -182,9 +182,9 @@ class Scheduler:
         """Forgets cached prefixes; False, and no change, while a request owns blocks."""
         return self.tables.reset()
 
-    def outdate_prefixes(self) -> None:
-        """Lets no request to come share what was computed so far: the weights have changed."""
-        self.tables.weights_version += 1
+    def outdate_prefixes(self, epoch: int) -> None:
+        """Lets no request to come share what was computed in another epoch of the worker."""
+        self.tables.weights_version = epoch
 
     def _continue(self, output: SchedulerOutput) -> int:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""

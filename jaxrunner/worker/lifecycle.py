@@ -1,4 +1,4 @@
-"""New weights for a model at work, sleep, records: what `LLM` and `Worker` have in common."""
+"""What a worker does beside its steps: new weights, sleep, records."""
 
 import abc
 from collections.abc import Iterable, Mapping
@@ -10,15 +10,16 @@ from typing import Any
 import jax
 
 from jaxrunner import pytree
-from jaxrunner.api.arguments import checked
+from jaxrunner.api.arguments import checked, forwarded
 from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
 from jaxrunner.program import make_state
 from jaxrunner.runner.model_runner import ModelRunner
-from jaxrunner.runner.profiling import check_device
+from jaxrunner.runner.profiling import Profiler, check_device
 from jaxrunner.worker import lifecycle_arguments as arguments
+from jaxrunner.worker.status import WorkerStatus
 
 CHANGEABLE = dict(
     load_config=("load_format", "model_loader_extra_config"), model_config=("model", "revision")
@@ -29,27 +30,20 @@ TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 class Lifecycle(NotHere, abc.ABC):
     """The methods of vLLM's worker by their names there, on one runner."""
 
-    load_config: LoadConfig  # of `reload_weights`
-    _staged: dict[str, Any] | None = None  # tensors of an update that has started
-    _asleep: frozenset[str] = frozenset()  # of `TAGS`
-    _host_params: Any = None  # while the weights sleep on the host
+    SAVED = ("weights_version", "cache_epoch")  # in a snapshot
+    load_config = LoadConfig("")  # of `reload_weights`; this is no checkpoint's
+
+    def __init__(self) -> None:
+        self.status = WorkerStatus()
+        self.weights_version = 0  # how often the weights have changed
+        self.cache_epoch = 0  # of another one no key of the KV cache counts any more
+        self._staged: dict[str, Any] | None = None  # tensors of an update that has started
+        self._host_params: Any = None  # while the weights sleep on the host
 
     @property
     @abc.abstractmethod
     def runner(self) -> ModelRunner:
         """What holds weights and caches."""
-
-    @abc.abstractmethod
-    def _set_params(self, params: Any) -> None:
-        """Gives the runner new weights, if they are like the old ones."""
-
-    @abc.abstractmethod
-    def _quiesce(self) -> None:
-        """Ends what is under way, so that caches can go; raises where requests are at work."""
-
-    @abc.abstractmethod
-    def _on_sleep(self, reason: str) -> None:
-        """Takes in why nothing can run, "" where all is awake."""
 
     def update_params(self, params: Any) -> None:
         """Takes new weights, a tree like `params`, between two steps; nothing is compiled anew.
@@ -61,13 +55,13 @@ class Lifecycle(NotHere, abc.ABC):
           ValueError, TypeError: they are not like the old ones, which stay, or with `check_nan`
             not finite; names where.
         """
-        spec = self.runner.params_spec
+        self.status.check()
         if self.load_config.check_nan:
-            params = like(params, spec)
+            params = like(params, self.runner.params_spec)
             check_leaves(params)
         self._set_params(params)
-        self._asleep, self._host_params = self._asleep - {"weights"}, None
-        self._on_sleep(self._reason())
+        self.weights_version += 1
+        self.cache_epoch += 1
 
     @property
     def params(self) -> Any:
@@ -196,15 +190,17 @@ class Lifecycle(NotHere, abc.ABC):
           TypeError, ValueError: there is no such level.
           RuntimeError: requests are at work, or it sleeps.
         """
-        if self._asleep:
-            raise RuntimeError(f"{' and '.join(sorted(self._asleep))} sleep: wake_up first")
-        self._quiesce()
-        runner = self.runner
+        runner, status = self.runner, self.status
+        if status.sleeping:
+            raise RuntimeError(f"{' and '.join(sorted(status.sleeping))} sleep: wake_up first")
+        status.check()
+        if runner.requests.num_taken:
+            raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
         self._host_params = jax.device_get(runner.params) if level == 1 else None
         pytree.delete(runner.state)
         runner.params = runner.state = None
-        self._asleep = TAGS
-        self._on_sleep(self._reason())
+        status.sleeping, status.is_dropped = TAGS, level == 2
+        self.cache_epoch += 1
 
     @checked(arguments.WAKE_UP)
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
@@ -213,44 +209,24 @@ class Lifecycle(NotHere, abc.ABC):
         Raises:
           ValueError: a tag that does not sleep.
         """
-        wanted = self._asleep if tags is None else frozenset(tags)
-        if wanted - self._asleep:
-            asleep, rest = sorted(self._asleep), sorted(wanted - self._asleep)
+        sleeping = self.status.sleeping
+        wanted = sleeping if tags is None else frozenset(tags)
+        if wanted - sleeping:
+            asleep, rest = sorted(sleeping), sorted(wanted - sleeping)
             raise ValueError(f"tags may name what sleeps, {asleep}, got {rest}")
-        runner = self.runner
         if "kv_cache" in wanted:
-            runner.state = make_state(runner.program)
-            self._asleep -= {"kv_cache"}
+            self.runner.state = make_state(self.runner.program)
+            self.status.sleeping -= {"kv_cache"}
         if "weights" in wanted and self._host_params is not None:
-            runner.update_params(self._host_params)  # the old ones: prefixes are as they were
-            self._asleep, self._host_params = self._asleep - {"weights"}, None
-        self._on_sleep(self._reason())
+            self._set_params(self._host_params)  # the old ones: prefixes are as they were
 
     def is_sleeping(self) -> bool:
         """Whether something sleeps, so that no request can be added."""
-        return bool(self._asleep)
+        return bool(self.status.sleeping)
 
-    @checked(arguments.IN_FOLDER)
-    def start_profile(self, folder: str | Path) -> None:
-        """Records what host and device do, until `stop_profile`; steps are named as vLLM's.
-
-        Raises:
-          RuntimeError: it records already.
-        """
-        self.runner.profiler.start(folder)
-
-    def stop_profile(self) -> Path:
-        """Ends the record. Returns the file that ui.perfetto.dev opens.
-
-        Raises:
-          RuntimeError: nothing is recorded.
-        """
-        return self.runner.profiler.stop()
-
-    @checked(arguments.PROFILE)
-    def profile(self, is_start: bool = True, profile_prefix: str | Path | None = None) -> None:
-        """Starts or ends a record, by vLLM's name; see `Profiler.profile`."""
-        self.runner.profiler.profile(is_start, profile_prefix)
+    start_profile = forwarded("runner.profiler", Profiler.start)
+    stop_profile = forwarded("runner.profiler", Profiler.stop)
+    profile = forwarded("runner.profiler", Profiler.profile)
 
     @checked(arguments.CHECK_HEALTH)
     def check_health(self, timeout_s: float = 10.0) -> None:
@@ -265,14 +241,10 @@ class Lifecycle(NotHere, abc.ABC):
         """Returns what the model can be asked for."""
         return ("generate",)
 
-    def _reason(self) -> str:
-        """Says why nothing can run."""
-        if not self._asleep:
-            return ""
-        reason = f"{' and '.join(sorted(self._asleep))} sleep: call wake_up"
-        if "weights" in self._asleep and self._host_params is None:
-            reason += ", and update_params or reload_weights, as the weights were dropped"
-        return reason
+    def _set_params(self, params: Any) -> None:
+        """Gives the runner weights, where others were or slept."""
+        self.runner.update_params(params)
+        self.status.sleeping, self._host_params = self.status.sleeping - {"weights"}, None
 
     def _awake(self) -> Any:
         """Returns the weights that tensors are to be put among."""

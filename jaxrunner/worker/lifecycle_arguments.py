@@ -6,14 +6,11 @@ from typing import Any
 
 from jaxrunner.api.validation import Bound, shown
 
-FLAG = Bound(bool)
 FOLDER = Bound(str, also=(Path,))
-FOLDER_OR_NONE = Bound(str, optional=True, also=(Path,))
 IN_FOLDER: dict[str, Bound] = {"folder": FOLDER}
 SLEEP: dict[str, Bound] = {"level": Bound(int, among=(1, 2))}
 WAKE_UP: dict[str, Bound] = {"tags": Bound(str, optional=True, each=True)}
 SAVE_SHARDED_STATE: dict[str, Bound] = {"path": FOLDER}
-PROFILE: dict[str, Bound] = {"is_start": FLAG, "profile_prefix": FOLDER_OR_NONE}
 CHECK_HEALTH: dict[str, Bound] = {"timeout_s": Bound(float, 1e-3, 1e6)}
 
 

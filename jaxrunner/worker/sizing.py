@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,6 +28,14 @@ FEW = 8  # blocks that programs are compiled for to see what memory they need
 EAGER = 0.1  # of the device, for steps that no compiler lays out
 
 
+class EnginePlan(NamedTuple):
+    """What an engine on a device will be."""
+
+    config: EngineConfig
+    memory: MemoryPlan
+    built: Built  # of these sizes
+
+
 def plan_engine(
     loaded: Loaded,
     *,
@@ -40,7 +48,7 @@ def plan_engine(
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
     **rest: Any,
-) -> tuple[EngineConfig, MemoryPlan]:
+) -> EnginePlan:
     """Fills in the sizes that a user left open, for the default device, and plans its memory.
 
     `num_blocks`, `kv_cache_memory_bytes` and `gpu_memory_utilization` are three ways to say one
@@ -75,7 +83,8 @@ def plan_engine(
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
     device = read_device(loaded.params)
     costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
-    return plan_memory(costs, size, device, shrink=shrink)
+    config, memory = plan_memory(costs, size, device, shrink=shrink)
+    return EnginePlan(config, memory, built.resized(config))
 
 
 def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) -> ProgramMemory:

@@ -10,6 +10,7 @@ worker.execute_model(scheduler_output)
 output = worker.sample_tokens().get()
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,18 +22,20 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.api.arguments import checked
-from jaxrunner.config import EngineConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.program import engine_groups
+from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
 from jaxrunner.runner.program_cache import find_folder
 from jaxrunner.runner.step_handle import StepHandle
+from jaxrunner.sampling import RULES
+from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
 from jaxrunner.worker.lifecycle import Lifecycle
 from jaxrunner.worker.memory_plan import MemoryPlan, num_bytes
-from jaxrunner.worker.sizing import plan_engine
+from jaxrunner.worker.sizing import EnginePlan, plan_engine
 
 
 class KVCacheSpec(NamedTuple):
@@ -47,18 +50,13 @@ class KVCacheSpec(NamedTuple):
 
 
 class Worker(Lifecycle):
-    """A device, a model on it, and its runner, set up step by step.
+    """A device, a model on it, and its runner, set up step by step, or at once by `start`.
 
     Settings are those of `LLM` that do not concern text. After `initialize_from_config` the
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
-    @checked(
-        llm_arguments.MODEL | llm_arguments.SIZES,
-        elsewhere=llm_arguments.ELSEWHERE,
-        renamed=llm_arguments.RENAMED,
-        spelled=llm_arguments.SPELLED,
-    )
+    @checked(llm_arguments.MODEL | llm_arguments.SIZES, **llm_arguments.OF_VLLM)
     def __init__(
         self,
         model: str | Path,
@@ -72,21 +70,62 @@ class Worker(Lifecycle):
         check_nan: bool = False,
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
+        logits_fn: Callable[..., Any] | Rule | None = None,
         cache_dir: str | Path | None = "auto",
         **sizes: Any,
     ):
         """sizes: fields of `EngineConfig`, or of `sizing.plan_engine`."""
+        super().__init__()
+        rules = with_logits_fn(RULES, logits_fn)
         self._load = partial(
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
         )  # fmt: skip
-        self._sizes: dict[str, Any] = sizes | dict(seed=seed)
-        self._cache_dir = find_folder(cache_dir and str(cache_dir))
+        at = find_folder(cache_dir and str(cache_dir))
+        self._plan = partial(plan_engine, seed=seed, rules=rules, cache_dir=at, **sizes)
+        self._forget()
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> "Worker":
+        """Returns the worker of a runner with weights of the caller's own, which `close` leaves."""
+        worker = cls.__new__(cls)
+        Lifecycle.__init__(worker)
+        worker._forget()
+        worker._runner = runner
+        return worker
+
+    def _forget(self) -> None:
         self._device: Any = None
-        self._loaded_model: Loaded | None = None
-        self._plan: tuple[EngineConfig, MemoryPlan] | None = None
+        self._checkpoint: Loaded | None = None
+        self._engine_plan: EnginePlan | None = None
         self._runner: ModelRunner | None = None
+        self.status.sleeping, self._host_params, self._staged = frozenset(), None, None
+
+    def read_checkpoint(self, **text: Any) -> Loaded:
+        """Reads all of the checkpoint but its weights. `text`: what `load` takes for a tokenizer.
+
+        Raises:
+          FileNotFoundError, ValueError: the checkpoint or a setting is bad; names it.
+        """
+        self._checkpoint = self._load(**text)
+        self.load_config = self._checkpoint.load_config
+        return self._checkpoint
+
+    def start(self, *, warm_up: Mapping[str, Any] | None, progress: bool = False) -> None:
+        """Sets up what `read_checkpoint` has read, for our own scheduler.
+
+        Threads compile while the weights come.
+
+        warm_up: arguments of `compile_or_warm_up_model`; None compiles what is needed when it is.
+        """
+        self.init_device()
+        self.initialize_from_config(trusted=True)
+        if warm_up is not None:
+            self.runner.prepare(**warm_up)
+        self.load_model(progress=progress)
+        if warm_up is not None:
+            self.compile_or_warm_up_model(progress=progress, **warm_up)
 
     def init_device(self) -> None:
         """Takes the first device of this process, and tries whether it works.
@@ -97,8 +136,8 @@ class Worker(Lifecycle):
         check_device(timeout_s=60.0)
         self._device = jax.local_devices()[0]
 
-    def load_model(self) -> None:
-        """Loads the weights.
+    def load_model(self, *, progress: bool = False) -> None:
+        """Loads the weights, for the runner where there is one.
 
         Raises:
           RuntimeError: `init_device` was not called.
@@ -106,9 +145,12 @@ class Worker(Lifecycle):
         """
         if self._device is None:
             raise RuntimeError("load_model needs a device: call init_device first")
-        loaded = self._load()
-        self._loaded_model = loaded._replace(params=loaded.read_params(progress=False))
-        self.load_config = loaded.load_config
+        loaded = self._checkpoint or self.read_checkpoint()
+        params = loaded.read_params(progress=progress)
+        if self._runner is None:
+            self._checkpoint = loaded._replace(params=params)
+        else:
+            self._set_params(params)
 
     def determine_available_memory(self) -> int:
         """Returns the bytes that KV caches may take: what weights, tables and programs leave.
@@ -117,7 +159,12 @@ class Worker(Lifecycle):
           RuntimeError: `load_model` was not called.
           ValueError, MemoryError: as `plan_engine`.
         """
-        return self._planned[1].kv
+        return self.memory_plan.kv
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What memory goes to; raises as `determine_available_memory`."""
+        return self._planned.memory
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Returns what each layer keeps, by its name in vLLM.
@@ -125,7 +172,7 @@ class Worker(Lifecycle):
         Raises:
           RuntimeError: `load_model` was not called.
         """
-        (config, _), model = self._planned, self._loaded.config
+        config, model = self._planned.config, self._loaded.config
         kv: dict[str, Any] = dict(kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
         dims, specs = model.dims | kv, {}
         for group in engine_groups(model, config):
@@ -139,10 +186,13 @@ class Worker(Lifecycle):
         return dict(sorted(specs.items(), key=lambda item: int(item[0].split(".")[2])))
 
     @checked({"num_blocks": llm_arguments.SIZES["num_blocks"]})
-    def initialize_from_config(self, num_blocks: int | None = None) -> None:
+    def initialize_from_config(
+        self, num_blocks: int | None = None, *, trusted: bool = False
+    ) -> None:
         """Makes the runner, with its tables and KV caches.
 
         num_blocks: of each layer; None for what `determine_available_memory` holds.
+        trusted: steps come from our own scheduler, and are not checked.
 
         Raises:
           RuntimeError: `load_model` was not called, or this was.
@@ -150,24 +200,25 @@ class Worker(Lifecycle):
         """
         if self._runner is not None:
             raise RuntimeError("initialize_from_config was called: shutdown first")
-        (config, _), loaded = self._planned, self._loaded
+        (config, _, built), loaded = self._planned, self._loaded
         if num_blocks is not None:
-            config = replace(config, num_blocks=num_blocks)
-        self._runner = ModelRunner(
-            loaded.model, loaded.config, config, loaded.params, cache_dir=self._cache_dir
-        )
+            built = built.resized(replace(config, num_blocks=num_blocks))
+        self._runner = ModelRunner(built, loaded.params, trusted=trusted)
+        self._checkpoint = loaded._replace(params=None)  # held here they would never sleep
 
-    def compile_or_warm_up_model(self) -> float:
-        """Compiles what usual requests need. Returns the seconds it took.
+    def compile_or_warm_up_model(self, **kwargs: Any) -> float:
+        """Compiles what usual requests need, or what `kwargs` of `ModelRunner.warm_up` say.
+
+        Returns the seconds it took.
 
         Raises:
           RuntimeError: `initialize_from_config` was not called.
           MemoryError: a program takes more than was planned for it.
         """
         start_s = time.monotonic()
-        self.runner.warm_up()
-        config, plan = self._planned
-        self._plan = config, plan.checked(self.runner.programs.largest())
+        self.runner.warm_up(**kwargs)
+        memory = self.memory_plan.checked(self.runner.programs.largest())
+        self._engine_plan = self._planned._replace(memory=memory)
         return time.monotonic() - start_s
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -176,8 +227,7 @@ class Worker(Lifecycle):
         Raises:
           RuntimeError: weights or caches sleep, or a step was not sampled.
         """
-        if self.is_sleeping():
-            raise RuntimeError(self._reason())
+        self.status.check_awake()
         self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
@@ -186,14 +236,17 @@ class Worker(Lifecycle):
 
     def shutdown(self) -> None:
         """Gives the device memory back. May be called twice; `init_device` can follow."""
-        runner, loaded = self._runner, self._loaded_model
-        self._device = self._loaded_model = self._plan = self._runner = None
-        self._asleep, self._host_params, self._staged = frozenset(), None, None
-        if runner is not None:
-            if runner.profiler.folder is not None:
-                runner.profiler.stop()
-            runner.close()
-        pytree.delete(runner.params if runner is not None else loaded and loaded.params)
+        if self._runner is not None and self._runner.profiler.folder is not None:
+            self._runner.profiler.stop()
+        self.close()
+        self._forget()
+
+    def close(self) -> None:
+        """Gives the device memory back, that of weights it has loaded too; no step can follow."""
+        if self._runner is not None:
+            self._runner.close()
+        if self._checkpoint is not None:
+            pytree.delete((self._checkpoint.params, self._runner and self._runner.params))
 
     @property
     def runner(self) -> ModelRunner:
@@ -208,23 +261,13 @@ class Worker(Lifecycle):
 
     @property
     def _loaded(self) -> Loaded:
-        if self._loaded_model is None:
+        if self._checkpoint is None:
             raise RuntimeError("the worker has no model: call load_model first")
-        return self._loaded_model
+        return self._checkpoint
 
     @property
-    def _planned(self) -> tuple[EngineConfig, MemoryPlan]:
-        """The engine's sizes, and where memory goes; worked out once."""
-        if self._plan is None:
-            self._plan = plan_engine(self._loaded, cache_dir=self._cache_dir, **self._sizes)
-        return self._plan
-
-    def _set_params(self, params: Any) -> None:
-        self.runner.update_params(params)
-
-    def _quiesce(self) -> None:
-        if self.runner.requests.num_taken:
-            raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
-
-    def _on_sleep(self, reason: str) -> None:
-        """Tells nobody: `execute_model` asks."""
+    def _planned(self) -> EnginePlan:
+        """The engine's sizes, where memory goes, what is compiled; worked out once."""
+        if self._engine_plan is None:
+            self._engine_plan = self._plan(self._loaded)
+        return self._engine_plan

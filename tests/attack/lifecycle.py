@@ -110,12 +110,12 @@ class Weights(Entry):
         self.llm.finish_weight_update()
 
     def status(self) -> Any:
-        return self.llm.weights_version, id(self.llm.params), self.llm._staged is None
+        return self.llm.weights_version, id(self.llm.params), self.llm.engine.worker._staged is None
 
     def mend(self) -> None:
         if self.llm.params is not self.good:
             self.llm.update_params(self.good)
-        self.llm._staged = None
+        self.llm.engine.worker._staged = None
 
     def canary(self) -> Iterator[Any]:
         # New weights are taken by requests at work, so one of these lives from case to case.
@@ -212,7 +212,7 @@ class Settings(Entry):
             llm.wake_up()
         if llm.is_sleeping():
             llm.reload_weights()
-        llm.engine.config, llm.load_config = self.config
+        llm.engine.config, llm.engine.worker.load_config = self.config
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def canary(self) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense
+from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.scheduling.request import NewRequest, SchedulerOutput
 from jaxrunner.text.tokenizer import Tokenizer
@@ -92,7 +93,8 @@ def tokenizer() -> Tokenizer:
 def runner(*, trusted: bool = False, **changes) -> ModelRunner:
     """Returns a runner of the tiny decoder."""
     model_config, params = model_and_params()
-    return ModelRunner(llama, model_config, engine_config(**changes), params, trusted=trusted)
+    built = build(llama, model_config, engine_config(**changes), params)
+    return ModelRunner(built, params, trusted=trusted)
 
 
 def new_request(

@@ -1,19 +1,29 @@
-"""Whether an engine can be used: by the process that made it, awake, until it has ended."""
+"""Whether a worker can be used: by the process that made it, awake, until it has ended."""
 
 import os
 
 
-class EngineStatus:
-    """Whether an engine can be used: its process, and why it has ended or sleeps."""
+class WorkerStatus:
+    """Whether a worker can be used: its process, and why it has ended or sleeps."""
 
     def __init__(self):
         self._process = os.getpid()
         self.ended = ""  # why it has
-        self.asleep = ""  # why no request can be added before it wakes up
+        self.sleeping: frozenset[str] = frozenset()  # of "weights" and "kv_cache"
+        self.is_dropped = False  # whether the weights that sleep are nowhere
+
+    @property
+    def asleep(self) -> str:
+        """Why no request can be added before it wakes up; "" where it is awake."""
+        if not self.sleeping:
+            return ""
+        dropped = ", and update_params or reload_weights, as the weights were dropped"
+        is_dropped = self.is_dropped and "weights" in self.sleeping
+        return f"{' and '.join(sorted(self.sleeping))} sleep: call wake_up{dropped * is_dropped}"
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process was forked off the engine's: the threads of JAX stayed there."""
+        """Whether this process was forked off the worker's: the threads of JAX stayed there."""
         return os.getpid() != self._process
 
     def check(self) -> None:
