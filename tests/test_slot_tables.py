@@ -7,6 +7,7 @@ import pytest
 from jaxrunner import pytree
 from jaxrunner.models.llama import llama
 from jaxrunner.pytree import host_value, leaf
+from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.sampling import RULES
 from jaxrunner.slot_table import SlotTable
@@ -32,7 +33,7 @@ TABLE = SlotTable("weights", Weights, row, dims=(("own", 3),))
 
 def runner(model) -> ModelRunner:
     config, params = tiny.model_and_params()
-    return ModelRunner(model, config, tiny.engine_config(), params)
+    return ModelRunner(build(model, config, tiny.engine_config(), params), params)
 
 
 def test_a_table_of_the_model_has_each_request_s_row_and_zeros_elsewhere():

@@ -25,7 +25,7 @@ from jaxrunner.api.sampling_params import (
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine import serialization
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import owners_of, restore_engine, save_engine
+from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.loading import orbax_io
 from jaxrunner.models.llama import llama
@@ -275,27 +275,3 @@ def test_arrays_of_another_kind_are_refused(tmp_path):
         orbax_io.restore(tmp_path / "saved", like)
     with pytest.raises(FileNotFoundError, match="none must be a folder that arrays were saved in"):
         orbax_io.restore(tmp_path / "none", like)
-
-
-# What follows from model and sizes, belongs to a process, or is an owner itself.
-NOT_SAVED = dict(
-    engine="_alarm _gained _in_flight config grammars model_config pools runner "
-    "scheduler status worker",
-    scheduler="_most_tokens _num_proposed admission chunks max_model_len max_num_batched_tokens "
-    "max_num_seqs num_drafts tables waiting",
-    waiting="policy",
-    admission="_max_tokens _most_of_one _tables queue remote",
-    tables="_caching _groups have_windows",
-    chunks="_most _sizes",
-    worker="_checkpoint _device _engine_plan _host_params _runner _staged status",
-    slots="_admission_layout _no_plan _program",
-    pool0="block_size enable_caching group null_block num_blocks",
-)
-
-
-def test_each_attribute_is_saved_or_known_not_to_be():
-    """Who adds an attribute to one of these classes decides which of the two it is."""
-    owners = owners_of(engine())
-    found = {name: {*vars(owner)} - {*owner.SAVED} for name, owner in owners.items()}
-    assert found == {name: {*names.split()} for name, names in NOT_SAVED.items()}
-    assert all(hasattr(owner, name) for owner in owners.values() for name in owner.SAVED)

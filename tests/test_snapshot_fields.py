@@ -1,0 +1,30 @@
+"""Each attribute of an engine's objects is in a snapshot, or known not to be."""
+
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.snapshot import owners_of
+from jaxrunner.models.llama import llama
+from tests.support import tiny
+
+# What follows from model and sizes, belongs to a process, or is an owner itself.
+NOT_SAVED = dict(
+    engine="_alarm _gained _in_flight config grammars model_config pools runner "
+    "scheduler status worker",
+    scheduler="_most_tokens _num_proposed admission chunks max_model_len max_num_batched_tokens "
+    "max_num_seqs num_drafts tables waiting",
+    waiting="policy",
+    admission="_max_tokens _most_of_one _tables queue remote",
+    tables="_caching _groups _share_starts give_back",
+    chunks="_most _sizes",
+    worker="_checkpoint _device _engine_plan _host_params _runner _staged status",
+    slots="_admission_layout _no_plan _program",
+    pool0="block_size enable_caching group null_block num_blocks",
+)
+
+
+def test_each_attribute_is_saved_or_known_not_to_be():
+    """Who adds an attribute to one of these classes decides which of the two it is."""
+    config, params = tiny.model_and_params()
+    owners = owners_of(Engine(llama, config, tiny.engine_config(), params))
+    found = {name: {*vars(owner)} - {*owner.SAVED} for name, owner in owners.items()}
+    assert found == {name: {*names.split()} for name, names in NOT_SAVED.items()}
+    assert all(hasattr(owner, name) for owner in owners.values() for name in owner.SAVED)
