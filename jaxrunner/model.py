@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.heads.head import Head
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.slot_table import SlotTable
+from jaxrunner.speculators.speculator import Speculator
 from jaxrunner.types import Array, Batch, Inputs, LayerCache
 
 
@@ -92,6 +94,8 @@ class Model(NamedTuple):
     logits: Callable[..., Array]  # (config, params, hidden [..., E]) -> [..., V], its dtype
     sources: Callable[..., Any]  # (config) -> `params` filled with `Source`
     tables: tuple[SlotTable, ...] = ()  # what it reads of each request, `Inputs.tables`
+    heads: tuple[Head, ...] = ()  # what it tells besides tokens
+    speculator: Speculator | None = None  # what drafts tokens for it
 
     def forward(
         self, config: ModelConfig, params: Any, kv: tuple[Any, ...], inputs: Inputs, ops: Ops

@@ -1,6 +1,7 @@
 """The static half of an engine, and the shapes of everything that follows from it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 import functools
 from typing import Any, NamedTuple
 
@@ -50,7 +51,9 @@ class Program(NamedTuple):
     @property
     def tables(self) -> list[SlotTable]:
         """What the state knows of each request beside its tokens: of rules, and of the model."""
-        return [*(rule.table for rule in self.rules), *self.model.tables]
+        speculator = self.model.speculator
+        drafts = () if speculator is None else speculator.tables
+        return [*(rule.table for rule in self.rules), *self.model.tables, *drafts]
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -205,7 +208,19 @@ def output_spec(
     """Returns the abstract output of a step, or of several in one launch."""
     J = num_steps + program.num_drafts
     dims = dict(B=num_rows, J=J, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
-    return pytree.abstract(StepOutput, program.dims | dims)
+    dims = program.dims | dims
+    return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, num_rows))
+
+
+def heads_spec(program: Program, num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the abstract arrays of a model's heads for so many rows."""
+    dims = program.dims | dict(B=num_rows)
+    return {
+        head.name: jax.ShapeDtypeStruct(
+            tuple(dims[axis] for axis in head.axes.split()), jnp.dtype(head.dtype)
+        )
+        for head in program.model.heads
+    }
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ from jaxrunner.indexing import find_rows, put_blocks, take
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize, output_spec
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import SamplerOutput, sample
+from jaxrunner.speculators.speculator import write_drafts
 from jaxrunner.types import (
     Array,
     Batch,
@@ -36,7 +37,9 @@ def step(
     B, J, V = logits.shape
     words = B, J, -(-V // 32)
     mask = jnp.full(words, -1, jnp.int32) if size.all_rules else None  # without grammars
-    return finish(state, rows, draw(logits, state, rows, mask, program=program, size=size))
+    drawn = draw(logits, state, rows, mask, program=program, size=size)
+    heads = run_heads(params, hidden, batch, program)
+    return finish(state, rows, drawn, heads, program=program)
 
 
 def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
@@ -91,6 +94,13 @@ def compute_logits(params: Any, hidden: Array, batch: Batch, program: Program) -
     return program.model.logits(program.config, params, take(hidden, batch.logits_indices))
 
 
+def run_heads(params: Any, hidden: Array, batch: Batch, program: Program) -> dict[str, Array]:
+    """Returns what the model's heads make of hidden, [T, E]: an array each, [B, ...]."""
+    return {
+        head.name: head.run(program.config, params, hidden, batch) for head in program.model.heads
+    }
+
+
 def draw(
     logits: Array, state: State, rows: SamplingMetadata, mask: Array | None, **static: Any
 ) -> SamplerOutput:
@@ -117,9 +127,20 @@ def _real(rows: SamplingMetadata, J: int) -> Array:
     return jnp.arange(J)[None] <= rows.num_drafts[:, None]
 
 
-def finish(state: State, rows: SamplingMetadata, drawn: SamplerOutput) -> tuple[State, StepOutput]:
-    """Writes what was drawn, [B, J], into the requests."""
+def finish(
+    state: State,
+    rows: SamplingMetadata,
+    drawn: SamplerOutput,
+    heads: dict[str, Array],
+    *,
+    program: Program,
+) -> tuple[State, StepOutput]:
+    """Writes what was drawn, [B, J], into the requests, and drafts for the next step."""
     requests, num_sampled, finished = advance(state.requests, rows, drawn.token_ids)
+    tables = state.tables
+    if (speculator := program.model.speculator) is not None:
+        tables, drafts = speculator.propose(requests, tables, rows, num_sampled)
+        requests = write_drafts(requests, rows, drafts)
     output = StepOutput(
         token_ids=drawn.token_ids,
         num_sampled=num_sampled,
@@ -127,8 +148,9 @@ def finish(state: State, rows: SamplingMetadata, drawn: SamplerOutput) -> tuple[
         not_finite=drawn.not_finite & rows.samples,
         no_choice=drawn.no_choice & rows.samples,
         logprobs=drawn.logprobs,
+        heads=heads,
     )
-    return replace(state, requests=requests), output
+    return replace(state, requests=requests, tables=tables), output
 
 
 def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Targets:

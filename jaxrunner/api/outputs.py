@@ -25,6 +25,8 @@ class CompletionOutput:
     raw_logprobs: np.ndarray | None = None  # under the model's own softmax
     processed_logprobs: np.ndarray | None = None  # under what it was sampled from, after all rules
     kept_mass: np.ndarray | None = None  # share that min-p, top-k, top-p left at its temperature
+    # Of each step that gave tokens, what the model's heads said, by their names.
+    heads: dict[str, list[np.ndarray]] | None = None
 
     def finished(self) -> bool:
         """Whether no more tokens will come."""

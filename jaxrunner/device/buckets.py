@@ -48,13 +48,13 @@ def choose(
     Raises:
       ValueError: none does.
     """
-    tokens, rows = sum(counts), len(counts)
-    uniform = tokens // rows if max(counts) * rows == tokens else -1
-    ragged = () if several else (0,)
+    tokens, rows, most = sum(counts), len(counts), max(counts)
     fits = [
         b
         for b in buckets
-        if b.num_tokens >= tokens and b.num_rows >= rows and b.query_len in (uniform, *ragged)
+        if b.num_tokens >= tokens
+        and b.num_rows >= rows
+        and (b.query_len >= most or not (b.query_len or several))
     ]
     if not fits:
         raise ValueError(

@@ -29,6 +29,7 @@ from jaxrunner.program import (
     admission_spec,
     admit_sizes,
     copies_spec,
+    heads_spec,
     logprob_widths,
     plan_spec,
     prompt_logprobs_size,
@@ -56,16 +57,19 @@ def multi_step(
 def forward(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
     """Runs the first phase of a step: all but the sampling.
 
-    Returns the state, the logits, [B, J, V], the rows, hidden, [T, E], and prompt tokens to score.
+    Returns the state, the logits, [B, J, V], the rows, hidden, [T, E], prompt tokens to score, and
+    what the heads say.
     """
     plan = unpack(plan_spec(program, size), vector)
     state, batch, rows, hidden = device.forward(params, state, plan, program=program, bucket=size)
     logits = device.compute_logits(params, hidden, batch, program)
-    return state, logits, rows, hidden, device.find_targets(state.requests, batch, rows)
+    targets = device.find_targets(state.requests, batch, rows)
+    return state, logits, rows, hidden, targets, device.run_heads(params, hidden, batch, program)
 
 
 def sample(
     logits: Array, state: State, rows: SamplingMetadata, mask: Array | None,
+    heads: dict[str, Array],
     *, program: Program, size: SampleSize,
 ) -> tuple[State, Array]:  # fmt: skip
     """Runs the second phase. `state` is without its KV cache; mask is None where not `all_rules`.
@@ -74,7 +78,7 @@ def sample(
     token allowed.
     """
     drawn = device.draw(logits, state, rows, mask, program=program, size=size)
-    state, output = device.finish(state, rows, drawn)
+    state, output = device.finish(state, rows, drawn, heads, program=program)
     return state, pack_on_device(output)
 
 
@@ -126,7 +130,8 @@ def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
     B, J, V = (dims[axis] for axis in "BJV")
     logits = jax.ShapeDtypeStruct((B, J, V), jnp.dtype(program.engine.dtype))
     mask = jax.ShapeDtypeStruct((B, J, -(-V // 32)), jnp.int32) if size.all_rules else None
-    return logits, abstract_tables(program), pytree.abstract(SamplingMetadata, dims), mask
+    rows, heads = pytree.abstract(SamplingMetadata, dims), heads_spec(program, B)
+    return logits, abstract_tables(program), rows, mask, heads
 
 
 def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogprobsSize) -> tuple:
@@ -139,7 +144,7 @@ def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogpro
 def _forward_output(program: Program) -> tuple:
     one = program.dims | dict(B=1, T=1)  # the structure counts, not the shapes
     rows, targets = (pytree.abstract(cls, one) for cls in (SamplingMetadata, Targets))
-    return abstract_state(program), 0, rows, 0, targets
+    return abstract_state(program), 0, rows, 0, targets, heads_spec(program, 1)
 
 
 def _columns(program: Program) -> list[int]:

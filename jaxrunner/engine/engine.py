@@ -64,7 +64,7 @@ class Engine:
         self.worker, self.runner, self.status = worker, worker.runner, worker.status
         program = self.runner.program
         self.config, self.model_config = program.engine, program.config
-        self.pools, self.scheduler = make_scheduler(self.config, self.model_config)
+        self.pools, self.scheduler = make_scheduler(program)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: NewTokens = []  # read, and not yet returned
         self.grammars = StructuredOutputManager(make_compiler)
@@ -206,6 +206,7 @@ class Engine:
         output.share_prompt_logprobs(scheduled.requests)
         gained = self.scheduler.update(scheduled, sampled)
         output.share_logprobs(gained)
+        output.share_heads(gained)
         self._gained += gained
         for request, tokens in gained:
             if request.grammar is not None and (reason := self.grammars.accept(request, tokens)):

@@ -1,15 +1,14 @@
 """The scheduler that an engine's sizes ask for."""
 
-from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.buckets import step_buckets
-from jaxrunner.program import engine_groups
+from jaxrunner.program import Program
 from jaxrunner.scheduling.block_pool import BlockPool, make_pools
 from jaxrunner.scheduling.scheduler import Scheduler
 
 
-def make_scheduler(config: EngineConfig, model: ModelConfig) -> tuple[list[BlockPool], Scheduler]:
+def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
     """Returns new block pools, one for each cache group, and a scheduler over them."""
-    groups = engine_groups(model, config)
+    config, groups = program.engine, program.cache_groups
     pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         groups, pools,
@@ -18,6 +17,7 @@ def make_scheduler(config: EngineConfig, model: ModelConfig) -> tuple[list[Block
         max_model_len=config.max_model_len,
         policy=config.policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        num_drafts=program.num_drafts,
         step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
     )  # fmt: skip
     return pools, scheduler

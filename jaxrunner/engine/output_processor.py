@@ -40,7 +40,7 @@ class RequestState:
         self._tokenizer: Tokenizer | None = None
         self._detokenizer: Detokenizer | None = None
         self._stops = StopChecker(params)
-        self._told_tokens = self._told_text = 0
+        self._told_tokens = self._told_text = self._told_heads = 0
         self.told_all = False  # whether `completion(delta=True)` has told the end
 
     def start(self, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
@@ -60,7 +60,7 @@ class RequestState:
         return dict(
             name=self.name, params=self.params, index=self.index, prompt=self.prompt,
             request=self.request, ages_s={k: now_s - t for k, t in self.times.items()},
-            told=(self._told_tokens, self._told_text, self.told_all),
+            told=(self._told_tokens, self._told_text, self._told_heads, self.told_all),
         )  # fmt: skip
 
     @classmethod
@@ -72,7 +72,9 @@ class RequestState:
         state.update(request, request.output_token_ids)
         now_s = time.monotonic()
         state.times = {k: now_s - age_s for k, age_s in saved["ages_s"].items()}
-        state._told_tokens, state._told_text, state.told_all = saved["told"]
+        (
+            state._told_tokens, state._told_text, state._told_heads, state.told_all,
+        ) = saved["told"]  # fmt: skip
         return state
 
     @property
@@ -148,7 +150,16 @@ class RequestState:
             raw_logprobs=arrays.get("raw"),
             processed_logprobs=arrays.get("processed"),
             kept_mass=arrays.get("kept_mass"),
+            heads=self._heads(delta=delta),
         )
+
+    def _heads(self, *, delta: bool) -> dict[str, list[np.ndarray]] | None:
+        """Returns what the model's heads said so far, or with `delta` since the last such call."""
+        said = {} if self.request is None else self.request.heads
+        start = self._told_heads if delta else 0
+        if delta:
+            self._told_heads = max(map(len, said.values()), default=0)
+        return {name: values[start:] for name, values in said.items()} or None
 
     def prompt_logprobs(self) -> list[LogprobDict | None] | FlatLogprobs | None:
         """Returns an entry a token of the prompt, None for those that were not scored.

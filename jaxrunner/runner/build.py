@@ -61,10 +61,18 @@ def build(
     cache_dir: where executables are kept from one process to the next, None for nowhere.
     """
     choice = choose_ops(model_config, config)
-    check_names((*(rule.table for rule in rules), *model.tables))
+    speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
-    program = Program(model, model_config, config, choice.ops, rules, sample=sample)
+    num_drafts = 0 if speculator is None else speculator.num_drafts
+    program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample)
+    check_names(program.tables)
+    if config.num_decode_steps > 1 and (model.heads or speculator is not None):
+        what = "heads" if model.heads else "a speculator"
+        raise ValueError(
+            f"num_decode_steps={config.num_decode_steps} needs a model without heads and without a "
+            f"speculator, {model_config.architecture} has {what}: set num_decode_steps=1"
+        )
     # What the code of others does is not known.
     ours = rules == RULES and is_ours(*_code(program))
     return Built(choice, program, abstract(params), cache_dir, ours)
@@ -74,5 +82,8 @@ def _code(program: Program) -> tuple[Any, ...]:
     """Returns the functions and classes that a model brings along."""
     model, config = program.model, program.config
     tables = (table.params for table in model.tables)
+    heads = (head.run for head in model.heads)
+    drafts = () if model.speculator is None else (model.speculator.propose,)
     kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
-    return (model.embed, model.layers, model.logits, type(config), *tables, *chain(*kinds))
+    return (model.embed, model.layers, model.logits, type(config), *tables, *heads, *drafts,
+            *chain(*kinds))  # fmt: skip

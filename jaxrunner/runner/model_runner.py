@@ -217,13 +217,13 @@ class ModelRunner:
         """
         if self._forwarded is None:
             return StepHandle()
-        work, logits, rows, scores = self._forwarded
+        work, logits, rows, heads, scores = self._forwarded
         B = work.bucket.num_rows
         size = work.size if grammar_output is None else work.size._replace(all_rules=True)
         mask = self._masks.of(work.req_ids, B, grammar_output) if size.all_rules else None
         self._forwarded = None
         program = self.programs[Key("sample", size)]
-        tables, packed = program(logits, replace(self.state, kv=()), rows, mask)
+        tables, packed = program(logits, replace(self.state, kv=()), rows, mask, heads)
         self.state = replace(tables, kv=self.state.kv)
         handle = StepHandle(work.req_ids, self._output(B, size.num_logprobs), packed)
         if scores:
@@ -233,7 +233,8 @@ class ModelRunner:
     def _forward(self, work: Work) -> None:
         """Launches the forward pass, and what scores prompt tokens."""
         program = self.programs[Key("forward", work.bucket)]
-        self.state, logits, rows, hidden, targets = program(self.params, self.state, work.plan)
+        out = program(self.params, self.state, work.plan)
+        self.state, logits, rows, hidden, targets, heads = out
         scores, tables = [], replace(self.state, kv=())
         size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
         for first in range(0, work.num_targets, size.num_targets):
@@ -242,7 +243,7 @@ class ModelRunner:
             if size.num_logprobs == self.program.config.vocab_size:
                 packed = np.asarray(packed)  # of many tokens they would fill the device
             scores.append((Layout(prompt_logprobs_spec(self.program, size)), packed))
-        self._forwarded = work, logits, rows, scores
+        self._forwarded = work, logits, rows, heads, scores
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""

@@ -1,7 +1,7 @@
 """What the host reads of a step: the handle of one in flight, and what it sampled."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,7 @@ class ModelRunnerOutput:
     no_choice: tuple[bool, ...] = ()  # no token was left to sample from
     logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    heads: dict[str, np.ndarray] = field(default_factory=dict)  # of the model's heads, [B, ...]
 
     def failures(self, nan_policy: str) -> dict[str, str]:
         """Returns why requests got no token that counts, by their ids."""
@@ -69,6 +70,17 @@ class ModelRunnerOutput:
                 # Copied, so that the whole batch's need not be kept.
                 one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), self.logprobs)
                 request.logprobs.append(one)
+
+    def share_heads(self, gained: NewTokens) -> None:
+        """Gives each request what the model's heads said of it."""
+        if not self.heads:
+            return
+        row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        for request, _ in gained:
+            for name, values in self.heads.items():
+                # Copied, so that the whole batch's need not be kept.
+                row = values[row_of[request.request_id]].copy()
+                request.heads.setdefault(name, []).append(row)
 
     def share_prompt_logprobs(self, requests: Mapping[str, Request]) -> None:
         """Gives requests that have not ended those of their prompts' tokens."""
@@ -120,6 +132,7 @@ class StepHandle:
             *map(tuple, flags),
             logprobs=logprobs[0] if logprobs else None,
             prompt_logprobs=tuple(self._prompt_logprobs()),
+            heads=dict(out.heads),
         )
 
     def _prompt_logprobs(self) -> Iterator[PromptLogprobs]:

@@ -1,0 +1,1 @@
+"""What proposes tokens for the model to verify, one kind a file."""

@@ -1,0 +1,100 @@
+"""Drafts change no token, whatever is drafted: greedy or sampled, preempted or cached."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
+from jaxrunner.indexing import take
+from jaxrunner.models.llama import llama
+from jaxrunner.pytree import host_value, leaf, pytree
+from jaxrunner.slot_table import SlotTable
+from jaxrunner.speculators.speculator import Speculator
+from jaxrunner.types import Array
+from tests.support import tiny
+
+K = 3
+
+
+@pytree
+class Proposed:
+    """Drafts so far."""
+
+    count: Array = leaf("R")
+
+
+def propose(requests, tables, rows, num_sampled):
+    """Drafts what followed the last token where it stood before; counts in its own table."""
+    ids, total = take(requests.token_ids, rows.slot), take(requests.total_len, rows.slot)
+    j = jnp.arange(ids.shape[1])[None]
+    last = jnp.take_along_axis(ids, jnp.maximum(total - 1, 0)[:, None], 1)
+    seen = (ids == last) & (j < total[:, None] - 1)
+    found = jnp.where(seen, j, -1).max(1)
+    at = jnp.where(found < 0, 0, found + 1)[:, None] + jnp.arange(K)[None]
+    drafts = jnp.take_along_axis(ids, jnp.clip(at, 0, ids.shape[1] - 1), 1)
+    count = tables["proposed"].count.at[rows.slot].add(jnp.where(rows.samples, K, 0), mode="drop")
+    return tables | {"proposed": Proposed(count)}, drafts
+
+
+TABLE = SlotTable("proposed", Proposed, lambda request: host_value(Proposed, count=np.int32(0)))
+MODEL = llama._replace(speculator=Speculator("lookup", K, propose, (TABLE,)))
+PROMPTS = {
+    "a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [9, 2], "c": list(range(1, 20)), "d": [7] * 9,
+    "e": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
+}  # fmt: skip
+RULED = dict(repetition_penalty=1.2, min_tokens=3, bad_words=[[5, 9]])
+
+
+def engine(model, **changes) -> Engine:
+    config, params = tiny.model_and_params()
+    return Engine(model, config, tiny.engine_config(**changes), params)
+
+
+def run(model, rule, **changes):
+    """Returns the requests, and how many steps were launched."""
+    e, steps = engine(model, **changes), 0
+    requests = {
+        name: e.add(name, ids, SamplingParams(max_tokens=20, seed=i, **rule))
+        for i, (name, ids) in enumerate(PROMPTS.items())
+    }
+    while e.has_unfinished:
+        e.step()
+        steps += 1
+    return {name: r.output_token_ids for name, r in requests.items()}, steps, e
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        (dict(temperature=0.0), {}),
+        (dict(temperature=0.0), dict(num_blocks=14, async_depth=3)),
+        (dict(temperature=0.7, top_p=0.9), dict(async_depth=1)),
+        (dict(temperature=0.5, logprobs=2) | RULED, dict(async_depth=3)),
+    ],
+    ids=["greedy", "preempted", "sampled", "rules and logprobs"],
+)
+def test_drafts_change_no_token(rule, changes):
+    want, plain_steps, _ = run(llama, rule, **changes)
+    got, steps, e = run(MODEL, rule, **changes)
+    assert got == want
+    if changes.get("num_blocks"):
+        assert e.scheduler.num_preemptions
+    elif rule["temperature"] == 0:
+        assert steps < plain_steps  # some drafts stood
+
+
+def test_each_slot_has_the_speculator_s_state():
+    e = engine(MODEL)
+    request = e.add("a", [1, 2, 3], SamplingParams(max_tokens=12, temperature=0.0))
+    sampled = 0
+    while e.has_unfinished:
+        sampled += bool(e.step())
+    assert len(request.output_token_ids) == 12
+    counts = np.asarray(e.runner.state.tables["proposed"].count)
+    assert counts.sum() == K * sampled and (counts > 0).sum() == 1
+
+
+def test_several_steps_a_launch_are_refused():
+    with pytest.raises(ValueError, match="LlamaForCausalLM has a speculator: set num_decode_steps"):
+        engine(MODEL, num_decode_steps=4)
