@@ -93,7 +93,7 @@ def alone(kind: str) -> list[list[int]]:
         ),
     ],
 )
-def test_tokens_depend_on_the_request_alone(kind, changes):  # 62
+def test_tokens_depend_on_the_request_alone(kind, changes):
     params = [params_of(kind, i) for i in range(len(PROMPTS))]
     e = engine(**changes)
     assert run(e, PROMPTS, params) == alone(kind)
@@ -130,7 +130,7 @@ def test_a_cached_prefix_changes_nothing(kind):
         assert (requests[0].num_cached_tokens > 0) == expected_hits
 
 
-def test_a_prefix_computed_in_the_same_step_is_shared():  # 20
+def test_a_prefix_computed_in_the_same_step_is_shared():
     e = engine()
     first, second = PROMPTS[0], PROMPTS[3]
     a = e.add("a", first, params_of("greedy", 0))
@@ -142,7 +142,7 @@ def test_a_prefix_computed_in_the_same_step_is_shared():  # 20
     assert b.output_token_ids == alone("greedy")[3]
 
 
-def test_greedy_is_the_argmax_of_a_full_forward():  # 33
+def test_greedy_is_the_argmax_of_a_full_forward():
     config, weights = tiny.model_and_params()
     for i, output in enumerate(alone("greedy")):
         ids = PROMPTS[i] + output
@@ -154,14 +154,14 @@ def test_greedy_is_the_argmax_of_a_full_forward():  # 33
         assert logits.shape == (len(ids), config.vocab_size)
 
 
-def test_greedy_ignores_the_seed():  # 33
+def test_greedy_ignores_the_seed():
     outputs = [
         run(engine(), [PROMPTS[0]], [SamplingParams(temperature=0.0, seed=s)]) for s in (1, 2)
     ]
     assert outputs[0] == outputs[1]
 
 
-def test_an_aborted_request_leaves_nothing_behind():  # 59
+def test_an_aborted_request_leaves_nothing_behind():
     e = engine()
     params = [params_of("sampled", i) for i in range(len(PROMPTS))]
     kept = [e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))]
@@ -174,7 +174,7 @@ def test_an_aborted_request_leaves_nothing_behind():  # 59
     assert [r.output_token_ids for r in kept] == alone("sampled")
 
 
-def test_a_drawn_seed_survives_preemption():  # D12
+def test_a_drawn_seed_survives_preemption():
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     free, tight = engine(), engine(num_blocks=13)
     want = run(free, PROMPTS, [params] * len(PROMPTS))
@@ -182,14 +182,14 @@ def test_a_drawn_seed_survives_preemption():  # D12
     assert tight.scheduler.num_preemptions > 0
 
 
-def test_the_length_limit_comes_before_min_tokens():  # D16
+def test_the_length_limit_comes_before_min_tokens():
     params = SamplingParams(temperature=0.0, max_tokens=None, min_tokens=1000)
     prompt = PROMPTS[0]
     (output,) = run(engine(), [prompt], [params])
     assert len(prompt) + len(output) == 48
 
 
-def test_a_preempted_request_gives_its_slot_back():  # D15
+def test_a_preempted_request_gives_its_slot_back():
     e = engine(num_blocks=13)
     for i, prompt in enumerate(PROMPTS):
         e.add(f"{i}", prompt, params_of("greedy", i))

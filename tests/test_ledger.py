@@ -43,7 +43,7 @@ def any_params(rng: np.random.Generator) -> SamplingParams:
 
 
 @pytest.mark.slow
-def test_two_thousand_requests_compile_nothing():  # 25
+def test_two_thousand_requests_compile_nothing():
     rng, changed = np.random.default_rng(0), set()
     config, weights = tiny.model_and_params()
     sizes = tiny.engine_config(
@@ -115,7 +115,7 @@ def decode(runner: ModelRunner, num_steps: int, params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 @pytest.mark.parametrize("logprobs", [None, 0, 9])
-def test_any_number_of_decodes_runs_what_warm_up_compiles(num_steps, logprobs, monkeypatch):  # 25
+def test_any_number_of_decodes_runs_what_warm_up_compiles(num_steps, logprobs, monkeypatch):
     runner = tiny.runner(trusted=True, **GPU)
     keys = launched(runner, monkeypatch)
     decode(runner, num_steps, SamplingParams(logprobs=logprobs))
@@ -141,7 +141,7 @@ def test_any_number_of_decodes_runs_while_small_sizes_are_pending(num_steps, mon
     assert len(keys) == len(NUMBERS) and set(keys) <= waited_for
 
 
-def test_a_random_load_runs_what_warm_up_compiles(monkeypatch):  # 25
+def test_a_random_load_runs_what_warm_up_compiles(monkeypatch):
     runner, rng = tiny.runner(trusted=True, **GPU), np.random.default_rng(0)
     keys = launched(runner, monkeypatch)
     for i in range(40):

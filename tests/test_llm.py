@@ -137,7 +137,7 @@ def test_a_stop_string_cuts_the_text(llm, include):
     assert got.token_ids == free.token_ids[: len(got.token_ids)]
 
 
-def test_eos_ends_a_request_unless_ignored(llm):  # 61
+def test_eos_ends_a_request_unless_ignored(llm):
     free = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     eos, llm.completions.eos_token_ids = llm.completions.eos_token_ids, frozenset([free[3]])
     try:

@@ -47,7 +47,7 @@ def ask(e: Engine, prompt: list[int]) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_what_slept_is_no_longer_found(level):  # 63
+def test_what_slept_is_no_longer_found(level):
     owner = Owner(engine())
     e, weights = owner.engine, owner.params
     want, _ = ask(e, PROMPT)
@@ -61,7 +61,7 @@ def test_what_slept_is_no_longer_found(level):  # 63
     assert weights is not owner.params
 
 
-def test_what_other_weights_computed_is_no_longer_found():  # 63
+def test_what_other_weights_computed_is_no_longer_found():
     owner, new = Owner(engine()), others()
     e, old = owner.engine, owner.params
     want, _ = ask(e, PROMPT)
