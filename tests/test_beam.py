@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, embedded
+from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.beam import BeamSearchParams
 
 SIZES: dict[str, Any] = dict(
@@ -84,6 +84,12 @@ def test_a_beam_computes_one_token_a_step(llm):
 def test_bad_beams_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         BeamSearchParams(**dict(beam_width=2, max_tokens=3) | changes)
+
+
+def test_parameters_that_are_of_no_beam_are_refused(llm):
+    params: Any = SamplingParams()
+    with pytest.raises(TypeError, match="params must be a BeamSearchParams, got SamplingParam"):
+        llm.beam_search([TEXT], params, use_tqdm=False)
 
 
 def test_a_beam_without_room_is_refused(llm):

@@ -255,8 +255,11 @@ def test_a_model_without_a_tokenizer_takes_ids(tmp_path):
         ids, text = llm.generate([{"prompt_token_ids": [1, 2, 3]}, "x"], GREEDY, use_tqdm=False)
         assert len(ids.outputs[0].token_ids) == 20 and ids.outputs[0].text == ""
         assert "leaves no tokenizer" in str(text.error)
-        with pytest.raises(ValueError, match="there is no tokenizer"):
+        with pytest.raises(ValueError, match="there is no tokenizer: leave skip_tok"):
             llm.chat([{"role": "user", "content": "x"}])
+        params = SamplingParams(bad_words=["x"])
+        (bad,) = llm.generate([{"prompt_token_ids": [1]}], params, use_tqdm=False)
+        assert "bad_words has the text 'x' and there is no tokenizer: give token ids" == bad.error
 
 
 BAD_SETTINGS = [
