@@ -21,14 +21,17 @@ def llm():
         yield llm
 
 
-@pytest.mark.parametrize("width,penalty", [(1, 1.0), (3, 1.0), (4, 0.0), (4, 2.0)])
-@pytest.mark.parametrize("eos", [None, 199])  # 199 is a line break: it occurs
-def test_beams_are_those_of_transformers(llm, width, penalty, eos):
+@pytest.fixture(scope="module")
+def reference():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        embedded.PATH, dtype=torch.float32
-    )
+    return transformers.AutoModelForCausalLM.from_pretrained(embedded.PATH, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("width,penalty", [(1, 1.0), (3, 1.0), (4, 0.0), (4, 2.0)])
+@pytest.mark.parametrize("eos", [None, 199])  # 199 is a line break: it occurs
+def test_beams_are_those_of_transformers(llm, reference, width, penalty, eos):
+    torch = pytest.importorskip("torch")
     llm.completions.eos_token_ids, kept = frozenset({eos} - {None}), llm.completions.eos_token_ids
     params = BeamSearchParams(
         beam_width=width, max_tokens=10, length_penalty=penalty, ignore_eos=eos is None,

@@ -1,7 +1,9 @@
 """Without compilation: the same tokens, operation by operation."""
 
+from dataclasses import replace
+
 import pytest
-from test_engine import PROMPTS, engine, params_of, run
+from test_engine import KINDS, PROMPTS, engine, params_of, run
 
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import backends
@@ -9,7 +11,7 @@ from tests.support import tiny
 
 
 def test_tokens_are_those_of_compiled_programs():
-    params = [params_of("greedy", 0), params_of("filtered", 1)]
+    params = [replace(params_of(kind, i), max_tokens=4) for i, kind in enumerate(KINDS)][::2]
     e = engine(enforce_eager=True)
     e.warm_up()
     e.runner.programs.strict = True

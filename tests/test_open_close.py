@@ -18,7 +18,7 @@ from jaxrunner.runner import model_runner
 from tests.support.small_llm import SIZES, live_bytes
 
 ROOT = Path(__file__).parents[1]
-CYCLES, DROPPED = 20, 10
+CYCLES, DROPPED = 6, 5
 SCRIPT = """
 import os, signal, threading, warnings
 from jaxrunner import LLM, SamplingParams, embedded

@@ -68,7 +68,9 @@ def assert_close(got, want) -> None:
         assert got[position][0] == pytest.approx(value, abs=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [32, 4, 3, 1])
+@pytest.mark.parametrize(
+    "chunk", [32, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 1))]
+)
 def test_chunks_tell_what_the_whole_would(chunk):
     e = engine(max_num_batched_tokens=chunk, token_buckets=(chunk,), decode_buckets=(1,))
     request = run(e, "a")
