@@ -244,7 +244,7 @@ def stated() -> dict[Pair, str]:
     """Returns the cells of the page."""
     rows = re.findall(r"^\| \d+ [^|]+(.*)", DOCS.read_text(), re.MULTILINE)
     cells = re.findall(r"[+.r]", "".join(rows))
-    return dict(zip(itertools.product(FEATURES, repeat=2), cells, strict=True))
+    return dict(zip(((a, b) for a in FEATURES for b in FEATURES), cells, strict=True))
 
 
 def test_neighbours_in_the_table_work_together_or_are_refused():

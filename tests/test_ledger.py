@@ -60,7 +60,7 @@ def test_two_thousand_requests_compile_nothing():
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
     )
-    requests = []
+    requests, aborted = [], set()
     try:
         for i in range(NUM_REQUESTS):
             params = any_params(rng)
@@ -69,7 +69,9 @@ def test_two_thousand_requests_compile_nothing():
             priority = int(rng.integers(3))
             requests.append(engine.add(f"{i}", prompt, params, priority=priority))
             if i % 50 == 3:
-                engine.abort([f"{i - 2}"])
+                gone = requests[-3]
+                aborted |= {gone.request_id} if gone.finish_reason is None else set()
+                engine.abort([gone.request_id])
             if i % 3 == 0:
                 engine.step()
         while engine.has_unfinished:
@@ -79,7 +81,11 @@ def test_two_thousand_requests_compile_nothing():
     assert (compiled, len(programs.ledger)) == ([], warm)
     assert changed == NAMES
     reasons = Counter(request.finish_reason for request in requests)
-    assert set(reasons) <= {"stop", "length", "abort", "error", "repetition"}
+    assert reasons.keys() == {"length", "stop", "abort", "repetition"}
+    assert {r.request_id for r in requests if r.finish_reason == "abort"} == aborted != set()
+    for request in requests:
+        num_left = request.max_len - len(request.prompt_token_ids) - len(request.output_token_ids)
+        assert num_left == 0 or request.finish_reason != "length", request
     assert reasons["length"] + reasons["stop"] > 0.9 * NUM_REQUESTS
 
 

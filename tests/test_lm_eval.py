@@ -127,7 +127,8 @@ def test_a_likelihood_is_that_of_hugging_face(checkpoints, torch):
 
 
 def test_lm_eval_finds_jaxrunner_by_its_name():
-    assert lm_eval.api.registry.get_model("jaxrunner") is JaxRunnerLM
+    registry = importlib.import_module("lm_eval.api.registry")
+    assert registry.get_model("jaxrunner") is JaxRunnerLM
 
 
 @pytest.mark.parametrize("add_bos_token", [None, True, False])
