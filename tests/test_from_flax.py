@@ -153,24 +153,16 @@ def ours(greedy: bool) -> list[Request]:
     return finished((llama, tiny.random_params(CONFIG)), GREEDY if greedy else SAMPLED)
 
 
-CHUNKS = dict(max_num_batched_tokens=5, token_buckets=(5,))
-
-
+@pytest.mark.parametrize("make", [nnx_model, linen_model])
 @pytest.mark.parametrize(
-    ("make", "changes"),
+    "changes",
     [
-        pytest.param(nnx_model, {}, id="nnx, batched"),
-        pytest.param(nnx_model, CHUNKS, id="nnx, chunked prefill"),
-        pytest.param(nnx_model, dict(num_blocks=13), id="nnx, preempted"),
-        pytest.param(nnx_model, dict(num_decode_steps=4), id="nnx, 4 steps a launch"),
-        pytest.param(linen_model, {}, id="linen, batched"),
-        pytest.param(linen_model, CHUNKS, id="linen, chunked prefill", marks=pytest.mark.slow),
-        pytest.param(linen_model, dict(num_blocks=13), id="linen, preempted",
-                     marks=pytest.mark.slow),
-        pytest.param(linen_model, dict(num_decode_steps=4), id="linen, 4 steps a launch",
-                     marks=pytest.mark.slow),
+        pytest.param({}, id="batched"),
+        pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunked prefill"),
+        pytest.param(dict(num_blocks=13), id="preempted", marks=pytest.mark.slow),
+        pytest.param(dict(num_decode_steps=4), id="4 steps a launch", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_greedy_tokens_equal_those_of_our_own_decoder(make, changes):
     got = [r.output_token_ids for r in finished(make(), GREEDY, **changes)]
     assert got == [r.output_token_ids for r in ours(True)]
