@@ -29,14 +29,14 @@ install = $(if $(UV),$(UV) pip install --quiet --python $(PY) $(1) ||) $(PY) -m 
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
-	@echo 'With ARGS="..." (demo), PYTEST_ARGS="..." (test), PYTHON=python3.12, VENV=folder,'
+	@echo 'With ARGS="..." (demo), PYTEST_ARGS="..." (test; -m "" for all), PYTHON=python3.12, VENV=folder,'
 	@echo 'CUDA=cuda12, cuda13 or nothing, UV= (use pip), TORCH=torch==version.'
 
 demo: $(VENV)/.base ## writes text with the model that comes along
 	@$(PY) -m jaxrunner $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.references ## runs the tests
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(VENV)/.dev $(VENV)/.references ## runs the tests, but for slow ones
+	@$(PY) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## checks style, format and types
 	@status=0; \

@@ -35,8 +35,10 @@ llm.runner.state = jax.tree.unflatten(jax.tree.structure(state), [x] + jax.tree.
 
 @pytest.mark.parametrize(
     ("warm_up", "end"),
-    [(True, ""), ("background", "raise ValueError('behind it')")],
-    ids=["at rest", "while it compiles, and fails"],
+    [
+        pytest.param(True, "", id="at rest", marks=pytest.mark.slow),
+        pytest.param("background", "raise ValueError('behind it')", id="as it compiles, and fails"),
+    ],
 )
 def test_python_ends_once_the_last_step_has(warm_up, end):
     sizes = ", ".join(f"{k}={v!r}" for k, v in (SIZES | dict(warm_up=warm_up)).items())

@@ -55,7 +55,9 @@ def used(engine: Engine, monkeypatch) -> list[Key]:
     return keys
 
 
-@pytest.mark.parametrize("num_decode_steps,num_left", [(1, 4), (3, 6)])
+@pytest.mark.parametrize(
+    "num_decode_steps,num_left", [pytest.param(1, 4, marks=pytest.mark.slow), (3, 6)]
+)
 def test_the_largest_size_serves_until_the_others_are_there(
     gate, monkeypatch, num_decode_steps, num_left
 ):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, embedded
+from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.beam import BeamSearchParams
 
 SIZES: dict[str, Any] = dict(
@@ -21,14 +21,17 @@ def llm():
         yield llm
 
 
-@pytest.mark.parametrize("width,penalty", [(1, 1.0), (3, 1.0), (4, 0.0), (4, 2.0)])
-@pytest.mark.parametrize("eos", [None, 199])  # 199 is a line break: it occurs
-def test_beams_are_those_of_transformers(llm, width, penalty, eos):
+@pytest.fixture(scope="module")
+def reference():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        embedded.PATH, dtype=torch.float32
-    )
+    return transformers.AutoModelForCausalLM.from_pretrained(embedded.PATH, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("width,penalty", [(1, 1.0), (3, 1.0), (4, 0.0), (4, 2.0)])
+@pytest.mark.parametrize("eos", [None, 199])  # 199 is a line break: it occurs
+def test_beams_are_those_of_transformers(llm, reference, width, penalty, eos):
+    torch = pytest.importorskip("torch")
     llm.completions.eos_token_ids, kept = frozenset({eos} - {None}), llm.completions.eos_token_ids
     params = BeamSearchParams(
         beam_width=width, max_tokens=10, length_penalty=penalty, ignore_eos=eos is None,
@@ -52,7 +55,7 @@ def test_beams_are_those_of_transformers(llm, width, penalty, eos):
         scores = [s.score for s in got.sequences]
         np.testing.assert_allclose(scores, want.sequences_scores.numpy(), atol=1e-4)
     ends = {s.finish_reason for s in got.sequences}
-    assert ends <= {"stop", "length"} and (eos is not None or ends == {"length"})
+    assert ends <= {"stop", "length"} and ("stop" in ends) == (eos is not None)
 
 
 def test_a_beam_computes_one_token_a_step(llm):
@@ -84,6 +87,12 @@ def test_a_beam_computes_one_token_a_step(llm):
 def test_bad_beams_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         BeamSearchParams(**dict(beam_width=2, max_tokens=3) | changes)
+
+
+def test_parameters_that_are_of_no_beam_are_refused(llm):
+    params: Any = SamplingParams()
+    with pytest.raises(TypeError, match="params must be a BeamSearchParams, got SamplingParam"):
+        llm.beam_search([TEXT], params, use_tqdm=False)
 
 
 def test_a_beam_without_room_is_refused(llm):

@@ -213,7 +213,7 @@ def test_a_large_header_is_refused_at_once(tmp_path):
         safetensors_file.read_header(path)
     assert time.monotonic() - start < 4  # on a machine that has other work
     path.write_bytes((2**25 + 1).to_bytes(8, "little") + b"{" + bytes(2**25))
-    with pytest.raises(ValueError, match="header of 33554433 bytes, at most 32 MiB can be read"):
+    with pytest.raises(ValueError, match="has a header of 33554433 bytes, at most 32 MiB can"):
         safetensors_file.read_header(path)
 
 
@@ -255,7 +255,7 @@ def test_a_folder_without_weights_says_so(tmp_path):
     model, config, _ = tiny()
     with pytest.raises(FileNotFoundError, match=r"holds no weights: it needs model\.safetensors"):
         load(tmp_path, model, config)
-    with pytest.raises(FileNotFoundError, match=r"gone must be a folder that holds"):
+    with pytest.raises(FileNotFoundError, match=r"gone must be a folder that holds .* or "):
         load(tmp_path / "gone", model, config)
     (tmp_path / "a.safetensors").symlink_to(tmp_path / "blob")
     with pytest.raises(FileNotFoundError, match=r"a\.safetensors is missing: download"):

@@ -34,6 +34,7 @@ def test_the_demo_streams_several_completions(monkeypatch, capsys):
 def test_the_demo_completes_its_argument(monkeypatch, capsys):
     argv = ["jaxrunner", "--max-tokens", "5", "--model", str(embedded.PATH), "def fib(n):"]
     monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(__main__, "LLM", lambda model, **sizes: LLM(model, **sizes | SIZES))
     __main__.main()
     assert "\ndef fib(n):" in capsys.readouterr().out
 

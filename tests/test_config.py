@@ -241,6 +241,7 @@ REFUSED = {
     "a float": (dict(num_hidden_layers=3.0), r"'num_hidden_layers' must be int, got 3\.0"),
     "a bool": (dict(num_attention_heads=True), r"'num_attention_heads' must be int, got True"),
     "a number for a bool": (dict(tie_word_embeddings=1), r"'tie_word_embeddings' must be bool"),
+    "a number for a name": (dict(architectures=[3]), r": architectures\[0\] must be str, got 3"),
     "zero": (dict(intermediate_size=0), r"'intermediate_size' must be at least 1, got 0"),
     "negative": (dict(head_dim=-2), r"'head_dim' must be at least 1, got -2"),
     "NaN": (dict(rms_norm_eps=float("nan")), r"'rms_norm_eps' must be finite, got nan"),

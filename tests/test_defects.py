@@ -1,4 +1,4 @@
-"""What vLLM 0.23.0 gets wrong in sampling, and we do not: D1 and so on of its behaviour map."""
+"""What vLLM 0.23.0 gets wrong in sampling, and we do not; each docstring says what vLLM does."""
 
 from collections.abc import Iterator
 import functools
@@ -44,7 +44,7 @@ def outputs(draft_stream: int, seed: int) -> np.ndarray:
     return np.bincount(np.asarray(drawn), minlength=3)
 
 
-def test_a_draft_and_what_replaces_it_share_no_noise():  # D1
+def test_a_draft_and_what_replaces_it_share_no_noise():
     """vLLM draws both from one Gumbel vector, which gives (.200, .467, .333) for (.2, .5, .3)."""
     want, biased = np.array([0.2, 0.5, 0.3]) * 200_000, np.array([0.2, 0.4667, 0.3333]) * 200_000
     assert len({TARGET, ACCEPT, DRAFT}) == 3
@@ -61,7 +61,7 @@ def flat(rows, *, J: int = 3) -> np.ndarray:
     return np.broadcast_to(-np.arange(V, dtype=np.float32), (len(rows), J, V)).copy()
 
 
-def test_min_tokens_holds_for_exactly_so_many():  # D2
+def test_min_tokens_holds_for_exactly_so_many():
     """vLLM compares the position of the input token, so EOS is banned for one token too long."""
     params = SamplingParams(temperature=0, min_tokens=4, logit_bias={EOS: 100})
     past = [Row(params, [5, 6], [9] * n, stop_ids=[EOS]) for n in range(7)]
@@ -72,7 +72,7 @@ def test_min_tokens_holds_for_exactly_so_many():  # D2
     assert drawn.tolist() == [[0, 0, 0], [0, 0, EOS], [0, EOS, EOS]]
 
 
-def test_bad_words_see_the_drafts_at_their_own_places():  # D3
+def test_bad_words_see_the_drafts_at_their_own_places():
     """vLLM's window over drafts is off by one: it compares each draft with its neighbour."""
     params = SamplingParams(temperature=0, bad_words=[[8, 0], [7, 8, 1], [3, 3, 3, 2]])
     rows = [
@@ -91,7 +91,7 @@ def test_bad_words_see_the_drafts_at_their_own_places():  # D3
 
 
 @pytest.mark.parametrize("shuffle", range(3))
-def test_allowed_ids_keep_their_logits_at_any_width(shuffle):  # D4
+def test_allowed_ids_keep_their_logits_at_any_width(shuffle):
     """vLLM masks and restores in blocks that race: allowed ids of other blocks may be lost."""
     size, rng = 20011, np.random.default_rng(shuffle)
     ids = rng.choice(size, 1024, replace=False)
@@ -127,7 +127,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner) if hasattr(inner, "eqns") else ()
 
 
-def test_no_index_counts_the_logits_of_all_rows():  # D5
+def test_no_index_counts_the_logits_of_all_rows():
     """vLLM's offsets row * V are int32, which wrap from 2**31 logits on."""
     B, J, size = 5600, 3, 128256
     assert B * J * size > 2**31
@@ -146,7 +146,7 @@ def test_no_index_counts_the_logits_of_all_rows():  # D5
             assert not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.int32)
 
 
-def test_all_logprobs_are_all_there_are():  # D6
+def test_all_logprobs_are_all_there_are():
     """vLLM takes -1 for none."""
     params = SamplingParams(logprobs=-1)
     assert params.num_logprobs == -1
@@ -160,7 +160,7 @@ def test_all_logprobs_are_all_there_are():  # D6
     assert np.isfinite(told.top_value).all()
 
 
-def test_custom_ids_are_told_of_drafts_too():  # D8
+def test_custom_ids_are_told_of_drafts_too():
     """vLLM loses a request's own ids in a step with drafts."""
     named = SamplingParams(logprob_token_ids=[40, 3, 17])
     rows = [Row(drafts=[1, 2]), Row(named, drafts=[1, 2]), Row(named), Row(named, drafts=[4])]
@@ -183,7 +183,7 @@ def compare_others(got: SamplerOutput, want: SamplerOutput, broken: int) -> None
 
 @pytest.mark.parametrize("value", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("j", range(3))
-def test_logits_that_are_not_finite_are_told_of_their_own_request(j, value):  # D9
+def test_logits_that_are_not_finite_are_told_of_their_own_request(j, value):
     """vLLM counts NaN by row of logits and reads the counts by request: drafts shift them."""
     rng = np.random.default_rng(0)
     rows = [Row(drafts=[1, 2], outputs=[3] * n) for n in range(5)]
@@ -198,7 +198,7 @@ def test_logits_that_are_not_finite_are_told_of_their_own_request(j, value):  # 
 
 
 @pytest.mark.parametrize("value", BROKEN.values(), ids=BROKEN)
-def test_logits_past_a_requests_last_draft_say_nothing_of_it(value):  # D9
+def test_logits_past_a_requests_last_draft_say_nothing_of_it(value):
     """What a step scores there belongs to the next request, or to padding."""
     params = SamplingParams(allowed_token_ids=[5], bad_words=[[0, 5]])  # 0: nothing is written
     rows = [Row(drafts=[4]), Row(drafts=[1, 2]), Row(), Row(params, drafts=[4])]
@@ -209,7 +209,7 @@ def test_logits_past_a_requests_last_draft_say_nothing_of_it(value):  # D9
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9])
-def test_top_k_keeps_the_same_tokens_at_every_batch_size(count):  # D10
+def test_top_k_keeps_the_same_tokens_at_every_batch_size(count):
     """vLLM searches for a pivot from 8 rows on, keeps all ties there, and stops when near."""
     steps = np.arange(V, dtype=np.int32)
     close = (np.float32(2.0).view(np.int32) + steps).view(np.float32)  # neighbours in float32
@@ -222,7 +222,7 @@ def test_top_k_keeps_the_same_tokens_at_every_batch_size(count):  # D10
 
 
 @pytest.mark.parametrize("settings", [{}, dict(top_k=20), dict(top_p=0.9)], ids=str)
-def test_a_stream_does_not_depend_on_batch_mates(settings):  # D11
+def test_a_stream_does_not_depend_on_batch_mates(settings):
     """vLLM's FlashInfer path draws unseeded rows from one generator, in the order of the batch."""
     rng = np.random.default_rng(1)
     mine, others = rng.normal(size=(3, V)), rng.normal(size=(5, 3, V))
@@ -249,7 +249,7 @@ def mask_of(*token_ids: int) -> list[np.ndarray]:
     return [(bits << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32).view(np.int32)]
 
 
-def test_rules_that_leave_no_token_are_told_and_yield_to_the_grammar():  # D21
+def test_rules_that_leave_no_token_are_told_and_yield_to_the_grammar():
     """vLLM emits token 0, which the grammar may not allow, and tells nobody."""
     ends = SamplingParams(min_tokens=3)
     banned = SamplingParams(allowed_token_ids=[5, 6], bad_words=[[5], [6]], top_k=1)
@@ -278,7 +278,7 @@ def test_rules_that_leave_no_token_are_told_and_yield_to_the_grammar():  # D21
 
 
 @pytest.mark.parametrize("value", BROKEN.values(), ids=BROKEN)
-def test_what_is_not_finite_is_not_told_as_no_choice(value):  # D21
+def test_what_is_not_finite_is_not_told_as_no_choice(value):
     """The neighbours' tokens and all that is told of them stay bit for bit."""
     row = Row(SamplingParams(allowed_token_ids=[5], bad_words=[[5]], top_p=0.5))
     logits = np.random.default_rng(0).normal(size=(3, 3, V)).astype(np.float32)

@@ -8,6 +8,7 @@ from jaxrunner.ops import backends
 from tests.support import tiny
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_compiled_programs():
     params = [params_of("greedy", 0), params_of("filtered", 1)]
     e = engine(enforce_eager=True)
@@ -18,7 +19,7 @@ def test_tokens_are_those_of_compiled_programs():
     assert e.runner.programs.report().startswith("none: each operation runs by itself")
 
 
-def test_python_sees_values(monkeypatch):
+def test_python_sees_values_and_the_tokens_are_the_same(monkeypatch):
     """What makes it a debugger: the model's Python runs in every step, on arrays and no tracers."""
     seen = []
 
@@ -26,9 +27,11 @@ def test_python_sees_values(monkeypatch):
         seen.append(inputs.token_ids.tolist())
         return llama.layers(config, params, x, kv, inputs, ops)
 
+    request = tiny.new_request("a", [5, 6, 7], blocks=range(9))
+    want = tiny.generate(tiny.runner(), request, 3)
     monkeypatch.setattr(tiny, "llama", llama._replace(layers=layers))
     runner = tiny.runner(enforce_eager=True)
-    tiny.generate(runner, tiny.new_request("a", [5, 6, 7], blocks=range(9)), 3)
+    assert tiny.generate(runner, request, 3) == want
     assert len(seen) == 3 and seen[0][:3] == [5, 6, 7]
     assert all(type(token) is int for ids in seen for token in ids)
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, from a checkout
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,12 +19,7 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.outputs import CompletionOutput, RequestOutput
 from jaxrunner.api.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
-from jaxrunner.models.llama import llama
-from jaxrunner.ops.backends import dense
-from jaxrunner.sampling.seed import TARGET, noise
-from jaxrunner.text.grammar_compiler import GrammarCompiler
-from jaxrunner.types import Inputs
-from tests.support import rules
+from tests.support.token_oracle import PROMPT, L, N, Oracle, V
 
 DOCS = Path(__file__).parents[1] / "docs" / "features.md"
 HEAD = """# Features together
@@ -36,67 +30,14 @@ engine, cache and neighbours; `r`, refused, with a message below; `.`, both are 
 On the diagonal is one feature, which changed what was answered (`priority` only when).
 `python tests/test_features.py` made this file, and `pytest tests/test_features.py` compares it.
 """
-V, L, N = 4096, 64, 18  # ids; positions; tokens of an output at most
 EOS, STOP, STOP_ID, NAMED = 307, "i]", 73, (5, 6, 73, 88)  # EOS is "def", said soon
-PROMPT = "for i in range(10):\n    x[i] = 0\n    x[i] = 0\n    x[i] ="
-BASE: dict[str, Any] = dict(seed=13, max_tokens=N)
+BASE: dict[str, Any] = dict(seed=226, max_tokens=N)  # whose text ends by itself, with EOS
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 SCHEMA = {"type": "array", "items": NUMBER, "minItems": 6, "maxItems": 6}
 JSON = [r"\[", *["[0-9]{1,2}", ","] * 5, "[0-9]{1,2}", r"\]"]  # a cut text has the first ones
 LETTERS = ["[a-f]", "-"] * 6 + ["[0-9]"]
 CHOICES = [f"some other one of the answers {word} is no good" for word in ("here", "there")]
 CHOICE = [*"some other one of the answers ", "t?", *"here is no good"]
-
-
-class Oracle:
-    """What is known without an engine."""
-
-    def __init__(self, llm: LLM):
-        tokenizer, self._eos = llm.get_tokenizer(), sorted(llm.completions.eos_token_ids)
-        self.decode, self.prompt = tokenizer.decode, tuple(tokenizer.encode(PROMPT))
-        self._config, self._weights = llm.engine.model_config, llm.engine.runner.params
-        self._grammars = GrammarCompiler(tokenizer, vocab_size=V, eos_token_ids=self._eos)
-        self._forward, self._of_ids = jax.jit(self._dense), functools.cache(self._logits)
-        self._of_seed = functools.cache(self._noise)
-
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Returns what `ids` are drawn from, [len(ids), V]."""
-        return self._of_ids((*self.prompt, *ids))[len(self.prompt) - 1 : -1]
-
-    def draws(self, params: Any, told: CompletionOutput) -> bool:
-        """Whether each token is the likeliest one, after all rules and with its noise."""
-        ids, start, stops = told.token_ids, len(self.prompt), [*params.stop_token_ids, *self._eos]
-        out = 0.0 + rules.processed(
-            np.pad(self.logits(ids), ((0, N - len(ids)), (0, 0))), [params] * N, vocab_size=V,
-            prompts=[self.prompt] * N, outputs=[ids[:j] for j in range(N)], stop_ids=stops,
-            position=start + np.arange(N), min_len=start + params.min_tokens,
-            mask=params.structured_outputs and self._masks(params.structured_outputs, ids),
-        )  # fmt: skip
-        out += 0 if params.is_greedy else self._of_seed(params.seed + told.index)
-        scores = out[: len(ids)]
-        return bool(ids) and bool((scores[range(len(ids)), ids] >= scores.max(-1) - 1e-3).all())
-
-    def _masks(self, wanted: StructuredOutputsParams, ids: Sequence[int]) -> np.ndarray:
-        grammar = self._grammars.submit(wanted).result()
-        for mask, token in zip(masks := np.full((N, V // 32), -1, np.int32), ids, strict=False):
-            grammar.fill(mask)
-            grammar.accept([token])
-        return masks
-
-    def _noise(self, seed: int) -> np.ndarray:
-        draw = functools.partial(noise, stream=TARGET, shape=(V,))
-        words, positions = jnp.asarray([0, seed], jnp.uint32), len(self.prompt) + jnp.arange(N)
-        return np.asarray(jax.vmap(draw, (None, 0))(words, positions))
-
-    def _logits(self, ids: tuple[int, ...]) -> np.ndarray:
-        padded = jnp.asarray(ids + (0,) * (L - len(ids)), jnp.int32)
-        return np.asarray(self._forward(self._weights, padded))[: len(ids)]
-
-    def _dense(self, weights, ids):
-        ops = dense(1)
-        inputs, none = Inputs(ids, jnp.arange(L), jnp.full(L, L)), (None,) * 8
-        hidden, _ = llama.forward(self._config, weights, none, inputs, ops)
-        return llama.logits(self._config, weights, hidden)
 
 
 class Case(NamedTuple):
@@ -173,11 +114,12 @@ def is_streamed(case: Case, told: CompletionOutput) -> bool:
 DRAWN: dict[str, dict[str, Any]] = {  # what `Oracle.draws` checks
     "greedy": dict(temperature=0.0), "temperature, seed": dict(temperature=1.5, seed=7),
     "top_k": dict(top_k=3), "top_p": dict(top_p=0.5), "min_p": dict(min_p=0.3),
-    "presence_penalty": dict(presence_penalty=2.0), "logit_bias": dict(logit_bias={88: -9, 59: 3}),
+    "presence_penalty": dict(presence_penalty=2.0), "logit_bias": dict(logit_bias={89: -9, 59: 3}),
     "frequency_penalty": dict(frequency_penalty=2.0), "repetition_penalty":
     dict(repetition_penalty=1.8), "bad_words": dict(bad_words=[[449, 199], [73, 61], [258]]),
-    "allowed_token_ids": dict(allowed_token_ids=[
-        *range(440), 489, 597, 715, 925, 1353, 1459, 1462, 1881, 2614, 2844]),
+    "allowed_token_ids": dict(allowed_token_ids=[  # those of CHOICES among them
+        *range(440), 452, 489, 491, 524, 583, 597, 715, 812, 855, 925, 936, 972, 1015, 1031, 1056,
+        1353, 1459, 1462, 1484, 1854, 1881, 2044, 2253, 2297, 2614, 2696, 2697, 2844]),
 }  # fmt: skip
 # These must leave the tokens of the other feature as they are.
 OBSERVERS: dict[str, tuple[dict[str, Any], Check]] = {
@@ -258,15 +200,22 @@ def judged(found: dict[Pair, list[RequestOutput]], params, base, oracle: Oracle)
             case = Case(got, params[pair], base if name == other else whole[other, other], *rest)
             checks = [FEATURES[name][1]] + [is_same] * (name in OBSERVERS)
             wrong += [name] * (not all(c(case, told) for c in checks for told in got.outputs))
-        a, b = (dataclasses.replace(o, request_id="", metrics=None) for o in (got, base))
+        same: dict[str, Any] = dict(request_id="", metrics=None)
+        if "skip_reading_prefix_cache" not in pair:  # of others the neighbours decide it
+            same |= dict(num_cached_tokens=0)
+        a, b = (dataclasses.replace(o, **same) for o in (got, base))
         if pair[0] == pair[1] not in ("priority", "stream") and a == b:
             wrong.append("no effect")
         cells[pair] = got.error or (f"failed: {wrong}" if wrong else "+")
     return cells
 
 
-def matrix() -> dict[Pair, str]:
-    pairs = [*((name, name) for name in FEATURES), *itertools.combinations(FEATURES, 2)]
+ALONE: list[Pair] = [(name, name) for name in FEATURES]
+PAIRS: list[Pair] = [*ALONE, *itertools.combinations(FEATURES, 2)]
+
+
+def matrix(pairs: Sequence[Pair] = PAIRS) -> dict[Pair, str]:
+    """Returns the cells of some pairs, among them those of each feature alone."""
     wanted = {p: asked(p) for p in sorted(pairs, key=lambda p: "logprobs of all" in p)}
     params = {p: some for p, some in wanted.items() if isinstance(some, SamplingParams)}
     with LLM(
@@ -291,6 +240,22 @@ def markdown(cells: dict[Pair, str]) -> str:
     return "\n".join([*lines, "", "Refused:", "", *told, ""])
 
 
+def stated() -> dict[Pair, str]:
+    """Returns the cells of the page."""
+    rows = re.findall(r"^\| \d+ [^|]+(.*)", DOCS.read_text(), re.MULTILINE)
+    cells = re.findall(r"[+.r]", "".join(rows))
+    return dict(zip(((a, b) for a in FEATURES for b in FEATURES), cells, strict=True))
+
+
+def test_neighbours_in_the_table_work_together_or_are_refused():
+    pytest.importorskip("llguidance")
+    cells, page = matrix([*ALONE, *itertools.pairwise(FEATURES)]), stated()
+    assert {pair: cell if cell in "+." else "r" for pair, cell in cells.items()} == {
+        pair: page[pair] for pair in cells
+    }
+
+
+@pytest.mark.slow
 def test_features_work_together_or_are_refused():
     pytest.importorskip("llguidance")
     assert DOCS.read_text() == markdown(matrix())

@@ -90,7 +90,6 @@ GOOD: tuple[dict[str, Any], ...] = (
     *({"bad_words": v} for v in ([], [[0], [V - 1]], [range(1024)], [[i] for i in range(128)])),
     dict(repetition_detection=RepetitionDetectionParams(max_pattern_size=4096, min_count=4096)),
 )  # fmt: skip
-PROMPTS = ({"prompt_token_ids": [EOS]}, {"prompt_token_ids": [V - 1] * 120})
 NEIGHBOURS: tuple[dict[str, Any], ...] = (
     dict(temperature=0),
     dict(seed=2, logprobs=0),
@@ -180,22 +179,26 @@ def test_extra_args_have_an_effect_where_a_logits_function_reads_them():
         assert "extra_args has 'cold'" in unread.error
 
 
-def test_the_widest_values_do_no_harm(llm):
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        pytest.param({"prompt_token_ids": [EOS]}, id="short", marks=pytest.mark.slow),
+        pytest.param({"prompt_token_ids": [V - 1] * 120}, id="long"),
+    ],
+)
+def test_the_widest_values_do_no_harm(llm, prompt):
     """Those of neighbours included: their tokens stay as they were."""
     want = ask(llm, *NEIGHBOURS)
-    for prompt in PROMPTS:
-        wide: list[dict[str, Any]] = [{"max_tokens": 3} | fields for fields in GOOD]
-        prompts = [PROMPT] * 3 + [prompt] * len(wide)
-        params = [SamplingParams(**SEEDED | p) for p in (*NEIGHBOURS, *wide)]
-        order = np.random.default_rng(len(prompts)).permutation(len(prompts))
-        outputs = llm.generate(
-            [prompts[i] for i in order], [params[i] for i in order], use_tqdm=False
-        )
-        found = dict(zip(order.tolist(), outputs, strict=True))
-        for i, output in found.items():
-            check_sane(output, params[i])
-        for i, wanted in enumerate(want):
-            assert seen(found[i])["tokens"] == seen(wanted)["tokens"]
+    wide: list[dict[str, Any]] = [{"max_tokens": 3} | fields for fields in GOOD]
+    prompts = [PROMPT] * 3 + [prompt] * len(wide)
+    params = [SamplingParams(**SEEDED | p) for p in (*NEIGHBOURS, *wide)]
+    order = np.random.default_rng(len(prompts)).permutation(len(prompts))
+    outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order], use_tqdm=False)
+    found = dict(zip(order.tolist(), outputs, strict=True))
+    for i, output in found.items():
+        check_sane(output, params[i])
+    for i, wanted in enumerate(want):
+        assert seen(found[i])["tokens"] == seen(wanted)["tokens"]
 
 
 def check_sane(output: Any, params: SamplingParams) -> None:

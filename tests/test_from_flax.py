@@ -61,8 +61,8 @@ def ours(greedy: bool) -> list[Request]:
     [
         pytest.param({}, id="batched"),
         pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunked prefill"),
-        pytest.param(dict(num_blocks=13), id="preempted"),
-        pytest.param(dict(num_decode_steps=4), id="4 steps a launch"),
+        pytest.param(dict(num_blocks=13), id="preempted", marks=pytest.mark.slow),
+        pytest.param(dict(num_decode_steps=4), id="4 steps a launch", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_equal_those_of_our_own_decoder(make, changes):

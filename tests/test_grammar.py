@@ -209,7 +209,7 @@ def test_copies_are_independent(vocab):
 
 
 @pytest.mark.parametrize("third", [None, -1, SPECIAL.index("<pad>")], ids=str)
-def test_masks_of_drafts_are_those_of_steps(vocab, third):  # D20
+def test_masks_of_drafts_are_those_of_steps(vocab, third):
     rng = np.random.default_rng(12)
     for start in range(20):
         grammar = vocab.grammar(json=SCHEMAS["enum array"])

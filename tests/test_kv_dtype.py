@@ -65,7 +65,7 @@ class Problem(test_reference.Problem):
     """Heavy-tailed keys and values, and a cache of 8 bits, full of junk where none of them is."""
 
     def __init__(self, case: str, dtype: str, kv_dtype: str):
-        super().__init__(case, dtype, np.nan)
+        super().__init__(case, dtype)
         rng = np.random.default_rng(2)
         self.k, self.v = (heavy(rng, *self.k.shape).astype(self.k.dtype) for _ in range(2))
         self.history = heavy(rng, *self.history.shape).astype(self.history.dtype)
@@ -127,13 +127,18 @@ def alone(kv_cache_dtype: str) -> list[list[int]]:
     return [test_engine.run(e, [prompt], [p])[0] for prompt, p in pairs]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", LOGITS)
+CHUNKS = dict(max_num_batched_tokens=5, token_buckets=(5,))
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("kv_cache_dtype", "changes"),
     [
-        pytest.param({}, id="batched"),
-        pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunks of 5"),
-        pytest.param(dict(num_blocks=13), id="preempted"),
+        pytest.param("int8", {}, id="int8, batched"),
+        pytest.param("int8", CHUNKS, id="int8, chunks of 5", marks=pytest.mark.slow),
+        pytest.param("int8", dict(num_blocks=13), id="int8, preempted"),
+        pytest.param("fp8", {}, id="fp8, batched", marks=pytest.mark.slow),
+        pytest.param("fp8", CHUNKS, id="fp8, chunks of 5"),
+        pytest.param("fp8", dict(num_blocks=13), id="fp8, preempted", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_depend_on_the_request_alone(kv_cache_dtype, changes):

@@ -17,9 +17,15 @@ def test_the_package_links_to_the_folder_at_the_top(name):
     assert not (ROOT / name).is_symlink()
 
 
-@pytest.mark.parametrize("name", LINKED)
-def test_a_module_has_one_name(name):
-    with pytest.raises(ImportError, match=f"import jaxrunner.{name}, not {name}"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("models", "import jaxrunner.models, not models"),
+        ("kernels_pallas", "import jaxrunner.kernels_pallas, not kernels_pallas"),
+    ],
+)
+def test_a_module_has_one_name(name, words):
+    with pytest.raises(ImportError, match=words):
         importlib.import_module(name)
     assert importlib.import_module(f"jaxrunner.{name}").__name__ == f"jaxrunner.{name}"
 

@@ -42,7 +42,7 @@ def fresh(params: Any, prompts=PROMPTS) -> list[list[int]]:
     return run(e, prompts, [GREEDY] * len(prompts))
 
 
-def test_after_an_update_all_is_as_with_a_new_engine():  # 63
+def test_after_an_update_all_is_as_with_a_new_engine():
     e = engine()
     old = run(e, PROMPTS, [GREEDY] * 6)
     ledger = len(e.runner.programs.ledger)
@@ -230,7 +230,7 @@ def test_updates_out_of_order_are_refused(llm: LLM):
     assert told(llm) == first and llm.weights_version == version
 
 
-def test_sleep_gives_memory_back_and_changes_no_token():  # 63
+def test_sleep_gives_memory_back_and_changes_no_token():
     with LLM(str(embedded.PATH), **SIZES) as llm:
         first, ledger = told(llm), len(llm.engine.runner.programs.ledger)
         runner = llm.engine.runner

@@ -137,7 +137,7 @@ def test_a_stop_string_cuts_the_text(llm, include):
     assert got.token_ids == free.token_ids[: len(got.token_ids)]
 
 
-def test_eos_ends_a_request_unless_ignored(llm):  # 61
+def test_eos_ends_a_request_unless_ignored(llm):
     free = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     eos, llm.completions.eos_token_ids = llm.completions.eos_token_ids, frozenset([free[3]])
     try:
@@ -255,8 +255,11 @@ def test_a_model_without_a_tokenizer_takes_ids(tmp_path):
         ids, text = llm.generate([{"prompt_token_ids": [1, 2, 3]}, "x"], GREEDY, use_tqdm=False)
         assert len(ids.outputs[0].token_ids) == 20 and ids.outputs[0].text == ""
         assert "leaves no tokenizer" in str(text.error)
-        with pytest.raises(ValueError, match="there is no tokenizer"):
+        with pytest.raises(ValueError, match="there is no tokenizer: leave skip_tok"):
             llm.chat([{"role": "user", "content": "x"}])
+        params = SamplingParams(bad_words=["x"])
+        (bad,) = llm.generate([{"prompt_token_ids": [1]}], params, use_tqdm=False)
+        assert "bad_words has the text 'x' and there is no tokenizer: give token ids" == bad.error
 
 
 BAD_SETTINGS = [

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrunner import embedded
 from jaxrunner.lm_eval import JaxRunnerLM
-from tests.support.harness import MAX_LENGTH, SIZES, generate, score
+from tests.support.harness import MAX_LENGTH, SIZES, generate, requests, score
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("choices", "texts", "prompts")
@@ -113,6 +113,22 @@ def test_lm_eval_says_the_same_of_hugging_face(name, checkpoints, tmp_path, capl
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
         assert len(numbers) >= 2
         assert {k: ours["results"][task][k] for k in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+def test_a_likelihood_is_that_of_hugging_face(checkpoints, torch):
+    backend = importlib.import_module("lm_eval.models.huggingface")
+    theirs = backend.HFLM(pretrained=str(checkpoints["BOS"]), device="cpu", dtype="float32")
+    pairs = [("x = ", "1"), ("def f", "(x):\n"), ("", "import os")]
+    want = theirs.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    for got, (logprob, is_greedy) in zip(
+        score(model(checkpoints["BOS"]), *pairs), want, strict=True
+    ):
+        assert got == (pytest.approx(logprob, rel=1e-5, abs=1e-5), is_greedy)
+
+
+def test_lm_eval_finds_jaxrunner_by_its_name():
+    registry = importlib.import_module("lm_eval.api.registry")
+    assert registry.get_model("jaxrunner") is JaxRunnerLM
 
 
 @pytest.mark.parametrize("add_bos_token", [None, True, False])

@@ -61,7 +61,7 @@ def batch(mode: str) -> tuple[np.ndarray, list[SamplerOutput]]:
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_ranks_and_order_equal_their_oracle(kind, mode):  # 36
+def test_values_ranks_and_order_equal_their_oracle(kind, mode):
     i = list(KINDS).index(kind)
     logits, got = batch(mode)
     for j in range(3):
@@ -80,7 +80,7 @@ def test_values_ranks_and_order_equal_their_oracle(kind, mode):  # 36
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_removed_tokens_are_minus_infinity_and_the_sampled_one_is_not(kind):  # 36
+def test_removed_tokens_are_minus_infinity_and_the_sampled_one_is_not(kind):
     i = list(KINDS).index(kind)
     logits, got = batch("processed_logprobs")
     for j in range(3):
@@ -159,7 +159,7 @@ def forced(logits, params=(), **rest) -> list[SamplerOutput]:
     return told([Row(p) for p in allow], wide, **rest)
 
 
-def test_logprobs_and_ranks_of_four_tokens():  # 35
+def test_logprobs_and_ranks_of_four_tokens():
     got = forced([1.0, 3.0, 3.0, 2.0])
     assert [int(out.token_ids[0]) for out in got] == [0, 1, 2, 3]
     parts = [out.logprobs[0] for out in got]
@@ -172,14 +172,14 @@ def test_logprobs_and_ranks_of_four_tokens():  # 35
         assert (p.top_value[0, 4:] == -np.inf).all()
 
 
-def test_raw_mode_does_not_see_the_temperature():  # 36
+def test_raw_mode_does_not_see_the_temperature():
     cold, warm = (forced([1.0, 3.0, 3.0, 2.0], dict(temperature=t)) for t in (0.5, 2.0))
     for a, b in zip(cold, warm, strict=True):
         np.testing.assert_array_equal(a.logprobs[0].value, b.logprobs[0].value)
         np.testing.assert_array_equal(a.logprobs[0].top_value, b.logprobs[0].top_value)
 
 
-def test_a_request_with_fewer_columns_gets_the_first_of_the_many():  # 35
+def test_a_request_with_fewer_columns_gets_the_first_of_the_many():
     logits, many = batch("raw_logprobs")
     for few, out in zip(told(ROWS, logits, num_logprobs=5), many, strict=True):
         a, b = few.logprobs[0], out.logprobs[0]
@@ -193,7 +193,7 @@ def test_a_request_with_fewer_columns_gets_the_first_of_the_many():  # 35
     "counts,columns",
     [([0], 1), ([None, 0], 1), ([None, None], 0), ([1, 0], 1), ([2, 5, None, 0], 20), ([-1, 3], V)],
 )
-def test_a_batch_has_the_columns_of_its_widest_request(counts, columns):  # 35
+def test_a_batch_has_the_columns_of_its_widest_request(counts, columns):
     slots = RequestTable(rules.program())
     for i, count in enumerate(counts):
         params = SamplingParams(logprobs=count)
@@ -203,7 +203,7 @@ def test_a_batch_has_the_columns_of_its_widest_request(counts, columns):  # 35
     assert logprob_widths(V)[-1] == V and logprob_widths(WIDE)[-1] == WIDE
 
 
-def test_all_columns_hold_every_token_once():  # 35
+def test_all_columns_hold_every_token_once():
     logits, got = batch("raw_logprobs")
     for i, out in enumerate(got):
         for j in range(3):
@@ -215,7 +215,7 @@ def test_all_columns_hold_every_token_once():  # 35
 
 
 @pytest.mark.parametrize("columns", [5, V])
-def test_custom_ids_stand_in_their_order_beside_rows_of_likeliest(columns):  # 37
+def test_custom_ids_stand_in_their_order_beside_rows_of_likeliest(columns):
     logits, _ = batch("raw_logprobs")
     rows = [
         Row(SamplingParams(logprobs=2), drafts=[1, 2]),
@@ -235,7 +235,7 @@ def test_custom_ids_stand_in_their_order_beside_rows_of_likeliest(columns):  # 3
             np.testing.assert_allclose(part.value[j], own, rtol=1e-5, atol=1e-5)
 
 
-def test_128_custom_ids_are_told_and_one_more_is_refused():  # 37
+def test_128_custom_ids_are_told_and_one_more_is_refused():
     ids = list(range(200, 72, -1))
     logits = np.random.default_rng(3).normal(size=(2, 1, 501)).astype(np.float32)
     rows = [Row(SamplingParams(logprob_token_ids=ids)), Row()]

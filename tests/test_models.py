@@ -41,7 +41,13 @@ def generate(engine, params):
     return requests
 
 
-@pytest.mark.parametrize("variant", families.VARIANTS)
+QUICK = "llama", "llama, dynamic rope", "mistral", "qwen2, some windows", "qwen3"
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in families.VARIANTS],
+)
 def test_greedy_tokens_equal_those_of_transformers(variant, huggingface):
     model, config, params = families.model_and_params(variant)
     sizes: dict[str, Any] = dict(max_model_len=128, num_blocks=400, block_size=8, max_num_seqs=16,
@@ -56,9 +62,10 @@ def test_greedy_tokens_equal_those_of_transformers(variant, huggingface):
     for i, request in enumerate(requests):
         prompt, output = request.prompt_token_ids, request.output_token_ids
         assert len(output) == NEW_TOKENS
-        if "dynamic" in variant or i % 8 == 5:
+        if i % (3 if "dynamic" in variant else 8) == 2:
             assert output == huggingface.greedy(reference, prompt, NEW_TOKENS)
-            continue
+        if "dynamic" in variant:
+            continue  # whose angles change with the length
         # Each token is the likeliest one after those before it: by induction, what generate gives.
         logits = huggingface.logits(reference, prompt + output)
         assert output == logits[len(prompt) - 1 : -1].argmax(-1).tolist()

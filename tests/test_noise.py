@@ -38,7 +38,7 @@ def excess(seen: np.ndarray, expected: np.ndarray) -> float:
     return (((seen - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
 
-def test_unlikely_tokens_are_drawn_as_often_as_they_should():  # 34
+def test_unlikely_tokens_are_drawn_as_often_as_they_should():
     *_, token_ids = drawn()
     expected = TAIL * (V - 1) * DRAWS  # 9.8; of 23 bits 0.9
     assert abs((token_ids != V // 3).sum() - expected) < 2.5 * np.sqrt(expected)

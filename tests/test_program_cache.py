@@ -79,11 +79,19 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert reasons(third) == {LOADED}
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory) -> Path:
+    """Returns a folder in which an engine has kept its programs."""
+    folder = tmp_path_factory.mktemp("started")
+    start(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     "spoil", [lambda data: data[:-9], lambda data: b"", lambda data: b"?" * 99]
 )
-def test_a_file_that_is_not_whole_is_ignored(tmp_path, spoil):
-    start(tmp_path)
+def test_a_file_that_is_not_whole_is_ignored(tmp_path, started, spoil):
+    shutil.copytree(started, tmp_path, dirs_exist_ok=True)
     whole = files(tmp_path)[0]
     data = whole.read_bytes()
     whole.write_bytes(spoil(data))

@@ -38,7 +38,7 @@ def buckets(rows, tokens, query_len=1):
         ([1, 1, 9], (16, 8, 0)),
     ],
 )
-def test_the_first_bucket_that_fits_is_chosen(counts, want):  # 21, 23
+def test_the_first_bucket_that_fits_is_chosen(counts, want):
     got = choose(buckets(8, (1, 2, 4, 8, 16)), counts)
     assert (got.num_tokens, got.num_rows, got.query_len) == want
 
@@ -46,7 +46,7 @@ def test_the_first_bucket_that_fits_is_chosen(counts, want):  # 21, 23
 @pytest.mark.parametrize(
     "counts,want", [([4], (4, 1, 4)), ([4] * 3, (16, 4, 4)), ([3] * 3, (16, 4, 0))]
 )
-def test_uniform_buckets_of_drafting_rows(counts, want):  # 22
+def test_uniform_buckets_of_drafting_rows(counts, want):
     got = choose(buckets(4, (4, 8, 16), query_len=4), counts)
     assert (got.num_tokens, got.num_rows, got.query_len) == want
 

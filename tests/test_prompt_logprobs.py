@@ -68,19 +68,21 @@ def assert_close(got, want) -> None:
         assert got[position][0] == pytest.approx(value, abs=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [32, 4, 3, 1])
-def test_chunks_tell_what_the_whole_would(chunk):  # 38
+@pytest.mark.parametrize(
+    "chunk", [32, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 1))]
+)
+def test_chunks_tell_what_the_whole_would(chunk):
     e = engine(max_num_batched_tokens=chunk, token_buckets=(chunk,), decode_buckets=(1,))
     request = run(e, "a")
     assert len(request.prompt_logprobs) == -(-9 // chunk) if chunk != 3 else 3
     assert_close(entries(request), oracle(PROMPT))
 
 
-def test_a_prompt_of_one_token_has_none():  # 38
+def test_a_prompt_of_one_token_has_none():
     assert run(engine(), "a", [7]).prompt_logprobs == []
 
 
-def test_widths_differ_within_a_batch():  # 38
+def test_widths_differ_within_a_batch():
     e = engine()
     asked = [e.add(str(k), PROMPT, SamplingParams(max_tokens=2, prompt_logprobs=k))
              for k in (0, 3, -1)]  # fmt: skip
@@ -95,7 +97,7 @@ def test_widths_differ_within_a_batch():  # 38
     assert asked[2].prompt_logprobs[0][1].top_ids.shape[1] == 61
 
 
-def test_preemption_in_a_prompt_starts_anew():  # 38
+def test_preemption_in_a_prompt_starts_anew():
     long = [*PROMPT, *range(20), *PROMPT]
     e = engine(num_blocks=14, policy="priority", max_num_batched_tokens=8, token_buckets=(8,))
     first = e.add("first", range(8), SamplingParams(max_tokens=36, temperature=0), priority=0)
@@ -109,7 +111,7 @@ def test_preemption_in_a_prompt_starts_anew():  # 38
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
-def test_prompts_honour_the_mode(mode):  # D7: vLLM gives raw logprobs whatever the mode
+def test_prompts_honour_the_mode(mode):  # vLLM gives raw logprobs whatever the mode
     e = engine(logprobs_mode=mode)
     request = run(e, "a", temperature=0.5, top_k=4, seed=1, logit_bias={7: 2.0})
     logits = dense_logits(*tiny.model_and_params(), PROMPT).astype(np.float64)
@@ -146,7 +148,7 @@ def test_ids_that_outputs_name_are_not_those_of_prompts():
     assert_close(entries(run(engine(), "a", logprob_token_ids=[7, 8, 9])), oracle(PROMPT))
 
 
-def test_the_head_runs_on_the_tokens_that_ask_alone():  # D7: vLLM runs it on all of all requests
+def test_the_head_runs_on_the_tokens_that_ask_alone():  # vLLM runs it on all of all requests
     e = engine(max_num_seqs=2, max_num_batched_tokens=32)
     launched = []
 

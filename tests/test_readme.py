@@ -1,10 +1,13 @@
 """The programs of README.md and docs/sampling.md run as they stand."""
 
+import ast
+from collections import defaultdict
 from pathlib import Path
 import re
 import runpy
 
 import jax
+import pytest
 
 from tests.support.small_llm import SIZES
 
@@ -22,16 +25,33 @@ def test_the_readme_is_short():
     assert len(ROOT.joinpath("README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_twenty_lines_of_the_readme_run(tmp_path, capsys):
-    text = program("README.md")
-    assert len([line for line in text.splitlines() if line.strip()]) <= 20
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param("max_num_seqs=16", id="as they stand", marks=pytest.mark.slow),
+        pytest.param("**SIZES", id="in small sizes"),
+    ],
+)
+def test_the_twenty_lines_of_the_readme_run(sizes, tmp_path, capsys):
+    text = program("README.md").replace("max_num_seqs=16", sizes)
+    assert len([line for line in text.splitlines() if line.strip()]) <= 20 and sizes in text
     path = tmp_path / "readme.py"
     path.write_text(text)
-    request = runpy.run_path(str(path))["request"]
-    ended = len(request.output_token_ids), request.finish_reason
-    # A GPU computes in bfloat16, and may draw other tokens.
-    assert ended == (48, "length") or (jax.default_backend() != "cpu" and ended[1] == "stop")
-    assert "is out of range, the model's ids are 0 to 4095" in capsys.readouterr().out
+    names = runpy.run_path(str(path), init_globals=dict(SIZES=SIZES))
+    last, request, printed = names["output"].outputs[0], names["request"], capsys.readouterr().out
+    for ids, reason in (
+        (last.token_ids, last.finish_reason),
+        (request.output_token_ids, request.finish_reason),
+    ):
+        assert (len(ids), reason) == (48, "length") or (len(ids) < 48 and reason == "stop")
+    streamed = defaultdict(str)
+    for name, delta in re.findall(r"^(\d+) (['\"].*)$", printed, re.MULTILINE):
+        streamed[name] += ast.literal_eval(delta)
+    assert len(streamed) == 2
+    if jax.default_backend() == "cpu":  # bfloat16 on a GPU may tell other tokens in other batches
+        assert last.token_ids == request.output_token_ids
+        assert all(text in printed for text in streamed.values())
+    assert "is out of range, the model's ids are 0 to 4095" in printed
 
 
 def test_the_program_of_the_rules_runs(tmp_path):

@@ -152,7 +152,7 @@ def rows_out(rows, logits, **rest) -> list[np.ndarray]:
 PENALTIES = SamplingParams(repetition_penalty=2, frequency_penalty=0.5, presence_penalty=0.25)
 
 
-def test_penalties_have_the_values_of_the_paper():  # 26
+def test_penalties_have_the_values_of_the_paper():
     row = Row(PENALTIES, prompt=[1, 4], outputs=[0, 3, 0, 4], drafts=[0, 0])
     first, second, third = rows_out([row], [3.0, -3.0, 3.0, -3.0, 3.0])[0][:, :5].tolist()
     assert first == [0.25, -6.0, 3.0, -6.75, 0.75]
@@ -160,7 +160,7 @@ def test_penalties_have_the_values_of_the_paper():  # 26
     assert third == [-0.75, -6.0, 3.0, -6.75, 0.75]
 
 
-def test_penalties_count_drafts_and_forget_rejected_ones():  # 27
+def test_penalties_count_drafts_and_forget_rejected_ones():
     params = SamplingParams(frequency_penalty=1)
     row = Row(params, prompt=[5], outputs=[9, 5], drafts=[5, 5])
     assert rows_out([row], np.zeros(V))[0][:, 5].tolist() == [-1.0, -2.0, -3.0]
@@ -177,7 +177,7 @@ def test_penalties_count_drafts_and_forget_rejected_ones():  # 27
     assert out[[5, 7, 9]].tolist() == [-2.0, -1.0, -1.0]
 
 
-def test_min_tokens_outweighs_a_bias_for_exactly_so_many_tokens():  # 28
+def test_min_tokens_outweighs_a_bias_for_exactly_so_many_tokens():
     params = SamplingParams(min_tokens=4, logit_bias={8: 100})
     past = [Row(params, [1, 2], [3] * n, stop_ids=[8]) for n in range(7)]
     best = [int(out[0].argmax()) for out in rows_out(past, np.arange(12.0))]
@@ -186,14 +186,14 @@ def test_min_tokens_outweighs_a_bias_for_exactly_so_many_tokens():  # 28
     assert rows_out([drafted], np.arange(12.0))[0].argmax(1).tolist() == [11, 8, 8]
 
 
-def test_a_bias_gives_back_no_token_that_is_not_allowed():  # 29
+def test_a_bias_gives_back_no_token_that_is_not_allowed():
     params = SamplingParams(allowed_token_ids=[5, 9], logit_bias={7: 50, 9: 1.5})
     out = rows_out([Row(params)], np.arange(12.0))[0][0]
     assert out[7] == -np.inf and np.flatnonzero(out > -np.inf).tolist() == [5, 9]
     assert out[[5, 9]].tolist() == [5.0, 10.5]
 
 
-def test_1024_ids_are_accepted_and_one_more_is_refused():  # 29
+def test_1024_ids_are_accepted_and_one_more_is_refused():
     ids = list(range(0, 4096, 4))
     assert SamplingParams(allowed_token_ids=ids).allowed_token_ids == tuple(ids)
     assert len(SamplingParams(logit_bias=dict.fromkeys(ids, 1.0)).logit_bias or ()) == 1024
@@ -204,7 +204,7 @@ def test_1024_ids_are_accepted_and_one_more_is_refused():  # 29
         SamplingParams(logit_bias=dict.fromkeys([*ids, 1], 1.0))
 
 
-def test_1024_ids_all_have_their_effect():  # 29
+def test_1024_ids_all_have_their_effect():
     ids = np.random.default_rng(0).choice(4099, 1024, replace=False).tolist()
     every = [
         SamplingParams(allowed_token_ids=ids),
@@ -224,7 +224,7 @@ def banned(out: np.ndarray) -> list[list[int]]:
     return [np.flatnonzero(row == -np.inf).tolist() for row in out]
 
 
-def test_bad_words_are_banned_behind_their_start():  # 30
+def test_bad_words_are_banned_behind_their_start():
     params = SamplingParams(bad_words=[[8, 9]])
     pasts = [
         Row(params, [1], [8]),
@@ -242,7 +242,7 @@ def test_bad_words_are_banned_behind_their_start():  # 30
     ]  # fmt: skip
 
 
-def test_greedy_rows_take_the_lowest_of_the_likeliest():  # 33
+def test_greedy_rows_take_the_lowest_of_the_likeliest():
     rows = [
         Row(SamplingParams(temperature=0)),
         Row(SamplingParams(temperature=0, top_k=1, top_p=0.1, min_p=0.9)),
@@ -265,7 +265,7 @@ def mask_of(token_ids, size: int = V) -> np.ndarray:
 
 
 @pytest.mark.parametrize("token", [0, 1, 30, 31, 32, 33, 59, 60])
-def test_a_mask_allows_the_tokens_of_its_bits_alone(token):  # 39
+def test_a_mask_allows_the_tokens_of_its_bits_alone(token):
     masks = np.stack([mask_of([token]), ~mask_of([token]), mask_of([token, 60, 31])])
     row = Row(drafts=[1, 2], masks=masks)
     one, rest, few = rows_out([row], np.zeros(V))[0]
@@ -274,14 +274,14 @@ def test_a_mask_allows_the_tokens_of_its_bits_alone(token):  # 39
     assert np.flatnonzero(few == 0).tolist() == sorted({token, 60, 31})
 
 
-def test_the_sign_bit_is_the_last_token_of_a_word():  # 39
+def test_the_sign_bit_is_the_last_token_of_a_word():
     row = Row(drafts=[1], masks=np.array([[-(2**31), 0], [0, -1]], np.int32))
     first, second = rows_out([row], np.zeros(V))[0]
     assert np.flatnonzero(first == 0).tolist() == [31]
     assert np.flatnonzero(second == 0).tolist() == list(range(32, V))
 
 
-def test_each_draft_has_its_own_mask():  # 39
+def test_each_draft_has_its_own_mask():
     tokens = np.array([[31, 32, 60, 7], [0, 59, 31, 33], [5, 5, 6, 32]])
     rows = [Row(drafts=t[:3].tolist(), masks=[mask_of([x]) for x in t]) for t in tokens]
     rows.insert(1, Row(SamplingParams(allowed_token_ids=[9]), drafts=[4]))  # without a grammar
@@ -290,7 +290,7 @@ def test_each_draft_has_its_own_mask():  # 39
     assert drawn[[0, 2, 3]].tolist() == tokens.tolist() and set(drawn[1].tolist()) == {9}
 
 
-def test_no_mask_is_a_mask_of_all_tokens():  # 39
+def test_no_mask_is_a_mask_of_all_tokens():
     logits = np.random.default_rng(1).normal(size=(rules.SIZE, 4, V)).astype(np.float32)
     state, due = rules.state_of([Row(drafts=[1, 2, 3])] * 3)
     draw = rules.drawer(rules.program(), SampleSize(rules.SIZE, True))

@@ -53,7 +53,7 @@ def one(logits, **settings):
 
 @pytest.mark.parametrize("all_rules", [False, True], ids=["usual rules", "all rules"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_draws_follow_the_exact_distribution(kind, all_rules):  # 34
+def test_draws_follow_the_exact_distribution(kind, all_rules):
     settings = KINDS[kind]
     params = SamplingParams(**settings)
     count, rounds = 1000, 100
@@ -80,23 +80,23 @@ def test_rules_equal_their_oracle(kind, seed):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 33])
-def test_ties_of_top_k_go_to_the_lower_id_at_every_batch_size(rows):  # 32, D10
+def test_ties_of_top_k_go_to_the_lower_id_at_every_batch_size(rows):
     params = [SamplingParams(top_k=2)] * rows
     kept = rules.processed([[3, 2, 2, 1]] * rows, params) > -np.inf
     assert kept.tolist() == [[True, True, False, False]] * rows
 
 
 @pytest.mark.parametrize("p,count", [(0.6, 2), (0.5, 1), (0.81, 3), (1e-6, 1), (1.0, 3)])
-def test_top_p_keeps_the_fewest_that_reach_it(p, count):  # 32
+def test_top_p_keeps_the_fewest_that_reach_it(p, count):
     assert (one(np.log([0.5, 0.3, 0.2]), top_p=p) > -np.inf).sum() == count
 
 
-def test_top_p_acts_on_what_top_k_left():  # 32
+def test_top_p_acts_on_what_top_k_left():
     kept = one(np.log([0.4, 0.3, 0.2, 0.1]), top_k=2, top_p=0.57) > -np.inf
     assert kept.sum() == 1  # 0.4 / 0.7 is 0.571
 
 
-def test_min_p_counts_from_the_likeliest():  # 31
+def test_min_p_counts_from_the_likeliest():
     assert (one([2.0, -0.30, -0.31], min_p=0.1) > -np.inf).tolist() == [True, True, False]
     assert (one([2.0, -2.60, -2.61], min_p=0.1, temperature=2) > -np.inf).tolist() == [
         True, True, False,
@@ -104,13 +104,13 @@ def test_min_p_counts_from_the_likeliest():  # 31
 
 
 @pytest.mark.parametrize("all_rules", [False, True])
-def test_greedy_is_the_argmax_whatever_the_seed(all_rules):  # 33
+def test_greedy_is_the_argmax_whatever_the_seed(all_rules):
     greedy = SamplingParams(temperature=0.0)
     drawn = rules.draw([1.0, 5.0, 5.0, 2.0], greedy, range(50), 3, all_rules=all_rules)
     assert set(drawn.tolist()) == {1}
 
 
-def test_noise_depends_on_seed_and_position_alone():  # 34, D11
+def test_noise_depends_on_seed_and_position_alone():
     params, logits = SamplingParams(), np.zeros(8, np.float32)
     alone = [rules.draw(logits, params, [s], 5)[0] for s in range(6)]
     assert rules.draw(logits, params, list(range(6)), 5).tolist() == alone
@@ -137,7 +137,7 @@ def drawer() -> Any:
     return jax.jit(draw)
 
 
-def test_a_step_draws_by_seed_and_position_in_any_batch():  # 34
+def test_a_step_draws_by_seed_and_position_in_any_batch():
     rng, some = np.random.default_rng(0), np.arange(20, dtype=np.int32)
     logits = jnp.asarray(rng.normal(size=(20, 61)), jnp.float32)
     at = jnp.asarray(rng.integers(1, 99, 20), jnp.int32)
@@ -151,7 +151,7 @@ def test_a_step_draws_by_seed_and_position_in_any_batch():  # 34
     assert (drawer()(logits, jnp.asarray(some + 20), at) != alone).any()
 
 
-def test_a_hundred_thousand_draws_of_a_step_are_the_softmax():  # 34
+def test_a_hundred_thousand_draws_of_a_step_are_the_softmax():
     logits = np.random.default_rng(1).normal(size=61).astype(np.float32)
     rows, slots = jnp.tile(logits, (1000, 1)), jnp.arange(1000, dtype=jnp.int32)
     seen = np.zeros(61)

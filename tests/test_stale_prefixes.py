@@ -35,7 +35,7 @@ def ask(e: Engine, prompt: list[int]) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_what_slept_is_no_longer_found(level):  # 63
+def test_what_slept_is_no_longer_found(level):
     e = engine()
     worker, weights = e.worker, e.worker.params
     want, _ = ask(e, PROMPT)
@@ -49,7 +49,7 @@ def test_what_slept_is_no_longer_found(level):  # 63
     assert weights is not worker.params
 
 
-def test_what_other_weights_computed_is_no_longer_found():  # 63
+def test_what_other_weights_computed_is_no_longer_found():
     e, new = engine(), others()
     old = e.worker.params
     want, _ = ask(e, PROMPT)

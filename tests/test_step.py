@@ -1,4 +1,4 @@
-"""What must hold of the pure step: inputs, lengths, drafts, padding. Numbers are the spec's."""
+"""What must hold of the pure step: inputs, lengths, drafts, padding."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def prepare(requests, plan_, tokens, num_drafts=0, query_len=0):
     return step.prepare_inputs(requests, plan_, bucket, [(32, 4)], num_drafts)
 
 
-def test_after_a_step_one_token_is_not_yet_computed():  # 1
+def test_after_a_step_one_token_is_not_yet_computed():
     runner = tiny.runner()
     request = tiny.new_request("a", PROMPT, blocks=range(8))
     runner.step(tiny.scheduled({"a": 4}, [request]))
@@ -52,7 +52,7 @@ def test_after_a_step_one_token_is_not_yet_computed():  # 1
     assert requests.token_ids[slot, requests.num_computed[slot]] == sampled[0]
 
 
-def test_rows_are_ordered_by_their_token_counts():  # 2
+def test_rows_are_ordered_by_their_token_counts():
     runner = tiny.runner()
     counts = dict(A=5, B=1, C=3, D=1)
     new = [
@@ -66,7 +66,7 @@ def test_rows_are_ordered_by_their_token_counts():  # 2
     assert batch.query_start.tolist() == [0, 1, 2, 5, 10, 10, 10]
 
 
-def test_slots_are_a_stack():  # 3
+def test_slots_are_a_stack():
     slots = tiny.runner(max_num_seqs=3, decode_buckets=(), token_buckets=()).requests
     x, y, z, w, v = (tiny.new_request(name, [1], blocks=[0]) for name in "xyzwv")
     assert [slots.add(request) for request in (x, y, z)] == [2, 1, 0]
@@ -77,7 +77,7 @@ def test_slots_are_a_stack():  # 3
         slots.add(v)
 
 
-def test_chunks_sample_only_when_the_prompt_ends():  # 4
+def test_chunks_sample_only_when_the_prompt_ends():
     runner = tiny.runner()
     request = tiny.new_request("a", PROMPT, blocks=range(8))
     outputs = [runner.step(tiny.scheduled({"a": n}, new)).get() for n, new in
@@ -95,14 +95,14 @@ def test_chunks_sample_only_when_the_prompt_ends():  # 4
         assert rows.samples.tolist() == [computed + count == 10]
 
 
-def test_a_cached_prefix_is_not_read_again():  # 5
+def test_a_cached_prefix_is_not_read_again():
     requests = table(total_len=[10, 0, 0, 0], num_computed=[8, 0, 0, 0])
     batch, _ = prepare(requests, plan([0], [2]), 8)
     assert batch.inputs.positions[:2].tolist() == [8, 9]
     assert batch.logits_indices.tolist() == [[1]]
 
 
-def test_accepted_drafts_advance_the_request():  # 6, 8
+def test_accepted_drafts_advance_the_request():
     ids = jnp.zeros((4, 32), jnp.int32).at[2, :24].set(jnp.arange(24))  # drafts 21, 22, 23
     requests = table(token_ids=ids, total_len=[0, 0, 21, 0], num_computed=[0, 0, 20, 0])
     batch, rows = prepare(requests, plan([2], [4]), 4, num_drafts=3, query_len=4)
@@ -119,7 +119,7 @@ def test_accepted_drafts_advance_the_request():  # 6, 8
     assert take(requests.token_ids, (2, jnp.arange(20, 23) + 1)).tolist() == [21, 22, 50]
 
 
-def test_rows_with_and_without_drafts_share_a_batch():  # 7, 9
+def test_rows_with_and_without_drafts_share_a_batch():
     ids = jnp.tile(jnp.arange(32, dtype=jnp.int32), (4, 1))
     requests = table(token_ids=ids, total_len=[9, 12, 10, 0], num_computed=[8, 11, 0, 0])
     plan_ = plan([0, 1, 2], [1, 4, 5])  # decode, decode with 3 drafts, mid-prefill of 5
@@ -137,7 +137,7 @@ def test_rows_with_and_without_drafts_share_a_batch():  # 7, 9
     assert drafter.tolist() == [1, 2, 3, 4]
 
 
-def test_a_reused_slot_keeps_nothing_of_its_last_request():  # 10
+def test_a_reused_slot_keeps_nothing_of_its_last_request():
     strange = SamplingParams(temperature=2.0, top_k=3, min_tokens=9, stop_token_ids=[1, 2, 3])
     runner = tiny.runner(max_num_seqs=1, decode_buckets=(), token_buckets=(32,))
     first = tiny.new_request("x", PROMPT, blocks=range(8), params=strange)
@@ -150,7 +150,7 @@ def test_a_reused_slot_keeps_nothing_of_its_last_request():  # 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_resumed_request_goes_on_as_if_uninterrupted(temperature):  # 11
+def test_a_resumed_request_goes_on_as_if_uninterrupted(temperature):
     params = SamplingParams(temperature=temperature)
     request = tiny.new_request("a", PROMPT[:6], blocks=range(8), params=params)
     whole = tiny.generate(tiny.runner(), request, 8)
@@ -160,7 +160,7 @@ def test_a_resumed_request_goes_on_as_if_uninterrupted(temperature):  # 11
     assert tiny.generate(tiny.runner(), resumed, 5) == whole[3:]
 
 
-def test_adding_an_id_again_replaces_its_state():  # 12
+def test_adding_an_id_again_replaces_its_state():
     runner = tiny.runner()
     runner.step(tiny.scheduled({"a": 3}, [tiny.new_request("a", PROMPT[:3], blocks=range(4))]))
     longer = tiny.new_request("a", PROMPT, blocks=range(4, 12))
@@ -173,7 +173,7 @@ def snapshot(tree):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-def test_padding_touches_nothing(temperature):  # 13, 17
+def test_padding_touches_nothing(temperature):
     params = SamplingParams(temperature=temperature)
     states, outputs = [], []
     for rows in (2, 3, 5):
@@ -207,7 +207,7 @@ def test_a_finished_row_is_a_no_op():
     chex.assert_trees_all_equal(snapshot(runner.state), before)
 
 
-def test_an_empty_step_runs_nothing():  # 14
+def test_an_empty_step_runs_nothing():
     runner = tiny.runner()
     runner.step(tiny.scheduled({"a": 3}, [tiny.new_request("a", PROMPT[:3], blocks=[0])]))
     before = snapshot(runner.state)
@@ -221,7 +221,7 @@ def index_of(positions, table, shape, **context):
     return step.cache_index(blocks, row, jnp.array(positions), shape, **context).tolist()
 
 
-def test_positions_map_to_their_blocks():  # 15
+def test_positions_map_to_their_blocks():
     assert index_of(range(8), [7, 3], (9, 4)) == [28, 29, 30, 31, 12, 13, 14, 15]
     # A kernel may see a block of 4 as two of 2: the same cells.
     assert index_of(range(4), [10, 11], (18, 2)) == index_of(range(4), [5], (9, 4))
@@ -238,7 +238,7 @@ def test_positions_map_to_their_blocks():  # 15
         (4, 1, [36, 36, 36, 36, 28, 29, 30, 31]),
     ],
 )
-def test_context_parallel_devices_share_a_block(interleave, part, want):  # 16
+def test_context_parallel_devices_share_a_block(interleave, part, want):
     context = dict(parts=2, part=part, interleave=interleave)
     assert index_of(range(8), [7, 3], (9, 4), **context) == want
     # The next block of the table, laid out alike.
@@ -249,7 +249,7 @@ def test_context_parallel_devices_share_a_block(interleave, part, want):  # 16
 @pytest.mark.parametrize(
     "interleave,length,want", [(1, 5, (3, 2)), (4, 5, (4, 1)), (4, 13, (8, 5))]
 )
-def test_context_parallel_devices_know_their_lengths(interleave, length, want):  # 16
+def test_context_parallel_devices_know_their_lengths(interleave, length, want):
     held = [
         index_of(range(length), [7, 3], (9, 4), parts=2, part=p, interleave=interleave)
         for p in (0, 1)
@@ -258,7 +258,7 @@ def test_context_parallel_devices_know_their_lengths(interleave, length, want): 
 
 
 @pytest.mark.parametrize("interleave", [1, 2, 4])
-def test_context_parallel_devices_hold_every_token_once(interleave):  # 16
+def test_context_parallel_devices_hold_every_token_once(interleave):
     for length in (1, 5, 13, 16):
         parts = [
             index_of(range(length), [7, 3], (9, 4), parts=2, part=p, interleave=interleave)
@@ -268,7 +268,7 @@ def test_context_parallel_devices_hold_every_token_once(interleave):  # 16
         assert all(len({i for i in p if i < 36}) == sum(i < 36 for i in p) for p in parts)
 
 
-def test_a_padded_token_writes_nowhere():  # 17
+def test_a_padded_token_writes_nowhere():
     batch, _ = prepare(table(total_len=[3, 0, 0, 0]), plan([0, 4], [3, 0]), 8)
     assert batch.cache_index[0].tolist() == [0, 1, 2] + [128] * 5
     assert batch.row.tolist() == [0, 0, 0] + [2] * 5

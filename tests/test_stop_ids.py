@@ -24,7 +24,7 @@ def run(e, name: str, likely: int, *, eos=(), **params):
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("token", [EOS, OTHER_EOS])
-def test_eos_is_banned_while_the_output_is_short_though_it_is_ignored(token, steps):  # 47
+def test_eos_is_banned_while_the_output_is_short_though_it_is_ignored(token, steps):
     e = engine(num_decode_steps=steps)
     request = run(e, "a", token, eos=[EOS, OTHER_EOS], min_tokens=3, ignore_eos=True)
     assert [t == token for t in request.output_token_ids] == [False] * 3 + [True] * 3

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import pytest
 
+from tests.support.messages import expected, fragments, unmatched
+
 Node = TypeVar("Node", bound=ast.stmt | ast.expr)
 ROOT = Path(__file__).resolve().parents[1]
 PURE = (
@@ -33,7 +35,6 @@ SUPPRESSION = re.compile(
 )
 RUNS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
 TALKS = {"socket", "socketserver", "http", "urllib", "requests", "xmlrpc", "multiprocessing"}
-LETTERS = 16  # in a row, of a message, that tell it from others
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -203,16 +204,34 @@ def test_every_field_of_a_pytree_declares_its_axes():
 
 
 def test_every_error_is_tested():
-    said = "\n".join(messages_in_tests())
-    missed = []
-    for place, node in nodes(package(), ast.Raise):
-        literals = fragments(node)
-        longest = max(literals, key=len, default="")
-        # A test may match a part, or write out what the message inserts.
-        runs = [t[i : i + LETTERS] for t in literals for i in range(len(t) - LETTERS + 1)]
-        if longest not in said and not any(" " in run.strip() and run in said for run in runs):
-            missed.append(f"{place}: {longest!r}")
-    assert not missed, "no test matches these messages:\n" + "\n".join(missed)
+    raised = list(nodes(package(), ast.Raise))
+    messages = [fragments(node) for _, node in raised]
+    said = [
+        text for path in suite() if path.name != "test_style.py" for text in expected(tree(path))
+    ]
+    missed = [
+        f"{place}: {message}"
+        for (place, _), message, bad in zip(
+            raised, messages, unmatched(messages, said), strict=True
+        )
+        if bad
+    ]
+    assert not missed, "no test expects these messages:\n" + "\n".join(missed)
+
+
+@pytest.mark.parametrize(
+    ("test", "found"),
+    [
+        ("with raises(match='x must be 3, got 4'): pass", True),
+        ("def f(words): raises(match=words)\nf('x must be 3, got')", True),
+        ("for words in ['y must be']: assert words in str(error)\nx = 'x must be 3, got'", False),
+        ("x = 'x must be 3, got'", False),
+        ("assert 'y must be 3, got' in str(error)", False),
+    ],
+)
+def test_a_message_counts_where_it_is_compared(test, found):
+    (bad,) = unmatched([["x must be 3, got"]], expected(ast.parse(test)))
+    assert bad != found
 
 
 DECLARED = ("leaf", "each", "nested", "by_name", "static")
@@ -270,27 +289,3 @@ def declares(field: ast.AnnAssign) -> bool:
     if field.value is not None:
         return isinstance(field.value, ast.Call) and called(field.value) in DECLARED
     return ast.unparse(field.annotation) not in PLAIN
-
-
-def fragments(node: ast.Raise) -> list[str]:
-    """Returns the literal parts of the message that `raise` builds; none if it builds none."""
-    if not isinstance(node.exc, ast.Call):
-        return []
-    inserted = {
-        id(part)
-        for text in ast.walk(node.exc)
-        if isinstance(text, ast.FormattedValue)
-        for part in ast.walk(text)
-    }
-    strings = [n for n in ast.walk(node.exc) if isinstance(n, ast.Constant)]
-    values = [n.value for n in strings if isinstance(n.value, str) and id(n) not in inserted]
-    return [value.strip() for value in values if value.strip()]
-
-
-def messages_in_tests() -> Iterator[str]:
-    """Yields the strings in the tests but for docstrings, free of the escapes of `re`."""
-    for path in set(suite()) - {ROOT / "tests" / "test_style.py"}:
-        docstrings = {id(node.value) for _, node in nodes([path], ast.Expr)}
-        for _, node in nodes([path], ast.Constant):
-            if isinstance(node.value, str) and id(node) not in docstrings:
-                yield re.sub(r"\\(\W)", r"\1", node.value).replace("\n", " ")

@@ -87,7 +87,7 @@ def test_what_its_owner_writes_later_changes_nothing(llm: LLM):
 
 BAD = {
     "no pairs": (7, TypeError, "must be a dict from names in a checkpoint to arrays, or pairs"),
-    "a triple": ([(NORM, 1.0, 2)], TypeError, "or pairs of them, got among them"),
+    "a triple": ([(NORM, 1.0, 2)], TypeError, "must be a dict .* of them, got among them"),
     "a name of no text": ([(3, 1.0)], TypeError, "or pairs of them, got among them"),
     "twice": ([(NORM, np.ones(8))] * 2, ValueError, f"names '{NORM}' twice: give each tensor once"),
     "an object": ({NORM: object()}, TypeError, f"{NORM} must be an array of float32, .* object"),

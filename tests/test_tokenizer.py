@@ -244,7 +244,7 @@ def test_special_tokens_and_template_come_from_any_file(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("own file")
     assert Tokenizer.from_folder(str(tmp_path)).chat_template == "own file"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"chat_template.jinja is not UTF-8 .*: fetch it again"):
+    with pytest.raises(ValueError, match=r"template.jinja is not UTF-8 \(.*\): fetch it again"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
@@ -265,7 +265,7 @@ def test_a_file_cannot_shorten_or_pad_prompts(tmp_path):
     [
         ({"tokenizer.json": "{"}, "tokenizer.json is not a tokenizer .*: fetch it again"),
         ({"tokenizer.json": "{}"}, "tokenizer.json is not a tokenizer .*: fetch it again"),
-        ({"tokenizer_config.json": "{"}, "tokenizer_config.json is not JSON .*: fetch it again"),
+        ({"tokenizer_config.json": "{"}, r"config.json is not JSON \(.*\): fetch it again"),
         ({"tokenizer_config.json": "[" * 10**5}, "tokenizer_config.json is not JSON"),
         ({"special_tokens_map.json": "[]"}, "special_tokens_map.json must hold an object, got li"),
         ({"tokenizer_config.json": '{"eos_token": 3}'}, "eos_token must be a string or hold one"),
@@ -280,7 +280,7 @@ def test_a_broken_file_is_refused_by_name(files, message, tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"is missing and the folder has none: save one"):
+    with pytest.raises(FileNotFoundError, match=r"the folder has none: save one with transf"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"missing and tokenizer.model cannot be read"):

@@ -27,7 +27,7 @@ def places(tables: list[list[int]], count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("neighbours", [1, 2])
-def test_one_position_has_a_place_in_each_group_and_keeps_it(neighbours):  # 19
+def test_one_position_has_a_place_in_each_group_and_keeps_it(neighbours):
     scheduler, pools = scheduling.make(NUM_BLOCKS, sizes=SIZES, windows=(None, None))
     for name in "xy"[:neighbours]:
         scheduler.add(scheduling.new(name, 5, 20))
@@ -51,7 +51,7 @@ def test_one_position_has_a_place_in_each_group_and_keeps_it(neighbours):  # 19
     assert before[0] != before[1]
 
 
-def test_blocks_are_written_behind_those_that_are_there():  # 19
+def test_blocks_are_written_behind_those_that_are_there():
     config = replace(tiny.config(), windows=(None, 5))
     slots = RequestTable(Program(llama, config, tiny.engine_config(), paged))
     new = replace(tiny.new_request("a", range(9), blocks=[]), block_ids=([0, 1, 2], [7, 8, 9, 3]))

@@ -135,10 +135,15 @@ def generate(runner: ModelRunner, request: NewRequest, count: int, *, chunk: int
 
 def dense_logits(config: ModelConfig, params, ids) -> np.ndarray:
     """Returns the logits of every position, by dense attention without a cache."""
-    ids = jnp.asarray(ids, jnp.int32)
-    n = ids.size
-    inputs = Inputs(ids, jnp.arange(n), jnp.full(n, n))
-    ops = dense(1)
+    count = len(ids)
+    padded = np.zeros(-(-count // 64) * 64, np.int32)  # few lengths, few compilations
+    padded[:count] = ids
+    return np.asarray(_dense(params, padded, count, config))[:count]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _dense(params, ids, count, config: ModelConfig):
+    inputs = Inputs(ids, jnp.arange(ids.size), jnp.full(ids.size, count))
     none = (None,) * config.num_hidden_layers
-    hidden, _ = llama.forward(config, params, none, inputs, ops)
-    return np.asarray(llama.logits(config, params, hidden))
+    hidden, _ = llama.forward(config, params, none, inputs, dense(1))
+    return llama.logits(config, params, hidden)
