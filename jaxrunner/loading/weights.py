@@ -14,9 +14,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxrunner import pytree
-from jaxrunner.config import ModelConfig, check_dtype
+from jaxrunner.config import DTYPES, ModelConfig, check_dtype
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checkpoint, safetensors_file
+from jaxrunner.loading.join import join, split
 from jaxrunner.model import Model, Source
 from jaxrunner.types import Array
 
@@ -34,37 +35,39 @@ def load_params(
     check_nan: bool = False,
     progress: bool = True,
 ) -> Any:
-    """Returns the params of a checkpoint folder, as `dtype`, on their device.
+    """Returns the params of a checkpoint folder, in the dtypes they declare, on their device.
 
+    dtype: of those that declare "param".
     Nothing is allocated before the whole checkpoint was checked; then at most two weights are on
     the host at a time, and as many of their parts. With `check_nan`, all values must be finite.
     files: of the folder, those that hold weights; where empty, those that a checkpoint has.
 
     Raises:
       FileNotFoundError, ValueError: a file is missing, no safetensors, or does not hold what
-        `config` needs; names tensors and files.
+        `config` needs; names tensors and files. Or the model's sources do not make its params.
     """
-    target = np.dtype(check_dtype("dtype", dtype))
+    declared = abstract_params(model, config, check_dtype("dtype", dtype))
     sources = _sources(model, config)
     shapes = _shapes(sources)
     found = checkpoint.find(folder, shapes, files)
-    leaves = []
+    leaves, names, parts = [], (), {}
     bar = tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress)
     with bar, ExitStack() as undo:
         undo.callback(pytree.delete, leaves)  # a traceback that is kept would keep the memory
-        for source in sources:
-            parts = {}
-            for name in source.names:
-                path, tensor = found[name]
-                parts[f"{path}: {name}"] = safetensors_file.read(path, name, tensor)
-            if check_nan:
-                check_finite(parts)
-            leaves.append(jax.device_put(_join(source, parts, target), sharding_or_device))
+        for source, (where, leaf) in zip(sources, _named_leaves(declared), strict=True):
+            if source.names != names:  # weights and their scales are made of the same
+                names, parts = source.names, {}
+                for name in names:
+                    path, tensor = found[name]
+                    parts[f"{path}: {name}"] = safetensors_file.read(path, name, tensor)
+                if check_nan:
+                    check_finite(parts)
+                bar.update(len(parts))
+            leaves.append(jax.device_put(join(where, source, parts, leaf), sharding_or_device))
             # One transfer is on its way while the next weight is joined, not more.
             jax.block_until_ready(leaves[-2:-1])
-            bar.update(len(parts))
         undo.pop_all()
-    return jax.tree.unflatten(jax.tree.structure(abstract_params(model, config, dtype)), leaves)
+    return jax.tree.unflatten(jax.tree.structure(declared), leaves)
 
 
 def check_checkpoint(
@@ -75,7 +78,10 @@ def check_checkpoint(
 
 
 def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
-    """Returns params made on the device: norms one, all else normal with deviation 0.02."""
+    """Returns params made on the device: norms one, all else normal with deviation 0.02.
+
+    Integers are any of their dtype.
+    """
     key = jax.random.key(seed)
     leaves, treedef = jax.tree.flatten_with_path(abstract_params(model, config, dtype))
     made = [
@@ -205,12 +211,13 @@ def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[s
     """
     check_tensors(model, config, tensors)
     leaves = []
-    for source, leaf in zip(_sources(model, config), jax.tree.leaves(params), strict=True):
-        if tensors.keys() & set(source.names):
-            old = source.split(np.asarray(leaf.copy()))
-            pairs = zip(source.names, old, strict=True)
-            parts = {name: np.asarray(tensors.get(name, part)) for name, part in pairs}
-            leaf = jax.device_put(_join(source, parts, leaf.dtype), leaf.sharding)
+    for source, (where, leaf) in zip(_sources(model, config), _named_leaves(params), strict=True):
+        parts = {n: np.asarray(tensors[n]) for n in source.names if n in tensors}
+        if parts:
+            if len(parts) < len(source.names):
+                old = split(where, source, np.asarray(leaf.copy()))
+                parts = dict(zip(source.names, old, strict=True)) | parts
+            leaf = jax.device_put(join(where, source, parts, leaf), leaf.sharding)
         leaves.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -223,30 +230,48 @@ def save_checkpoint(
     The tensors have the dtype of `params`, and config.json says so; one weight at a time is copied
     to the host.
     """
-    pairs = list(zip(_sources(model, config), jax.tree.leaves(params), strict=True))
+    pairs = list(zip(_sources(model, config), _named_leaves(params), strict=True))
     tensors = {
         name: (leaf.dtype, shape)
-        for source, leaf in pairs
+        for source, (_, leaf) in pairs
         for name, shape in zip(source.names, source.shapes, strict=True)
     }
 
     def arrays() -> Iterator[np.ndarray]:
-        for source, leaf in pairs:
+        for source, (where, leaf) in pairs:
             # A JAX array keeps the host copy made of it for life: let a copy of it do so.
-            yield from source.split(np.asarray(leaf.copy()))
+            yield from split(where, source, np.asarray(leaf.copy()))
 
     folder.mkdir(parents=True, exist_ok=True)
     safetensors_file.write(folder / "model.safetensors", tensors, arrays())
     # Every transformers reads the old name of the dtype.
-    stored = config_json | {"torch_dtype": pairs[0][1].dtype.name}
+    stored = config_json | {"torch_dtype": pairs[0][1][1].dtype.name}
     stored.pop("dtype", None)
     text = json.dumps(stored, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def _sources(model: Model, config: ModelConfig) -> list[Source]:
-    """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`."""
-    return jax.tree.leaves(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
+    """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`.
+
+    Raises:
+      ValueError: they are another tree than the params.
+    """
+    sources = jax.tree.flatten(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
+    wanted = jax.tree.structure(abstract_params(model, config, "float32"))
+    if sources[1] != wanted:
+        shown = f"{sources[1]!s:.200}", f"{wanted!s:.200}"
+        raise ValueError(
+            f"sources of {config.architecture} must be a tree like its weights, {shown[1]}, got "
+            f"{shown[0]}: give each weight one Source"
+        )
+    return sources[0]
+
+
+def _named_leaves(params: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves of params, with their names in messages."""
+    pairs = jax.tree.leaves_with_path(params)
+    return [(f"params{jax.tree_util.keystr(path)}", leaf) for path, leaf in pairs]
 
 
 def _shapes(sources: list[Source]) -> dict[str, tuple[int, ...]]:
@@ -262,20 +287,9 @@ def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.update(sharding=here), shapes)
 
 
-def _join(source: Source, parts: dict[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """Makes a weight of its tensors, of which it may share the memory."""
-    with np.errstate(over="ignore"):  # found below, by name
-        cast = [part.astype(dtype, copy=False) for part in parts.values()]
-    if dtype == np.float16:
-        for (where, part), half in zip(parts.items(), cast, strict=True):
-            if part.dtype != dtype and np.any(np.isinf(half) & np.isfinite(part)):
-                raise ValueError(
-                    f"{where} holds values over 65504, the largest of dtype='float16': "
-                    "use dtype='bfloat16' or 'float32'"
-                )
-    return source.join(cast)
-
-
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
-    return jax.random.normal(key, shape, dtype) * 0.02
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max, dtype)
+    made = dtype if dtype.name in DTYPES else jnp.float32
+    return (jax.random.normal(key, shape, made) * 0.02).astype(dtype)
