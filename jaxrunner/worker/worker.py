@@ -178,9 +178,8 @@ class Worker(Lifecycle):
         for group in engine_groups(model, config):
             sizes = dims | group.kind.dims | dict(N=1, S=group.block_size)
             page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
-            heads = (sizes.get(axis, 0) for axis in "KD")  # what is no key or value has none
             spec = KVCacheSpec(
-                group.block_size, *heads, config.kv_dtype,
+                group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,
                 getattr(group.kind, "window", None), page_bytes,
             )  # fmt: skip
             specs |= {f"model.layers.{i}.self_attn.attn": spec for i in group.layers}
