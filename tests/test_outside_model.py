@@ -1,5 +1,7 @@
 """A model family that is no part of the package: GLM-4, against transformers."""
 
+from typing import Any
+
 import pytest
 
 from jaxrunner import register_model
@@ -11,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the reference is of transformers")
 transformers = pytest.importorskip("transformers", reason="the reference is transformers")
 
 ROPE = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
-SETTINGS = checkpoint.LLAMA | dict(
+SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(
     architectures=["Glm4ForCausalLM"], rope_parameters=ROPE, attention_bias=True
 )
 

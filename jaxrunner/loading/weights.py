@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 import functools
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,14 @@ from jaxrunner import pytree
 from jaxrunner.config import DTYPES, ModelConfig, check_dtype
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checkpoint, safetensors_file
+from jaxrunner.loading.declared import (
+    abstract_params,
+    named_leaves,
+    sources_of,
+    wanted_tensors,
+)
 from jaxrunner.loading.join import join, split
-from jaxrunner.model import Model, Source
+from jaxrunner.model import Model
 from jaxrunner.types import Array
 
 MOST_NAMED, MOST_SHOWN = 10, 60  # leaves in a message, and characters of each
@@ -47,14 +52,18 @@ def load_params(
         `config` needs; names tensors and files. Or the model's sources do not make its params.
     """
     declared = abstract_params(model, config, check_dtype("dtype", dtype))
-    sources = _sources(model, config)
-    shapes = _shapes(sources)
-    found = checkpoint.find(folder, shapes, files)
+    sources = sources_of(model, config)
+    found = checkpoint.find(folder, wanted_tensors(model, config), files)
     leaves, names, parts = [], (), {}
-    bar = tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress)
+    bar = tqdm(
+        total=sum(len(x.names) for x in sources),
+        desc="weights",
+        unit="tensor",
+        disable=not progress,
+    )
     with bar, ExitStack() as undo:
         undo.callback(pytree.delete, leaves)  # a traceback that is kept would keep the memory
-        for source, (where, leaf) in zip(sources, _named_leaves(declared), strict=True):
+        for source, (where, leaf) in zip(sources, named_leaves(declared), strict=True):
             if source.names != names:  # weights and their scales are made of the same
                 names, parts = source.names, {}
                 for name in names:
@@ -74,7 +83,7 @@ def check_checkpoint(
     folder: Path, model: Model, config: ModelConfig, files: Sequence[Path] = ()
 ) -> None:
     """Checks the headers of a checkpoint, as `load_params` does before it reads; raises as it."""
-    checkpoint.find(folder, _shapes(_sources(model, config)), files)
+    checkpoint.find(folder, wanted_tensors(model, config), files)
 
 
 def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
@@ -157,12 +166,12 @@ def check_tensors(model: Model, config: ModelConfig, tensors: dict[str, Any]) ->
     Raises:
       ValueError: a name that the model does not have, or another shape.
     """
-    shapes = _shapes(_sources(model, config))
+    wanted = wanted_tensors(model, config)
     for name, tensor in tensors.items():
-        if name not in shapes:
-            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(shapes)[:3]}, …")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+        if name not in wanted:
+            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(wanted)[:3]}, …")
+        if tuple(tensor.shape) != (shape := wanted[name].shape):
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
 
 
 def check_finite(parts: dict[str, np.ndarray]) -> None:
@@ -211,7 +220,7 @@ def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[s
     """
     check_tensors(model, config, tensors)
     leaves = []
-    for source, (where, leaf) in zip(_sources(model, config), _named_leaves(params), strict=True):
+    for source, (where, leaf) in zip(sources_of(model, config), named_leaves(params), strict=True):
         parts = {n: np.asarray(tensors[n]) for n in source.names if n in tensors}
         if parts:
             if len(parts) < len(source.names):
@@ -230,7 +239,7 @@ def save_checkpoint(
     The tensors have the dtype of `params`, and config.json says so; one weight at a time is copied
     to the host.
     """
-    pairs = list(zip(_sources(model, config), _named_leaves(params), strict=True))
+    pairs = list(zip(sources_of(model, config), named_leaves(params), strict=True))
     tensors = {
         name: (leaf.dtype, shape)
         for source, (_, leaf) in pairs
@@ -249,42 +258,6 @@ def save_checkpoint(
     stored.pop("dtype", None)
     text = json.dumps(stored, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-
-
-def _sources(model: Model, config: ModelConfig) -> list[Source]:
-    """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`.
-
-    Raises:
-      ValueError: they are another tree than the params.
-    """
-    sources = jax.tree.flatten(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
-    wanted = jax.tree.structure(abstract_params(model, config, "float32"))
-    if sources[1] != wanted:
-        shown = f"{sources[1]!s:.200}", f"{wanted!s:.200}"
-        raise ValueError(
-            f"sources of {config.architecture} must be a tree like its weights, {shown[1]}, got "
-            f"{shown[0]}: give each weight one Source"
-        )
-    return sources[0]
-
-
-def _named_leaves(params: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves of params, with their names in messages."""
-    pairs = jax.tree.leaves_with_path(params)
-    return [(f"params{jax.tree_util.keystr(path)}", leaf) for path, leaf in pairs]
-
-
-def _shapes(sources: list[Source]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's tensors, by name."""
-    pairs = (zip(source.names, source.shapes, strict=True) for source in sources)
-    return dict(itertools.chain.from_iterable(pairs))
-
-
-def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
-    """Returns the shapes, dtypes and shardings of a model's weights."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
-    return jax.tree.map(lambda x: x.update(sharding=here), shapes)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
