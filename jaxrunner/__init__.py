@@ -15,6 +15,7 @@ from jaxrunner.api.sampling_params import (
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.llm import LLM
+from jaxrunner.models.registry import register_model
 from jaxrunner.version import __version__
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
+    "register_model",
 ]

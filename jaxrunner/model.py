@@ -47,6 +47,8 @@ class Ops:
         `project` returns it.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
         is [T, E], or parts of it, [parts, T, E] in float32.
+    batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
+        for a trainer's.
     """
 
     attend: Callable[
@@ -59,6 +61,7 @@ class Ops:
     project: Callable[[Array, Weights], Array]
     mlp: Callable[[Array, Weights, Weights], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
+    batch: Batch | None = None
 
 
 class MakeOps(Protocol):
@@ -72,13 +75,16 @@ class MakeOps(Protocol):
 class Source(NamedTuple):
     """Where one of our weights lies in a checkpoint.
 
-    `join` makes it of the named tensors; `split` is its inverse. Both see numpy arrays.
+    `join` makes it of the named tensors, in the shape and dtype that its class declares. Tensors of
+    a weight in a dtype that is computed in come in that one, those of any other weight as they are
+    stored. `split` is its inverse; None where a weight does not hold its tensors, as one of 8 bits.
+    Both see numpy arrays.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     join: Callable[[list[np.ndarray]], np.ndarray]
-    split: Callable[[np.ndarray], list[np.ndarray]]
+    split: Callable[[np.ndarray], list[np.ndarray]] | None
 
 
 class Model(NamedTuple):

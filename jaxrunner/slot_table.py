@@ -8,6 +8,8 @@ is admitted.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from jaxrunner.api.sampling_params import SamplingParams
+
 
 class SlotTable(NamedTuple):
     """What the rows of a table are, and how a request's row is made on the host."""
@@ -15,10 +17,20 @@ class SlotTable(NamedTuple):
     name: str  # in `State.tables`
     params: type  # a pytree with one row a slot, R; zeros where there is no request
     # (request, a `scheduling.request.NewRequest`) -> its row, numpy arrays and scalars. Lists may
-    # be shorter than their axis.
+    # be shorter than their axis. Of a model's table all that keys depend on is in `extra_args`.
     row: Callable[[Any], Any]
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
     dims: tuple[tuple[str, int], ...] = ()  # sizes of axes of its own, by their letters
+
+
+def cache_salt(tables: Iterable[SlotTable], params: SamplingParams) -> bytes:
+    """Returns what keys of a request depend on besides its tokens, where a model reads `tables`.
+
+    That is the `extra_args` that they name: requests of other ones share no cached blocks.
+    """
+    names = {name for table in tables for name in table.extra_args}
+    read = sorted(pair for pair in params.extra_args or () if pair[0] in names)
+    return repr(read).encode() if read else b""
 
 
 def check_names(tables: Iterable[SlotTable]) -> None:

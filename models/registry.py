@@ -17,6 +17,19 @@ FAMILIES: dict[str, Model] = {
 }
 
 
+def register_model(architecture: str, model: Model) -> None:
+    """Lets checkpoints whose config.json names `architecture` be read as `model`.
+
+    Raises:
+      ValueError: another model has that name.
+    """
+    if FAMILIES.setdefault(architecture, model) != model:
+        raise ValueError(
+            f"architecture {architecture!r} is served by another model: register yours under a "
+            "name of its own, and put that into config.json or hf_overrides"
+        )
+
+
 def read_model(settings: Settings) -> tuple[Model, ModelConfig]:
     """Returns the family and the config of a checkpoint.
 

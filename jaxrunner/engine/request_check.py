@@ -8,6 +8,7 @@ from jaxrunner.api.validation import Bound, elements, shown, validate
 from jaxrunner.program import MAX_STOP_IDS, Program
 from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request
 from jaxrunner.scheduling.stop import stop_ids
+from jaxrunner.slot_table import cache_salt
 from jaxrunner.text.prompts import check_prompt
 
 _ID = Bound(str)
@@ -60,7 +61,7 @@ def new_request(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         priority=validate("priority", priority, _PRIORITY),
         cache_salt=_salt(
-            of.config.cache_salt(len(prompt)), validate("cache_salt", cache_salt, _TEXT)
+            _model_salt(of, len(prompt), params), validate("cache_salt", cache_salt, _TEXT)
         ),
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
         leader=leader,
@@ -113,6 +114,12 @@ def check_reason(reason: str, stop_reason: int | str | None) -> None:
         raise ValueError(f"reason must be one of {FINISH_REASONS}, got {shown(reason)}")
     if stop_reason is not None and type(stop_reason) not in (int, str):
         raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")
+
+
+def _model_salt(of: Program, prompt_len: int, params: SamplingParams) -> bytes:
+    """Returns what keys depend on besides tokens."""
+    salt, rows = of.config.cache_salt(prompt_len), cache_salt(of.model.tables, params)
+    return b"%d %s %s" % (len(salt), salt, rows) if rows else salt
 
 
 def _salt(of_model: bytes, of_user: str | None) -> bytes:

@@ -139,7 +139,8 @@ def _check_tables(engine: Engine, request: Request) -> None:
     for table, pool in zip(request.blocks, engine.pools, strict=True):
         _must(type(table) is list and all(type(block) is int for block in table), "a table")
         _must(all(0 <= block <= pool.null_block for block in table), "a block out of range")
-        _must(len(table) <= engine.config.max_blocks, "a table that is too long")
+        longest = -(-engine.config.max_model_len // pool.block_size)
+        _must(len(table) <= longest, "a table that is too long")
         held = pool.block_size * len(table)
         _must(request.num_computed <= request.num_held <= held, "tokens without room")
 

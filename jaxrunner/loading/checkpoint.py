@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrunner.api.validation import shown
-from jaxrunner.config import DTYPES
 from jaxrunner.hf_config import read_json
 from jaxrunner.loading.safetensors_file import Tensor, read_header
 
@@ -16,10 +15,17 @@ SPARE = ("rotary_emb.inv_freq", "lm_head.weight")
 MOST_NAMED = 5  # problems in one message
 
 
+class Wanted(NamedTuple):
+    """What a tensor must be."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] | None  # None for any
+
+
 def find(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], files: Sequence[Path] = ()
+    folder: Path, wanted: Mapping[str, Wanted], files: Sequence[Path] = ()
 ) -> dict[str, tuple[Path, Tensor]]:
-    """Returns the file and place of each tensor of `shapes`. files: where to look, if not usual.
+    """Returns the file and place of each tensor that is wanted. files: where to look, if not usual.
 
     Raises:
       FileNotFoundError, ValueError: a file or tensor is missing, extra, twice there, or not what
@@ -35,7 +41,7 @@ def find(
             found[name] = path, tensor
     if index is not None:
         problems += _check_index(index, found)
-    problems += _check_tensors(shapes, found)
+    problems += _check_tensors(wanted, found)
     if problems:
         more = len(problems) - MOST_NAMED
         named = "; ".join(problems[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
@@ -43,7 +49,7 @@ def find(
             f"the weights in {folder} must be those of its config.json, got: {named}. Download "
             "the checkpoint again, or correct config.json"
         )
-    return {name: found[name] for name in shapes}
+    return {name: found[name] for name in wanted}
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -110,22 +116,22 @@ def _check_index(index: Mapping[str, str], found: Mapping[str, tuple[Path, Tenso
 
 
 def _check_tensors(
-    shapes: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, Wanted],
     found: Mapping[str, tuple[Path, Tensor]],
 ) -> list[str]:
     """Returns where the tensors are not those wanted."""
     problems = []
-    for name, shape in shapes.items():
+    for name, (shape, dtypes) in wanted.items():
         if name not in found:
             problems.append(f"{name} {list(shape)} is missing")
             continue
         path, tensor = found[name]
         if tensor.shape != shape:
             problems.append(f"{name} in {path.name} must be {list(shape)}, is {list(tensor.shape)}")
-        if tensor.dtype.name not in DTYPES:
-            kinds = ", ".join(DTYPES)
+        if dtypes is not None and tensor.dtype.name not in dtypes:
+            kinds = ", ".join(dtypes)
             problems.append(f"{name} in {path.name} must be one of {kinds}, is {tensor.dtype}")
-    for name in sorted(found.keys() - shapes.keys()):
+    for name in sorted(found.keys() - wanted.keys()):
         if not name.endswith(SPARE):
             path, tensor = found[name]
             problems.append(f"{name} {list(tensor.shape)} in {path.name} is not wanted")

@@ -10,9 +10,10 @@ from jaxrunner.api.validation import shown, validate
 from jaxrunner.config import ModelConfig, read_token_ids
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import llm_arguments, sharded_state
+from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.dtypes import choose_dtype
 from jaxrunner.loading.hub import resolve
-from jaxrunner.loading.weights import abstract_params, check_checkpoint, load_params, random_params
+from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
 from jaxrunner.model import Model
 from jaxrunner.models.registry import read_model
 from jaxrunner.text.tokenizer import Tokenizer

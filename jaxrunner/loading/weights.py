@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 import functools
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,17 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxrunner import pytree
-from jaxrunner.config import ModelConfig, check_dtype
+from jaxrunner.config import DTYPES, ModelConfig, check_dtype
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checkpoint, safetensors_file
-from jaxrunner.model import Model, Source
+from jaxrunner.loading.declared import (
+    abstract_params,
+    named_leaves,
+    sources_of,
+    wanted_tensors,
+)
+from jaxrunner.loading.join import join, split
+from jaxrunner.model import Model
 from jaxrunner.types import Array
 
 MOST_NAMED, MOST_SHOWN = 10, 60  # leaves in a message, and characters of each
@@ -34,48 +40,57 @@ def load_params(
     check_nan: bool = False,
     progress: bool = True,
 ) -> Any:
-    """Returns the params of a checkpoint folder, as `dtype`, on their device.
+    """Returns the params of a checkpoint folder, in the dtypes they declare, on their device.
 
+    dtype: of those that declare "param".
     Nothing is allocated before the whole checkpoint was checked; then at most two weights are on
     the host at a time, and as many of their parts. With `check_nan`, all values must be finite.
     files: of the folder, those that hold weights; where empty, those that a checkpoint has.
 
     Raises:
       FileNotFoundError, ValueError: a file is missing, no safetensors, or does not hold what
-        `config` needs; names tensors and files.
+        `config` needs; names tensors and files. Or the model's sources do not make its params.
     """
-    target = np.dtype(check_dtype("dtype", dtype))
-    sources = _sources(model, config)
-    shapes = _shapes(sources)
-    found = checkpoint.find(folder, shapes, files)
-    leaves = []
-    bar = tqdm(total=len(shapes), desc="weights", unit="tensor", disable=not progress)
+    declared = abstract_params(model, config, check_dtype("dtype", dtype))
+    sources = sources_of(model, config)
+    found = checkpoint.find(folder, wanted_tensors(model, config), files)
+    leaves, names, parts = [], (), {}
+    bar = tqdm(
+        total=sum(len(x.names) for x in sources),
+        desc="weights",
+        unit="tensor",
+        disable=not progress,
+    )
     with bar, ExitStack() as undo:
         undo.callback(pytree.delete, leaves)  # a traceback that is kept would keep the memory
-        for source in sources:
-            parts = {}
-            for name in source.names:
-                path, tensor = found[name]
-                parts[f"{path}: {name}"] = safetensors_file.read(path, name, tensor)
-            if check_nan:
-                check_finite(parts)
-            leaves.append(jax.device_put(_join(source, parts, target), sharding_or_device))
+        for source, (where, leaf) in zip(sources, named_leaves(declared), strict=True):
+            if source.names != names:  # weights and their scales are made of the same
+                names, parts = source.names, {}
+                for name in names:
+                    path, tensor = found[name]
+                    parts[f"{path}: {name}"] = safetensors_file.read(path, name, tensor)
+                if check_nan:
+                    check_finite(parts)
+                bar.update(len(parts))
+            leaves.append(jax.device_put(join(where, source, parts, leaf), sharding_or_device))
             # One transfer is on its way while the next weight is joined, not more.
             jax.block_until_ready(leaves[-2:-1])
-            bar.update(len(parts))
         undo.pop_all()
-    return jax.tree.unflatten(jax.tree.structure(abstract_params(model, config, dtype)), leaves)
+    return jax.tree.unflatten(jax.tree.structure(declared), leaves)
 
 
 def check_checkpoint(
     folder: Path, model: Model, config: ModelConfig, files: Sequence[Path] = ()
 ) -> None:
     """Checks the headers of a checkpoint, as `load_params` does before it reads; raises as it."""
-    checkpoint.find(folder, _shapes(_sources(model, config)), files)
+    checkpoint.find(folder, wanted_tensors(model, config), files)
 
 
 def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
-    """Returns params made on the device: norms one, all else normal with deviation 0.02."""
+    """Returns params made on the device: norms one, all else normal with deviation 0.02.
+
+    Integers are any of their dtype.
+    """
     key = jax.random.key(seed)
     leaves, treedef = jax.tree.flatten_with_path(abstract_params(model, config, dtype))
     made = [
@@ -151,12 +166,12 @@ def check_tensors(model: Model, config: ModelConfig, tensors: dict[str, Any]) ->
     Raises:
       ValueError: a name that the model does not have, or another shape.
     """
-    shapes = _shapes(_sources(model, config))
+    wanted = wanted_tensors(model, config)
     for name, tensor in tensors.items():
-        if name not in shapes:
-            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(shapes)[:3]}, …")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+        if name not in wanted:
+            raise ValueError(f"{name!r} is no tensor of this model, it has {sorted(wanted)[:3]}, …")
+        if tuple(tensor.shape) != (shape := wanted[name].shape):
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
 
 
 def check_finite(parts: dict[str, np.ndarray]) -> None:
@@ -205,12 +220,13 @@ def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[s
     """
     check_tensors(model, config, tensors)
     leaves = []
-    for source, leaf in zip(_sources(model, config), jax.tree.leaves(params), strict=True):
-        if tensors.keys() & set(source.names):
-            old = source.split(np.asarray(leaf.copy()))
-            pairs = zip(source.names, old, strict=True)
-            parts = {name: np.asarray(tensors.get(name, part)) for name, part in pairs}
-            leaf = jax.device_put(_join(source, parts, leaf.dtype), leaf.sharding)
+    for source, (where, leaf) in zip(sources_of(model, config), named_leaves(params), strict=True):
+        parts = {n: np.asarray(tensors[n]) for n in source.names if n in tensors}
+        if parts:
+            if len(parts) < len(source.names):
+                old = split(where, source, np.asarray(leaf.copy()))
+                parts = dict(zip(source.names, old, strict=True)) | parts
+            leaf = jax.device_put(join(where, source, parts, leaf), leaf.sharding)
         leaves.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -223,59 +239,30 @@ def save_checkpoint(
     The tensors have the dtype of `params`, and config.json says so; one weight at a time is copied
     to the host.
     """
-    pairs = list(zip(_sources(model, config), jax.tree.leaves(params), strict=True))
+    pairs = list(zip(sources_of(model, config), named_leaves(params), strict=True))
     tensors = {
         name: (leaf.dtype, shape)
-        for source, leaf in pairs
+        for source, (_, leaf) in pairs
         for name, shape in zip(source.names, source.shapes, strict=True)
     }
 
     def arrays() -> Iterator[np.ndarray]:
-        for source, leaf in pairs:
+        for source, (where, leaf) in pairs:
             # A JAX array keeps the host copy made of it for life: let a copy of it do so.
-            yield from source.split(np.asarray(leaf.copy()))
+            yield from split(where, source, np.asarray(leaf.copy()))
 
     folder.mkdir(parents=True, exist_ok=True)
     safetensors_file.write(folder / "model.safetensors", tensors, arrays())
     # Every transformers reads the old name of the dtype.
-    stored = config_json | {"torch_dtype": pairs[0][1].dtype.name}
+    stored = config_json | {"torch_dtype": pairs[0][1][1].dtype.name}
     stored.pop("dtype", None)
     text = json.dumps(stored, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _sources(model: Model, config: ModelConfig) -> list[Source]:
-    """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`."""
-    return jax.tree.leaves(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
-
-
-def _shapes(sources: list[Source]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's tensors, by name."""
-    pairs = (zip(source.names, source.shapes, strict=True) for source in sources)
-    return dict(itertools.chain.from_iterable(pairs))
-
-
-def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
-    """Returns the shapes, dtypes and shardings of a model's weights."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
-    return jax.tree.map(lambda x: x.update(sharding=here), shapes)
-
-
-def _join(source: Source, parts: dict[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """Makes a weight of its tensors, of which it may share the memory."""
-    with np.errstate(over="ignore"):  # found below, by name
-        cast = [part.astype(dtype, copy=False) for part in parts.values()]
-    if dtype == np.float16:
-        for (where, part), half in zip(parts.items(), cast, strict=True):
-            if part.dtype != dtype and np.any(np.isinf(half) & np.isfinite(part)):
-                raise ValueError(
-                    f"{where} holds values over 65504, the largest of dtype='float16': "
-                    "use dtype='bfloat16' or 'float32'"
-                )
-    return source.join(cast)
-
-
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
-    return jax.random.normal(key, shape, dtype) * 0.02
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max, dtype)
+    made = dtype if dtype.name in DTYPES else jnp.float32
+    return (jax.random.normal(key, shape, made) * 0.02).astype(dtype)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import (
     add_norm,
@@ -21,7 +22,8 @@ from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import cpu_attention, products
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
-from jaxrunner.types import Array, Batch
+from jaxrunner.program import engine_groups
+from jaxrunner.types import Array, Batch, LayerCache
 
 
 class Choice(NamedTuple):
@@ -37,7 +39,7 @@ def paged(batch: Batch, *, note: Note = unnoted) -> Ops:
     """Plain JAX over the paged cache of `batch`."""
     by_tiles = jax.default_backend() == "cpu" and not batch.query_len
     attention = cpu_attention if by_tiles else reference
-    return _plain(functools.partial(attention.paged_attention, batch), note)
+    return _plain(functools.partial(attention.paged_attention, batch), note, batch)
 
 
 def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
@@ -45,7 +47,7 @@ def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     return _plain(functools.partial(reference.dense_attention, batch_size), note)
 
 
-def _plain(attention: Callable[..., Any], note: Note) -> Ops:
+def _plain(attention: Callable[..., Any], note: Note, batch: Batch | None = None) -> Ops:
     def attend(q: Array, k: Array, v: Array, cache: Any, spec: AttentionSpec) -> tuple[Array, Any]:
         return _only("attention", attention, q, k, v, cache, spec)
 
@@ -65,7 +67,7 @@ def _plain(attention: Callable[..., Any], note: Note) -> Ops:
 
     return Ops(
         attend=attend, rotate_attend=rotate_attend, linear=linear, project=linear, mlp=mlp,
-        add_norm=add_rms_norm,
+        add_norm=add_rms_norm, batch=batch,
     )  # fmt: skip
 
 
@@ -90,6 +92,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         project=functools.partial(products.project, note=note),
         mlp=functools.partial(products.mlp, note=note),
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
+        batch=batch,
     )
 
 
@@ -138,8 +141,16 @@ def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
     device = jax.local_devices()[0]
     if getattr(device, "compute_capability", None) != "9.0":
         return f"wants a Hopper GPU (compute capability 9.0), got {device.device_kind}"
-    H, K, D = (model.dims[axis] for axis in "HKD")
+    groups = engine_groups(model, engine)
+    return next(filter(None, map(functools.partial(_refuses_group, model, engine), groups)), None)
+
+
+def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) -> str | None:
+    """Says why kernels do not attend to what a cache group keeps; None if they do."""
+    if group.kind.leaves is not LayerCache:
+        return None  # the model's own layers read it
+    H, K, D = ((model.dims | group.kind.dims)[axis] for axis in "HKD")
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
-    shape = engine.num_blocks, K, engine.block_size, D
+    shape = group.num_blocks, K, group.block_size, D
     kv = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.kv_dtype))
     return decode_attention.refuses(q, kv) or prefill_attention.refuses(q, kv)

@@ -4,6 +4,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
@@ -35,8 +37,10 @@ class Built(NamedTuple):
         if self.cache_dir is None or not self.is_ours or jax_keeps_its_own():
             return None
         program = self.program
-        names = [(function.__module__, function.__qualname__) for function in _code(program)]
-        context = names, program.config, program.engine, self.choice.name, self.params
+        code = _code(program, self.params)
+        names = [(function.__module__, function.__qualname__) for function in code]
+        tables = [(table.name, table.dims) for table in program.model.tables]
+        context = names, tables, program.config, program.engine, self.choice.name, self.params
         return ProgramCache(self.cache_dir, context)
 
     @property
@@ -74,16 +78,32 @@ def build(
             f"speculator, {model_config.architecture} has {what}: set num_decode_steps=1"
         )
     # What the code of others does is not known.
-    ours = rules == RULES and is_ours(*_code(program))
+    ours = rules == RULES and is_ours(*_code(program, params))
     return Built(choice, program, abstract(params), cache_dir, ours)
 
 
-def _code(program: Program) -> tuple[Any, ...]:
-    """Returns the functions and classes that a model brings along."""
+def _code(program: Program, params: Any) -> tuple[Any, ...]:
+    """Returns the functions and classes that a model brings along, with those of its weights."""
     model, config = program.model, program.config
     tables = (table.params for table in model.tables)
     heads = (head.run for head in model.heads)
     drafts = () if model.speculator is None else (model.speculator.propose,)
     kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
-    return (model.embed, model.layers, model.logits, type(config), *tables, *heads, *drafts,
-            *chain(*kinds))  # fmt: skip
+    weights = _classes(params)
+    return (
+        model.embed, model.layers, model.logits, type(config), *tables, *heads, *drafts,
+        *chain(*kinds), *weights,
+    )  # fmt: skip
+
+
+def _classes(tree: Any) -> list[type]:
+    """Returns the classes of a tree's nodes, each once; a product runs the code of its weights."""
+    found: dict[type, None] = {}
+    left = [tree]
+    while left:
+        node = left.pop()
+        children = jax.tree.leaves(node, is_leaf=lambda x, node=node: x is not node)
+        if [*map(id, children)] != [id(node)]:  # no leaf
+            found[type(node)] = None
+            left += children
+    return [kind for kind in found if kind.__module__ != "builtins"]

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrunner.caches.cache_group import PoolSizes, cache_groups
 from jaxrunner.config import EngineConfig
-from jaxrunner.program import Program, engine_groups, make_state
+from jaxrunner.program import Program, make_state
 from jaxrunner.worker.program_memory import ProgramMemory
 
 CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
@@ -124,19 +125,29 @@ class SizeCosts:
     def block(self) -> int:
         """Bytes of one KV block in all layers; twice where an eager step makes a new cache."""
         one, two = (num_bytes(self._state(1, num_blocks).kv) for num_blocks in (1, 2))
-        return (two - one) * (2 if self.program.engine.enforce_eager else 1)
+        return (two - one) * self._times
 
-    @functools.cached_property
-    def rest(self) -> int:
-        """Bytes of caches whose blocks are as many as there are slots, in all layers."""
-        one, two = (num_bytes(self._state(1, num_blocks).kv) for num_blocks in (1, 2))
-        return 2 * one - two
+    @property
+    def _times(self) -> int:
+        return 2 if self.program.engine.enforce_eager else 1
+
+    def num_blocks(self, kv_bytes: int, max_model_len: int) -> int:
+        """Returns the KV blocks that so many bytes hold, and no more than all slots own."""
+        useful = self.useful_blocks(max_model_len)
+        # No cache that is made for slots alone has more bytes for more blocks.
+        return max(0, min(kv_bytes // self.block, useful)) if self.block else useful
 
     def request_blocks(self, max_model_len: int) -> int:
-        """Returns the most blocks that one request owns."""
-        e = self.program.engine
-        groups = engine_groups(self.program.config, replace(e, max_model_len=max_model_len))
-        return max(g.max_blocks(max_model_len, e.max_num_batched_tokens) for g in groups)
+        """Returns the fewest KV blocks, as `num_blocks` counts them, that hold one request."""
+        e, kinds = self.program.engine, self.program.config.cache_kinds
+
+        def fits(num_blocks: int) -> bool:
+            sizes = PoolSizes(e.block_size, num_blocks, max_model_len, e.max_num_seqs)
+            lens = max_model_len, e.max_num_batched_tokens
+            return all(g.max_blocks(*lens) <= g.num_blocks for g in cache_groups(kinds, sizes))
+
+        most = next((1 << i for i in range(31) if fits(1 << i)), 1 << 31)
+        return 1 + bisect.bisect_left(range(1, most), True, key=fits)
 
     def useful_blocks(self, max_model_len: int) -> int:
         """Returns what all slots own at full length."""
@@ -146,13 +157,14 @@ class SizeCosts:
     def plan(self, max_model_len: int, num_blocks: int, requested: int = 0) -> MemoryPlan:
         """Returns what an engine of these sizes takes."""
         state, reserve = self._state(max_model_len), 0
+        of_slots = num_bytes(state.kv) * self._times - self.block  # caches with blocks for slots
         if self.need.program:
             weights = map(num_bytes, jax.tree.leaves(self.params))
             reserve = self.need.waiting + max(weights, default=0) + LOST
         return MemoryPlan(
             requested=requested,
             weights=num_bytes(self.params),
-            tables=num_bytes((state.requests, state.tables)) + self.rest,
+            tables=num_bytes((state.requests, state.tables)) + of_slots,
             kv=num_blocks * self.block,
             program=self.need.program,
             reserve=reserve,
@@ -185,7 +197,7 @@ def plan_memory(
         kv = size.value
         if size.name == "gpu_memory_utilization":
             kv = CPU_KV_BYTES if device is None else costs.plan(length, 0, requested).unused
-        return max(0, min(int(kv or 0) // costs.block, costs.useful_blocks(length)))
+        return costs.num_blocks(int(kv or 0), length)
 
     def too_long(length: int) -> bool:
         return costs.request_blocks(length) > blocks(length)
@@ -199,7 +211,7 @@ def plan_memory(
     length = fitting if shrink else length
     plan = costs.plan(length, blocks(length), requested)
     if plan.unused < 0:
-        most = (plan.kv + plan.unused) // costs.block
+        most = (plan.kv + plan.unused) // costs.block if costs.block else 0
         fits = most * (1 if size.name == "num_blocks" else costs.block)
         cure = f"{size.name}={fits} would fit" if most > 0 else "free memory"
         raise MemoryError(

@@ -179,7 +179,7 @@ class Worker(Lifecycle):
             sizes = dims | group.kind.dims | dict(N=1, S=group.block_size)
             page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
             spec = KVCacheSpec(
-                group.block_size, dims["K"], dims["D"], config.kv_dtype,
+                group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,
                 getattr(group.kind, "window", None), page_bytes,
             )  # fmt: skip
             specs |= {f"model.layers.{i}.self_attn.attn": spec for i in group.layers}

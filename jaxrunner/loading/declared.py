@@ -1,0 +1,59 @@
+"""What a model says of its weights before any is read: shapes, dtypes and tensors in files."""
+
+from typing import Any
+
+import jax
+
+from jaxrunner import pytree
+from jaxrunner.config import DTYPES, ModelConfig
+from jaxrunner.loading.checkpoint import Wanted
+from jaxrunner.model import Model, Source
+
+
+def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
+    """Returns the shapes, dtypes and shardings of a model's weights."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
+    return jax.tree.map(lambda x: x.update(sharding=here), shapes)
+
+
+def sources_of(model: Model, config: ModelConfig) -> list[Source]:
+    """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`.
+
+    Raises:
+      ValueError: they are another tree than the params.
+    """
+    sources = jax.tree.flatten(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
+    wanted = jax.tree.structure(_params(model, config))
+    if sources[1] != wanted:
+        raise ValueError(
+            f"sources of {config.architecture} must be a tree like its weights, {wanted!s:.200}, "
+            f"got {sources[1]!s:.200}: give each weight one Source"
+        )
+    return sources[0]
+
+
+def wanted_tensors(model: Model, config: ModelConfig) -> dict[str, Wanted]:
+    """Returns what a checkpoint's tensors must be, by name.
+
+    A weight in a dtype that is computed in is made of tensors in such; of any other its source
+    knows what is stored.
+    """
+    wanted: dict[str, Wanted] = {}
+    leaves = jax.tree.leaves(_params(model, config))
+    for source, leaf in zip(sources_of(model, config), leaves, strict=True):
+        kinds = DTYPES if leaf.dtype.name in DTYPES else None
+        for name, shape in zip(source.names, source.shapes, strict=True):
+            if name not in wanted or kinds is None:
+                wanted[name] = Wanted(shape, kinds)
+    return wanted
+
+
+def named_leaves(params: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves of params, with their names in messages."""
+    pairs = jax.tree.leaves_with_path(params)
+    return [(f"params{jax.tree_util.keystr(path)}", leaf) for path, leaf in pairs]
+
+
+def _params(model: Model, config: ModelConfig) -> Any:
+    return pytree.abstract(model.params, config.dims | {"param": "float32"})

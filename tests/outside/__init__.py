@@ -1,0 +1,1 @@
+"""What a user may add to jaxrunner, by its public interfaces alone: one idea a file."""
