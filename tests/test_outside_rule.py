@@ -1,5 +1,6 @@
 """A sampling rule that is no part of the package, against float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def test_a_rule_of_others_draws_what_it_should(tmp_path):
         asked = [{"prompt_token_ids": ids} for ids in PROMPTS]
         outputs = llm.generate(asked, params, use_tqdm=False)
         # Without logprobs a step is one program, and draws the same.
-        bare = [SamplingParams(**common | one | dict(logprobs=None)) for one in ASKED]
+        bare = [replace(one, logprobs=None) for one in params]
         same = checkpoint.answers(llm, PROMPTS, bare)
         unknown = SamplingParams(extra_args={"top_m_sigma": 1.0})
         error = llm.generate(asked[0], unknown, use_tqdm=False)[0].error

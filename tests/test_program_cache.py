@@ -22,6 +22,8 @@ from jaxrunner.runner.program_cache import SUFFIX, ProgramCache, find_folder
 from jaxrunner.runner.program_table import LOADED
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
+from jaxrunner.sampling.min_p import min_p
+from jaxrunner.slot_table import SlotTable
 from tests.support import tiny
 
 
@@ -139,6 +141,15 @@ def test_code_of_others_is_not_kept(tmp_path):
     assert cache_of(make(tmp_path, model=llama._replace(logits=layers))) is None
     rules = with_logits_fn(RULES, lambda logits, row: logits)
     assert cache_of(make(tmp_path, rules=rules)) is None
+
+
+def test_tables_of_other_names_and_sizes_have_their_own(tmp_path):
+    """They are laid out in the order of their names."""
+    params = min_p.params, lambda request: None
+    tables = [SlotTable(name, *params, dims=dims) for name in "az" for dims in ((), (("own", 3),))]
+    models = [llama, *(llama._replace(tables=(table,)) for table in tables)]
+    caches = [cache_of(make(tmp_path, model=model)) for model in models]
+    assert len({cache._path("key") for cache in caches if cache is not None}) == 5
 
 
 def test_nothing_is_kept_where_jax_keeps_its_own(tmp_path):
