@@ -17,6 +17,19 @@ FAMILIES: dict[str, Model] = {
 }
 
 
+def register_model(architecture: str, model: Model) -> None:
+    """Has `model` serve checkpoints of an architecture, as `config.json` names it.
+
+    Raises:
+      ValueError: another model serves it.
+    """
+    if FAMILIES.setdefault(architecture, model) != model:
+        raise ValueError(
+            f"architecture {shown(architecture)} is served by another model: register yours "
+            "under a name of its own"
+        )
+
+
 def read_model(settings: Settings) -> tuple[Model, ModelConfig]:
     """Returns the family and the config of a checkpoint.
 

@@ -44,6 +44,9 @@ def new_request(
     most = params.most_prompt_tokens(max_len)
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
+    for rule in of.rules:
+        if rule.extra_args:  # it may refuse a number; in a step that would end its neighbours too
+            rule.row(params, params.seed or 0)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
     given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
     eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
