@@ -7,8 +7,6 @@ import pytest
 from jaxrunner.caches.cache_group import distinct
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models import registry
-from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import FAMILIES, read_model
 from tests.support.checkpoints import NEEDS_TORCH, TINY, VARIANTS
 
@@ -119,17 +117,6 @@ def test_what_transformers_saves_is_read(tmp_path, variant):
     assert (c.o_bias, c.qk_norm) == (getattr(hf, "attention_bias", False), family == "Qwen3")
     assert (c.dtype, c.eos_token_ids) == ("float16", (5, 7))
     assert c.windows == (getattr(hf, "sliding_window", None),) * 3
-
-
-def test_a_family_of_the_user_is_found_and_takes_no_name_of_another(monkeypatch):
-    monkeypatch.setattr(registry, "FAMILIES", dict(FAMILIES))
-    mine = llama._replace(read=lambda settings: llama.read(settings))
-    for _ in range(2):  # the same one again is no other
-        registry.register_model("MineForCausalLM", mine)
-    assert read_model(Settings(TINY | dict(architectures=["MineForCausalLM"])))[0] is mine
-    with pytest.raises(ValueError, match="'LlamaForCausalLM' is served by another model"):
-        registry.register_model("LlamaForCausalLM", mine)
-    assert registry.FAMILIES["LlamaForCausalLM"] is llama
 
 
 @families

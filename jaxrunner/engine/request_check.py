@@ -44,9 +44,7 @@ def new_request(
     most = params.most_prompt_tokens(max_len)
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
-    for rule in of.rules:
-        if rule.extra_args:  # it may refuse a number; in a step that would end its neighbours too
-            rule.row(params, params.seed or 0)
+    _check_by_rules(params, of)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
     given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
     eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
@@ -116,6 +114,13 @@ def check_reason(reason: str, stop_reason: int | str | None) -> None:
         raise ValueError(f"reason must be one of {FINISH_REASONS}, got {shown(reason)}")
     if stop_reason is not None and type(stop_reason) not in (int, str):
         raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")
+
+
+def _check_by_rules(params: SamplingParams, of: Program) -> None:
+    """Lets rules of the user's own refuse numbers: in a step that would end other requests too."""
+    for rule in of.rules:
+        if rule.extra_args:
+            rule.row(params, params.seed or 0)
 
 
 def _salt(of_model: bytes, of_user: str | None) -> bytes:
