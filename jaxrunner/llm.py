@@ -52,8 +52,8 @@ class LLM(LLMNames):
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.
     check_nan: whether weights are searched for NaN and infinity.
-    logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request;
-        see `jaxrunner.sampling.custom`, which also has the slow variant for arbitrary Python.
+    logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
+        a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
     warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
         grammars and their like, else compiled when needed; "background" awaits the largest alone.

@@ -86,6 +86,12 @@ class Source(NamedTuple):
     join: Callable[[list[np.ndarray]], np.ndarray]
     split: Callable[[np.ndarray], list[np.ndarray]] | None
 
+    @classmethod
+    def whole(cls, name: str, *shape: int, held: tuple[int, ...] = ()) -> "Source":
+        """Returns the source of a weight that is one tensor, `held` by us in another shape."""
+        held = held or shape
+        return cls((name,), (shape,), lambda a: a[0].reshape(held), lambda a: [a.reshape(shape)])
+
 
 class Model(NamedTuple):
     """A model family."""

@@ -37,7 +37,8 @@ class Rule(NamedTuple):
 
     name: str  # of its slot table
     params: type  # a pytree with one row a slot, zeros where there is no request
-    row: Callable[[SamplingParams, int], Any]  # (params, seed) -> the row of one request
+    # (params, seed) -> the row of one request. `params.extra_args` are pairs: `dict` of them.
+    row: Callable[[SamplingParams, int], Any]
     apply: Callable[[Array, Any, Context], Array]  # (logits [V], row, context) -> logits [V]
     # (row, context) -> whether the row asks for it; the rule is skipped where none does.
     is_active: Callable[[Any, Context], Array] | None = None

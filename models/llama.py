@@ -171,9 +171,9 @@ def sources(config: DecoderConfig) -> Params:
     layers = tuple(_layer_sources(c, f"model.layers.{i}.") for i in range(c.num_hidden_layers))
     return host_value(
         Params,
-        embed=_whole("model.embed_tokens.weight", V, E),
-        norm=_whole("model.norm.weight", E),
-        head=None if c.tie_word_embeddings else _linear(_whole("lm_head.weight", V, E)),
+        embed=Source.whole("model.embed_tokens.weight", V, E),
+        norm=Source.whole("model.norm.weight", E),
+        head=None if c.tie_word_embeddings else _linear(Source.whole("lm_head.weight", V, E)),
         layers=layers,
     )
 
@@ -183,7 +183,7 @@ def _layer_sources(c: DecoderConfig, prefix: str) -> Layer:
     H, K = c.num_attention_heads, c.num_key_value_heads
 
     def one(present: bool, name: str, *shape: int, held: tuple[int, ...] = ()) -> Source | None:
-        return _whole(prefix + name, *shape, held=held) if present else None
+        return Source.whole(prefix + name, *shape, held=held) if present else None
 
     def packed(
         present: bool, part: str, names: dict[str, int], join: Join, *inner: int
@@ -224,12 +224,6 @@ def _layer_sources(c: DecoderConfig, prefix: str) -> Layer:
 
 def _linear(weight: Source | None, bias: Source | None = None, *, num_in: int = 1) -> Linear:
     return host_value(Linear, weight=weight, bias=bias, num_in=num_in)
-
-
-def _whole(name: str, *shape: int, held: tuple[int, ...] = ()) -> Source:
-    """A weight that is one tensor, `held` by us in another shape."""
-    held = held or shape
-    return Source((name,), (shape,), lambda a: a[0].reshape(held), lambda a: [a.reshape(shape)])
 
 
 def _unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndarray):

@@ -11,6 +11,7 @@ import pytest
 from jaxrunner import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
+from jaxrunner.rule import NoParams, Rule
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import host_logits_fn, logits_fn, with_logits_fn
 from tests.support import rules as given
@@ -64,6 +65,39 @@ def test_a_logits_function_sees_logits_before_the_temperature(heat):
     squared = with_logits_fn(RULES, logits_fn(lambda logits, row: logits * logits))
     got = given.processed(logits, [SamplingParams(temperature=heat)], rules=squared)
     np.testing.assert_allclose(got, logits**2 / heat, rtol=1e-6)
+
+
+def test_a_rule_that_truncates_runs_behind_the_temperature():
+    """`kept_mass` is the share that is left at the temperature, whatever that is."""
+    best = Rule(
+        "best", NoParams, lambda params, seed: NoParams(),
+        lambda logits, row, context: jnp.where(logits < logits.max(), -jnp.inf, logits),
+        truncates=True,
+    )  # fmt: skip
+    rules = with_logits_fn(RULES, best)
+    logits = np.random.default_rng(0).normal(size=(1, 61)).astype(np.float32)
+    params = [SamplingParams(temperature=0.5)]
+    batch = given.batched(given.requests(1), [0], [0])
+    run = given.processor(given.program(rules=rules))
+    got = run(jnp.asarray(logits), batch, given.tables(params, rules=rules)).kept_mass[0]
+    weights = np.exp(logits[0].astype(np.float64) / 0.5)
+    assert got == pytest.approx(weights.max() / weights.sum(), rel=1e-5)
+
+
+def test_a_rule_that_refuses_a_number_ends_its_request_alone():
+    def row(params, seed):
+        if dict(params.extra_args or ()).get("n", 0) < 0:
+            raise ValueError("n must be at least 0")
+        return NoParams()
+
+    rule = Rule("picky", NoParams, row, lambda logits, row, context: logits, extra_args=("n",))
+    e = engine(with_logits_fn(RULES, rule))
+    good = e.add("a", [3, 1, 4], SamplingParams(max_tokens=5))
+    with pytest.raises(ValueError, match="n must be at least 0"):
+        e.add("b", [3, 1, 4], SamplingParams(extra_args={"n": -1.0}))
+    while e.has_unfinished:
+        e.step()
+    assert good.error is None and len(good.output_token_ids) == 5
 
 
 def test_a_logits_function_that_changes_nothing_changes_nothing():

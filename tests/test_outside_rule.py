@@ -27,14 +27,13 @@ ASKED: list[dict[str, Any]] = [
 def oracle(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Returns logprobs of what is drawn from, [T, V], of a model's logits."""
     z = logits / params.temperature
+    if n := dict(params.extra_args or ()).get("top_n_sigma"):
+        low = z.max(-1, keepdims=True) - n * z.std(-1, keepdims=True)
+        z = np.where(z < low, -np.inf, z)
     if params.min_p:
         z = np.where(z < z.max(-1, keepdims=True) + np.log(params.min_p), -np.inf, z)
     if (params.top_k or 0) > 0:
         z = np.where(z < np.sort(z)[:, [-params.top_k]], -np.inf, z)
-    if n := dict(params.extra_args or ()).get("top_n_sigma"):
-        finite = [row[row > -np.inf] for row in z]
-        low = [row.max() - n * row.std() for row in finite]
-        z = np.where(z < np.array(low)[:, None], -np.inf, z)
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 

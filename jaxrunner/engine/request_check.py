@@ -45,6 +45,7 @@ def new_request(
     most = params.most_prompt_tokens(max_len)
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
+    _check_by_rules(params, of)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
     given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
     eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
@@ -120,6 +121,13 @@ def _model_salt(of: Program, prompt_len: int, params: SamplingParams) -> bytes:
     """Returns what keys depend on besides tokens."""
     salt, rows = of.config.cache_salt(prompt_len), cache_salt(of.model.tables, params)
     return b"%d %s %s" % (len(salt), salt, rows) if rows else salt
+
+
+def _check_by_rules(params: SamplingParams, of: Program) -> None:
+    """Lets rules of the user's own refuse numbers: in a step that would end other requests too."""
+    for rule in of.rules:
+        if rule.extra_args:
+            rule.row(params, params.seed or 0)
 
 
 def _salt(of_model: bytes, of_user: str | None) -> bytes:

@@ -9,7 +9,7 @@ import jax
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
-from jaxrunner.model import Model
+from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.program import Program
 from jaxrunner.rule import Rule
@@ -58,13 +58,17 @@ def build(
     params: Any,
     *,
     rules: tuple[Rule, ...] = RULES,
+    ops: MakeOps | None = None,
     cache_dir: Path | None = None,
 ) -> Built:
     """Chooses what computes an engine's steps. Of `params` the shapes and dtypes count.
 
+    ops: the operations of layers, None for those that serve the model and the device.
     cache_dir: where executables are kept from one process to the next, None for nowhere.
     """
     choice = choose_ops(model_config, config)
+    if ops is not None:
+        choice = choice._replace(name="given", ops=ops, reason="its operations were given")
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
@@ -78,7 +82,7 @@ def build(
             f"speculator, {model_config.architecture} has {what}: set num_decode_steps=1"
         )
     # What the code of others does is not known.
-    ours = rules == RULES and is_ours(*_code(program, params))
+    ours = rules == RULES and ops is None and is_ours(*_code(program, params))
     return Built(choice, program, abstract(params), cache_dir, ours)
 
 

@@ -111,16 +111,15 @@ def host_logits_fn(
 
 
 def with_logits_fn(rules: tuple[Rule, ...], fn: Any) -> tuple[Rule, ...]:
-    """Returns the rules with a logits function, or a rule, before the temperature.
+    """Returns the rules with a logits function, or a rule of the user's, about the temperature.
 
-    One that only takes tokens away comes last, behind min-p, top-k and top-p.
+    It runs right before the temperature, a rule that truncates right behind it: `kept_mass` is
+    counted from there.
     """
     if fn is None:
         return rules
     rule = fn if isinstance(fn, Rule) else logits_fn(fn)
-    if rule.truncates:
-        return (*rules, rule)
-    at = next(i for i, r in enumerate(rules) if r.name == "temperature")
+    at = next(i for i, r in enumerate(rules) if r.name == "temperature") + rule.truncates
     return (*rules[:at], rule, *rules[at:])
 
 
