@@ -51,14 +51,14 @@ def run(name: str) -> dict:
     return runpy.run_path(name, run_name="__main__")
 
 
-def test_a_family_that_reads_a_config_is_that_of_transformers(folder, capsys):
+def test_a_family_that_reads_a_config_is_that_of_transformers(folder):
     pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
     pytest.importorskip("transformers", reason="the reference needs transformers")
     write("add_a_model.md", folder)
     run("check_seed_oss.py")
 
 
-def test_a_family_of_its_own_layers_is_that_of_numpy(folder, capsys):
+def test_a_family_of_its_own_layers_is_that_of_numpy(folder):
     write("add_a_model.md", folder)
     run("check_parallel.py")
 
@@ -67,10 +67,8 @@ def test_a_family_of_the_user_is_found_and_takes_no_name_of_another(folder):
     mine = llama._replace(read=lambda settings: llama.read(settings))
     for _ in range(2):  # the same one again is no other
         registry.register_model("MineForCausalLM", mine)
-    assert (
-        registry.read_model(Settings(tiny.SETTINGS | dict(architectures=["MineForCausalLM"])))[0]
-        is mine
-    )
+    settings = Settings(tiny.SETTINGS | dict(architectures=["MineForCausalLM"]))
+    assert registry.read_model(settings)[0] is mine
     with pytest.raises(ValueError, match="'LlamaForCausalLM' is served by another model"):
         registry.register_model("LlamaForCausalLM", mine)
     assert registry.FAMILIES["LlamaForCausalLM"] is llama

@@ -26,6 +26,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.operation import Operation, run_first, unnoted
 from jaxrunner.ops import backends
 from jaxrunner.program import Bucket, Program
+from jaxrunner.runner.build import build
 from jaxrunner.sampling import RULES
 from tests.support import tiny
 from tests.support.lowering import cuda, lowers
@@ -191,6 +192,14 @@ def test_engines_choose_in_the_open():
         words = "attention_backend='mosaic_gpu' wants a Hopper GPU.*: use 'auto' or 'reference'"
         with pytest.raises(ValueError, match=words):
             backends.choose_ops(config, replace(engine, attention_backend="mosaic_gpu"))
+
+
+def test_operations_of_the_user_run_and_no_cache_of_programs_knows_them(tmp_path):
+    config, params = tiny.model_and_params()
+    given = functools.partial(backends.paged)
+    built = build(llama, config, tiny.engine_config(), params, ops=given, cache_dir=tmp_path)
+    assert built.program.ops is given and built.choice.reason == "its operations were given"
+    assert built.cache is None and built.task is None
 
 
 def test_an_operation_that_nothing_serves_says_what_each_said():

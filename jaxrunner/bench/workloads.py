@@ -259,7 +259,11 @@ def machine() -> dict[str, str]:
 
 def main() -> None:
     """Runs a preset and prints or writes its figures as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrunner.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrunner.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("preset", choices=PRESETS, nargs="?", default="tiny")
     parser.add_argument("--kernels", action="store_true", help="time each kernel, and no model")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
