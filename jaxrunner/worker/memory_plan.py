@@ -21,6 +21,7 @@ CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memor
 UTILIZATION = 0.9  # of what JAX may use, where nothing was asked for
 LOST = 1 << 27  # bytes that XLA's allocator may leave unused behind one block of memory
 GIB = 1 << 30
+SPAN = 1 << 10  # KV blocks by which their bytes are told: a pool may have one for several of them
 
 
 class Device(NamedTuple):
@@ -124,8 +125,8 @@ class SizeCosts:
     @functools.cached_property
     def block(self) -> int:
         """Bytes of one KV block in all layers; twice where an eager step makes a new cache."""
-        one, two = (num_bytes(self._state(1, num_blocks).kv) for num_blocks in (1, 2))
-        return (two - one) * self._times
+        few, many = (num_bytes(self._state(1, n * SPAN).kv) for n in (1, 2))
+        return -(-(many - few) // SPAN) * self._times
 
     @property
     def _times(self) -> int:
@@ -157,7 +158,8 @@ class SizeCosts:
     def plan(self, max_model_len: int, num_blocks: int, requested: int = 0) -> MemoryPlan:
         """Returns what an engine of these sizes takes."""
         state, reserve = self._state(max_model_len), 0
-        of_slots = num_bytes(state.kv) * self._times - self.block  # caches with blocks for slots
+        # Of caches with blocks for slots, whatever the blocks for tokens are.
+        of_slots = num_bytes(state.kv) * self._times - SPAN * self.block
         if self.need.program:
             weights = map(num_bytes, jax.tree.leaves(self.params))
             reserve = self.need.waiting + max(weights, default=0) + LOST
@@ -172,7 +174,7 @@ class SizeCosts:
             largest=self.need.name,
         )
 
-    def _state(self, max_model_len: int, num_blocks: int = 1) -> Any:
+    def _state(self, max_model_len: int, num_blocks: int = SPAN) -> Any:
         """Returns the abstract state of an engine with so many KV blocks."""
         engine = replace(self.program.engine, max_model_len=max_model_len, num_blocks=num_blocks)
         return jax.eval_shape(functools.partial(make_state, self.program._replace(engine=engine)))
