@@ -83,8 +83,9 @@ def test_memory_is_planned_as_it_is_made(llm):
 def test_steps_pass_the_check(llm):
     """Of a scheduler alone, with copies of blocks, and requests that give way."""
     config, model_config = llm.engine.config, llm.model_config
-    check = StepCheck(build(resized, model_config, config, llm.params).program)
-    pools, scheduler = make_scheduler(config, model_config)
+    program = build(resized, model_config, config, llm.params).program
+    check = StepCheck(program)
+    pools, scheduler = make_scheduler(program)
     waiting, num_copies = [PROMPTS[1][:18], *PROMPTS, *PROMPTS[::-1]], 0
     for i, prompt in enumerate(waiting):
         scheduler.add(scheduling.new(str(i), prompt, 14 if i else 1))
