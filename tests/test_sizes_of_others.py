@@ -5,19 +5,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxrunner import pytree
 from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
-from jaxrunner.ops.backends import dense, paged, refuses
+from jaxrunner.ops.backends import dense, fused, paged, refuses
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
 from jaxrunner.types import Batch
 from jaxrunner.worker import sizing
 from jaxrunner.worker.memory_plan import Device
 from jaxrunner.worker.program_memory import ProgramMemory
 from tests.outside import checkpoint, recurrent, resized_blocks
+from tests.outside.glm4 import glm4
+from tests.outside.int8_linear import int8_llama
 from tests.support import tiny
+from tests.support.lowering import cuda, lowers
 
 LARGE: dict[str, Any] = checkpoint.LLAMA | dict(
     architectures=["x"], head_dim=64, num_attention_heads=2, num_key_value_heads=1, hidden_size=128
@@ -96,6 +105,27 @@ def test_kernels_are_asked_about_each_group_that_they_read(monkeypatch):
     small = refuses(resized_blocks.read(Settings(LARGE)), engine)
     assert small is not None and "block_size" in small and "got 4" in small
     assert refuses(resized_blocks.read(Settings(LARGE)), replace(engine, block_size=32)) == want
+
+
+@lowers
+@pytest.mark.parametrize("size", [Bucket(32, 32, 1), Bucket(64, 5)], ids=["decode", "mixed"])
+def test_kernels_serve_layers_of_others(size):
+    """Attention and norms run in them; products do not where weights are of another kind."""
+    rope = dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=0.5))
+    engine = EngineConfig(
+        max_model_len=64, num_blocks=64, block_size=64, dtype="bfloat16", kv_dtype="bfloat16"
+    )
+    attention = "decode_attention" if size.query_len else "prefill_attention"
+    for model, more in ((glm4, rope), (recurrent.recurrent, {}), (int8_llama, {})):
+        config = model.read(Settings(LARGE | dict(intermediate_size=256) | more))
+        params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+        program = Program(model, config, engine, fused, RULES)
+        with cuda():
+            found = operations(program, params, Key("step", size))
+        told = {one.operation: one.name for one in found}
+        assert (told["attention"], told["add_norm"]) == (attention, "add_rms_norm")
+        refused = {reason for one in found for reason in one.refused.values()}
+        assert ("wants weights that are Linear, got Int8Linear" in refused) == (model is int8_llama)
 
 
 def test_operations_know_their_batch_and_a_trainer_has_none():
