@@ -21,10 +21,9 @@ SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(
 def reference(tensors):
     """Returns the model of transformers with these weights."""
     values = {k: v for k, v in SETTINGS.items() if k not in ("architectures", "dtype")}
-    none = dict(bos_token_id=None, eos_token_id=59, pad_token_id=0)
+    none = dict(bos_token_id=None, eos_token_id=SETTINGS["vocab_size"], pad_token_id=0)
     model = transformers.Glm4ForCausalLM(transformers.Glm4Config(**values | none)).eval()
     model.load_state_dict({name: torch.tensor(tensor) for name, tensor in tensors.items()})
-    model.generation_config.eos_token_id = None
     return model
 
 

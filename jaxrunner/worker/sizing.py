@@ -95,9 +95,7 @@ def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) 
         return ProgramMemory("a step without a compiler", int(EAGER * device.limit))
     if size.name != "gpu_memory_utilization":
         return ProgramMemory()
-    if (
-        built.program.sample is not None and built.is_ours
-    ):  # what layers of others take is not known
+    if built.program.sample is not None and built.is_ours:  # it knows no layers of others
         return estimate(built.program)
     return measure(built.program, params, built.cache)
 

@@ -167,3 +167,18 @@ def expected_offsets(ids: list[int]) -> list[int]:
         found.append((total + last[0]) % STATES)
         last = [*last[1:], token_id]
     return found
+
+
+@dataclass(frozen=True)
+class StatesAlone(Config):
+    """A model that keeps states and nothing else, and has no heads."""
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """States of each layer."""
+        return (RecurrentState(self.depth),) * self.num_hidden_layers
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes and flags for `pytree`."""
+        return {axis: size for axis, size in super().dims.items() if axis not in ("H", "K", "D")}

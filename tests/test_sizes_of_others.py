@@ -1,0 +1,134 @@
+"""How large an engine of a model of others is, and whether kernels serve it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrunner import pytree
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
+from jaxrunner.hf_config import Settings
+from jaxrunner.model import Model
+from jaxrunner.models.llama import llama
+from jaxrunner.ops.backends import dense, fused, paged, refuses
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
+from jaxrunner.types import Batch
+from jaxrunner.worker import sizing
+from jaxrunner.worker.memory_plan import Device
+from jaxrunner.worker.program_memory import ProgramMemory
+from tests.outside import checkpoint, recurrent, resized_blocks
+from tests.outside.glm4 import glm4
+from tests.outside.int8_linear import int8_llama
+from tests.support import tiny
+from tests.support.lowering import cuda, lowers
+
+LARGE: dict[str, Any] = checkpoint.LLAMA | dict(
+    architectures=["x"], head_dim=64, num_attention_heads=2, num_key_value_heads=1, hidden_size=128
+)
+SIZES: dict[str, Any] = dict(max_num_seqs=6, block_size=4, max_num_batched_tokens=32)
+FREE = Device(limit=10**9, others=0)
+
+
+def states_alone() -> recurrent.StatesAlone:
+    return recurrent.StatesAlone(**vars(recurrent.read(Settings(LARGE))))
+
+
+def plan(config: ModelConfig, model: Model = recurrent.recurrent, **sizes: Any):
+    loaded: Any = tiny.loaded()._replace(model=model, config=config)
+    return sizing.plan_engine(loaded, **SIZES | sizes)
+
+
+def test_states_alone_take_no_blocks_of_tokens():
+    e, memory, built = plan(states_alone())
+    of_states = 2 * (6 + 1) * (1 + recurrent.DEPTH) * 4
+    assert (memory.kv, e.max_model_len) == (0, 64) and e.num_blocks == 6 * 64 // 4
+    hybrid = plan(recurrent.read(Settings(LARGE))).memory
+    assert hybrid.kv > 0 and built.program.cache_groups[0].num_blocks == 7
+    assert memory.tables - hybrid.tables == of_states // 2 - 6 * 16 * 4  # a table of blocks less
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_states_are_part_of_the_plan_of_a_device(monkeypatch, enforce_eager):
+    monkeypatch.setattr(sizing, "read_device", lambda _: FREE)
+    monkeypatch.setattr(sizing, "measure", lambda *_: ProgramMemory("step", 1000, 10))
+    few, many = (
+        plan(recurrent.read(Settings(LARGE)), max_num_seqs=n, enforce_eager=enforce_eager,
+             kv_cache_memory_bytes=10**6).memory
+        for n in (6, 7)
+    )  # fmt: skip
+    slot = dict(tables=many.tables - few.tables)
+    plain = [
+        plan(llama.read(Settings(LARGE)), llama, max_num_seqs=n, enforce_eager=enforce_eager,
+             kv_cache_memory_bytes=10**6).memory.tables
+        for n in (6, 7)
+    ]  # fmt: skip
+    one_block_table, state = 4, (1 + recurrent.DEPTH) * 4 * (1 + enforce_eager)
+    assert slot["tables"] - (plain[1] - plain[0]) == one_block_table + state
+
+
+def test_what_others_layers_take_is_measured(monkeypatch):
+    """The estimate is of our own layers alone, by the names of their axes."""
+    whole, asked = sizing.build, []
+
+    def with_kernels(*args: Any, **kwargs: Any):
+        built = whole(*args, **kwargs)
+        return built._replace(program=built.program._replace(sample=print))
+
+    def measure(*args: Any) -> ProgramMemory:
+        asked.append(args)
+        return ProgramMemory("step", 1000, 10)
+
+    monkeypatch.setattr(sizing, "read_device", lambda _: FREE)
+    monkeypatch.setattr(sizing, "build", with_kernels)
+    monkeypatch.setattr(sizing, "measure", measure)
+    assert plan(recurrent.read(Settings(LARGE)), gpu_memory_utilization=0.5).memory.program == 1000
+    assert len(asked) == 1
+
+
+def test_kernels_are_asked_about_each_group_that_they_read(monkeypatch):
+    hopper = SimpleNamespace(compute_capability="9.0", device_kind="fake")
+    engine = EngineConfig(
+        max_model_len=64, num_blocks=64, block_size=8, dtype="bfloat16", kv_dtype="bfloat16"
+    )
+    ours = llama.read(Settings(LARGE))
+    monkeypatch.setattr(jax, "local_devices", lambda: [hopper])
+    want = refuses(ours, engine)
+    assert want is None or "JAX" in want  # what it says of an older one
+    assert refuses(recurrent.read(Settings(LARGE)), engine) == want
+    assert refuses(states_alone(), engine) is None
+    small = refuses(resized_blocks.read(Settings(LARGE)), engine)
+    assert small is not None and "block_size" in small and "got 4" in small
+    assert refuses(resized_blocks.read(Settings(LARGE)), replace(engine, block_size=32)) == want
+
+
+@lowers
+@pytest.mark.parametrize("size", [Bucket(32, 32, 1), Bucket(64, 5)], ids=["decode", "mixed"])
+def test_kernels_serve_layers_of_others(size):
+    """Attention and norms run in them; products do not where weights are of another kind."""
+    rope = dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=0.5))
+    engine = EngineConfig(
+        max_model_len=64, num_blocks=64, block_size=64, dtype="bfloat16", kv_dtype="bfloat16"
+    )
+    attention = "decode_attention" if size.query_len else "prefill_attention"
+    for model, more in ((glm4, rope), (recurrent.recurrent, {}), (int8_llama, {})):
+        config = model.read(Settings(LARGE | dict(intermediate_size=256) | more))
+        params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+        program = Program(model, config, engine, fused, RULES)
+        with cuda():
+            found = operations(program, params, Key("step", size))
+        told = {one.operation: one.name for one in found}
+        assert (told["attention"], told["add_norm"]) == (attention, "add_rms_norm")
+        refused = {reason for one in found for reason in one.refused.values()}
+        assert ("wants weights that are Linear, got Int8Linear" in refused) == (model is int8_llama)
+
+
+def test_operations_know_their_batch_and_a_trainer_has_none():
+    batch = object.__new__(Batch)
+    object.__setattr__(batch, "query_len", 1)
+    assert paged(batch).batch is batch and dense(1).batch is None
