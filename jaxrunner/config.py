@@ -67,7 +67,7 @@ class ModelConfig(Protocol):
 
     @property
     def dims(self) -> dict[str, Any]:
-        """Sizes of axes, and flags, for `pytree`: Y, V, E, H, K, D, F and more."""
+        """Sizes of axes and flags of its weights and caches; Y, V, E, H, K, D and F among them."""
         ...
 
     def cache_salt(self, prompt_len: int) -> bytes:
