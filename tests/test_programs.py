@@ -44,7 +44,8 @@ def test_the_first_bucket_that_fits_is_chosen(counts, want):
 
 
 @pytest.mark.parametrize(
-    "counts,want", [([4], (4, 1, 4)), ([4] * 3, (16, 4, 4)), ([3] * 3, (16, 4, 0))]
+    "counts,want",
+    [([4], (4, 1, 4)), ([4] * 3, (16, 4, 4)), ([4, 4, 3], (16, 4, 4)), ([5], (8, 4, 0))],
 )
 def test_uniform_buckets_of_drafting_rows(counts, want):
     got = choose(buckets(4, (4, 8, 16), query_len=4), counts)

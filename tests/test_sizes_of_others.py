@@ -44,7 +44,8 @@ def plan(config: ModelConfig, model: Model = recurrent.recurrent, **sizes: Any):
     return sizing.plan_engine(loaded, **SIZES | sizes)
 
 
-def test_states_alone_take_no_blocks_of_tokens():
+def test_states_alone_take_no_blocks_of_tokens(monkeypatch):
+    monkeypatch.setattr(sizing, "read_device", lambda _: None)
     e, memory, built = plan(states_alone())
     of_states = 2 * (6 + 1) * (1 + recurrent.DEPTH) * 4
     assert (memory.kv, e.max_model_len) == (0, 64) and e.num_blocks == 6 * 64 // 4

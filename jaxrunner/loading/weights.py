@@ -51,8 +51,9 @@ def load_params(
       FileNotFoundError, ValueError: a file is missing, no safetensors, or does not hold what
         `config` needs; names tensors and files. Or the model's sources do not make its params.
     """
-    declared = abstract_params(model, config, check_dtype("dtype", dtype))
+    check_dtype("dtype", dtype)
     sources = sources_of(model, config)
+    declared = abstract_params(model, config, dtype)
     found = checkpoint.find(folder, wanted_tensors(model, config), files)
     leaves, names, parts = [], (), {}
     bar = tqdm(
