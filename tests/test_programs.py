@@ -145,9 +145,9 @@ def test_a_closed_runner_says_so():
             run(tiny.scheduled({"a": 2}, new))
 
 
-def test_the_ledger_says_what_was_compiled_and_why(runner):
+def test_the_ledger_says_what_was_compiled_and_why():
     programs = tiny.runner().programs
-    key = runner.programs.ledger[0].key._replace(name="step", size=Bucket(5, 5, 1))
+    key = Key("step", Bucket(5, 5, 1))
     programs.warm_up([key, key])
     assert [(c.key, c.reason) for c in programs.ledger] == [(key, "warm-up")]
     programs[key._replace(size=Bucket(5, 5))]
