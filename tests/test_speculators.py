@@ -1,44 +1,15 @@
 """Drafts change no token, whatever is drafted: greedy or sampled, preempted or cached."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.indexing import take
 from jaxrunner.models.llama import llama
-from jaxrunner.pytree import host_value, leaf, pytree
-from jaxrunner.slot_table import SlotTable
-from jaxrunner.speculators.speculator import Speculator
-from jaxrunner.types import Array
+from tests.outside.lookup import K, lookup
 from tests.support import tiny
 
-K = 3
-
-
-@pytree
-class Proposed:
-    """Drafts so far."""
-
-    count: Array = leaf("R")
-
-
-def propose(requests, tables, rows, num_sampled):
-    """Drafts what followed the last token where it stood before; counts in its own table."""
-    ids, total = take(requests.token_ids, rows.slot), take(requests.total_len, rows.slot)
-    j = jnp.arange(ids.shape[1])[None]
-    last = jnp.take_along_axis(ids, jnp.maximum(total - 1, 0)[:, None], 1)
-    seen = (ids == last) & (j < total[:, None] - 1)
-    found = jnp.where(seen, j, -1).max(1)
-    at = jnp.where(found < 0, 0, found + 1)[:, None] + jnp.arange(K)[None]
-    drafts = jnp.take_along_axis(ids, jnp.clip(at, 0, ids.shape[1] - 1), 1)
-    count = tables["proposed"].count.at[rows.slot].add(jnp.where(rows.samples, K, 0), mode="drop")
-    return tables | {"proposed": Proposed(count)}, drafts
-
-
-TABLE = SlotTable("proposed", Proposed, lambda request: host_value(Proposed, count=np.int32(0)))
-MODEL = llama._replace(speculator=Speculator("lookup", K, propose, (TABLE,)))
+MODEL = llama._replace(speculator=lookup)
 PROMPTS = {
     "a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [9, 2], "c": list(range(1, 20)), "d": [7] * 9,
     "e": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
