@@ -103,7 +103,7 @@ def build(
             def one(dims: Dims) -> Any:
                 return make(axes, tuple(dims[axis] for axis in axes), jnp.dtype(dtype))
 
-        if "each" not in meta or not meta["each"]:
+        if not meta.get("each"):
             return one(dims)
         count = dims[meta["each"]]
         parts = [{}] * count if isinstance(count, int) else count

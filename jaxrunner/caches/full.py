@@ -2,27 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from jaxrunner.caches.cache_group import PoolSizes
-from jaxrunner.types import LayerCache
+from jaxrunner.caches.kv_blocks import KVBlocks
 
 
 @dataclass(frozen=True)
-class FullAttention:
+class FullAttention(KVBlocks):
     """Nothing is given back before a request ends."""
-
-    leaves: ClassVar[type] = LayerCache
-    has_prefixes: ClassVar[bool] = True
-
-    @property
-    def dims(self) -> dict[str, Any]:
-        """None of its own."""
-        return {}
-
-    def pool(self, sizes: PoolSizes) -> tuple[int, int]:
-        """Returns the engine's sizes."""
-        return sizes.block_size, sizes.num_blocks
 
     def num_skipped_tokens(self, computed: int) -> int:
         """Returns 0."""

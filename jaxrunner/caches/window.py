@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from jaxrunner.caches.cache_group import PoolSizes
-from jaxrunner.types import LayerCache
+from jaxrunner.caches.kv_blocks import KVBlocks
 
 
 @dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(KVBlocks):
     """`window`: keys that a token sees, itself included.
 
     Raises:
@@ -17,8 +15,6 @@ class SlidingWindow:
     """
 
     window: int
-    leaves: ClassVar[type] = LayerCache
-    has_prefixes: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.window < 1:
@@ -26,15 +22,6 @@ class SlidingWindow:
                 f"window must be at least 1 token, got {self.window}: "
                 "give None for layers without a window"
             )
-
-    @property
-    def dims(self) -> dict[str, Any]:
-        """None of its own."""
-        return {}
-
-    def pool(self, sizes: PoolSizes) -> tuple[int, int]:
-        """Returns the engine's sizes."""
-        return sizes.block_size, sizes.num_blocks
 
     def num_skipped_tokens(self, computed: int) -> int:
         """Returns how many of the first `computed` tokens no later token sees."""

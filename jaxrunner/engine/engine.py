@@ -205,8 +205,7 @@ class Engine:
             del sampled[req_id]  # of several, those count that came before
         output.share_prompt_logprobs(scheduled.requests)
         gained = self.scheduler.update(scheduled, sampled)
-        output.share_logprobs(gained)
-        output.share_heads(gained)
+        output.share(gained)
         self._gained += gained
         for request, tokens in gained:
             if request.grammar is not None and (reason := self.grammars.accept(request, tokens)):

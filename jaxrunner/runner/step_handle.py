@@ -59,28 +59,21 @@ class ModelRunnerOutput:
                 failed[req_id] = NO_CHOICE
         return failed
 
-    def share_logprobs(self, gained: NewTokens) -> None:
-        """Gives each request that asked the logprobs of its new tokens."""
-        if self.logprobs is None:
+    def share(self, gained: NewTokens) -> None:
+        """Gives each request what its heads said, and logprobs of its new tokens if it asked.
+
+        Copied, so that the whole batch's need not be kept.
+        """
+        if self.logprobs is None and not self.heads:
             return
         row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
         for request, tokens in gained:
-            if request.params.num_logprobs is not None:
-                row, count = row_of[request.request_id], len(tokens)
-                # Copied, so that the whole batch's need not be kept.
+            row, count = row_of[request.request_id], len(tokens)
+            if self.logprobs is not None and request.params.num_logprobs is not None:
                 one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), self.logprobs)
                 request.logprobs.append(one)
-
-    def share_heads(self, gained: NewTokens) -> None:
-        """Gives each request what the model's heads said of it."""
-        if not self.heads:
-            return
-        row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
-        for request, _ in gained:
             for name, values in self.heads.items():
-                # Copied, so that the whole batch's need not be kept.
-                row = values[row_of[request.request_id]].copy()
-                request.heads.setdefault(name, []).append(row)
+                request.heads.setdefault(name, []).append(values[row].copy())
 
     def share_prompt_logprobs(self, requests: Mapping[str, Request]) -> None:
         """Gives requests that have not ended those of their prompts' tokens."""

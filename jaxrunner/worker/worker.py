@@ -174,7 +174,7 @@ class Worker(Lifecycle):
         """
         config, model = self._planned.config, self._loaded.config
         kv: dict[str, Any] = dict(kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
-        dims, specs = model.dims | kv, {}
+        dims, specs = model.dims | kv, dict[int, KVCacheSpec]()
         for group in engine_groups(model, config):
             sizes = dims | group.kind.dims | dict(N=1, S=group.block_size)
             page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
@@ -182,8 +182,8 @@ class Worker(Lifecycle):
                 group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,
                 getattr(group.kind, "window", None), page_bytes,
             )  # fmt: skip
-            specs |= {f"model.layers.{i}.self_attn.attn": spec for i in group.layers}
-        return dict(sorted(specs.items(), key=lambda item: int(item[0].split(".")[2])))
+            specs |= dict.fromkeys(group.layers, spec)
+        return {f"model.layers.{i}.self_attn.attn": specs[i] for i in sorted(specs)}
 
     @checked({"num_blocks": llm_arguments.SIZES["num_blocks"]})
     def initialize_from_config(
