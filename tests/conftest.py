@@ -1,6 +1,7 @@
 """What holds for every test: strict JAX, two fake devices, no network."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 import ipaddress
 import os
 from pathlib import Path
@@ -28,6 +29,9 @@ from jaxrunner.device import lowering
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# `jaxrunner.lm_eval` cannot be imported without lm-eval, so neither can its tests.
+collect_ignore_glob = [] if find_spec("lm_eval") else ["test_lm_eval*.py"]
 
 try:
     import hypothesis
