@@ -1,7 +1,7 @@
 """The static half of an engine, and the shapes of everything that follows from it."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 import functools
 from typing import Any, NamedTuple
 
@@ -32,7 +32,8 @@ FEW_STOP_IDS = 16  # of a request whose admission is not wide
 WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True)
+class Program:
     """What is compiled into every program of an engine."""
 
     model: Model
@@ -48,19 +49,19 @@ class Program(NamedTuple):
         """What slot tables read of a request's `extra_args`."""
         return [name for table in self.tables for name in table.extra_args]
 
-    @property
+    @functools.cached_property
     def tables(self) -> list[SlotTable]:
         """What the state knows of each request beside its tokens: of rules, and of the model."""
         speculator = self.model.speculator
         drafts = () if speculator is None else speculator.tables
         return [*(rule.table for rule in self.rules), *self.model.tables, *drafts]
 
-    @property
+    @functools.cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The layers that share block tables, and their pools."""
         return engine_groups(self.config, self.engine)
 
-    @property
+    @functools.cached_property
     def dims(self) -> dict[str, Any]:
         """Axis sizes, dtypes and flags, for `pytree`."""
         e = self.engine

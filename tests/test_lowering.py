@@ -1,5 +1,6 @@
 """Programs that processes lower: the same programs, and a process that dies costs nothing."""
 
+from dataclasses import replace
 import pickle
 import time
 
@@ -25,7 +26,7 @@ def engine(**programs) -> Engine:
     made = Engine(llama, config, sizes, params)
     program, shapes = made.runner.program, abstract(params)
     if programs:
-        task = lowering_task(usual_spec, program._replace(rules=()), shapes)
+        task = lowering_task(usual_spec, replace(program, rules=()), shapes)
         made.runner.programs = ProgramTable(
             lambda key: program_spec(program, shapes, key), task=task, **programs
         )

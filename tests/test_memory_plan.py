@@ -1,5 +1,6 @@
 """Where memory goes: a plan that fits, and not a block less than fits."""
 
+from dataclasses import replace
 import functools
 import re
 from types import SimpleNamespace
@@ -254,7 +255,7 @@ def test_with_kernels_nothing_is_compiled_to_make_a_plan(gpu, monkeypatch):
     whole = sizing.build
     monkeypatch.setattr(
         sizing, "build", lambda *a, **k: (b := whole(*a, **k))._replace(
-            program=b.program._replace(sample=print)
+            program=replace(b.program, sample=print)
         ),
     )  # fmt: skip
     sizes = dict(gpu_memory_utilization=0.9, max_num_batched_tokens=512)

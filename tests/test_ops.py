@@ -163,7 +163,7 @@ def test_a_program_tells_what_runs_each_operation_and_why():
 
     def told(bucket: Bucket, make: Any = backends.fused) -> dict[str, str]:
         with cuda():
-            found = operations(program._replace(ops=make), params, Key("step", bucket))
+            found = operations(replace(program, ops=make), params, Key("step", bucket))
         for one in found:
             assert all(one.refused.values())
         return {one.operation: one.name for one in found}

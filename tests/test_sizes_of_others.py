@@ -79,7 +79,7 @@ def test_what_others_layers_take_is_measured(monkeypatch):
 
     def with_kernels(*args: Any, **kwargs: Any):
         built = whole(*args, **kwargs)
-        return built._replace(program=built.program._replace(sample=print))
+        return built._replace(program=replace(built.program, sample=print))
 
     def measure(*args: Any) -> ProgramMemory:
         asked.append(args)

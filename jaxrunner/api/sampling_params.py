@@ -88,7 +88,7 @@ class SamplingParams:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field; where that is refused, nothing changes."""
-        if len(vars(self)) < len(fields(self)):  # while it is made
+        if len(vars(self)) < len(self.__dataclass_fields__):  # while it is made
             super().__setattr__(name, value)
         else:
             vars(self).update(vars(replace(self, **{name: value})))

@@ -1,5 +1,6 @@
 """Which implementation of each operation a program runs, and why no other: asked, not guessed."""
 
+from dataclasses import replace
 import functools
 from typing import Any
 
@@ -17,7 +18,7 @@ def operations(program: Program, params: Any, key: Key) -> list[Chosen]:
     Traces the program, and compiles nothing. `params` may be abstract.
     """
     found: list[Chosen] = []
-    noted = program._replace(ops=functools.partial(program.ops, note=found.append))
+    noted = replace(program, ops=functools.partial(program.ops, note=found.append))
     spec = program_spec(noted, params, key)
     jax.eval_shape(functools.partial(spec.function, **dict(spec.static)), *spec.args)
     return [chosen for i, chosen in enumerate(found) if chosen not in found[:i]]

@@ -1,6 +1,7 @@
 """Which programs an engine can need, and what each is compiled from."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
 
 def usual_spec(program: Program, params: Any, key: Key) -> Spec:
     """Returns the `program_spec` of a program with the usual rules, which cannot be pickled."""
-    return program_spec(program._replace(rules=RULES), params, key)
+    return program_spec(replace(program, rules=RULES), params, key)
 
 
 def program_keys(program: Program, buckets: Sequence[Bucket], *, all_rules: bool) -> list[Key]:

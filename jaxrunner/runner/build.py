@@ -1,5 +1,6 @@
 """What an engine's programs are made of: chosen from the model, the sizes and the device."""
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Built(NamedTuple):
 
     def resized(self, config: EngineConfig) -> "Built":
         """Returns the same for other sizes of the KV cache, of which the choice knows nothing."""
-        return self._replace(program=self.program._replace(engine=config))
+        return self._replace(program=replace(self.program, engine=config))
 
     @property
     def cache(self) -> ProgramCache | None:
@@ -48,7 +49,7 @@ class Built(NamedTuple):
         """What processes that lower the programs are told; None where they would gain nothing."""
         if not self.is_ours or self.choice.sample is None:  # the rest takes Python little time
             return None
-        return lowering_task(usual_spec, self.program._replace(rules=()), self.params)
+        return lowering_task(usual_spec, replace(self.program, rules=()), self.params)
 
 
 def build(

@@ -177,7 +177,7 @@ class SizeCosts:
     def _state(self, max_model_len: int, num_blocks: int = SPAN) -> Any:
         """Returns the abstract state of an engine with so many KV blocks."""
         engine = replace(self.program.engine, max_model_len=max_model_len, num_blocks=num_blocks)
-        return jax.eval_shape(functools.partial(make_state, self.program._replace(engine=engine)))
+        return jax.eval_shape(functools.partial(make_state, replace(self.program, engine=engine)))
 
 
 def plan_memory(
