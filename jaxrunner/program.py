@@ -104,8 +104,9 @@ class SampleSize(NamedTuple):
 class MultiStepBucket(NamedTuple):
     """The padded size of several decode steps in one launch."""
 
-    num_steps: int  # tokens of each row
+    num_steps: int
     sample: SampleSize  # the draw of each step
+    query_len: int = 1  # tokens of a row in each step: one, and drafts
 
     @property
     def num_rows(self) -> int:
@@ -115,12 +116,13 @@ class MultiStepBucket(NamedTuple):
     @property
     def bucket(self) -> Bucket:
         """The size of each step."""
-        return Bucket(self.num_rows, self.num_rows, 1)
+        B, q = self.num_rows, self.query_len
+        return Bucket(B * q, B, q)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all steps."""
-        return self.num_rows * self.num_steps
+        return self.num_rows * self.num_steps * self.query_len
 
 
 class PromptLogprobsSize(NamedTuple):
@@ -207,7 +209,7 @@ def output_spec(
     program: Program, num_rows: int, num_logprobs: int, num_steps: int = 1
 ) -> StepOutput:
     """Returns the abstract output of a step, or of several in one launch."""
-    J = num_steps + program.num_drafts
+    J = num_steps * (1 + program.num_drafts)
     dims = dict(B=num_rows, J=J, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
     dims = program.dims | dims
     return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, num_rows))

@@ -14,7 +14,7 @@ from jaxrunner.indexing import find_rows, put_blocks, take
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize, output_spec
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import SamplerOutput, sample
-from jaxrunner.speculators.speculator import write_drafts
+from jaxrunner.speculators.speculator import DraftInputs, write_drafts
 from jaxrunner.types import (
     Array,
     Batch,
@@ -32,28 +32,32 @@ def step(
     params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket, size: SampleSize
 ) -> tuple[State, StepOutput]:
     """Computes `plan`; each request that is due a token draws it as it asks. Donates `state`."""
-    state, batch, rows, hidden = forward(params, state, plan, program=program, bucket=bucket)
+    state, batch, rows, hidden, extras = forward(
+        params, state, plan, program=program, bucket=bucket
+    )
     logits = compute_logits(params, hidden, batch, program)
     B, J, V = logits.shape
     words = B, J, -(-V // 32)
     mask = jnp.full(words, -1, jnp.int32) if size.all_rules else None  # without grammars
     drawn = draw(logits, state, rows, mask, program=program, size=size)
     heads = run_heads(params, hidden, batch, program)
-    return finish(state, rows, drawn, heads, program=program)
+    state, output = finish(state, rows, drawn, heads)
+    return propose(params, state, batch, rows, hidden, extras, program=program), output
 
 
 def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
-    """Computes `plan`, a token of each request, and goes on with each until it ends.
+    """Computes `plan`, a token of each request and its drafts, and goes on until each ends.
 
     The loop ends early when all have. On a GPU it is part of the launch (`xla_options.LOOP`).
-    Returns the state and the outputs of all steps as one, in which J is `size.num_steps`; tokens of
-    a row count up to its first that means nothing.
+    Returns the state and the outputs of all steps as one, with J for each step; tokens of a row
+    count up to its first that means nothing.
     """
     blocks = put_blocks(state.requests.blocks, plan.blocks)
     state = replace(state, requests=replace(state.requests, blocks=blocks))
     plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
     one = functools.partial(step, params, program=program, bucket=size.bucket, size=size.sample)
     shapes = output_spec(program, size.num_rows, size.sample.num_logprobs)
+    J = 1 + program.num_drafts
     outputs = jax.tree.map(lambda x: jnp.zeros((size.num_steps, *x.shape), x.dtype), shapes)
 
     def next_step(carry: tuple) -> tuple:
@@ -68,25 +72,49 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
 
     _, state, outputs, _ = jax.lax.while_loop(is_due, next_step, (0, state, outputs, True))
     failed = outputs.no_choice | (outputs.not_finite & (program.engine.nan_policy != "ignore"))
+    counts = jnp.where(jnp.cumsum(failed, 0) == 0, outputs.num_sampled, 0)
+    logprobs = jax.tree.map(lambda x: x.reshape(*counts.shape, J, *x.shape[2:]), outputs.logprobs)
+    join = functools.partial(_join_steps, counts)
     return state, StepOutput(
-        token_ids=outputs.token_ids[..., 0].T,
-        num_sampled=jnp.where(jnp.cumsum(failed, 0) == 0, outputs.num_sampled, 0).sum(0),
+        token_ids=join(outputs.token_ids),
+        num_sampled=counts.sum(0),
         finished=outputs.finished.any(0),
         not_finite=outputs.not_finite.any(0),
         no_choice=outputs.no_choice.any(0),
-        logprobs=jax.tree.map(lambda x: jax.lax.collapse(x.swapaxes(0, 1), 0, 2), outputs.logprobs),
+        logprobs=jax.tree.map(lambda x: jax.lax.collapse(join(x), 0, 2), logprobs),
     )
 
 
+def _join_steps(counts: Array, x: Array) -> Array:
+    """Returns x, [steps, B, J, ...], of which each step gave `counts`, [steps, B], of a row.
+
+    [B, steps * J, ...]: what a row was given comes first, without gaps.
+    """
+    num_steps, B, J = x.shape[:3]
+    if J == 1:  # what comes after a gap is not counted
+        return x[:, :, 0].swapaxes(0, 1)
+    j = jnp.arange(J)[None, None]
+    at = (jnp.cumsum(counts, 0) - counts)[..., None] + j
+    at = jnp.where(j < counts[..., None], at, num_steps * J)
+    joined = jnp.zeros((B, num_steps * J, *x.shape[3:]), x.dtype)
+    return joined.at[jnp.arange(B)[None, :, None], at].set(x, mode="drop")
+
+
 def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket):
-    """Runs the model on the planned tokens. Returns the state, batch, rows and hidden, [T, E]."""
+    """Runs the model on the planned tokens.
+
+    Returns the state, batch, rows, hidden, [T, E], and the extras that the speculator reads.
+    """
     requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
     pools = [(group.num_blocks, group.block_size) for group in program.cache_groups]
     batch, rows = prepare_inputs(requests, plan, bucket, pools, program.num_drafts)
     own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in program.model.tables}
     inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
-    hidden, kv = program.model.forward(program.config, params, state.kv, inputs, ops)
-    return replace(state, requests=requests, kv=kv), batch, rows, hidden
+    model, config = program.model, program.config
+    extras = () if model.speculator is None else model.speculator.extras
+    x = model.embed(config, params, inputs)
+    hidden, kv, found = model.layers(config, params, x, state.kv, inputs, ops, extras=extras)
+    return replace(state, requests=requests, kv=kv), batch, rows, hidden, found
 
 
 def compute_logits(params: Any, hidden: Array, batch: Batch, program: Program) -> Array:
@@ -128,19 +156,10 @@ def _real(rows: SamplingMetadata, J: int) -> Array:
 
 
 def finish(
-    state: State,
-    rows: SamplingMetadata,
-    drawn: SamplerOutput,
-    heads: dict[str, Array],
-    *,
-    program: Program,
+    state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array]
 ) -> tuple[State, StepOutput]:
-    """Writes what was drawn, [B, J], into the requests, and drafts for the next step."""
+    """Writes what was drawn, [B, J], into the requests."""
     requests, num_sampled, finished = advance(state.requests, rows, drawn.token_ids)
-    tables = state.tables
-    if (speculator := program.model.speculator) is not None:
-        tables, drafts = speculator.propose(requests, tables, rows, num_sampled)
-        requests = write_drafts(requests, rows, drafts)
     output = StepOutput(
         token_ids=drawn.token_ids,
         num_sampled=num_sampled,
@@ -150,7 +169,40 @@ def finish(
         logprobs=drawn.logprobs,
         heads=heads,
     )
-    return replace(state, requests=requests, tables=tables), output
+    return replace(state, requests=requests), output
+
+
+def propose(
+    params: Any,
+    state: State,
+    batch: Batch,
+    rows: SamplingMetadata,
+    hidden: Array,
+    extras: dict[str, Array],
+    *,
+    program: Program,
+) -> State:
+    """Writes drafts for the next step behind the tokens, where the model has a speculator."""
+    if (speculator := program.model.speculator) is None:
+        return state
+
+    def draw(logits: Array, position: Array) -> Array:
+        flat = Batched(rows.slot, position, state.requests, None)
+        size = SampleSize(rows.slot.shape[0])
+        return sample(logits, flat, state.tables, program=program, size=size).token_ids
+
+    drafts, tables, kv = speculator.propose(
+        DraftInputs(
+            program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
+            extras, program.ops, draw,
+        )
+    )  # fmt: skip
+    return replace(
+        state,
+        requests=write_drafts(state.requests, rows, drafts),
+        tables=state.tables if tables is None else tables,
+        kv=state.kv if kv is None else kv,
+    )
 
 
 def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Targets:

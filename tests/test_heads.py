@@ -56,5 +56,5 @@ def test_heads_see_the_last_token_of_each_step(logprobs):
 
 
 def test_several_steps_a_launch_are_refused():
-    with pytest.raises(ValueError, match="num_decode_steps=4 needs a model without heads and"):
+    with pytest.raises(ValueError, match="num_decode_steps=4 needs a model without heads,"):
         engine(num_decode_steps=4)

@@ -42,8 +42,19 @@ def run(model, rule, **changes):
         (dict(temperature=0.0), dict(num_blocks=14, async_depth=3)),
         (dict(temperature=0.7, top_p=0.9), dict(async_depth=1)),
         (dict(temperature=0.5, logprobs=2) | RULED, dict(async_depth=3)),
+        (dict(temperature=0.0), dict(num_decode_steps=4)),
+        (dict(temperature=0.5, logprobs=2) | RULED, dict(num_decode_steps=3, async_depth=3)),
+        (dict(temperature=0.7), dict(num_decode_steps=4, num_blocks=14, async_depth=3)),
     ],
-    ids=["greedy", "preempted", "sampled", "rules and logprobs"],
+    ids=[
+        "greedy",
+        "preempted",
+        "sampled",
+        "rules and logprobs",
+        "steps",
+        "steps and rules",
+        "steps and preempted",
+    ],
 )
 def test_drafts_change_no_token(rule, changes):
     want, plain_steps, _ = run(llama, rule, **changes)
@@ -51,7 +62,7 @@ def test_drafts_change_no_token(rule, changes):
     assert got == want
     if changes.get("num_blocks"):
         assert e.scheduler.num_preemptions
-    elif rule["temperature"] == 0:
+    elif rule["temperature"] == 0 and "num_decode_steps" not in changes:
         assert steps < plain_steps  # some drafts stood
 
 
@@ -64,8 +75,3 @@ def test_each_slot_has_the_speculator_s_state():
     assert len(request.output_token_ids) == 12
     counts = np.asarray(e.runner.state.tables["proposed"].count)
     assert counts.sum() == K * sampled and (counts > 0).sum() == 1
-
-
-def test_several_steps_a_launch_are_refused():
-    with pytest.raises(ValueError, match="LlamaForCausalLM has a speculator: set num_decode_steps"):
-        engine(MODEL, num_decode_steps=4)

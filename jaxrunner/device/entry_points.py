@@ -1,6 +1,8 @@
 """The device functions that are compiled: one vector in, one vector out, the state donated."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+import functools
 from typing import Any
 
 import jax
@@ -35,7 +37,7 @@ from jaxrunner.program import (
     prompt_logprobs_size,
 )
 from jaxrunner.sampling.sampler import describe_prompt
-from jaxrunner.types import Array, SamplingMetadata, State, Targets
+from jaxrunner.types import Array, Batch, SamplingMetadata, State, Targets
 
 
 def step(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
@@ -57,14 +59,19 @@ def multi_step(
 def forward(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
     """Runs the first phase of a step: all but the sampling.
 
-    Returns the state, the logits, [B, J, V], the rows, hidden, [T, E], prompt tokens to score, and
-    what the heads say.
+    Returns the state, the logits, [B, J, V], the rows, hidden, [T, E], prompt tokens to score, what
+    the heads say, and what `propose` takes of it; None where the model has no speculator.
     """
     plan = unpack(plan_spec(program, size), vector)
-    state, batch, rows, hidden = device.forward(params, state, plan, program=program, bucket=size)
+    state, batch, rows, hidden, extras = device.forward(
+        params, state, plan, program=program, bucket=size
+    )
     logits = device.compute_logits(params, hidden, batch, program)
     targets = device.find_targets(state.requests, batch, rows)
-    return state, logits, rows, hidden, targets, device.run_heads(params, hidden, batch, program)
+    heads = device.run_heads(params, hidden, batch, program)
+    # Sizes that are compiled in are no output.
+    kept = None if program.model.speculator is None else (replace(batch, query_len=0), extras)
+    return state, logits, rows, hidden, targets, heads, kept
 
 
 def sample(
@@ -78,8 +85,17 @@ def sample(
     token allowed.
     """
     drawn = device.draw(logits, state, rows, mask, program=program, size=size)
-    state, output = device.finish(state, rows, drawn, heads, program=program)
+    state, output = device.finish(state, rows, drawn, heads)
     return state, pack_on_device(output)
+
+
+def propose(
+    params: Any, state: State, batch: Batch, rows: SamplingMetadata, hidden: Array,
+    extras: dict[str, Array], *, program: Program, size: Bucket,
+) -> State:  # fmt: skip
+    """Runs the third phase, of models with a speculator: drafts for the next step."""
+    batch = replace(batch, query_len=size.query_len)
+    return device.propose(params, state, batch, rows, hidden, extras, program=program)
 
 
 def prompt_logprobs(
@@ -134,6 +150,13 @@ def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
     return logits, abstract_tables(program), rows, mask, heads
 
 
+def _propose_arguments(program: Program, params: Any, size: Bucket) -> tuple:
+    phase = functools.partial(forward, program=program, size=size)
+    out = jax.eval_shape(phase, *_step_arguments(program, params, size))
+    state, _, rows, hidden, *_, kept = out
+    return params, state, kept[0], rows, hidden, kept[1]
+
+
 def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogprobsSize) -> tuple:
     dims = program.dims | dict(T=size.num_tokens)
     hidden = jax.ShapeDtypeStruct((dims["T"], dims["E"]), jnp.dtype(program.engine.dtype))
@@ -142,9 +165,13 @@ def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogpro
 
 
 def _forward_output(program: Program) -> tuple:
-    one = program.dims | dict(B=1, T=1)  # the structure counts, not the shapes
+    # The structure counts, not the shapes.
+    one = program.dims | {"B": 1, "B+1": 2, "T": 1, "query_len": 0}
     rows, targets = (pytree.abstract(cls, one) for cls in (SamplingMetadata, Targets))
-    return abstract_state(program), 0, rows, 0, targets, heads_spec(program, 1)
+    kept = None
+    if (speculator := program.model.speculator) is not None:
+        kept = pytree.abstract(Batch, one), dict.fromkeys(speculator.extras, 0)
+    return abstract_state(program), 0, rows, 0, targets, heads_spec(program, 1), kept
 
 
 def _columns(program: Program) -> list[int]:
@@ -155,8 +182,12 @@ def _columns(program: Program) -> list[int]:
 def _multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> list:
     """Returns the sizes of several steps in one launch, with each kind of `samples`."""
     n = program.engine.num_decode_steps
-    rows = [bucket.num_rows for bucket in buckets if bucket.query_len == 1 and n > 1]
-    return [MultiStepBucket(n, SampleSize(B, *sample)) for B in rows for sample in samples]
+    steps = [bucket for bucket in buckets if bucket.query_len and n > 1]
+    return [
+        MultiStepBucket(n, SampleSize(bucket.num_rows, *sample), bucket.query_len)
+        for bucket in steps
+        for sample in samples
+    ]
 
 
 def _rare_multi_steps(program: Program, buckets: Sequence[Bucket]) -> list:
@@ -185,7 +216,7 @@ ENTRY_POINTS = {
             _step_output,
             sizes=lambda program, buckets: buckets,
             options=xla_options.of_step,
-            is_rehearsed=lambda size: size.query_len == 1,
+            is_rehearsed=lambda size: size.query_len > 0,
         ),
         EntryPoint(
             "copy",
@@ -220,7 +251,7 @@ ENTRY_POINTS = {
             output=_forward_output,
             rare_sizes=lambda program, buckets: buckets,
             options=xla_options.of_step,
-            is_rehearsed=lambda size: size.query_len == 1,
+            is_rehearsed=lambda size: size.query_len > 0,
         ),
         EntryPoint(
             "sample",
@@ -228,6 +259,14 @@ ENTRY_POINTS = {
             _sample_arguments,
             output=lambda program: (abstract_tables(program), 0),
             rare_sizes=_draws,
+        ),
+        EntryPoint(
+            "propose",
+            propose,
+            _propose_arguments,
+            output=abstract_state,
+            rare_sizes=lambda program, buckets: buckets if program.model.speculator else (),
+            options=xla_options.of_step,
         ),
         EntryPoint(
             "prompt_logprobs",

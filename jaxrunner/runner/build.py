@@ -76,11 +76,10 @@ def build(
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample)
     check_names(program.tables)
-    if config.num_decode_steps > 1 and (model.heads or speculator is not None):
-        what = "heads" if model.heads else "a speculator"
+    if config.num_decode_steps > 1 and model.heads:
         raise ValueError(
-            f"num_decode_steps={config.num_decode_steps} needs a model without heads and without a "
-            f"speculator, {model_config.architecture} has {what}: set num_decode_steps=1"
+            f"num_decode_steps={config.num_decode_steps} needs a model without heads, "
+            f"{model_config.architecture} has some: set num_decode_steps=1"
         )
     # What the code of others does is not known.
     ours = rules == RULES and ops is None and is_ours(*_code(program, params))

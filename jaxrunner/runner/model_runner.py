@@ -122,7 +122,7 @@ class ModelRunner:
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
         none: tuple[list, ...] = tuple([] for _ in self.program.cache_groups)
-        plan = self.requests.plan((), {}, none, key.size)
+        plan = self.requests.plan((), (), none, key.size)
         self.state, *_ = self.programs[key](self.params, self.state, plan)
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class ModelRunner:
         """
         if self._forwarded is None:
             return StepHandle()
-        work, logits, rows, heads, scores = self._forwarded
+        work, logits, rows, hidden, heads, kept, scores = self._forwarded
         B = work.bucket.num_rows
         size = work.size if grammar_output is None else work.size._replace(all_rules=True)
         mask = self._masks.of(work.req_ids, B, grammar_output) if size.all_rules else None
@@ -225,6 +225,10 @@ class ModelRunner:
         program = self.programs[Key("sample", size)]
         tables, packed = program(logits, replace(self.state, kv=()), rows, mask, heads)
         self.state = replace(tables, kv=self.state.kv)
+        if kept is not None:
+            batch, extras = kept
+            program = self.programs[Key("propose", work.bucket)]
+            self.state = program(self.params, self.state, batch, rows, hidden, extras)
         handle = StepHandle(work.req_ids, self._output(B, size.num_logprobs), packed)
         if scores:
             handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
@@ -234,7 +238,7 @@ class ModelRunner:
         """Launches the forward pass, and what scores prompt tokens."""
         program = self.programs[Key("forward", work.bucket)]
         out = program(self.params, self.state, work.plan)
-        self.state, logits, rows, hidden, targets, heads = out
+        self.state, logits, rows, hidden, targets, heads, kept = out
         scores, tables = [], replace(self.state, kv=())
         size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
         for first in range(0, work.num_targets, size.num_targets):
@@ -243,7 +247,7 @@ class ModelRunner:
             if size.num_logprobs == self.program.config.vocab_size:
                 packed = np.asarray(packed)  # of many tokens they would fill the device
             scores.append((Layout(prompt_logprobs_spec(self.program, size)), packed))
-        self._forwarded = work, logits, rows, heads, scores
+        self._forwarded = work, logits, rows, hidden, heads, kept, scores
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""
@@ -260,17 +264,18 @@ class ModelRunner:
             return None
         n, is_pending = output.num_steps, self.programs.is_pending
         several = n > 1
-        each = [1 if several else counts[r] for r in req_ids]
+        drafts = output.num_drafts
+        each = [1 + drafts.get(r, 0) if several else counts[r] for r in req_ids]
         bucket = choose(self.buckets, each, lambda b: is_pending(step_key(b, n)), several=several)
         self.traffic[bucket.query_len][sum(each)] += 1
         sample = self.requests.sample_size(req_ids, bucket.num_rows)
         if several:
-            bucket = MultiStepBucket(n, sample)
+            bucket = MultiStepBucket(n, sample, bucket.query_len)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.requests.room(blocks, bucket)
         if new or not fits:
             self._admit(new, none if fits else blocks)
-        plan = self.requests.plan(req_ids, counts, blocks if fits else none, bucket)
+        plan = self.requests.plan(req_ids, each, blocks if fits else none, bucket)
         return Work(req_ids, bucket, plan, sample, *self.requests.count_targets(counts))
 
     def _admit(self, new: list[NewRequest], blocks: Sequence[list[Write]]) -> None:

@@ -141,17 +141,17 @@ class RequestTable:
     def plan(
         self,
         req_ids: Sequence[str],
-        counts: Mapping[str, int],
+        counts: Sequence[int],
         blocks: Sequence[list[Write]],
         size: Bucket | MultiStepBucket,
     ) -> np.ndarray:
-        """Returns the packed plan of a step: each request's tokens, and blocks it gained."""
+        """Returns the packed plan of a step: the tokens that each request computes, `counts`, in
+        each of several steps if there are such; and the blocks that it gained."""
         layout, padding = self._no_plan(size)
         vector = padding.copy()
         plan = layout.read(vector)  # views
         plan.slot[: len(req_ids)] = [self._slots[r].index for r in req_ids]
-        several = isinstance(size, MultiStepBucket)
-        plan.num_tokens[: len(req_ids)] = 1 if several else [counts[r] for r in req_ids]
+        plan.num_tokens[: len(req_ids)] = counts
         for writes, w in zip(blocks, plan.blocks, strict=True):
             if writes:
                 row, col, value = _flat(writes)

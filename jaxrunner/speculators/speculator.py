@@ -8,7 +8,32 @@ import jax.numpy as jnp
 
 from jaxrunner.indexing import take
 from jaxrunner.slot_table import SlotTable
-from jaxrunner.types import Array, Requests, SamplingMetadata
+from jaxrunner.types import Array, Batch, Requests, SamplingMetadata
+
+
+class DraftInputs(NamedTuple):
+    """What a step tells its speculator, once it has written what it sampled into the requests."""
+
+    config: Any  # of the model
+    params: Any  # of the model, a drafter's among them
+    requests: Requests
+    tables: dict[str, Any]  # all of `State.tables`
+    kv: tuple[Any, ...]  # caches of all layers
+    batch: Batch
+    rows: SamplingMetadata
+    hidden: Array  # [T, E], what the model's `layers` returned
+    extras: dict[str, Array]  # of the model's layers, those that the speculator named
+    ops: Callable[[Batch], Any]  # makes the operations of layers
+    # (logits [B, V], position [B]) -> the tokens that these would be sampled as there, [B].
+    draw: Callable[[Array, Array], Array]
+
+
+class Proposal(NamedTuple):
+    """Drafts, and what else changed; None for what did not."""
+
+    drafts: Array  # [B, K]
+    tables: dict[str, Any] | None = None
+    kv: tuple[Any, ...] | None = None
 
 
 class Speculator(NamedTuple):
@@ -19,12 +44,11 @@ class Speculator(NamedTuple):
 
     name: str
     num_drafts: int  # K, of each request in each step
-    # (requests, tables, rows, num_sampled [B]) -> (tables, drafts [B, K]), after a step wrote what
-    # it sampled into the requests. `tables` are all of `State.tables`; it changes its own alone.
-    propose: Callable[
-        [Requests, dict[str, Any], SamplingMetadata, Array], tuple[dict[str, Any], Array]
-    ]
+    propose: Callable[[DraftInputs], Proposal]  # of `tables` and `kv` it changes its own alone
     tables: tuple[SlotTable, ...] = ()  # what it keeps of each request
+    extras: tuple[str, ...] = ()  # of the model's layers that it reads
+    # Tokens, behind those that a step computes, whose keys it writes before they are verified.
+    lookahead: int = 0
 
 
 def write_drafts(requests: Requests, rows: SamplingMetadata, drafts: Array) -> Requests:

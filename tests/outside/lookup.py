@@ -3,8 +3,6 @@
 arXiv:2304.04487 drafts from a reference text in this way.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,8 +10,8 @@ from jaxrunner.indexing import take
 from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.slot_table import SlotTable
-from jaxrunner.speculators.speculator import Speculator
-from jaxrunner.types import Array, Requests, SamplingMetadata
+from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
+from jaxrunner.types import Array
 
 K = 3
 
@@ -30,10 +28,9 @@ def row(request: NewRequest) -> Proposed:
     return host_value(Proposed, count=np.int32(0))
 
 
-def propose(
-    requests: Requests, tables: dict[str, Any], rows: SamplingMetadata, num_sampled: Array
-) -> tuple[dict[str, Any], Array]:
-    """Returns the tables, its own with what is counted, and drafts, [B, K]."""
+def propose(inputs: DraftInputs) -> Proposal:
+    """Returns drafts, [B, K], and the tables, its own with what is counted."""
+    requests, rows, tables = inputs.requests, inputs.rows, inputs.tables
     ids, total = take(requests.token_ids, rows.slot), take(requests.total_len, rows.slot)
     j = jnp.arange(ids.shape[1])[None]
     last = jnp.take_along_axis(ids, jnp.maximum(total - 1, 0)[:, None], 1)
@@ -42,7 +39,7 @@ def propose(
     drafts = jnp.take_along_axis(ids, jnp.clip(at, 0, ids.shape[1] - 1), 1)
     new = jnp.where(rows.samples, K, 0)
     count = tables["proposed"].count.at[rows.slot].add(new, mode="drop")
-    return tables | {"proposed": Proposed(count)}, drafts
+    return Proposal(drafts, tables | {"proposed": Proposed(count)})
 
 
 lookup = Speculator("lookup", K, propose, (SlotTable("proposed", Proposed, row),))
