@@ -7,11 +7,10 @@ from dataclasses import replace
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import find_rows, put_blocks, take
-from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize, output_spec
+from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.speculators.speculator import DraftInputs, write_drafts
@@ -43,61 +42,6 @@ def step(
     heads = run_heads(params, hidden, batch, program)
     state, output = finish(state, rows, drawn, heads)
     return propose(params, state, batch, rows, hidden, extras, program=program), output
-
-
-def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
-    """Computes `plan`, a token of each request and its drafts, and goes on until each ends.
-
-    The loop ends early when all have. On a GPU it is part of the launch (`xla_options.LOOP`).
-    Returns the state and the outputs of all steps as one, with J for each step; tokens of a row
-    count up to its first that means nothing.
-    """
-    blocks = put_blocks(state.requests.blocks, plan.blocks)
-    state = replace(state, requests=replace(state.requests, blocks=blocks))
-    plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
-    one = functools.partial(step, params, program=program, bucket=size.bucket, size=size.sample)
-    shapes = output_spec(program, size.num_rows, size.sample.num_logprobs)
-    J = 1 + program.num_drafts
-    outputs = jax.tree.map(lambda x: jnp.zeros((size.num_steps, *x.shape), x.dtype), shapes)
-
-    def next_step(carry: tuple) -> tuple:
-        i, state, outputs, _ = carry
-        state, output = one(state, plan)
-        outputs = jax.tree.map(lambda table, x: table.at[i].set(x), outputs, output)
-        return i + 1, state, outputs, ((output.num_sampled > 0) & ~output.finished).any()
-
-    def is_due(carry: tuple) -> Array:
-        i, _, _, goes_on = carry
-        return goes_on & (i < size.num_steps)
-
-    _, state, outputs, _ = jax.lax.while_loop(is_due, next_step, (0, state, outputs, True))
-    failed = outputs.no_choice | (outputs.not_finite & (program.engine.nan_policy != "ignore"))
-    counts = jnp.where(jnp.cumsum(failed, 0) == 0, outputs.num_sampled, 0)
-    logprobs = jax.tree.map(lambda x: x.reshape(*counts.shape, J, *x.shape[2:]), outputs.logprobs)
-    join = functools.partial(_join_steps, counts)
-    return state, StepOutput(
-        token_ids=join(outputs.token_ids),
-        num_sampled=counts.sum(0),
-        finished=outputs.finished.any(0),
-        not_finite=outputs.not_finite.any(0),
-        no_choice=outputs.no_choice.any(0),
-        logprobs=jax.tree.map(lambda x: jax.lax.collapse(join(x), 0, 2), logprobs),
-    )
-
-
-def _join_steps(counts: Array, x: Array) -> Array:
-    """Returns x, [steps, B, J, ...], of which each step gave `counts`, [steps, B], of a row.
-
-    [B, steps * J, ...]: what a row was given comes first, without gaps.
-    """
-    num_steps, B, J = x.shape[:3]
-    if J == 1:  # what comes after a gap is not counted
-        return x[:, :, 0].swapaxes(0, 1)
-    j = jnp.arange(J)[None, None]
-    at = (jnp.cumsum(counts, 0) - counts)[..., None] + j
-    at = jnp.where(j < counts[..., None], at, num_steps * J)
-    joined = jnp.zeros((B, num_steps * J, *x.shape[3:]), x.dtype)
-    return joined.at[jnp.arange(B)[None, :, None], at].set(x, mode="drop")
 
 
 def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket):

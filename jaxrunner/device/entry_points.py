@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner import step as device
+from jaxrunner.device import multi_step as several
 from jaxrunner.device import tables, xla_options
 from jaxrunner.device.entry_point import (
     EntryPoint,
@@ -52,7 +53,7 @@ def multi_step(
 ):
     """Runs several decode steps. Returns the state and the packed `StepOutput`."""
     plan = unpack(plan_spec(program, size), vector)
-    state, output = device.multi_step(params, state, plan, program=program, size=size)
+    state, output = several.multi_step(params, state, plan, program=program, size=size)
     return state, pack_on_device(output)
 
 
