@@ -41,6 +41,11 @@ def nested(*, when: str = "", **given: str | int) -> Any:
     return dataclasses.field(metadata=dict(given=given, when=when))
 
 
+def part(name: str) -> Any:
+    """Declares a pytree of a class that `dims[name]` tells: (class, dims beside those there)."""
+    return dataclasses.field(metadata=dict(part=name))
+
+
 def by_name(*, default_factory: Callable[[], dict[str, Any]]) -> Any:
     """Declares a dict field: pytrees by their names."""
     return dataclasses.field(default_factory=default_factory, metadata=dict(by_name=True))
@@ -51,7 +56,9 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata=dict(static=True), **kwargs)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(leaf, each, nested, by_name, static))
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(leaf, each, nested, part, by_name, static)
+)
 def pytree(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen dataclass and registers it with JAX."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
@@ -88,6 +95,9 @@ def build(
             return dims[field.name] if given is None else names.get(field.name, field.default)
         if meta.get("by_name"):
             return {}
+        if meta.get("part"):
+            own, more = dims[meta["part"]]
+            return build(make, own, {**dims, **more})
         if meta.get("when") and not is_on(meta["when"]):
             return None
         if "axes" not in meta:

@@ -138,7 +138,7 @@ def propose(
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
-            extras, program.ops, draw,
+            extras, program.ops, program.cache_groups, draw,
         )
     )  # fmt: skip
     return replace(

@@ -168,7 +168,7 @@ def sources(config: DecoderConfig) -> Params:
     """Returns where each weight lies in a Hugging Face checkpoint."""
     c = config
     V, E = c.vocab_size, c.hidden_size
-    layers = tuple(_layer_sources(c, f"model.layers.{i}.") for i in range(c.num_hidden_layers))
+    layers = tuple(layer_sources(c, f"model.layers.{i}.") for i in range(c.num_hidden_layers))
     return host_value(
         Params,
         embed=Source.whole("model.embed_tokens.weight", V, E),
@@ -178,7 +178,8 @@ def sources(config: DecoderConfig) -> Params:
     )
 
 
-def _layer_sources(c: DecoderConfig, prefix: str) -> Layer:
+def layer_sources(c: DecoderConfig, prefix: str) -> Layer:
+    """Returns where the weights of the layer lie whose tensors' names begin with `prefix`."""
     E, F, D = c.hidden_size, c.intermediate_size, c.head_dim
     H, K = c.num_attention_heads, c.num_key_value_heads
 

@@ -9,6 +9,7 @@ from jaxrunner.scheduling.scheduler import Scheduler
 def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
     """Returns new block pools, one for each cache group, and a scheduler over them."""
     config, groups = program.engine, program.cache_groups
+    speculator = program.model.speculator
     pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         groups, pools,
@@ -18,6 +19,7 @@ def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
         policy=config.policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         num_drafts=program.num_drafts,
+        lookahead=0 if speculator is None else speculator.lookahead,
         step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
     )  # fmt: skip
     return pools, scheduler

@@ -111,7 +111,7 @@ class Admission:
             else:
                 # All that a window takes at once, so that nothing but a slot is missing later.
                 end = min(request.num_tokens, hit.num_tokens + self._max_tokens)
-                self._extend(request, end)
+                self._extend(request, self._tables.end_of_drafts(request, end))
                 self.remote.start(request, cached, hit)
         for request in passed_over:
             self.queue.add_request(request)
@@ -127,7 +127,7 @@ class Admission:
     def _start(self, request: Request, hit: Hit, output: SchedulerOutput, budget: int) -> int:
         """Plans a request that has its cached prefix. Returns its tokens in this step."""
         n = min(request.num_tokens - hit.num_tokens, self._most_of_one, budget)
-        self._extend(request, hit.num_tokens + n)
+        self._extend(request, self._tables.end_of_drafts(request, hit.num_tokens + n))
         request.status, request.num_computed = Status.RUNNING, hit.num_tokens
         if request.request_id not in self._preempted:
             request.num_cached_tokens = hit.num_tokens

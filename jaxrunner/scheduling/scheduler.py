@@ -40,17 +40,19 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         step_sizes: Sequence[int] = (),
         num_drafts: int = 0,
+        lookahead: int = 0,
         remote: RemoteSource | None = None,
     ):
         """long_prefill_token_threshold: most tokens of one request in a step, 0 for no limit.
         step_sizes: padded sizes that prefills should fill, none where padding costs nothing.
         num_drafts: proposed by each step for each request that it samples.
+        lookahead: tokens, behind those that a step computes, whose keys a drafter writes.
         remote: is asked of each new request, and fills blocks of those it knows more of.
 
         Raises:
           ValueError: an unknown policy, or a pool too small for one request.
         """
-        self.tables = BlockTables(groups, pools)
+        self.tables = BlockTables(groups, pools, lookahead=lookahead)
         self.tables.check_size(max_model_len, max_num_batched_tokens)
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -209,6 +211,7 @@ class Scheduler:
                 cost, spare = cost + num_drafts, spare - num_drafts
             end = request.num_computed + n
             end = end if end <= request.max_len else request.max_len
+            end = self.tables.end_of_drafts(request, end)
             new = () if end <= request.num_held else self.tables.extend(request, end)
             while new is None:
                 victim = max(self.running, key=self.waiting.order)
@@ -234,6 +237,7 @@ class Scheduler:
         num_steps, most = output.num_steps, min(self.num_drafts, spare, self._most_tokens - n)
         num_drafts = in_flight.num_plannable(request, most, num_steps)
         end = request.num_computed + num_steps * (1 + num_drafts)
+        end = self.tables.end_of_drafts(request, end)
         # Nobody gives way for a draft.
         if end > request.num_held and not self.tables.have_room([request], [end]):
             num_drafts = 0
@@ -256,7 +260,10 @@ class Scheduler:
         if self.num_running < self.max_num_seqs and self.admission.may_start:
             return False
         due = [request for request in self.running if request.num_missing]
-        ends = [in_flight.end_of(request, self.num_drafts, num_steps) for request in due]
+        ends = [
+            self.tables.end_of_drafts(r, in_flight.end_of(r, self.num_drafts, num_steps))
+            for r in due
+        ]
         decodes = bool(due) and all(request.num_missing == 1 for request in due)
         return decodes and self.tables.have_room(due, ends)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.indexing import take
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array, Batch, Requests, SamplingMetadata
@@ -24,6 +25,7 @@ class DraftInputs(NamedTuple):
     hidden: Array  # [T, E], what the model's `layers` returned
     extras: dict[str, Array]  # of the model's layers, those that the speculator named
     ops: Callable[[Batch], Any]  # makes the operations of layers
+    cache_groups: tuple[CacheGroup, ...]
     # (logits [B, V], position [B]) -> the tokens that these would be sampled as there, [B].
     draw: Callable[[Array, Array], Array]
 

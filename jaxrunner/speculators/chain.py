@@ -1,0 +1,100 @@
+"""Drafts one token after another by a drafter's layers, inside the step: the loop of all drafters.
+
+As EAGLE drafts, arXiv:2401.15077 and arXiv:2503.01840, without trees.
+"""
+
+from dataclasses import replace
+import functools
+from typing import Any, cast
+
+import jax.numpy as jnp
+
+from jaxrunner.caches.cache_group import distinct
+from jaxrunner.indexing import take
+from jaxrunner.speculators.drafter import DraftedConfig, Target
+from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
+from jaxrunner.step import cache_index
+from jaxrunner.types import Array, Batch, Inputs
+
+
+def chain(num_drafts: int, extras: tuple[str, ...], *, is_shifted: bool) -> Speculator:
+    """Returns the speculator of a model that `with_drafter` made."""
+    return Speculator(
+        "chain", num_drafts, propose, extras=extras, lookahead=num_drafts - is_shifted
+    )
+
+
+def propose(inputs: DraftInputs) -> Proposal:
+    """Returns drafts, [B, K], sampled by the model's rules and noise from the drafter's logits.
+
+    The drafter's keys of the step's tokens are written anew from what the model made of them, over
+    those of drafts before they were verified.
+    """
+    config, params = cast(DraftedConfig, inputs.config), inputs.params
+    model, family, own = config.model, config.family, config.drafter
+    target = Target(
+        functools.partial(model.embed, config.target, params.target),
+        functools.partial(model.logits, config.target, params.target),
+    )
+    requests, batch, rows = inputs.requests, inputs.batch, inputs.rows
+    num_layers = len(config.target.cache_kinds)
+    caches, kv = inputs.kv[:num_layers], inputs.kv[num_layers:]
+
+    def run(batch: Batch, feature: Array, kv: tuple[Any, ...]) -> tuple[Array, Array, Any]:
+        x = family.embed(own, params.drafter, batch.inputs, target)
+        batch = _of_groups(batch, config)
+        return family.layers(own, params.drafter, x, feature, kv, batch.inputs, inputs.ops(batch))
+
+    first = take(batch.query_start, jnp.arange(rows.slot.shape[0]))
+    total = take(requests.total_len, rows.slot)
+    if family.is_shifted:
+        at = batch.slot, batch.inputs.positions + 1
+        following = replace(batch.inputs, token_ids=take(requests.token_ids, at))
+        batch = replace(batch, inputs=following)
+    feature = family.feature(own, params.drafter, inputs.hidden, inputs.extras)
+    hidden, feature, kv = run(batch, feature, kv)
+    last = jnp.maximum(first + total - 2 - take(batch.inputs.positions, first), 0)
+    hidden, feature = take(hidden, last), take(feature, last)
+    token, at, drafts = take(requests.token_ids, (rows.slot, total - 1)), total - 1, []
+    for i in range(config.num_drafts):
+        if i or not family.is_shifted:
+            hidden, feature, kv = run(_one_each(inputs, token, at), feature, kv)
+            at = at + 1
+        token = inputs.draw(family.logits(own, params.drafter, hidden, target), total + i)
+        drafts.append(token)
+    return Proposal(jnp.stack(drafts, 1), kv=(*caches, *kv))
+
+
+def _one_each(inputs: DraftInputs, token: Array, at: Array) -> Batch:
+    """Returns the batch of one token a row, at positions `at`, [B]; none of rows that are due no
+    token, and none behind the last that a request may have."""
+    requests, rows, batch = inputs.requests, inputs.rows, inputs.batch
+    slot, B = rows.slot, rows.slot.shape[0]
+    real = rows.samples & ~take(requests.done, slot) & (at < take(requests.max_len, slot))
+    at, row = jnp.where(real, at, 0), jnp.where(real, jnp.arange(B), B)
+    prompt_len = take(requests.prompt_len, slot)
+    rope_len = jnp.where(at < prompt_len, prompt_len, at + 1)
+    pools = [(group.num_blocks, group.block_size) for group in inputs.cache_groups]
+    pairs = zip(batch.blocks, pools, strict=True)
+    return Batch(
+        inputs=Inputs(token, at, rope_len),
+        row=row,
+        slot=jnp.where(real, slot, requests.done.shape[0]),
+        cache_index=tuple(cache_index(blocks, row, at, pool) for blocks, pool in pairs),
+        query_start=jnp.arange(B + 1),
+        seq_lens=jnp.where(real, at + 1, 0),
+        blocks=batch.blocks,
+        logits_indices=jnp.arange(B)[:, None],
+        query_len=1,
+    )
+
+
+def _of_groups(batch: Batch, config: DraftedConfig) -> Batch:
+    """Returns the batch with the cache groups of the drafter's layers alone, in their order."""
+    groups = distinct(config.cache_kinds)
+    own = [groups.index(kind) for kind in distinct(config.drafter.cache_kinds)]
+    return replace(
+        batch,
+        blocks=tuple(batch.blocks[g] for g in own),
+        cache_index=tuple(batch.cache_index[g] for g in own),
+    )

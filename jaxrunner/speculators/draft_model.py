@@ -1,0 +1,61 @@
+"""A smaller model with the same tokens as a drafter. arXiv:2211.17192, arXiv:2302.01318."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrunner.caches.cache_group import CacheKind
+from jaxrunner.config import ModelConfig
+from jaxrunner.model import Model, Ops
+from jaxrunner.speculators.drafter import Drafter, Target
+from jaxrunner.types import Array, Inputs
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """Any model of ours, for the tokens of another."""
+
+    model: Model
+    config: ModelConfig
+    cache_kinds: tuple[CacheKind, ...]  # its own, with their sizes where these are not the target's
+    extras: tuple[str, ...] = ()
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes and flags for `pytree`."""
+        return self.config.dims
+
+
+def draft_model(model: Model) -> Drafter:
+    """Returns the drafter that a model is."""
+    return Drafter(model.params, sources, embed, feature, layers, logits, is_shifted=False)
+
+
+def sources(config: DraftModelConfig) -> Any:
+    """Returns where each weight lies in the checkpoint."""
+    return config.model.sources(config.config)
+
+
+def embed(config: DraftModelConfig, params: Any, inputs: Inputs, target: Target) -> Array:
+    """Returns the embeddings of tokens, [T, E]."""
+    return config.model.embed(config.config, params, inputs)
+
+
+def feature(
+    config: DraftModelConfig, params: Any, hidden: Array, extras: dict[str, Array]
+) -> Array:
+    """Returns what is there to be passed on: it is not read."""
+    return hidden
+
+
+def layers(
+    config: DraftModelConfig, params: Any, x: Array, feature: Array, kv: tuple[Any, ...],
+    inputs: Inputs, ops: Ops,
+) -> tuple[Array, Array, tuple[Any, ...]]:  # fmt: skip
+    """Runs all layers on x, [T, E]."""
+    hidden, kv, _ = config.model.layers(config.config, params, x, kv, inputs, ops)
+    return hidden, feature, kv
+
+
+def logits(config: DraftModelConfig, params: Any, hidden: Array, target: Target) -> Array:
+    """Scores every token by its own head, [..., V]."""
+    return config.model.logits(config.config, params, hidden)

@@ -1,0 +1,95 @@
+"""What a drafter is: a speculator with weights and layers of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import functools
+from typing import Any, NamedTuple, Protocol
+
+from jaxrunner.caches.cache_group import CacheKind
+from jaxrunner.config import ModelConfig
+from jaxrunner.model import Model
+from jaxrunner.pytree import part, pytree
+from jaxrunner.types import Array, Inputs
+
+
+class DrafterConfig(Protocol):
+    """What the rest needs to know of a drafter. Each family has a frozen dataclass that says it."""
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Sizes of axes and flags of its weights, where they are not the model's."""
+        ...
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """What each of its layers keeps of the tokens before one."""
+        ...
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the arrays of the model's layers that it reads."""
+        ...
+
+
+class Target(NamedTuple):
+    """The ends of the model that a drafter may share."""
+
+    embed: Callable[[Inputs], Array]  # inputs of T tokens -> [T, E]
+    logits: Callable[[Array], Array]  # hidden, [..., E] -> [..., V]
+
+
+class Drafter(NamedTuple):
+    """A family of drafters: its weights, and pure functions of `config`, its own, and `params`.
+
+    A step's tokens go through `layers` first, then one token of each request at a time. A drafter
+    that is shifted reads, at each position, what the model made of that token and the token that
+    follows; another reads tokens alone, each at its own position.
+    """
+
+    params: type  # pytree of weights, declared by axes
+    sources: Callable[..., Any]  # (config) -> `params` filled with `Source`
+    embed: Callable[..., Array]  # (config, params, inputs, target) -> x [T, E]
+    # (config, params, hidden [T, E], extras) -> what `layers` take of the model, [T, ...]
+    feature: Callable[..., Array]
+    # (config, params, x, feature, kv, inputs, ops) -> hidden [T, E] for `logits`, the feature that
+    # the next token is drafted with, caches
+    layers: Callable[..., tuple[Array, Array, tuple[Any, ...]]]
+    logits: Callable[..., Array]  # (config, params, hidden [..., E], target) -> [..., V]
+    is_shifted: bool = True
+
+
+@pytree
+class Drafted:
+    """Weights of a model, and of its drafter."""
+
+    target: Any = part("target")
+    drafter: Any = part("drafter")
+
+
+@dataclass(frozen=True)
+class DraftedConfig:
+    """The `ModelConfig` of a model with a drafter: the model's, and caches of both."""
+
+    model: Model
+    target: ModelConfig
+    family: Drafter
+    drafter: DrafterConfig
+    num_drafts: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("target", "drafter"):  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.target, name)
+
+    @functools.cached_property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """What each layer keeps, the drafter's behind the model's."""
+        return (*self.target.cache_kinds, *self.drafter.cache_kinds)
+
+    @functools.cached_property
+    def dims(self) -> dict[str, Any]:
+        """Those of the model, and those of both parts of `Drafted`."""
+        parts = dict(
+            target=(self.model.params, {}), drafter=(self.family.params, self.drafter.dims)
+        )
+        return self.target.dims | parts

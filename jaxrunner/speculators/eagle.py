@@ -1,0 +1,137 @@
+"""EAGLE: one decoder layer over what the model made of a token, and the token that follows it.
+
+arXiv:2401.15077; checkpoints as its authors publish them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrunner.caches.cache_group import CacheKind
+from jaxrunner.caches.full import FullAttention
+from jaxrunner.config import ModelConfig
+from jaxrunner.hf_config import Settings
+from jaxrunner.linear import Linear
+from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm, Source
+from jaxrunner.models.decoder_config import DecoderConfig
+from jaxrunner.models.llama import layer_sources, read_decoder
+from jaxrunner.models.rope import rotation
+from jaxrunner.pytree import host_value, leaf, nested, pytree
+from jaxrunner.speculators.drafter import Drafter, Target
+from jaxrunner.types import Array, Inputs
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """An EAGLE head: the sizes of its layer, and which ends are its own."""
+
+    decoder: DecoderConfig
+    axes: tuple[tuple[str, int], ...]  # K and D where they are not the model's
+    fc_bias: bool
+    own_embed: bool
+    extras: tuple[str, ...] = ()
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes and flags for `pytree`."""
+        own = dict(pair=2 * self.decoder.hidden_size, fc_bias=self.fc_bias)
+        return self.decoder.dims | own | dict(own_embed=self.own_embed)
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """Keys and values of all tokens."""
+        return (FullAttention(axes=self.axes),)
+
+
+@pytree
+class Params:
+    """Weights of an EAGLE head; there is no norm before attention, and none at the end."""
+
+    embed: Array | None = leaf("V E", "param", when="own_embed")
+    fc: Linear = nested(outputs="E", inputs="pair", bias="fc_bias")
+    qkv: Linear = nested(outputs="K P D", inputs="E", bias="qkv_bias")
+    o: Linear = nested(outputs="E", inputs="H D", num_in=2)
+    mlp_norm: Array = leaf("E", "param")
+    gate_up: Linear = nested(outputs="gate_up F", inputs="E")
+    down: Linear = nested(outputs="E", inputs="F")
+
+
+def read(settings: Settings, target: ModelConfig, tensors: frozenset[str]) -> EagleConfig:
+    """Reads the config.json of an EAGLE head for `target`; tensors: names in its files.
+
+    Raises:
+      ValueError: it is not for such a model, or has more than a layer.
+    """
+    fc_bias = settings.take("bias", bool, False)
+    decoder = read_decoder(settings, qkv_bias=settings.take("qkv_bias", bool, False))
+    for name, want in (
+        ("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size),
+        ("num_hidden_layers", 1),
+    ):  # fmt: skip
+        if getattr(decoder, name) != want:
+            raise ValueError(
+                f"{settings.source}: {name} of an EAGLE head for this model must be {want}, got "
+                f"{getattr(decoder, name)}: take a head that was trained for it"
+            )
+    return EagleConfig(
+        decoder, other_axes(decoder, target), fc_bias, "embed_tokens.weight" in tensors
+    )
+
+
+def other_axes(decoder: DecoderConfig, target: ModelConfig) -> tuple[tuple[str, int], ...]:
+    """Returns K and D of a drafter, by these letters, if they are not the model's."""
+    own = tuple((axis, decoder.dims[axis]) for axis in "KD")
+    return own if any(target.dims.get(axis) != size for axis, size in own) else ()
+
+
+def sources(config: EagleConfig) -> Params:
+    """Returns where each weight lies in the checkpoint."""
+    c, E = config.decoder, config.decoder.hidden_size
+    layer = layer_sources(c, "layers.0.")
+    embed = Source.whole("embed_tokens.weight", c.vocab_size, E)
+    fc_bias = Source.whole("fc.bias", E) if config.fc_bias else None
+    return host_value(
+        Params,
+        embed=embed if config.own_embed else None,
+        fc=host_value(Linear, weight=Source.whole("fc.weight", E, 2 * E), bias=fc_bias, num_in=1),
+        qkv=layer.qkv,
+        o=layer.o,
+        mlp_norm=layer.mlp_norm,
+        gate_up=layer.gate_up,
+        down=layer.down,
+    )
+
+
+def embed(config: EagleConfig, params: Params, inputs: Inputs, target: Target) -> Array:
+    """Returns the embeddings of tokens, [T, E]: its own, or the model's."""
+    return target.embed(inputs) if params.embed is None else params.embed[inputs.token_ids]
+
+
+def feature(config: EagleConfig, params: Params, hidden: Array, extras: dict[str, Array]) -> Array:
+    """Returns the model's hidden states, [T, E]."""
+    return hidden
+
+
+def layers(
+    config: EagleConfig, params: Params, x: Array, feature: Array, kv: tuple[Any, ...],
+    inputs: Inputs, ops: Ops,
+) -> tuple[Array, Array, tuple[Any, ...]]:  # fmt: skip
+    """Runs the layer on x, embeddings [T, E], and the feature of the tokens before them, [T, E]."""
+    c = config.decoder
+    x = ops.linear(jnp.concatenate([x, feature], -1), params.fc)
+    heads = RopeAndNorm(*rotation(c.rope, inputs), None, None, c.rms_norm_eps)
+    spec = AttentionSpec(0, None, c.head_dim**-0.5)
+    out, cache = ops.rotate_attend(ops.linear(x, params.qkv), heads, kv[0], spec)
+    x, h = ops.add_norm(x, ops.project(out, params.o), params.mlp_norm, c.rms_norm_eps)
+    mlp = ops.mlp(h, params.gate_up, params.down)
+    x, _ = ops.add_norm(x, mlp, params.mlp_norm, c.rms_norm_eps)  # the sum alone is used
+    return x, x, (cache,)
+
+
+def logits(config: EagleConfig, params: Params, hidden: Array, target: Target) -> Array:
+    """Scores every token by the model's head, [..., V]."""
+    return target.logits(hidden)
+
+
+eagle = Drafter(Params, sources, embed, feature, layers, logits)
