@@ -66,7 +66,7 @@ def checked(
             given: dict[str, Any] = {}
             for key, value in [*zip(by_place, args[1:], strict=False), *kwargs.items()]:
                 if key in elsewhere:
-                    _check_same(name, key, value, elsewhere[key])
+                    check_same(name, key, value, elsewhere[key])
                     continue
                 ours_of = renamed.get(key, key)
                 if ours_of not in ours:
@@ -82,18 +82,23 @@ def checked(
     return decorate
 
 
+def check_same(name: str, key: str, value: Any, theirs: Elsewhere) -> None:
+    """Refuses a value of vLLM's argument that asks for what is not done here.
+
+    Raises:
+      ValueError: it does; says what to do instead.
+    """
+    if theirs.each is not None and isinstance(value, theirs.each):
+        return
+    if not any(type(value) is type(one) and value == one for one in theirs.same):
+        raise ValueError(f"{name}: {key}={shown(value)} is not supported: {theirs.instead}")
+
+
 def _read(name: str, value: Any, bound: Bound | None, spellings: Mapping[Any, Any]) -> Any:
     for spelling, meant in spellings.items():
         if type(value) is type(spelling) and value == spelling:
             return meant
     return value if bound is None else validate(name, value, bound)
-
-
-def _check_same(name: str, key: str, value: Any, theirs: Elsewhere) -> None:
-    if theirs.each is not None and isinstance(value, theirs.each):
-        return
-    if not any(type(value) is type(one) and value == one for one in theirs.same):
-        raise ValueError(f"{name}: {key}={shown(value)} is not supported: {theirs.instead}")
 
 
 def _unknown(name: str, key: str, ours: set[str], theirs: list[str]) -> str:

@@ -1,0 +1,285 @@
+"""How tokens are drafted and verified, in vLLM's names. Knows no JAX."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from jaxrunner.api.arguments import Elsewhere, check_same
+from jaxrunner.api.validation import Bound, elements, shown, validate
+
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+OF_A_MODEL = ("draft_model", "eagle", "eagle3")  # whose weights are a checkpoint of their own
+REJECTIONS = ("exact", "standard", "block", "synthetic")
+AUTO = "auto"
+MAX_DRAFTS = 16
+MAX_NGRAM = 32
+NGRAM = 5  # tokens looked up where nothing is said, as in vLLM
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A `Speculator`, as far as it is known without JAX."""
+
+    @property
+    def name(self) -> str:
+        """Of its tables."""
+        ...
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens of each request that it drafts in a step, K."""
+        ...
+
+    @property
+    def propose(self) -> Callable[..., Any]:
+        """What drafts them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Checked and completed when made: a field that has no effect is None.
+
+    "exact" verification takes a draft where the target samples the same token, so that outputs
+    are those without drafts, token for token. "standard" (arXiv:2211.17192) and "block"
+    (arXiv:2403.10444) keep their distribution. "synthetic" accepts at given rates, whatever the
+    drafts, to measure speed.
+
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: a field is missing, out of range or without effect, or two contradict each other.
+    """
+
+    method: str | Drafter  # one of `METHODS`, or a speculator of the user's
+    num_speculative_tokens: int | str | None = None  # K, 1 to 16, or "auto"; a speculator has its
+    model: str | Path | None = None  # the checkpoint that drafts
+    # "greedy" drafts the likeliest token, "probabilistic" samples one with noise of its own.
+    # None is "greedy", but "coupled" where verification is exact: drafts of sampled requests are
+    # drawn with the noise that the target draws with, so that more of them are equal.
+    draft_sample_method: str | None = None
+    rejection_sample_method: str = "exact"
+    prompt_lookup_min: int | None = None  # tokens of the shortest n-gram that is looked up
+    prompt_lookup_max: int | None = None  # and of the longest
+    # Of K positions, the share of steps in which this draft and all before it are accepted.
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None  # tokens a step gives on average, 1 to K + 1
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given["method"] = _method(self.method)
+        for name, bound in _BOUNDS.items():
+            given[name] = validate(f"speculative_config.{name}", given[name], bound)
+        given["num_speculative_tokens"] = _num_drafts(self)
+        given["synthetic_acceptance_rates"] = _rates(self.synthetic_acceptance_rates)
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        _check_method(self)
+        _check_synthetic(self)
+        for name, value in _lookup(self).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def read(cls, given: Any) -> "SpeculativeConfig":
+        """Returns what the dict of a user says; one that is made stays as it is.
+
+        Keys of vLLM that are not here are taken where they ask for what is done anyway.
+
+        Raises:
+          TypeError: it is no dict; or as when one is made.
+          ValueError: a key is unknown; or as when one is made.
+        """
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise TypeError(f"speculative_config must be a dict, got {shown(given)}")
+        known = [field.name for field in fields(cls)]
+        taken: dict[str, Any] = {"method": None}  # which is refused as one that is not known
+        for key, value in given.items():
+            if isinstance(key, str) and key in ELSEWHERE:
+                check_same("speculative_config", key, value, ELSEWHERE[key])
+            elif key in known:
+                taken[key] = value
+            else:
+                raise ValueError(
+                    f"speculative_config has no key {shown(key)}: it may have {', '.join(known)}"
+                )
+        return cls(**taken)
+
+    @property
+    def drafts(self) -> str:
+        """How drafts are drawn: "greedy", "probabilistic" or "coupled"."""
+        if self.draft_sample_method is not None:
+            return self.draft_sample_method
+        has_logits = isinstance(self.method, str) and self.method not in ("ngram", "suffix")
+        # Only where a draft stands by being equal may it share the noise of what it is compared
+        # with: block verification looks at the noise of positions that are drawn again.
+        return "coupled" if has_logits and self.rejection_sample_method == "exact" else "greedy"
+
+
+def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:
+    """Returns how often each of K drafts is accepted where all those before it were.
+
+    A length gives as many certain drafts as fit and one for the fraction, which of all rates with
+    this mean is the one that varies least.
+
+    Raises:
+      ValueError: `config` does not verify synthetically.
+    """
+    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
+    K = config.num_speculative_tokens
+    if rates is None and length is not None and isinstance(K, int):
+        rates = tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(K))
+    if rates is None:
+        raise ValueError(
+            f"speculative_config.rejection_sample_method={config.rejection_sample_method!r} has no "
+            "acceptance rates: set 'synthetic'"
+        )
+    before = (1.0, *rates[:-1])
+    return tuple(p / q if q > 0 else 0.0 for p, q in zip(rates, before, strict=True))
+
+
+_ONE_DEVICE = "one device drafts and verifies: leave it out"
+_AS_TARGET = "drafts are made as the target is run: leave it out"
+ELSEWHERE: dict[str, Elsewhere] = {
+    "draft_tensor_parallel_size": Elsewhere(_ONE_DEVICE, (1, None)),
+    "enforce_eager": Elsewhere("set enforce_eager of the engine"),
+    "quantization": Elsewhere("take a checkpoint in bfloat16 or float16"),
+    "kv_cache_dtype": Elsewhere(_AS_TARGET),
+    "attention_backend": Elsewhere(_AS_TARGET),
+    "max_model_len": Elsewhere(_AS_TARGET),
+    "revision": Elsewhere("name a folder as model"),
+    "code_revision": Elsewhere("code of a checkpoint is never run: leave it out"),
+    "parallel_drafting": Elsewhere("drafts follow one another: leave it out", (False, None)),
+    "disable_padded_drafter_batch": Elsewhere("batches are padded: leave it out", (False, None)),
+    "use_heterogeneous_vocab": Elsewhere(
+        "draft and target need one vocabulary: take such a model", (False, None)
+    ),
+}
+_NGRAM = Bound(int, 1, MAX_NGRAM, optional=True)
+_BOUNDS: dict[str, Bound] = {
+    "model": Bound(str, optional=True, also=(Path,)),
+    "draft_sample_method": Bound(str, optional=True, among=("greedy", "probabilistic")),
+    "rejection_sample_method": Bound(str, among=REJECTIONS),
+    "prompt_lookup_min": _NGRAM,
+    "prompt_lookup_max": _NGRAM,
+    "synthetic_acceptance_length": Bound(float, 1, MAX_DRAFTS + 1, optional=True),
+}
+
+
+def _method(value: Any) -> str | Drafter:
+    if isinstance(value, str) and value in METHODS:
+        return value
+    if not isinstance(value, str) and not isinstance(value, type) and isinstance(value, Drafter):
+        return value
+    raise ValueError(
+        f"speculative_config.method must be one of {', '.join(METHODS)} or a Speculator, "
+        f"got {shown(value)}"
+    )
+
+
+def _num_drafts(config: SpeculativeConfig) -> int | str:
+    """Returns K, which a speculator says itself."""
+    value, name = config.num_speculative_tokens, "speculative_config.num_speculative_tokens"
+    bound = Bound(int, 1, MAX_DRAFTS)
+    if isinstance(config.method, str):
+        if value is None:
+            raise ValueError(f"{name} is missing: take {bound.wanted}")
+        return AUTO if isinstance(value, str) and value == AUTO else validate(name, value, bound)
+    own = validate("num_drafts of speculative_config.method", config.method.num_drafts, bound)
+    if value is not None and value != own:
+        raise ValueError(
+            f"{name}={shown(value)} but {config.method.name} drafts {own}: leave it out"
+        )
+    return own
+
+
+def _rates(values: Any) -> tuple[float, ...] | None:
+    """Returns rates as a tuple, repeats and all."""
+    name, one = "speculative_config.synthetic_acceptance_rates", Bound(float, 0, 1)
+    if values is None:
+        return None
+    given = enumerate(elements(name, values, one.wanted))
+    rates = tuple(validate(f"{name}[{i}]", value, one) for i, value in given)
+    if list(rates) != sorted(rates, reverse=True):
+        raise ValueError(
+            f"{name}={rates} rise, but a draft is accepted only where those before it are: "
+            "give rates that fall"
+        )
+    return rates
+
+
+def _check_method(config: SpeculativeConfig) -> None:
+    """Refuses what the method does not read, and asks for what it needs."""
+    named = isinstance(config.method, str)
+    method = config.method if isinstance(config.method, str) else config.method.name
+    if named and method in OF_A_MODEL and config.model is None:
+        raise ValueError(
+            f"speculative_config.model is missing, {method!r} drafts with a checkpoint: name its "
+            "folder"
+        )
+    reads = {
+        "model": named and method in OF_A_MODEL,
+        "prompt_lookup_min": named and method == "ngram",
+        "prompt_lookup_max": named and method == "ngram",
+        "draft_sample_method": named
+        and (method not in ("ngram", "suffix") or config.draft_sample_method == "greedy"),
+    }
+    for name, is_read in reads.items():
+        if (value := getattr(config, name)) is not None and not is_read:
+            raise ValueError(
+                f"speculative_config.{name}={shown(value)} has no effect on method {method!r}: "
+                "leave it out"
+            )
+
+
+def _check_synthetic(config: SpeculativeConfig) -> None:
+    """Checks that rates come with synthetic verification, once, and one for each draft."""
+    K, rates = config.num_speculative_tokens, config.synthetic_acceptance_rates
+    rejection, length = config.rejection_sample_method, config.synthetic_acceptance_length
+    names = [
+        f"synthetic_acceptance_{name}"
+        for name, value in (("rates", rates), ("length", length))
+        if value is not None
+    ]
+    if rejection != "synthetic":
+        for name in names:
+            raise ValueError(
+                f"speculative_config.{name} has no effect on rejection_sample_method="
+                f"{rejection!r}: leave it out, or set 'synthetic'"
+            )
+        return
+    if len(names) != 1:
+        raise ValueError(
+            "speculative_config.rejection_sample_method='synthetic' needs either "
+            "synthetic_acceptance_rates or synthetic_acceptance_length, "
+            f"got {' and '.join(names) or 'none'}: give one"
+        )
+    if not isinstance(K, int):
+        raise ValueError(
+            f"speculative_config.num_speculative_tokens={K!r} leaves the number of acceptance "
+            f"rates open: give a number from 1 to {MAX_DRAFTS}"
+        )
+    if rates is not None and len(rates) != K:
+        raise ValueError(
+            f"speculative_config.synthetic_acceptance_rates has {len(rates)} rates, "
+            f"num_speculative_tokens is {K}: give one for each draft"
+        )
+    if length is not None and length > K + 1:
+        raise ValueError(
+            f"speculative_config.synthetic_acceptance_length={length} exceeds the {K + 1} tokens "
+            f"that {K} drafts give at most: lower it"
+        )
+
+
+def _lookup(config: SpeculativeConfig) -> dict[str, int]:
+    """Returns the sizes of n-grams; of one that is not said, the other's."""
+    if config.method != "ngram":
+        return {}
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    low, high = low or high or NGRAM, high or low or NGRAM
+    if low > high:
+        raise ValueError(
+            f"speculative_config.prompt_lookup_min={low} exceeds prompt_lookup_max={high}: lower it"
+        )
+    return dict(prompt_lookup_min=low, prompt_lookup_max=high)
