@@ -93,6 +93,34 @@ class Source(NamedTuple):
         return cls((name,), (shape,), lambda a: a[0].reshape(held), lambda a: [a.reshape(shape)])
 
 
+class Stored(Protocol):
+    """What loading asks of a family, or of what drafts for one: its weights, and where they lie."""
+
+    @property
+    def params(self) -> type:
+        """The pytree of weights, declared by axes."""
+        ...
+
+    @property
+    def sources(self) -> Callable[..., Any]:
+        """(config) -> `params` filled with `Source`."""
+        ...
+
+
+class StoredConfig(Protocol):
+    """What loading asks of a config."""
+
+    @property
+    def architecture(self) -> str:
+        """Its name in messages."""
+        ...
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Sizes of axes and flags of its weights."""
+        ...
+
+
 class Model(NamedTuple):
     """A model family."""
 

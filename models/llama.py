@@ -168,18 +168,18 @@ def sources(config: DecoderConfig) -> Params:
     """Returns where each weight lies in a Hugging Face checkpoint."""
     c = config
     V, E = c.vocab_size, c.hidden_size
-    layers = tuple(layer_sources(c, f"model.layers.{i}.") for i in range(c.num_hidden_layers))
+    layers = tuple(layer_sources(c, f"model.layers.{i}.", E) for i in range(c.num_hidden_layers))
     return host_value(
         Params,
         embed=Source.whole("model.embed_tokens.weight", V, E),
         norm=Source.whole("model.norm.weight", E),
-        head=None if c.tie_word_embeddings else _linear(Source.whole("lm_head.weight", V, E)),
+        head=None if c.tie_word_embeddings else linear_source(Source.whole("lm_head.weight", V, E)),
         layers=layers,
     )
 
 
-def layer_sources(c: DecoderConfig, prefix: str) -> Layer:
-    """Returns where the weights of the layer lie whose tensors' names begin with `prefix`."""
+def layer_sources(c: DecoderConfig, prefix: str, width: int) -> Layer:
+    """Returns where a layer lies whose names begin with `prefix`, its attention reading `width`."""
     E, F, D = c.hidden_size, c.intermediate_size, c.head_dim
     H, K = c.num_attention_heads, c.num_key_value_heads
 
@@ -203,27 +203,28 @@ def layer_sources(c: DecoderConfig, prefix: str) -> Layer:
     return host_value(
         Layer,
         attn_norm=one(True, "input_layernorm.weight", E),
-        qkv=_linear(
-            packed(True, "weight", attn, heads, E), packed(c.qkv_bias, "bias", attn, heads)
+        qkv=linear_source(
+            packed(True, "weight", attn, heads, width), packed(c.qkv_bias, "bias", attn, heads)
         ),
         q_norm=one(c.qk_norm, "self_attn.q_norm.weight", D),
         k_norm=one(c.qk_norm, "self_attn.k_norm.weight", D),
-        o=_linear(
+        o=linear_source(
             one(True, "self_attn.o_proj.weight", E, H * D, held=(E, H, D)),
             one(c.o_bias, "self_attn.o_proj.bias", E),
             num_in=2,
         ),
         mlp_norm=one(True, "post_attention_layernorm.weight", E),
-        gate_up=_linear(
+        gate_up=linear_source(
             packed(True, "weight", mlp, np.stack, E), packed(c.mlp_bias, "bias", mlp, np.stack)
         ),
-        down=_linear(
+        down=linear_source(
             one(True, "mlp.down_proj.weight", E, F), one(c.mlp_bias, "mlp.down_proj.bias", E)
         ),
     )
 
 
-def _linear(weight: Source | None, bias: Source | None = None, *, num_in: int = 1) -> Linear:
+def linear_source(weight: Source | None, bias: Source | None = None, *, num_in: int = 1) -> Linear:
+    """Returns the sources of a product's weights."""
     return host_value(Linear, weight=weight, bias=bias, num_in=num_in)
 
 

@@ -1,7 +1,5 @@
 """Drafters with layers of their own: they change no token, and their cache is what it should be."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +39,7 @@ def random_like(cls, dims, seed):
 def with_itself():
     """Returns the tiny model drafted by itself: every draft is right."""
     config, params = tiny.model_and_params()
-    own = DraftModelConfig(llama, config, config.cache_kinds)
+    own = DraftModelConfig(llama, config)
     model, drafted = with_drafter(llama, config, draft_model(llama), own, K)
     return model, drafted, Drafted(params, params)
 
@@ -50,8 +48,7 @@ def with_another():
     """Returns it drafted by a model of other sizes, and so with a cache group of its own."""
     config, params = tiny.model_and_params()
     other = tiny.config(num_key_value_heads=1, num_hidden_layers=1, head_dim=4)
-    kinds = (replace(other.cache_kinds[0], axes=(("K", 1), ("D", 4))),)
-    own = DraftModelConfig(llama, other, kinds)
+    own = DraftModelConfig(llama, other)
     model, drafted = with_drafter(llama, config, draft_model(llama), own, K)
     return model, drafted, Drafted(params, tiny.random_params(other, seed=5))
 
@@ -63,6 +60,12 @@ def with_eagle(**changes):
     own = heads.read(settings, config, frozenset())
     model, drafted = with_drafter(llama, config, eagle, own, K)
     return model, drafted, Drafted(params, random_like(heads.Params, own.dims, 3))
+
+
+def test_a_head_for_another_model_is_refused():
+    settings = Settings(tiny.SETTINGS | dict(num_hidden_layers=1, hidden_size=24))
+    with pytest.raises(ValueError, match="hidden_size of an EAGLE head for this model must be 20"):
+        heads.read(settings, tiny.config(), frozenset())
 
 
 DRAFTERS = dict(
@@ -157,6 +160,7 @@ def next_logits(config, params, ids, drafts):
     following = inputs_of(tokens[1:])
     x = family.embed(own, params.drafter, following, target)
     # The feature of a draft is what the drafter made of the one before it.
+    out = x
     for n in range(len(ids) - 1, len(tokens)):
         out, fed, _ = family.layers(
             own, params.drafter, x[:n], feature, none, inputs_of(tokens[1 : n + 1]), dense(1)

@@ -235,7 +235,7 @@ def test_a_message_counts_where_it_is_compared(test, found):
     assert bad != found
 
 
-DECLARED = ("leaf", "each", "nested", "by_name", "static")
+DECLARED = ("leaf", "each", "nested", "part", "by_name", "static")
 PLAIN = ("Array", "jax.Array", "int", "float", "bool", "str")
 SETTERS = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
 

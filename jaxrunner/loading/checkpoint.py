@@ -52,6 +52,11 @@ def find(
     return {name: found[name] for name in wanted}
 
 
+def names(folder: Path) -> frozenset[str]:
+    """Returns the names of all tensors in a checkpoint folder; raises as `find`."""
+    return frozenset(name for path in _files(folder)[0] for name in read_header(path))
+
+
 def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Returns the files that hold the weights, and the shard of each tensor if an index says so."""
     if not folder.is_dir():

@@ -5,19 +5,19 @@ from typing import Any
 import jax
 
 from jaxrunner import pytree
-from jaxrunner.config import DTYPES, ModelConfig
+from jaxrunner.config import DTYPES
 from jaxrunner.loading.checkpoint import Wanted
-from jaxrunner.model import Model, Source
+from jaxrunner.model import Source, Stored, StoredConfig
 
 
-def abstract_params(model: Model, config: ModelConfig, dtype: str) -> Any:
+def abstract_params(model: Stored, config: StoredConfig, dtype: str) -> Any:
     """Returns the shapes, dtypes and shardings of a model's weights."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
     return jax.tree.map(lambda x: x.update(sharding=here), shapes)
 
 
-def sources_of(model: Model, config: ModelConfig) -> list[Source]:
+def sources_of(model: Stored, config: StoredConfig) -> list[Source]:
     """Returns the source of each leaf of the params, in the order of `jax.tree.leaves`.
 
     Raises:
@@ -33,7 +33,7 @@ def sources_of(model: Model, config: ModelConfig) -> list[Source]:
     return sources[0]
 
 
-def wanted_tensors(model: Model, config: ModelConfig) -> dict[str, Wanted]:
+def wanted_tensors(model: Stored, config: StoredConfig) -> dict[str, Wanted]:
     """Returns what a checkpoint's tensors must be, by name.
 
     A weight in a dtype that is computed in is made of tensors in such; of any other its source
@@ -55,5 +55,5 @@ def named_leaves(params: Any) -> list[tuple[str, Any]]:
     return [(f"params{jax.tree_util.keystr(path)}", leaf) for path, leaf in pairs]
 
 
-def _params(model: Model, config: ModelConfig) -> Any:
+def _params(model: Stored, config: StoredConfig) -> Any:
     return pytree.abstract(model.params, config.dims | {"param": "float32"})

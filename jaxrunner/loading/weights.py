@@ -13,7 +13,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxrunner import pytree
-from jaxrunner.config import DTYPES, ModelConfig, check_dtype
+from jaxrunner.config import DTYPES, check_dtype
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checkpoint, safetensors_file
 from jaxrunner.loading.declared import (
@@ -23,7 +23,7 @@ from jaxrunner.loading.declared import (
     wanted_tensors,
 )
 from jaxrunner.loading.join import join, split
-from jaxrunner.model import Model
+from jaxrunner.model import Stored, StoredConfig
 from jaxrunner.types import Array
 
 MOST_NAMED, MOST_SHOWN = 10, 60  # leaves in a message, and characters of each
@@ -31,8 +31,8 @@ MOST_NAMED, MOST_SHOWN = 10, 60  # leaves in a message, and characters of each
 
 def load_params(
     folder: Path,
-    model: Model,
-    config: ModelConfig,
+    model: Stored,
+    config: StoredConfig,
     *,
     dtype: str,
     sharding_or_device: Any = None,
@@ -81,13 +81,13 @@ def load_params(
 
 
 def check_checkpoint(
-    folder: Path, model: Model, config: ModelConfig, files: Sequence[Path] = ()
+    folder: Path, model: Stored, config: StoredConfig, files: Sequence[Path] = ()
 ) -> None:
     """Checks the headers of a checkpoint, as `load_params` does before it reads; raises as it."""
     checkpoint.find(folder, wanted_tensors(model, config), files)
 
 
-def random_params(model: Model, config: ModelConfig, dtype: str, seed: int) -> Any:
+def random_params(model: Stored, config: StoredConfig, dtype: str, seed: int) -> Any:
     """Returns params made on the device: norms one, all else normal with deviation 0.02.
 
     Integers are any of their dtype.
@@ -161,7 +161,7 @@ def _like(name: str, new: Any, old: Any) -> Any:
     return new
 
 
-def check_tensors(model: Model, config: ModelConfig, tensors: dict[str, Any]) -> None:
+def check_tensors(model: Stored, config: StoredConfig, tensors: dict[str, Any]) -> None:
     """Checks tensors, by their Hugging Face names, against a model.
 
     Raises:
@@ -211,7 +211,7 @@ def _is_finite(leaf: Any) -> Any:
     return jnp.isfinite(leaf).all() if lives or isinstance(leaf, np.ndarray) else True
 
 
-def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[str, Any]) -> Any:
+def with_tensors(model: Stored, config: StoredConfig, params: Any, tensors: dict[str, Any]) -> Any:
     """Returns `params` with some tensors of a checkpoint in place of what they were made of.
 
     Leaves that no tensor belongs to are the old ones. tensors: by their Hugging Face names.
@@ -233,7 +233,7 @@ def with_tensors(model: Model, config: ModelConfig, params: Any, tensors: dict[s
 
 
 def save_checkpoint(
-    folder: Path, model: Model, config: ModelConfig, params: Any, config_json: dict[str, Any]
+    folder: Path, model: Stored, config: StoredConfig, params: Any, config_json: dict[str, Any]
 ) -> None:
     """Writes model.safetensors and config.json as Hugging Face lays them out.
 

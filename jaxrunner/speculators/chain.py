@@ -92,7 +92,7 @@ def _one_each(inputs: DraftInputs, token: Array, at: Array) -> Batch:
 def _of_groups(batch: Batch, config: DraftedConfig) -> Batch:
     """Returns the batch with the cache groups of the drafter's layers alone, in their order."""
     groups = distinct(config.cache_kinds)
-    own = [groups.index(kind) for kind in distinct(config.drafter.cache_kinds)]
+    own = [groups.index(kind) for kind in distinct(config.own_kinds)]
     return replace(
         batch,
         blocks=tuple(batch.blocks[g] for g in own),

@@ -16,8 +16,17 @@ class DraftModelConfig:
 
     model: Model
     config: ModelConfig
-    cache_kinds: tuple[CacheKind, ...]  # its own, with their sizes where these are not the target's
     extras: tuple[str, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        """Its name in messages."""
+        return self.config.architecture
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """What each of its layers keeps."""
+        return self.config.cache_kinds
 
     @property
     def dims(self) -> dict[str, Any]:

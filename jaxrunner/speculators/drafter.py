@@ -1,11 +1,12 @@
 """What a drafter is: a speculator with weights and layers of its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import functools
 from typing import Any, NamedTuple, Protocol
 
 from jaxrunner.caches.cache_group import CacheKind
+from jaxrunner.caches.kv_blocks import KVBlocks
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model
 from jaxrunner.pytree import part, pytree
@@ -14,6 +15,11 @@ from jaxrunner.types import Array, Inputs
 
 class DrafterConfig(Protocol):
     """What the rest needs to know of a drafter. Each family has a frozen dataclass that says it."""
+
+    @property
+    def architecture(self) -> str:
+        """Its name in messages."""
+        ...
 
     @property
     def dims(self) -> dict[str, Any]:
@@ -84,7 +90,16 @@ class DraftedConfig:
     @functools.cached_property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """What each layer keeps, the drafter's behind the model's."""
-        return (*self.target.cache_kinds, *self.drafter.cache_kinds)
+        return (*self.target.cache_kinds, *self.own_kinds)
+
+    @functools.cached_property
+    def own_kinds(self) -> tuple[CacheKind, ...]:
+        """What each layer of the drafter keeps: in blocks of the model's where sizes are equal."""
+        axes = tuple((axis, self.drafter.dims[axis]) for axis in "KD")
+        if all(self.target.dims.get(axis) == size for axis, size in axes):
+            return self.drafter.cache_kinds
+        kinds = self.drafter.cache_kinds
+        return tuple(replace(k, axes=axes) if isinstance(k, KVBlocks) else k for k in kinds)
 
     @functools.cached_property
     def dims(self) -> dict[str, Any]:

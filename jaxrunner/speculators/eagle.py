@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrunner.caches.cache_group import CacheKind
-from jaxrunner.caches.full import FullAttention
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
@@ -27,10 +26,14 @@ class EagleConfig:
     """An EAGLE head: the sizes of its layer, and which ends are its own."""
 
     decoder: DecoderConfig
-    axes: tuple[tuple[str, int], ...]  # K and D where they are not the model's
     fc_bias: bool
     own_embed: bool
     extras: tuple[str, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        """Its name in messages."""
+        return self.decoder.architecture
 
     @property
     def dims(self) -> dict[str, Any]:
@@ -41,7 +44,7 @@ class EagleConfig:
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """Keys and values of all tokens."""
-        return (FullAttention(axes=self.axes),)
+        return self.decoder.cache_kinds
 
 
 @pytree
@@ -74,21 +77,13 @@ def read(settings: Settings, target: ModelConfig, tensors: frozenset[str]) -> Ea
                 f"{settings.source}: {name} of an EAGLE head for this model must be {want}, got "
                 f"{getattr(decoder, name)}: take a head that was trained for it"
             )
-    return EagleConfig(
-        decoder, other_axes(decoder, target), fc_bias, "embed_tokens.weight" in tensors
-    )
-
-
-def other_axes(decoder: DecoderConfig, target: ModelConfig) -> tuple[tuple[str, int], ...]:
-    """Returns K and D of a drafter, by these letters, if they are not the model's."""
-    own = tuple((axis, decoder.dims[axis]) for axis in "KD")
-    return own if any(target.dims.get(axis) != size for axis, size in own) else ()
+    return EagleConfig(decoder, fc_bias, "embed_tokens.weight" in tensors)
 
 
 def sources(config: EagleConfig) -> Params:
     """Returns where each weight lies in the checkpoint."""
     c, E = config.decoder, config.decoder.hidden_size
-    layer = layer_sources(c, "layers.0.")
+    layer = layer_sources(c, "layers.0.", E)
     embed = Source.whole("embed_tokens.weight", c.vocab_size, E)
     fc_bias = Source.whole("fc.bias", E) if config.fc_bias else None
     return host_value(

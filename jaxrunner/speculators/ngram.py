@@ -4,15 +4,15 @@ arXiv:2304.04487 drafts from a reference text in this way. Which occurrence coun
 the longest one, and of those the first.
 """
 
-from typing import Any
+import functools
 
 import jax.numpy as jnp
 
 from jaxrunner.api.speculative_config import MAX_DRAFTS, MAX_NGRAM
 from jaxrunner.api.validation import Bound, validate
 from jaxrunner.indexing import take
-from jaxrunner.speculators.speculator import Speculator
-from jaxrunner.types import Array, Requests, SamplingMetadata
+from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
+from jaxrunner.types import Array
 
 
 def ngram(num_drafts: int, *, min_n: int = 1, max_n: int = 5) -> Speculator:
@@ -29,14 +29,14 @@ def ngram(num_drafts: int, *, min_n: int = 1, max_n: int = 5) -> Speculator:
     if min_n > max_n:
         raise ValueError(f"min_n={min_n} exceeds max_n={max_n}, no n-gram is as long: lower it")
 
-    def propose(
-        requests: Requests, tables: dict[str, Any], rows: SamplingMetadata, num_sampled: Array
-    ) -> tuple[dict[str, Any], Array]:
-        ids, total_len = take(requests.token_ids, rows.slot), take(requests.total_len, rows.slot)
-        drafts, _ = lookup(ids, total_len, num_drafts=num_drafts, min_n=min_n, max_n=max_n)
-        return tables, drafts
+    sizes = dict(num_drafts=num_drafts, min_n=min_n, max_n=max_n)
+    return Speculator("ngram", num_drafts, functools.partial(_propose, sizes))
 
-    return Speculator("ngram", num_drafts, propose)
+
+def _propose(sizes: dict[str, int], inputs: DraftInputs) -> Proposal:
+    requests, slot = inputs.requests, inputs.rows.slot
+    ids, total_len = take(requests.token_ids, slot), take(requests.total_len, slot)
+    return Proposal(lookup(ids, total_len, **sizes)[0])
 
 
 def lookup(
