@@ -54,6 +54,8 @@ class LLM(LLMNames):
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
         a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.
+    speculative_config: how tokens are drafted, as `api.speculative_config.SpeculativeConfig` says:
+        {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}. No token changes by it.
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
     warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
         grammars and their like, else compiled when needed; "background" awaits the largest alone.
@@ -86,6 +88,7 @@ class LLM(LLMNames):
         chat_template: str | None = None,
         check_nan: bool = False,
         logits_fn: Callable[..., Any] | Rule | None = None,
+        speculative_config: dict[str, Any] | None = None,
         warm_up: bool | str = True,
         cache_dir: str | Path | None = "auto",
         use_tqdm: bool = True,
@@ -95,7 +98,8 @@ class LLM(LLMNames):
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            logits_fn=logits_fn, cache_dir=cache_dir, **sizes,
+            logits_fn=logits_fn, speculative_config=speculative_config, cache_dir=cache_dir,
+            **sizes,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,

@@ -83,10 +83,10 @@ def layers(
     return h, (h if config.norm_output else x), kv
 
 
-def logits(config: Eagle3Config, params: Params, target_head: Linear, hidden: Array) -> Array:
+def logits(config: Eagle3Config, params: Params, target_head: Any, hidden: Array) -> Array:
     """Scores the tokens of the head's vocabulary: hidden [..., E] -> [..., draft_V].
 
-    target_head: scores them where the head has no weights of its own for it.
+    target_head: has a `product` that scores them where the head has no weights of its own for it.
     """
     if params.head is not None:
         return params.head.product(hidden)

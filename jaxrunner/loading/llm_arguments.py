@@ -29,6 +29,7 @@ MODEL: dict[str, Bound] = {  # and its weights
     "load_format": TEXT,
     "model_loader_extra_config": DICT_OR_NONE,
     "hf_overrides": DICT_OR_NONE,
+    "speculative_config": DICT_OR_NONE,
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }
@@ -128,11 +129,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "max_num_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
     "max_long_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
     "num_scheduler_steps": Elsewhere("num_decode_steps=... is what it is called here", (1, None)),
-    "num_lookahead_slots": Elsewhere(f"nothing is speculated; {_OUT}", (0, None)),
-    "speculative_config": Elsewhere(
-        f"there is no speculative decoding; {_OUT}, num_decode_steps saves launches"
+    "num_lookahead_slots": Elsewhere(
+        "speculative_config says how many tokens are drafted", (0, None)
     ),
-    "speculative_model": Elsewhere(f"there is no speculative decoding; {_OUT}"),
+    "speculative_model": Elsewhere("speculative_config names it"),
     "async_scheduling": Elsewhere("async_depth=1 reads each step at once", (True, None)),
     "disable_async_output_proc": Elsewhere("async_depth=1 reads each step at once", (False, None)),
     "stream_interval": Elsewhere(f"stream tells each token; {_OUT}", (1, None)),

@@ -14,8 +14,9 @@ from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.dtypes import choose_dtype
 from jaxrunner.loading.hub import resolve
 from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
-from jaxrunner.model import Model
+from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.models.registry import read_model
+from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,12 @@ class LoadConfig:
     seed: int = 0  # of random weights
     download_dir: str | Path | None = None  # where what the hub has is kept
     hf_token: str | bool | None = field(default=None, repr=False)
+    drafter: "LoadConfig | None" = None  # of what drafts for the model
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            validate(name, value, llm_arguments.MODEL[name])
+            if name != "drafter":
+                validate(name, value, llm_arguments.MODEL[name])
         _check_one_of("load_format", self.load_format, LOAD_FORMATS)
         allowed = {"pattern"} if self.load_format == "sharded_state" else set()
         if set(self.model_loader_extra_config or ()) - allowed:
@@ -58,7 +61,7 @@ class LoadConfig:
         asked: dict[str, Any] = dict(model=self.model, revision=self.revision) | other
         return resolve(**asked, cache_dir=self.download_dir, token=self.hf_token)
 
-    def check(self, model: Model, config: ModelConfig) -> None:
+    def check(self, model: Stored, config: StoredConfig) -> None:
         """Checks that the weights are there and like the model, without reading them.
 
         Raises:
@@ -70,12 +73,17 @@ class LoadConfig:
             extra = self.model_loader_extra_config or {}
             sharded_state.check(self.folder(), model, config, **extra)
 
-    def read(self, model: Model, config: ModelConfig, *, dtype: str, progress: bool = True) -> Any:
+    def read(
+        self, model: Stored, config: StoredConfig, *, dtype: str, progress: bool = True
+    ) -> Any:
         """Returns the weights, on their device.
 
         Raises:
           FileNotFoundError, ValueError: they are not like the model.
         """
+        if isinstance(config, DraftedConfig) and self.drafter is not None:
+            two = (self, config.model, config.target), (self.drafter, config.family, config.drafter)
+            return Drafted(*(of.read(m, c, dtype=dtype, progress=progress) for of, m, c in two))
         if self.load_format == "dummy":
             return random_params(model, config, dtype, self.seed)
         read = load_params if self.load_format == "auto" else sharded_state.load

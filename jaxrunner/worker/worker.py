@@ -22,8 +22,10 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.api.arguments import checked
+from jaxrunner.api.speculative_config import SpeculativeConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
+from jaxrunner.loading.speculation import with_speculator
 from jaxrunner.program import engine_groups
 from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
@@ -71,6 +73,7 @@ class Worker(Lifecycle):
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
+        speculative_config: dict[str, Any] | None = None,
         cache_dir: str | Path | None = "auto",
         **sizes: Any,
     ):
@@ -82,6 +85,7 @@ class Worker(Lifecycle):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
         )  # fmt: skip
+        self._speculation = speculative_config and SpeculativeConfig.read(speculative_config)
         at = find_folder(cache_dir and str(cache_dir))
         self._plan = partial(plan_engine, seed=seed, rules=rules, cache_dir=at, **sizes)
         self._forget()
@@ -108,7 +112,10 @@ class Worker(Lifecycle):
         Raises:
           FileNotFoundError, ValueError: the checkpoint or a setting is bad; names it.
         """
-        self._checkpoint = self._load(**text)
+        loaded = self._load(**text)
+        self._checkpoint = (
+            with_speculator(loaded, self._speculation) if self._speculation else loaded
+        )
         self.load_config = self._checkpoint.load_config
         return self._checkpoint
 

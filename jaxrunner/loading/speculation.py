@@ -1,0 +1,93 @@
+"""From `speculative_config` to a model that drafts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxrunner.api.speculative_config import AUTO, SpeculativeConfig
+from jaxrunner.config import ModelConfig
+from jaxrunner.hf_config import Settings, read_json
+from jaxrunner.loading import checkpoint
+from jaxrunner.loading.declared import abstract_params
+from jaxrunner.loading.loader import Loaded
+from jaxrunner.models import eagle3_config
+from jaxrunner.models.registry import read_model
+from jaxrunner.speculators import eagle as eagle_head
+from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
+from jaxrunner.speculators.drafted import with_drafter
+from jaxrunner.speculators.drafter import Drafter, DrafterConfig
+from jaxrunner.speculators.eagle import eagle
+from jaxrunner.speculators.eagle3 import eagle3
+from jaxrunner.speculators.ngram import ngram
+
+HEADS = {"eagle": (eagle, eagle_head.read), "eagle3": (eagle3, eagle3_config.read)}
+
+
+def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
+    """Returns a loaded model with what drafts for it; its weights are still to be read.
+
+    Raises:
+      FileNotFoundError, ValueError: the drafter's checkpoint is bad, or not for this model.
+    """
+    check_supported(config)
+    method, K = config.method, config.num_speculative_tokens
+    assert isinstance(K, int)
+    if not isinstance(method, str):
+        return loaded._replace(model=loaded.model._replace(speculator=method))
+    if method == "ngram":
+        low, high = config.prompt_lookup_min or 1, config.prompt_lookup_max or 1
+        speculator = ngram(K, min_n=low, max_n=high)
+        return loaded._replace(model=loaded.model._replace(speculator=speculator))
+    assert config.model is not None
+    weights = replace(loaded.load_config, model=config.model, revision=None)
+    folder, is_dummy = (
+        weights.folder(name="speculative_config.model"),
+        weights.load_format == "dummy",
+    )
+    family, drafter = read_drafter(method, folder, loaded.config, has_weights=not is_dummy)
+    if not is_dummy:
+        weights = replace(weights, load_format="auto", model_loader_extra_config=None)
+    weights.check(family, drafter)
+    model, both = with_drafter(loaded.model, loaded.config, family, drafter, K)
+    params = abstract_params(model, both, loaded.dtype)
+    load_config = replace(loaded.load_config, drafter=weights)
+    return loaded._replace(model=model, config=both, params=params, load_config=load_config)
+
+
+def read_drafter(
+    method: str, folder: Path, target: ModelConfig, *, has_weights: bool = True
+) -> tuple[Drafter, DrafterConfig]:
+    """Returns the family and the config of a drafter's checkpoint; raises as `with_speculator`."""
+    path = folder / "config.json"
+    settings = Settings(read_json(path), str(path))
+    if method in HEADS:
+        family, read = HEADS[method]
+        return family, read(
+            settings, target, checkpoint.names(folder) if has_weights else frozenset()
+        )
+    model, config = read_model(settings)
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{path}: vocab_size of a draft model must be the target's, {target.vocab_size}, got "
+            f"{config.vocab_size}: take a model with the same tokenizer"
+        )
+    return draft_model(model), DraftModelConfig(model, config)
+
+
+def check_supported(config: SpeculativeConfig) -> None:
+    """Refuses what is known and not there.
+
+    Raises:
+      ValueError: names it.
+    """
+    name = "speculative_config"
+    if config.method in ("suffix", "mtp"):
+        raise ValueError(f"{name}.method={config.method!r} is not there: take 'ngram' or 'eagle3'")
+    if config.num_speculative_tokens == AUTO:
+        raise ValueError(f"{name}.num_speculative_tokens='auto' is not there: give a number")
+    if config.rejection_sample_method != "exact":
+        raise ValueError(
+            f"{name}.rejection_sample_method={config.rejection_sample_method!r} is not there: "
+            "take 'exact'"
+        )
+    if config.draft_sample_method == "probabilistic":
+        raise ValueError(f"{name}.draft_sample_method='probabilistic' is not there: leave it out")
