@@ -13,7 +13,10 @@ from jaxrunner.sampling.gumbel import gumbel
 from jaxrunner.types import Array
 
 # Streams of noise. A draft and what replaces it must not share one: the output would be biased.
-TARGET, ACCEPT, DRAFT = range(3)
+# What accepts and what drafts is drawn at the position where the step begins, draft j of stream
+# DRAFT + j: block verification looks at drafts that a later step draws again, and what it saw of
+# them must tell nothing of those. What is emitted is drawn at its own position, once.
+TARGET, ACCEPT, RECOVER, DRAFT = range(4)
 
 
 @pytree
@@ -31,10 +34,20 @@ def row(params: SamplingParams, seed: int) -> Seed:
     )
 
 
-def noise(words: Array, position: Array, *, stream: int, shape: tuple[int, ...]) -> Array:
+def noise(words: Array, position: Array, *, stream: int | Array, shape: tuple[int, ...]) -> Array:
     """Returns Gumbel noise, `shape`, of a seed's two words for the token at a position."""
     key = jax.random.fold_in(jax.random.wrap_key_data(words), position)
     return gumbel(jax.random.fold_in(key, stream), math.prod(shape)).reshape(shape)
+
+
+def uniforms(words: Array, position: Array, *, stream: int, num: int) -> Array:
+    """Returns numbers between 0 and 1, [num], neither among them, of 32 bits where they are small.
+
+    So a chance of 1 always comes true and one of 0 never, where it is compared by `<`.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(words), position)
+    bits = jax.random.bits(jax.random.fold_in(key, stream), (num,), jnp.uint32)
+    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
 
 
 seed = Rule("seed", Seed, row, lambda logits, row, context: logits)

@@ -1,0 +1,181 @@
+"""Which drafts stand, and the token after them: rejection sampling, three ways.
+
+`standard` and `block` give tokens as the target alone would, whatever is drafted, if drafts with
+logits were sampled from those with noise that nothing else is drawn with (`seed.DRAFT`). A draft
+without logits may come from anywhere. That a draft stands where it equals the target's own sample
+is `step.advance`, which needs none of this.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.sampling.seed import ACCEPT, RECOVER, TARGET, noise, uniforms
+from jaxrunner.types import Array
+
+
+class Drafted(NamedTuple):
+    """What is verified: K drafts of each of B requests, J = K + 1 rows of logits."""
+
+    # [B, J, V], float32, what rules made of the model's: row j is of the position of draft j, and
+    # the row after a request's last draft of the token after them all.
+    logits: Array
+    drafts: Array  # [B, K]; one that is no token id never stands
+    num_drafts: Array  # [B], those that a request has, 0 to K
+    draft_logits: Array | None  # [B, K, V], float32, what drafts were sampled from
+    greedy: Array  # [B], whether the request takes the likeliest token
+    words: Array  # [B, 2], its seed
+    next_pos: Array  # [B], position of its first draft
+
+
+class Verified(NamedTuple):
+    """What came of it."""
+
+    token_ids: Array  # [B, J], the drafts that stand, then one token; 0 behind it
+    num_accepted: Array  # [B]
+
+
+def standard(given: Drafted) -> Verified:
+    """Accepts each draft with the probability that target and draft have of it, one by one.
+
+    arXiv:2211.17192, algorithm 1.
+    """
+    p, q = _probabilities(given)
+    stands = _uniforms(given) * q < p
+    return _emit(given, _in_a_row(given, _or_greedy(given, stands)))
+
+
+def synthetic(given: Drafted, *, rates: tuple[float, ...]) -> Verified:
+    """Accepts drafts at given rates, whatever they are: to measure speed. Tokens mean nothing.
+
+    rates: how often each of K drafts is accepted where those before it were. What replaces one
+    that is not is drawn as in `standard`; of a greedy request it is the likeliest token, which
+    may be the draft itself.
+    """
+    chance = jnp.asarray(rates, jnp.float32)[None]
+    return _emit(given, _in_a_row(given, _uniforms(given) < chance))
+
+
+def block(given: Drafted) -> Verified:
+    """Accepts the longest run of drafts that holds as a whole: on average no fewer than `standard`.
+
+    arXiv:2403.10444, algorithm 2.
+    """
+    p, q = _probabilities(given)
+    share = _joint_share(p, q)
+    left = _left_over(given, share, p)
+    K = p.shape[1]
+    is_last = jnp.arange(K)[None] == given.num_drafts[:, None] - 1
+    # Where nothing is left over and nothing is lost, the target is what drafts: all stands.
+    total = left + (1 - share)
+    chance = jnp.where(is_last, share, jnp.where(total > 0, left / total, 1.0))
+    stands = (_uniforms(given) < chance) & _are_real(given)
+    longest = jnp.where(stands, jnp.arange(1, K + 1)[None], 0).max(1)
+    num = jnp.where(given.greedy, _in_a_row(given, _or_greedy(given, stands)), longest)
+    before = jnp.concatenate([jnp.ones_like(share[:, :1]), share], 1)
+    return _emit(given, num, jnp.take_along_axis(before, num[:, None], 1)[:, 0])
+
+
+def _probabilities(given: Drafted) -> tuple[Array, Array]:
+    """Returns how likely each draft is to the target, and was to who drafted it: [B, K] each."""
+    V = given.logits.shape[2]
+    is_token = (given.drafts >= 0) & (given.drafts < V)
+
+    def of_drafts(logits: Array) -> Array:
+        at = jnp.clip(given.drafts, 0, V - 1)[..., None]
+        score = jnp.take_along_axis(logits, at, 2)[..., 0]
+        return jnp.exp(score - jax.nn.logsumexp(logits, axis=2))
+
+    p = jnp.where(is_token, of_drafts(given.logits[:, :-1]), 0.0)
+    return p, jnp.ones_like(p) if given.draft_logits is None else of_drafts(given.draft_logits)
+
+
+def _uniforms(given: Drafted) -> Array:
+    """Returns a number between 0 and 1 for each draft, [B, K]."""
+    one = functools.partial(uniforms, stream=ACCEPT, num=given.drafts.shape[1])
+    return jax.vmap(one)(given.words, given.next_pos)
+
+
+def _are_real(given: Drafted) -> Array:
+    """Returns which drafts a request has, and are tokens, [B, K]."""
+    K, V = given.drafts.shape[1], given.logits.shape[2]
+    is_own = jnp.arange(K)[None] < given.num_drafts[:, None]
+    return is_own & (given.drafts >= 0) & (given.drafts < V)
+
+
+def _or_greedy(given: Drafted, stands: Array) -> Array:
+    """Returns `stands`, [B, K], but of greedy requests which drafts are the likeliest tokens."""
+    likeliest = given.drafts == jnp.argmax(given.logits[:, :-1], axis=2)
+    return jnp.where(given.greedy[:, None], likeliest, stands)
+
+
+def _in_a_row(given: Drafted, stands: Array) -> Array:
+    """Counts the drafts of each request before the first that does not stand, [B]."""
+    return jnp.cumprod(stands & _are_real(given), axis=1, dtype=jnp.int32).sum(1)
+
+
+def _joint_share(p: Array, q: Array) -> Array:
+    """Returns p_i of the paper for the drafts up to each one, [B, K]: never over 1."""
+    tiny = jnp.finfo(jnp.float32).tiny
+    share, found = jnp.ones_like(p[:, 0]), []
+    for ratio in (p / jnp.maximum(q, tiny)).T:
+        share = jnp.minimum(share * ratio, 1.0)
+        found.append(share)
+    return jnp.stack(found, 1)
+
+
+def _left_over(given: Drafted, share: Array, p: Array) -> Array:
+    """Returns what the target has more of the token after each draft than who drafts, [B, K].
+
+    share: [B, K], which scales the target's probabilities; p: [B, K], those of the drafts.
+    """
+    last = jnp.zeros_like(share[:, :1])  # after which nothing is drafted
+    if given.draft_logits is None:
+        return jnp.concatenate([share[:, :-1] * (1 - p[:, 1:]), last], 1)
+    target, draft = (jax.nn.softmax(x[:, 1:]) for x in (given.logits[:, :-1], given.draft_logits))
+    left = jnp.maximum(share[:, :-1, None] * target - draft, 0.0).sum(2)
+    return jnp.concatenate([left, last], 1)
+
+
+def _emit(given: Drafted, num: Array, share: Array | None = None) -> Verified:
+    """Draws the token after `num`, [B], drafts that stand.
+
+    share: [B], what scales the target's probabilities where drafts have their own; 1 where None.
+    """
+    (B, J, V), at = given.logits.shape, num[:, None]
+    logits = jnp.take_along_axis(given.logits, at[..., None], 1)[:, 0]
+    is_bonus = num == given.num_drafts
+    rest = _residual(given, logits, at, jnp.ones(B) if share is None else share)
+    # Where rounding left nothing to replace a draft with, the target's own distribution is next.
+    plain = is_bonus | given.greedy | (rest.max(1) == -jnp.inf)
+    scores = jnp.where(plain[:, None], logits, rest)
+    stream = jnp.where(is_bonus, TARGET, RECOVER)
+
+    def draw() -> Array:
+        def one(words: Array, position: Array, stream: Array) -> Array:
+            return noise(words, position, stream=stream, shape=(V,))
+
+        drawn = jax.vmap(one)(given.words, given.next_pos + num, stream)
+        return jnp.where(given.greedy[:, None], 0.0, drawn)
+
+    scores += jax.lax.cond(given.greedy.all(), lambda: jnp.zeros((B, V)), draw)
+    token = jnp.argmax(scores, axis=1).astype(jnp.int32)[:, None]
+    j = jnp.arange(J)[None]
+    drafts = jnp.pad(given.drafts, ((0, 0), (0, 1)))
+    return Verified(jnp.where(j < at, drafts, jnp.where(j == at, token, 0)), num)
+
+
+def _residual(given: Drafted, logits: Array, at: Array, share: Array) -> Array:
+    """Returns the logits, [B, V], that the draft at `at`, [B, 1], is replaced by."""
+    at = jnp.minimum(at, given.drafts.shape[1] - 1)
+    if given.draft_logits is None:
+        draft = jnp.take_along_axis(given.drafts, at, 1)
+        return jnp.where(jnp.arange(logits.shape[1])[None] == draft, -jnp.inf, logits)
+    scale = jnp.log(share)[:, None]
+    target = jax.nn.log_softmax(logits) + scale
+    draft = jax.nn.log_softmax(jnp.take_along_axis(given.draft_logits, at[..., None], 1)[:, 0])
+    # The logarithm of a difference, where it is positive.
+    more = target + jnp.log1p(-jnp.exp(jnp.minimum(draft - target, 0.0)))
+    return jnp.where(draft < target, more, -jnp.inf)
