@@ -21,6 +21,7 @@ from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.llm_names import LLMNames
 from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikelihood, score
+from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.requested_prompts import overridden, read_asked
@@ -124,9 +125,23 @@ class LLM(LLMNames):
             f"device: {jax.local_devices()[0].device_kind}\n"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
+            f"{self._report_drafts()}"
             f"programs: {runner.programs.report()}\n"
             f"memory:\n{self.memory_plan}"
         )
+
+    def _report_drafts(self) -> str:
+        """Returns a line of what became of drafts in requests that have ended; none without."""
+        speculator = self.engine.runner.program.model.speculator
+        if speculator is None:
+            return ""
+        num, *accepted = draft_counts(self.completions.totals) or (0,)
+        said = "none verified yet"
+        if num:
+            by_position = " ".join(f"{count / num:.2f}" for count in accepted)
+            length = 1 + sum(accepted) / num
+            said = f"{length:.2f} tokens a step, accepted by position: {by_position}"
+        return f"drafts: {speculator.num_drafts} by {speculator.name}, {said}\n"
 
     def __repr__(self) -> str:
         model, config = self.engine.model_config, self.engine.config

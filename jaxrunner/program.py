@@ -211,7 +211,7 @@ def output_spec(
     """Returns the abstract output of a step, or of several in one launch."""
     J = num_steps * (1 + program.num_drafts)
     dims = dict(B=num_rows, J=J, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
-    dims = program.dims | dims
+    dims = program.dims | dims | {"1+K": 1 + program.num_drafts, "drafts": program.num_drafts > 0}
     return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, num_rows))
 
 

@@ -103,7 +103,9 @@ def finish(
     state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array]
 ) -> tuple[State, StepOutput]:
     """Writes what was drawn, [B, J], into the requests."""
-    requests, num_sampled, finished = advance(state.requests, rows, drawn.token_ids)
+    requests, num_sampled, accepted, finished = advance(state.requests, rows, drawn.token_ids)
+    J = drawn.token_ids.shape[1]
+    verified = (rows.num_drafts > 0)[:, None] & (jnp.arange(J)[None] <= accepted[:, None])
     output = StepOutput(
         token_ids=drawn.token_ids,
         num_sampled=num_sampled,
@@ -111,6 +113,7 @@ def finish(
         not_finite=drawn.not_finite & rows.samples,
         no_choice=drawn.no_choice & rows.samples,
         logprobs=drawn.logprobs,
+        drafts=verified.astype(jnp.int32) if J > 1 else None,
         heads=heads,
     )
     return replace(state, requests=requests), output
@@ -235,15 +238,16 @@ def advance(requests: Requests, rows: SamplingMetadata, sampled: Array):
     """Accepts the drafts that were sampled too, and writes the result into the requests.
 
     A draft stands if the target sampled the same token at its position, so the output is token
-    for token what it would be without drafts. Returns the requests, how many tokens each row
-    gained, and which rows ended.
+    for token what it would be without drafts. Returns the requests, and of each row how many
+    tokens it gained, how many drafts stood, and whether it ended.
     """
     J = sampled.shape[1]
     j = jnp.arange(J)[None]
     of_row = functools.partial(take, index=rows.slot)
     at = rows.next_pos[:, None] + j
     drafted = take(requests.token_ids, (rows.slot[:, None], at))
-    accepted = jnp.cumprod((drafted == sampled) & (j < rows.num_drafts[:, None]), axis=1).sum(1)
+    stands = (drafted == sampled) & (j < rows.num_drafts[:, None]) & rows.samples[:, None]
+    accepted = jnp.cumprod(stands, axis=1).sum(1)
     stops = jnp.any(sampled[:, :, None] == of_row(requests.stop_ids)[:, None], axis=2)
     stops &= at + 1 >= of_row(requests.min_len)[:, None]
     until_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1) + 1, J)
@@ -265,4 +269,4 @@ def advance(requests: Requests, rows: SamplingMetadata, sampled: Array):
         num_computed=requests.num_computed.at[slot].set(computed, mode="drop"),
         done=requests.done.at[slot].set(finished, mode="drop"),
     )
-    return requests, num, finished
+    return requests, num, accepted, finished

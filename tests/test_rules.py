@@ -168,7 +168,7 @@ def test_penalties_count_drafts_and_forget_rejected_ones():
     sampled = (
         jnp.full((rules.SIZE, 3), 7, jnp.int32).at[0, 0].set(5)
     )  # takes the first, not the second
-    after, num, _ = step.advance(state.requests, due, sampled)
+    after, num, *_ = step.advance(state.requests, due, sampled)
     assert int(num[0]) == 2
     next_row = Row(params, prompt=[5], outputs=[9, 5, 5, 7])
     state = rules.state_of([row])[0]  # the parameters, and what the device has behind the tokens

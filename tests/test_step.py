@@ -111,7 +111,7 @@ def test_accepted_drafts_advance_the_request():
     assert batch.inputs.positions.tolist() == [20, 21, 22, 23]
     assert (batch.logits_indices.tolist(), rows.num_drafts.tolist()) == ([[0, 1, 2, 3]], [3])
     sampled = jnp.array([[21, 22, 50, 51]])  # two drafts stand, then another token
-    requests, num_sampled, _ = step.advance(requests, rows, sampled)
+    requests, num_sampled, *_ = step.advance(requests, rows, sampled)
     assert num_sampled.tolist() == [3]
     assert (requests.num_computed[2], requests.total_len[2]) == (23, 24)
     assert requests.token_ids[2, 21:24].tolist() == [21, 22, 50]
@@ -129,7 +129,7 @@ def test_rows_with_and_without_drafts_share_a_batch():
     assert rows.num_drafts.tolist() == [0, 3, 0]
     assert rows.samples.tolist() == [True, True, False]
     sampled = jnp.array([[40, 0, 0, 0], [12, 41, 0, 0], [42, 0, 0, 0]])
-    after, num_sampled, _ = step.advance(requests, rows, sampled)
+    after, num_sampled, *_ = step.advance(requests, rows, sampled)
     assert num_sampled.tolist() == [1, 2, 0]
     assert after.num_computed.tolist() == [9, 13, 5, 0]
     assert after.token_ids[2].tolist() == ids[2].tolist()
@@ -281,7 +281,7 @@ def test_min_tokens_and_stop_ids_agree_with_the_length():
                      stop_ids=[[8, 61, 61]] * 4)  # fmt: skip
     plan_ = plan([0, 1, 2, 3], [1, 1, 1, 1])
     _, rows = prepare(requests, plan_, 4, query_len=1)
-    after, _, finished = step.advance(requests, rows, jnp.array([[8], [8], [8], [9]]))
+    after, *_, finished = step.advance(requests, rows, jnp.array([[8], [8], [8], [9]]))
     assert finished.tolist() == [False, True, True, True]
     assert after.done.tolist() == [False, True, True, True]
 

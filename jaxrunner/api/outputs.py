@@ -60,11 +60,21 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, on `time.monotonic`'s clock; None is not yet."""
+    """When things happened to a request, on `time.monotonic`'s clock, None is not yet; and what
+    became of drafts."""
 
     arrival_s: float
     first_token_s: float | None = None
     finished_s: float | None = None
+    num_drafts: int = 0  # steps that verified drafts of its completions
+    # And how many of these accepted the first draft, the first two, and so on.
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens of a step that verified drafts, the model's own included; None without any."""
+        accepted = sum(self.num_accepted_tokens_per_pos)
+        return 1 + accepted / self.num_drafts if self.num_drafts else None
 
 
 @dataclass(frozen=True, repr=False)

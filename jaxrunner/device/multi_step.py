@@ -49,6 +49,7 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
         finished=outputs.finished.any(0),
         not_finite=outputs.not_finite.any(0),
         no_choice=outputs.no_choice.any(0),
+        drafts=None if outputs.drafts is None else outputs.drafts.sum(0),
         logprobs=jax.tree.map(lambda x: jax.lax.collapse(join(x), 0, 2), logprobs),
     )
 

@@ -49,8 +49,24 @@ def read_metrics(
         Gauge("vllm:kv_cache_usage_perc", value=max(used)),
     ]
     found += [Counter(f"vllm:{name}", value=value) for name, value in counters.items()]
+    num_drafts, *accepted = draft_counts(totals) or (0,)
+    for name, value in dict(
+        num_drafts=num_drafts,
+        num_draft_tokens=num_drafts * len(accepted),
+        num_accepted_tokens=sum(accepted),
+    ).items():
+        found.append(Counter(f"vllm:spec_decode_{name}", value=value))
+    for i, count in enumerate(accepted):
+        labels = LABELS | {"position": str(i)}
+        found.append(Counter("vllm:spec_decode_num_accepted_tokens_per_pos", labels, count))
     reasons = sorted(name for name in totals if name.startswith("reason "))
     for name in reasons:
         labels = LABELS | {"finished_reason": name.removeprefix("reason ")}
         found.append(Counter("vllm:request_success", labels, totals[name]))
     return found
+
+
+def draft_counts(totals: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the steps that verified drafts, and how many of these accepted each; () without."""
+    num = sum(name.startswith("drafts ") for name in totals)
+    return tuple(totals[f"drafts {i}"] for i in range(num))

@@ -263,12 +263,16 @@ def request_output(
     if not with_prompt and first.params.prompt_logprobs is not None:
         prompt_logprobs = []
     finished = all(state.finished for state in group) if finished is None else finished
-    metrics = dict(arrival_s=min(state.times["arrival_s"] for state in group))
+    metrics: dict[str, Any] = dict(arrival_s=min(state.times["arrival_s"] for state in group))
     starts = [state.times[k] for state in group if (k := "first_token_s") in state.times]
     if starts:
         metrics["first_token_s"] = min(starts)
     if finished:
         metrics["finished_s"] = max(state.times["finished_s"] for state in group)
+    counts = [state.request.draft_counts for state in group if state.request]
+    if drafted := [one for one in counts if one]:
+        num_drafts, *accepted = map(sum, zip(*drafted, strict=True))
+        metrics |= dict(num_drafts=num_drafts, num_accepted_tokens_per_pos=tuple(accepted))
     return RequestOutput(
         request_id=first.name,
         prompt=first.prompt,

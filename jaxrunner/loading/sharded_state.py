@@ -1,19 +1,19 @@
 """Weights in files as they lie on the device, in vLLM's format: a start joins nothing."""
 
+from collections.abc import Callable
 from functools import partial
 import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.api.validation import Bound, shown, validate
-from jaxrunner.config import ModelConfig
 from jaxrunner.loading import safetensors_file
 from jaxrunner.loading.weights import check_checkpoint, load_params
-from jaxrunner.model import Model, Source
+from jaxrunner.model import Source, Stored, StoredConfig
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 _MAX_SIZE = Bound(int, 1, 2**62, optional=True)
@@ -49,7 +49,7 @@ def save(
 
 
 def load(
-    folder: Path, model: Model, config: ModelConfig, *, pattern: str | None = None, **kwargs: Any
+    folder: Path, model: Stored, config: StoredConfig, *, pattern: str | None = None, **kwargs: Any
 ) -> Any:
     """Returns the params that `save` wrote; `kwargs` are those of `load_params`.
 
@@ -60,13 +60,20 @@ def load(
     return load_params(folder, model, config, files=files, **kwargs)
 
 
-def check(folder: Path, model: Model, config: ModelConfig, *, pattern: str | None = None) -> None:
+def check(folder: Path, model: Stored, config: StoredConfig, *, pattern: str | None = None) -> None:
     """Checks the headers of the files that `load` would read; raises as it."""
     model, files = _found(folder, model, pattern)
     check_checkpoint(folder, model, config, files)
 
 
-def _found(folder: Path, model: Model, pattern: str | None) -> tuple[Model, list[Path]]:
+class _AsHeld(NamedTuple):
+    """A model whose weights are stored as they are held."""
+
+    params: type
+    sources: Callable[[StoredConfig], Any]
+
+
+def _found(folder: Path, model: Stored, pattern: str | None) -> tuple[Stored, list[Path]]:
     """Returns the model with weights stored as they are, and its files."""
     pattern = _checked(pattern)
     files = _files(folder, pattern)
@@ -74,7 +81,7 @@ def _found(folder: Path, model: Model, pattern: str | None) -> tuple[Model, list
         raise FileNotFoundError(
             f"{folder} holds no {pattern.format(rank=0, part='*')}: save_sharded_state writes them"
         )
-    return model._replace(sources=partial(_sources, model.params)), files
+    return _AsHeld(model.params, partial(_sources, model.params)), files
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -99,7 +106,7 @@ def _checked(pattern: str | None) -> str:
     return pattern
 
 
-def _sources(params: type, config: ModelConfig) -> Any:
+def _sources(params: type, config: StoredConfig) -> Any:
     """Returns the sources of weights that are stored as they are."""
     shapes = pytree.abstract(params, config.dims | {"param": "float32"})
     return jax.tree.map_with_path(_source, shapes)

@@ -45,6 +45,8 @@ class ModelRunnerOutput:
     no_choice: tuple[bool, ...] = ()  # no token was left to sample from
     logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    # Steps that verified drafts, and how many of these accepted each draft: [B, 1 + K].
+    drafts: np.ndarray | None = None
     heads: dict[str, np.ndarray] = field(default_factory=dict)  # of the model's heads, [B, ...]
 
     def failures(self, nan_policy: str) -> dict[str, str]:
@@ -60,11 +62,12 @@ class ModelRunnerOutput:
         return failed
 
     def share(self, gained: NewTokens) -> None:
-        """Gives each request what its heads said, and logprobs of its new tokens if it asked.
+        """Gives each request what became of its drafts, what its heads said, and logprobs of its
+        new tokens if it asked.
 
         Copied, so that the whole batch's need not be kept.
         """
-        if self.logprobs is None and not self.heads:
+        if self.logprobs is None and self.drafts is None and not self.heads:
             return
         row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
         for request, tokens in gained:
@@ -72,6 +75,10 @@ class ModelRunnerOutput:
             if self.logprobs is not None and request.params.num_logprobs is not None:
                 one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), self.logprobs)
                 request.logprobs.append(one)
+            if self.drafts is not None:
+                counts = self.drafts[row].tolist()
+                before = request.draft_counts or (0,) * len(counts)
+                request.draft_counts = tuple(map(sum, zip(before, counts, strict=True)))
             for name, values in self.heads.items():
                 request.heads.setdefault(name, []).append(values[row].copy())
 
@@ -125,6 +132,7 @@ class StepHandle:
             *map(tuple, flags),
             logprobs=logprobs[0] if logprobs else None,
             prompt_logprobs=tuple(self._prompt_logprobs()),
+            drafts=out.drafts,
             heads=dict(out.heads),
         )
 

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.cache_group import distinct
 from jaxrunner.indexing import take
-from jaxrunner.speculators.drafter import DraftedConfig, Target
+from jaxrunner.speculators.drafter import DraftedConfig, Drafter, Target
 from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
 from jaxrunner.step import cache_index
 from jaxrunner.types import Array, Batch, Inputs
 
 
-def chain(num_drafts: int, extras: tuple[str, ...], *, is_shifted: bool) -> Speculator:
+def chain(family: Drafter, extras: tuple[str, ...], num_drafts: int) -> Speculator:
     """Returns the speculator of a model that `with_drafter` made."""
     return Speculator(
-        "chain", num_drafts, propose, extras=extras, lookahead=num_drafts - is_shifted
+        family.name, num_drafts, propose, extras=extras, lookahead=num_drafts - family.is_shifted
     )
 
 

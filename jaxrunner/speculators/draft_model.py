@@ -36,7 +36,9 @@ class DraftModelConfig:
 
 def draft_model(model: Model) -> Drafter:
     """Returns the drafter that a model is."""
-    return Drafter(model.params, sources, embed, feature, layers, logits, is_shifted=False)
+    return Drafter(
+        "draft_model", model.params, sources, embed, feature, layers, logits, is_shifted=False
+    )
 
 
 def sources(config: DraftModelConfig) -> Any:

@@ -18,7 +18,7 @@ def with_drafter(
     drafted = Model(
         read=model.read, params=Drafted, embed=_embed, layers=_layers, logits=_logits,
         sources=_sources, tables=model.tables, heads=model.heads,
-        speculator=chain(num_drafts, drafter.extras, is_shifted=family.is_shifted),
+        speculator=chain(family, drafter.extras, num_drafts),
     )  # fmt: skip
     return drafted, cast(ModelConfig, DraftedConfig(model, config, family, drafter, num_drafts))
 

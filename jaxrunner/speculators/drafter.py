@@ -52,6 +52,7 @@ class Drafter(NamedTuple):
     follows; another reads tokens alone, each at its own position.
     """
 
+    name: str
     params: type  # pytree of weights, declared by axes
     sources: Callable[..., Any]  # (config) -> `params` filled with `Source`
     embed: Callable[..., Array]  # (config, params, inputs, target) -> x [T, E]

@@ -129,4 +129,4 @@ def logits(config: EagleConfig, params: Params, hidden: Array, target: Target) -
     return target.logits(hidden)
 
 
-eagle = Drafter(Params, sources, embed, feature, layers, logits)
+eagle = Drafter("eagle", Params, sources, embed, feature, layers, logits)

@@ -48,4 +48,4 @@ def logits(config: Eagle3Config, params: head.Params, hidden: Array, target: Tar
     return all_.at[..., ids].set(scores, unique_indices=True)
 
 
-eagle3 = Drafter(head.Params, head.sources, embed, feature, layers, logits)
+eagle3 = Drafter("eagle3", head.Params, head.sources, embed, feature, layers, logits)

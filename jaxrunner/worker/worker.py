@@ -85,7 +85,8 @@ class Worker(Lifecycle):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
         )  # fmt: skip
-        self._speculation = speculative_config and SpeculativeConfig.read(speculative_config)
+        asked = speculative_config
+        self._speculation = None if asked is None else SpeculativeConfig.read(asked)
         at = find_folder(cache_dir and str(cache_dir))
         self._plan = partial(plan_engine, seed=seed, rules=rules, cache_dir=at, **sizes)
         self._forget()
