@@ -225,6 +225,12 @@ def test_where_nothing_is_left_to_replace_a_draft_the_target_draws():
         assert (out.num_accepted == 0).all() and (out.token_ids[:, 0] == 1).all()
 
 
+@pytest.mark.parametrize("verify", [standard, block])
+def test_all_drafts_of_the_target_itself_stand(verify: Any):
+    _, out = one_step(verify, P[1], P[1], 3, "sampled")
+    assert (out.num_accepted < 3).mean() < 1e-4  # rounding
+
+
 def test_chances_of_0_and_1_are_certain():
     one = functools.partial(uniforms, stream=ACCEPT, num=8)
     drawn = run_jitted(jax.vmap(one), seeds(), jnp.arange(B))

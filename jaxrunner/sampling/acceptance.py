@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jaxrunner.sampling.seed import ACCEPT, RECOVER, TARGET, noise, uniforms
 from jaxrunner.types import Array
 
+_TINY = 2.0**-126  # the smallest that is not flushed to 0
+
 
 class Drafted(NamedTuple):
     """What is verified: K drafts of each of B requests, J = K + 1 rows of logits."""
@@ -68,9 +70,8 @@ def block(given: Drafted) -> Verified:
     left = _left_over(given, share, p)
     K = p.shape[1]
     is_last = jnp.arange(K)[None] == given.num_drafts[:, None] - 1
-    # Where nothing is left over and nothing is lost, the target is what drafts: all stands.
-    total = left + (1 - share)
-    chance = jnp.where(is_last, share, jnp.where(total > 0, left / total, 1.0))
+    # Where the sum is 0, target and drafts are distributed alike: the next draft stands too.
+    chance = jnp.where(is_last, share, left / jnp.maximum(left + (1 - share), _TINY))
     stands = (_uniforms(given) < chance) & _are_real(given)
     longest = jnp.where(stands, jnp.arange(1, K + 1)[None], 0).max(1)
     num = jnp.where(given.greedy, _in_a_row(given, _or_greedy(given, stands)), longest)
@@ -118,9 +119,8 @@ def _in_a_row(given: Drafted, stands: Array) -> Array:
 
 def _joint_share(p: Array, q: Array) -> Array:
     """Returns p_i of the paper for the drafts up to each one, [B, K]: never over 1."""
-    tiny = jnp.finfo(jnp.float32).tiny
     share, found = jnp.ones_like(p[:, 0]), []
-    for ratio in (p / jnp.maximum(q, tiny)).T:
+    for ratio in (p / jnp.maximum(q, _TINY)).T:
         share = jnp.minimum(share * ratio, 1.0)
         found.append(share)
     return jnp.stack(found, 1)
