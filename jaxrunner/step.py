@@ -13,6 +13,7 @@ from jaxrunner.indexing import find_rows, put_blocks, take
 from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import SamplerOutput, sample
+from jaxrunner.sampling.verification import verify
 from jaxrunner.speculators.speculator import DraftInputs, write_drafts
 from jaxrunner.types import (
     Array,
@@ -74,9 +75,15 @@ def run_heads(params: Any, hidden: Array, batch: Batch, program: Program) -> dic
 
 
 def draw(
-    logits: Array, state: State, rows: SamplingMetadata, mask: Array | None, **static: Any
+    logits: Array,
+    state: State,
+    rows: SamplingMetadata,
+    mask: Array | None,
+    *,
+    program: Program,
+    size: SampleSize,
 ) -> SamplerOutput:
-    """Samples each position with logits, [B, J], as its request asks; `static` goes to `sample`."""
+    """Samples each position with logits, [B, J], as its request asks."""
     B, J, V = logits.shape
     flat = Batched(
         slot=jnp.repeat(rows.slot, J),
@@ -84,13 +91,18 @@ def draw(
         requests=state.requests,
         mask=None if mask is None else mask.reshape(B * J, -1),
     )
-    drawn = sample(logits.reshape(-1, V), flat, state.tables, **static)
+    logits, tables, speculator = logits.reshape(-1, V), state.tables, program.model.speculator
+    if speculator is None or speculator.rejection == "exact":
+        drawn = sample(logits, flat, tables, program=program, size=size)
+    else:
+        drawn = verify(logits, flat, rows, tables, program=program, size=size)
     real = _real(rows, J)
     return SamplerOutput(
         drawn.token_ids.reshape(B, J),
         (drawn.not_finite.reshape(B, J) & real).any(1),
         (drawn.no_choice.reshape(B, J) & real).any(1),
         drawn.logprobs,
+        drawn.num_accepted,
     )
 
 
@@ -103,7 +115,9 @@ def finish(
     state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array]
 ) -> tuple[State, StepOutput]:
     """Writes what was drawn, [B, J], into the requests."""
-    requests, num_sampled, accepted, finished = advance(state.requests, rows, drawn.token_ids)
+    requests, num_sampled, accepted, finished = advance(
+        state.requests, rows, drawn.token_ids, drawn.num_accepted
+    )
     J = drawn.token_ids.shape[1]
     verified = (rows.num_drafts > 0)[:, None] & (jnp.arange(J)[None] <= accepted[:, None])
     output = StepOutput(
@@ -234,8 +248,12 @@ def cache_index(
     return jnp.where(mine, block * S + local, N * S)
 
 
-def advance(requests: Requests, rows: SamplingMetadata, sampled: Array):
+def advance(
+    requests: Requests, rows: SamplingMetadata, sampled: Array, accepted: Array | None = None
+) -> tuple[Requests, Array, Array, Array]:
     """Accepts the drafts that were sampled too, and writes the result into the requests.
+
+    accepted: how many of each row do, [B], where another rule says it.
 
     A draft stands if the target sampled the same token at its position, so the output is token
     for token what it would be without drafts. Returns the requests, and of each row how many
@@ -245,9 +263,11 @@ def advance(requests: Requests, rows: SamplingMetadata, sampled: Array):
     j = jnp.arange(J)[None]
     of_row = functools.partial(take, index=rows.slot)
     at = rows.next_pos[:, None] + j
-    drafted = take(requests.token_ids, (rows.slot[:, None], at))
-    stands = (drafted == sampled) & (j < rows.num_drafts[:, None]) & rows.samples[:, None]
-    accepted = jnp.cumprod(stands, axis=1).sum(1)
+    if accepted is None:
+        drafted = take(requests.token_ids, (rows.slot[:, None], at))
+        stands = (drafted == sampled) & (j < rows.num_drafts[:, None])
+        accepted = jnp.cumprod(stands, axis=1).sum(1)
+    accepted = jnp.where(rows.samples, accepted, 0)
     stops = jnp.any(sampled[:, :, None] == of_row(requests.stop_ids)[:, None], axis=2)
     stops &= at + 1 >= of_row(requests.min_len)[:, None]
     until_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1) + 1, J)

@@ -108,6 +108,40 @@ def test_drafts_change_no_token(drafter, rule, changes):
         assert steps < 0.6 * plain_steps
 
 
+def rejecting(drafter, rejection, rates=()):
+    model, config, params = DRAFTERS[drafter]()
+    assert model.speculator is not None
+    speculator = model.speculator._replace(rejection=rejection, rates=rates)
+    return model._replace(speculator=speculator), config, params
+
+
+@pytest.mark.parametrize("rejection", ["standard", "block"])
+def test_greedy_tokens_do_not_depend_on_how_drafts_are_verified(rejection):
+    rule = dict(temperature=0.0, logprobs=1) | RULED
+    want, *_ = run(llama, *tiny.model_and_params(), rule)
+    got, *_ = run(*rejecting("eagle", rejection), rule)
+    assert got == want
+    sampled, *_ = run(*rejecting("eagle", rejection), dict(temperature=0.7))
+    assert all(len(tokens) == 20 for tokens in sampled.values())
+
+
+def test_synthetic_rates_are_met_and_counted():
+    rates = (1.0, 0.5, 0.0)
+    model, config, params = rejecting("eagle", "synthetic", rates)
+    e = Engine(model, config, tiny.engine_config(max_num_seqs=5), params)
+    requests = [
+        e.add(str(i), [i, 1, 2], SamplingParams(max_tokens=45, temperature=0.7, seed=i))
+        for i in range(20)
+    ]
+    while e.has_unfinished:
+        e.step()
+    steps, *accepted = np.array([r.draft_counts for r in requests]).sum(0)
+    assert steps > 200
+    # Near its end a request has no room for all drafts.
+    assert 0.9 * steps < accepted[0] <= steps
+    assert abs(accepted[1] / steps - 0.5) < 0.15 and accepted[2] == 0
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_are_what_the_drafter_says_without_a_cache(drafter):
     model, config, params = DRAFTERS[drafter]()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from jaxrunner.api.speculative_config import AUTO, SpeculativeConfig
+from jaxrunner.api.speculative_config import AUTO, SpeculativeConfig, conditional_rates
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import checkpoint
@@ -18,6 +18,7 @@ from jaxrunner.speculators.drafter import Drafter, DrafterConfig
 from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle3 import eagle3
 from jaxrunner.speculators.ngram import ngram
+from jaxrunner.speculators.speculator import Speculator
 
 HEADS = {"eagle": (eagle, eagle_head.read), "eagle3": (eagle3, eagle3_config.read)}
 
@@ -29,9 +30,22 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
       FileNotFoundError, ValueError: the drafter's checkpoint is bad, or not for this model.
     """
     check_supported(config)
+    drafting = _with_speculator(loaded, config)
+    speculator, rejection = drafting.model.speculator, config.rejection_sample_method
+    rates = conditional_rates(config) if rejection == "synthetic" else ()
+    speculator = speculator and speculator._replace(rejection=rejection, rates=rates)
+    return drafting._replace(model=drafting.model._replace(speculator=speculator))
+
+
+def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     method, K = config.method, config.num_speculative_tokens
     assert isinstance(K, int)
     if not isinstance(method, str):
+        if not isinstance(method, Speculator):
+            raise TypeError(
+                "speculative_config.method must be a name or a jaxrunner.speculators.speculator."
+                f"Speculator, got {type(method).__name__}"
+            )
         return loaded._replace(model=loaded.model._replace(speculator=method))
     if method == "ngram":
         low, high = config.prompt_lookup_min or 1, config.prompt_lookup_max or 1
@@ -47,7 +61,9 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     if not is_dummy:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)
     weights.check(family, drafter)
-    model, both = with_drafter(loaded.model, loaded.config, family, drafter, K)
+    model, both = with_drafter(
+        loaded.model, loaded.config, family, drafter, K, is_coupled=config.drafts == "coupled"
+    )
     params = abstract_params(model, both, loaded.dtype)
     load_config = replace(loaded.load_config, drafter=weights)
     return loaded._replace(model=model, config=both, params=params, load_config=load_config)
@@ -84,10 +100,5 @@ def check_supported(config: SpeculativeConfig) -> None:
         raise ValueError(f"{name}.method={config.method!r} is not there: take 'ngram' or 'eagle3'")
     if config.num_speculative_tokens == AUTO:
         raise ValueError(f"{name}.num_speculative_tokens='auto' is not there: give a number")
-    if config.rejection_sample_method != "exact":
-        raise ValueError(
-            f"{name}.rejection_sample_method={config.rejection_sample_method!r} is not there: "
-            "take 'exact'"
-        )
     if config.draft_sample_method == "probabilistic":
         raise ValueError(f"{name}.draft_sample_method='probabilistic' is not there: leave it out")

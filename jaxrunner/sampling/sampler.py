@@ -28,22 +28,34 @@ class SamplerOutput(NamedTuple):
     not_finite: Array  # the model's logits were NaN or infinite
     no_choice: Array
     logprobs: tuple[Logprobs, ...]  # one, or none
+    num_accepted: Array | None = None  # drafts of each row that stand, [B]; None: those sampled too
 
 
 def sample(
-    logits: Array, batch: Batched, tables: Tables, *, program: Program, size: SampleSize
+    logits: Array,
+    batch: Batched,
+    tables: Tables,
+    *,
+    program: Program,
+    size: SampleSize,
+    choose: Callable[[Array], Array] | None = None,
 ) -> SamplerOutput:
     """Samples a token for each row of logits, [N, V].
+
+    choose: takes tokens, [N], by what the rules made of the logits, in place of noise.
 
     The noise of a token comes from its request's seed, its position and its id alone, so a
     request gets the same tokens in any batch.
     """
-    if program.sample is not None and not size.all_rules:
+    if program.sample is not None and not size.all_rules and choose is None:
         return _usual(program.sample, logits, batch, tables)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, all_rules=size.all_rules)
-    scores = processed.logits + _noise(tables[seed.name], batch, logits.shape[1])
-    token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    if choose is None:
+        scores = processed.logits + _noise(tables[seed.name], batch, logits.shape[1])
+        token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    else:
+        token_ids = choose(processed.logits)
     logprobs: tuple[Logprobs, ...] = ()
     if size.num_logprobs:
         named = rows_of(tables[logprob_ids.name], batch.slot)

@@ -60,9 +60,14 @@ def propose(inputs: DraftInputs) -> Proposal:
         if i or not family.is_shifted:
             hidden, feature, kv = run(_one_each(inputs, token, at), feature, kv)
             at = at + 1
-        token = inputs.draw(family.logits(own, params.drafter, hidden, target), total + i)
+        logits = family.logits(own, params.drafter, hidden, target)
+        token = inputs.draw(logits, total + i) if config.is_coupled else _likeliest(logits)
         drafts.append(token)
     return Proposal(jnp.stack(drafts, 1), kv=(*caches, *kv))
+
+
+def _likeliest(logits: Array) -> Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _one_each(inputs: DraftInputs, token: Array, at: Array) -> Batch:

@@ -12,15 +12,27 @@ from jaxrunner.types import Array, Inputs
 
 
 def with_drafter(
-    model: Model, config: ModelConfig, family: Drafter, drafter: DrafterConfig, num_drafts: int
+    model: Model,
+    config: ModelConfig,
+    family: Drafter,
+    drafter: DrafterConfig,
+    num_drafts: int,
+    *,
+    is_coupled: bool = True,
 ) -> tuple[Model, ModelConfig]:
-    """Returns a model that drafts, whose params are `Drafted`."""
+    """Returns a model that drafts, whose params are `Drafted`.
+
+    is_coupled: whether drafts are drawn as the model would draw them, with its noise; else they are
+        the likeliest tokens.
+    """
     drafted = Model(
         read=model.read, params=Drafted, embed=_embed, layers=_layers, logits=_logits,
         sources=_sources, tables=model.tables, heads=model.heads,
         speculator=chain(family, drafter.extras, num_drafts),
     )  # fmt: skip
-    return drafted, cast(ModelConfig, DraftedConfig(model, config, family, drafter, num_drafts))
+    return drafted, cast(
+        ModelConfig, DraftedConfig(model, config, family, drafter, num_drafts, is_coupled)
+    )
 
 
 def _embed(config: DraftedConfig, params: Drafted, inputs: Inputs) -> Array:

@@ -82,6 +82,7 @@ class DraftedConfig:
     family: Drafter
     drafter: DrafterConfig
     num_drafts: int
+    is_coupled: bool = True  # whether drafts are drawn with the model's noise; else the likeliest
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("target", "drafter"):  # asked while it is unpickled

@@ -41,7 +41,7 @@ class Proposal(NamedTuple):
 class Speculator(NamedTuple):
     """Proposes tokens that the next step verifies. A model names its own in `Model.speculator`.
 
-    A draft stands if the model itself samples it, so tokens are those without drafts.
+    By default a draft stands if the model itself samples it, so tokens are those without drafts.
     """
 
     name: str
@@ -51,6 +51,10 @@ class Speculator(NamedTuple):
     extras: tuple[str, ...] = ()  # of the model's layers that it reads
     # Tokens, behind those that a step computes, whose keys it writes before they are verified.
     lookahead: int = 0
+    # Which drafts stand: "exact", those that the model samples too; "standard" and "block", see
+    # `sampling.acceptance`; "synthetic", each at a rate of its own, given that those before it do.
+    rejection: str = "exact"
+    rates: tuple[float, ...] = ()
 
 
 def write_drafts(requests: Requests, rows: SamplingMetadata, drafts: Array) -> Requests:

@@ -1,0 +1,53 @@
+"""Draws the tokens of rows with drafts where a draft need not equal the model's own sample."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.indexing import take
+from jaxrunner.program import Program, SampleSize
+from jaxrunner.rule import Batched, rows_of
+from jaxrunner.sampling.acceptance import Drafted, block, standard
+from jaxrunner.sampling.sampler import SamplerOutput, Tables, sample
+from jaxrunner.sampling.seed import ACCEPT, seed, uniforms
+from jaxrunner.types import Array, SamplingMetadata
+
+VERIFY = {"standard": standard, "block": block}
+
+
+def verify(
+    logits: Array, batch: Batched, rows: SamplingMetadata, tables: Tables,
+    *, program: Program, size: SampleSize,
+) -> SamplerOutput:  # fmt: skip
+    """Draws from logits, [B * J, V], as `Speculator.rejection` says, with `num_accepted`."""
+    speculator = program.model.speculator
+    assert speculator is not None
+    B = rows.slot.shape[0]
+    J = logits.shape[0] // B
+    seeds, at = rows_of(tables[seed.name], rows.slot), rows.next_pos[:, None] + jnp.arange(J)[None]
+    drafts = take(batch.requests.token_ids, (rows.slot[:, None], at))[:, :-1]
+    if speculator.rejection == "synthetic":
+        drawn = sample(logits, batch, tables, program=program, size=size)
+        one = functools.partial(uniforms, stream=ACCEPT, num=J - 1)
+        stands = jax.vmap(one)(seeds.words, rows.next_pos) < jnp.array([speculator.rates])
+        stands &= jnp.arange(J - 1)[None] < rows.num_drafts[:, None]
+        num = jnp.cumprod(stands, axis=1, dtype=jnp.int32).sum(1)
+        own = drawn.token_ids.reshape(B, J)
+        tokens = jnp.where(jnp.arange(J - 1)[None] < num[:, None], drafts, own[:, :-1])
+        tokens = jnp.concatenate([tokens, own[:, -1:]], 1)
+        return drawn._replace(token_ids=tokens.reshape(-1), num_accepted=num)
+    counts = []
+
+    def choose(processed: Array) -> Array:
+        greedy = seeds.greedy | (rows.slot >= batch.requests.done.shape[0])
+        given = Drafted(
+            processed.reshape(B, J, -1), drafts, rows.num_drafts, None, greedy, seeds.words,
+            rows.next_pos,
+        )  # fmt: skip
+        verified = VERIFY[speculator.rejection](given)
+        counts.append(verified.num_accepted)
+        return verified.token_ids.reshape(-1)
+
+    drawn = sample(logits, batch, tables, program=program, size=size, choose=choose)
+    return drawn._replace(num_accepted=counts[0])
