@@ -33,14 +33,30 @@ CODE = "def add(a, b):\n    '''Add.'''\n    return a + b\n\n\nclass Box:\n    x 
 
 
 @functools.cache
-def untrained():
-    """Returns a pair of tiny models and their weights, target's and head's."""
+def trained():
+    """Trains a head of a tiny random target. Returns the pair, the target, and what came."""
     values = eagle3_command.settings(
         dataclasses.replace(TARGET, eos_token_ids=(0,)), layers_given=(1, 0, 3)
     )
-    pair = acceptance.Pair(TARGET, read(Settings(values), TARGET))
-    target = tiny.random_params(TARGET)
-    return pair, target, training.init(pair, TRAIN, target).params
+    pair, target = (
+        acceptance.Pair(TARGET, read(Settings(values), TARGET)),
+        tiny.random_params(TARGET),
+    )
+    rows = written(target)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
+        result = training.fit(pair, target, TRAIN, rows, rows[:16])
+    return pair, target, result
+
+
+def written(target) -> np.ndarray:
+    stream, places = text_of(6, 400), np.arange(1, 200)
+    return rollouts(TARGET, target, stream, places, shape=(64, 32), seed=0)
+
+
+def models():
+    """Returns the pair and the weights of both, the head's trained: some of its drafts stand."""
+    pair, target, result = trained()
+    return pair, target, jax.tree.map(jnp.asarray, result.params)
 
 
 def inputs_of(tokens) -> Inputs:
@@ -50,7 +66,7 @@ def inputs_of(tokens) -> Inputs:
 
 def run_target(tokens):
     """Returns states and logits, [T, ...], of one text."""
-    pair, target, _ = untrained()
+    pair, target, _ = models()
     inputs, names = inputs_of(tokens), [f"residual.{i}" for i in pair.head.aux_layers]
     x = llama.embed(TARGET, target, inputs)
     caches = (None,) * TARGET.num_hidden_layers
@@ -62,7 +78,7 @@ def run_target(tokens):
 
 def run_head(tokens, states):
     """Returns logits, [T, V], and outputs, for tokens [T] behind the states [T, E]."""
-    pair, target, head = untrained()
+    pair, target, head = models()
     embeddings = target.embed[jnp.asarray(tokens)]
     hidden, fed_back, _ = eagle3.layers(
         pair.head, head, embeddings, states, None, inputs_of(tokens), dense(1)
@@ -73,7 +89,7 @@ def run_head(tokens, states):
 
 def drafts_of(tokens):
     """Drafts behind a text one token at a time, as serving does: each from the whole sequence."""
-    pair, _, head = untrained()
+    pair, _, head = models()
     aux, _ = run_target(tokens[:-1])
     states, tokens = eagle3.feature(pair.head, head, tuple(aux)), list(tokens)
     for _ in range(K):
@@ -88,7 +104,7 @@ def text_of(seed: int, *shape: int) -> np.ndarray:
 
 
 def test_a_chain_sees_its_text_and_itself_alone():
-    pair, target, _ = untrained()
+    pair, target, _ = models()
     texts, chains = text_of(0, B, L), text_of(1, 2, B, L)
     place = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32)[None], (B, L)).reshape(-1)
     run = functools.partial(acceptance.read_states, pair, target, batch_size=B)
@@ -106,7 +122,7 @@ def test_a_chain_sees_its_text_and_itself_alone():
 
 
 def test_losses_are_of_what_the_head_itself_fed_back():
-    pair, target, head = untrained()
+    pair, target, head = models()
     window = text_of(2, 1, L)
     got = training.draft_losses(pair, (target, head), jnp.asarray(window), 2)
     aux, scores = run_target(window[0])
@@ -126,34 +142,33 @@ def test_losses_are_of_what_the_head_itself_fed_back():
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 def test_acceptance_is_that_of_drafting_behind_each_token(temperature, monkeypatch):
     """With noise that is the same for all tokens of a place, sampled drafts are greedy ones."""
-    pair, target, head = untrained()
+    pair, target, head = models()
     monkeypatch.setattr(jax.random, "gumbel", lambda key, shape: jnp.zeros(shape))
-    stream, stood = text_of(3, 2 * L + 1), np.zeros(K)
-    got = acceptance.acceptance(
-        pair, (target, head), stream, length=L, num_drafts=K, temperature=temperature
-    )
-    for window in (stream[:L].tolist(), stream[L : 2 * L].tolist()):
+    windows, stood = written(target)[:2, 20 : 20 + L], np.zeros((2, K))
+    given = pair, (target, head), windows
+    got = acceptance.acceptance(*given, num_drafts=K, temperature=temperature)
+    for row, window in enumerate(windows.tolist()):
         for end in range(2, L + 1):
             tokens = window[:end]
             for i, draft in enumerate(drafts_of(window[:end])):
                 if int(jnp.argmax(run_target(tokens)[1][-1])) != draft:
                     break
-                stood[i] += 1
+                stood[row, i] += 1
                 tokens.append(draft)
-    np.testing.assert_allclose(got, stood / (2 * (L - 1)))
-    assert acceptance.mean_length(got) == 1 + got.sum()
+    assert stood[:, 0].sum() > stood[:, 2].sum() > 0
+    np.testing.assert_allclose(got, stood / (L - 1))
+    assert acceptance.mean_length(got) == pytest.approx(1 + got.mean(0).sum())
 
 
 def test_a_head_that_knows_the_target_s_noise_stands_where_a_greedy_one_would_not():
-    pair, target, head = untrained()
-    stream = text_of(4, 4 * L)
-    run = functools.partial(acceptance.acceptance, pair, (target, head), stream, length=L)
+    pair, target, head = models()
+    run = functools.partial(acceptance.acceptance, pair, (target, head), text_of(4, 4, L))
     hot = run(temperature=50.0)  # noise decides all, and is the same for both
-    assert hot[0] > 0.9 > run()[0]
+    assert hot[:, 0].mean() > 0.9 > run()[:, 0].mean()
 
 
 def test_what_is_written_begins_as_the_corpus_and_goes_on_as_the_model():
-    _, target, _ = untrained()
+    _, target, _ = models()
     stream, shape = text_of(5, 400), (8, 40)
     tokens = rollouts(TARGET, target, stream, np.arange(1, 200), shape=shape, seed=0)
     assert tokens.shape == shape and not tokens[:, 0].any()
@@ -176,17 +191,17 @@ def test_rows_are_of_one_length():
 
 
 def test_training_makes_the_loss_fall_and_drafts_stand():
-    pair, target, _ = untrained()
-    stream = text_of(6, 400)
-    rows = rollouts(TARGET, target, stream, np.arange(1, 200), shape=(64, 32), seed=0)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
-        result = training.fit(pair, target, TRAIN, rows, rows.reshape(-1)[:512])
+    *_, result = trained()
     first, last = result.curve
     assert last["train_loss"] < first["train_loss"] < np.log(61) and last["step"] == 60
     assert result.best["length"] == max(first["length"], last["length"]) > 1.2
+
+
+def test_training_ends_at_the_first_measure_behind_its_budget():
+    pair, target, _ = models()
+    late, rows = dataclasses.replace(TRAIN, eval_every=1, budget_s=0.0), written(target)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        late = dataclasses.replace(TRAIN, eval_every=1, budget_s=0.0)
-        stopped = training.fit(pair, target, late, rows, rows.reshape(-1)[:512], report=len)
+        stopped = training.fit(pair, target, late, rows, rows[:16], report=len)
     assert [entry["step"] for entry in stopped.curve] == [1]
 
 

@@ -53,29 +53,28 @@ def _extras(head: Eagle3Config) -> tuple[str, ...]:
 
 
 def acceptance(
-    pair: Pair, params: tuple[Params, eagle3.Params], stream: np.ndarray,
-    *, length: int, num_drafts: int = 3, temperature: float = 0.0, seed: int = 0,
+    pair: Pair, params: tuple[Params, eagle3.Params], windows: np.ndarray,
+    *, num_drafts: int = 3, temperature: float = 0.0, seed: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Returns the share of chains whose first 1, 2, ... drafts all stand, [num_drafts].
+    """Returns the share of chains whose first 1, 2, ... drafts all stand, [N, num_drafts].
 
-    A chain leaves the text behind each token of stream, [M], but the last of each window of
-    `length` tokens. The head reads the target's true states up to there, then its own; the target
-    reads the drafts too, so a draft stands if the target would give it. Both draw a place's token
-    with the same noise. params: of target and head.
+    A chain leaves a window, of [N, L] tokens, behind each of them but the first. The head reads the
+    target's true states up to there, then its own; the target reads the drafts too, so a draft
+    stands if the target would give it. Both draw a place's token with the same noise. The head has
+    the target's vocabulary and embedding. params: of target and head.
     """
-    count = len(stream) // length
-    windows = stream[: count * length].reshape(count, length)
-    key = jax.random.key(seed)
-    sums = np.zeros(num_drafts)
-    for i in range(0, count, EVAL_BATCH):
-        part, how = windows[i : i + EVAL_BATCH], (num_drafts, temperature)
-        sums += np.asarray(_stood(pair, how, params, part, jax.random.fold_in(key, i)), np.float64)
-    return sums / (count * (length - 1))
+    (N, L), key, how = windows.shape, jax.random.key(seed), (num_drafts, temperature)
+    padded = np.pad(windows, ((0, -N % EVAL_BATCH), (0, 0)))  # one program for all
+    parts = [
+        _stood(pair, how, params, padded[i : i + EVAL_BATCH], jax.random.fold_in(key, i))
+        for i in range(0, N, EVAL_BATCH)
+    ]
+    return np.concatenate(jax.device_get(parts))[:N] / (L - 1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _stood(pair: Pair, how: tuple[int, float], params: Any, windows: Array, key: Array) -> Array:
-    """Counts the chains whose first drafts stand, [num_drafts], of windows, [B, L]."""
+    """Counts the chains whose first drafts stand, [B, num_drafts], of windows, [B, L]."""
     (target, head), (num_drafts, temperature), (B, L) = params, how, windows.shape
     noise = None
     if temperature:
@@ -103,14 +102,17 @@ def _stood(pair: Pair, how: tuple[int, float], params: Any, windows: Array, key:
         ahead = jnp.roll(logits, 1, 1)
         drafts = jnp.roll(draw(ahead, step), -1, 1).astype(jnp.int32)
         stood &= drafts[:, :-1] == wanted
-        counts.append(stood.sum())
+        counts.append(stood.sum(1))
         given = drafts
         if step + 1 < num_drafts:
             after = jnp.roll(drafts, 1, 1).reshape(-1), at + 1
             _, scores, kept = read_states(pair, target, after, kept, B)
-    return jnp.stack(counts)
+    return jnp.stack(counts, 1)
 
 
 def mean_length(rates: np.ndarray) -> float:
-    """Returns the mean tokens of a step: the drafts that stand, and one of the target's own."""
-    return 1.0 + float(np.sum(rates))
+    """Returns the mean tokens of a step, of rates, [num_drafts] or of each window.
+
+    They are the drafts that stand, and one of the target's own.
+    """
+    return 1.0 + float(np.mean(rates.sum(-1)))

@@ -24,8 +24,6 @@ from jaxrunner.train.acceptance import Pair, acceptance, head_of, mean_length, r
 from jaxrunner.train.chain import chained
 from jaxrunner.types import Array, Inputs
 
-EVAL_LENGTH = 512  # tokens of a window
-
 
 @dataclass(frozen=True)
 class HeadTraining:
@@ -65,7 +63,7 @@ def fit(
     pair: Pair, target: Params, train: HeadTraining, rows: np.ndarray, held_out: np.ndarray,
     *, report: Callable[[str], None] = print, began: float | None = None,
 ) -> Trained:  # fmt: skip
-    """Trains on random windows of rows, [N, row_len]; held_out, [M]: where acceptance is measured.
+    """Trains on random windows of rows, [N, row_len]; held_out, [N, L]: measures acceptance there.
 
     began: `time.monotonic()` from which the budget counts.
     """
@@ -80,8 +78,7 @@ def fit(
         losses.append(loss)
         if index % train.eval_every and index < train.steps:
             continue
-        length = min(EVAL_LENGTH, len(held_out))
-        rates = acceptance(pair, (exact, state.params), held_out, length=length)
+        rates = acceptance(pair, (exact, state.params), held_out).mean(0)
         seen, losses = np.mean(jax.device_get(losses), 0), []
         curve.append(
             dict(

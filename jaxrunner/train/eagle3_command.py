@@ -23,7 +23,7 @@ from jaxrunner.train import tokenizer as text
 from jaxrunner.train.acceptance import Pair
 from jaxrunner.train.corpus import read_corpus
 from jaxrunner.train.eagle3 import HeadTraining, fit
-from jaxrunner.train.eagle3_publish import publish
+from jaxrunner.train.eagle3_publish import held_out_windows, publish
 from jaxrunner.train.rollout import rollouts, rows_of
 
 OPTIONS = (  # fields of `HeadTraining`
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
     values = settings(target, args.layers)
     pair = Pair(target, read(Settings(values), target))
     train = HeadTraining(dtype=args.dtype, **{name: getattr(args, name) for name in OPTIONS})
-    held_out = text.stream(bpe, [f.text for f in corpus if f.held_out])
+    held_out = held_out_windows(bpe, corpus)[0]
     trained = fit(pair, params, train, rows, held_out, report=say, began=began)
     origin = dict(
         target=args.target,

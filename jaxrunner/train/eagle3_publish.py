@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from tokenizers import Tokenizer
 
@@ -18,7 +19,10 @@ from jaxrunner.models.llama import llama
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.acceptance import Pair, acceptance, mean_length
 from jaxrunner.train.corpus import File, file_list
-from jaxrunner.train.eagle3 import EVAL_LENGTH, Trained
+from jaxrunner.train.eagle3 import Trained
+from jaxrunner.train.rollout import rows_of
+
+WINDOW = 512  # tokens of the text that drafts are measured on
 
 NOTICE = """\
 An EAGLE-3 head of {params:,} parameters for the model in the folder above.
@@ -71,21 +75,32 @@ def publish(
     return record
 
 
-def _held_out(pair: Pair, params: Any, bpe: Tokenizer, corpus: Sequence[File]) -> dict[str, Any]:
-    """Measures drafts on the held-out files, as one stream and the start of each."""
+def held_out_windows(
+    bpe: Tokenizer, corpus: Sequence[File]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Returns the held-out files as one stream in windows, [N, L], and the start of each, [L].
+
+    Files shorter than a window have no start.
+    """
     files = [file for file in corpus if file.held_out]
     stream = text.stream(bpe, [file.text for file in files])
-    found: dict[str, Any] = dict(files=len(files), tokens=len(stream))
-    for name, temperature in (("greedy", 0.0), ("temperature 0.7", 0.7)):
-        length = min(EVAL_LENGTH, len(stream))
-        rates = acceptance(pair, params, stream, length=length, temperature=temperature)
-        found[name] = dict(rates=rates.round(4).tolist(), length=round(mean_length(rates), 4))
-    starts = {file.path: text.stream(bpe, [file.text])[:EVAL_LENGTH] for file in files}
-    found["greedy_length_of_first_512_tokens"] = {
-        path: round(mean_length(acceptance(pair, params, ids, length=len(ids))), 4)
-        for path, ids in starts.items()
-        if len(ids) == EVAL_LENGTH
-    }
+    starts = {file.path: text.stream(bpe, [file.text])[:WINDOW] for file in files}
+    starts = {path: ids for path, ids in starts.items() if len(ids) == WINDOW}
+    return rows_of([stream], min(WINDOW, len(stream))), starts
+
+
+def _held_out(pair: Pair, params: Any, bpe: Tokenizer, corpus: Sequence[File]) -> dict[str, Any]:
+    """Measures drafts on the held-out files, as one stream and the start of each."""
+    windows, starts = held_out_windows(bpe, corpus)
+    found: dict[str, Any] = dict(windows=len(windows), tokens_of_window=windows.shape[1])
+    for name, temperature in (("greedy", 0.0), ("temperature_0.7", 0.7)):
+        rates = acceptance(pair, params, windows, temperature=temperature)
+        share = rates.mean(0).round(4).tolist()
+        found[name] = dict(accepted=share, mean_length=round(mean_length(rates), 4))
+    if starts:
+        rates = acceptance(pair, params, np.stack(list(starts.values())))
+        lengths = {path: round(mean_length(r), 4) for path, r in zip(starts, rates, strict=True)}
+        found["greedy_mean_length_of_first_512_tokens"] = lengths
     return found
 
 

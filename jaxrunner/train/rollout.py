@@ -93,6 +93,6 @@ def stepwise(step: Array) -> Ops:
 
 
 def rows_of(parts: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Returns token arrays, each cut into rows of `length`, as one, [N, length]; rests are left."""
+    """Returns arrays of tokens, each cut into rows of `length`, as one, [N, length]; rests go."""
     whole = [part.reshape(-1)[: part.size // length * length] for part in parts]
     return np.concatenate([part.reshape(-1, length) for part in whole])
