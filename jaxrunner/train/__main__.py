@@ -102,7 +102,9 @@ def _train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _arguments() -> argparse.Namespace:
-    default, parser = TrainConfig(), argparse.ArgumentParser(prog="python -m jaxrunner.train")
+    head = "`python -m jaxrunner.train eagle3 --help`: the head that drafts for the model"
+    parser = argparse.ArgumentParser(prog="python -m jaxrunner.train", epilog=head)
+    default = TrainConfig()
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write the model to")
     add("--name", default="tiny-pystdlib-7m")

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.config import ModelConfig
 from jaxrunner.linear import Linear
 from jaxrunner.models import eagle3
+from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.eagle3_config import Eagle3Config
 from jaxrunner.models.llama import Params, llama
 from jaxrunner.train.chain import chained
@@ -21,7 +21,7 @@ EVAL_BATCH = 8  # windows
 class Pair(NamedTuple):
     """A head and its target, as they are compiled in."""
 
-    target: ModelConfig
+    target: DecoderConfig
     head: Eagle3Config
 
 

@@ -34,11 +34,11 @@ class HeadTraining:
     length: int = 1024  # tokens of a window: serving has long texts, so attention must learn them
     unroll: int = 4  # drafts of a chain
     decay: float = 0.8  # weight of a draft's loss against the one before
-    peak_rate: float = 1e-3
+    peak_rate: float = 2e-3
     warmup: int = 100  # steps
     weight_decay: float = 0.1
     clip: float = 0.5  # global norm of gradients
-    eval_every: int = 250  # steps
+    eval_every: int = 400  # steps
     budget_s: float = 1e9  # of the whole command; training ends at the first evaluation behind it
     dtype: str = "float32"  # of the computation; master weights are float32
     seed: int = 0

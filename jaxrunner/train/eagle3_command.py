@@ -54,6 +54,8 @@ def settings(target: DecoderConfig, layers_given: Sequence[int]) -> dict[str, An
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_ids[0],
+        # In both ways to count that are in use: vLLM reads one, SGLang the other.
+        eagle_aux_hidden_state_layer_ids=[i + 1 for i in layers_given],
         eagle_config=dict(
             use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=list(layers_given)
         ),
@@ -106,10 +108,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     stdlib = Path(sysconfig.get_path("stdlib"))
     add("--stdlib", type=Path, default=stdlib, help="folder of the library to begin texts from")
     add("--python", default=platform.python_version(), help="version of that library")
-    add("--layers", type=int, nargs="+", default=[1, 3, 4], help="whose outputs the head reads")
-    add("--rollouts", type=int, default=4, help="times that the model writes rows of text")
+    add("--layers", type=int, nargs="+", default=[1, 4, 6], help="whose outputs the head reads")
+    add("--rollouts", type=int, default=3, help="times that the model writes rows of text")
     add("--rows", type=int, default=512, help="texts that it writes at once")
-    add("--row-len", type=int, default=2048, help="tokens of a text")
+    add("--row-len", type=int, default=1024, help="tokens of a text")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     add("--dtype", default=dtype, help="of the computation")
     for name in OPTIONS:
