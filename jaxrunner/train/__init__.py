@@ -1,1 +1,1 @@
-"""Trains the embedded model on the Python standard library: `python -m jaxrunner.train`."""
+"""Trains the embedded model on the Python standard library, and what drafts for it."""

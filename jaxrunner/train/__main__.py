@@ -1,8 +1,12 @@
-"""Trains a model on the standard library: `python -m jaxrunner.train --out DIR`."""
+"""Trains a model on the standard library: `python -m jaxrunner.train --out DIR`.
+
+`python -m jaxrunner.train eagle3 --out DIR` trains the head that drafts for it.
+"""
 
 import argparse
 from pathlib import Path
 import platform
+import sys
 import sysconfig
 import time
 
@@ -12,6 +16,7 @@ import numpy as np
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
+from jaxrunner.train import eagle3_command
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.corpus import read_corpus
 from jaxrunner.train.publish import publish
@@ -65,6 +70,9 @@ def settings(size: str, length: int) -> dict:
 
 def main() -> None:
     """Reads the corpus, trains the tokenizer and the model, saves both, and shows samples."""
+    if sys.argv[1:2] == ["eagle3"]:
+        eagle3_command.main(sys.argv[2:])
+        return
     args, began = _arguments(), time.monotonic()
 
     def say(message: str) -> None:
@@ -94,7 +102,9 @@ def _train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _arguments() -> argparse.Namespace:
-    default, parser = TrainConfig(), argparse.ArgumentParser(prog="python -m jaxrunner.train")
+    head = "`python -m jaxrunner.train eagle3 --help`: the head that drafts for the model"
+    parser = argparse.ArgumentParser(prog="python -m jaxrunner.train", epilog=head)
+    default = TrainConfig()
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write the model to")
     add("--name", default="tiny-pystdlib-7m")
