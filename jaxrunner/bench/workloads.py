@@ -2,10 +2,12 @@
 
     python -m jaxrunner.bench llama8b --out result.json
     python -m jaxrunner.bench tiny --parts decode,host --repeats 3
+    python -m jaxrunner.bench llama8b --speculative 2.5 --parts decode
     python -m jaxrunner.bench --kernels
 
 Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
-what one token more costs a batch that decodes together.
+what one token more costs a batch that decodes together. With `--speculative` an EAGLE head of
+dummy weights drafts, and so many tokens a step are taken as right.
 """
 
 import argparse
@@ -93,10 +95,23 @@ PRESETS = {
 class Bench:
     """Runs the workloads of one preset."""
 
-    def __init__(self, preset: Preset, **engine: Any):
+    def __init__(
+        self, preset: Preset, *, speculative: tuple[int, float] | None = None, **engine: Any
+    ):
+        """speculative: drafts of a step, and the tokens that a step gives on average."""
         self.preset, self._ids = preset, np.random.default_rng(0)
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(preset.config))
+        if speculative is not None:
+            head = folder / "eagle"
+            head.mkdir()
+            one = preset.config | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+            (head / "config.json").write_text(json.dumps(one))
+            num_drafts, length = speculative
+            engine["speculative_config"] = dict(
+                method="eagle", model=str(head), num_speculative_tokens=num_drafts,
+                rejection_sample_method="synthetic", synthetic_acceptance_length=length,
+            )  # fmt: skip
         start = time.perf_counter()
         self.llm = LLM(
             str(folder), load_format="dummy", skip_tokenizer_init=True,
@@ -215,10 +230,10 @@ class Arrivals:
         self._steps.append((at, [request for request, _ in new], [count for _, count in new]))
         return gained
 
-    def of_all(self, batch: int) -> list[tuple[float, int]]:
-        """Returns when, in seconds, launches ended that gave `batch` requests tokens, and the
-        steps that they were."""
-        return [(at, max(counts)) for at, _, counts in self._steps if len(counts) == batch]
+    def of_all(self, batch: int) -> list[tuple[float, float]]:
+        """Returns when, in seconds, launches ended that gave `batch` requests tokens, and how many
+        each got on average."""
+        return [(at, sum(n) / batch) for at, _, n in self._steps if len(n) == batch]
 
     def by_request(self) -> list[list[float]]:
         """Returns the times, in seconds, at which each request got tokens."""
@@ -268,6 +283,8 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="time each kernel, and no model")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each part, for medians")
+    parser.add_argument("--speculative", type=float, metavar="LENGTH", help="tokens a step")
+    parser.add_argument("--drafts", type=int, default=3, help="of a step, with --speculative")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     if args.kernels:
@@ -275,9 +292,11 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
         return
-    bench = Bench(PRESETS[args.preset])
+    drafted = None if args.speculative is None else (args.drafts, args.speculative)
+    bench = Bench(PRESETS[args.preset], speculative=drafted)
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     result["programs"] = bench.llm.engine.runner.programs.report()
+    result["speculative"] = drafted
     result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
     for part in args.parts.split(","):
         run: Callable[[], dict[str, Any]] = getattr(bench, part)
