@@ -53,6 +53,7 @@ class Attention(NamedTuple):
     soft_cap: float | None = None
     sinks: bool = False
     kv_dtype: str | None = None  # of 8 bits, with scales
+    query_len: int = 1  # places of a row's tokens in decode attention; `new` says how many it has
 
     @property
     def lens(self) -> np.ndarray:
@@ -63,12 +64,13 @@ class Attention(NamedTuple):
     def make(self, seed: int, *, decode: bool) -> tuple[Array, ...]:
         """Returns q, k, v, blocks, the starts of rows (of prefill alone) and their lengths.
 
-        With `kv_dtype` then the scales of k and v.
+        With `query_len` then how many tokens each row has, with `kv_dtype` the scales of k and v.
         """
         rng, key = np.random.default_rng(seed), jax.random.key(seed)
         lens, S, K, D = self.lens, self.block_size, self.kv_heads, self.head_dim
         used = -(-lens // S)
-        N, T = int(used.sum()) + 3, sum(self.new) if not decode else len(self.new)
+        N, T = int(used.sum()) + 3, len(self.new) * self.query_len
+        T = T if decode else sum(self.new)
         order = rng.permutation(N)
         ends = np.cumsum(used)
         blocks = rng.integers(-(2**31), 2**31 - 1, (len(lens), int(used.max()) + 2), np.int32)
@@ -83,7 +85,9 @@ class Attention(NamedTuple):
         kv = [jnp.where(written[:, None, :, None], x, jnp.nan) for x in kv]
         q = jax.random.normal(keys[2], (T, self.heads, D), jnp.dtype(self.dtype))
         starts = np.concatenate([[0], np.cumsum(self.new)]).astype(np.int32)
-        rows = [jnp.asarray(x) for x in ((lens,) if decode else (starts, lens))]
+        rows = (lens,) if decode else (starts, lens)
+        rows += (np.array(self.new, np.int32),) if self.query_len > 1 else ()
+        rows = [jnp.asarray(x) for x in rows]
         if self.kv_dtype is None:
             return q, *kv, jnp.asarray(blocks), *rows
         (k, k_scale), (v, v_scale) = (quantize(x, jnp.dtype(self.kv_dtype)) for x in kv)
@@ -99,18 +103,21 @@ class Attention(NamedTuple):
         size = 2 * self.kv_heads * (stored + (0 if self.kv_dtype is None else 4))
         flops = 4 * self.heads * self.head_dim * (new * np.maximum(context + new / 2, 0)).sum()
         amount = float(self.lens.sum()) * size if decode else float(flops)
-        run = functools.partial(_attend, kernel, self.kv_dtype, **options, sinks=sinks)
+        names = ("num_tokens",) if self.query_len > 1 else ()
+        names += () if self.kv_dtype is None else ("k_scale", "v_scale")
+        options |= dict(query_len=self.query_len) if self.query_len > 1 else {}
+        run = functools.partial(_attend, kernel, names, **options, sinks=sinks)
         make = functools.partial(self.make, decode=decode)
         unit = "TB/s" if decode else "TFLOP/s"
         return Case(name, self.name, make, run, amount, unit, options | dict(sinks=sinks))
 
 
-def _attend(kernel: Callable[..., Any], kv_dtype: str | None, *args: Array, **options: Any) -> Any:
-    """Calls a kernel, the scales of an 8-bit cache by their names."""
-    if kv_dtype is None:
-        return kernel(*args, **options)
-    *others, k_scale, v_scale = args
-    return kernel(*others, k_scale=k_scale, v_scale=v_scale, **options)
+def _attend(
+    kernel: Callable[..., Any], names: tuple[str, ...], *args: Array, **options: Any
+) -> Any:
+    """Calls a kernel, the last arguments by their names."""
+    first = len(args) - len(names)
+    return kernel(*args[:first], **dict(zip(names, args[first:], strict=True)), **options)
 
 
 def norms(T: int, E: int, parts: int = 0) -> Case:
@@ -214,6 +221,26 @@ _D = [
     Attention("fp8", (1,) * 3, (1087, 99, 30), 8, 2, kv_dtype="float8_e4m3fn"),
     Attention("int8", (1,) * 3, (1087, 99, 30), 8, 2, window=77, kv_dtype="int8"),
 ]
+_V = [
+    Attention("2 tokens a row", (2, 1, 0, 2), (0, 64, 5, 331), 8, 2, query_len=2),
+    Attention("4 tokens a row", (4, 4, 1, 0, 3), (0, 61, 63, 9, 700), query_len=4),
+    Attention("4 tokens a row, split", (4,), (1084,), query_len=4),
+    Attention("4 tokens, skewed", (4, 2) * 20, (5000,) + (16,) * 39, 8, 2, query_len=4),
+    Attention("8 tokens a row", (8, 5, 0, 1), (0, 121, 0, 500), 16, 2, query_len=8),
+    Attention("3 tokens, groups of 7", (3, 2, 1), (63, 300, 0), 14, 2, query_len=3),
+    Attention("5 tokens, no groups", (5, 4), (99, 332), 4, 4, 64, query_len=5),
+    Attention("4 tokens, blocks of 16", (4, 3), (99, 332), 8, 2, block_size=16, query_len=4),
+    Attention("4 tokens, heads of 80", (4, 3), (99, 332), 4, 4, 80, query_len=4),
+    Attention("4 tokens, heads of 256", (4, 3), (99, 332), 8, 4, 256, query_len=4),
+    Attention("4 tokens, float16", (4, 3), (99, 332), 8, 2, dtype="float16", query_len=4),
+    Attention("4 tokens, all else", (4, 3, 4), (1084, 99, 30), 8, 2,
+              window=77, soft_cap=9.0, sinks=True, query_len=4),
+    Attention("4 tokens, narrow", (4, 3, 4), (1084, 126, 62), 8, 2, window=3, query_len=4),
+    Attention("4 tokens, fp8", (4, 0, 1, 3), (1084, 0, 99, 30), 8, 2,
+              kv_dtype="float8_e4m3fn", query_len=4),
+    Attention("8 tokens, int8", (8, 7, 1), (1080, 99, 30), 16, 2, window=77, soft_cap=9.0,
+              sinks=True, kv_dtype="int8", query_len=8),
+]  # fmt: skip
 # Rows of one token, which another kernel attends.
 _ONES, _NONE = (1,) * 150, (-1,) * 150
 _P = [
@@ -233,7 +260,7 @@ _P = [
     Attention("int8", (300, 30), (0, 77), 8, 2, kv_dtype="int8"),
 ]
 TESTS: tuple[Case, ...] = (
-    *(a.case(decode_attention) for a in _D),
+    *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
     norms(5, 1024, parts=4), norms(70, 4096, parts=3),
@@ -249,6 +276,8 @@ TESTS: tuple[Case, ...] = (
 BENCH: tuple[Case, ...] = (
     *(Attention(f"{B} x {L}", (1,) * B, (L - 1,) * B).case(decode_attention) for B, L in
       ((1, 1088), (8, 1088), (64, 1088), (256, 1088), (64, 4096))),
+    *(Attention(f"{B} x 1024, {Q} tokens", (Q,) * B, (1024 - Q,) * B, query_len=Q)
+      .case(decode_attention) for B in (1, 8, 64, 256) for Q in (1, 4)),
     *(Attention(f"256 x 1088, {kv}", (1,) * 256, (1087,) * 256, kv_dtype=kv).case(decode_attention)
       for kv in ("float8_e4m3fn", "int8")),
     *(Attention(f"{B} x {L}", (L,) * B, (0,) * B).case(prefill_attention) for B, L in

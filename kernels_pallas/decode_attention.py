@@ -1,15 +1,15 @@
-"""Paged attention of one query token a request: bandwidth-bound, so all is about reading KV once.
+"""Paged attention of one query token a request, or of the few that verify drafts.
 
+Both are bandwidth-bound, so all is about reading KV once: a request's tokens and the query heads of
+a KV head share a tile (`query_rows`).
 Each work item is a run of key tiles of one request and KV head. A request whose run is longer than
 the chip's share is split (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html);
-the part that ends last merges them (`split_kv_merge`). Items are found on the device, once a
-step: XLA shares them between layers.
+the part that ends last merges them (`split_kv_merge`). `decode_plan` finds the items.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -18,48 +18,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxrunner.indexing import find_rows
 from jaxrunner.kernels_pallas import (
     decode_quantized_kv,
     mosaic,
     pdl,
     quantized_kv,
+    query_rows,
     split_kv_merge,
 )
+from jaxrunner.kernels_pallas.decode_plan import DEFAULT, TuningConfig, plan
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
-from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.kernels_pallas.stores import put, put_rows
 from jaxrunner.types import Array
 
-ROWS = 64  # of a wgmma: the query heads of a KV head, padded
-MAX_PARTS = 64  # that a request is split into
+ROWS = 64  # of a wgmma: query tokens times the query heads of a KV head, padded
 
 
-@dataclass(frozen=True)
-class TuningConfig:
-    """Sizes that change speed alone."""
+def refuses(
+    q: Shaped, k: Shaped, config: TuningConfig = DEFAULT, *, query_len: int = 1
+) -> str | None:
+    """Says why q, [T, H, D], and k, [N, K, S, D], are not served; None if they are.
 
-    block_kv: int = 64  # keys of a tile
-    stages: int = 2  # tiles in flight
-    num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
-
-
-class Items(NamedTuple):
-    """Which keys each CTA reads. `I` items at most, those behind the last are row B."""
-
-    row: Array  # [I]
-    first: Array  # [I] first tile
-    last: Array  # [I] one past the last tile
-    part: Array  # [I] 0 where the item is its row's only one, else 1; 2 for a row's first part
-    length: Array  # [I] of the row
-    block: Array  # [I] of the first tile: read with the rest, its keys come a memory latency sooner
-    head: Array  # [I] the row's first item
-    parts: Array  # [I] items of the row
-
-
-def refuses(q: Shaped, k: Shaped, config: TuningConfig = TuningConfig()) -> str | None:
-    """Says why q, [B, H, D], and k, [N, K, S, D], are not served; None if they are."""
-    (_, H, D), (_, K, S, _) = q.shape, k.shape
+    query_len: tokens of q that a row of the batch has places for.
+    """
+    (T, H, D), (_, K, S, _) = q.shape, k.shape
     if k.dtype in quantized_kv.DTYPES:
         if reason := quantized_kv.refuses(q, k):
             return reason
@@ -69,97 +52,98 @@ def refuses(q: Shaped, k: Shaped, config: TuningConfig = TuningConfig()) -> str 
         return f"wants a head_dim that is a multiple of 16 up to 256, got {D}"
     if H % K or H // K > ROWS:
         return f"wants at most {ROWS} query heads for a KV head, got {H} for {K}"
+    if query_len < 1 or T % query_len:
+        return f"wants tokens for each of query_len={query_len} places of a row, got {T}"
+    if (rows := H // K * query_len) > ROWS:
+        few = f"{query_len} x {H // K}"
+        return f"wants at most {ROWS} query tokens times heads for a KV head, got {few} = {rows}"
     if S % 8 or (S % config.block_kv and config.block_kv % S):
         return f"wants a block_size that divides or is a multiple of {config.block_kv}, got {S}"
     return None
-
-
-def plan(
-    seq_lens: Array, blocks: Array, cache_shape: tuple[int, ...], window: int | None,
-    config: TuningConfig, *, skip_empty: bool = False,
-) -> Items:  # fmt: skip
-    """Shares the keys of rows with `seq_lens`, [B], out among the chip's CTAs."""
-    _, num_kv_heads, S, _ = cache_shape
-    B, extra = seq_lens.shape[0], -(-config.num_ctas // num_kv_heads)
-    last = (seq_lens + config.block_kv - 1) // config.block_kv
-    first = jnp.zeros_like(last)
-    if window is not None:
-        first = jnp.maximum(seq_lens - window, 0) // config.block_kv
-    tiles = last - first
-    share = (tiles.sum() * num_kv_heads + config.num_ctas - 1) // config.num_ctas
-    # An empty row has an item too, which writes its zeros, unless nobody reads them.
-    least = 0 if skip_empty else 1
-    parts = jnp.clip((tiles + share - 1) // jnp.maximum(share, 1), least, MAX_PARTS)
-    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + extra))
-    # Comparisons of all with all, where a search or a scatter would be many launches.
-    end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
-    row = find_rows(end, item)
-    of = jnp.minimum(row, B - 1)
-    head, num, tiles, first = (end - parts)[of], parts[of], tiles[of], first[of]
-    part = item - head
-    start = first + part * tiles // num
-    return Items(
-        row=row,
-        first=start,
-        last=first + (part + 1) * tiles // num,
-        part=jnp.where(num == 1, 0, jnp.where(part == 0, 2, 1)),
-        length=seq_lens[of],
-        block=blocks[of, jnp.minimum(start * config.block_kv // S, blocks.shape[1] - 1)],
-        head=head,
-        parts=num,
-    )
 
 
 def decode_attention(
     q: Array, k: Array, v: Array, blocks: Array, seq_lens: Array, *,
     scale: float, window: int | None = None, soft_cap: float | None = None,
     sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
-    skip_empty: bool = False, config: TuningConfig = TuningConfig(),
+    query_len: int = 1, num_tokens: Array | None = None, skip_empty: bool = False,
+    config: TuningConfig = DEFAULT,
 ) -> Array:  # fmt: skip
-    """Attends the last token of each row to all `seq_lens`, [B], tokens of its blocks.
+    """Attends the last tokens of each row to those of `seq_lens`, [B], tokens that they see.
 
-    q: [B, H, D]; k and v: [N, K, S, D]; blocks: [B, M]; sinks: [H], logits that only take weight;
-    k_scale and v_scale: [N, K, S], float32, what k and v of 8 bits are multiples of.
-    Returns [B, H, D]; where a row has no tokens zeros, or with `skip_empty` anything.
+    q: [B * query_len, H, D], the tokens of a row ascending; k and v: [N, K, S, D]; blocks: [B, M];
+    sinks: [H], logits that only take weight; k_scale and v_scale: [N, K, S], float32, what k and v
+    of 8 bits are multiples of; num_tokens: [B], how many of a row's places in q have tokens, the
+    first ones, all if None; wanted where query_len is more than 1 alone.
+    Returns [B * query_len, H, D]; places without a token, and rows of no tokens, are zeros, or
+    with `skip_empty` rows of no tokens anything.
 
     Raises:
       ValueError: the shapes are refused.
     """
-    if reason := refuses(q, k, config) or quantized_kv.unscaled(k, k_scale, v_scale):
+    reason = refuses(q, k, config, query_len=query_len)
+    if reason := reason or quantized_kv.unscaled(k, k_scale, v_scale):
         raise ValueError(f"decode_attention {reason}")
-    (B, H, D), K = q.shape, k.shape[1]
+    (T, H, D), K, B = q.shape, k.shape[1], seq_lens.shape[0]
+    if T != B * query_len:
+        want = f"{B} rows of query_len={query_len} tokens"
+        raise ValueError(f"decode_attention wants q of {want}, got {T}: pass both as they are")
     G = H // K
-    items = plan(seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty)
-    num_items, part_heads = items.row.shape[0], -(-G // split_kv_merge.HEADS) * split_kv_merge.HEADS
-    out = jax.empty_ref(jax.ShapeDtypeStruct((B, K, G, D), q.dtype))
+    items = plan(
+        seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len
+    )
+    num_items, rows = items.row.shape[0], G * query_len
+    part_rows = -(-rows // split_kv_merge.HEADS) * split_kv_merge.HEADS
+    out = jax.empty_ref(jax.ShapeDtypeStruct((T, K, G, D), q.dtype))
     part, weight = (
-        jax.empty_ref(jax.ShapeDtypeStruct((num_items, K, part_heads, width), jnp.float32))
+        jax.empty_ref(jax.ShapeDtypeStruct((num_items, K, part_rows, width), jnp.float32))
         for width in (D, 8)
     )
     counters = jnp.zeros((B, K), jnp.int32)
     sink = jnp.full((K, ROWS), NOTHING, jnp.float32)
     if sinks is not None:
-        sink = sink.at[:, :G].set(sinks.reshape(K, G).astype(jnp.float32) * LOG2_E)
-    # A copy into tiles of 8 rows must not straddle them.
-    padded = G if 8 % G == 0 else -(-G // 8) * 8
-    heads = jnp.pad(q.reshape(B * K, G, D), ((0, 0), (0, padded - G), (0, 0))).reshape(-1, D)
-    heads = jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0)))
+        of_heads = sinks.reshape(K, G).astype(jnp.float32) * LOG2_E
+        sink = sink.at[:, :rows].set(jnp.tile(of_heads, query_len) if query_len > 1 else of_heads)
+    heads, padded = _queries(q, K, query_len)
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
+    static |= dict(query_len=query_len)
     rest = blocks, *items, sink, counters, out, part, weight
+    # Where all rows have one query, the kernel has no argument that says so.
+    fixed, counts = (padded, None), ()
+    if query_len > 1:
+        if num_tokens is None:
+            num_tokens = jnp.full_like(seq_lens, query_len)
+        fixed, counts = (padded,), (num_tokens,)
     if k_scale is None:
-        body = functools.partial(_attend, config, padded, **static)
+        body = functools.partial(_attend, config, *fixed, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
         launch = _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))
-        launch(heads, k, v, *rest)
+        launch(*counts, heads, k, v, *rest)
     else:
         body = functools.partial(
-            decode_quantized_kv.attend, config.block_kv, config.stages, padded, **static
+            decode_quantized_kv.attend, config.block_kv, config.stages, *fixed, **static
         )
         scratch = decode_quantized_kv.scratch(k, max(padded, 8), config.stages, config.block_kv)
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
         launch = _launch(body, (num_items, K), scratch, **params)
-        launch(heads, k, v, k_scale, v_scale, *rest)
-    return jax.freeze(out).reshape(B, H, D)
+        launch(*counts, heads, k, v, k_scale, v_scale, *rest)
+    return jax.freeze(out).reshape(T, H, D)
+
+
+def _queries(q: Array, K: int, query_len: int) -> tuple[Array, int]:
+    """Returns q, [T, H, D], as the kernels read it, and the rows of a tile that they read.
+
+    Of one token a row, [rows, D], where each KV head's rows are padded to those; of several,
+    [T * K, G, D].
+    """
+    T, H, D = q.shape
+    G = H // K
+    if query_len > 1:
+        return q.reshape(T * K, G, D), -(-G * query_len // 8) * 8
+    # A copy into tiles of 8 rows must not straddle them.
+    padded = G if 8 % G == 0 else -(-G // 8) * 8
+    heads = jnp.pad(q.reshape(T * K, G, D), ((0, 0), (0, padded - G), (0, 0))).reshape(-1, D)
+    return jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0))), padded
 
 
 def _launch(
@@ -195,20 +179,23 @@ def _scratch(dtype: DTypeLike, D: int, copies: int, config: TuningConfig) -> lis
 
 
 def _attend(
-    config: TuningConfig, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref, blocks_ref: Ref,
-    row_ref: Ref, first_ref: Ref, last_ref: Ref, part_of_ref: Ref, length_ref: Ref,
-    block_ref: Ref, head_ref: Ref, parts_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref,
-    part_ref: Ref, weight_ref: Ref, q_smem: Ref, keys: tuple[Ref, Ref, tuple[Ref, Ref]],
-    v_smem: Ref, q_ready: Barrier, k_ready: Barrier, v_ready: Barrier, flag: Ref,
-    *, scale: float, window: int | None, soft_cap: float | None, sinks: bool,
+    config: TuningConfig, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    blocks_ref: Ref, row_ref: Ref, first_ref: Ref, last_ref: Ref, part_of_ref: Ref,
+    length_ref: Ref, block_ref: Ref, head_ref: Ref, parts_ref: Ref, sink_ref: Ref,
+    counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref,
+    keys: tuple[Ref, Ref, tuple[Ref, Ref]], v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
+    v_ready: Barrier, flag: Ref,
+    *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
 ) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
     pdl.begin()
     item, h = lax.axis_index("item"), lax.axis_index("head")
-    k_smem, out_smem, (part_smem, weight_smem) = keys
+    k_smem = keys[0]
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
     row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
     length, first_block = length_ref[item], block_ref[item]
+    new = query_rows.num_queries(num_ref, row)
+    reach = None if window is None else window + new - 1  # of all the row's tokens
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
 
@@ -221,10 +208,8 @@ def _attend(
 
     @pl.when(row < B)
     def _() -> None:
-        heads = q_smem.at[pl.ds(0, max(padded, 8))]
-        # Rows behind the head group are read along; nothing comes of them.
-        start = (row * K + h) * padded
-        mosaic.copy_gmem_to_smem(q_ref.at[pl.ds(start, heads.shape[0])], heads, q_ready)
+        if query_len == 1:
+            _copy(q_ref, (row * K + h) * padded, q_smem.at[pl.ds(0, max(padded, 8))], q_ready)
 
         def fetch(tile: Array, stage: Index, block: Array) -> None:
             for part in range(max(1, C // S)):
@@ -243,7 +228,13 @@ def _attend(
             def _(i: int = i) -> None:
                 fetch(first + i, i, block_of(first + i) if i else first_block)
 
-        mosaic.barrier_wait(q_ready)
+        if query_len == 1:
+            mosaic.barrier_wait(q_ready)
+        else:  # behind the copies of keys, which take longer
+            start = row * (query_len * K) + h
+            put(q_smem, query_rows.load(q_ref, start, (ROWS, D), query_len, K))
+            plgpu.commit_smem()
+        token, seen_by = query_rows.sight(ROWS, out_ref.shape[2], per_row, length, new)
 
         def tile_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, best, total, block = carry
@@ -258,7 +249,8 @@ def _attend(
             scores = pl.run_scoped(multiply, mosaic.ACC((ROWS, C), jnp.float32)) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
-            visible = seen(tile * C, (ROWS, C), 1, length, window)
+            limit = length if token is None else wide(seen_by, scores)
+            visible = seen(tile * C, (ROWS, C), 1, limit, window)
             scores = jnp.where(visible, scores * LOG2_E, NOTHING)
             new_best = jnp.maximum(best, scores.max(axis=1))
             p = jnp.exp2(scores - wide(new_best, scores))
@@ -266,11 +258,7 @@ def _attend(
             total = total * kept + p.sum(axis=1)
             acc = acc * wide(kept, acc)
             mosaic.barrier_wait(v_ready.at[stage])
-            partly = (tile + 1) * C > length
-            if window is not None:
-                partly |= tile * C < length - window
-
-            pl.when(partly)(lambda: _silence(v_smem.at[stage], tile * C, length, window))
+            _silence(v_smem.at[stage], tile, length, reach)
 
             def accumulate(acc: Ref) -> None:
                 mosaic.wgmma(acc, p.astype(v_smem.dtype), v_smem.at[stage])
@@ -296,31 +284,66 @@ def _attend(
             acc = acc * wide(kept, acc)
         safe = jnp.maximum(total, 1e-30)
         acc = acc / wide(safe, acc)
+        if token is not None:
+            acc = jnp.where(wide(token, acc) < new, acc, jnp.zeros_like(acc))
+        mine = query_rows.of_row(out_ref, row, h, query_len)
 
-        @pl.when(part_of == 0)
-        def _() -> None:
-            _put(acc.astype(out_smem.dtype), out_smem, out_ref.at[row, h])
+        counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
-        @pl.when(part_of != 0)
-        def _() -> None:
-            _put(acc, part_smem, part_ref.at[item, h])
-            weight = lax.broadcast_in_dim(best + jnp.log2(safe), (ROWS, 8), [0])
-            _put(weight, weight_smem, weight_ref.at[item, h])
-            plgpu.wait_smem_to_gmem(0)
+        def merge() -> None:
             split_kv_merge.finish(
-                part_ref, weight_ref, h, head_ref[item], parts_ref[item],
-                out_ref.at[row, h], counter_ref.at[row, h], flag,
-            )  # fmt: skip
+                part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag
+            )
 
+        _leave((acc, best, safe), keys, mine, parts, part_of, merge)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _silence(values_ref: Ref, first: Array, length: Array, window: int | None) -> None:
-    """Zeroes what nobody sees, [C, D] from key `first` on: a weight of 0 silences no NaN."""
-    visible = seen(first, values_ref.shape, 0, length, window)
-    values = mosaic.load(values_ref, layout=LAYOUT)
-    values_ref[...] = jnp.where(visible, values, jnp.zeros_like(values))
-    plgpu.commit_smem()
+def _leave(
+    result: tuple[Array, Array, Array], keys: tuple[Ref, Ref, tuple[Ref, Ref]], out: Ref,
+    parts: tuple[Ref, Ref], part_of: Array, merge: Callable[[], None],
+) -> None:  # fmt: skip
+    """Writes what a row's only item found; or a part of it and its weight, and merges."""
+    (acc, best, total), smem, (part_smem, weight_smem) = result, *keys[1:]
+
+    @pl.when(part_of == 0)
+    def _() -> None:
+        if len(out.shape) == 2:
+            _put(acc.astype(smem.dtype), smem, out)
+        else:
+            put_rows(acc.astype(smem.dtype), out)
+
+    @pl.when(part_of != 0)
+    def _() -> None:
+        part_ref, weight_ref = parts
+        _put(acc, part_smem, part_ref)
+        weight = lax.broadcast_in_dim(best + jnp.log2(total), (ROWS, 8), [0])
+        _put(weight, weight_smem, weight_ref)
+        plgpu.wait_smem_to_gmem(0)
+        merge()
+
+
+def _copy(queries: Ref, start: Array, heads: Ref, ready: Barrier) -> None:
+    """Starts a copy of queries, [rows, D], from `start` on.
+
+    Rows behind the head group are read along; nothing comes of them.
+    """
+    mosaic.copy_gmem_to_smem(queries.at[pl.ds(start, heads.shape[0])], heads, ready)
+
+
+def _silence(values_ref: Ref, tile: Array, length: Array, window: Index | None) -> None:
+    """Zeroes what nobody sees of a tile, [C, D]: a weight of 0 silences no NaN."""
+    C = values_ref.shape[0]
+    partly = (tile + 1) * C > length
+    if window is not None:
+        partly |= tile * C < length - window
+
+    @pl.when(partly)
+    def _() -> None:
+        visible = seen(tile * C, values_ref.shape, 0, length, window)
+        values = mosaic.load(values_ref, layout=LAYOUT)
+        values_ref[...] = jnp.where(visible, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
 
 
 def _put(x: Array, smem: Ref, ref: Ref) -> None:

@@ -7,7 +7,9 @@ and the softmax is of [keys, heads], not of 64 rows that are mostly padding. `de
 plans the items.
 """
 
+from collections.abc import Callable
 import functools
+import math
 from typing import Any
 
 from jax import lax
@@ -20,7 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
-from jaxrunner.kernels_pallas import mosaic, pdl, quantized_kv, split_kv_merge
+from jaxrunner.kernels_pallas import mosaic, pdl, quantized_kv, query_rows, split_kv_merge
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.types import Array
@@ -34,6 +36,8 @@ FOURS, PAIRS = (
     plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (8, 16), *tiles)), (warp,), (-3, -2), -1)
     for tiles, warp in ((((4,),), -4), (((8, 8), (2,)), -6))
 )
+
+AT_ONCE = 4  # parts that are read at a time for several tokens: more take registers of others
 
 
 def _units(dtype: DTypeLike) -> tuple[float, float]:
@@ -63,13 +67,13 @@ def scratch(k: Array, heads: int, stages: int, block_kv: int) -> list[Any]:
 
 
 def attend(
-    block_kv: int, stages: int, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref,
-    k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, row_ref: Ref, first_ref: Ref,
-    last_ref: Ref, part_of_ref: Ref, length_ref: Ref, block_ref: Ref, head_ref: Ref,
-    parts_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref,
-    weight_ref: Ref, q_smem: Ref, k_smem: Ref, v_smem: Ref, k_scale_smem: Ref,
-    v_scale_smem: Ref, v_wide: Ref, p_smem: Ref, k_ready: Barrier, v_ready: Barrier, flag: Ref,
-    *, scale: float, window: int | None, soft_cap: float | None, sinks: bool,
+    block_kv: int, stages: int, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref,
+    v_ref: Ref, k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, row_ref: Ref, first_ref: Ref,
+    last_ref: Ref, part_of_ref: Ref, length_ref: Ref, block_ref: Ref, head_ref: Ref, parts_ref: Ref,
+    sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref,
+    k_smem: Ref, v_smem: Ref, k_scale_smem: Ref, v_scale_smem: Ref, v_wide: Ref, p_smem: Ref,
+    k_ready: Barrier, v_ready: Barrier, flag: Ref,
+    *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
 ) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
     pdl.begin()
@@ -78,12 +82,11 @@ def attend(
     heads, part, group = q_smem.shape[0], min(S, C), quantized_kv.head_group(S)
     row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
     length, first_block = length_ref[item], block_ref[item]
-    ahead, behind = _units(k_ref.dtype)
+    new, (ahead, behind) = query_rows.num_queries(num_ref, row), _units(k_ref.dtype)
     by_head, widen = LAYOUT.reduce(0), functools.partial(quantized_kv.widen, ordered=False)
-    keys = (
-        (k_ref, k_scale_ref, k_smem, k_scale_smem, k_ready),
-        (v_ref, v_scale_ref, v_smem, v_scale_smem, v_ready),
-    )
+    k_all = k_ref, k_scale_ref, k_smem, k_scale_smem, k_ready
+    v_all = v_ref, v_scale_ref, v_smem, v_scale_smem, v_ready
+    token, seen_by = query_rows.sight(heads, out_ref.shape[2], by_head, length, new)
 
     def of_key(x: Array) -> Array:
         return lax.broadcast_in_dim(x, (C, heads), [0])
@@ -98,7 +101,7 @@ def attend(
         for i in range(max(1, C // S)):
             block = block_of(tile, i) if i else block
             place = jnp.clip(block, 0, N - 1), h, pl.ds(lax.rem(tile * C, S), part)
-            for rows, scales, smem, scale_smem, ready in keys:
+            for rows, scales, smem, scale_smem, ready in (k_all, v_all):
                 to = smem.at[stage, pl.ds(i * part, part)], scale_smem.at[stage, i]
                 quantized_kv.fetch(rows, scales, place, to, ready.at[stage])
 
@@ -121,7 +124,8 @@ def attend(
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         # What is not seen may hold anything, scales that are NaN too.
-        visible = seen(tile * C, (C, heads), 0, length, window)
+        limit = length if token is None else of_head(seen_by)
+        visible = seen(tile * C, (C, heads), 0, limit, window)
         scores = jnp.where(visible, scores * LOG2_E, NOTHING)
         # The maximum is a barrier too: behind it, all are done with the product before, whose
         # values and weights are overwritten below.
@@ -134,9 +138,8 @@ def attend(
         p_smem.T[...] = plgpu.layout_cast(p.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
-        @pl.when(tile + stages < last)
-        def _() -> None:  # behind the barrier of the commit all have read the stage
-            fetch(tile + stages, stage, block)
+        # Behind the barrier of the commit all have read the stage.
+        pl.when(tile + stages < last)(lambda: fetch(tile + stages, stage, block))
 
         def accumulate(acc: Ref) -> None:
             mosaic.wgmma(acc, v_wide.T, p_smem.T)
@@ -151,8 +154,9 @@ def attend(
                 functools.partial(fetch, first + i, i, block_of(first + i) if i else first_block)
             )
         # Heads behind the group are read along; nothing comes of them.
-        queries = _permuted(q_ref, (row * K + h) * padded, heads)
-        q_smem[...] = queries * jnp.asarray(ahead, jnp.bfloat16)
+        start = (row * K + h) * padded if query_len == 1 else row * (query_len * K) + h
+        unit = jnp.asarray(ahead, jnp.bfloat16)
+        q_smem[...] = _permuted(q_ref, start, heads, query_len, K) * unit
         plgpu.commit_smem()
         start = (
             plgpu.layout_cast(jnp.zeros((D, heads), jnp.float32), LAYOUT),
@@ -168,27 +172,49 @@ def attend(
             acc = acc * of_head(kept, D)
         safe = jnp.maximum(total, 1e-30)
         acc = acc * of_head(behind / safe, D)
+        if token is not None:
+            acc = jnp.where(of_head(token, D) < new, acc, jnp.zeros_like(acc))
+        mine = query_rows.of_row(out_ref, row, h, query_len)
 
-        @pl.when(part_of == 0)
-        def _() -> None:
-            _put(acc.astype(out_ref.dtype), out_ref.at[row, h], D)
+        counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
-        @pl.when(part_of != 0)
-        def _() -> None:
-            _put(acc, part_ref.at[item, h], D)
-            _put(of_head(best + jnp.log2(safe)), weight_ref.at[item, h], weight_ref.shape[3])
+        def merge() -> None:
             split_kv_merge.finish(
-                part_ref, weight_ref, h, head_ref[item], parts_ref[item],
-                out_ref.at[row, h], counter_ref.at[row, h], flag,
+                part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag,
+                at_once=AT_ONCE,
             )  # fmt: skip
 
+        _leave((acc, best, safe), C, mine, parts, part_of, merge)
 
-def _permuted(ref: Ref, start: Array, heads: int) -> Array:
+
+def _leave(
+    result: tuple[Array, Array, Array], C: int, out: Ref, parts: tuple[Ref, Ref],
+    part_of: Array, merge: Callable[[], None],
+) -> None:  # fmt: skip
+    """Writes what a row's only item found; or a part of it and its weight, and merges."""
+    acc, best, total = result
+    D, heads = acc.shape
+
+    @pl.when(part_of == 0)
+    def _() -> None:
+        _put(acc.astype(out.dtype), out, D)
+
+    @pl.when(part_of != 0)
+    def _() -> None:
+        part_ref, weight_ref = parts
+        _put(acc, part_ref, D)
+        weight = lax.broadcast_in_dim(best + jnp.log2(total), (C, heads), [1])
+        _put(weight, weight_ref, weight_ref.shape[1])
+        merge()
+
+
+def _permuted(ref: Ref, start: Array, heads: int, query_len: int, apart: int) -> Array:
     """Loads queries, [heads, D] from row `start` on, with columns in the order of `widen`.
 
-    Rows behind the last are like the last.
+    Rows behind the last are like the last. Of several tokens, ref is [..., G, D]
+    (`query_rows.place`).
     """
-    shape = heads, ref.shape[1]
+    shape = heads, ref.shape[-1]
     out = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=PAIRS)
 
     @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=out)
@@ -198,8 +224,12 @@ def _permuted(ref: Ref, start: Array, heads: int) -> Array:
         last = mgpu.c(ir.MemRefType(ref.type).shape[0] - 1, index)
         four = ir.VectorType.get((4,), ir.MemRefType(ref.type).element_type)
         for row, column in FOURS.to_mgpu().thread_idxs(shape):
-            row = arith.minui(arith.addi(begin, row), last)
-            pairs += quantized_kv.halves(vector.load(four, ref, [row, column], alignment=8))
+            if query_len == 1:
+                place = [arith.minui(arith.addi(begin, row), last)]
+            else:
+                group = ir.MemRefType(ref.type).shape[1]
+                place = query_rows.place(row, begin, group, query_len, apart)
+            pairs += quantized_kv.halves(vector.load(four, ref, [*place, column], alignment=8))
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         registers.reshape(-1)[:] = pairs  # the two of a thread are neighbours
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -210,13 +240,14 @@ def _permuted(ref: Ref, start: Array, heads: int) -> Array:
 def _put(x: Array, ref: Ref, rows: int) -> None:
     """Writes the first `rows` of x, [rows, heads], into `ref`, [G, rows], from registers.
 
-    Whole heads are put in their order along D again.
+    Or into [Q, G, rows], of Q query tokens. Whole heads are put in their order along D again.
     """
 
     @mosaic.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
     def put(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
         index = ir.IndexType.get()
-        limits = [mgpu.c(size, index) for size in ir.MemRefType(ref.type).shape]
+        *shape, width = ir.MemRefType(ref.type).shape
+        limits = [mgpu.c(size, index) for size in (math.prod(shape), width)]
         places = x.layout.thread_idxs(x.shape)
         for (row, column), pair in zip(places, x.registers.flat, strict=True):
             if rows >= 16:
@@ -229,7 +260,8 @@ def _put(x: Array, ref: Ref, rows: int) -> None:
                     ok = arith.andi(ok, inside)
                 value = vector.extract(pair, dynamic_position=[], static_position=[i])
                 with mgpu.when(ok):
-                    memref.store(value, ref, [head, row])
+                    place = [head] if len(shape) == 1 else query_rows.split(head, shape[1])
+                    memref.store(value, ref, [*place, row])
 
     put(x, ref)
 

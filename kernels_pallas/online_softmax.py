@@ -14,9 +14,12 @@ LAYOUT = plgpu.Layout.WGMMA
 
 
 def seen(
-    first: Index, shape: tuple[int, ...], axis: int, length: Array, window: int | None
+    first: Index, shape: tuple[int, ...], axis: int, length: Array, window: Index | None
 ) -> Array:
-    """Says which keys the last of `length` tokens sees; keys lie along `axis`, from `first` on."""
+    """Says which keys the last of `length` tokens sees; keys lie along `axis`, from `first` on.
+
+    length: a number, or one of each element.
+    """
     at = first + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
     return at < length if window is None else (at < length) & (at >= length - window)
 

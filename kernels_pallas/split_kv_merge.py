@@ -1,5 +1,6 @@
 """Rows that are computed in parts: each part is left in memory, and who comes last merges them."""
 
+import functools
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxrunner.types import Array
 
 HEADS = 8  # parts have a multiple of so many heads
 NUMBERS = 1024  # of a head that are read at a time, in parts of one or more
+WIDE = 16  # heads of which so many are; fewer of more, whose parts must fit in registers, too
 FLAG = plgpu.SMEM((1,), jnp.int32)
 
 
@@ -49,33 +51,38 @@ def comes_last(counter: Ref, flag: Ref, num: Array) -> Array:
 
 
 def finish(
-    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
-) -> None:
-    """Merges `num` parts of KV head h, from item `first` on, into `out`, [G, D], if all are there.
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref,
+    *, at_once: int = 8,
+) -> None:  # fmt: skip
+    """Merges `num` parts of KV head h, from item `first` on, into `out`, if all are there.
 
-    part: [I, K, HEADS, D], normed; weight: [I, K, HEADS, 8], the base 2 logarithm of its total.
+    part: [I, K, rows, D], normed; weight: [I, K, rows, 8], the base 2 logarithm of its total; rows
+    are a multiple of `HEADS`. out: [G, D], or [Q, G, D] of Q query tokens, of which `at_once` parts
+    are read at a time, fewer where they are large.
     """
 
     @pl.when(comes_last(counter, flag, num))
     def _() -> None:
-        _merge(part, weight, h, first, num, out)
+        _merge(part, weight, h, first, num, out, at_once)
 
 
-def _merge(part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref) -> None:
-    shape, at_once = part.shape[2:], min(8, NUMBERS // part.shape[3])
-    layout = _layout(shape[1])
-    rows = layout.reduce(1)
+def _merge(
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, at_once: int
+) -> None:
+    shape = rows, D = part.shape[2:]
+    layout = _layout(D)
+    by_row = layout.reduce(1)
 
     def wide(x: Array) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), layout)
 
-    def add(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(count: int, chunk: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc, best, total = carry
-        at = [chunk * at_once + j for j in range(at_once)]
+        at = [chunk * count + j for j in range(count)]
         items = [first + jnp.minimum(i, num - 1) for i in at]
         parts = [mosaic.load(part.at[i, h], layout=layout, optimized=False) for i in items]
         columns = (weight.at[i, h, :, 0] for i in items)
-        weights = [mosaic.load(column, layout=rows, optimized=False) for column in columns]
+        weights = [mosaic.load(column, layout=by_row, optimized=False) for column in columns]
         weights = [jnp.where(i < num, w, NOTHING) for i, w in zip(at, weights, strict=True)]
         new_best = best
         for w in weights:
@@ -87,12 +94,23 @@ def _merge(part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref)
             acc, total = acc + x * wide(w), total + w
         return acc, new_best, total
 
-    start = (
+    carry = (
         plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout),
-        plgpu.layout_cast(jnp.full(shape[:1], NOTHING, jnp.float32), rows),
-        plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), rows),
+        plgpu.layout_cast(jnp.full(shape[:1], NOTHING, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), by_row),
     )
-    acc, _, total = lax.fori_loop(0, lax.div(num + at_once - 1, at_once), add, start)
+    most = min(8, NUMBERS // D)
+    if len(out.shape) == 2:
+        rounds = lax.div(num + most - 1, most)
+        carry = lax.fori_loop(0, rounds, functools.partial(add, most), carry)
+    else:
+        # Parts are larger, so what is read twice costs: first as many as can be, then the rest.
+        half = max(1, min(at_once, most) * WIDE // max(rows, WIDE) // 2)
+        rounds = lax.div(num, 2 * half)
+        carry = lax.fori_loop(0, rounds, functools.partial(add, 2 * half), carry)
+        rest = lax.div(num + half - 1, half)
+        carry = lax.fori_loop(2 * rounds, rest, functools.partial(add, half), carry)
+    acc, _, total = carry
     put_rows((acc / wide(total)).astype(out.dtype), out, layout)
 
 

@@ -1,5 +1,6 @@
 """Stores that need not be as fast as can be."""
 
+import math
 from typing import Any
 
 from jax.experimental import pallas as pl
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import mosaic, query_rows
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
@@ -24,15 +25,20 @@ def put(ref: Ref, x: Array) -> None:
 
 
 def put_rows(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
-    """Writes the first rows of x, [m, n], from registers: as many as ref, [rows, n], has."""
+    """Writes the first rows of x, [m, n], from registers: as many as ref has.
+
+    ref: [rows, n], or [Q, G, n] of Q query tokens.
+    """
 
     @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
-        limit = mgpu.c(ir.MemRefType(ref.type).shape[0], ir.IndexType.get())
+        *shape, _ = ir.MemRefType(ref.type).shape
+        limit = mgpu.c(math.prod(shape), ir.IndexType.get())
         places = x.layout.thread_idxs(x.shape)
         for (row, column), value in zip(places, x.registers.flat, strict=True):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row, limit)):
-                vector.store(value, ref, [row, column])
+                place = [row] if len(shape) == 1 else query_rows.split(row, shape[1])
+                vector.store(value, ref, [*place, column])
 
     write(x, ref)
 

@@ -12,7 +12,7 @@ import pytest
 from jaxrunner import pytree
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
-from jaxrunner.kernels_pallas.decode_attention import TuningConfig, plan
+from jaxrunner.kernels_pallas.decode_plan import TuningConfig, plan
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, RopeAndNorm
@@ -103,13 +103,18 @@ def test_a_rare_noise_reaches_what_no_other_could():
     assert np.asarray(got != likely).tolist() == [True, True, False, False] * 2
 
 
-def batch_of(T: int, starts, lens, blocks, cache_shape: tuple[int, ...]) -> Batch:
-    """Lays out rows of which each has its last tokens at starts[b] and behind, padded to T."""
+def batch_of(
+    T: int, starts, lens, blocks, cache_shape: tuple[int, ...], *, query_len: int = 0, num=None
+) -> Batch:
+    """Lays out rows of which each has its last tokens at starts[b] and behind, padded to T.
+
+    num: how many of its places up to starts[b + 1] have a token, all if None.
+    """
     (N, _, S, _), B = cache_shape, len(lens)
     starts, lens, table = (np.asarray(x) for x in (starts, lens, blocks))
     row, positions, at = np.full(T, B), np.zeros(T, np.int64), np.full(T, N * S)
     for b in range(B):
-        tokens = np.arange(starts[b], starts[b + 1])
+        tokens = np.arange(starts[b], starts[b + 1] if num is None else starts[b] + num[b])
         row[tokens], p = b, lens[b] - len(tokens) + np.arange(len(tokens))
         positions[tokens], at[tokens] = p, table[b, p // S] * S + p % S
     row, positions, at = (jnp.asarray(x, jnp.int32) for x in (row, positions, at))
@@ -122,16 +127,34 @@ def batch_of(T: int, starts, lens, blocks, cache_shape: tuple[int, ...]) -> Batc
         seq_lens=jnp.asarray(lens, jnp.int32),
         blocks=(jnp.clip(blocks, 0, N - 1),),
         logits_indices=jnp.zeros((B, 1), jnp.int32),
-        query_len=0,
+        query_len=query_len,
     )
 
 
+def mixed_batch(kv_dtype: str | None) -> tuple[Batch, LayerCache]:
+    """Rows of one token and of many, side by side."""
+    sizes = (1, 1, 40, 0, 70), (99, 0, 64, 0, 0), 8, 2
+    made = Attention("", *sizes, kv_dtype=kv_dtype).make(3, decode=False)
+    _, k, v, blocks, starts, lens, *scales = made
+    cache = LayerCache(k, v, *(scales or (None, None)))
+    return batch_of(128, starts, lens, blocks, k.shape), cache
+
+
+def verify_batch(kv_dtype: str | None) -> tuple[Batch, LayerCache]:
+    """Rows that verify drafts: four places each, of which some have fewer tokens or none."""
+    new = (4, 1, 0, 3) * 8
+    sizes = Attention("", new, (99, 64, 0, 0) * 8, 8, 2, kv_dtype=kv_dtype, query_len=4)
+    _, k, v, blocks, lens, _, *scales = sizes.make(3, decode=True)
+    starts, cache = np.arange(len(new) + 1) * 4, LayerCache(k, v, *(scales or (None, None)))
+    return batch_of(128, starts, lens, blocks, k.shape, query_len=4, num=new), cache
+
+
 @pytest.mark.gpu
-def test_layers_of_mixed_batches_equal_plain_jax():
-    """Rows of one token and of many, side by side, through all kernels of `attend`."""
-    rng, sizes = np.random.default_rng(), Attention("", (1, 1, 40, 0, 70), (99, 0, 64, 0, 0), 8, 2)
-    _, k, v, blocks, starts, lens = sizes.make(3, decode=False)
-    batch, cache = batch_of(128, starts, lens, blocks, k.shape), LayerCache(k, v, None, None)
+@pytest.mark.parametrize("make_batch", [mixed_batch, verify_batch], ids=["mixed", "verify"])
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"], ids=["bfloat16", "fp8"])
+def test_layers_of_mixed_batches_equal_plain_jax(make_batch, kv_dtype):
+    """Through all kernels of `attend`."""
+    rng, (batch, cache) = np.random.default_rng(), make_batch(kv_dtype)
     qkv = jnp.asarray(rng.standard_normal((128, 2, 6, 128)), jnp.bfloat16)
     angle = jnp.asarray(rng.uniform(0, 6, (128, 1, 64)), jnp.float32)
     heads = RopeAndNorm(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
@@ -142,7 +165,7 @@ def test_layers_of_mixed_batches_equal_plain_jax():
         return attend(qkv, cache)
 
     (got, after), (want, expected) = run(backends.fused), run(backends.paged)
-    real = slice(int(starts[-1]))
+    real = np.asarray(batch.row < batch.seq_lens.size)
     assert error(got[real], oracles.wide(want[real])) < 2 * BOUND["bfloat16"]
     for held, wanted in (after.k, expected.k), (after.v, expected.v):  # what no token is in is NaN
         np.testing.assert_allclose(oracles.wide(held), oracles.wide(wanted), rtol=2**-7, atol=1e-5)
@@ -163,14 +186,21 @@ def plain_jax(case: Case, *args):
         cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)
         return q, cache.k, cache.v
     q, k, v, blocks, *rows = args
-    starts = jnp.arange(len(q) + 1) if case.kernel == "decode_attention" else rows.pop(0)
-    lens, *scales = rows
-    batch = batch_of(len(q), starts, lens, blocks, k.shape)
+    Q = case.options.get("query_len", 1)
+    starts = jnp.arange(0, len(q) + 1, Q) if case.kernel == "decode_attention" else rows.pop(0)
+    lens = rows.pop(0)
+    several = dict(query_len=Q, num=np.asarray(rows.pop(0))) if Q > 1 else {}
+    batch = batch_of(len(q), starts, lens, blocks, k.shape, **several)
     spec = AttentionSpec(0, case.options["window"], case.options["scale"])
-    return reference.attend(batch, q, LayerCache(k, v, *(scales or (None, None))), spec)
+    out = reference.attend(batch, q, LayerCache(k, v, *(rows or (None, None))), spec)
+    # Places without a token have anything here, zeros in the kernels.
+    return jnp.where((batch.row < len(lens))[:, None, None], out, 0) if several else out
 
 
-FEW = ("edges", "blocks of 16", "groups of 7", "fp8", "int8")
+FEW = (
+    "edges", "blocks of 16", "groups of 7", "fp8", "int8", "4 tokens a row", "4 tokens, narrow",
+    "4 tokens, fp8",
+)  # fmt: skip
 PLAIN = [
     case for case in TESTS if case.name in FEW or case.kernel in ("add_rms_norm", "rope_write")
 ]
@@ -232,3 +262,14 @@ def test_rows_without_tokens_cost_an_item_only_where_zeros_are_wanted(skip_empty
     assert set(rows[rows < 6].tolist()) == ({1, 4} if skip_empty else set(range(6)))
     nothing = plan(lens * 0, blocks, (9, 2, 64, 64), None, TuningConfig(), skip_empty=skip_empty)
     assert (np.asarray(nothing.row) < 6).sum() == (0 if skip_empty else 6)
+
+
+def test_a_plan_reads_the_keys_of_a_row_s_first_query_in_a_window():
+    """Its window starts before that of the last: at a tile's edge, in the tile before."""
+    lens, blocks = jnp.array([256, 0, 259]), jnp.zeros((3, 8), jnp.int32)
+    shape, sizes = (9, 2, 64, 64), dict(skip_empty=True)
+    one = plan(lens, blocks, shape, 64, TuningConfig(), **sizes)
+    four = plan(lens, blocks, shape, 64, TuningConfig(), query_len=4, **sizes)
+    first = {int(r): int(f) for r, f in zip(one.row[::-1], one.first[::-1], strict=True)}
+    before = {int(r): int(f) for r, f in zip(four.row[::-1], four.first[::-1], strict=True)}
+    assert (first[0], before[0]) == (3, 2) and first[2] == before[2] == 3

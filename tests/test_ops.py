@@ -63,6 +63,22 @@ def test_attention_refuses_in_words(kernel, q, k, words):
         )
 
 
+@pytest.mark.parametrize(
+    ("q", "query_len", "words"),
+    [
+        (shape(10, 32, 128), 5, "64 query tokens times heads for a KV head, got 5 x 16 = 80"),
+        (shape(7, 8, 128), 4, "tokens for each of query_len=4 places of a row, got 7"),
+        (shape(8, 8, 128), 0, "query_len=0 places"),
+        (shape(8, 8, 128), 4, "q of 1 rows of query_len=4 tokens, got 8"),
+    ],
+)
+@lowers
+def test_attention_of_several_tokens_refuses_in_words(q, query_len, words):
+    run = functools.partial(decode_attention.decode_attention, scale=1.0, query_len=query_len)
+    with pytest.raises(ValueError, match=f"decode_attention wants.*{words}"):
+        jax.eval_shape(run, q, KV, KV, shape(1, 3, dtype="int32"), shape(1, dtype="int32"))
+
+
 def test_small_kernels_refuse_in_words():
     with pytest.raises(ValueError, match="x and residual must be"):
         add_norm.add_rms_norm(jnp.ones((2, 64)), jnp.ones((3, 64)), jnp.ones(64), eps=1e-6)
@@ -154,18 +170,21 @@ def test_products_run_where_they_are_ahead():
 
 @lowers
 def test_a_program_tells_what_runs_each_operation_and_why():
-    """By bucket: decode, mixed, and rows of several tokens, which no kernel serves yet."""
+    """By bucket: decode, mixed, and rows that verify drafts, as far as they fit in a tile."""
     sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, head_dim=128)
     config = tiny.config(**sizes, num_key_value_heads=8)
     engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16")
     params = pytree.abstract(llama.params, config.dims | dict(param=jnp.dtype("bfloat16")))
     program = Program(llama, config, engine, backends.fused, RULES)
 
+    reasons = {}
+
     def told(bucket: Bucket, make: Any = backends.fused) -> dict[str, str]:
         with cuda():
             found = operations(replace(program, ops=make), params, Key("step", bucket))
         for one in found:
             assert all(one.refused.values())
+            reasons[one.operation] = one.refused
         return {one.operation: one.name for one in found}
 
     decode = told(Bucket(64, 64, 1))
@@ -175,7 +194,11 @@ def test_a_program_tells_what_runs_each_operation_and_why():
     ) | {"rotate and write": "rope_write"}  # fmt: skip
     mixed = told(Bucket(512, 5))
     assert (mixed["attention"], mixed["linear"]) == ("prefill_attention", "plain JAX")
-    assert told(Bucket(10, 5, 2))["attention"] == "plain JAX"
+    assert "as many tokens" in reasons["attention"]["decode_attention"]
+    assert told(Bucket(10, 5, 2))["attention"] == "decode_attention"
+    assert told(Bucket(80, 5, 16))["attention"] == "decode_attention"
+    assert told(Bucket(85, 5, 17))["attention"] == "plain JAX"
+    assert "got 17 x 4 = 68" in reasons["attention"]["decode_attention"]
     assert set(told(Bucket(64, 64, 1), backends.paged).values()) == {"plain JAX"}
 
 

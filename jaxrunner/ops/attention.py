@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import reference, rope_write
-from jaxrunner.kernels_pallas.decode_attention import decode_attention
+from jaxrunner.kernels_pallas.decode_attention import decode_attention, refuses
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation
@@ -15,11 +15,17 @@ from jaxrunner.types import Array, Batch, LayerCache
 
 
 def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
-    return decode_attention(q, *_blocks(batch, cache, spec), batch.seq_lens, **_sizes(cache, spec))
+    Q, num = batch.query_len, None
+    if Q > 1:  # a row's tokens are its last; its first place has one if any has, and else 0
+        num = batch.seq_lens - batch.inputs.positions[::Q]
+    blocks, sizes = _blocks(batch, cache, spec), _sizes(cache, spec)
+    return decode_attention(q, *blocks, batch.seq_lens, query_len=Q, num_tokens=num, **sizes)
 
 
 def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
-    return None if batch.query_len == 1 else "wants one token a row"
+    if not batch.query_len:
+        return "wants as many tokens of every row"
+    return refuses(q, cache.k, query_len=batch.query_len)
 
 
 def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:

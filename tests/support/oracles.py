@@ -30,9 +30,15 @@ def one_row(q, keys, values, positions, *, scale, window, soft_cap, sinks):
     return np.einsum("qkgn,knd->qkgd", p, values).reshape(Q, H, D)
 
 
-def decode_attention(q, k, v, blocks, lens, *scales, **options):
-    starts = np.arange(len(lens) + 1)
-    return prefill_attention(q, k, v, blocks, starts, lens, *scales, **options)
+def decode_attention(q, k, v, blocks, lens, *more, query_len=1, **options):
+    num, *scales = (np.ones_like(lens), *more) if query_len == 1 else more
+    # Each token is a row of its own, with the keys that it sees; places without one have none.
+    place, lens = np.arange(query_len)[None], np.asarray(lens)[:, None]
+    num = np.asarray(num)[:, None]
+    seen = np.where(place < num, lens - num + place + 1, 0) * (lens > 0)
+    starts = np.arange(len(q) + 1)
+    blocks = np.repeat(blocks, query_len, 0)
+    return prefill_attention(q, k, v, blocks, starts, seen.ravel(), *scales, **options)
 
 
 def prefill_attention(q, k, v, blocks, starts, lens, k_scale=1.0, v_scale=1.0, **options):

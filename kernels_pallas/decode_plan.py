@@ -1,0 +1,75 @@
+"""Which keys each block of decode attention's grid reads.
+
+Found on the device, once a step: XLA shares what it finds between layers.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrunner.indexing import find_rows
+from jaxrunner.types import Array
+
+MAX_PARTS = 64  # that a request is split into
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Sizes that change speed alone."""
+
+    block_kv: int = 64  # keys of a tile
+    stages: int = 2  # tiles in flight
+    num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
+
+
+DEFAULT = TuningConfig()
+
+
+class Items(NamedTuple):
+    """Which keys each CTA reads. `I` items at most, those behind the last are row B."""
+
+    row: Array  # [I]
+    first: Array  # [I] first tile
+    last: Array  # [I] one past the last tile
+    part: Array  # [I] 0 where the item is its row's only one, else 1; 2 for a row's first part
+    length: Array  # [I] of the row
+    block: Array  # [I] of the first tile: read with the rest, its keys come a memory latency sooner
+    head: Array  # [I] the row's first item
+    parts: Array  # [I] items of the row
+
+
+def plan(
+    seq_lens: Array, blocks: Array, cache_shape: tuple[int, ...], window: int | None,
+    config: TuningConfig, *, skip_empty: bool = False, query_len: int = 1,
+) -> Items:  # fmt: skip
+    """Shares the keys of rows with `seq_lens`, [B], out among the chip's CTAs."""
+    _, num_kv_heads, S, _ = cache_shape
+    B, extra = seq_lens.shape[0], -(-config.num_ctas // num_kv_heads)
+    last = (seq_lens + config.block_kv - 1) // config.block_kv
+    first = jnp.zeros_like(last)
+    if window is not None:
+        first = jnp.maximum(seq_lens - (window + query_len - 1), 0) // config.block_kv
+    tiles = last - first
+    share = (tiles.sum() * num_kv_heads + config.num_ctas - 1) // config.num_ctas
+    # An empty row has an item too, which writes its zeros, unless nobody reads them.
+    least = 0 if skip_empty else 1
+    parts = jnp.clip((tiles + share - 1) // jnp.maximum(share, 1), least, MAX_PARTS)
+    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + extra))
+    # Comparisons of all with all, where a search or a scatter would be many launches.
+    end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
+    row = find_rows(end, item)
+    of = jnp.minimum(row, B - 1)
+    head, num, tiles, first = (end - parts)[of], parts[of], tiles[of], first[of]
+    part = item - head
+    start = first + part * tiles // num
+    return Items(
+        row=row,
+        first=start,
+        last=first + (part + 1) * tiles // num,
+        part=jnp.where(num == 1, 0, jnp.where(part == 0, 2, 1)),
+        length=seq_lens[of],
+        block=blocks[of, jnp.minimum(start * config.block_kv // S, blocks.shape[1] - 1)],
+        head=head,
+        parts=num,
+    )
