@@ -5,6 +5,8 @@ import hashlib
 from pathlib import Path
 import tomllib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -13,15 +15,20 @@ from jaxrunner import embedded
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading.drafter import load_drafter
 from jaxrunner.loading.weights import load_params
+from jaxrunner.models import eagle3
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
+from jaxrunner.ops.backends import dense
 from jaxrunner.train import eagle3_command
 from jaxrunner.train import tokenizer as text
-from jaxrunner.train.acceptance import Pair, acceptance, mean_length
+from jaxrunner.train.acceptance import Pair, acceptance, head_of, mean_length
+from jaxrunner.types import Inputs
 
 FOLDER = embedded.EAGLE3_PATH
 RECORD = read_json(FOLDER / "training.json")
 EXCERPT = Path(__file__).parent / "data" / "held_out.txt"  # secrets.py of Python 3.12.1
+
+SIZE = 100  # tokens of the longest sequence
 
 
 @functools.cache
@@ -66,6 +73,67 @@ def test_drafts_stand_as_often_as_stated():
     greedy = acceptance(pair, params, windows)
     assert mean_length(greedy) == pytest.approx(stated, abs=0.01)
     assert (np.diff(greedy[0]) < 0).all()
+
+
+@jax.jit
+def run_target(tokens):
+    """Returns the states that the head reads, [T, E] each, and what the target would give, [T]."""
+    pair, (target, _) = shipped()
+    names, caches = [f"residual.{i}" for i in pair.head.aux_layers], (None,) * 8
+    x, given = llama.embed(pair.target, target, inputs_of(tokens)), inputs_of(tokens)
+    hidden, _, found = llama.layers(
+        pair.target, target, x, caches, given, dense(1), extras=tuple(names)
+    )
+    choice = jnp.argmax(llama.logits(pair.target, target, hidden), -1)
+    return tuple(found[name] for name in names), choice
+
+
+@jax.jit
+def run_head(tokens, states):
+    """Returns drafts, [T], behind tokens that follow the states, [T, E], and what is fed back."""
+    pair, (target, head) = shipped()
+    embeddings = target.embed[tokens]
+    hidden, fed_back, _ = eagle3.layers(
+        pair.head, head, embeddings, states, None, inputs_of(tokens), dense(1)
+    )
+    return jnp.argmax(head_of(target).product(hidden), -1), fed_back
+
+
+def inputs_of(tokens) -> Inputs:
+    place = jnp.arange(len(tokens), dtype=jnp.int32)
+    return Inputs(tokens, place, jnp.full_like(place, len(tokens)))
+
+
+def stood_behind(given: list[int], num_drafts: int) -> int:
+    """Drafts as serving does, one token at a time, each from the whole sequence."""
+
+    def padded(ids: list[int]):  # what comes later changes nothing, and one program serves all
+        return jnp.asarray(ids + [0] * (SIZE - len(ids)), jnp.int32)
+
+    pair, (_, head) = shipped()
+    n, tokens = len(given), list(given)
+    states = eagle3.feature(pair.head, head, run_target(padded(given))[0])
+    for i in range(n - 1, n - 1 + num_drafts):
+        choices, fed_back = run_head(padded(tokens[1:]), states)
+        states = states.at[i].set(fed_back[i - 1])
+        tokens.append(int(choices[i - 1]))
+    choices = np.asarray(run_target(padded(tokens))[1])
+    right = choices[n - 1 : n - 1 + num_drafts] == tokens[n:]
+    return num_drafts if right.all() else int(np.argmin(right))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+def test_acceptance_is_that_of_drafting_behind_each_token(temperature, monkeypatch):
+    """With noise that is the same for all tokens of a place, sampled drafts are greedy ones."""
+    monkeypatch.setattr(jax.random, "gumbel", lambda key, shape: jnp.zeros(shape))
+    pair, params = shipped()
+    bpe = Tokenizer.from_file(str(embedded.PATH / "tokenizer.json"))
+    window = text.stream(bpe, [EXCERPT.read_text()])[400 : 400 + SIZE - 4]
+    counts = [stood_behind(window[:end].tolist(), 4) for end in range(2, len(window) + 1)]
+    got = acceptance(pair, params, window[None], num_drafts=4, temperature=temperature)[0]
+    want = [np.mean([count > i for count in counts]) for i in range(4)]
+    np.testing.assert_allclose(got, want)
+    assert want[0] > want[3] > 0
 
 
 def test_the_head_is_among_the_package_s_files():
