@@ -12,14 +12,16 @@ import pytest
 from jaxrunner import pytree
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
-from jaxrunner.loading.drafter import load_drafter, read_drafter
+from jaxrunner.loading.speculation import read_drafter
 from jaxrunner.loading.weights import save_checkpoint
-from jaxrunner.models import eagle3
-from jaxrunner.models.eagle3_config import read
 from jaxrunner.ops.backends import dense
+from jaxrunner.speculators import eagle3_head as eagle3
+from jaxrunner.speculators.eagle3 import eagle3 as drafter
+from jaxrunner.speculators.eagle3_config import read
 from jaxrunner.types import Inputs
 from tests.support import eagle3_reference as reference
 from tests.support import tiny
+from tests.support.heads import load_drafter
 
 T = 11
 AUX, NORMED, SPECFORGE = reference.AUX, reference.NORMED, reference.SPECFORGE
@@ -86,7 +88,7 @@ def test_logits_of_a_tied_head_are_of_its_own_embedding(tmp_path):
 def test_a_saved_head_is_the_one_that_is_read(tmp_path):
     checkpoint(tmp_path / "a", "EAGLE-3.1")
     config, params = load_drafter(tmp_path / "a", TARGET, dtype="float32")
-    save_checkpoint(tmp_path / "b", eagle3.eagle3, config, params, NORMED)
+    save_checkpoint(tmp_path / "b", drafter, config, params, NORMED)
     again, saved = load_drafter(tmp_path / "b", TARGET, dtype="float32")
     assert dataclasses.replace(again, decoder=config.decoder) == config
     jax.tree.map(np.testing.assert_array_equal, saved, params)
@@ -156,7 +158,7 @@ def test_maps_of_a_vocabulary_are_checked(tmp_path):
     load_drafter(tmp_path, TARGET, dtype="float32")
     reference.save(tmp_path, SPECFORGE, {n: a for n, a in w.items() if n != "lm_head.weight"})
     with pytest.raises(ValueError, match=r"with the tensors d2t and lm_head.weight: save"):
-        read_drafter(tmp_path, TARGET)
+        read_drafter("eagle3", tmp_path, TARGET)
 
 
 def test_a_tensor_that_no_setting_asks_for_is_refused(tmp_path):

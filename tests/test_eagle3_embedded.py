@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 
 from jaxrunner import embedded
 from jaxrunner.hf_config import Settings, read_json
-from jaxrunner.loading.drafter import load_drafter
 from jaxrunner.loading.weights import load_params
-from jaxrunner.models import eagle3
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import dense
+from jaxrunner.speculators import eagle3_head as eagle3
 from jaxrunner.train import eagle3_command
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.acceptance import Pair, acceptance, head_of, mean_length
 from jaxrunner.types import Inputs
+from tests.support.heads import load_drafter
 
 FOLDER = embedded.EAGLE3_PATH
 RECORD = read_json(FOLDER / "training.json")

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.hf_config import Settings
-from jaxrunner.loading.drafter import load_drafter
 from jaxrunner.loading.weights import save_checkpoint
-from jaxrunner.models import eagle3
-from jaxrunner.models.eagle3_config import read
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import dense
+from jaxrunner.speculators import eagle3_head as eagle3
+from jaxrunner.speculators.eagle3_config import read
 from jaxrunner.train import __main__, acceptance, corpus, eagle3_command, rollout
 from jaxrunner.train import eagle3 as training
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.rollout import rollouts, rows_of
 from jaxrunner.types import Inputs
 from tests.support import tiny
+from tests.support.heads import load_drafter
 
 TARGET = tiny.config(num_hidden_layers=5, tie_word_embeddings=True)
 B, L = 2, 9

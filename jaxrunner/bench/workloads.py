@@ -103,15 +103,7 @@ class Bench:
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(preset.config))
         if speculative is not None:
-            head = folder / "eagle"
-            head.mkdir()
-            one = preset.config | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
-            (head / "config.json").write_text(json.dumps(one))
-            num_drafts, length = speculative
-            engine["speculative_config"] = dict(
-                method="eagle", model=str(head), num_speculative_tokens=num_drafts,
-                rejection_sample_method="synthetic", synthetic_acceptance_length=length,
-            )  # fmt: skip
+            engine["speculative_config"] = _drafted(preset, folder / "eagle", *speculative)
         start = time.perf_counter()
         self.llm = LLM(
             str(folder), load_format="dummy", skip_tokenizer_init=True,
@@ -207,6 +199,17 @@ class Bench:
         errors = [output.error for output in outputs if output.error is not None]
         assert not errors, errors[0]
         return seconds
+
+
+def _drafted(preset: Preset, folder: Path, num_drafts: int, length: float) -> dict[str, Any]:
+    """Returns a `speculative_config` of an EAGLE head of dummy weights."""
+    folder.mkdir()
+    one = preset.config | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    (folder / "config.json").write_text(json.dumps(one))
+    return dict(
+        method="eagle", model=str(folder), num_speculative_tokens=num_drafts,
+        rejection_sample_method="synthetic", synthetic_acceptance_length=length,
+    )  # fmt: skip
 
 
 class Arrivals:

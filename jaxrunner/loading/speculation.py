@@ -9,9 +9,9 @@ from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import checkpoint
 from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import Loaded
-from jaxrunner.models import eagle3_config
 from jaxrunner.models.registry import read_model
 from jaxrunner.speculators import eagle as eagle_head
+from jaxrunner.speculators import eagle3_config
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.drafter import Drafter, DrafterConfig

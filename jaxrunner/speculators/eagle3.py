@@ -1,13 +1,13 @@
-"""EAGLE-3 heads as drafters: they read three states of the model, `models.eagle3`."""
+"""EAGLE-3 heads as drafters: they read three states of the model, `eagle3_head`."""
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxrunner.model import Ops
-from jaxrunner.models import eagle3 as head
-from jaxrunner.models.eagle3_config import Eagle3Config
+from jaxrunner.speculators import eagle3_head as head
 from jaxrunner.speculators.drafter import Drafter, Target
+from jaxrunner.speculators.eagle3_config import Eagle3Config
 from jaxrunner.types import Array, Inputs
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.linear import Linear
-from jaxrunner.models import eagle3
 from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.eagle3_config import Eagle3Config
 from jaxrunner.models.llama import Params, llama
+from jaxrunner.speculators import eagle3_head as eagle3
+from jaxrunner.speculators.eagle3_config import Eagle3Config
 from jaxrunner.train.chain import chained
 from jaxrunner.types import Array, Inputs
 

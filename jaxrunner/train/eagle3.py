@@ -18,8 +18,8 @@ import numpy as np
 import optax
 
 from jaxrunner import pytree
-from jaxrunner.models import eagle3
 from jaxrunner.models.llama import Params, llama
+from jaxrunner.speculators import eagle3_head as eagle3
 from jaxrunner.train.acceptance import Pair, acceptance, head_of, mean_length, read_states
 from jaxrunner.train.chain import chained
 from jaxrunner.types import Array, Inputs

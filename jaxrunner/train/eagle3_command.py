@@ -17,8 +17,8 @@ from jaxrunner import embedded
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading.weights import load_params
 from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.eagle3_config import read
 from jaxrunner.models.llama import llama
+from jaxrunner.speculators.eagle3_config import read
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.acceptance import Pair
 from jaxrunner.train.corpus import read_corpus

@@ -14,8 +14,8 @@ import optax
 from tokenizers import Tokenizer
 
 from jaxrunner.loading.weights import load_params, save_checkpoint
-from jaxrunner.models import eagle3
 from jaxrunner.models.llama import llama
+from jaxrunner.speculators.eagle3 import eagle3
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.acceptance import Pair, acceptance, mean_length
 from jaxrunner.train.corpus import File, file_list
@@ -48,7 +48,7 @@ def publish(
     """
     (pair, result), (bpe, corpus) = trained, data
     params = jax.tree.map(lambda p: jnp.asarray(p).astype(jnp.bfloat16), result.params)
-    save_checkpoint(folder, eagle3.eagle3, pair.head, params, dict(settings))
+    save_checkpoint(folder, eagle3, pair.head, params, dict(settings))
     num_params = sum(p.size for p in jax.tree.leaves(params))
     notice = NOTICE.format(params=num_params, python=origin["python"])
     (folder / "NOTICE").write_text(notice, encoding="utf-8")

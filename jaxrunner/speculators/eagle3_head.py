@@ -4,20 +4,19 @@ At position t it reads three states of the target there, or what it gave itself 
 embedding of token t + 1, and scores token t + 2. It knows no loop: T tokens of whatever rows.
 """
 
-from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm, Source
-from jaxrunner.models.eagle3_config import Eagle3Config
 from jaxrunner.models.llama import layer_sources, linear_source
 from jaxrunner.models.rope import rotation
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.pytree import host_value, leaf, nested, pytree
+from jaxrunner.speculators.eagle3_config import Eagle3Config
 from jaxrunner.types import Array, Inputs
 
 
@@ -149,13 +148,3 @@ def _join_map(vocab: int, parts: list[np.ndarray]) -> np.ndarray:
             "others: download the checkpoint again"
         )
     return d2t.astype(np.int32)
-
-
-class Eagle3(NamedTuple):
-    """The heads as loading sees them, a `Stored`."""
-
-    params: type = Params
-    sources: Callable[[Eagle3Config], Params] = sources
-
-
-eagle3 = Eagle3()
