@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from statistics import median
 
-from jaxrunner.bench.workloads import PRESETS, Bench, machine
+from jaxrunner.bench.presets import PRESETS
+from jaxrunner.bench.workloads import Bench, machine
 
 
 def main() -> None:

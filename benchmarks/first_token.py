@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from statistics import quantiles
 
-from jaxrunner.bench.workloads import PRESETS, Bench, machine
+from jaxrunner.bench.presets import PRESETS
+from jaxrunner.bench.workloads import Bench, machine
 
 
 def since_start() -> float:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrunner.bench.workloads import PRESETS, Bench, machine
+from jaxrunner.bench.presets import PRESETS
+from jaxrunner.bench.workloads import Bench, machine
 from jaxrunner.device.packing import Layout, pack
 from jaxrunner.program import Bucket, Program, admission_spec, output_spec, plan_spec
 

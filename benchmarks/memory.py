@@ -19,7 +19,8 @@ from typing import Any
 import jax
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.bench.workloads import PRESETS, SAMPLED, Bench, machine, params
+from jaxrunner.bench.presets import PRESETS
+from jaxrunner.bench.workloads import SAMPLED, Bench, machine, params
 
 NEW = 192  # tokens of a request that fills the cache: as many steps as all prompts take
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrunner.bench.workloads import PRESETS, Bench, machine
+from jaxrunner.bench.presets import PRESETS
+from jaxrunner.bench.workloads import Bench, machine
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},

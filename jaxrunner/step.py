@@ -155,7 +155,7 @@ def propose(
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
-            extras, program.ops, program.cache_groups, draw,
+            extras, program.ops, program.cache_groups, draw, program.sample is not None,
         )
     )  # fmt: skip
     return replace(

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrunner.bench.workloads import PRESETS
+from jaxrunner.bench.presets import PRESETS
 from jaxrunner.config import EngineConfig
 from jaxrunner.device.lowering import Spec, extra_bytes, output_bytes
 from jaxrunner.device.program_spec import program_keys

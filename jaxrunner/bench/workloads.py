@@ -12,7 +12,6 @@ dummy weights drafts, and so many tokens a step are taken as right.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 import json
 from pathlib import Path
 import platform
@@ -26,70 +25,13 @@ import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.bench import host_time, kernels
+from jaxrunner.bench.presets import PRESETS, Preset
 from jaxrunner.engine.engine import Engine, NewTokens
 from jaxrunner.llm import LLM
 
 SAMPLED = dict(temperature=0.8, top_k=50, top_p=0.95)
 PARTS = ("decode", "prefill", "ttft", "offline", "host")
 PERCENTILES = (50, 90, 99)
-
-
-def _config(architecture: str, model_type: str, sizes: str, **rest: Any) -> dict[str, Any]:
-    """Returns a `config.json`; `sizes` are hidden, MLP, layers, heads, KV heads, vocabulary."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "vocab_size")  # fmt: skip
-    return dict(
-        architectures=[architecture], model_type=model_type, hidden_act="silu",
-        torch_dtype="bfloat16", attention_bias=False, max_position_embeddings=8192,
-        **dict(zip(names, map(int, sizes.split()), strict=True)), **rest,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A model shape and the sizes of its workloads, in tokens and requests."""
-
-    config: dict[str, Any]
-    engine: dict[str, Any]
-    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
-    sampled_batches: tuple[int, ...] = (1, 64, 256)
-    context: int = 1024
-    new: int = 144  # outputs of the runs whose decode steps are timed
-    prefill: tuple[int, int] = (8, 4096)  # requests, tokens
-    ttft: tuple[int, ...] = (128, 1024)
-    offline: tuple[int, int, int] = (512, 512, 256)  # requests, tokens in, tokens out
-    mixed: tuple[tuple[int, int], tuple[int, int]] = ((32, 1024), (32, 512))  # in, out
-    host_batches: tuple[int, ...] = (1, 8, 64, 256)
-    host_steps: int = 100
-
-
-GPU_ENGINE = dict(
-    max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
-    token_buckets=(128, 512, 1024, 2048, 4096, 8192),
-)  # fmt: skip
-
-PRESETS = {
-    "llama8b": Preset(
-        _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
-                rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
-        GPU_ENGINE,
-    ),
-    "qwen06b": Preset(
-        _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
-                rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),
-        # A launch costs the host more than a step the GPU.
-        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
-    ),
-    "tiny": Preset(
-        _config("LlamaForCausalLM", "llama", "256 768 8 4 2 4096", head_dim=64,
-                rope_theta=10000.0, tie_word_embeddings=True),
-        dict(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=512, dtype="float32",
-             token_buckets=(64, 512), decode_buckets=(1, 16)),
-        batches=(1, 16), sampled_batches=(1, 16), context=128, new=36,
-        prefill=(4, 256), ttft=(64, 128), offline=(32, 64, 32), mixed=((8, 128), (8, 64)),
-        host_batches=(1, 16),
-    ),
-}  # fmt: skip
 
 
 class Bench:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import functools
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.cache_group import distinct
@@ -55,19 +56,31 @@ def propose(inputs: DraftInputs) -> Proposal:
     hidden, feature, kv = run(batch, feature, kv)
     last = jnp.maximum(first + total - 2 - take(batch.inputs.positions, first), 0)
     hidden, feature = take(hidden, last), take(feature, last)
-    token, at, drafts = take(requests.token_ids, (rows.slot, total - 1)), total - 1, []
-    for i in range(config.num_drafts):
-        if i or not family.is_shifted:
-            hidden, feature, kv = run(_one_each(inputs, token, at), feature, kv)
-            at = at + 1
+
+    def draw(hidden: Array, position: Array) -> Array:
         logits = family.logits(own, params.drafter, hidden, target)
-        token = inputs.draw(logits, total + i) if config.is_coupled else _likeliest(logits)
-        drafts.append(token)
-    return Proposal(jnp.stack(drafts, 1), kv=(*caches, *kv))
+        if config.is_coupled:
+            return inputs.draw(logits, position)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
+    def next_draft(carry: tuple, _: None) -> tuple[tuple, Array]:
+        token, position, feature, kv = carry
+        batch = _one_each(inputs, token, position - int(family.is_shifted))
+        hidden, feature, kv = run(batch, feature, kv)
+        token = draw(hidden, position + 1)
+        return (token, position + 1, feature, kv), token
 
-def _likeliest(logits: Array) -> Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if family.is_shifted:  # the first comes of what has been run
+        drafts = [draw(hidden, total)]
+        carry = drafts[0], total, feature, kv
+    else:
+        drafts = []
+        carry = take(requests.token_ids, (rows.slot, total - 1)), total - 1, feature, kv
+    num = config.num_drafts - len(drafts)
+    # A loop compiles faster. On a GPU the host would run it.
+    (*_, kv), rest = jax.lax.scan(next_draft, carry, length=num, unroll=num if inputs.unroll else 1)
+    drafts = jnp.concatenate([*(d[:, None] for d in drafts), rest.T], 1)
+    return Proposal(drafts, kv=(*caches, *kv))
 
 
 def _one_each(inputs: DraftInputs, token: Array, at: Array) -> Batch:

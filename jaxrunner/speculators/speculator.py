@@ -28,6 +28,7 @@ class DraftInputs(NamedTuple):
     cache_groups: tuple[CacheGroup, ...]
     # (logits [B, V], position [B]) -> the tokens that these would be sampled as there, [B].
     draw: Callable[[Array, Array], Array]
+    unroll: bool  # whether loops of a few turns are to be unrolled
 
 
 class Proposal(NamedTuple):
