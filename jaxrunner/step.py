@@ -118,8 +118,10 @@ def finish(
     requests, num_sampled, accepted, finished = advance(
         state.requests, rows, drawn.token_ids, drawn.num_accepted
     )
-    J = drawn.token_ids.shape[1]
-    verified = (rows.num_drafts > 0)[:, None] & (jnp.arange(J)[None] <= accepted[:, None])
+    drafts = None
+    if (J := drawn.token_ids.shape[1]) > 1:
+        verified = (rows.samples & (rows.num_drafts > 0))[:, None]
+        drafts = (verified & (jnp.arange(J)[None] <= accepted[:, None])).astype(jnp.int32)
     output = StepOutput(
         token_ids=drawn.token_ids,
         num_sampled=num_sampled,
@@ -127,7 +129,7 @@ def finish(
         not_finite=drawn.not_finite & rows.samples,
         no_choice=drawn.no_choice & rows.samples,
         logprobs=drawn.logprobs,
-        drafts=verified.astype(jnp.int32) if J > 1 else None,
+        drafts=drafts,
         heads=heads,
     )
     return replace(state, requests=requests), output
@@ -267,7 +269,6 @@ def advance(
         drafted = take(requests.token_ids, (rows.slot[:, None], at))
         stands = (drafted == sampled) & (j < rows.num_drafts[:, None])
         accepted = jnp.cumprod(stands, axis=1).sum(1)
-    accepted = jnp.where(rows.samples, accepted, 0)
     stops = jnp.any(sampled[:, :, None] == of_row(requests.stop_ids)[:, None], axis=2)
     stops &= at + 1 >= of_row(requests.min_len)[:, None]
     until_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1) + 1, J)
