@@ -2,6 +2,7 @@
 
 python -m jaxrunner
 python -m jaxrunner "def fib(n):"
+python -m jaxrunner --drafts 3
 python -m jaxrunner --model path/to/checkpoint "Once upon a time"
 """
 
@@ -49,7 +50,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--drafts", type=int, metavar="K",
+        help="of a step: the embedded model once more, with its EAGLE-3 head; 3 on a GPU, else 0",
+    )  # fmt: skip
     args = parser.parse_args()
+    if args.drafts and args.model:
+        parser.error("--drafts needs the embedded model, which has a head that drafts for it")
     if args.prompts and args.prompts[0] in COMMANDS:
         parser.error(
             f"there is no command {args.prompts[0]!r}, and no server: this completes prompts; "
@@ -71,8 +78,30 @@ def main() -> None:
         params = SamplingParams(
             temperature=args.temperature, top_p=0.95, max_tokens=args.max_tokens, seed=args.seed
         )
-        num_tokens, seconds = stream(llm, prompts, params)
-    print(f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s\n\n{NEXT}")
+        print(speed(*stream(llm, prompts, params)))
+    usual = 3 if device.platform == "gpu" and not args.model else 0
+    if num_drafts := usual if args.drafts is None else args.drafts:
+        print(speed(*draft(model, sizes, prompts, params, num_drafts)))
+    print(f"\n{NEXT}")
+
+
+def speed(num_tokens: int, seconds: float, with_what: str = "") -> str:
+    """Returns a line of figures."""
+    return f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s{with_what}"
+
+
+def draft(
+    model: str, sizes: dict[str, Any], prompts: list[str], params: SamplingParams, num_drafts: int
+) -> tuple[int, float, str]:
+    """Writes the same with drafts of the embedded head. Returns tokens, seconds, and a remark."""
+    head = dict(method="eagle3", model=str(embedded.EAGLE3_PATH), num_speculative_tokens=num_drafts)
+    with LLM(model, speculative_config=head, **sizes) as llm:
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+    lengths = [x.metrics.mean_acceptance_length or 1 for x in outputs if x.metrics]
+    remark = f" with {num_drafts} drafts a step, {sum(lengths) / len(lengths):.1f} tokens of each"
+    return sum(len(x.outputs[0].token_ids) for x in outputs), seconds, remark
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -31,6 +31,20 @@ def test_the_demo_streams_several_completions(monkeypatch, capsys):
     assert "tokens/s" in shown and "Next:" in shown
 
 
+def test_the_demo_drafts(monkeypatch, capsys):
+    argv = ["jaxrunner", "--max-tokens", "8", "--drafts", "2", "def fib(n):"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(__main__, "LLM", lambda model, **sizes: LLM(model, **sizes | SIZES))
+    __main__.main()
+    plain, drafted = [x for x in capsys.readouterr().out.splitlines() if "tokens/s" in x]
+    assert plain.split()[0] == drafted.split()[0]
+    assert "with 2 drafts a step, " in drafted
+    monkeypatch.setattr(sys, "argv", [*argv, "--model", str(embedded.PATH)])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert "--drafts needs the embedded model" in capsys.readouterr().err
+
+
 def test_the_demo_completes_its_argument(monkeypatch, capsys):
     argv = ["jaxrunner", "--max-tokens", "5", "--model", str(embedded.PATH), "def fib(n):"]
     monkeypatch.setattr(sys, "argv", argv)
