@@ -24,6 +24,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.sampling.min_p import min_p
 from jaxrunner.slot_table import SlotTable
+from jaxrunner.speculators.ngram import ngram
 from tests.support import tiny
 
 
@@ -150,6 +151,19 @@ def test_tables_of_other_names_and_sizes_have_their_own(tmp_path):
     models = [llama, *(llama._replace(tables=(table,)) for table in tables)]
     caches = [cache_of(make(tmp_path, model=model)) for model in models]
     assert len({cache._path("key") for cache in caches if cache is not None}) == 5
+
+
+def test_other_drafts_have_their_own(tmp_path):
+    """Other lengths of n-grams are compiled in, as is how drafts are verified."""
+    drafters = [
+        ngram(2, max_n=3), ngram(3, max_n=3), ngram(2, max_n=4),
+        ngram(2, max_n=3)._replace(rejection="standard"), ngram(2, max_n=3),
+    ]  # fmt: skip
+    models = [llama, *(llama._replace(speculator=drafter) for drafter in drafters)]
+    caches = [cache_of(make(tmp_path, model=model)) for model in models]
+    assert len({cache._path("key") for cache in caches if cache is not None}) == 5
+    mine = llama._replace(speculator=drafters[0]._replace(propose=lambda inputs: inputs))
+    assert cache_of(make(tmp_path, model=mine)) is None
 
 
 def test_nothing_is_kept_where_jax_keeps_its_own(tmp_path):

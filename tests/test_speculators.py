@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 
+from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
+from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
+from jaxrunner.runner.build import build
 from tests.outside.lookup import K, lookup
+from tests.outside.recurrent import recurrent
 from tests.support import tiny
 
 MODEL = llama._replace(speculator=lookup)
@@ -75,3 +79,13 @@ def test_each_slot_has_the_speculator_s_state():
     assert len(request.output_token_ids) == 12
     counts = np.asarray(e.runner.state.tables["proposed"].count)
     assert counts.sum() == K * sampled and (counts > 0).sum() == 1
+
+
+def test_a_state_of_all_tokens_before_refuses_drafts():
+    """What a rejected draft has changed there cannot be undone."""
+    config = recurrent.read(Settings(tiny.SETTINGS))
+    params = pytree.abstract(recurrent.params, config.dims | {"param": "float32"})
+    model = recurrent._replace(speculator=lookup)
+    match = "a speculator needs caches in which a rejected token is written over, LlamaForCausalLM"
+    with pytest.raises(ValueError, match=match):
+        build(model, config, tiny.engine_config(), params)

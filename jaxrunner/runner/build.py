@@ -1,6 +1,7 @@
 """What an engine's programs are made of: chosen from the model, the sizes and the device."""
 
 from dataclasses import replace
+import functools
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from jaxrunner.rule import Rule
 from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.sampling import RULES
 from jaxrunner.slot_table import check_names
+from jaxrunner.speculators.draft_model import DraftModelConfig
+from jaxrunner.speculators.drafter import DraftedConfig
 
 
 class Built(NamedTuple):
@@ -40,8 +43,11 @@ class Built(NamedTuple):
         program = self.program
         code = _code(program, self.params)
         names = [(function.__module__, function.__qualname__) for function in code]
-        tables = [(table.name, table.dims) for table in program.model.tables]
-        context = names, tables, program.config, program.engine, self.choice.name, self.params
+        model, speculator = program.model, program.model.speculator
+        tables = [(table.name, table.dims) for table in model.tables]
+        drafts = speculator and speculator._replace(propose=_given(speculator.propose), tables=())
+        context = names, tables, drafts, program.config, program.engine
+        context += self.choice.name, self.params
         return ProgramCache(self.cache_dir, context)
 
     @property
@@ -81,6 +87,11 @@ def build(
             f"num_decode_steps={config.num_decode_steps} needs a model without heads, "
             f"{model_config.architecture} has some: set num_decode_steps=1"
         )
+    if speculator is not None and (lost := _not_rewound(model_config)):
+        raise ValueError(
+            f"a speculator needs caches in which a rejected token is written over, "
+            f"{model_config.architecture} has {lost}: leave out speculative_config"
+        )
     # What the code of others does is not known.
     ours = rules == RULES and ops is None and is_ours(*_code(program, params))
     return Built(choice, program, abstract(params), cache_dir, ours)
@@ -91,13 +102,41 @@ def _code(program: Program, params: Any) -> tuple[Any, ...]:
     model, config = program.model, program.config
     tables = (table.params for table in model.tables)
     heads = (head.run for head in model.heads)
-    drafts = () if model.speculator is None else (model.speculator.propose,)
+    speculator = model.speculator
+    drafts = () if speculator is None else (_function(speculator.propose), *_code_of_parts(config))
     kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
     weights = _classes(params)
     return (
         model.embed, model.layers, model.logits, type(config), *tables, *heads, *drafts,
         *chain(*kinds), *weights,
     )  # fmt: skip
+
+
+def _code_of_parts(config: Any) -> tuple[Any, ...]:
+    """Returns the functions and classes of a model and of the drafter with layers that it has."""
+    if not isinstance(config, DraftedConfig):
+        return ()
+    model, family = config.model, config.family
+    own = family.embed, family.feature, family.layers, family.logits, type(config.drafter)
+    if isinstance(config.drafter, DraftModelConfig):
+        smaller = config.drafter.model
+        own += smaller.embed, smaller.layers, smaller.logits, type(config.drafter.config)
+    return model.embed, model.layers, model.logits, type(config.target), *own
+
+
+def _function(called: Any) -> Any:
+    return called.func if isinstance(called, functools.partial) else called
+
+
+def _given(called: Any) -> Any:
+    """Returns what a function is given beforehand."""
+    return (called.args, called.keywords) if isinstance(called, functools.partial) else None
+
+
+def _not_rewound(config: ModelConfig) -> str | None:
+    """Returns the name of a kind of cache that keeps no tokens apart, None where there is none."""
+    kinds = (type(kind).__name__ for kind in config.cache_kinds if not kind.has_prefixes)
+    return next(kinds, None)
 
 
 def _classes(tree: Any) -> list[type]:

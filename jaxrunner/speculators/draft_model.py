@@ -1,6 +1,6 @@
 """A smaller model with the same tokens as a drafter. arXiv:2211.17192, arXiv:2302.01318."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrunner.caches.cache_group import CacheKind
@@ -14,7 +14,7 @@ from jaxrunner.types import Array, Inputs
 class DraftModelConfig:
     """Any model of ours, for the tokens of another."""
 
-    model: Model
+    model: Model = field(repr=False)
     config: ModelConfig
     extras: tuple[str, ...] = ()
 

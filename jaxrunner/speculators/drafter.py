@@ -1,7 +1,7 @@
 """What a drafter is: a speculator with weights and layers of its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 import functools
 from typing import Any, NamedTuple, Protocol
 
@@ -77,9 +77,9 @@ class Drafted:
 class DraftedConfig:
     """The `ModelConfig` of a model with a drafter: the model's, and caches of both."""
 
-    model: Model
+    model: Model = field(repr=False)
     target: ModelConfig
-    family: Drafter
+    family: Drafter = field(repr=False)
     drafter: DrafterConfig
     num_drafts: int
     is_coupled: bool = True  # whether drafts are drawn with the model's noise; else the likeliest
