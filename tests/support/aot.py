@@ -22,6 +22,9 @@ from jaxrunner.ops import backends
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
 from jaxrunner.runner.program_table import Key
 from jaxrunner.sampling import RULES
+from jaxrunner.speculators.drafted import with_drafter
+from jaxrunner.speculators.eagle import eagle
+from jaxrunner.speculators.eagle import read as read_eagle
 from tests.support import tiny
 
 DEVICE = """
@@ -62,14 +65,23 @@ def placed(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
-def compile_step(key: Key) -> tuple[Any, int, str]:
-    """Returns a compiled program, the bytes of its KV cache and how HLO writes that shape."""
+def compile_step(key: Key, num_drafts: int = 0) -> tuple[Any, int, str]:
+    """Returns a compiled program, the bytes of its KV cache and how HLO writes that shape.
+
+    num_drafts: of an EAGLE head; 0 for none.
+    """
     model, config = read_model(Settings(MODEL))
+    if num_drafts:
+        llama = MODEL | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+        head = read_eagle(Settings(llama), config, frozenset())
+        model, config = with_drafter(model, config, eagle, head, num_drafts)
     engine = tiny.engine_config(
         dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
         max_num_seqs=16, max_num_batched_tokens=128, num_decode_steps=4,
     )  # fmt: skip
-    program = Program(model, config, engine, backends.fused, RULES, sample=sample_tokens)
+    program = Program(
+        model, config, engine, backends.fused, RULES, num_drafts, sample=sample_tokens
+    )
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
     spec = program_spec(program, params, key)
     static = dict(spec.static)
@@ -88,13 +100,14 @@ def main(folder: Path) -> None:
         jax.jit(case.run).lower(*placed(jax.eval_shape(lambda c=case: c.make(0)))).compile()
     found = []
     prefill = Key("step", Bucket(128, 16))
-    for key in (
-        Key("step", Bucket(8, 8, 1)),
-        Key("step", Bucket(32, 8, 4)),
-        prefill,
-        Key("multi_step", MultiStepBucket(4, SampleSize(8))),
+    for key, num_drafts in (
+        (Key("step", Bucket(8, 8, 1)), 0),
+        (prefill, 0),
+        (Key("multi_step", MultiStepBucket(4, SampleSize(8))), 0),
+        (Key("step", Bucket(32, 8, 4)), 3),
+        (Key("multi_step", MultiStepBucket(4, SampleSize(8), 4)), 3),
     ):
-        compiled, kv_bytes, shape = compile_step(key)
+        compiled, kv_bytes, shape = compile_step(key, num_drafts)
         memory, text = compiled.memory_analysis(), compiled.as_text()
         dumps = sorted(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_mtime)
         found.append(
