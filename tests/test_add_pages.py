@@ -1,4 +1,4 @@
-"""The pages that say how to add a model, a rule and a kernel run as they stand, in a folder."""
+"""The pages that say how to add a part run as they stand, in a folder."""
 
 import importlib
 from pathlib import Path
@@ -81,6 +81,24 @@ def test_a_rule_equals_its_oracle_and_changes_no_other_request(folder, capsys):
     assert "n_sigma must be at least 0, got -1.0" in shown
     usual, off, cut = map(float, re.findall(r"\d\.\d+", shown.splitlines()[0]))
     assert usual == off > cut > 0
+
+
+def test_a_speculator_equals_its_oracle_and_changes_no_token(folder, capsys):
+    write("add_a_speculator.md", folder)
+    run("check_lookup.py")
+    lengths = [float(x) for x in re.findall(r"(\d\.\d+) tokens a step", capsys.readouterr().out)]
+    assert len(lengths) == 3 and max(lengths) > 1.5
+
+
+def test_a_drafter_that_is_fitted_to_a_text_drafts_some_tokens_right(folder, capsys):
+    write("add_a_speculator.md", folder)
+    run("check_one_product.py")
+    shown = re.findall(
+        r"(\d+) steps, accepted by position: \[(\d+), (\d+)\]", capsys.readouterr().out
+    )
+    assert len(shown) == 2
+    for steps, first, both in (map(int, numbers) for numbers in shown):
+        assert steps > first > both > 0
 
 
 def test_the_specification_of_a_kernel_equals_its_oracle(folder):

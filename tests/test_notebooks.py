@@ -25,9 +25,15 @@ PRINTS = {
         "3 programs",
     ],
     "2_sampling.ipynb": ["[True, True, True, True]", "'sigmas': 1"],
+    "3_speculation.ipynb": [
+        "greedy: same tokens: True",
+        "sampled: same tokens: True",
+        "as it was walked: True",
+        "drafts: 3 by eagle3, ",
+    ],
 }
 
-SLOW = {"2_sampling.ipynb"}
+SLOW = {"2_sampling.ipynb", "3_speculation.ipynb"}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 

@@ -14,9 +14,14 @@ from jaxrunner.models.llama import llama
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
+from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
+from jaxrunner.speculators.drafted import with_drafter
+from jaxrunner.speculators.drafter import Drafted
+from jaxrunner.speculators.ngram import ngram
 from tests.outside import checkpoint
 from tests.outside.glm4 import glm4
 from tests.outside.int8_linear import int8_llama
+from tests.outside.lookup import lookup
 from tests.outside.recurrent import recurrent
 from tests.outside.scaled_tokens import TABLE
 from tests.outside.top_n_sigma import top_n_sigma
@@ -95,3 +100,73 @@ def test_containers_of_weights_count_as_well(tmp_path):
     ours = pytree.abstract(llama.params, CONFIG.dims | {"param": jnp.float32})
     assert built(tmp_path, params=[ours, (ours, {"a": ours}), None]).is_ours
     assert not built(tmp_path, params={"a": [Pair(ours, ours)]}).is_ours
+
+
+def layers(*args: Any, **kwargs: Any) -> Any:
+    """Llama's, by code of others."""
+    return llama.layers(*args, **kwargs)
+
+
+OTHERS = llama._replace(layers=layers)
+
+
+def drafted(folder: Any, target=llama, drafter=llama, family: Any = None, **changes: Any) -> Built:
+    """Returns programs of a llama that another drafts for."""
+    own = DraftModelConfig(drafter, CONFIG)
+    K, is_coupled = changes.pop("num_drafts", 2), changes.pop("is_coupled", True)
+    model, config = with_drafter(
+        target, CONFIG, family or draft_model(drafter), own, K, is_coupled=is_coupled
+    )
+    assert model.speculator is not None
+    model = model._replace(speculator=model.speculator._replace(**changes))
+    params = pytree.abstract(llama.params, CONFIG.dims | {"param": jnp.float32})
+    return built(folder, model, config, Drafted(params, params))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(target=OTHERS),
+        dict(drafter=OTHERS),
+        dict(family=draft_model(llama)._replace(layers=layers)),
+        dict(tables=lookup.tables),
+    ],
+    ids=["target", "drafter", "family", "tables"],
+)
+def test_a_drafter_hides_no_code_of_others(tmp_path, given: dict[str, Any]):
+    assert drafted(tmp_path).is_ours and not drafted(tmp_path, **given).is_ours
+    assert not built(tmp_path, llama._replace(speculator=lookup)).is_ours
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Programs are kept here, whatever JAX itself keeps for the tests."""
+    monkeypatch.setattr("jaxrunner.runner.build.jax_keeps_its_own", lambda: False)
+
+
+def context(programs: Built) -> str:
+    assert programs.cache is not None
+    return programs.cache._context
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(num_drafts=3),
+        dict(is_coupled=False),
+        dict(rejection="standard"),
+        dict(rejection="synthetic", rates=(0.5, 0.25)),
+    ],
+    ids=["num_drafts", "is_coupled", "rejection", "rates"],
+)
+def test_programs_that_draft_otherwise_are_others(tmp_path, kept, given: dict[str, Any]):
+    same, other = context(drafted(tmp_path)), context(drafted(tmp_path, **given))
+    assert same == context(drafted(tmp_path)) != other
+    assert " at 0x" not in same + other  # which no other process has
+
+
+def test_sizes_of_n_grams_tell_programs_apart(tmp_path, kept):
+    few, more = (
+        context(built(tmp_path, llama._replace(speculator=ngram(2, max_n=n)))) for n in (2, 3)
+    )
+    assert few != more and " at 0x" not in few + more

@@ -99,10 +99,10 @@ def build(
 
 def _code(program: Program, params: Any) -> tuple[Any, ...]:
     """Returns the functions and classes that a model brings along, with those of its weights."""
-    model, config = program.model, program.config
-    tables = (table.params for table in model.tables)
+    model, config, speculator = program.model, program.config, program.model.speculator
+    own = () if speculator is None else speculator.tables
+    tables = (table.params for table in (*model.tables, *own))
     heads = (head.run for head in model.heads)
-    speculator = model.speculator
     drafts = () if speculator is None else (_function(speculator.propose), *_code_of_parts(config))
     kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
     weights = _classes(params)

@@ -97,7 +97,8 @@ class DraftedConfig:
     @functools.cached_property
     def own_kinds(self) -> tuple[CacheKind, ...]:
         """What each layer of the drafter keeps: in blocks of the model's where sizes are equal."""
-        axes = tuple((axis, self.drafter.dims[axis]) for axis in "KD")
+        dims = self.drafter.dims  # without K and D where no layer keeps keys
+        axes = tuple((axis, dims[axis]) for axis in "KD" if axis in dims)
         if all(self.target.dims.get(axis) == size for axis, size in axes):
             return self.drafter.cache_kinds
         kinds = self.drafter.cache_kinds

@@ -1,0 +1,120 @@
+"""docs/speculative_decoding.md is true: its program runs, its tables are those of the code."""
+
+import ast
+from dataclasses import MISSING, fields
+from pathlib import Path
+import re
+import runpy
+from typing import Any
+
+import pytest
+
+from jaxrunner.api.speculative_config import AUTO, METHODS, REJECTIONS, SpeculativeConfig
+from jaxrunner.loading.speculation import check_supported
+from tests.support.small_llm import SIZES
+
+PAGE = Path(__file__).parents[1] / "docs" / "speculative_decoding.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Returns the cells of the first table behind a heading, without its head."""
+    section = re.split(r"^## ", TEXT.split(f"## {heading}\n")[1], flags=re.M)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def config(**given: Any) -> SpeculativeConfig:
+    """Returns a config with these fields, and what they make necessary."""
+    needed: dict[str, Any] = dict(method="eagle3", num_speculative_tokens=3)
+    if (given.get("method") or "eagle3") in ("draft_model", "eagle", "eagle3"):
+        needed["model"] = "head"
+    if given.get("rejection_sample_method") == "synthetic":
+        needed["synthetic_acceptance_length"] = 2.0
+    return SpeculativeConfig(**needed | given)
+
+
+REFUSED = [span.split("=") for cell, _ in rows("What is refused") for span in spans(cell)]
+VALUES: dict[str, tuple[str, ...]] = dict(
+    method=METHODS, num_speculative_tokens=(AUTO,), rejection_sample_method=REJECTIONS,
+    draft_sample_method=("greedy", "probabilistic"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in VALUES.items() for value in values]
+)
+def test_the_page_lists_what_is_refused_and_nothing_else(name: str, value: str):
+    if [name, f'"{value}"'] in REFUSED:
+        with pytest.raises(ValueError, match="is not there: "):
+            check_supported(config(**{name: value}))
+    else:
+        check_supported(config(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            dict(method="mtp"),
+            "speculative_config.method='mtp' is not there: take 'ngram' or 'eagle3'",
+        ),
+        (
+            dict(num_speculative_tokens=AUTO),
+            "speculative_config.num_speculative_tokens='auto' is not there: give a number",
+        ),
+        (
+            dict(draft_sample_method="probabilistic"),
+            "speculative_config.draft_sample_method='probabilistic' is not there: leave it out",
+        ),
+    ],
+)
+def test_what_is_refused_says_what_to_take(given: dict[str, str], message: str):
+    with pytest.raises(ValueError, match=message):
+        check_supported(config(**given))
+
+
+def test_the_page_refuses_values_that_there_are():
+    assert all(ast.literal_eval(value) in VALUES[name] for name, value in REFUSED) and REFUSED
+
+
+def test_methods_and_rejections_are_those_of_the_page():
+    refused = {ast.literal_eval(value) for name, value in REFUSED if name == "method"}
+    names = [spans(cell)[0] for cell, *_ in rows("Methods")]
+    told = {ast.literal_eval(name) for name in names if name != "Speculator"}
+    assert told | refused == {*METHODS} and not told & refused
+    told = [ast.literal_eval(spans(cell)[0]) for cell, *_ in rows("Which drafts stand")[:4]]
+    assert tuple(told) == REJECTIONS
+
+
+def test_keys_and_defaults_are_those_of_the_page():
+    told = {name: default for cell, default, _ in rows("Keys of `speculative_config`")
+            for name in spans(cell)}  # fmt: skip
+    assert {*told} == {field.name for field in fields(SpeculativeConfig)}
+    for field in fields(SpeculativeConfig):
+        default = told[field.name]
+        if default == "required":
+            needed = {"method": {}, "num_speculative_tokens": dict(method="ngram")}[field.name]
+            with pytest.raises(ValueError, match=f"speculative_config.{field.name}"):
+                SpeculativeConfig.read(needed)
+        else:
+            assert field.default is not MISSING
+            want = None if default == "none" else ast.literal_eval(spans(default)[0])
+            assert field.default == want
+
+
+def test_the_program_of_the_page_runs(tmp_path, capsys):
+    (text,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    path = tmp_path / "drafts.py"
+    small = text.replace("max_num_seqs=16", "**SIZES")
+    assert small != text
+    path.write_text(small)
+    metrics = runpy.run_path(str(path), init_globals=dict(SIZES=SIZES))["output"].metrics
+    counts = (metrics.num_drafts, *metrics.num_accepted_tokens_per_pos)
+    assert len(counts) == 4 and counts[0] > 0 and sorted(counts, reverse=True) == [*counts]
+    shown = capsys.readouterr().out
+    assert "drafts: 3 by eagle3, " in shown and f"{counts[1:]} accepted" in shown
