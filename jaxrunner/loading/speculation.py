@@ -33,7 +33,8 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     drafting = _with_speculator(loaded, config)
     speculator, rejection = drafting.model.speculator, config.rejection_sample_method
     rates = conditional_rates(config) if rejection == "synthetic" else ()
-    speculator = speculator and speculator._replace(rejection=rejection, rates=rates)
+    if isinstance(config.method, str) or rejection != "exact":  # else a user's says it itself
+        speculator = speculator and speculator._replace(rejection=rejection, rates=rates)
     return drafting._replace(model=drafting.model._replace(speculator=speculator))
 
 
@@ -53,10 +54,8 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         return loaded._replace(model=loaded.model._replace(speculator=speculator))
     assert config.model is not None
     weights = replace(loaded.load_config, model=config.model, revision=None)
-    folder, is_dummy = (
-        weights.folder(name="speculative_config.model"),
-        weights.load_format == "dummy",
-    )
+    folder = weights.folder(name="speculative_config.model")
+    is_dummy = weights.load_format == "dummy"
     family, drafter = read_drafter(method, folder, loaded.config, has_weights=not is_dummy)
     if not is_dummy:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)

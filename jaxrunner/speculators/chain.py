@@ -31,56 +31,76 @@ def propose(inputs: DraftInputs) -> Proposal:
     The drafter's keys of the step's tokens are written anew from what the model made of them, over
     those of drafts before they were verified.
     """
-    config, params = cast(DraftedConfig, inputs.config), inputs.params
-    model, family, own = config.model, config.family, config.drafter
-    target = Target(
-        functools.partial(model.embed, config.target, params.target),
-        functools.partial(model.logits, config.target, params.target),
-    )
-    requests, batch, rows = inputs.requests, inputs.batch, inputs.rows
-    num_layers = len(config.target.cache_kinds)
-    caches, kv = inputs.kv[:num_layers], inputs.kv[num_layers:]
-
-    def run(batch: Batch, feature: Array, kv: tuple[Any, ...]) -> tuple[Array, Array, Any]:
-        x = family.embed(own, params.drafter, batch.inputs, target)
-        batch = _of_groups(batch, config)
-        return family.layers(own, params.drafter, x, feature, kv, batch.inputs, inputs.ops(batch))
-
-    first = take(batch.query_start, jnp.arange(rows.slot.shape[0]))
-    total = take(requests.total_len, rows.slot)
-    if family.is_shifted:
-        at = batch.slot, batch.inputs.positions + 1
-        following = replace(batch.inputs, token_ids=take(requests.token_ids, at))
-        batch = replace(batch, inputs=following)
-    feature = family.feature(own, params.drafter, inputs.hidden, inputs.extras)
-    hidden, feature, kv = run(batch, feature, kv)
-    last = jnp.maximum(first + total - 2 - take(batch.inputs.positions, first), 0)
-    hidden, feature = take(hidden, last), take(feature, last)
-
-    def draw(hidden: Array, position: Array) -> Array:
-        logits = family.logits(own, params.drafter, hidden, target)
-        if config.is_coupled:
-            return inputs.draw(logits, position)
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    config, requests, slot = cast(DraftedConfig, inputs.config), inputs.requests, inputs.rows.slot
+    num_layers, is_shifted = len(config.target.cache_kinds), config.family.is_shifted
+    caches, total = inputs.kv[:num_layers], take(requests.total_len, slot)
+    hidden, feature, kv = _run_step(inputs, total, inputs.kv[num_layers:])
 
     def next_draft(carry: tuple, _: None) -> tuple[tuple, Array]:
         token, position, feature, kv = carry
-        batch = _one_each(inputs, token, position - int(family.is_shifted))
-        hidden, feature, kv = run(batch, feature, kv)
-        token = draw(hidden, position + 1)
+        batch = _one_each(inputs, token, position - int(is_shifted))
+        hidden, feature, kv = _run(inputs, batch, feature, kv)
+        token = _draw(inputs, hidden, position + 1)
         return (token, position + 1, feature, kv), token
 
-    if family.is_shifted:  # the first comes of what has been run
-        drafts = [draw(hidden, total)]
+    if is_shifted:  # the first comes of what has been run
+        drafts = [_draw(inputs, hidden, total)]
         carry = drafts[0], total, feature, kv
     else:
         drafts = []
-        carry = take(requests.token_ids, (rows.slot, total - 1)), total - 1, feature, kv
+        carry = take(requests.token_ids, (slot, total - 1)), total - 1, feature, kv
     num = config.num_drafts - len(drafts)
     # A loop compiles faster. On a GPU the host would run it.
     (*_, kv), rest = jax.lax.scan(next_draft, carry, length=num, unroll=num if inputs.unroll else 1)
     drafts = jnp.concatenate([*(d[:, None] for d in drafts), rest.T], 1)
     return Proposal(drafts, kv=(*caches, *kv))
+
+
+def _run_step(
+    inputs: DraftInputs, total: Array, kv: tuple[Any, ...]
+) -> tuple[Array, Array, tuple[Any, ...]]:
+    """Runs the drafter's layers on the tokens of the step.
+
+    Returns hidden and feature of each row's last token that stands and has been run, and caches.
+    """
+    config, batch, slot = cast(DraftedConfig, inputs.config), inputs.batch, inputs.rows.slot
+    if config.family.is_shifted:
+        at = batch.slot, batch.inputs.positions + 1
+        following = replace(batch.inputs, token_ids=take(inputs.requests.token_ids, at))
+        batch = replace(batch, inputs=following)
+    own, params = config.drafter, inputs.params.drafter
+    feature = config.family.feature(own, params, inputs.hidden, inputs.extras)
+    hidden, feature, kv = _run(inputs, batch, feature, kv)
+    first = take(batch.query_start, jnp.arange(slot.shape[0]))
+    last = jnp.maximum(first + total - 2 - take(batch.inputs.positions, first), 0)
+    return take(hidden, last), take(feature, last), kv
+
+
+def _run(
+    inputs: DraftInputs, batch: Batch, feature: Array, kv: tuple[Any, ...]
+) -> tuple[Array, Array, tuple[Any, ...]]:
+    """Runs the drafter's layers on a batch. Returns hidden, the next feature, and caches."""
+    config = cast(DraftedConfig, inputs.config)
+    family, own, params = config.family, config.drafter, inputs.params.drafter
+    x = family.embed(own, params, batch.inputs, _target(inputs))
+    batch = _of_groups(batch, config)
+    return family.layers(own, params, x, feature, kv, batch.inputs, inputs.ops(batch))
+
+
+def _draw(inputs: DraftInputs, hidden: Array, position: Array) -> Array:
+    """Returns the drafts, [B], that hidden, [B, E], gives."""
+    config = cast(DraftedConfig, inputs.config)
+    params, target = inputs.params.drafter, _target(inputs)
+    logits = config.family.logits(config.drafter, params, hidden, target)
+    if config.is_coupled:
+        return inputs.draw(logits, position)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _target(inputs: DraftInputs) -> Target:
+    config, params = cast(DraftedConfig, inputs.config), inputs.params.target
+    ends = config.model.embed, config.model.logits
+    return Target(*(functools.partial(end, config.target, params) for end in ends))
 
 
 def _one_each(inputs: DraftInputs, token: Array, at: Array) -> Batch:
