@@ -1,0 +1,83 @@
+"""The tiny model with drafters of each kind, of random weights."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner import pytree
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.llama import llama
+from jaxrunner.speculators import eagle as heads
+from jaxrunner.speculators import eagle3_config, eagle3_head
+from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
+from jaxrunner.speculators.drafted import with_drafter
+from jaxrunner.speculators.drafter import Drafted
+from jaxrunner.speculators.eagle import eagle
+from jaxrunner.speculators.eagle3 import eagle3
+from jaxrunner.speculators.ngram import ngram
+from tests.support import eagle3_reference as reference
+from tests.support import tiny
+
+K = 3  # drafts of a step
+
+
+def random_like(cls, dims, seed):
+    keys = iter(jax.random.split(jax.random.key(seed), 99))
+
+    def make(axes, shape, dtype):
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jnp.zeros(shape, dtype)
+        return jax.random.normal(next(keys), shape, dtype) * 0.4
+
+    return pytree.build(make, cls, dims | {"param": jnp.float32})
+
+
+def with_itself():
+    """Returns the tiny model drafted by itself: every draft is right."""
+    config, params = tiny.model_and_params()
+    own = DraftModelConfig(llama, config)
+    model, drafted = with_drafter(llama, config, draft_model(llama), own, K)
+    return model, drafted, Drafted(params, params)
+
+
+def with_another():
+    """Returns it drafted by a model of other sizes, and so with a cache group of its own."""
+    config, params = tiny.model_and_params()
+    other = tiny.config(num_key_value_heads=1, num_hidden_layers=1, head_dim=4)
+    own = DraftModelConfig(llama, other)
+    model, drafted = with_drafter(llama, config, draft_model(llama), own, K)
+    return model, drafted, Drafted(params, tiny.random_params(other, seed=5))
+
+
+def with_eagle(**changes):
+    """Returns it drafted by an EAGLE head of random weights."""
+    config, params = tiny.model_and_params()
+    settings = Settings(tiny.SETTINGS | dict(num_hidden_layers=1) | changes)
+    own = heads.read(settings, config, frozenset())
+    model, drafted = with_drafter(llama, config, eagle, own, K)
+    return model, drafted, Drafted(params, random_like(heads.Params, own.dims, 3))
+
+
+def with_eagle3():
+    """Returns it drafted by an EAGLE-3 head of random weights, for some of the tokens alone."""
+    config, params = tiny.model_and_params()
+    settings = reference.SPECFORGE | dict(eagle_aux_hidden_state_layer_ids=[0, 1, 1])
+    own = eagle3_config.read(Settings(settings), config, ("lm_head.weight", "d2t"))
+    model, drafted = with_drafter(llama, config, eagle3, own, K)
+    weights = random_like(eagle3_head.Params, own.dims, 3)
+    ids = jnp.sort(jax.random.permutation(jax.random.key(4), reference.V)[: reference.DRAFT_V])
+    weights = replace(weights, d2t=(ids - jnp.arange(ids.size)).astype(jnp.int32))
+    return model, drafted, Drafted(params, weights)
+
+
+DRAFTERS = dict(
+    itself=with_itself, another=with_another, eagle=with_eagle, eagle3=with_eagle3,
+    wide=lambda: with_eagle(num_key_value_heads=1),
+)  # fmt: skip
+
+
+def with_ngrams():
+    """Returns it drafted by what followed its last tokens before."""
+    config, params = tiny.model_and_params()
+    return llama._replace(speculator=ngram(K, max_n=2)), config, params
