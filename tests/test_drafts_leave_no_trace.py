@@ -101,3 +101,24 @@ def test_the_drafter_s_cache_is_that_of_all_tokens_at_once(drafter, changes):
         for x, y in zip(ours, theirs, strict=True):
             CLOSE(x, y[:, :count])
         dense.abort([one.request_id])
+
+
+@pytest.mark.parametrize("drafter", ["another", "eagle3"])
+def test_the_drafter_s_keys_of_a_cached_prefix_come_along(drafter):
+    whole = dict(max_num_batched_tokens=48, token_buckets=(48,))
+    sharing = start(drafter, **whole)
+    alone = start(drafter, **whole, enable_prefix_caching=False)
+    prefix, greedy = [3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=8, temperature=0.0)
+    sharing.add("before", [*prefix, 7, 7, 7], greedy)
+    while sharing.has_unfinished:
+        sharing.step()
+    pair = [(e, e.add("after", [*prefix, 11, 12, 13], greedy)) for e in (sharing, alone)]
+    for e, _ in pair:
+        e.step()
+    assert [request.num_cached_tokens for _, request in pair] == [len(prefix), 0]
+    # The key of a prefix's last token is of the token behind it where a head reads two tokens: that
+    # of the request which computed it. It changes which drafts are made, and no token.
+    last = [len(prefix) - 1] if drafter == "eagle3" else []
+    own = slice(NUM_LAYERS, None)
+    for x, y in zip(*(kept(*one, own) for one in pair), strict=True):
+        CLOSE(np.delete(x, last, 1), np.delete(y, last, 1))
