@@ -104,7 +104,7 @@ def launched(runner: ModelRunner, monkeypatch) -> list[Key]:
         keys.append(key)
         if key.name in ("admit", "copy"):
             return lambda *_: state
-        return lambda *_: (state, *[None] * (5 if key.name == "forward" else 1))
+        return lambda *_: (state, *[None] * (6 if key.name == "forward" else 1))
 
     monkeypatch.setattr(ProgramTable, "__getitem__", spy)
     return keys
