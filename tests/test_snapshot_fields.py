@@ -13,7 +13,7 @@ NOT_SAVED = dict(
     "max_num_seqs num_drafts tables waiting",
     waiting="policy",
     admission="_max_tokens _most_of_one _tables queue remote",
-    tables="_caching _groups _lookahead _share_starts give_back",
+    tables="_caching _groups _share_starts give_back lookahead",
     chunks="_most _sizes",
     worker="_checkpoint _device _engine_plan _host_params _runner _staged status",
     slots="_admission_layout _no_plan _program",

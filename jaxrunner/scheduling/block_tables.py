@@ -27,7 +27,7 @@ class BlockTables:
         self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], *, lookahead: int = 0
     ):
         """lookahead: tokens behind those that a request computes whose keys a drafter writes."""
-        self._lookahead = lookahead
+        self.lookahead = lookahead
         self._groups = tuple(zip(groups, pools, strict=True))
         self.give_back = any(group.num_skipped_tokens(NEVER) for group in groups)  # of a request
         self._share_starts = all(group.kind.has_prefixes for group in groups)
@@ -43,7 +43,7 @@ class BlockTables:
           ValueError: one does not.
         """
         for group, pool in self._groups:
-            needed = group.max_blocks(max_model_len, max_tokens + self._lookahead)
+            needed = group.max_blocks(max_model_len, max_tokens + self.lookahead)
             size = group.block_size
             if pool.num_blocks < needed:
                 raise ValueError(
@@ -108,7 +108,7 @@ class BlockTables:
 
     def end_of_drafts(self, request: Request, num_computed: int) -> int:
         """Returns the tokens for which a step needs blocks that computes `num_computed`."""
-        return max(num_computed, min(num_computed + self._lookahead, request.max_len))
+        return max(num_computed, min(num_computed + self.lookahead, request.max_len))
 
     def fits(self, request: Request, hit: Hit, max_tokens: int) -> bool:
         """Whether the free blocks hold all known tokens of a request beside the hit.
@@ -118,7 +118,7 @@ class BlockTables:
         end = self.end_of_drafts(request, request.num_tokens)
         for (group, pool), table in zip(self._groups, hit.blocks, strict=True):
             nulls = table.count(pool.null_block)
-            most = group.max_blocks(end, max_tokens + self._lookahead)
+            most = group.max_blocks(end, max_tokens + self.lookahead)
             owned = min(most, group.table_len(end) - nulls)
             in_use = sum(not pool.is_free(block) for block in table) - nulls
             if owned - in_use > pool.num_free:

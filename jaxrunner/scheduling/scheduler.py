@@ -211,7 +211,8 @@ class Scheduler:
                 cost, spare = cost + num_drafts, spare - num_drafts
             end = request.num_computed + n
             end = end if end <= request.max_len else request.max_len
-            end = self.tables.end_of_drafts(request, end)
+            if self.tables.lookahead:
+                end = self.tables.end_of_drafts(request, end)
             new = () if end <= request.num_held else self.tables.extend(request, end)
             while new is None:
                 victim = max(self.running, key=self.waiting.order)
