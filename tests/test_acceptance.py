@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.sampling.acceptance import Drafted, block, standard, synthetic
+from jaxrunner.sampling.acceptance import Unverified, Verified, _emit, block, standard, synthetic
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise, uniforms
 
-certain = functools.partial(synthetic, rates=(1.0,) * 3)
 B, V, N = 200_000, 3, 3
 P = np.array([[0.2, 0.5, 0.3], [0.55, 0.05, 0.4], [0.3, 0.3, 0.4]], np.float32)
 Q = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.05, 0.15, 0.8]], np.float32)
@@ -35,7 +34,7 @@ def draw(words: jax.Array, position: jax.Array, stream: int) -> jax.Array:
     return jax.vmap(functools.partial(noise, stream=stream, shape=(V,)))(words, position)
 
 
-def draft(last: jax.Array, words: jax.Array, next_pos: jax.Array, K: int, how: str) -> Drafted:
+def draft(last: jax.Array, words: jax.Array, next_pos: jax.Array, K: int, how: str) -> Unverified:
     """Drafts K tokens after `last`, [B], and computes the logits of target and drafts."""
     log_p, log_q, ids = jnp.asarray(LOG_P), jnp.asarray(LOG_Q), [last]
     for j in range(K):
@@ -49,7 +48,7 @@ def draft(last: jax.Array, words: jax.Array, next_pos: jax.Array, K: int, how: s
         ids.append(jnp.argmax(scores, 1).astype(jnp.int32))
     before, full = jnp.stack(ids, 1), jnp.full(last.shape, K)
     logits = log_q[before[:, :-1]] if how == "sampled" else None
-    return Drafted(log_p[before], before[:, 1:], full, logits, full < 0, words, next_pos)
+    return Unverified(log_p[before], before[:, 1:], full, logits, full < 0, words, next_pos)
 
 
 def first_tokens(verify: Any, K: int, how: str, *, few: bool) -> np.ndarray:
@@ -86,7 +85,7 @@ def one_step(verify: Any, p: Any, q: Any, K: int, how: str, **changes: Any) -> A
             drafts = jnp.argmax(scores + jax.vmap(one)(words, next_pos), 2).astype(jnp.int32)
         full, logits = jnp.full(B, K), jnp.broadcast_to(log_p, (B, K + 1, len(p)))
         of_drafts = scores if how == "sampled" else None
-        given = Drafted(logits, drafts, full, of_drafts, full < 0, words, next_pos)
+        given = Unverified(logits, drafts, full, of_drafts, full < 0, words, next_pos)
         return drafts, verify(given._replace(**changes))
 
     return run_jitted(run, seeds(), jnp.full(B, 5, jnp.int32))
@@ -147,7 +146,7 @@ def test_a_block_is_accepted_more_often_than_its_tokens_one_by_one():
     np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
 
-@pytest.mark.parametrize("verify", [standard, block, certain])
+@pytest.mark.parametrize("verify", [standard, block])
 def test_what_follows_the_last_draft_is_the_target_s_own_sample(verify: Any):
     """Bit for bit, and of requests without drafts too."""
 
@@ -190,24 +189,16 @@ def test_greedy_requests_get_the_likeliest_tokens_whatever_is_drafted(verify: An
     np.testing.assert_array_equal(out.token_ids[1::2], sampled.token_ids[1::2])
 
 
-@pytest.mark.parametrize("how", ["likeliest", "sampled"])
-@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
-def test_synthetic_rates_are_met(how: str, greedy: bool):
-    verify = functools.partial(synthetic, rates=(0.9, 0.5, 1.0))
-    _, out = one_step(verify, P[0], Q[0], 3, how, greedy=jnp.full(B, greedy))
+def test_synthetic_rates_are_met():
+    count = functools.partial(synthetic, rates=(0.9, 0.5, 1.0))
+    num = run_jitted(count, jnp.full(B, 3), seeds(), jnp.arange(B))
     for i, rate in enumerate([0.9, 0.45, 0.45]):
-        assert is_share(out.num_accepted > i, rate)
-    rejected = out.num_accepted == 0
-    replaced = out.token_ids[rejected, 0]
-    if greedy:
-        assert (replaced == 1).all()
-    elif how == "likeliest":
-        assert excess(np.bincount(replaced)[1:], rejected.sum() * np.array([0.625, 0.375])) < 4
-    else:
-        assert excess(np.bincount(replaced)[1:], rejected.sum() * np.array([0.5, 0.5])) < 4
+        assert is_share(num > i, rate)
+    few = run_jitted(count, jnp.arange(B) % 3, seeds(), jnp.arange(B))
+    np.testing.assert_array_equal(few, np.minimum(num, np.arange(B) % 3))
 
 
-@pytest.mark.parametrize("verify", [standard, block, certain])
+@pytest.mark.parametrize("verify", [standard, block])
 def test_a_draft_that_is_no_token_never_stands(verify: Any):
     bad = jnp.array([-1, V, 2**30], jnp.int32)[jnp.arange(B) % 3]
     drafts = jnp.ones((B, 3), jnp.int32).at[:, 1].set(bad)
@@ -215,13 +206,17 @@ def test_a_draft_that_is_no_token_never_stands(verify: Any):
     assert out.num_accepted.max() == 1 and out.token_ids.max() < V and out.token_ids.min() >= 0
     stood = out.num_accepted == 1
     assert excess(np.bincount(out.token_ids[stood, 1]), stood.sum() * P[0]) < 4
-    assert verify is certain or is_share(stood, 0.5)
+    assert is_share(stood, 0.5)
 
 
 def test_where_nothing_is_left_to_replace_a_draft_the_target_draws():
+    """As rounding may have it: the draft is all that the target would say, and does not stand."""
+
+    def reject(given: Unverified) -> Verified:
+        return _emit(given, jnp.zeros_like(given.num_drafts))
+
     for how in ("likeliest", "sampled"):
-        verify = functools.partial(synthetic, rates=(0.0,))
-        _, out = one_step(verify, [0, 1, 0], [0, 1, 0], 1, how)
+        _, out = one_step(reject, [0, 1, 0], [0, 1, 0], 1, how)
         assert (out.num_accepted == 0).all() and (out.token_ids[:, 0] == 1).all()
 
 

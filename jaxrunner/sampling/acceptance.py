@@ -1,9 +1,9 @@
-"""Which drafts stand, and the token after them: rejection sampling, three ways.
+"""Which drafts stand, and the token after them: rejection sampling.
 
 `standard` and `block` give tokens as the target alone would, whatever is drafted, if drafts with
 logits were sampled from those with noise that nothing else is drawn with (`seed.DRAFT`). A draft
-without logits may come from anywhere. That a draft stands where it equals the target's own sample
-is `step.advance`, which needs none of this.
+without logits may come from anywhere. `synthetic` looks at no draft. That a draft stands where it
+equals the target's own sample is `step.advance`, which needs none of this.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxrunner.types import Array
 _TINY = 2.0**-126  # the smallest that is not flushed to 0
 
 
-class Drafted(NamedTuple):
+class Unverified(NamedTuple):
     """What is verified: K drafts of each of B requests, J = K + 1 rows of logits."""
 
     # [B, J, V], float32, what rules made of the model's: row j is of the position of draft j, and
@@ -39,7 +39,7 @@ class Verified(NamedTuple):
     num_accepted: Array  # [B]
 
 
-def standard(given: Drafted) -> Verified:
+def standard(given: Unverified) -> Verified:
     """Accepts each draft with the probability that target and draft have of it, one by one.
 
     arXiv:2211.17192, algorithm 1.
@@ -49,18 +49,21 @@ def standard(given: Drafted) -> Verified:
     return _emit(given, _in_a_row(given, _or_greedy(given, stands)))
 
 
-def synthetic(given: Drafted, *, rates: tuple[float, ...]) -> Verified:
-    """Accepts drafts at given rates, whatever they are: to measure speed. Tokens mean nothing.
+def synthetic(
+    num_drafts: Array, words: Array, next_pos: Array, *, rates: tuple[float, ...]
+) -> Array:
+    """Returns how many drafts of each request stand, [B], whatever they are: to measure speed.
 
-    rates: how often each of K drafts is accepted where those before it were. What replaces one
-    that is not is drawn as in `standard`; of a greedy request it is the likeliest token, which
-    may be the draft itself.
+    num_drafts, words and next_pos: as of `Unverified`. rates: how often each of K drafts stands where
+    those before it do.
     """
-    chance = jnp.asarray(rates, jnp.float32)[None]
-    return _emit(given, _in_a_row(given, _uniforms(given) < chance))
+    one = functools.partial(uniforms, stream=ACCEPT, num=len(rates))
+    stands = jax.vmap(one)(words, next_pos) < jnp.asarray(rates, jnp.float32)[None]
+    stands &= jnp.arange(len(rates))[None] < num_drafts[:, None]
+    return jnp.cumprod(stands, axis=1, dtype=jnp.int32).sum(1)
 
 
-def block(given: Drafted) -> Verified:
+def block(given: Unverified) -> Verified:
     """Accepts the longest run of drafts that holds as a whole: on average no fewer than `standard`.
 
     arXiv:2403.10444, algorithm 2.
@@ -79,7 +82,7 @@ def block(given: Drafted) -> Verified:
     return _emit(given, num, jnp.take_along_axis(before, num[:, None], 1)[:, 0])
 
 
-def _probabilities(given: Drafted) -> tuple[Array, Array]:
+def _probabilities(given: Unverified) -> tuple[Array, Array]:
     """Returns how likely each draft is to the target, and was to who drafted it: [B, K] each."""
     V = given.logits.shape[2]
     is_token = (given.drafts >= 0) & (given.drafts < V)
@@ -93,26 +96,26 @@ def _probabilities(given: Drafted) -> tuple[Array, Array]:
     return p, jnp.ones_like(p) if given.draft_logits is None else of_drafts(given.draft_logits)
 
 
-def _uniforms(given: Drafted) -> Array:
+def _uniforms(given: Unverified) -> Array:
     """Returns a number between 0 and 1 for each draft, [B, K]."""
     one = functools.partial(uniforms, stream=ACCEPT, num=given.drafts.shape[1])
     return jax.vmap(one)(given.words, given.next_pos)
 
 
-def _are_real(given: Drafted) -> Array:
+def _are_real(given: Unverified) -> Array:
     """Returns which drafts a request has, and are tokens, [B, K]."""
     K, V = given.drafts.shape[1], given.logits.shape[2]
     is_own = jnp.arange(K)[None] < given.num_drafts[:, None]
     return is_own & (given.drafts >= 0) & (given.drafts < V)
 
 
-def _or_greedy(given: Drafted, stands: Array) -> Array:
+def _or_greedy(given: Unverified, stands: Array) -> Array:
     """Returns `stands`, [B, K], but of greedy requests which drafts are the likeliest tokens."""
     likeliest = given.drafts == jnp.argmax(given.logits[:, :-1], axis=2)
     return jnp.where(given.greedy[:, None], likeliest, stands)
 
 
-def _in_a_row(given: Drafted, stands: Array) -> Array:
+def _in_a_row(given: Unverified, stands: Array) -> Array:
     """Counts the drafts of each request before the first that does not stand, [B]."""
     return jnp.cumprod(stands & _are_real(given), axis=1, dtype=jnp.int32).sum(1)
 
@@ -126,7 +129,7 @@ def _joint_share(p: Array, q: Array) -> Array:
     return jnp.stack(found, 1)
 
 
-def _left_over(given: Drafted, share: Array, p: Array) -> Array:
+def _left_over(given: Unverified, share: Array, p: Array) -> Array:
     """Returns what the target has more of the token after each draft than who drafts, [B, K].
 
     share: [B, K], which scales the target's probabilities; p: [B, K], those of the drafts.
@@ -139,7 +142,7 @@ def _left_over(given: Drafted, share: Array, p: Array) -> Array:
     return jnp.concatenate([left, last], 1)
 
 
-def _emit(given: Drafted, num: Array, share: Array | None = None) -> Verified:
+def _emit(given: Unverified, num: Array, share: Array | None = None) -> Verified:
     """Draws the token after `num`, [B], drafts that stand.
 
     share: [B], what scales the target's probabilities where drafts have their own; 1 where None.
@@ -167,7 +170,7 @@ def _emit(given: Drafted, num: Array, share: Array | None = None) -> Verified:
     return Verified(jnp.where(j < at, drafts, jnp.where(j == at, token, 0)), num)
 
 
-def _residual(given: Drafted, logits: Array, at: Array, share: Array) -> Array:
+def _residual(given: Unverified, logits: Array, at: Array, share: Array) -> Array:
     """Returns the logits, [B, V], that the draft at `at`, [B, 1], is replaced by."""
     at = jnp.minimum(at, given.drafts.shape[1] - 1)
     if given.draft_logits is None:

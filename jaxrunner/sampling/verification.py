@@ -1,16 +1,13 @@
 """Draws the tokens of rows with drafts where a draft need not equal the model's own sample."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import take
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
-from jaxrunner.sampling.acceptance import Drafted, block, standard
+from jaxrunner.sampling.acceptance import Unverified, block, standard, synthetic
 from jaxrunner.sampling.sampler import SamplerOutput, Tables, sample
-from jaxrunner.sampling.seed import ACCEPT, seed, uniforms
+from jaxrunner.sampling.seed import seed
 from jaxrunner.types import Array, SamplingMetadata
 
 VERIFY = {"standard": standard, "block": block}
@@ -29,10 +26,7 @@ def verify(
     drafts = take(batch.requests.token_ids, (rows.slot[:, None], at))[:, :-1]
     if speculator.rejection == "synthetic":
         drawn = sample(logits, batch, tables, program=program, size=size)
-        one = functools.partial(uniforms, stream=ACCEPT, num=J - 1)
-        stands = jax.vmap(one)(seeds.words, rows.next_pos) < jnp.array([speculator.rates])
-        stands &= jnp.arange(J - 1)[None] < rows.num_drafts[:, None]
-        num = jnp.cumprod(stands, axis=1, dtype=jnp.int32).sum(1)
+        num = synthetic(rows.num_drafts, seeds.words, rows.next_pos, rates=speculator.rates)
         own = drawn.token_ids.reshape(B, J)
         tokens = jnp.where(jnp.arange(J - 1)[None] < num[:, None], drafts, own[:, :-1])
         tokens = jnp.concatenate([tokens, own[:, -1:]], 1)
@@ -41,7 +35,7 @@ def verify(
 
     def choose(processed: Array) -> Array:
         greedy = seeds.greedy | (rows.slot >= batch.requests.done.shape[0])
-        given = Drafted(
+        given = Unverified(
             processed.reshape(B, J, -1), drafts, rows.num_drafts, None, greedy, seeds.words,
             rows.next_pos,
         )  # fmt: skip
