@@ -54,8 +54,8 @@ def synthetic(
 ) -> Array:
     """Returns how many drafts of each request stand, [B], whatever they are: to measure speed.
 
-    num_drafts, words and next_pos: as of `Unverified`. rates: how often each of K drafts stands where
-    those before it do.
+    num_drafts, words and next_pos: as of `Unverified`. rates: how often each of K drafts stands
+    where those before it do.
     """
     one = functools.partial(uniforms, stream=ACCEPT, num=len(rates))
     stands = jax.vmap(one)(words, next_pos) < jnp.asarray(rates, jnp.float32)[None]
