@@ -57,8 +57,9 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
     model, config = program.model, program.config
     extras = () if model.speculator is None else model.speculator.extras
+    read = dict(extras=extras) if extras else {}  # a model need not have extras that nobody reads
     x = model.embed(config, params, inputs)
-    hidden, kv, found = model.layers(config, params, x, state.kv, inputs, ops, extras=extras)
+    hidden, kv, found = model.layers(config, params, x, state.kv, inputs, ops, **read)
     return replace(state, requests=requests, kv=kv), batch, rows, hidden, found
 
 

@@ -5,8 +5,8 @@ import pytest
 from test_custom import poisoned
 from test_engine import PROMPTS, engine, run
 
-from jaxrunner import step as device
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device import multi_step as device
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import MultiStepBucket, SampleSize

@@ -17,7 +17,6 @@ from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.drafter import Drafted
-from jaxrunner.speculators.ngram import ngram
 from tests.outside import checkpoint
 from tests.outside.glm4 import glm4
 from tests.outside.int8_linear import int8_llama
@@ -136,37 +135,3 @@ def drafted(folder: Any, target=llama, drafter=llama, family: Any = None, **chan
 def test_a_drafter_hides_no_code_of_others(tmp_path, given: dict[str, Any]):
     assert drafted(tmp_path).is_ours and not drafted(tmp_path, **given).is_ours
     assert not built(tmp_path, llama._replace(speculator=lookup)).is_ours
-
-
-@pytest.fixture
-def kept(monkeypatch):
-    """Programs are kept here, whatever JAX itself keeps for the tests."""
-    monkeypatch.setattr("jaxrunner.runner.build.jax_keeps_its_own", lambda: False)
-
-
-def context(programs: Built) -> str:
-    assert programs.cache is not None
-    return programs.cache._context
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        dict(num_drafts=3),
-        dict(is_coupled=False),
-        dict(rejection="standard"),
-        dict(rejection="synthetic", rates=(0.5, 0.25)),
-    ],
-    ids=["num_drafts", "is_coupled", "rejection", "rates"],
-)
-def test_programs_that_draft_otherwise_are_others(tmp_path, kept, given: dict[str, Any]):
-    same, other = context(drafted(tmp_path)), context(drafted(tmp_path, **given))
-    assert same == context(drafted(tmp_path)) != other
-    assert " at 0x" not in same + other  # which no other process has
-
-
-def test_sizes_of_n_grams_tell_programs_apart(tmp_path, kept):
-    few, more = (
-        context(built(tmp_path, llama._replace(speculator=ngram(2, max_n=n)))) for n in (2, 3)
-    )
-    assert few != more and " at 0x" not in few + more
