@@ -16,33 +16,15 @@ from jaxrunner.speculators import eagle as heads
 from jaxrunner.speculators.drafter import Target
 from jaxrunner.types import Inputs
 from tests.support import tiny
-from tests.support.drafters import DRAFTERS, K
+from tests.support.drafters import DRAFTERS, PROMPTS, RULED, K, run
 
 MAX_LEN = 48
-PROMPTS = {
-    "a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [9, 2], "c": list(range(1, 20)), "d": [7] * 9,
-    "e": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
-}  # fmt: skip
-RULED = dict(repetition_penalty=1.2, min_tokens=3, bad_words=[[5, 9]])
 
 
 def test_a_head_for_another_model_is_refused():
     settings = Settings(tiny.SETTINGS | dict(num_hidden_layers=1, hidden_size=24))
     with pytest.raises(ValueError, match="hidden_size of an EAGLE head for this model must be 20"):
         heads.read(settings, tiny.config(), frozenset())
-
-
-def run(model, config, params, rule, **changes):
-    """Returns tokens by request, the steps it took, and the engine."""
-    e, steps = Engine(model, config, tiny.engine_config(**changes), params), 0
-    requests = {
-        name: e.add(name, ids, SamplingParams(max_tokens=20, seed=i, **rule))
-        for i, (name, ids) in enumerate(PROMPTS.items())
-    }
-    while e.has_unfinished:
-        e.step()
-        steps += 1
-    return {name: r.output_token_ids for name, r in requests.items()}, steps, e
 
 
 RULES = {

@@ -12,31 +12,14 @@ from jaxrunner.runner.build import build
 from tests.outside.lookup import K, lookup
 from tests.outside.recurrent import recurrent
 from tests.support import tiny
+from tests.support.drafters import RULED, run
 
 MODEL = llama._replace(speculator=lookup)
-PROMPTS = {
-    "a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [9, 2], "c": list(range(1, 20)), "d": [7] * 9,
-    "e": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
-}  # fmt: skip
-RULED = dict(repetition_penalty=1.2, min_tokens=3, bad_words=[[5, 9]])
 
 
 def engine(model, **changes) -> Engine:
     config, params = tiny.model_and_params()
     return Engine(model, config, tiny.engine_config(**changes), params)
-
-
-def run(model, rule, **changes):
-    """Returns the requests, and how many steps were launched."""
-    e, steps = engine(model, **changes), 0
-    requests = {
-        name: e.add(name, ids, SamplingParams(max_tokens=20, seed=i, **rule))
-        for i, (name, ids) in enumerate(PROMPTS.items())
-    }
-    while e.has_unfinished:
-        e.step()
-        steps += 1
-    return {name: r.output_token_ids for name, r in requests.items()}, steps, e
 
 
 @pytest.mark.parametrize(
@@ -61,8 +44,8 @@ def run(model, rule, **changes):
     ],
 )
 def test_drafts_change_no_token(rule, changes):
-    want, plain_steps, _ = run(llama, rule, **changes)
-    got, steps, e = run(MODEL, rule, **changes)
+    want, plain_steps, _ = run(llama, *tiny.model_and_params(), rule, **changes)
+    got, steps, e = run(MODEL, *tiny.model_and_params(), rule, **changes)
     assert got == want
     if changes.get("num_blocks"):
         assert e.scheduler.num_preemptions

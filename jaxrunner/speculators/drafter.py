@@ -44,6 +44,12 @@ class Target(NamedTuple):
     logits: Callable[[Array], Array]  # hidden, [..., E] -> [..., V]
 
 
+def own_or_shared_embed(config: Any, params: Any, inputs: Inputs, target: Target) -> Array:
+    """Returns the embeddings of tokens, [T, E]: of `params.embed`, or where that is None the
+    model's."""
+    return target.embed(inputs) if params.embed is None else params.embed[inputs.token_ids]
+
+
 class Drafter(NamedTuple):
     """A family of drafters: its weights, and pure functions of `config`, its own, and `params`.
 

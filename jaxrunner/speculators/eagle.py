@@ -17,7 +17,7 @@ from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import layer_sources, read_decoder
 from jaxrunner.models.rope import rotation
 from jaxrunner.pytree import host_value, leaf, nested, pytree
-from jaxrunner.speculators.drafter import Drafter, Target
+from jaxrunner.speculators.drafter import Drafter, Target, own_or_shared_embed
 from jaxrunner.types import Array, Inputs
 
 
@@ -98,11 +98,6 @@ def sources(config: EagleConfig) -> Params:
     )
 
 
-def embed(config: EagleConfig, params: Params, inputs: Inputs, target: Target) -> Array:
-    """Returns the embeddings of tokens, [T, E]: its own, or the model's."""
-    return target.embed(inputs) if params.embed is None else params.embed[inputs.token_ids]
-
-
 def feature(config: EagleConfig, params: Params, hidden: Array, extras: dict[str, Array]) -> Array:
     """Returns the model's hidden states, [T, E]."""
     return hidden
@@ -129,4 +124,4 @@ def logits(config: EagleConfig, params: Params, hidden: Array, target: Target) -
     return target.logits(hidden)
 
 
-eagle = Drafter("eagle", Params, sources, embed, feature, layers, logits)
+eagle = Drafter("eagle", Params, sources, own_or_shared_embed, feature, layers, logits)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxrunner.model import Ops
 from jaxrunner.speculators import eagle3_head as head
-from jaxrunner.speculators.drafter import Drafter, Target
+from jaxrunner.speculators.drafter import Drafter, Target, own_or_shared_embed
 from jaxrunner.speculators.eagle3_config import Eagle3Config
 from jaxrunner.types import Array, Inputs
 
@@ -15,11 +15,6 @@ class _Product(NamedTuple):
     """Scores of the model, as the head takes them."""
 
     product: Any
-
-
-def embed(config: Eagle3Config, params: head.Params, inputs: Inputs, target: Target) -> Array:
-    """Returns the embeddings of tokens, [T, E]: its own, or the model's."""
-    return target.embed(inputs) if params.embed is None else params.embed[inputs.token_ids]
 
 
 def feature(
@@ -48,4 +43,4 @@ def logits(config: Eagle3Config, params: head.Params, hidden: Array, target: Tar
     return all_.at[..., ids].set(scores, unique_indices=True)
 
 
-eagle3 = Drafter("eagle3", head.Params, head.sources, embed, feature, layers, logits)
+eagle3 = Drafter("eagle3", head.Params, head.sources, own_or_shared_embed, feature, layers, logits)

@@ -22,6 +22,7 @@ from jaxrunner.models.llama import Params, llama
 from jaxrunner.speculators import eagle3_head as eagle3
 from jaxrunner.train.acceptance import Pair, acceptance, head_of, mean_length, read_states
 from jaxrunner.train.chain import chained
+from jaxrunner.train.trainer import adamw
 from jaxrunner.types import Array, Inputs
 
 
@@ -171,11 +172,7 @@ def draft_losses(
 
 
 def _optimizer(train: HeadTraining) -> optax.GradientTransformation:
-    peak, steps = train.peak_rate, max(train.steps, train.warmup + 1)
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, train.warmup, steps, 0.02 * peak)
-
-    def matrices(params: Any) -> Any:
-        return jax.tree.map(lambda p: p.ndim > 1, params)
-
-    adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=train.weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(train.clip), adam)
+    return adamw(
+        steps=train.steps, peak_rate=train.peak_rate, warmup=train.warmup,
+        weight_decay=train.weight_decay, clip=train.clip,
+    )  # fmt: skip

@@ -226,11 +226,22 @@ def _losses(config: ModelConfig, params: Any, windows: Array) -> Array:
 
 
 def _optimizer(train: TrainConfig) -> optax.GradientTransformation:
-    peak, steps = train.peak_rate, max(train.steps, train.warmup + 1)
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, train.warmup, steps, 0.02 * peak)
+    return adamw(
+        steps=train.steps, peak_rate=train.peak_rate, warmup=train.warmup,
+        weight_decay=train.weight_decay, clip=train.clip,
+    )  # fmt: skip
+
+
+def adamw(
+    *, steps: int, peak_rate: float, warmup: int, weight_decay: float, clip: float
+) -> optax.GradientTransformation:
+    """Returns AdamW with a warm-up, a cosine and clipped gradients, by their global norm; matrices
+    alone decay."""
+    steps, last = max(steps, warmup + 1), 0.02 * peak_rate
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak_rate, warmup, steps, last)
 
     def matrices(params: Any) -> Any:
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
-    adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=train.weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(train.clip), adam)
+    adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(clip), adam)

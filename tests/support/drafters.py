@@ -1,4 +1,4 @@
-"""The tiny model with drafters of each kind, of random weights."""
+"""The tiny model with drafters of each kind, of random weights, and requests for it."""
 
 from dataclasses import replace
 
@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner import pytree
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.engine.engine import Engine
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
 from jaxrunner.speculators import eagle as heads
@@ -20,6 +22,11 @@ from tests.support import eagle3_reference as reference
 from tests.support import tiny
 
 K = 3  # drafts of a step
+PROMPTS = {
+    "a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [9, 2], "c": list(range(1, 20)), "d": [7] * 9,
+    "e": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
+}  # fmt: skip
+RULED = dict(repetition_penalty=1.2, min_tokens=3, bad_words=[[5, 9]])
 
 
 def random_like(cls, dims, seed):
@@ -81,3 +88,16 @@ def with_ngrams():
     """Returns it drafted by what followed its last tokens before."""
     config, params = tiny.model_and_params()
     return llama._replace(speculator=ngram(K, max_n=2)), config, params
+
+
+def run(model, config, params, rule, **changes):
+    """Returns tokens by request, the steps it took, and the engine."""
+    e, steps = Engine(model, config, tiny.engine_config(**changes), params), 0
+    requests = {
+        name: e.add(name, ids, SamplingParams(max_tokens=20, seed=i, **rule))
+        for i, (name, ids) in enumerate(PROMPTS.items())
+    }
+    while e.has_unfinished:
+        e.step()
+        steps += 1
+    return {name: r.output_token_ids for name, r in requests.items()}, steps, e
