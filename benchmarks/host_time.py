@@ -16,7 +16,14 @@ import numpy as np
 from jaxrunner.bench.presets import PRESETS
 from jaxrunner.bench.workloads import Bench, machine
 from jaxrunner.device.packing import Layout, pack
-from jaxrunner.program import Bucket, Program, admission_spec, output_spec, plan_spec
+from jaxrunner.program import (
+    Bucket,
+    Program,
+    SampleSize,
+    admission_spec,
+    output_spec,
+    plan_spec,
+)
 
 SIZES: dict[str, Any] = dict(
     max_model_len=2048, num_blocks=8192, max_num_seqs=256, max_num_batched_tokens=8192,
@@ -62,7 +69,7 @@ class NoDevice:
         self._computed[plan.slot] += np.where(going, plan.num_tokens, 0)
         due = going & (self._computed[plan.slot] >= self._total[plan.slot]) & (plan.num_tokens > 0)
         self._total[plan.slot] += due
-        spec = output_spec(self._program, size.num_rows, 0)
+        spec = output_spec(self._program, SampleSize(size.num_rows))
         no = np.zeros_like(due)
         output = replace(
             spec, token_ids=due[:, None].astype(np.int32), num_sampled=due.astype(np.int32),

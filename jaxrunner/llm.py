@@ -141,7 +141,8 @@ class LLM(LLMNames):
             by_position = " ".join(f"{count / num:.2f}" for count in accepted)
             length = 1 + sum(accepted) / num
             said = f"{length:.2f} tokens a step, accepted by position: {by_position}"
-        return f"drafts: {speculator.num_drafts} by {speculator.name}, {said}\n"
+        num = f"0 or {speculator.num_drafts}" if speculator.adaptive else speculator.num_drafts
+        return f"drafts: {num} by {speculator.name}, {said}\n"
 
     def __repr__(self) -> str:
         model, config = self.engine.model_config, self.engine.config

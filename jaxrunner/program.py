@@ -41,7 +41,7 @@ class Program:
     engine: EngineConfig
     ops: MakeOps  # what layers run on a batch
     rules: tuple[Rule, ...] = ()
-    num_drafts: int = 0
+    num_drafts: int = 0  # K of a step, at most
     sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
 
     @property
@@ -66,7 +66,7 @@ class Program:
         """Axis sizes, dtypes and flags, for `pytree`."""
         e = self.engine
         return self.config.dims | dict(
-            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, J=1 + self.num_drafts, key=2,
+            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, key=2,
             **WIDE, kv=jnp.dtype(e.kv_dtype), scaled=e.scaled, param=jnp.dtype(e.dtype),
             G=tuple(self.group_dims(group) for group in self.cache_groups),
         )  # fmt: skip
@@ -91,6 +91,7 @@ class Bucket(NamedTuple):
     num_tokens: int  # T
     num_rows: int  # B
     query_len: int = 0  # tokens of every row, 0 if rows differ
+    num_drafts: int = 0  # K, that each row may verify and is proposed
 
 
 class SampleSize(NamedTuple):
@@ -99,6 +100,7 @@ class SampleSize(NamedTuple):
     num_rows: int  # B
     all_rules: bool = False  # whether the rules that few requests want are there
     num_logprobs: int = 0  # C, 0 for no logprobs
+    num_drafts: int = 0  # K, that each row may verify
 
 
 class MultiStepBucket(NamedTuple):
@@ -106,7 +108,6 @@ class MultiStepBucket(NamedTuple):
 
     num_steps: int
     sample: SampleSize  # the draw of each step
-    query_len: int = 1  # tokens of a row in each step: one, and drafts
 
     @property
     def num_rows(self) -> int:
@@ -116,13 +117,13 @@ class MultiStepBucket(NamedTuple):
     @property
     def bucket(self) -> Bucket:
         """The size of each step."""
-        B, q = self.num_rows, self.query_len
-        return Bucket(B * q, B, q)
+        B, K = self.num_rows, self.sample.num_drafts
+        return Bucket(B * (1 + K), B, 1 + K, K)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all steps."""
-        return self.num_rows * self.num_steps * self.query_len
+        return self.num_steps * self.bucket.num_tokens
 
 
 class PromptLogprobsSize(NamedTuple):
@@ -205,14 +206,12 @@ def prompt_logprobs_size(num_tokens: int, num_logprobs: int) -> PromptLogprobsSi
 
 
 @functools.lru_cache(maxsize=256)
-def output_spec(
-    program: Program, num_rows: int, num_logprobs: int, num_steps: int = 1
-) -> StepOutput:
-    """Returns the abstract output of a step, or of several in one launch."""
-    J = num_steps * (1 + program.num_drafts)
-    dims = dict(B=num_rows, J=J, N=num_rows * J, C=num_logprobs, Z=int(num_logprobs > 0))
-    dims = program.dims | dims | {"1+K": 1 + program.num_drafts, "drafts": program.num_drafts > 0}
-    return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, num_rows))
+def output_spec(program: Program, size: SampleSize, num_steps: int = 1) -> StepOutput:
+    """Returns the abstract output of a step that draws so, or of several in one launch."""
+    B, C, J = size.num_rows, size.num_logprobs, num_steps * (1 + size.num_drafts)
+    dims = program.dims | dict(B=B, J=J, N=B * J, C=C, Z=int(C > 0))
+    dims |= {"1+K": 1 + program.num_drafts, "drafts": program.num_drafts > 0}
+    return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, B))
 
 
 def heads_spec(program: Program, num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:

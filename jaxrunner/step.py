@@ -41,8 +41,9 @@ def step(
     mask = jnp.full(words, -1, jnp.int32) if size.all_rules else None  # without grammars
     drawn = draw(logits, state, rows, mask, program=program, size=size)
     heads = run_heads(params, hidden, batch, program)
-    state, output = finish(state, rows, drawn, heads)
-    return propose(params, state, batch, rows, hidden, extras, program=program), output
+    state, output = finish(state, rows, drawn, heads, program=program)
+    drafting = functools.partial(propose, program=program, num_drafts=bucket.num_drafts)
+    return drafting(params, state, batch, rows, hidden, extras), output
 
 
 def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket):
@@ -52,7 +53,7 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     """
     requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
     pools = [(group.num_blocks, group.block_size) for group in program.cache_groups]
-    batch, rows = prepare_inputs(requests, plan, bucket, pools, program.num_drafts)
+    batch, rows = prepare_inputs(requests, plan, bucket, pools)
     own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in program.model.tables}
     inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
     model, config = program.model, program.config
@@ -93,7 +94,7 @@ def draw(
         mask=None if mask is None else mask.reshape(B * J, -1),
     )
     logits, tables, speculator = logits.reshape(-1, V), state.tables, program.model.speculator
-    if speculator is None or speculator.rejection == "exact":
+    if speculator is None or speculator.rejection == "exact" or J == 1:
         drawn = sample(logits, flat, tables, program=program, size=size)
     else:
         drawn = verify(logits, flat, rows, tables, program=program, size=size)
@@ -113,16 +114,17 @@ def _real(rows: SamplingMetadata, J: int) -> Array:
 
 
 def finish(
-    state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array]
-) -> tuple[State, StepOutput]:
+    state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array],
+    *, program: Program,
+) -> tuple[State, StepOutput]:  # fmt: skip
     """Writes what was drawn, [B, J], into the requests."""
     requests, num_sampled, accepted, finished = advance(
         state.requests, rows, drawn.token_ids, drawn.num_accepted
     )
     drafts = None
-    if (J := drawn.token_ids.shape[1]) > 1:
+    if K := program.num_drafts:
         verified = (rows.samples & (rows.num_drafts > 0))[:, None]
-        drafts = (verified & (jnp.arange(J)[None] <= accepted[:, None])).astype(jnp.int32)
+        drafts = (verified & (jnp.arange(1 + K)[None] <= accepted[:, None])).astype(jnp.int32)
     output = StepOutput(
         token_ids=drawn.token_ids,
         num_sampled=num_sampled,
@@ -145,6 +147,7 @@ def propose(
     extras: dict[str, Array],
     *,
     program: Program,
+    num_drafts: int,
 ) -> State:
     """Writes drafts for the next step behind the tokens, where the model has a speculator."""
     if (speculator := program.model.speculator) is None:
@@ -158,12 +161,12 @@ def propose(
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
-            extras, program.ops, program.cache_groups, draw, program.sample is not None,
+            extras, program.ops, program.cache_groups, draw, program.sample is not None, num_drafts,
         )
     )  # fmt: skip
     return replace(
         state,
-        requests=write_drafts(state.requests, rows, drafts),
+        requests=write_drafts(state.requests, rows, drafts[:, :num_drafts]),
         tables=state.tables if tables is None else tables,
         kv=state.kv if kv is None else kv,
     )
@@ -183,7 +186,7 @@ def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Ta
 
 
 def prepare_inputs(
-    requests: Requests, plan: Plan, bucket: Bucket, pools: list[tuple[int, int]], num_drafts: int
+    requests: Requests, plan: Plan, bucket: Bucket, pools: list[tuple[int, int]]
 ) -> tuple[Batch, SamplingMetadata]:
     """Lays the scheduled tokens of all requests side by side, padded to the bucket.
 
@@ -205,7 +208,7 @@ def prepare_inputs(
     computed, total = take(requests.num_computed, plan.slot), take(requests.total_len, plan.slot)
     prompt_len = take(take(requests.prompt_len, plan.slot), row)
     seq_lens = computed + num_tokens
-    drafts = jnp.clip(seq_lens - total, 0, num_drafts)
+    drafts = jnp.clip(seq_lens - total, 0, bucket.num_drafts)
     first = start + num_tokens - 1 - drafts
     positions = jnp.where(real, take(computed, row) + offset, 0)
     slot = plan.slot.at[row].get(mode="fill", fill_value=requests.done.shape[0])
@@ -227,7 +230,7 @@ def prepare_inputs(
         query_start=query_start,
         seq_lens=seq_lens,
         blocks=blocks,
-        logits_indices=jnp.clip(first[:, None] + jnp.arange(1 + num_drafts)[None], 0, T - 1),
+        logits_indices=jnp.clip(first[:, None] + jnp.arange(1 + bucket.num_drafts)[None], 0, T - 1),
         query_len=bucket.query_len,
     )
     samples = (num_tokens > 0) & (seq_lens >= total)

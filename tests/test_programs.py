@@ -14,18 +14,20 @@ from jaxrunner.device.buckets import choose, powers, step_buckets
 from jaxrunner.program import Bucket
 from jaxrunner.runner.program_table import Key
 from jaxrunner.scheduling.request import GrammarOutput
+from jaxrunner.speculators.speculator import Speculator
 from jaxrunner.types import Plan
 from tests.support import tiny
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def buckets(rows, tokens, query_len=1):
+def buckets(rows, tokens, num_drafts=0, adaptive=False):
     config = tiny.engine_config(
         max_num_seqs=rows, max_num_batched_tokens=tokens[-1], token_buckets=tokens,
         decode_buckets=tuple(t for t in (1, 2, 4, 8, 16) if t <= rows), num_blocks=60,
     )  # fmt: skip
-    return step_buckets(config, query_len)
+    drafting = Speculator("", num_drafts, print, adaptive=adaptive) if num_drafts else None
+    return step_buckets(config, drafting)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,19 @@ def test_the_first_bucket_that_fits_is_chosen(counts, want):
     [([4], (4, 1, 4)), ([4] * 3, (16, 4, 4)), ([4, 4, 3], (16, 4, 4)), ([5], (8, 4, 0))],
 )
 def test_uniform_buckets_of_drafting_rows(counts, want):
-    got = choose(buckets(4, (4, 8, 16), query_len=4), counts)
+    got = choose(buckets(4, (4, 8, 16), num_drafts=3), counts)
     assert (got.num_tokens, got.num_rows, got.query_len) == want
+
+
+@pytest.mark.parametrize(
+    "counts,num_drafts,want",
+    [
+        ([1], 0, (1, 1, 1, 0)), ([1], 3, (4, 1, 4, 3)), ([4, 2], 3, (8, 2, 4, 3)),
+        ([1] * 4, 0, (4, 4, 1, 0)), ([5, 1], 0, (8, 4, 0, 0)),
+    ],
+)  # fmt: skip
+def test_adaptive_drafts_have_uniform_buckets_beside_those_without(counts, num_drafts, want):
+    assert choose(buckets(4, (4, 8, 16), 3, True), counts, num_drafts=num_drafts) == want
 
 
 def test_a_step_that_fits_no_bucket_is_refused():

@@ -52,7 +52,7 @@ class Problem:
         self.tables = rng.permutation(N)[: R * M].reshape(R, M)
         self.slots = rng.permutation(R)[:B]
         bucket = Bucket(T, B, int(self.uniform))
-        self.batch, _ = step.prepare_inputs(self.requests(), self.plan(), bucket, [(N, S)], 0)
+        self.batch, _ = step.prepare_inputs(self.requests(), self.plan(), bucket, [(N, S)])
 
         def draw(*shape):
             return rng.normal(size=shape).astype(jnp.dtype(dtype))

@@ -36,8 +36,8 @@ def plan(slots, counts) -> Plan:
 
 
 def prepare(requests, plan_, tokens, num_drafts=0, query_len=0):
-    bucket = Bucket(tokens, plan_.slot.size, query_len)
-    return step.prepare_inputs(requests, plan_, bucket, [(32, 4)], num_drafts)
+    bucket = Bucket(tokens, plan_.slot.size, query_len, num_drafts)
+    return step.prepare_inputs(requests, plan_, bucket, [(32, 4)])
 
 
 def test_after_a_step_one_token_is_not_yet_computed():

@@ -13,6 +13,7 @@ OF_A_MODEL = ("draft_model", "eagle", "eagle3")  # whose weights are a checkpoin
 REJECTIONS = ("exact", "standard", "block", "synthetic")
 AUTO = "auto"
 MAX_DRAFTS = 16
+AUTO_DRAFTS = 3  # the most with "auto", where nothing is said
 MAX_NGRAM = 32
 NGRAM = 5  # tokens looked up where nothing is said, as in vLLM
 
@@ -52,7 +53,9 @@ class SpeculativeConfig:
     """
 
     method: str | Drafter  # one of `METHODS`, or a speculator of the user's
-    num_speculative_tokens: int | str | None = None  # K, 1 to 16, or "auto"; a speculator has its
+    # K, 1 to 16; a speculator has its own. "auto": K or none, whichever gives more tokens a second.
+    num_speculative_tokens: int | str | None = None
+    max_num_speculative_tokens: int | None = None  # K with "auto"
     model: str | Path | None = None  # the checkpoint that drafts
     # "greedy" drafts the likeliest token, "probabilistic" samples one with noise of its own.
     # None is "greedy", but "coupled" where verification is exact: drafts of sampled requests are
@@ -107,6 +110,19 @@ class SpeculativeConfig:
         return cls(**taken)
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether steps may draft nothing."""
+        return self.num_speculative_tokens == AUTO
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens of each request that a step drafts, K; at most, if it is adaptive."""
+        most, K = self.max_num_speculative_tokens, self.num_speculative_tokens
+        if not isinstance(self.method, str):
+            return self.method.num_drafts
+        return K if isinstance(K, int) else most or AUTO_DRAFTS
+
+    @property
     def drafts(self) -> str:
         """How drafts are drawn: "greedy", "probabilistic" or "coupled"."""
         if self.draft_sample_method is not None:
@@ -127,9 +143,8 @@ def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:
       ValueError: `config` does not verify synthetically.
     """
     rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    K = config.num_speculative_tokens
-    if rates is None and length is not None and isinstance(K, int):
-        rates = tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(K))
+    if rates is None and length is not None:
+        rates = tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(config.num_drafts))
     if rates is None:
         raise ValueError(
             f"speculative_config.rejection_sample_method={config.rejection_sample_method!r} has no "
@@ -158,6 +173,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
 }
 _NGRAM = Bound(int, 1, MAX_NGRAM, optional=True)
 _BOUNDS: dict[str, Bound] = {
+    "max_num_speculative_tokens": Bound(int, 1, MAX_DRAFTS, optional=True),
     "model": Bound(str, optional=True, also=(Path,)),
     "draft_sample_method": Bound(str, optional=True, among=("greedy", "probabilistic")),
     "rejection_sample_method": Bound(str, among=REJECTIONS),
@@ -182,10 +198,12 @@ def _num_drafts(config: SpeculativeConfig) -> int | str:
     """Returns K, which a speculator says itself."""
     value, name = config.num_speculative_tokens, "speculative_config.num_speculative_tokens"
     bound = Bound(int, 1, MAX_DRAFTS)
+    if isinstance(value, str) and value == AUTO:
+        return AUTO
     if isinstance(config.method, str):
         if value is None:
-            raise ValueError(f"{name} is missing: take {bound.wanted}")
-        return AUTO if isinstance(value, str) and value == AUTO else validate(name, value, bound)
+            raise ValueError(f"{name} is missing: take {bound.wanted}, or {AUTO!r}")
+        return validate(name, value, bound)
     own = validate("num_drafts of speculative_config.method", config.method.num_drafts, bound)
     if value is not None and value != own:
         raise ValueError(
@@ -219,6 +237,7 @@ def _check_method(config: SpeculativeConfig) -> None:
             "folder"
         )
     reads = {
+        "max_num_speculative_tokens": named and config.is_adaptive,
         "model": named and method in OF_A_MODEL,
         "prompt_lookup_min": named and method == "ngram",
         "prompt_lookup_max": named and method == "ngram",
@@ -235,7 +254,7 @@ def _check_method(config: SpeculativeConfig) -> None:
 
 def _check_synthetic(config: SpeculativeConfig) -> None:
     """Checks that rates come with synthetic verification, once, and one for each draft."""
-    K, rates = config.num_speculative_tokens, config.synthetic_acceptance_rates
+    K, rates = config.num_drafts, config.synthetic_acceptance_rates
     rejection, length = config.rejection_sample_method, config.synthetic_acceptance_length
     names = [
         f"synthetic_acceptance_{name}"
@@ -255,15 +274,10 @@ def _check_synthetic(config: SpeculativeConfig) -> None:
             "synthetic_acceptance_rates or synthetic_acceptance_length, "
             f"got {' and '.join(names) or 'none'}: give one"
         )
-    if not isinstance(K, int):
-        raise ValueError(
-            f"speculative_config.num_speculative_tokens={K!r} leaves the number of acceptance "
-            f"rates open: give a number from 1 to {MAX_DRAFTS}"
-        )
     if rates is not None and len(rates) != K:
         raise ValueError(
             f"speculative_config.synthetic_acceptance_rates has {len(rates)} rates, "
-            f"num_speculative_tokens is {K}: give one for each draft"
+            f"of at most {K} drafts: give one for each draft"
         )
     if length is not None and length > K + 1:
         raise ValueError(

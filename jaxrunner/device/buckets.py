@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxrunner.config import EngineConfig
 from jaxrunner.program import Bucket
+from jaxrunner.speculators.speculator import Speculator
 
 # Decode sizes on a GPU. For even traffic of up to 256 requests those from 8 on take 3% more than
 # the best six by the times of an H200, powers of two 10%; a request that is alone is common.
@@ -18,19 +19,25 @@ CPU_SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def step_buckets(config: EngineConfig, query_len: int = 1) -> tuple[Bucket, ...]:
+def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> tuple[Bucket, ...]:
     """Returns the buckets of an engine, smallest first.
 
-    At each size a uniform one, `query_len` tokens a row, comes before the ragged one. Every
-    batch within `max_num_seqs` and `max_num_batched_tokens` fits one of them.
+    At each size a uniform one, as many tokens a row as it may verify and one, comes before the
+    ragged one. Every batch within `max_num_seqs` and `max_num_batched_tokens` fits one of them;
+    with adaptive drafts those that verify any fit the uniform ones alone.
     """
     R, T = config.max_num_seqs, config.max_num_batched_tokens
     rows = config.decode_buckets or powers(1, R, config.growth)
     sizes = config.token_buckets or powers(min(16, T), T, config.growth)
-    rows = [r for r in rows if r < R] + [min(R, T // query_len)]
-    sizes = [s for s in sizes if s < T] + [T]
-    buckets = [Bucket(r * query_len, r, query_len) for r in rows]
-    buckets += [Bucket(s, min(s, R)) for s in sizes]
+    K = 0 if speculator is None else speculator.num_drafts
+    adaptive = speculator is not None and speculator.adaptive
+    buckets = [
+        Bucket(r * (1 + k), r, 1 + k, k)
+        for k in ((0, K) if adaptive else (K,))
+        for r in (*(r for r in rows if r < min(R, T // (1 + k))), min(R, T // (1 + k)))
+    ]
+    ragged = 0 if adaptive else K
+    buckets += [Bucket(s, min(s, R), 0, ragged) for s in (*(s for s in sizes if s < T), T)]
     return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
 
 
@@ -40,10 +47,12 @@ def choose(
     is_pending: Callable[[Bucket], bool] = lambda bucket: False,
     *,
     several: bool = False,
+    num_drafts: int = 0,
 ) -> Bucket:
     """Returns the first bucket that holds rows of `counts` tokens; one not pending, if there is.
 
     several: of several steps in one launch, which run at uniform sizes alone.
+    num_drafts: that each row is to be proposed, at least.
 
     Raises:
       ValueError: none does.
@@ -55,6 +64,7 @@ def choose(
         if b.num_tokens >= tokens
         and b.num_rows >= rows
         and (b.query_len >= most or not (b.query_len or several))
+        and b.num_drafts >= num_drafts
     ]
     if not fits:
         raise ValueError(

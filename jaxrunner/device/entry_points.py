@@ -43,7 +43,8 @@ from jaxrunner.types import Array, Batch, SamplingMetadata, State, Targets
 
 def step(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
     """Runs a whole step of the usual requests. Returns the state and the packed `StepOutput`."""
-    plan, usual = unpack(plan_spec(program, size), vector), SampleSize(size.num_rows)
+    plan = unpack(plan_spec(program, size), vector)
+    usual = SampleSize(size.num_rows, num_drafts=size.num_drafts)
     state, output = device.step(params, state, plan, program=program, bucket=size, size=usual)
     return state, pack_on_device(output)
 
@@ -86,7 +87,7 @@ def sample(
     token allowed.
     """
     drawn = device.draw(logits, state, rows, mask, program=program, size=size)
-    state, output = device.finish(state, rows, drawn, heads)
+    state, output = device.finish(state, rows, drawn, heads, program=program)
     return state, pack_on_device(output)
 
 
@@ -96,7 +97,8 @@ def propose(
 ) -> State:  # fmt: skip
     """Runs the third phase, of models with a speculator: drafts for the next step."""
     batch = replace(batch, query_len=size.query_len)
-    return device.propose(params, state, batch, rows, hidden, extras, program=program)
+    drafting = functools.partial(device.propose, program=program, num_drafts=size.num_drafts)
+    return drafting(params, state, batch, rows, hidden, extras)
 
 
 def prompt_logprobs(
@@ -143,7 +145,7 @@ def _admit_arguments(program: Program, params: Any, size: AdmitSize) -> tuple:
 
 
 def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
-    dims = program.dims | dict(B=size.num_rows)
+    dims = program.dims | dict(B=size.num_rows, J=1 + size.num_drafts)
     B, J, V = (dims[axis] for axis in "BJV")
     logits = jax.ShapeDtypeStruct((B, J, V), jnp.dtype(program.engine.dtype))
     mask = jax.ShapeDtypeStruct((B, J, -(-V // 32)), jnp.int32) if size.all_rules else None
@@ -167,7 +169,7 @@ def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogpro
 
 def _forward_output(program: Program) -> tuple:
     # The structure counts, not the shapes.
-    one = program.dims | {"B": 1, "B+1": 2, "T": 1, "query_len": 0}
+    one = program.dims | {"B": 1, "B+1": 2, "J": 1, "T": 1, "query_len": 0}
     rows, targets = (pytree.abstract(cls, one) for cls in (SamplingMetadata, Targets))
     kept = None
     if (speculator := program.model.speculator) is not None:
@@ -185,9 +187,9 @@ def _multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> 
     n = program.engine.num_decode_steps
     steps = [bucket for bucket in buckets if bucket.query_len and n > 1]
     return [
-        MultiStepBucket(n, SampleSize(bucket.num_rows, *sample), bucket.query_len)
+        MultiStepBucket(n, SampleSize(bucket.num_rows, all_rules, C, bucket.num_drafts))
         for bucket in steps
-        for sample in samples
+        for all_rules, C in samples
     ]
 
 
@@ -198,8 +200,8 @@ def _rare_multi_steps(program: Program, buckets: Sequence[Bucket]) -> list:
 
 def _draws(program: Program, buckets: Sequence[Bucket]) -> list:
     kinds = [(False, 0), *((True, C) for C in _columns(program))]
-    rows = sorted({bucket.num_rows for bucket in buckets})
-    return [SampleSize(B, *kind) for B in rows for kind in kinds]
+    rows = sorted({(bucket.num_rows, bucket.num_drafts) for bucket in buckets})
+    return [SampleSize(B, all_rules, C, K) for B, K in rows for all_rules, C in kinds]
 
 
 def _prompt_logprobs_sizes(program: Program, buckets: Sequence[Bucket]) -> set:

@@ -24,8 +24,8 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
     state = replace(state, requests=replace(state.requests, blocks=blocks))
     plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
     one = functools.partial(step, params, program=program, bucket=size.bucket, size=size.sample)
-    shapes = output_spec(program, size.num_rows, size.sample.num_logprobs)
-    J = 1 + program.num_drafts
+    shapes = output_spec(program, size.sample)
+    J = 1 + size.sample.num_drafts
     outputs = jax.tree.map(lambda x: jnp.zeros((size.num_steps, *x.shape), x.dtype), shapes)
 
     def next_step(carry: tuple) -> tuple:

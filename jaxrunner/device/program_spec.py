@@ -55,5 +55,5 @@ def step_key(bucket: Bucket, num_steps: int) -> Key:
     """Names the program of usual requests, of one step or of several in one launch."""
     if num_steps == 1:
         return Key("step", bucket)
-    size = MultiStepBucket(num_steps, SampleSize(bucket.num_rows), bucket.query_len)
-    return Key("multi_step", size)
+    sample = SampleSize(bucket.num_rows, num_drafts=bucket.num_drafts)
+    return Key("multi_step", MultiStepBucket(num_steps, sample))

@@ -24,6 +24,7 @@ from jaxrunner.model import Model
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
+from jaxrunner.scheduling.draft_policy import DraftPolicy
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.worker.worker import Worker
 
@@ -65,6 +66,8 @@ class Engine:
         program = self.runner.program
         self.config, self.model_config = program.engine, program.config
         self.pools, self.scheduler = make_scheduler(program)
+        decode = [(b.num_rows, b.num_drafts) for b in self.runner.buckets if b.query_len]
+        self._drafts = DraftPolicy(decode) if self.scheduler.adaptive else None
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: NewTokens = []  # read, and not yet returned
         self.grammars = StructuredOutputManager(make_compiler)
@@ -168,8 +171,13 @@ class Engine:
 
     def _launch(self) -> bool:
         """Schedules a step and launches it. Returns whether there was one."""
-        several = not self.runner.requests.need_single_steps
-        scheduled = self.scheduler.schedule(self.config.num_decode_steps if several else 1)
+        n = 1 if self.runner.requests.need_single_steps else self.config.num_decode_steps
+        if self._drafts is not None:
+            num_rows = self.scheduler.num_running
+            K = self._drafts.choose(num_rows)
+            waits = K and self.runner.would_wait(num_rows, K, n)
+            self.scheduler.num_drafts = 0 if waits else K
+        scheduled = self.scheduler.schedule(n)
         try:
             handle = self._start(scheduled)
         except BaseException as error:
@@ -199,6 +207,8 @@ class Engine:
         except BaseException as error:
             self._lose(scheduled, error)
             return
+        if self._drafts is not None:
+            self._drafts.observe(scheduled, handle.launched_at, output.drafts)
         failed = output.failures(self.config.nan_policy)
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
         for req_id in failed if scheduled.num_steps == 1 else ():

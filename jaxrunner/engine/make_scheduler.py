@@ -19,6 +19,7 @@ def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
         policy=config.policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         num_drafts=program.num_drafts,
+        adaptive=speculator is not None and speculator.adaptive,
         lookahead=0 if speculator is None else speculator.lookahead,
         step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from jaxrunner.api.speculative_config import AUTO, SpeculativeConfig, conditional_rates
+from jaxrunner.api.speculative_config import SpeculativeConfig, conditional_rates
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import checkpoint
@@ -33,14 +33,16 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     drafting = _with_speculator(loaded, config)
     speculator, rejection = drafting.model.speculator, config.rejection_sample_method
     rates = conditional_rates(config) if rejection == "synthetic" else ()
+    assert speculator is not None
     if isinstance(config.method, str) or rejection != "exact":  # else a user's says it itself
-        speculator = speculator and speculator._replace(rejection=rejection, rates=rates)
+        speculator = speculator._replace(rejection=rejection, rates=rates)
+    if config.is_adaptive:
+        speculator = speculator._replace(adaptive=True)
     return drafting._replace(model=drafting.model._replace(speculator=speculator))
 
 
 def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
-    method, K = config.method, config.num_speculative_tokens
-    assert isinstance(K, int)
+    method, K = config.method, config.num_drafts
     if not isinstance(method, str):
         if not isinstance(method, Speculator):
             raise TypeError(
@@ -97,7 +99,5 @@ def check_supported(config: SpeculativeConfig) -> None:
     name = "speculative_config"
     if config.method in ("suffix", "mtp"):
         raise ValueError(f"{name}.method={config.method!r} is not there: take 'ngram' or 'eagle3'")
-    if config.num_speculative_tokens == AUTO:
-        raise ValueError(f"{name}.num_speculative_tokens='auto' is not there: give a number")
     if config.draft_sample_method == "probabilistic":
         raise ValueError(f"{name}.draft_sample_method='probabilistic' is not there: leave it out")

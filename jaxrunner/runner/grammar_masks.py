@@ -6,31 +6,35 @@ import jax
 import numpy as np
 
 from jaxrunner.api.validation import shown
+from jaxrunner.program import SampleSize
 from jaxrunner.scheduling.request import GrammarOutput
 
 
 class GrammarMasks:
     """Makes masks, [B, J, ceil(V / 32)], int32."""
 
-    def __init__(self, num_positions: int, vocab_size: int):
-        self._shape = num_positions, -(-vocab_size // 32)
-        self._open: dict[int, jax.Array] = {}
+    def __init__(self, vocab_size: int):
+        self._num_words = -(-vocab_size // 32)
+        self._open: dict[tuple[int, int, int], jax.Array] = {}
 
-    def of(self, req_ids: tuple[str, ...], num_rows: int, grammar: GrammarOutput | None) -> Any:
+    def of(self, req_ids: tuple[str, ...], size: SampleSize, grammar: GrammarOutput | None) -> Any:
         """Returns the mask of a step of these requests, in row order.
 
         Raises:
           TypeError, ValueError: the grammar is none, or names a request that is not in the step.
         """
+        shape = size.num_rows, 1 + size.num_drafts, self._num_words
         if grammar is None:
-            return self._of_none(num_rows)
-        self._check(grammar, req_ids)
-        mask = np.full((num_rows, *self._shape), -1, np.int32)
+            return self._of_none(shape)
+        self._check(grammar, req_ids, shape[1:])
+        mask = np.full(shape, -1, np.int32)
         for req_id, allowed in zip(*grammar, strict=True):
             mask[req_ids.index(req_id)] = allowed
         return mask
 
-    def _check(self, grammar: GrammarOutput, req_ids: tuple[str, ...]) -> None:
+    def _check(
+        self, grammar: GrammarOutput, req_ids: tuple[str, ...], of_one: tuple[int, int]
+    ) -> None:
         if not isinstance(grammar, GrammarOutput):
             raise TypeError(f"grammar_output must be a GrammarOutput, got {shown(grammar)}")
         names, bitmask = grammar
@@ -44,15 +48,15 @@ class GrammarMasks:
                 )
         if not isinstance(bitmask, np.ndarray) or bitmask.dtype != np.int32:
             raise TypeError(f"grammar_output.bitmask must be an int32 array, got {shown(bitmask)}")
-        shapes = {(len(names), self._shape[1]), (len(names), *self._shape)}
+        shapes = {(len(names), of_one[1]), (len(names), *of_one)}
         if bitmask.shape not in shapes:
             raise ValueError(
                 f"grammar_output.bitmask must have one of the shapes {sorted(shapes)}, "
                 f"got {bitmask.shape}"
             )
 
-    def _of_none(self, num_rows: int) -> jax.Array:
+    def _of_none(self, shape: tuple[int, int, int]) -> jax.Array:
         """Returns a mask that allows all tokens, made once."""
-        if num_rows not in self._open:
-            self._open[num_rows] = jax.device_put(np.full((num_rows, *self._shape), -1, np.int32))
-        return self._open[num_rows]
+        if shape not in self._open:
+            self._open[shape] = jax.device_put(np.full(shape, -1, np.int32))
+        return self._open[shape]

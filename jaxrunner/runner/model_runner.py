@@ -61,7 +61,7 @@ class ModelRunner:
         self.params = None if to_come else params
         self.choice, self.program = built.choice, built.program
         config = self.program.engine
-        self.buckets = step_buckets(config, 1 + self.program.num_drafts)
+        self.buckets = step_buckets(config, self.program.model.speculator)
         self.requests = RequestTable(self.program)
         self._check = None if trusted else StepCheck(self.program)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
@@ -73,7 +73,7 @@ class ModelRunner:
         self.profiler = Profiler()
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
-        self._masks = GrammarMasks(1 + self.program.num_drafts, self.program.config.vocab_size)
+        self._masks = GrammarMasks(self.program.config.vocab_size)
         program = self.program
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
@@ -92,7 +92,7 @@ class ModelRunner:
         if not background:
             return self.programs.start(keys, keys)
         ragged = [b for b in self.buckets if not b.query_len][-1]
-        decode = [b for b in self.buckets if b.query_len][-1]
+        decode = max((b for b in self.buckets if b.query_len), key=lambda b: b.num_rows)
         needed = [step_key(ragged, 1)]  # it can run any step
         if (several := self.program.engine.num_decode_steps) > 1:
             needed.append(step_key(decode, several))
@@ -163,6 +163,13 @@ class ModelRunner:
             # Waited for, as a device that has failed says so later.
             self.state = jax.block_until_ready(make_state(self.program))
 
+    def would_wait(self, num_rows: int, num_drafts: int, num_steps: int) -> bool:
+        """Whether decode steps of these sizes would wait for a program that is being compiled."""
+        if not (pending := self.programs.is_pending)():
+            return False
+        bucket = choose(self.buckets, [1 + num_drafts] * num_rows, num_drafts=num_drafts)
+        return any(pending(step_key(bucket, n)) for n in {1, num_steps})
+
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Applies the scheduler's changes, computes its tokens and samples.
 
@@ -195,7 +202,7 @@ class ModelRunner:
             return self.sample_tokens()
         program = self.programs[Key("multi_step" if num_steps > 1 else "step", size)]
         self.state, packed = program(self.params, self.state, work.plan)
-        layout = self._output(size.num_rows, work.size.num_logprobs, num_steps)
+        layout = self._output(work.size, num_steps)
         return StepHandle(work.req_ids, layout, packed)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -218,9 +225,8 @@ class ModelRunner:
         if self._forwarded is None:
             return StepHandle()
         work, logits, rows, hidden, heads, kept, scores = self._forwarded
-        B = work.bucket.num_rows
         size = work.size if grammar_output is None else work.size._replace(all_rules=True)
-        mask = self._masks.of(work.req_ids, B, grammar_output) if size.all_rules else None
+        mask = self._masks.of(work.req_ids, size, grammar_output) if size.all_rules else None
         self._forwarded = None
         program = self.programs[Key("sample", size)]
         tables, packed = program(logits, replace(self.state, kv=()), rows, mask, heads)
@@ -229,7 +235,7 @@ class ModelRunner:
             batch, extras = kept
             program = self.programs[Key("propose", work.bucket)]
             self.state = program(self.params, self.state, batch, rows, hidden, extras)
-        handle = StepHandle(work.req_ids, self._output(B, size.num_logprobs), packed)
+        handle = StepHandle(work.req_ids, self._output(size), packed)
         if scores:
             handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
         return handle
@@ -266,11 +272,14 @@ class ModelRunner:
         several = n > 1
         drafts = output.num_drafts
         each = [1 + drafts.get(r, 0) if several else counts[r] for r in req_ids]
-        bucket = choose(self.buckets, each, lambda b: is_pending(step_key(b, n)), several=several)
+        bucket = choose(
+            self.buckets, each, lambda b: is_pending(step_key(b, n)), several=several,
+            num_drafts=output.num_proposed,
+        )  # fmt: skip
         self.traffic[bucket.query_len][sum(each)] += 1
-        sample = self.requests.sample_size(req_ids, bucket.num_rows)
+        sample = self.requests.sample_size(req_ids, bucket)
         if several:
-            bucket = MultiStepBucket(n, sample, bucket.query_len)
+            bucket = MultiStepBucket(n, sample)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.requests.room(blocks, bucket)
         if new or not fits:

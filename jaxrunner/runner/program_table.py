@@ -121,9 +121,9 @@ class ProgramTable:
         """Returns the programs that are there."""
         return list(self._table)
 
-    def is_pending(self, key: Key) -> bool:
-        """Whether a thread is to bring a program."""
-        return key in self._pending
+    def is_pending(self, key: Key | None = None) -> bool:
+        """Whether a thread is to bring a program; any, where None."""
+        return bool(self._pending) if key is None else key in self._pending
 
     def close(self) -> None:
         """Ends what `start` has threads do, without waiting."""

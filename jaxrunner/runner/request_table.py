@@ -92,11 +92,12 @@ class RequestTable:
         """Whether the host works between the tokens of a request."""
         return any(self._slots[r].needs.single_steps for r in self._unusual)
 
-    def sample_size(self, req_ids: Iterable[str], num_rows: int) -> SampleSize:
+    def sample_size(self, req_ids: Iterable[str], bucket: Bucket) -> SampleSize:
         """Returns what the draw of these requests needs."""
         needs = [self._slots[r].needs for r in self._unusual.intersection(req_ids)]
         columns = max((need.num_logprobs for need in needs), default=0)
-        return SampleSize(num_rows, any(need.all_rules for need in needs), columns)
+        all_rules = any(need.all_rules for need in needs)
+        return SampleSize(bucket.num_rows, all_rules, columns, bucket.num_drafts)
 
     def count_targets(self, counts: Mapping[str, int]) -> tuple[int, int]:
         """Returns how many prompt tokens' logprobs a step gives, at most, and their columns.

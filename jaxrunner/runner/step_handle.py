@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +96,7 @@ class StepHandle:
 
     def __init__(self, req_ids: tuple[str, ...] = (), layout: Any = None, packed: Any = None):
         self.req_ids, self._layout, self._packed = req_ids, layout, packed
+        self.launched_at = time.perf_counter()
         self._scores: list[tuple[Any, Any]] = []
         self._names: dict[int, str] = {}
         if packed is not None:

@@ -26,10 +26,29 @@ def most_sampled(request: Request, num_drafts: int, num_steps: int) -> int:
     return min(num_steps, request.max_len - request.least_known)
 
 
-def end_of(request: Request, most: int, num_steps: int) -> int:
-    """Returns how far `num_steps` steps with `most` drafts each compute a request, at most."""
+def plan_drafts(
+    request: Request, output: SchedulerOutput, most: int, tables: BlockTables
+) -> tuple[int, int]:
+    """Plans drafts of a request that decodes: `most` at most, and in free blocks.
+
+    Returns the most tokens that it computes and keeps, and the drafts of each step.
+    """
+    num_steps = output.num_steps
     num_drafts = num_plannable(request, most, num_steps)
-    return min(request.num_computed + num_steps * (1 + num_drafts), request.max_len)
+    end = tables.end_of_drafts(request, request.num_computed + num_steps * (1 + num_drafts))
+    # Nobody gives way for a draft.
+    if end > request.num_held and not tables.have_room([request], [end]):
+        num_drafts = 0
+    if num_drafts:
+        output.num_drafts[request.request_id] = num_drafts
+    return most_sampled(request, num_drafts, num_steps), num_drafts
+
+
+def end_of(request: Request, most: int, num_steps: int, tables: BlockTables) -> int:
+    """Returns how far `num_steps` steps, `most` drafts each, write keys of a request, at most."""
+    num_drafts = num_plannable(request, most, num_steps)
+    end = min(request.num_computed + num_steps * (1 + num_drafts), request.max_len)
+    return tables.end_of_drafts(request, end)
 
 
 def count_planned(request: Request, n: int, tables: BlockTables) -> None:
@@ -41,13 +60,13 @@ def count_planned(request: Request, n: int, tables: BlockTables) -> None:
         tables.publish(request, min(request.num_computed, request.num_tokens))
 
 
-def count_drafts(output: SchedulerOutput, num_proposed: int) -> None:
+def count_drafts(output: SchedulerOutput) -> None:
     """Counts the drafts of a step that is planned, and those that it proposes for the next."""
     for request_id, request in output.requests.items():
         request.num_drafts_in_flight += output.num_steps * output.num_drafts.get(request_id, 0)
         if request.num_in_flight:  # it samples
             # Which drafts a grammar allows is not known on the device.
-            request.num_drafts = num_proposed if request.grammar is None else 0
+            request.num_drafts = output.num_proposed if request.grammar is None else 0
 
 
 def count_read(request: Request, output: SchedulerOutput, num_sampled: int) -> None:

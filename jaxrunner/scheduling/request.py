@@ -167,6 +167,7 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)  # since the last step
     preempted_req_ids: set[str] = field(default_factory=set)  # in this step
     requests: dict[str, Request] = field(default_factory=dict)  # the scheduled ones
+    num_proposed: int = 0  # drafts of each request that samples, for its next step, at least
     # Of this launch. Of several, each computes a token of each request, and its drafts; then
     # `num_scheduled_tokens` are the most tokens that all of them give, `num_drafts` those of one.
     num_steps: int = 1

@@ -40,12 +40,15 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         step_sizes: Sequence[int] = (),
         num_drafts: int = 0,
+        adaptive: bool = False,
         lookahead: int = 0,
         remote: RemoteSource | None = None,
     ):
         """long_prefill_token_threshold: most tokens of one request in a step, 0 for no limit.
         step_sizes: padded sizes that prefills should fill, none where padding costs nothing.
         num_drafts: proposed by each step for each request that it samples.
+        adaptive: steps propose as many as attribute `num_drafts` says, and none where they compute
+            prompts.
         lookahead: tokens, behind those that a step computes, whose keys a drafter writes.
         remote: is asked of each new request, and fills blocks of those it knows more of.
 
@@ -57,7 +60,7 @@ class Scheduler:
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_drafts = num_drafts  # most of a request in a step; may be lowered between steps
-        self._num_proposed = num_drafts
+        self._most_drafts, self.adaptive = num_drafts, adaptive
         self._most_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self.waiting = RequestQueue(policy)
         self.admission = Admission(
@@ -118,20 +121,25 @@ class Scheduler:
         """
         if self.admission.remote is not None:
             self.admission.poll(idle=not self.running)
-        several = num_steps > 1 and self._may_run_on(num_steps)
+        decodes = (num_steps > 1 or self.adaptive) and self._decodes
+        several = num_steps > 1 and decodes and self._have_room(num_steps)
         output = SchedulerOutput(finished_req_ids=self._finished)
         output.num_steps = num_steps if several else 1
+        output.num_proposed = self._most_drafts
+        if self.adaptive:
+            output.num_proposed = self.num_drafts if decodes else 0
         self._finished = set()
         budget = self._continue(output)
         counts = output.num_scheduled_tokens.values()
         for request, n in zip(output.requests.values(), counts, strict=True):
             in_flight.count_planned(request, n, self.tables)
         waits = self.waiting or self.admission.remote is not None
-        if waits and not output.preempted_req_ids and not several:
+        alone = several or (self.adaptive and output.num_proposed)
+        if waits and not output.preempted_req_ids and not alone:
             num_slots = self.max_num_seqs - self.num_running
             self.running += self.admission.admit(output, budget, num_slots)
-        if self._num_proposed:
-            in_flight.count_drafts(output, self._num_proposed)
+        if self._most_drafts:
+            in_flight.count_drafts(output)
         return output
 
     def update(
@@ -190,7 +198,8 @@ class Scheduler:
 
     def _continue(self, output: SchedulerOutput) -> int:
         """Plans the running requests. Returns the tokens that are left of the step's budget."""
-        budget, several = self._budget(), output.num_steps > 1
+        most_drafts = min(self.num_drafts, output.num_proposed)
+        budget, several = self._budget(most_drafts), output.num_steps > 1
         spare = budget - len(self.running)  # for drafts, which take no other's token
         for request in list(self.running):
             if request.status is not Status.RUNNING:
@@ -207,7 +216,8 @@ class Scheduler:
                 confirmed = min(request.num_computed, request.num_tokens - 1)
                 self.tables.drop_skipped(request, confirmed)
             if several or request.num_drafts:
-                n, num_drafts = self._plan_drafts(request, output, n, spare)
+                most = min(most_drafts, spare, self._most_tokens - n)
+                n, num_drafts = in_flight.plan_drafts(request, output, most, self.tables)
                 cost, spare = cost + num_drafts, spare - num_drafts
             end = request.num_computed + n
             end = end if end <= request.max_len else request.max_len
@@ -228,45 +238,28 @@ class Scheduler:
                     output.new_block_ids[request.request_id] = new
         return budget
 
-    def _plan_drafts(
-        self, request: Request, output: SchedulerOutput, n: int, spare: int
-    ) -> tuple[int, int]:
-        """Plans drafts of a request that computes `n` tokens: of `spare`, and in free blocks.
-
-        Returns the most tokens that it computes and keeps, and the drafts of each step.
-        """
-        num_steps, most = output.num_steps, min(self.num_drafts, spare, self._most_tokens - n)
-        num_drafts = in_flight.num_plannable(request, most, num_steps)
-        end = request.num_computed + num_steps * (1 + num_drafts)
-        end = self.tables.end_of_drafts(request, end)
-        # Nobody gives way for a draft.
-        if end > request.num_held and not self.tables.have_room([request], [end]):
-            num_drafts = 0
-        if num_drafts:
-            output.num_drafts[request.request_id] = num_drafts
-        return in_flight.most_sampled(request, num_drafts, num_steps), num_drafts
-
-    def _budget(self) -> int:
-        """Returns the most tokens of a step."""
+    def _budget(self, most_drafts: int) -> int:
+        """Returns the most tokens of a step whose requests verify `most_drafts` each."""
         free = self.max_num_seqs - self.num_running
         if self.chunks is None or len(self.waiting) <= free:
             return self.max_num_batched_tokens
         counts = [request.num_missing for request in self.running]
         num_due = sum(counts) + sum(request.num_tokens for request in self.waiting.first(free))
-        num_drafts = sum(min(self.num_drafts, request.num_drafts) for request in self.running)
+        num_drafts = sum(min(most_drafts, request.num_drafts) for request in self.running)
         return self.chunks.next(counts.count(1) + num_drafts, num_due + num_drafts)
 
-    def _may_run_on(self, num_steps: int) -> bool:
-        """Whether all running requests may decode `num_steps` tokens and none is kept waiting."""
+    @property
+    def _decodes(self) -> bool:
+        """Whether requests run, each is due a token or none, and no other is kept waiting."""
         if self.num_running < self.max_num_seqs and self.admission.may_start:
             return False
+        return bool(self.running) and all(request.num_missing <= 1 for request in self.running)
+
+    def _have_room(self, num_steps: int) -> bool:
+        """Whether a request is due a token, and blocks are free for `num_steps` steps of all."""
         due = [request for request in self.running if request.num_missing]
-        ends = [
-            self.tables.end_of_drafts(r, in_flight.end_of(r, self.num_drafts, num_steps))
-            for r in due
-        ]
-        decodes = bool(due) and all(request.num_missing == 1 for request in due)
-        return decodes and self.tables.have_room(due, ends)
+        ends = [in_flight.end_of(r, self.num_drafts, num_steps, self.tables) for r in due]
+        return bool(due) and self.tables.have_room(due, ends)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Takes a running request off the device. Returns the tokens it had in this step."""

@@ -43,13 +43,15 @@ def propose(inputs: DraftInputs) -> Proposal:
         token = _draw(inputs, hidden, position + 1)
         return (token, position + 1, feature, kv), token
 
+    if not inputs.num_drafts:
+        return Proposal(jnp.zeros((slot.shape[0], 0), jnp.int32), kv=(*caches, *kv))
     if is_shifted:  # the first comes of what has been run
         drafts = [_draw(inputs, hidden, total)]
         carry = drafts[0], total, feature, kv
     else:
         drafts = []
         carry = take(requests.token_ids, (slot, total - 1)), total - 1, feature, kv
-    num = config.num_drafts - len(drafts)
+    num = inputs.num_drafts - len(drafts)
     # A loop compiles faster. On a GPU the host would run it.
     (*_, kv), rest = jax.lax.scan(next_draft, carry, length=num, unroll=num if inputs.unroll else 1)
     drafts = jnp.concatenate([*(d[:, None] for d in drafts), rest.T], 1)

@@ -29,6 +29,7 @@ class DraftInputs(NamedTuple):
     # (logits [B, V], position [B]) -> the tokens that these would be sampled as there, [B].
     draw: Callable[[Array, Array], Array]
     unroll: bool  # whether loops of a few turns are to be unrolled
+    num_drafts: int  # K that the next step may verify, 0 to that of the speculator; more are cut
 
 
 class Proposal(NamedTuple):
@@ -52,6 +53,8 @@ class Speculator(NamedTuple):
     extras: tuple[str, ...] = ()  # of the model's layers that it reads
     # Tokens, behind those that a step computes, whose keys it writes before they are verified.
     lookahead: int = 0
+    # Whether steps may verify and propose none, where these do not pay; see `DraftPolicy`.
+    adaptive: bool = False
     # Which drafts stand: "exact", those that the model samples too; "standard" and "block", see
     # `sampling.acceptance`; "synthetic", each at a rate of its own, given that those before it do.
     rejection: str = "exact"

@@ -57,7 +57,8 @@ def measure(program: Program, params: Any, cache: ProgramCache | None) -> Progra
             return ProgramMemory(name, most, waiting)
     shapes, engine = abstract(params), program.engine
     programs = ProgramTable(lambda key: program_spec(program, shapes, key))
-    keys = largest(program_keys(program, step_buckets(engine), all_rules=True))
+    buckets = step_buckets(engine, program.model.speculator)
+    keys = largest(program_keys(program, buckets, all_rules=True))
     programs.warm_up(keys)
     need = add_up({key: programs[key] for key in keys}, engine.async_depth)
     if cache is not None:

@@ -104,8 +104,8 @@ def main(folder: Path) -> None:
         (Key("step", Bucket(8, 8, 1)), 0),
         (prefill, 0),
         (Key("multi_step", MultiStepBucket(4, SampleSize(8))), 0),
-        (Key("step", Bucket(32, 8, 4)), 3),
-        (Key("multi_step", MultiStepBucket(4, SampleSize(8), 4)), 3),
+        (Key("step", Bucket(32, 8, 4, 3)), 3),
+        (Key("multi_step", MultiStepBucket(4, SampleSize(8, num_drafts=3))), 3),
     ):
         compiled, kv_bytes, shape = compile_step(key, num_drafts)
         memory, text = compiled.memory_analysis(), compiled.as_text()
