@@ -12,11 +12,12 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
+from jaxrunner.scheduling import draft_policy
 from jaxrunner.scheduling.request import Request
 from jaxrunner.speculators.drafter import Drafted
 from tests.outside.lookup import lookup
 from tests.support import features, tiny
-from tests.support.drafters import DRAFTERS, with_ngrams
+from tests.support.drafters import DRAFTERS, adaptive, with_ngrams
 
 MAX_LEN = 48
 EOS = (features.EOS,)
@@ -28,6 +29,7 @@ def with_lookup():
 
 
 KINDS = DRAFTERS | dict(ngram=with_ngrams, user=with_lookup)
+KINDS["adaptive"] = lambda: adaptive(*DRAFTERS["itself"]())
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ TINY_POOL = dict(num_blocks=14, policy="priority")
 LOADS = {
     "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2)),
     "eagle": Load("eagle", sizes=TINY_POOL | dict(async_depth=3)),
+    "adaptive": Load("adaptive", sizes=dict(num_blocks=18, num_decode_steps=2, async_depth=2)),
     "eagle3, steps": Load("eagle3", sizes=dict(num_decode_steps=4, num_blocks=20, async_depth=2)),
     "itself": Load("itself", sizes=dict(num_blocks=16, async_depth=1)),
     "another, steps": Load("another", sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3)),
@@ -239,8 +242,9 @@ def by_position(parts: list[Any], params: SamplingParams) -> dict[int, np.ndarra
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "short" else pytest.mark.slow) for n in LOADS]
 )
-def test_any_load_ends_as_without_drafts(name, tmp_path):
+def test_any_load_ends_as_without_drafts(name, tmp_path, monkeypatch):
     load = LOADS[name]
+    monkeypatch.setattr(draft_policy, "PERIOD", 3)  # drafts come and go
     driver = Driver(load, tmp_path)
     driver.run(load.num_steps)
     seen, scale = driver.seen, load.num_steps / 1000

@@ -14,9 +14,10 @@ from jaxrunner.models.llama import llama
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from tests.support import features, tiny
-from tests.support.drafters import DRAFTERS, with_ngrams
+from tests.support.drafters import DRAFTERS, adaptive, with_ngrams
 
 KINDS = dict(eagle3=DRAFTERS["eagle3"], another=DRAFTERS["another"], ngram=with_ngrams)
+KINDS["adaptive"] = lambda: adaptive(*DRAFTERS["eagle3"]())
 GPU: dict[str, Any] = dict(
     max_num_seqs=256, max_num_batched_tokens=8192, decode_buckets=GPU_SIZES, token_buckets=(),
     num_decode_steps=4, num_blocks=12,
@@ -36,7 +37,8 @@ def num_programs(model, config, params, *, all_rules: bool, **sizes: Any) -> int
 def test_drafts_need_at_most_half_as_many_programs_more(kind, all_rules, num_decode_steps):
     rest: dict[str, Any] = dict(all_rules=all_rules, num_decode_steps=num_decode_steps)
     plain = num_programs(llama, *tiny.model_and_params(), **rest)
-    assert plain <= num_programs(*KINDS[kind](), **rest) <= 1.5 * plain
+    most = 1.75 if kind == "adaptive" and all_rules else 1.5  # forward and draw are twice there
+    assert plain <= num_programs(*KINDS[kind](), **rest) <= most * plain
 
 
 @pytest.mark.slow

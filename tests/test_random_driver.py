@@ -37,6 +37,7 @@ class Load:
     sizes: tuple[int, ...] = ()
     num_steps: int = 1
     num_drafts: int = 0
+    adaptive: bool = False
     remote: bool = False
 
 
@@ -71,6 +72,10 @@ LOADS = {
     "drafts, filled sizes": Load(depth=2, num_drafts=2, sizes=(4, 8, 16), num_blocks=16),
     "drafts, no caching": Load(depth=2, num_drafts=4, caching=False, num_blocks=14),
     "drafts in steps": Load(depth=2, num_drafts=2, num_steps=3, num_blocks=14),
+    "adaptive drafts": Load(depth=2, num_drafts=3, num_blocks=14, adaptive=True),
+    "adaptive drafts in steps, remote": Load(
+        depth=3, num_drafts=3, num_steps=2, adaptive=True, remote=True, num_blocks=14
+    ),
     "remote": Load(remote=True),
     "remote, async, tiny pool": Load(depth=2, remote=True, num_blocks=12),
     "remote, priority, no caching": Load(
@@ -97,14 +102,13 @@ class Driver:
             BlockPool(load.num_blocks, group.block_size, g, load.caching)
             for g, group in enumerate(load.groups)
         ]
-        sizes = load.num_blocks, load.max_num_seqs, load.num_drafts
-        self.device = Device(load.groups, *sizes)
+        self.device = Device(load.groups, load.num_blocks, load.max_num_seqs)
         self.remote = ToyRemote(self.device, seed) if load.remote else None
         self.scheduler = Scheduler(
             load.groups, self.pools, max_num_seqs=load.max_num_seqs, policy=load.policy,
             max_num_batched_tokens=load.budget, max_model_len=load.max_model_len,
             long_prefill_token_threshold=load.threshold, step_sizes=load.sizes,
-            num_drafts=load.num_drafts, remote=self.remote,
+            num_drafts=load.num_drafts, adaptive=load.adaptive, remote=self.remote,
         )  # fmt: skip
         self.queue: deque[SchedulerOutput] = deque()
         self.requests: list[Request] = []
@@ -163,6 +167,12 @@ class Driver:
         self.queue.append(output)
         if self.remote is not None:
             self.remote.num_scheduled += 1
+        assert max(output.num_drafts.values(), default=0) <= output.num_proposed
+        if self.load.adaptive and output.num_proposed:
+            most = output.num_steps * (1 + output.num_proposed)
+            assert max(output.num_scheduled_tokens.values(), default=0) <= most
+            assert not output.scheduled_new_reqs
+            self.seen["adaptive"] += len(output.num_drafts)
         self.seen["several"] += output.num_steps > 1
         self.seen["steps"] += bool(output.requests)
         self.seen["hits"] += sum(new.num_computed > 0 for new in output.scheduled_new_reqs)

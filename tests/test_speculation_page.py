@@ -64,10 +64,6 @@ def test_the_page_lists_what_is_refused_and_nothing_else(name: str, value: str):
             "speculative_config.method='mtp' is not there: take 'ngram' or 'eagle3'",
         ),
         (
-            dict(num_speculative_tokens=AUTO),
-            "speculative_config.num_speculative_tokens='auto' is not there: give a number",
-        ),
-        (
             dict(draft_sample_method="probabilistic"),
             "speculative_config.draft_sample_method='probabilistic' is not there: leave it out",
         ),

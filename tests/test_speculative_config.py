@@ -74,8 +74,14 @@ def test_a_speculator_of_the_user_s_says_how_many_it_drafts():
     assert config.drafts == "greedy"
 
 
-def test_auto_is_kept_for_who_builds_it():
-    assert read(NGRAM | dict(num_speculative_tokens="auto")).num_speculative_tokens == "auto"
+def test_auto_has_a_maximum():
+    auto = NGRAM | dict(num_speculative_tokens="auto")
+    assert (read(auto).num_drafts, read(auto).is_adaptive) == (3, True)
+    assert read(auto | dict(max_num_speculative_tokens=5)).num_drafts == 5
+    own = read(dict(method=lookup, num_speculative_tokens="auto"))
+    assert (own.num_drafts, own.is_adaptive) == (lookup.num_drafts, True)
+    given = read(SYNTHETIC | auto | dict(synthetic_acceptance_length=2.5))
+    assert conditional_rates(given) == (1.0, 0.5, 0.0)
 
 
 def test_keys_of_vllm_are_taken_where_they_change_nothing():
@@ -161,12 +167,16 @@ def test_rates_of_a_length_have_its_mean():
             r"got synthetic_acceptance_rates and synthetic_acceptance_length: give one",
         ),
         (
-            SYNTHETIC | dict(num_speculative_tokens="auto", synthetic_acceptance_length=2),
-            r"num_speculative_tokens='auto' leaves the number of acceptance rates open: give a num",
+            NGRAM | dict(max_num_speculative_tokens=4),
+            r"speculative_config.max_num_speculative_tokens=4 has no effect on num_speculative_toke",
+        ),
+        (
+            dict(method="ngram", num_speculative_tokens="auto", max_num_speculative_tokens=17),
+            r"max_num_speculative_tokens=17 is out of range: take an integer from 1 to 16",
         ),
         (
             SYNTHETIC | dict(synthetic_acceptance_rates=[1, 0.5]),
-            r"has 2 rates, num_speculative_tokens is 3: give one for each draft",
+            r"has 2 rates, of at most 3 drafts: give one for each draft",
         ),
         (
             SYNTHETIC | dict(synthetic_acceptance_rates=[0.5, 0.6, 0.1]),

@@ -236,8 +236,14 @@ def _check_method(config: SpeculativeConfig) -> None:
             f"speculative_config.model is missing, {method!r} drafts with a checkpoint: name its "
             "folder"
         )
+    most = config.max_num_speculative_tokens
+    if most is not None and not (named and config.is_adaptive):
+        raise ValueError(
+            f"speculative_config.max_num_speculative_tokens={most} has no effect on "
+            f"num_speculative_tokens={config.num_speculative_tokens!r} of method {method!r}: "
+            f"leave it out, or set {AUTO!r} of a method by name"
+        )
     reads = {
-        "max_num_speculative_tokens": named and config.is_adaptive,
         "model": named and method in OF_A_MODEL,
         "prompt_lookup_min": named and method == "ngram",
         "prompt_lookup_max": named and method == "ngram",
@@ -276,8 +282,8 @@ def _check_synthetic(config: SpeculativeConfig) -> None:
         )
     if rates is not None and len(rates) != K:
         raise ValueError(
-            f"speculative_config.synthetic_acceptance_rates has {len(rates)} rates, "
-            f"of at most {K} drafts: give one for each draft"
+            f"speculative_config.synthetic_acceptance_rates has {len(rates)} rates, of at most "
+            f"{K} drafts: give one for each draft"
         )
     if length is not None and length > K + 1:
         raise ValueError(

@@ -38,9 +38,10 @@ class Bench:
     """Runs the workloads of one preset."""
 
     def __init__(
-        self, preset: Preset, *, speculative: tuple[int, float] | None = None, **engine: Any
+        self, preset: Preset, *, speculative: tuple[int, float, bool] | None = None, **engine: Any
     ):
-        """speculative: drafts of a step, and the tokens that a step gives on average."""
+        """speculative: drafts of a step, the tokens that a step gives on average, and whether steps
+        may draft nothing."""
         self.preset, self._ids = preset, np.random.default_rng(0)
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(preset.config))
@@ -143,14 +144,19 @@ class Bench:
         return seconds
 
 
-def _drafted(preset: Preset, folder: Path, num_drafts: int, length: float) -> dict[str, Any]:
+def _drafted(
+    preset: Preset, folder: Path, num_drafts: int, length: float, adaptive: bool
+) -> dict[str, Any]:
     """Returns a `speculative_config` of an EAGLE head of dummy weights."""
     folder.mkdir()
     one = preset.config | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
     (folder / "config.json").write_text(json.dumps(one))
-    return dict(
-        method="eagle", model=str(folder), num_speculative_tokens=num_drafts,
-        rejection_sample_method="synthetic", synthetic_acceptance_length=length,
+    number: dict[str, Any] = dict(num_speculative_tokens=num_drafts)
+    if adaptive:
+        number = dict(num_speculative_tokens="auto", max_num_speculative_tokens=num_drafts)
+    return number | dict(
+        method="eagle", model=str(folder), rejection_sample_method="synthetic",
+        synthetic_acceptance_length=length,
     )  # fmt: skip
 
 
@@ -230,6 +236,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs of each part, for medians")
     parser.add_argument("--speculative", type=float, metavar="LENGTH", help="tokens a step")
     parser.add_argument("--drafts", type=int, default=3, help="of a step, with --speculative")
+    parser.add_argument("--adaptive", action="store_true", help="none where these do not pay")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     if args.kernels:
@@ -237,7 +244,7 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
         return
-    drafted = None if args.speculative is None else (args.drafts, args.speculative)
+    drafted = args.speculative and (args.drafts, args.speculative, args.adaptive)
     bench = Bench(PRESETS[args.preset], speculative=drafted)
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     result["programs"] = bench.llm.engine.runner.programs.report()

@@ -90,6 +90,11 @@ def with_ngrams():
     return llama._replace(speculator=ngram(K, max_n=2)), config, params
 
 
+def adaptive(model, config, params):
+    """Returns it with drafts that may be none."""
+    return model._replace(speculator=model.speculator._replace(adaptive=True)), config, params
+
+
 def run(model, config, params, rule, **changes):
     """Returns tokens by request, the steps it took, and the engine."""
     e, steps = Engine(model, config, tiny.engine_config(**changes), params), 0

@@ -81,9 +81,8 @@ class Device:
         groups: Sequence[CacheGroup],
         num_blocks: int,
         max_num_seqs: int,
-        num_drafts: int = 0,  # proposed for each request by a step that samples it; some are right
     ):
-        self.num_drafts, self.rng = num_drafts, random.Random(5)
+        self.rng = random.Random(5)
         self.num_accepted = self.num_rejected = 0
         self.groups, self.num_blocks, self.max_num_seqs = groups, num_blocks, max_num_seqs
         self.rows: dict[str, Row] = {}
@@ -117,7 +116,7 @@ class Device:
             for _, row, n in rows:
                 self.read(row, n)
             for r, row, n in rows:
-                new = self.sample(row, n)
+                new = self.sample(row, n, output.num_proposed)
                 assert not new or len(new) <= 1 + output.num_drafts.get(r, 0)
                 sampled[r] += new
         return sampled
@@ -145,7 +144,7 @@ class Device:
         assert 0 <= block < self.num_blocks, "the null block is read"
         return block * group.block_size + position % group.block_size
 
-    def sample(self, row: Row, n: int) -> list[int]:
+    def sample(self, row: Row, n: int, num_proposed: int) -> list[int]:
         """Keeps the drafts that are what it samples, and the token behind them; proposes more."""
         end, known = row.num_computed + n, len(row.tokens)
         row.num_computed = end
@@ -160,13 +159,13 @@ class Device:
             if row.done or not accepted:
                 break
         row.num_computed = len(row.tokens) - 1
-        self.propose(row)
+        self.propose(row, num_proposed)
         return row.tokens[known:]
 
-    def propose(self, row: Row) -> None:
+    def propose(self, row: Row, num_drafts: int) -> None:
         """Drafts what follows, each token right three times of four."""
         row.drafts, keys = [], row.keys[-1:]
-        for _ in range(self.num_drafts):
+        for _ in range(num_drafts):
             right = next_token(keys[-1])
             row.drafts.append(right if self.rng.random() < 0.75 else (right + 1) % VOCAB_SIZE)
             keys.append(extend(keys[-1], row.drafts[-1]))
