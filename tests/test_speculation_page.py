@@ -60,8 +60,8 @@ def test_the_page_lists_what_is_refused_and_nothing_else(name: str, value: str):
     ("given", "message"),
     [
         (
-            dict(method="mtp"),
-            "speculative_config.method='mtp' is not there: take 'ngram' or 'eagle3'",
+            dict(method="suffix"),
+            "speculative_config.method='suffix' is not there: take 'ngram' or 'eagle3'",
         ),
         (
             dict(draft_sample_method="probabilistic"),
