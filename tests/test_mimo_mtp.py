@@ -120,7 +120,9 @@ def test_another_layout_is_refused(tmp_path: Path, changes: dict[str, Any], mess
 
 
 def test_a_model_without_such_a_layer_is_refused(folder: Path):
-    with pytest.raises(ValueError, match="wants a checkpoint with layers that draft, as of MiMoF.*, got Ll"):
+    with pytest.raises(
+        ValueError, match="'mtp' wants a checkpoint with layers that draft, as of M"
+    ):
         with_speculator(tiny.loaded(), SpeculativeConfig.read(MTP))
     with pytest.raises(ValueError, match="model='m' has no effect on method 'mtp': leave it out"):
         LLM(str(folder), speculative_config=MTP | dict(model="m"), **SIZES)

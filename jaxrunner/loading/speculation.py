@@ -19,6 +19,7 @@ from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle3 import eagle3
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.speculators.speculator import Speculator
+from jaxrunner.speculators.suffix import suffix
 
 MTP = {"MiMoForCausalLM": (mimo_mtp.mimo_mtp, mimo_mtp.read)}  # by the model's architecture
 HEADS = {"eagle": (eagle, eagle_head.read), "eagle3": (eagle3, eagle3_config.read)}
@@ -55,6 +56,8 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         low, high = config.prompt_lookup_min or 1, config.prompt_lookup_max or 1
         speculator = ngram(K, min_n=low, max_n=high)
         return loaded._replace(model=loaded.model._replace(speculator=speculator))
+    if method == "suffix":
+        return loaded._replace(model=loaded.model._replace(speculator=_suffix(config, K)))
     weights, is_dummy = loaded.load_config, loaded.load_config.load_format == "dummy"
     if method == "mtp":
         family, drafter = read_mtp(loaded.config)
@@ -72,6 +75,15 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     params = abstract_params(model, both, loaded.dtype)
     load_config = replace(loaded.load_config, drafter=weights)
     return loaded._replace(model=model, config=both, params=params, load_config=load_config)
+
+
+def _suffix(config: SpeculativeConfig, num_drafts: int) -> Speculator:
+    names = dict(
+        max_depth="max_tree_depth", num_cached="max_cached_tokens", max_factor="max_spec_factor",
+        min_share="min_token_prob",
+    )  # fmt: skip
+    sizes = {name: getattr(config, f"suffix_decoding_{key}") for name, key in names.items()}
+    return suffix(num_drafts, **sizes)
 
 
 def read_mtp(target: ModelConfig) -> tuple[Drafter, DrafterConfig]:
@@ -116,7 +128,5 @@ def check_supported(config: SpeculativeConfig) -> None:
       ValueError: names it.
     """
     name = "speculative_config"
-    if config.method == "suffix":
-        raise ValueError(f"{name}.method={config.method!r} is not there: take 'ngram' or 'eagle3'")
     if config.draft_sample_method == "probabilistic":
         raise ValueError(f"{name}.draft_sample_method='probabilistic' is not there: leave it out")
