@@ -186,3 +186,21 @@ def test_the_ring_holds_the_latest_tokens():
 def test_sizes_that_mean_nothing_are_refused(sizes: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         suffix(**sizes)
+
+
+def test_synthetic_acceptance_gives_tokens_where_there_is_no_draft():
+    config, params = tiny.model_and_params()
+    speculator = suffix(3)._replace(rejection="synthetic", rates=(1.0, 1.0, 1.0))
+    e = Engine(llama._replace(speculator=speculator), config, tiny.engine_config(), params)
+    request = e.add("a", [3, 1, 4, 9, 2], SamplingParams(max_tokens=30, temperature=1.0, seed=3))
+    while e.has_unfinished:
+        e.step()
+    assert len(request.output_token_ids) == 30 and min(request.output_token_ids) >= 0
+
+
+def test_greedy_tokens_do_not_depend_on_how_drafts_are_verified():
+    greedy, config = dict(temperature=0.0), tiny.model_and_params()
+    want, *_ = run(llama, *config, greedy)
+    for rejection in ("standard", "block"):
+        speculator = suffix(3)._replace(rejection=rejection)
+        assert run(llama._replace(speculator=speculator), *config, greedy)[0] == want
