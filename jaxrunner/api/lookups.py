@@ -32,7 +32,7 @@ def ngram_sizes(low: int | None, high: int | None) -> dict[str, int]:
     return dict(prompt_lookup_min=low, prompt_lookup_max=high)
 
 
-def suffix_sizes(given: Mapping[str, Any], num_drafts: int | str | None) -> dict[str, int | float]:
+def suffix_sizes(given: Mapping[str, Any], num_drafts: int) -> dict[str, int | float]:
     """Returns what suffixes are looked up by, completed where `given` has None.
 
     Raises:
@@ -40,7 +40,7 @@ def suffix_sizes(given: Mapping[str, Any], num_drafts: int | str | None) -> dict
     """
     sizes = SUFFIX | {name: value for name, value in given.items() if value is not None}
     depth = sizes["suffix_decoding_max_tree_depth"]
-    if isinstance(num_drafts, int) and depth <= num_drafts:
+    if depth <= num_drafts:
         raise ValueError(
             f"speculative_config.suffix_decoding_max_tree_depth={depth} holds {num_drafts} drafts "
             f"and no token that they follow: take more than {num_drafts}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrunner.api.arguments import Elsewhere, check_same
+from jaxrunner.api.arguments import check_same
 from jaxrunner.api.lookups import (
     MAX_CORPUS,
     MAX_DEPTH,
@@ -14,6 +14,7 @@ from jaxrunner.api.lookups import (
     ngram_sizes,
     suffix_sizes,
 )
+from jaxrunner.api.speculative_keys import ELSEWHERE
 from jaxrunner.api.validation import Bound, elements, shown, validate
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
@@ -164,26 +165,6 @@ def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:
     return tuple(p / q if q > 0 else 0.0 for p, q in zip(rates, before, strict=True))
 
 
-_ONE_DEVICE = "one device drafts and verifies: leave it out"
-_AS_TARGET = "drafts are made as the target is run: leave it out"
-ELSEWHERE: dict[str, Elsewhere] = {
-    "draft_tensor_parallel_size": Elsewhere(_ONE_DEVICE, (1, None)),
-    "enforce_eager": Elsewhere("set enforce_eager of the engine"),
-    "quantization": Elsewhere("take a checkpoint in bfloat16 or float16"),
-    "kv_cache_dtype": Elsewhere(_AS_TARGET),
-    "attention_backend": Elsewhere(_AS_TARGET),
-    "max_model_len": Elsewhere(_AS_TARGET),
-    "revision": Elsewhere("name a folder as model"),
-    "code_revision": Elsewhere("code of a checkpoint is never run: leave it out"),
-    "parallel_drafting": Elsewhere("drafts follow one another: leave it out", (False, None)),
-    "disable_padded_drafter_batch": Elsewhere("batches are padded: leave it out", (False, None)),
-    "suffix_decoding_max_cached_requests": Elsewhere(
-        "their tokens are counted: set suffix_decoding_max_cached_tokens, 0 for none"
-    ),
-    "use_heterogeneous_vocab": Elsewhere(
-        "draft and target need one vocabulary: take such a model", (False, None)
-    ),
-}
 _NGRAM = Bound(int, 1, MAX_NGRAM, optional=True)
 _BOUNDS: dict[str, Bound] = {
     "max_num_speculative_tokens": Bound(int, 1, MAX_DRAFTS, optional=True),
@@ -316,5 +297,5 @@ def _lookup(config: SpeculativeConfig) -> dict[str, Any]:
         return ngram_sizes(config.prompt_lookup_min, config.prompt_lookup_max)
     if config.method == "suffix":
         given = {name: getattr(config, name) for name in SUFFIX}
-        return suffix_sizes(given, config.num_speculative_tokens)
+        return suffix_sizes(given, config.num_drafts)
     return {}
