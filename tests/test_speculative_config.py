@@ -192,7 +192,7 @@ def test_rates_of_a_length_have_its_mean():
         ),
         (
             NGRAM | dict(max_num_speculative_tokens=4),
-            r"speculative_config.max_num_speculative_tokens=4 has no effect on num_speculative_toke",
+            r"speculative_config.max_num_speculative_tokens=4 has no effect on num_speculative_tok",
         ),
         (
             dict(method="ngram", num_speculative_tokens="auto", max_num_speculative_tokens=17),

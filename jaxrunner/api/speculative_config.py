@@ -5,15 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrunner.api import lookups
 from jaxrunner.api.arguments import check_same
-from jaxrunner.api.lookups import (
-    MAX_CORPUS,
-    MAX_DEPTH,
-    MAX_NGRAM,
-    SUFFIX,
-    ngram_sizes,
-    suffix_sizes,
-)
 from jaxrunner.api.speculative_keys import ELSEWHERE
 from jaxrunner.api.validation import Bound, elements, shown, validate
 
@@ -165,7 +158,7 @@ def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:
     return tuple(p / q if q > 0 else 0.0 for p, q in zip(rates, before, strict=True))
 
 
-_NGRAM = Bound(int, 1, MAX_NGRAM, optional=True)
+_NGRAM = Bound(int, 1, lookups.MAX_NGRAM, optional=True)
 _BOUNDS: dict[str, Bound] = {
     "max_num_speculative_tokens": Bound(int, 1, MAX_DRAFTS, optional=True),
     "model": Bound(str, optional=True, also=(Path,)),
@@ -173,8 +166,8 @@ _BOUNDS: dict[str, Bound] = {
     "rejection_sample_method": Bound(str, among=REJECTIONS),
     "prompt_lookup_min": _NGRAM,
     "prompt_lookup_max": _NGRAM,
-    "suffix_decoding_max_tree_depth": Bound(int, 2, MAX_DEPTH, optional=True),
-    "suffix_decoding_max_cached_tokens": Bound(int, 0, MAX_CORPUS, optional=True),
+    "suffix_decoding_max_tree_depth": Bound(int, 2, lookups.MAX_DEPTH, optional=True),
+    "suffix_decoding_max_cached_tokens": Bound(int, 0, lookups.MAX_CORPUS, optional=True),
     "suffix_decoding_max_spec_factor": Bound(float, 0, MAX_DRAFTS, optional=True),
     "suffix_decoding_min_token_prob": Bound(float, 0, 1, optional=True),
     "synthetic_acceptance_length": Bound(float, 1, MAX_DRAFTS + 1, optional=True),
@@ -245,7 +238,7 @@ def _check_method(config: SpeculativeConfig) -> None:
         "model": named and method in OF_A_MODEL,
         "prompt_lookup_min": named and method == "ngram",
         "prompt_lookup_max": named and method == "ngram",
-        **{name: named and method == "suffix" for name in SUFFIX},
+        **{name: named and method == "suffix" for name in lookups.SUFFIX},
         "draft_sample_method": named
         and (method not in ("ngram", "suffix") or config.draft_sample_method == "greedy"),
     }
@@ -294,8 +287,8 @@ def _check_synthetic(config: SpeculativeConfig) -> None:
 def _lookup(config: SpeculativeConfig) -> dict[str, Any]:
     """Returns the numbers of a method that looks drafts up, completed."""
     if config.method == "ngram":
-        return ngram_sizes(config.prompt_lookup_min, config.prompt_lookup_max)
+        return lookups.ngram_sizes(config.prompt_lookup_min, config.prompt_lookup_max)
     if config.method == "suffix":
-        given = {name: getattr(config, name) for name in SUFFIX}
-        return suffix_sizes(given, config.num_drafts)
+        given = {name: getattr(config, name) for name in lookups.SUFFIX}
+        return lookups.suffix_sizes(given, config.num_drafts)
     return {}
