@@ -60,10 +60,6 @@ def test_the_page_lists_what_is_refused_and_nothing_else(name: str, value: str):
     ("given", "message"),
     [
         (
-            dict(method="mtp"),
-            "speculative_config.method='mtp' is not there: take 'ngram' or 'eagle3'",
-        ),
-        (
             dict(draft_sample_method="probabilistic"),
             "speculative_config.draft_sample_method='probabilistic' is not there: leave it out",
         ),
