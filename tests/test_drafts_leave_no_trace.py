@@ -1,4 +1,4 @@
-"""What caches hold once drafts were rejected: the model's and the drafter's, read by block tables."""
+"""What caches hold once drafts were rejected, the model's and the drafter's, by block tables."""
 
 import functools
 

@@ -15,7 +15,11 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.speculation import with_speculator
 from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
+from jaxrunner.speculators.draft_model import draft_model
+from jaxrunner.speculators.eagle import eagle
+from jaxrunner.speculators.eagle3 import eagle3
 from tests.outside.lookup import lookup
 from tests.support import eagle3_reference as reference
 from tests.support import small_llm, tiny
@@ -91,7 +95,7 @@ def test_a_method_that_is_no_speculator_of_ours_is_refused(target: Path):
     class Lookalike:
         name, num_drafts, propose = "lookalike", 3, print
 
-    with pytest.raises(TypeError, match=r"must be a name or a jaxrunner.* got Lookalike"):
+    with pytest.raises(TypeError, match=r"must be a name, a jaxrunner.* got Lookalike"):
         LLM(str(target), speculative_config=dict(method=Lookalike()), **SIZES)
 
 
@@ -174,6 +178,27 @@ def test_a_speculator_without_weights_adds_none(target, config):
     loaded = drafting(target, **config)
     assert loaded.model.speculator.num_drafts == 3 and loaded.load_config.drafter is None
     assert loaded.config == load(target, dtype="float32").config
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [(eagle, HEAD), (eagle3, EAGLE3)], ids=["eagle", "eagle3"]
+)
+def test_a_drafter_is_named_or_given(target, tmp_path, family, settings):
+    tensors = eagle_tensors()
+    if family is eagle3:
+        tensors = reference.tensors(EAGLE3, "lm_head.weight", "d2t")
+    folder = str(save_head(tmp_path / "head", settings, tensors))
+    named, given = (drafting(target, method=m, model=folder) for m in (family.name, family))
+    assert named == given
+
+
+def test_a_drafter_that_reads_no_config_is_refused(target):
+    other = draft_model(llama)
+    with pytest.raises(
+        ValueError,
+        match=r"draft_model has no read, which makes its config of .*: give the Drafter one",
+    ):
+        drafting(target, method=other, model=str(target))
 
 
 def drafters(folder: Path) -> dict[str, Path]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.api.speculative_config import METHODS, SpeculativeConfig, conditional_rates
+from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.speculator import Speculator
 from tests.outside.lookup import lookup
 
@@ -145,14 +146,22 @@ def test_rates_of_a_length_have_its_mean():
         ),
         ({1: 2}, r"speculative_config has no key 1: it may have method"),
         (dict(num_speculative_tokens=3), r"method must be one of ngram, suffix, .* got None"),
-        (dict(method="medusa"), r"method must be one of .*mtp or a Speculator, got 'medusa'"),
-        (dict(method=Speculator), r"method must be one of .* or a Speculator, got <class"),
+        (
+            dict(method="medusa"),
+            r"must be one of .*mtp, a Speculator or a Drafter, got 'medusa'",
+        ),
+        (
+            dict(method=Speculator),
+            r"must be one of .*, a Speculator or a Drafter, got <class",
+        ),
         (dict(method=lookup, num_speculative_tokens=2), r"=2 but lookup drafts 3: leave it out"),
         (
             dict(method=lookup, draft_sample_method="greedy"),
             r"draft_sample_method='greedy' has no effect on method 'lookup': leave it out",
         ),
         (dict(method="ngram"), r"num_speculative_tokens is missing: take an integer from 1 to 16"),
+        (dict(method=eagle, model="m"), r"num_speculative_tokens is missing: take an integer from"),
+        (EAGLE | dict(method=eagle, model=None), r"model is missing, 'eagle' drafts with a check"),
         (NGRAM | dict(num_speculative_tokens=17), r"num_speculative_tokens=17 is out of range"),
         (NGRAM | dict(num_speculative_tokens=0), r"num_speculative_tokens=0 is out of range"),
         (NGRAM | dict(model="m"), r"model='m' has no effect on method 'ngram': leave it out"),

@@ -1,12 +1,13 @@
 """How tokens are drafted and verified, in vLLM's names. Knows no JAX."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxrunner.api import lookups
 from jaxrunner.api.arguments import check_same
+from jaxrunner.api.drafters import OwnDrafter, OwnSpeculator
 from jaxrunner.api.speculative_keys import ELSEWHERE
 from jaxrunner.api.validation import Bound, elements, shown, validate
 
@@ -16,26 +17,6 @@ REJECTIONS = ("exact", "standard", "block", "synthetic")
 AUTO = "auto"
 MAX_DRAFTS = 16
 AUTO_DRAFTS = 3  # the most with "auto", where nothing is said
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """A `Speculator`, as far as it is known without JAX."""
-
-    @property
-    def name(self) -> str:
-        """Of its tables."""
-        ...
-
-    @property
-    def num_drafts(self) -> int:
-        """Tokens of each request that it drafts in a step, K."""
-        ...
-
-    @property
-    def propose(self) -> Callable[..., Any]:
-        """What drafts them."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +33,8 @@ class SpeculativeConfig:
       ValueError: a field is missing, out of range or without effect, or two contradict each other.
     """
 
-    method: str | Drafter  # one of `METHODS`, or a speculator of the user's
+    # One of `METHODS`, or a speculator or drafter of the user's.
+    method: str | OwnSpeculator | OwnDrafter
     # K, 1 to 16; a speculator has its own. "auto": K or none, whichever gives more tokens a second.
     num_speculative_tokens: int | str | None = None
     max_num_speculative_tokens: int | None = None  # K with "auto"
@@ -122,7 +104,7 @@ class SpeculativeConfig:
     def num_drafts(self) -> int:
         """Tokens of each request that a step drafts, K; at most, if it is adaptive."""
         most, K = self.max_num_speculative_tokens, self.num_speculative_tokens
-        if not isinstance(self.method, str):
+        if isinstance(self.method, OwnSpeculator):
             return self.method.num_drafts
         return K if isinstance(K, int) else most or AUTO_DRAFTS
 
@@ -131,7 +113,7 @@ class SpeculativeConfig:
         """How drafts are drawn: "greedy", "probabilistic" or "coupled"."""
         if self.draft_sample_method is not None:
             return self.draft_sample_method
-        has_logits = isinstance(self.method, str) and self.method not in ("ngram", "suffix")
+        has_logits = _has_weights(self.method) or self.method == "mtp"
         # Only where a draft stands by being equal may it share the noise of what it is compared
         # with: block verification looks at the noise of positions that are drawn again.
         return "coupled" if has_logits and self.rejection_sample_method == "exact" else "greedy"
@@ -174,15 +156,20 @@ _BOUNDS: dict[str, Bound] = {
 }
 
 
-def _method(value: Any) -> str | Drafter:
+def _method(value: Any) -> str | OwnSpeculator | OwnDrafter:
     if isinstance(value, str) and value in METHODS:
         return value
-    if not isinstance(value, str) and not isinstance(value, type) and isinstance(value, Drafter):
+    if not isinstance(value, str | type) and isinstance(value, OwnSpeculator | OwnDrafter):
         return value
     raise ValueError(
-        f"speculative_config.method must be one of {', '.join(METHODS)} or a Speculator, "
-        f"got {shown(value)}"
+        f"speculative_config.method must be one of {', '.join(METHODS)}, a Speculator or a "
+        f"Drafter, got {shown(value)}"
     )
+
+
+def _has_weights(method: str | OwnSpeculator | OwnDrafter) -> bool:
+    """Whether it drafts with a checkpoint of its own."""
+    return method in OF_A_MODEL if isinstance(method, str) else isinstance(method, OwnDrafter)
 
 
 def _num_drafts(config: SpeculativeConfig) -> int | str:
@@ -191,7 +178,7 @@ def _num_drafts(config: SpeculativeConfig) -> int | str:
     bound = Bound(int, 1, MAX_DRAFTS)
     if isinstance(value, str) and value == AUTO:
         return AUTO
-    if isinstance(config.method, str):
+    if not isinstance(config.method, OwnSpeculator):
         if value is None:
             raise ValueError(f"{name} is missing: take {bound.wanted}, or {AUTO!r}")
         return validate(name, value, bound)
@@ -222,25 +209,27 @@ def _check_method(config: SpeculativeConfig) -> None:
     """Refuses what the method does not read, and asks for what it needs."""
     named = isinstance(config.method, str)
     method = config.method if isinstance(config.method, str) else config.method.name
-    if named and method in OF_A_MODEL and config.model is None:
+    has_weights = _has_weights(config.method)
+    if has_weights and config.model is None:
         raise ValueError(
             f"speculative_config.model is missing, {method!r} drafts with a checkpoint: name its "
             "folder"
         )
     most = config.max_num_speculative_tokens
-    if most is not None and not (named and config.is_adaptive):
+    has_own = isinstance(config.method, OwnSpeculator)
+    if most is not None and (has_own or not config.is_adaptive):
         raise ValueError(
             f"speculative_config.max_num_speculative_tokens={most} has no effect on "
             f"num_speculative_tokens={config.num_speculative_tokens!r} of method {method!r}: "
             f"leave it out, or set {AUTO!r} of a method by name"
         )
     reads = {
-        "model": named and method in OF_A_MODEL,
+        "model": has_weights,
         "prompt_lookup_min": named and method == "ngram",
         "prompt_lookup_max": named and method == "ngram",
         **{name: named and method == "suffix" for name in lookups.SUFFIX},
-        "draft_sample_method": named
-        and (method not in ("ngram", "suffix") or config.draft_sample_method == "greedy"),
+        "draft_sample_method": has_weights
+        or (named and (method == "mtp" or config.draft_sample_method == "greedy")),
     }
     for name, is_read in reads.items():
         if (value := getattr(config, name)) is not None and not is_read:

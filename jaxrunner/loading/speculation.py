@@ -10,8 +10,7 @@ from jaxrunner.loading import checkpoint
 from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.models.registry import read_model
-from jaxrunner.speculators import eagle as eagle_head
-from jaxrunner.speculators import eagle3_config, mimo_mtp
+from jaxrunner.speculators import mimo_mtp
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.drafter import Drafter, DrafterConfig
@@ -22,7 +21,7 @@ from jaxrunner.speculators.speculator import Speculator
 from jaxrunner.speculators.suffix import suffix
 
 MTP = {"MiMoForCausalLM": (mimo_mtp.mimo_mtp, mimo_mtp.read)}  # by the model's architecture
-HEADS = {"eagle": (eagle, eagle_head.read), "eagle3": (eagle3, eagle3_config.read)}
+HEADS = {"eagle": eagle, "eagle3": eagle3}
 
 
 def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
@@ -45,12 +44,7 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
 
 def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     method, K = config.method, config.num_drafts
-    if not isinstance(method, str):
-        if not isinstance(method, Speculator):
-            raise TypeError(
-                "speculative_config.method must be a name or a jaxrunner.speculators.speculator."
-                f"Speculator, got {type(method).__name__}"
-            )
+    if isinstance(method, Speculator):
         return loaded._replace(model=loaded.model._replace(speculator=method))
     if method == "ngram":
         low, high = config.prompt_lookup_min or 1, config.prompt_lookup_max or 1
@@ -58,6 +52,11 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         return loaded._replace(model=loaded.model._replace(speculator=speculator))
     if method == "suffix":
         return loaded._replace(model=loaded.model._replace(speculator=_suffix(config, K)))
+    if not isinstance(method, str | Drafter):
+        raise TypeError(
+            "speculative_config.method must be a name, a jaxrunner.speculators.speculator."
+            f"Speculator or a jaxrunner.speculators.drafter.Drafter, got {type(method).__name__}"
+        )
     weights, is_dummy = loaded.load_config, loaded.load_config.load_format == "dummy"
     if method == "mtp":
         family, drafter = read_mtp(loaded.config)
@@ -102,16 +101,19 @@ def read_mtp(target: ModelConfig) -> tuple[Drafter, DrafterConfig]:
 
 
 def read_drafter(
-    method: str, folder: Path, target: ModelConfig, *, has_weights: bool = True
+    method: str | Drafter, folder: Path, target: ModelConfig, *, has_weights: bool = True
 ) -> tuple[Drafter, DrafterConfig]:
     """Returns the family and the config of a drafter's checkpoint; raises as `with_speculator`."""
     path = folder / "config.json"
     settings = Settings(read_json(path), str(path))
-    if method in HEADS:
-        family, read = HEADS[method]
-        return family, read(
-            settings, target, checkpoint.names(folder) if has_weights else frozenset()
-        )
+    family = HEADS.get(method) if isinstance(method, str) else method
+    if family is not None:
+        if family.read is None:
+            raise ValueError(
+                f"{family.name} has no read, which makes its config of {path}: give the Drafter one"
+            )
+        names = checkpoint.names(folder) if has_weights else frozenset()
+        return family, family.read(settings, target, names)
     model, config = read_model(settings)
     if config.vocab_size != target.vocab_size:
         raise ValueError(

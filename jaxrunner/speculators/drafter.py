@@ -70,6 +70,9 @@ class Drafter(NamedTuple):
     logits: Callable[..., Array]  # (config, params, hidden [..., E], target) -> [..., V]
     is_shifted: bool = True
     spare: tuple[str, ...] = ()  # beginnings of names of tensors in its files that are not read
+    # (settings, config of the model, names of tensors) -> `config`: of config.json, checked. None
+    # where no checkpoint says it.
+    read: Callable[..., DrafterConfig] | None = None
 
 
 @pytree

@@ -124,4 +124,6 @@ def logits(config: EagleConfig, params: Params, hidden: Array, target: Target) -
     return target.logits(hidden)
 
 
-eagle = Drafter("eagle", Params, sources, own_or_shared_embed, feature, layers, logits)
+eagle = Drafter(
+    "eagle", Params, sources, own_or_shared_embed, feature, layers, logits, read=read
+)  # fmt: skip

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxrunner.model import Ops
 from jaxrunner.speculators import eagle3_head as head
 from jaxrunner.speculators.drafter import Drafter, Target, own_or_shared_embed
-from jaxrunner.speculators.eagle3_config import Eagle3Config
+from jaxrunner.speculators.eagle3_config import Eagle3Config, read
 from jaxrunner.types import Array, Inputs
 
 
@@ -43,4 +43,6 @@ def logits(config: Eagle3Config, params: head.Params, hidden: Array, target: Tar
     return all_.at[..., ids].set(scores, unique_indices=True)
 
 
-eagle3 = Drafter("eagle3", head.Params, head.sources, own_or_shared_embed, feature, layers, logits)
+eagle3 = Drafter(
+    "eagle3", head.Params, head.sources, own_or_shared_embed, feature, layers, logits, read=read
+)

@@ -18,6 +18,7 @@ from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors,
 from jaxrunner.program import make_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import Profiler, check_device
+from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.worker import lifecycle_arguments as arguments
 from jaxrunner.worker.status import WorkerStatus
 
@@ -170,14 +171,17 @@ class Lifecycle(NotHere, abc.ABC):
     ) -> None:
         """Writes the weights as `LLM(load_format="sharded_state")` reads them.
 
-        config.json and the tokenizer's files are to be copied there too. pattern: names of files,
-        with {part} in them; max_size: most bytes of weights in one.
+        config.json and the tokenizer's files are to be copied there too. Those of a drafter are not
+        written: `speculative_config` names their checkpoint. pattern: names of files, with {part}
+        in them; max_size: most bytes of weights in one.
 
         Raises:
           TypeError, ValueError: a bad argument, or such files are there.
           RuntimeError: the weights sleep.
         """
-        sharded_state.save(path, self._awake(), pattern=pattern, max_size=max_size)
+        params = self._awake()
+        own = params.target if isinstance(params, Drafted) else params
+        sharded_state.save(path, own, pattern=pattern, max_size=max_size)
 
     @checked(arguments.SLEEP)
     def sleep(self, level: int = 1) -> None:
