@@ -35,7 +35,8 @@ def told(llm: LLM) -> tuple[list[list[int]], list[tuple[int, ...]]]:
     """Returns tokens, and what became of the drafts of each request."""
     outputs = llm.generate(PROMPTS, PARAMS)
     assert not [o.error for o in outputs if o.error]
-    counts = [(o.metrics.num_drafts, *o.metrics.num_accepted_tokens_per_pos) for o in outputs]
+    metrics = [o.metrics for o in outputs if o.metrics is not None]
+    counts = [(m.num_drafts, *m.num_accepted_tokens_per_pos) for m in metrics]
     return [list(o.outputs[0].token_ids) for o in outputs], counts
 
 
