@@ -35,10 +35,12 @@ RULES = {
     "rules and logprobs": (dict(temperature=0.5, logprobs=2) | RULED, dict(async_depth=2)),
     "steps": (dict(temperature=0.7), dict(num_decode_steps=3, async_depth=2)),
 }  # fmt: skip
-QUICK = {
-    "greedy": ("itself", "another", "eagle3", "mtp"), "rules and logprobs": ("eagle3",),
-    "sampled and preempted": ("another",), "steps": ("itself",),
-}  # fmt: skip
+QUICK = [*(("greedy", name) for name in ("itself", "another", "eagle3", "mtp")),
+         ("rules and logprobs", "eagle3"), ("sampled and preempted", "another"),
+         ("steps", "itself")]  # fmt: skip
+# Other pairs are in the loads of `test_drafts_driver.py`.
+PAIRS = [*QUICK, ("greedy", "eagle"), ("greedy", "wide"), ("rules and logprobs", "mtp"),
+         ("sampled and preempted", "mtp"), ("steps", "mtp")]  # fmt: skip
 
 
 @functools.cache
@@ -50,11 +52,7 @@ def plain(name):
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [
-        pytest.param(name, drafter, marks=() if drafter in QUICK[name] else pytest.mark.slow)
-        for name in RULES
-        for drafter in DRAFTERS
-    ],
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
 )
 def test_drafts_change_no_token(name, drafter):
     rule, changes = RULES[name]

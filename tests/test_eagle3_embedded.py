@@ -28,7 +28,7 @@ FOLDER = embedded.EAGLE3_PATH
 RECORD = read_json(FOLDER / "training.json")
 EXCERPT = Path(__file__).parent / "data" / "held_out.txt"  # secrets.py of Python 3.12.1
 
-SIZE = 100  # tokens of the longest sequence
+SIZE = 48  # tokens of the longest sequence
 
 
 @functools.cache
@@ -122,18 +122,18 @@ def stood_behind(given: list[int], num_drafts: int) -> int:
     return num_drafts if right.all() else int(np.argmin(right))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-def test_acceptance_is_that_of_drafting_behind_each_token(temperature, monkeypatch):
+def test_acceptance_is_that_of_drafting_behind_each_token(monkeypatch):
     """With noise that is the same for all tokens of a place, sampled drafts are greedy ones."""
     monkeypatch.setattr(jax.random, "gumbel", lambda key, shape: jnp.zeros(shape))
     pair, params = shipped()
     bpe = Tokenizer.from_file(str(embedded.PATH / "tokenizer.json"))
     window = text.stream(bpe, [EXCERPT.read_text()])[400 : 400 + SIZE - 4]
     counts = [stood_behind(window[:end].tolist(), 4) for end in range(2, len(window) + 1)]
-    got = acceptance(pair, params, window[None], num_drafts=4, temperature=temperature)[0]
     want = [np.mean([count > i for count in counts]) for i in range(4)]
-    np.testing.assert_allclose(got, want)
     assert want[0] > want[3] > 0
+    for temperature in (0.0, 0.7):
+        got = acceptance(pair, params, window[None], num_drafts=4, temperature=temperature)[0]
+        np.testing.assert_allclose(got, want)
 
 
 def test_the_head_is_among_the_package_s_files():

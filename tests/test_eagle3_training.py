@@ -63,8 +63,21 @@ def inputs_of(tokens) -> Inputs:
     return Inputs(jnp.asarray(tokens, jnp.int32), place, jnp.full_like(place, len(tokens)))
 
 
+def padded(rows, size: int):
+    """Returns rows and zeros behind them, which change nothing: one program serves all lengths."""
+    rows = jnp.asarray(rows)
+    return jnp.pad(rows, [(0, size - len(rows)), *[(0, 0)] * (rows.ndim - 1)])
+
+
 def run_target(tokens):
     """Returns states and logits, [T, ...], of one text."""
+    size = max(len(tokens), 2 * L)
+    states, scores = _run_target(padded(tokens, size))
+    return [state[: len(tokens)] for state in states], scores[: len(tokens)]
+
+
+@jax.jit
+def _run_target(tokens):
     pair, target, _ = models()
     inputs, names = inputs_of(tokens), [f"residual.{i}" for i in pair.head.aux_layers]
     x = llama.embed(TARGET, target, inputs)
@@ -77,6 +90,12 @@ def run_target(tokens):
 
 def run_head(tokens, states):
     """Returns logits, [T, V], and outputs, for tokens [T] behind the states [T, E]."""
+    given, fed_back = _run_head(padded(tokens, 2 * L), padded(states, 2 * L))
+    return given[: len(tokens)], fed_back[: len(tokens)]
+
+
+@jax.jit
+def _run_head(tokens, states):
     pair, target, head = models()
     embeddings = target.embed[jnp.asarray(tokens)]
     hidden, fed_back, _ = eagle3.layers(

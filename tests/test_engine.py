@@ -1,6 +1,7 @@
 """What must hold of an engine, whatever the batch, the chunks, the cache or the order."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -63,14 +64,13 @@ def drain(engine: Engine) -> None:
 @functools.cache
 def alone(kind: str) -> list[list[int]]:
     """Each prompt's tokens when nothing else is in the engine."""
-    outputs = []
+    outputs, e = [], engine(enable_prefix_caching=False)
     for i, prompt in enumerate(PROMPTS):
-        outputs += run(engine(enable_prefix_caching=False), [prompt], [params_of(kind, i)])
+        outputs += run(e, [prompt], [params_of(kind, i)])
     assert len({tuple(o) for o in outputs}) == len(outputs)
     return outputs
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -92,12 +92,13 @@ def alone(kind: str) -> list[list[int]]:
                      id="5 steps, queued", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_tokens_depend_on_the_request_alone(kind, changes):
-    params = [params_of(kind, i) for i in range(len(PROMPTS))]
+def test_tokens_depend_on_the_request_alone(changes):
     e = engine(**changes)
-    assert run(e, PROMPTS, params) == alone(kind)
-    if changes.get("num_blocks") == 13:
-        assert e.scheduler.num_preemptions > 0
+    for kind in KINDS:
+        params, preempted = [params_of(kind, i) for i in range(6)], e.scheduler.num_preemptions
+        assert run(e, PROMPTS, params) == alone(kind), kind
+        assert changes.get("num_blocks") != 13 or e.scheduler.num_preemptions > preempted
+        assert e.scheduler.reset_prefix_cache()
     names = {compilation.key.name for compilation in e.runner.programs.ledger}
     assert ("multi_step" in names) == ("num_decode_steps" in changes)
 
@@ -116,17 +117,17 @@ def test_the_order_of_arrival_changes_nothing(seed):
     assert run(engine(), PROMPTS, params, order) == alone("sampled")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cached_prefix_changes_nothing(kind):
+def test_a_cached_prefix_changes_nothing():
     e = engine()
-    params = [params_of(kind, i) for i in range(len(PROMPTS))]
-    for expected_hits in (False, True):
+    for kind, expected_hits in itertools.product(KINDS, (False, True)):
+        params = [params_of(kind, i) for i in range(len(PROMPTS))]
         requests = [
             e.add(f"{i}", p, s) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))
         ]
         drain(e)
         assert [r.output_token_ids for r in requests] == alone(kind)
         assert (requests[0].num_cached_tokens > 0) == expected_hits
+        assert not expected_hits or e.scheduler.reset_prefix_cache()
 
 
 def test_a_prefix_computed_in_the_same_step_is_shared():

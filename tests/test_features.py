@@ -247,18 +247,25 @@ def stated() -> dict[Pair, str]:
     return dict(zip(((a, b) for a in FEATURES for b in FEATURES), cells, strict=True))
 
 
-def test_neighbours_in_the_table_work_together_or_are_refused():
+@pytest.fixture(scope="module")
+def cells(request) -> dict[Pair, str]:
+    """Returns the cells of all pairs where the slow test is to run, else those of neighbours."""
     pytest.importorskip("llguidance")
-    cells, page = matrix([*ALONE, *itertools.pairwise(FEATURES)]), stated()
+    tests = {item.name for item in request.session.items}
+    whole = test_features_work_together_or_are_refused.__name__ in tests
+    return matrix(PAIRS if whole else [*ALONE, *itertools.pairwise(FEATURES)])
+
+
+def test_neighbours_in_the_table_work_together_or_are_refused(cells):
+    page = stated()
     assert {pair: cell if cell in "+." else "r" for pair, cell in cells.items()} == {
         pair: page[pair] for pair in cells
     }
 
 
 @pytest.mark.slow
-def test_features_work_together_or_are_refused():
-    pytest.importorskip("llguidance")
-    assert DOCS.read_text() == markdown(matrix())
+def test_features_work_together_or_are_refused(cells):
+    assert DOCS.read_text() == markdown(cells)
 
 
 if __name__ == "__main__":

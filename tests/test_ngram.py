@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.speculators.ngram import lookup, ngram
 from tests.support import tiny
+from tests.support.drafters import run as run_engine
+from tests.support.drafters import with_ngrams
 
 B, L, K = 64, 24, 4
 
@@ -95,32 +95,11 @@ def test_nothing_is_sorted_and_nothing_is_as_large_as_all_n_grams():
     assert not {"sort", "scan", "while"} & {eqn.primitive.name for eqn in program.eqns}
 
 
-@pytest.mark.parametrize(
-    ("rule", "changes"),
-    [
-        (dict(temperature=0.0), {}),
-        (dict(temperature=0.7, top_p=0.9), dict(async_depth=3, num_blocks=14)),
-    ],
-    ids=["greedy", "sampled and preempted"],
-)
-def test_an_engine_s_tokens_stay_and_its_steps_are_fewer(rule: dict, changes: dict):
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [9, 2], [7] * 9]
-    outputs, steps = [], []
-    for speculator in (None, ngram(3, max_n=3)):
-        config, params = tiny.model_and_params()
-        model = llama._replace(speculator=speculator)
-        engine = Engine(model, config, tiny.engine_config(**changes), params)
-        added = [
-            engine.add(str(i), ids, SamplingParams(max_tokens=20, seed=i, **rule))
-            for i, ids in enumerate(prompts)
-        ]
-        steps.append(0)
-        while engine.has_unfinished:
-            engine.step()
-            steps[-1] += 1
-        outputs.append([request.output_token_ids for request in added])
-    assert outputs[0] == outputs[1]
-    assert rule["temperature"] or steps[1] < steps[0]
+def test_an_engine_s_tokens_stay_and_its_steps_are_fewer():
+    rule = dict(temperature=0.0)
+    want, plain_steps, _ = run_engine(llama, *tiny.model_and_params(), rule)
+    got, steps, _ = run_engine(*with_ngrams(), rule)
+    assert got == want and steps < plain_steps
 
 
 @pytest.mark.parametrize(
