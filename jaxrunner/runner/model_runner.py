@@ -234,8 +234,10 @@ class ModelRunner:
         if kept is not None:
             batch, extras = kept
             program = self.programs[Key("propose", work.bucket)]
-            self.state = program(self.params, self.state, batch, rows, hidden, extras)
+            self.state, drafts = program(self.params, self.state, batch, rows, hidden, extras)
         handle = StepHandle(work.req_ids, self._output(size), packed)
+        if kept is not None and grammar_output is not None:
+            handle.expect_drafts(drafts)
         if scores:
             handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
         return handle
