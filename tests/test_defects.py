@@ -271,7 +271,16 @@ def test_rules_that_leave_no_token_are_told_and_yield_to_the_grammar():
     logits = np.random.default_rng(0).normal(size=(8, 3, V))
     seen = [rules.step_draw(rows, logits, seeds=range(s, s + 8)) for s in range(0, 160, 8)]
     for drawn in seen:
-        assert drawn.no_choice.any(1).tolist() == [False, True, True, True, True, False, False, True]
+        assert drawn.no_choice.any(1).tolist() == [
+            False,
+            True,
+            True,
+            True,
+            True,
+            False,
+            False,
+            True,
+        ]
         assert not drawn.not_finite.any()
         first = drawn.token_ids[:, 0].tolist()
         assert first[1] == first[6] == EOS and first[2] in (33, 60) and first[4:6] == [9, 10]
