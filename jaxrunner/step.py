@@ -99,8 +99,8 @@ def draw(
         drawn = sample(logits, flat, tables, program=program, size=size)
     else:
         drawn = verify(logits, flat, rows, tables, program=program, size=size)
-    own = (x.reshape(B, J) for x in (drawn.token_ids, drawn.not_finite, drawn.no_choice))
-    return SamplerOutput(*own, drawn.logprobs, drawn.num_accepted)
+    tokens, not_finite, no_choice = (x.reshape(B, J) for x in drawn[:3])
+    return SamplerOutput(tokens, not_finite, no_choice, drawn.logprobs, drawn.num_accepted)
 
 
 def finish(

@@ -197,22 +197,6 @@ def test_logits_that_are_not_finite_are_told_of_their_own_request(j, value):
     compare_others(got, clean, 2)
 
 
-@pytest.mark.parametrize("value", BROKEN.values(), ids=BROKEN)
-@pytest.mark.parametrize("j", range(3))
-def test_a_step_ends_before_a_token_that_means_nothing(j, value):
-    """vLLM fails the request, also for what it computed behind a draft that is wrong."""
-    greedy = SamplingParams(temperature=0)
-    rows = [Row(greedy, drafts=drafts) for drafts in ([1, 2], [1, 2], [1], [], [1, 9])]
-    logits = np.zeros((5, 3, V), np.float32)
-    logits[:, range(3), [1, 2, 3]] = 1
-    logits[1:, j, 7] = value
-    state, due = rules.state_of(rows, size=5)
-    _, got = step.finish(state, due, rules.step_draw(rows, logits, size=5), {})
-    # What is scored past a request's last draft belongs to the next one, or to padding.
-    assert got.num_sampled.tolist() == [3, max(j, 1), 1 + (j > 1), 1, max(j, 1)]
-    assert got.not_finite.tolist() == [False] + [j == 0] * 4 and not got.no_choice.any()
-
-
 @pytest.mark.parametrize("count", [1, 7, 8, 9])
 def test_top_k_keeps_the_same_tokens_at_every_batch_size(count):
     """vLLM searches for a pivot from 8 rows on, keeps all ties there, and stops when near."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, embedded
+from jaxrunner import LLM, embedded, step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.engine import Engine
@@ -19,7 +19,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
 from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
 from jaxrunner.types import Array
-from tests.support import features, tiny
+from tests.support import features, rules, tiny
 from tests.support.drafters import PROMPTS, K, with_itself
 from tests.support.small_llm import SIZES
 
@@ -173,6 +173,22 @@ def test_tokens_before_one_that_no_rule_leaves_are_given():
     tokens, reason, _, error = found[0]
     assert (tokens, reason) == ([2, 3, 2], "error")
     assert error.startswith("its rules leave no token to sample: allowed_token_ids")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["NaN", "infinity"])
+@pytest.mark.parametrize("j", range(3))
+def test_a_step_ends_before_a_token_that_means_nothing(j, value):
+    """The next one says whether that fails: it may lie behind a draft that is wrong."""
+    greedy = SamplingParams(temperature=0)
+    rows = [rules.Row(greedy, drafts=drafts) for drafts in ([1, 2], [1, 2], [1], [], [1, 9])]
+    logits = np.zeros((5, 3, features.V), np.float32)
+    logits[:, range(3), [1, 2, 3]] = 1
+    logits[1:, j, 7] = value
+    state, due = rules.state_of(rows, size=5)
+    _, got = step.finish(state, due, rules.step_draw(rows, logits, size=5), {})
+    # What is scored past a request's last draft belongs to the next one, or to padding.
+    assert got.num_sampled.tolist() == [3, max(j, 1), 1 + (j > 1), 1, max(j, 1)]
+    assert got.not_finite.tolist() == [False] + [j == 0] * 4 and not got.no_choice.any()
 
 
 @pytest.mark.parametrize(
