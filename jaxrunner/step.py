@@ -145,10 +145,7 @@ def propose(
     program: Program,
     num_drafts: int,
 ) -> tuple[State, Array | None]:
-    """Writes drafts for the next step behind the tokens, where the model has a speculator.
-
-    Returns the state and the drafts, [B, K]; None without a speculator.
-    """
+    """Writes drafts, [B, K], for the next step behind the tokens; None without a speculator."""
     if (speculator := program.model.speculator) is None:
         return state, None
 

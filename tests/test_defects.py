@@ -11,7 +11,7 @@ import pytest
 
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.program import MAX_STOP_IDS, WIDE, SampleSize
+from jaxrunner.program import MAX_STOP_IDS, WIDE, Bucket, SampleSize
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.sampling.sampler import SamplerOutput
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise
@@ -152,7 +152,7 @@ def test_all_logprobs_are_all_there_are():
     assert params.num_logprobs == -1
     slots = RequestTable(rules.program())
     slots.add(tiny.new_request("a", [1], blocks=[0], params=params))
-    size = slots.sample_size(["a"], 5)
+    size = slots.sample_size(["a"], Bucket(32, 5))
     assert size == SampleSize(5, True, V)
     row = Row(params, drafts=[1, 2])
     told = rules.step_draw([row], flat([row]), num_logprobs=V).logprobs[0]

@@ -185,7 +185,9 @@ def test_a_step_ends_before_a_token_that_means_nothing(j, value):
     logits[:, range(3), [1, 2, 3]] = 1
     logits[1:, j, 7] = value
     state, due = rules.state_of(rows, size=5)
-    _, got = step.finish(state, due, rules.step_draw(rows, logits, size=5), {})
+    _, got = step.finish(
+        state, due, rules.step_draw(rows, logits, size=5), {}, program=rules.program()
+    )
     # What is scored past a request's last draft belongs to the next one, or to padding.
     assert got.num_sampled.tolist() == [3, max(j, 1), 1 + (j > 1), 1, max(j, 1)]
     assert got.not_finite.tolist() == [False] + [j == 0] * 4 and not got.no_choice.any()
