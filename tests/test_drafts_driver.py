@@ -255,7 +255,7 @@ def test_any_load_ends_as_without_drafts(name, tmp_path, monkeypatch):
     seen, scale = driver.seen, load.num_steps / 1000
     seen["preempted"] = driver.engine.scheduler.num_preemptions
     least = dict(
-        steps=1000, length=60, stop=5, abort=12, hits=25, forks=30, moves=1,
+        steps=1000, length=60, stop=5, abort=8, hits=25, forks=30, moves=1,
         preempted=10 if load.sizes["num_blocks"] < 20 else 0, accepted=20, weights=1, sleeps=1,
     ) | {"to the model's end": 30}  # fmt: skip
     often = name != "adaptive"
