@@ -43,7 +43,8 @@ def step(
     heads = run_heads(params, hidden, batch, program)
     state, output = finish(state, rows, drawn, heads, program=program)
     drafting = functools.partial(propose, program=program, num_drafts=bucket.num_drafts)
-    return drafting(params, state, batch, rows, hidden, extras), output
+    state, _ = drafting(params, state, batch, rows, hidden, extras)
+    return state, output
 
 
 def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket):
@@ -98,28 +99,23 @@ def draw(
         drawn = sample(logits, flat, tables, program=program, size=size)
     else:
         drawn = verify(logits, flat, rows, tables, program=program, size=size)
-    real = _real(rows, J)
-    return SamplerOutput(
-        drawn.token_ids.reshape(B, J),
-        (drawn.not_finite.reshape(B, J) & real).any(1),
-        (drawn.no_choice.reshape(B, J) & real).any(1),
-        drawn.logprobs,
-        drawn.num_accepted,
-    )
-
-
-def _real(rows: SamplingMetadata, J: int) -> Array:
-    """Returns which positions with logits are a request's own, [B, J]; it may have fewer drafts."""
-    return jnp.arange(J)[None] <= rows.num_drafts[:, None]
+    tokens, not_finite, no_choice = (x.reshape(B, J) for x in drawn[:3])
+    return SamplerOutput(tokens, not_finite, no_choice, drawn.logprobs, drawn.num_accepted)
 
 
 def finish(
     state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array],
     *, program: Program,
 ) -> tuple[State, StepOutput]:  # fmt: skip
-    """Writes what was drawn, [B, J], into the requests."""
+    """Writes what was drawn, [B, J], into the requests.
+
+    A step gives the tokens before the first that means nothing; the next one says whether that
+    fails, as it would without drafts.
+    """
+    J, failed = drawn.token_ids.shape[1], drawn.not_finite | drawn.no_choice
+    most = jnp.where(failed.any(1), jnp.maximum(jnp.argmax(failed, 1), 1), J)
     requests, num_sampled, accepted, finished = advance(
-        state.requests, rows, drawn.token_ids, drawn.num_accepted
+        state.requests, rows, drawn.token_ids, drawn.num_accepted, most
     )
     drafts = None
     if K := program.num_drafts:
@@ -129,8 +125,8 @@ def finish(
         token_ids=drawn.token_ids,
         num_sampled=num_sampled,
         finished=finished,
-        not_finite=drawn.not_finite & rows.samples,
-        no_choice=drawn.no_choice & rows.samples,
+        not_finite=drawn.not_finite[:, 0] & rows.samples,
+        no_choice=drawn.no_choice[:, 0] & rows.samples,
         logprobs=drawn.logprobs,
         drafts=drafts,
         heads=heads,
@@ -148,10 +144,10 @@ def propose(
     *,
     program: Program,
     num_drafts: int,
-) -> State:
-    """Writes drafts for the next step behind the tokens, where the model has a speculator."""
+) -> tuple[State, Array | None]:
+    """Writes drafts, [B, K], for the next step behind the tokens; None without a speculator."""
     if (speculator := program.model.speculator) is None:
-        return state
+        return state, None
 
     def draw(logits: Array, position: Array) -> Array:
         flat = Batched(rows.slot, position, state.requests, None)
@@ -164,12 +160,14 @@ def propose(
             extras, program.ops, program.cache_groups, draw, program.sample is not None, num_drafts,
         )
     )  # fmt: skip
-    return replace(
+    drafts = drafts[:, :num_drafts]
+    state = replace(
         state,
-        requests=write_drafts(state.requests, rows, drafts[:, :num_drafts]),
+        requests=write_drafts(state.requests, rows, drafts),
         tables=state.tables if tables is None else tables,
         kv=state.kv if kv is None else kv,
     )
+    return state, drafts
 
 
 def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Targets:
@@ -255,11 +253,13 @@ def cache_index(
 
 
 def advance(
-    requests: Requests, rows: SamplingMetadata, sampled: Array, accepted: Array | None = None
-) -> tuple[Requests, Array, Array, Array]:
+    requests: Requests, rows: SamplingMetadata, sampled: Array, accepted: Array | None = None,
+    most: Array | None = None,
+) -> tuple[Requests, Array, Array, Array]:  # fmt: skip
     """Accepts the drafts that were sampled too, and writes the result into the requests.
 
     accepted: how many of each row do, [B], where another rule says it.
+    most: how many of the row's tokens mean something, [B], 1 at least; all where None.
 
     A draft stands if the target sampled the same token at its position, so the output is token
     for token what it would be without drafts. Returns the requests, and of each row how many
@@ -273,6 +273,8 @@ def advance(
         drafted = take(requests.token_ids, (rows.slot[:, None], at))
         stands = (drafted == sampled) & (j < rows.num_drafts[:, None])
         accepted = jnp.cumprod(stands, axis=1).sum(1)
+    if most is not None:
+        accepted = jnp.minimum(accepted, most - 1)
     stops = jnp.any(sampled[:, :, None] == of_row(requests.stop_ids)[:, None], axis=2)
     stops &= at + 1 >= of_row(requests.min_len)[:, None]
     until_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1) + 1, J)

@@ -94,8 +94,8 @@ def sample(
 def propose(
     params: Any, state: State, batch: Batch, rows: SamplingMetadata, hidden: Array,
     extras: dict[str, Array], *, program: Program, size: Bucket,
-) -> State:  # fmt: skip
-    """Runs the third phase, of models with a speculator: drafts for the next step."""
+) -> tuple[State, Array | None]:  # fmt: skip
+    """Runs the third phase, of models with a speculator: drafts for the next step, [B, K]."""
     batch = replace(batch, query_len=size.query_len)
     drafting = functools.partial(device.propose, program=program, num_drafts=size.num_drafts)
     return drafting(params, state, batch, rows, hidden, extras)
@@ -267,7 +267,7 @@ ENTRY_POINTS = {
             "propose",
             propose,
             _propose_arguments,
-            output=abstract_state,
+            _step_output,
             rare_sizes=lambda program, buckets: buckets if program.model.speculator else (),
             options=xla_options.of_step,
         ),

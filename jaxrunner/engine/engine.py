@@ -190,12 +190,18 @@ class Engine:
         return bool(scheduled.num_scheduled_tokens)
 
     def _start(self, scheduled: SchedulerOutput) -> StepHandle:
+        """Launches a step: one with a grammar in two parts, the steps before it read in between.
+
+        A mask needs all tokens before, and drafts that the step verifies, which the step before
+        proposed as it ended. The forward pass needs neither, so it runs while the host reads them
+        and builds the masks.
+        """
         if not self.grammars.is_due(scheduled.requests):
             return self.runner.step(scheduled)
         self.runner.execute_model(scheduled)
-        while self._in_flight:  # while the forward pass runs: a mask needs all tokens before
+        while self._in_flight:
             self._read()
-        allowed, failed = self.grammars.bitmask(scheduled.requests, self.model_config.vocab_size)
+        allowed, failed = self.grammars.bitmask(scheduled, self.model_config.vocab_size)
         self._end(scheduled.requests, failed)
         return self.runner.sample_tokens(allowed)
 

@@ -5,7 +5,7 @@ those blocks that count, and host objects as JSON. It holds neither weights nor 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 import os
 from pathlib import Path
@@ -219,8 +219,9 @@ def _context(engine: Engine) -> dict[str, str]:
     told = dict(jaxrunner=__version__)
     told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
     told |= {"tables": repr([(table.name, table.extra_args) for table in program.tables])}
-    for config in (program.config, program.engine):
-        told |= {name: repr(value) for name, value in vars(config).items()}
+    configs: tuple[Any, Any] = program.config, program.engine
+    for config in configs:  # functions, which no other process has at one place, are no `repr`
+        told |= {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.repr}
     params = engine.runner.params
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
     leaves = zip(jax.tree.leaves(params), jax.device_get(_sums(params)), strict=True)

@@ -79,8 +79,9 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
     _must(type(r.seed) is int and 0 <= r.seed < 2**64, "seed")
     _must(type(r.priority) is int and abs(r.priority) <= MAX_COUNT, "priority")
     _must(type(r.cache_salt) is bytes, "cache_salt")
-    for ids in (r.prompt_token_ids, r.output_token_ids):
+    for ids in (r.prompt_token_ids, r.output_token_ids, r.draft_token_ids):
         _must(type(ids) is list and all(type(i) is int for i in ids), "token ids")
+    for ids in (r.prompt_token_ids, r.output_token_ids):
         _must(not ids or 0 <= min(ids) <= max(ids) < config.vocab_size, "token ids out of range")
     _must(type(r.block_hashes) is tuple, "hashes")
     _must(len(r.block_hashes) in (0, len(engine.pools)), "hashes of other cache groups")

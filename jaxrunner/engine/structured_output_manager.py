@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.errors import of_foreign_code
-from jaxrunner.scheduling.request import GrammarOutput, Request, Status
+from jaxrunner.scheduling.request import GrammarOutput, Request, SchedulerOutput, Status
 
 FAILED = "structured_outputs: the grammar failed"
 
@@ -102,23 +102,28 @@ class StructuredOutputManager:
 
     @staticmethod
     def bitmask(
-        requests: Mapping[str, Request], vocab_size: int
+        scheduled: SchedulerOutput, vocab_size: int
     ) -> tuple[GrammarOutput, dict[str, str]]:
         """Returns which tokens the grammars allow next, and the errors of those that failed, by id.
 
-        All are allowed for a request that has just ended, or whose grammar failed.
+        Each row of a request takes the drafts before it as accepted; one that its grammar does not
+        allow is masked where it stands, so the device rejects it. All tokens are allowed behind a
+        request's drafts, for one that has just ended, and where a grammar failed.
         """
         failed: dict[str, str] = {}
-        ruled = [request for request in requests.values() if request.grammar is not None]
-        bitmask = np.full((len(ruled), -(-vocab_size // 32)), -1, np.int32)
-        for row, request in zip(bitmask, ruled, strict=True):
+        ruled = [request for request in scheduled.requests.values() if request.grammar is not None]
+        most = max(scheduled.num_drafts.values(), default=0)
+        bitmask = np.full((len(ruled), 1 + most, -(-vocab_size // 32)), -1, np.int32)
+        for rows, request in zip(bitmask, ruled, strict=True):
             if request.finish_reason is not None:
                 continue
+            num_drafts = scheduled.num_drafts.get(request.request_id, 0)
             try:
-                request.grammar.fill(row)
+                drafts = request.draft_token_ids[:num_drafts]
+                request.grammar.fill_drafts(rows[: 1 + num_drafts], drafts)
             except BaseException as error:
                 failed[request.request_id] = f"{FAILED}: {of_foreign_code(error)}"
-                row[:] = -1
+                rows[:] = -1
         return GrammarOutput(tuple(request.request_id for request in ruled), bitmask), failed
 
     @staticmethod

@@ -29,7 +29,8 @@ class GrammarMasks:
         self._check(grammar, req_ids, shape[1:])
         mask = np.full(shape, -1, np.int32)
         for req_id, allowed in zip(*grammar, strict=True):
-            mask[req_ids.index(req_id)] = allowed
+            one = mask[req_ids.index(req_id)]
+            one[: len(allowed) if allowed.ndim == 2 else None] = allowed
         return mask
 
     def _check(
@@ -48,7 +49,8 @@ class GrammarMasks:
                 )
         if not isinstance(bitmask, np.ndarray) or bitmask.dtype != np.int32:
             raise TypeError(f"grammar_output.bitmask must be an int32 array, got {shown(bitmask)}")
-        shapes = {(len(names), of_one[1]), (len(names), *of_one)}
+        n, (J, W) = len(names), of_one
+        shapes = {(n, W), *((n, j, W) for j in range(1, 1 + J))}
         if bitmask.shape not in shapes:
             raise ValueError(
                 f"grammar_output.bitmask must have one of the shapes {sorted(shapes)}, "

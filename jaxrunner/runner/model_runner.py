@@ -231,11 +231,14 @@ class ModelRunner:
         program = self.programs[Key("sample", size)]
         tables, packed = program(logits, replace(self.state, kv=()), rows, mask, heads)
         self.state = replace(tables, kv=self.state.kv)
+        drafts = None
         if kept is not None:
             batch, extras = kept
             program = self.programs[Key("propose", work.bucket)]
-            self.state = program(self.params, self.state, batch, rows, hidden, extras)
+            self.state, drafts = program(self.params, self.state, batch, rows, hidden, extras)
         handle = StepHandle(work.req_ids, self._output(size), packed)
+        if grammar_output is not None and drafts is not None:
+            handle.expect_drafts(drafts)
         if scores:
             handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
         return handle

@@ -48,6 +48,8 @@ class ModelRunnerOutput:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     # Steps that verified drafts, and how many of these accepted each draft: [B, 1 + K].
     drafts: np.ndarray | None = None
+    # Drafts that the next step verifies, by row, of a step with a grammar: one masks them by these.
+    draft_token_ids: tuple[list[int], ...] = ()
     heads: dict[str, np.ndarray] = field(default_factory=dict)  # of the model's heads, [B, ...]
 
     def failures(self, nan_policy: str) -> dict[str, str]:
@@ -63,8 +65,8 @@ class ModelRunnerOutput:
         return failed
 
     def share(self, gained: NewTokens) -> None:
-        """Gives each request what became of its drafts, what its heads said, and logprobs of its
-        new tokens if it asked.
+        """Gives each request what became of its drafts, its next ones if it has a grammar, what its
+        heads said, and logprobs of its new tokens if it asked.
 
         Copied, so that the whole batch's need not be kept.
         """
@@ -80,6 +82,8 @@ class ModelRunnerOutput:
                 counts = self.drafts[row].tolist()
                 before = request.draft_counts or (0,) * len(counts)
                 request.draft_counts = tuple(map(sum, zip(before, counts, strict=True)))
+            if self.draft_token_ids and request.grammar is not None:
+                request.draft_token_ids = self.draft_token_ids[row]
             for name, values in self.heads.items():
                 request.heads.setdefault(name, []).append(values[row].copy())
 
@@ -99,6 +103,7 @@ class StepHandle:
         self.launched_at = time.perf_counter()
         self._scores: list[tuple[Any, Any]] = []
         self._names: dict[int, str] = {}
+        self._drafts: Any = None
         if packed is not None:
             packed.copy_to_host_async()
 
@@ -109,9 +114,15 @@ class StepHandle:
             if isinstance(packed, jax.Array):
                 packed.copy_to_host_async()
 
+    def expect_drafts(self, drafts: jax.Array) -> None:
+        """Adds drafts for the next step, [B, K], to what `get` returns."""
+        self._drafts = drafts
+        drafts.copy_to_host_async()
+
     def wait(self) -> None:
         """Waits until the step's outputs are on the host."""
         self._packed = np.asarray(self._packed)
+        self._drafts = None if self._drafts is None else np.asarray(self._drafts)
         self._scores = [(layout, np.asarray(packed)) for layout, packed in self._scores]
 
     def get(self) -> ModelRunnerOutput:
@@ -135,6 +146,7 @@ class StepHandle:
             logprobs=logprobs[0] if logprobs else None,
             prompt_logprobs=tuple(self._prompt_logprobs()),
             drafts=out.drafts,
+            draft_token_ids=tuple(() if self._drafts is None else self._drafts[:n].tolist()),
             heads=dict(out.heads),
         )
 

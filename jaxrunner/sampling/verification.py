@@ -27,6 +27,7 @@ def verify(
     if speculator.rejection == "synthetic":
         drawn = sample(logits, batch, tables, program=program, size=size)
         num = synthetic(rows.num_drafts, seeds.words, rows.next_pos, rates=speculator.rates)
+        num = jnp.minimum(num, _num_allowed(batch.mask, drafts))
         own = drawn.token_ids.reshape(B, J)
         stands = (jnp.arange(J - 1)[None] < num[:, None]) & (drafts >= 0)  # -1 is no draft
         tokens = jnp.where(stands, drafts, own[:, :-1])
@@ -46,3 +47,15 @@ def verify(
 
     drawn = sample(logits, batch, tables, program=program, size=size, choose=choose)
     return drawn._replace(num_accepted=counts[0])
+
+
+def _num_allowed(mask: Array | None, drafts: Array) -> Array:
+    """Returns how many drafts of each row, [B, K], come before the first that a grammar refuses."""
+    B, K = drafts.shape
+    if mask is None:
+        return jnp.full(B, K, jnp.int32)
+    words = mask.reshape(B, K + 1, -1)[:, :-1]
+    word = jnp.take_along_axis(words, drafts[..., None] // 32, 2)[..., 0]
+    is_allowed = (drafts >= 0) & ((word >> drafts % 32) & 1 == 1)
+    is_allowed |= (words == -1).all(2)  # there is no grammar
+    return jnp.cumprod(is_allowed, axis=1, dtype=jnp.int32).sum(1)

@@ -65,8 +65,7 @@ def count_drafts(output: SchedulerOutput) -> None:
     for request_id, request in output.requests.items():
         request.num_drafts_in_flight += output.num_steps * output.num_drafts.get(request_id, 0)
         if request.num_in_flight:  # it samples
-            # Which drafts a grammar allows is not known on the device.
-            request.num_drafts = output.num_proposed if request.grammar is None else 0
+            request.num_drafts = output.num_proposed
 
 
 def count_read(request: Request, output: SchedulerOutput, num_sampled: int) -> None:

@@ -55,6 +55,7 @@ class Request:
     num_in_flight: int = 0  # most tokens that steps launched and not yet read may sample
     num_drafts_in_flight: int = 0  # of these, drafts: so many fewer if all are rejected
     num_drafts: int = 0  # that the device proposed for its next step
+    draft_token_ids: list[int] = field(default_factory=list)  # these, if it has a grammar
     num_cached_tokens: int = 0  # tokens found in the prefix cache at the first admission
     finish_reason: str | None = None  # of `FINISH_REASONS`
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
@@ -192,5 +193,6 @@ class GrammarOutput(NamedTuple):
     """Which tokens a grammar allows, for some requests of a step."""
 
     req_ids: tuple[str, ...]
-    # [requests, (J,) ceil(V / 32)], int32; token t is bit t % 32 of word t // 32.
+    # [requests, (J,) ceil(V / 32)], int32; token t is bit t % 32 of word t // 32. One row of each
+    # position that a request verifies, others allow all; or one row of all positions.
     bitmask: np.ndarray

@@ -7,15 +7,19 @@ from jaxrunner.scheduling.request import Request
 
 
 def append_tokens(request: Request, tokens: list[int]) -> list[int]:
-    """Adds sampled tokens to a request, up to its end. Returns those that were added."""
+    """Adds sampled tokens to a request, up to its end. Returns those that were added.
+
+    EOS is the last token of a request with a grammar, ignored or not: the grammar says how it ends.
+    """
     outputs, stops, max_len = request.output_token_ids, request.stop_ids, request.max_len
     pattern = request.params.repetition_detection
+    last = () if request.grammar is None else request.eos_token_ids
     for count, token in enumerate(tokens, 1):
         outputs.append(token)
         request.num_tokens += 1
         # Nothing else ends a request, and most tokens are none of it.
         could_end = token in stops or request.num_tokens >= max_len or pattern is not None
-        if could_end and check_stop(request):
+        if (could_end and check_stop(request)) or token in last:
             return tokens[:count]
     return tokens
 

@@ -143,7 +143,6 @@ class Grammar:
     def __init__(self, matcher: Any, vocabulary: Vocabulary):
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._dead_end = False
         self.num_tokens = 0  # accepted, and not rolled back
         self.finished = False  # by EOS; nothing but EOS is allowed then, and nothing accepted
 
@@ -157,7 +156,7 @@ class Grammar:
         """Why nothing more can be generated, in one line: the request has failed."""
         if self._matcher.is_error():
             return one_line(self._matcher.get_error())
-        return "no token of the vocabulary continues the text" if self._dead_end else None
+        return None if self._mask().any() else "no token of the vocabulary continues the text"
 
     def fill(self, row: np.ndarray) -> None:
         """Writes which tokens may come next into row, [W] int32; EOS alone after an error.
@@ -165,17 +164,9 @@ class Grammar:
         Bit t % 32 of word t // 32 is token t, and W = ceil(V / 32). Where the next text is certain
         that is one token, as the tokenizer writes it.
         """
-        text, ends, _ = self._vocabulary
-        if self.finished:
-            row[:] = ends
-            return
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
-        row[:] = words[: len(text)] & text
-        if self.is_accepting:
-            row |= ends
+        row[:] = self._mask()
         if not row.any():
-            self._dead_end = not self._matcher.is_error()
-            row[:] = ends
+            row[:] = self._vocabulary.ends
 
     def accept(self, token_ids: Iterable[int]) -> bool:
         """Advances by tokens up to one that is not allowed here, which changes nothing."""
@@ -192,7 +183,6 @@ class Grammar:
                 f"num_tokens={num_tokens} to roll back, {self.num_tokens} were accepted: "
                 "roll back at most these"
             )
-        self._dead_end = False
         if num_tokens:
             self._matcher.rollback(num_tokens - self.finished)
             self.num_tokens -= num_tokens
@@ -227,8 +217,15 @@ class Grammar:
         """Returns one that goes its own way from here."""
         copied = Grammar(self._matcher.deep_copy(), self._vocabulary)
         copied.num_tokens, copied.finished = self.num_tokens, self.finished
-        copied._dead_end = self._dead_end
         return copied
+
+    def _mask(self) -> np.ndarray:
+        """Returns which tokens may come next, [W] int32: none where nothing continues the text."""
+        text, ends, _ = self._vocabulary
+        if self.finished:
+            return ends
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(text)] & text
+        return words | ends if self.is_accepting else words
 
     def _accept(self, token_id: int) -> bool:
         if self.finished or self._matcher.is_error():

@@ -1,6 +1,7 @@
 """Random requests that use every feature of sampling, and a grammar without a tokenizer."""
 
 from concurrent.futures import Future
+import copy
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,15 @@ class Parity:
     def fill(self, row: np.ndarray) -> None:
         bits = [self.allows(t) for t in range(V)] + [True] * (-V % 32)
         row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def fill_drafts(self, rows: np.ndarray, drafts: list[int]) -> None:
+        ahead, follows = copy.deepcopy(self), True
+        ahead.fill(rows[0])
+        for row, before, draft in zip(rows[1:], rows[:-1], drafts, strict=True):
+            follows = follows and ahead.accept([draft])
+            row[:] = before
+            if follows:
+                ahead.fill(row)
 
     def accept(self, token_ids) -> bool:
         for token in token_ids:
