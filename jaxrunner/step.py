@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxrunner.indexing import find_rows, put_blocks, take
 from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
+from jaxrunner.sampling.drafting import draw_coupled, draw_own
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.sampling.verification import verify
 from jaxrunner.speculators.speculator import DraftInputs, write_drafts
@@ -152,16 +153,12 @@ def propose(
     """Writes drafts for the next step behind the tokens, where the model has a speculator."""
     if (speculator := program.model.speculator) is None:
         return state
-
-    def draw(logits: Array, position: Array) -> Array:
-        flat = Batched(rows.slot, position, state.requests, None)
-        size = SampleSize(rows.slot.shape[0])
-        return sample(logits, flat, state.tables, program=program, size=size).token_ids
-
+    draws = draw_coupled, draw_own
+    draws = (functools.partial(draw, state, rows.slot, program=program) for draw in draws)
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
-            extras, program.ops, program.cache_groups, draw, program.sample is not None, num_drafts,
+            extras, program.ops, program.cache_groups, *draws, program.sample is not None, num_drafts,
         )
     )  # fmt: skip
     return replace(

@@ -78,6 +78,7 @@ class SpeculativeConfig:
         for name, value in given.items():
             object.__setattr__(self, name, value)
         _check_method(self)
+        _check_drafts(self)
         _check_synthetic(self)
         for name, value in _lookup(self).items():
             object.__setattr__(self, name, value)
@@ -256,6 +257,17 @@ def _check_method(config: SpeculativeConfig) -> None:
                 f"speculative_config.{name}={shown(value)} has no effect on method {method!r}: "
                 "leave it out"
             )
+
+
+def _check_drafts(config: SpeculativeConfig) -> None:
+    """Refuses noise of the drafts' own where nothing weighs how likely a draft was."""
+    rejection = config.rejection_sample_method
+    if config.draft_sample_method == "probabilistic" and rejection not in ("standard", "block"):
+        raise ValueError(
+            "speculative_config.draft_sample_method='probabilistic' needs rejection_sample_method="
+            f"'standard' or 'block', which weigh how likely a draft was, got {rejection!r}: set "
+            "one of these, or leave draft_sample_method out"
+        )
 
 
 def _check_synthetic(config: SpeculativeConfig) -> None:

@@ -63,7 +63,7 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)
     weights.check(family, drafter)
     model, both = with_drafter(
-        loaded.model, loaded.config, family, drafter, K, is_coupled=config.drafts == "coupled"
+        loaded.model, loaded.config, family, drafter, K, draft_sample_method=config.drafts
     )
     params = abstract_params(model, both, loaded.dtype)
     load_config = replace(loaded.load_config, drafter=weights)
@@ -99,5 +99,3 @@ def check_supported(config: SpeculativeConfig) -> None:
     name = "speculative_config"
     if config.method in ("suffix", "mtp"):
         raise ValueError(f"{name}.method={config.method!r} is not there: take 'ngram' or 'eagle3'")
-    if config.draft_sample_method == "probabilistic":
-        raise ValueError(f"{name}.draft_sample_method='probabilistic' is not there: leave it out")
