@@ -16,8 +16,14 @@ EAGLE3 = dict(method="eagle3", model=str(embedded.EAGLE3_PATH))
 KINDS: dict[str, dict[str, Any]] = {
     '`"eagle3"`, `"exact"`': EAGLE3,
     '…, `draft_sample_method="greedy"`': EAGLE3 | dict(draft_sample_method="greedy"),
-    '`"eagle3"`, `"standard"`': EAGLE3 | dict(rejection_sample_method="standard"),
-    '`"eagle3"`, `"block"`': EAGLE3 | dict(rejection_sample_method="block"),
+    '`"eagle3"`, `"standard"`, `draft_sample_method="greedy"`': EAGLE3
+    | dict(rejection_sample_method="standard", draft_sample_method="greedy"),
+    '…, `"probabilistic"`': EAGLE3
+    | dict(rejection_sample_method="standard", draft_sample_method="probabilistic"),
+    '`"eagle3"`, `"block"`, `draft_sample_method="greedy"`': EAGLE3
+    | dict(rejection_sample_method="block", draft_sample_method="greedy"),
+    '…, `"probabilistic"` ': EAGLE3
+    | dict(rejection_sample_method="block", draft_sample_method="probabilistic"),
     '`"ngram"`, 2 to 4 tokens, `"exact"`': dict(
         method="ngram", prompt_lookup_min=2, prompt_lookup_max=4
     ),

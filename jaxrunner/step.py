@@ -158,7 +158,8 @@ def propose(
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
-            extras, program.ops, program.cache_groups, *draws, program.sample is not None, num_drafts,
+            extras, program.ops, program.cache_groups, *draws, program.sample is not None,
+            num_drafts,
         )
     )  # fmt: skip
     return replace(

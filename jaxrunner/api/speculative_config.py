@@ -58,8 +58,8 @@ class SpeculativeConfig:
     max_num_speculative_tokens: int | None = None  # K with "auto"
     model: str | Path | None = None  # the checkpoint that drafts
     # "greedy" drafts the likeliest token, "probabilistic" samples one with noise of its own.
-    # None is "greedy", but "coupled" where verification is exact: drafts of sampled requests are
-    # drawn with the noise that the target draws with, so that more of them are equal.
+    # None is what most drafts stand with, if they have logits: "coupled" where verification is
+    # exact, with the noise that the target draws with; "probabilistic" where it weighs them.
     draft_sample_method: str | None = None
     rejection_sample_method: str = "exact"
     prompt_lookup_min: int | None = None  # tokens of the shortest n-gram that is looked up
@@ -128,10 +128,12 @@ class SpeculativeConfig:
         """How drafts are drawn: "greedy", "probabilistic" or "coupled"."""
         if self.draft_sample_method is not None:
             return self.draft_sample_method
-        has_logits = isinstance(self.method, str) and self.method not in ("ngram", "suffix")
+        if not isinstance(self.method, str) or self.method in ("ngram", "suffix"):
+            return "greedy"  # they have no logits
         # Only where a draft stands by being equal may it share the noise of what it is compared
         # with: block verification looks at the noise of positions that are drawn again.
-        return "coupled" if has_logits and self.rejection_sample_method == "exact" else "greedy"
+        of_logits = dict(exact="coupled", standard="probabilistic", block="probabilistic")
+        return of_logits.get(self.rejection_sample_method, "greedy")
 
 
 def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:

@@ -84,6 +84,16 @@ DRAFTERS = dict(
 )  # fmt: skip
 
 
+def probabilistic(drafter, rejection):
+    """Returns the tiny model with one of `DRAFTERS`, which draws with noise of its own."""
+    _, config, params = DRAFTERS[drafter]()
+    model, both = with_drafter(
+        llama, config.target, config.family, config.drafter, K, draft_sample_method="probabilistic"
+    )
+    assert model.speculator is not None
+    return model._replace(speculator=model.speculator._replace(rejection=rejection)), both, params
+
+
 def with_ngrams():
     """Returns it drafted by what followed its last tokens before."""
     config, params = tiny.model_and_params()
