@@ -13,20 +13,19 @@ from jaxrunner import LLM, SamplingParams, embedded, llm
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 EAGLE3 = dict(method="eagle3", model=str(embedded.EAGLE3_PATH))
+VERIFIED = {
+    f'`"eagle3"`, `"{name}"`': EAGLE3 | dict(rejection_sample_method=name)
+    for name in ("exact", "standard", "block")
+}
+GREEDY = {
+    f'{name}, `"greedy"` drafts': config | dict(draft_sample_method="greedy")
+    for name, config in VERIFIED.items()
+}
+NGRAM = dict(method="ngram", prompt_lookup_min=2, prompt_lookup_max=4)
 KINDS: dict[str, dict[str, Any]] = {
-    '`"eagle3"`, `"exact"`': EAGLE3,
-    '…, `draft_sample_method="greedy"`': EAGLE3 | dict(draft_sample_method="greedy"),
-    '`"eagle3"`, `"standard"`, `draft_sample_method="greedy"`': EAGLE3
-    | dict(rejection_sample_method="standard", draft_sample_method="greedy"),
-    '…, `"probabilistic"`': EAGLE3
-    | dict(rejection_sample_method="standard", draft_sample_method="probabilistic"),
-    '`"eagle3"`, `"block"`, `draft_sample_method="greedy"`': EAGLE3
-    | dict(rejection_sample_method="block", draft_sample_method="greedy"),
-    '…, `"probabilistic"` ': EAGLE3
-    | dict(rejection_sample_method="block", draft_sample_method="probabilistic"),
-    '`"ngram"`, 2 to 4 tokens, `"exact"`': dict(
-        method="ngram", prompt_lookup_min=2, prompt_lookup_max=4
-    ),
+    **VERIFIED,
+    **GREEDY,
+    '`"ngram"`, 2 to 4 tokens, `"exact"`': NGRAM,
 }
 SIZES: dict[str, Any] = dict(
     max_num_seqs=8, max_num_batched_tokens=128, token_buckets=(128,), decode_buckets=(8,),

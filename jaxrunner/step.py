@@ -153,12 +153,12 @@ def propose(
     """Writes drafts for the next step behind the tokens, where the model has a speculator."""
     if (speculator := program.model.speculator) is None:
         return state
-    draws = draw_coupled, draw_own
-    draws = (functools.partial(draw, state, rows.slot, program=program) for draw in draws)
+    coupled = functools.partial(draw_coupled, state, rows.slot, program=program)
+    own = functools.partial(draw_own, state, rows.slot, program=program)
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
-            extras, program.ops, program.cache_groups, *draws, program.sample is not None,
+            extras, program.ops, program.cache_groups, coupled, own, program.sample is not None,
             num_drafts,
         )
     )  # fmt: skip

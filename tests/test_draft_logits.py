@@ -128,9 +128,9 @@ def test_an_engine_that_was_saved_goes_on_with_the_same_drafts(tmp_path: Any):
         first.step()
     save_engine(first, tmp_path / "saved")
     restored, _ = restore_engine(second, tmp_path / "saved")
-    kept = [np.asarray(e.runner.state.tables[NAME].logits) for e in (first, second)]
-    np.testing.assert_array_equal(*kept)
-    assert kept[0].any() and restored.keys() == live.keys()
+    saved, kept = (np.asarray(e.runner.state.tables[NAME].logits) for e in (first, second))
+    np.testing.assert_array_equal(saved, kept)
+    assert kept.any() and restored.keys() == live.keys()
     finish(first)
     finish(second)
     for name, request in restored.items():

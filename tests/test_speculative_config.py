@@ -62,7 +62,8 @@ def test_drafts_share_the_target_s_noise_where_only_equal_ones_stand():
     assert read(EAGLE).drafts == "coupled"
     assert read(NGRAM).drafts == "greedy"  # they have no logits
     for method in ("standard", "block"):
-        assert read(EAGLE | dict(rejection_sample_method=method)).drafts == "greedy"
+        assert read(EAGLE | dict(rejection_sample_method=method)).drafts == "probabilistic"
+        assert read(NGRAM | dict(rejection_sample_method=method)).drafts == "greedy"
         for drafts in ("greedy", "probabilistic"):
             given = dict(draft_sample_method=drafts, rejection_sample_method=method)
             assert read(EAGLE | given).drafts == drafts

@@ -14,7 +14,7 @@ from jaxrunner.speculators import eagle as heads
 from jaxrunner.speculators import eagle3_config, eagle3_head
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
-from jaxrunner.speculators.drafter import Drafted
+from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle3 import eagle3
 from jaxrunner.speculators.ngram import ngram
@@ -87,6 +87,7 @@ DRAFTERS = dict(
 def probabilistic(drafter, rejection):
     """Returns the tiny model with one of `DRAFTERS`, which draws with noise of its own."""
     _, config, params = DRAFTERS[drafter]()
+    assert isinstance(config, DraftedConfig)
     model, both = with_drafter(
         llama, config.target, config.family, config.drafter, K, draft_sample_method="probabilistic"
     )
