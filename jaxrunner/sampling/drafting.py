@@ -33,7 +33,8 @@ def draw_own(
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, state.tables, program=program, all_rules=False).logits
     best = processed.max(1, keepdims=True)
-    kept = jnp.where(jnp.isfinite(best), processed - best, 0.0).astype(program.engine.dtype)
+    failed = ~jnp.isfinite(best) | jnp.isnan(processed).any(1, keepdims=True)
+    kept = jnp.where(failed, 0.0, processed - best).astype(program.engine.dtype)
     seeds, total = rows_of(state.tables[seed.name], slot), take(state.requests.total_len, slot)
     greedy = seeds.greedy | (slot >= state.requests.done.shape[0])
     stream, num = DRAFT + position - total, logits.shape[1]
