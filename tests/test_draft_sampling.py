@@ -48,17 +48,18 @@ def parts(rejection: str, method: str, *, family: Any = FAMILY, itself: bool = F
 
 
 def generate(given: Any, num: int, **changes: Any) -> tuple[np.ndarray, Engine, np.ndarray]:
-    """Returns the tokens of `num` requests, [num, N], the engine, and what became of drafts.
+    """Returns the first tokens of `num` requests, [num, N], the engine, and counts of drafts.
 
     Near its end a request verifies fewer drafts than were proposed.
     """
     model, config, params = given
+    max_tokens = changes.pop("max_tokens", N)
     e = Engine(model, config, tiny.engine_config(**SIZES | changes), params)
-    asked = (SamplingParams(max_tokens=N, seed=i, **RULE) for i in range(num))
+    asked = (SamplingParams(max_tokens=max_tokens, seed=i, **RULE) for i in range(num))
     requests = [e.add(str(i), PROMPT, params) for i, params in enumerate(asked)]
     while e.has_unfinished:
         e.step()
-    tokens = np.array([request.output_token_ids for request in requests])
+    tokens = np.array([request.output_token_ids[:N] for request in requests])
     return tokens, e, np.sum([request.draft_counts for request in requests], 0)
 
 
@@ -90,7 +91,8 @@ def difference(tokens: np.ndarray) -> float:
 CONDITIONS: dict[str, dict[str, Any]] = {
     "in the usual way": {},
     "preempted": dict(num_blocks=R),
-    "steps": dict(num_decode_steps=2),
+    # As many tokens as two steps of all drafts give.
+    "steps": dict(num_decode_steps=2, max_tokens=8, max_model_len=12),
     "a token that is never drafted": {},
 }
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxrunner.api.speculative_config import METHODS, SpeculativeConfig, conditional_rates
+from jaxrunner.api.speculative_config import METHODS, SpeculativeConfig
+from jaxrunner.api.synthetic_acceptance import conditional_rates
 from jaxrunner.speculators.speculator import Speculator
 from tests.outside.lookup import lookup
 

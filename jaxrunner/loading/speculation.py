@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from jaxrunner.api.speculative_config import SpeculativeConfig, conditional_rates
+from jaxrunner.api.speculative_config import SpeculativeConfig
+from jaxrunner.api.synthetic_acceptance import conditional_rates
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import checkpoint
