@@ -106,6 +106,11 @@ class Stored(Protocol):
         """(config) -> `params` filled with `Source`."""
         ...
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        """What names of tensors begin with that its files may hold, and that it does not read."""
+        ...
+
 
 class StoredConfig(Protocol):
     """What loading asks of a config."""
@@ -136,6 +141,7 @@ class Model(NamedTuple):
     tables: tuple[SlotTable, ...] = ()  # what it reads of each request, `Inputs.tables`
     heads: tuple[Head, ...] = ()  # what it tells besides tokens
     speculator: Speculator | None = None  # what drafts tokens for it
+    spare: tuple[str, ...] = ()  # beginnings of names of tensors in its files that are not read
 
     def forward(
         self, config: ModelConfig, params: Any, kv: tuple[Any, ...], inputs: Inputs, ops: Ops

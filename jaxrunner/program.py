@@ -177,8 +177,11 @@ def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, dict[s
     A, W, wide = size
     dims = program.dims | dict(A=A, W=W, R=A)
     dims |= {} if wide else dict.fromkeys(WIDE, 0) | dict(X=FEW_STOP_IDS)
-    told = [t for t in program.tables if t.row is not None]
-    rows = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in told}
+    rows = {
+        t.name: pytree.abstract(t.params, dims | dict(t.dims) | dict.fromkeys(t.shared, 0))
+        for t in program.tables
+        if t.row is not None
+    }
     return pytree.abstract(Admission, dims), rows
 
 

@@ -22,6 +22,8 @@ class SlotTable(NamedTuple):
     row: Callable[[Any], Any] | None
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
     dims: tuple[tuple[str, int], ...] = ()  # sizes of axes of its own, by their letters
+    # Those of its axes whose arrays are no request's: a row has nothing for them, and they stay.
+    shared: tuple[str, ...] = ()
 
 
 def cache_salt(tables: Iterable[SlotTable], params: SamplingParams) -> bytes:

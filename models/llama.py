@@ -68,7 +68,7 @@ def layers(
     """Runs layers `first` to `last`, to the end by default, on x, [T, E].
 
     kv: their caches. extras: names of arrays to return too; "residual.2" is the sum, [T, E], that
-    layer 2 reads, as speculators take it.
+    layer 2 reads, as speculators take it; behind the last layer it is the sum that the norm reads.
 
     Returns hidden states, [T, E], normed behind the last layer of all; caches; extras by name.
 
@@ -78,7 +78,7 @@ def layers(
     num, eps = config.num_hidden_layers, config.rms_norm_eps
     groups = layer_groups(config.cache_kinds)
     last = num if last is None else last
-    known = [f"residual.{i}" for i in range(first, last)]
+    known = [f"residual.{i}" for i in range(first, last + (last == num))]
     if unknown := sorted(set(extras) - set(known)):
         raise ValueError(f"extras {unknown} are none of these layers': take some of {known}")
     # One jit for all layers: equal layers are traced once.
@@ -94,6 +94,8 @@ def layers(
         spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
         x, h, cache = layer(x, h, w, norm, cache, turn, spec=spec)
         caches.append(cache)
+    if (name := f"residual.{num}") in extras:
+        found[name] = x
     return (h if last == num else x), tuple(caches), found
 
 

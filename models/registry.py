@@ -5,12 +5,14 @@ from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
+from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Model] = {
     "LlamaForCausalLM": llama,
+    "MiMoForCausalLM": mimo,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,

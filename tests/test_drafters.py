@@ -36,7 +36,7 @@ RULES = {
     "steps": (dict(temperature=0.7), dict(num_decode_steps=3, async_depth=2)),
 }  # fmt: skip
 QUICK = {
-    "greedy": ("itself", "another", "eagle3"), "rules and logprobs": ("eagle3",),
+    "greedy": ("itself", "another", "eagle3", "mtp"), "rules and logprobs": ("eagle3",),
     "sampled and preempted": ("another",), "steps": ("itself",),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import dense
+from jaxrunner.ops.plain import rms_norm
 from jaxrunner.types import Inputs
 from tests.support import families
 
@@ -44,7 +45,10 @@ def test_extras_are_the_hidden_states_of_transformers():
     variant = next(iter(families.VARIANTS))
     _, config, params = families.model_and_params(variant)
     names = tuple(f"residual.{i}" for i in range(config.num_hidden_layers))
-    hidden, _, extras = run(config, params, extras=names)
+    sum_ = f"residual.{config.num_hidden_layers}"
+    hidden, _, extras = run(config, params, extras=(*names, sum_))
+    last = rms_norm(extras[sum_], params.norm, config.rms_norm_eps)
+    np.testing.assert_allclose(last, hidden, atol=1e-6)
     with torch.no_grad():
         out = huggingface.model(variant)(torch.tensor([IDS]), output_hidden_states=True)
     want = [state[0].numpy() for state in out.hidden_states]  # the last one is normed

@@ -13,6 +13,7 @@ from jaxrunner.speculators.speculator import Speculator
 from tests.outside.lookup import lookup
 
 NGRAM: dict[str, Any] = dict(method="ngram", num_speculative_tokens=3)
+SUFFIX: dict[str, Any] = dict(method="suffix", num_speculative_tokens=3)
 EAGLE: dict[str, Any] = dict(method="eagle3", num_speculative_tokens=3, model="head")
 SYNTHETIC: dict[str, Any] = NGRAM | dict(rejection_sample_method="synthetic")
 read = SpeculativeConfig.read
@@ -57,6 +58,16 @@ def test_the_sizes_of_n_grams_are_completed_as_in_vllm(given: dict[str, int], si
     config = read(NGRAM | given)
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == sizes
     assert read(EAGLE).prompt_lookup_min is None
+
+
+def test_the_numbers_of_suffixes_are_completed_as_in_vllm():
+    given = dict(suffix_decoding_max_cached_tokens=0, suffix_decoding_max_spec_factor=2)
+    config = read(SUFFIX | given)
+    assert config.suffix_decoding_max_tree_depth == 24
+    assert config.suffix_decoding_max_cached_tokens == 0
+    assert config.suffix_decoding_max_spec_factor == 2.0
+    assert config.suffix_decoding_min_token_prob == 0.1
+    assert read(EAGLE).suffix_decoding_max_tree_depth is None
 
 
 def test_drafts_share_the_target_s_noise_where_only_equal_ones_stand():
@@ -134,6 +145,19 @@ def test_rates_of_a_length_have_its_mean():
     ("given", "message"),
     [
         (NGRAM | dict(num_tokens=3), r"has no key 'num_tokens': it may have method, num_specul"),
+        (
+            SUFFIX | dict(suffix_decoding_max_tree_depth=3),
+            r"max_tree_depth=3 holds 3 drafts and no token that they follow: take more than 3",
+        ),
+        (SUFFIX | dict(suffix_decoding_min_token_prob=2), r"min_token_prob=2 is out of range"),
+        (
+            SUFFIX | dict(suffix_decoding_max_cached_requests=9),
+            r"max_cached_requests=9.*set suffix_decoding_max_cached_tokens, 0 for none",
+        ),
+        (
+            NGRAM | dict(suffix_decoding_max_tree_depth=9),
+            r"max_tree_depth=9 has no effect on method 'ngram': leave it out",
+        ),
         ({1: 2}, r"speculative_config has no key 1: it may have method"),
         (dict(num_speculative_tokens=3), r"method must be one of ngram, suffix, .* got None"),
         (dict(method="medusa"), r"method must be one of .*mtp or a Speculator, got 'medusa'"),

@@ -74,6 +74,7 @@ LIES: list[tuple[Any, str]] = [
         first(stop_ids=set(range(99)), eos_token_ids=(*range(90, 150),)),
         r"stop_ids and eos_token_ids are 150 ids, a request may have 144",
     ),
+    (first(cache_salt="a"), r"\.cache_salt must be bytes, got 'a'"),
     (first(prompt_logprobs_start=2**40), r"\.prompt_logprobs_start=1099511627776 is out of range"),
     (first(copies="nan"), r"\.copies must be a pair of blocks for each of 1 cache groups"),
     (first(copies=((0, 1),)), r"\.copies\[0\]=\(0, 1\) must be from any block to the one"),

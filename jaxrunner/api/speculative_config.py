@@ -5,7 +5,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrunner.api.arguments import Elsewhere, check_same
+from jaxrunner.api import lookups
+from jaxrunner.api.arguments import check_same
+from jaxrunner.api.speculative_keys import ELSEWHERE
 from jaxrunner.api.validation import Bound, elements, shown, validate
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
@@ -14,8 +16,6 @@ REJECTIONS = ("exact", "standard", "block", "synthetic")
 AUTO = "auto"
 MAX_DRAFTS = 16
 AUTO_DRAFTS = 3  # the most with "auto", where nothing is said
-MAX_NGRAM = 32
-NGRAM = 5  # tokens looked up where nothing is said, as in vLLM
 
 
 @runtime_checkable
@@ -64,6 +64,10 @@ class SpeculativeConfig:
     rejection_sample_method: str = "exact"
     prompt_lookup_min: int | None = None  # tokens of the shortest n-gram that is looked up
     prompt_lookup_max: int | None = None  # and of the longest
+    suffix_decoding_max_tree_depth: int | None = None  # tokens of a match and its drafts together
+    suffix_decoding_max_cached_tokens: int | None = None  # of ended requests that are searched
+    suffix_decoding_max_spec_factor: float | None = None  # drafts for each token of a match
+    suffix_decoding_min_token_prob: float | None = None  # share of matches that go on as a draft
     # Of K positions, the share of steps in which this draft and all before it are accepted.
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None  # tokens a step gives on average, 1 to K + 1
@@ -136,24 +140,7 @@ class SpeculativeConfig:
         return of_logits.get(self.rejection_sample_method, "greedy")
 
 
-_ONE_DEVICE = "one device drafts and verifies: leave it out"
-_AS_TARGET = "drafts are made as the target is run: leave it out"
-ELSEWHERE: dict[str, Elsewhere] = {
-    "draft_tensor_parallel_size": Elsewhere(_ONE_DEVICE, (1, None)),
-    "enforce_eager": Elsewhere("set enforce_eager of the engine"),
-    "quantization": Elsewhere("take a checkpoint in bfloat16 or float16"),
-    "kv_cache_dtype": Elsewhere(_AS_TARGET),
-    "attention_backend": Elsewhere(_AS_TARGET),
-    "max_model_len": Elsewhere(_AS_TARGET),
-    "revision": Elsewhere("name a folder as model"),
-    "code_revision": Elsewhere("code of a checkpoint is never run: leave it out"),
-    "parallel_drafting": Elsewhere("drafts follow one another: leave it out", (False, None)),
-    "disable_padded_drafter_batch": Elsewhere("batches are padded: leave it out", (False, None)),
-    "use_heterogeneous_vocab": Elsewhere(
-        "draft and target need one vocabulary: take such a model", (False, None)
-    ),
-}
-_NGRAM = Bound(int, 1, MAX_NGRAM, optional=True)
+_NGRAM = Bound(int, 1, lookups.MAX_NGRAM, optional=True)
 _BOUNDS: dict[str, Bound] = {
     "max_num_speculative_tokens": Bound(int, 1, MAX_DRAFTS, optional=True),
     "model": Bound(str, optional=True, also=(Path,)),
@@ -161,6 +148,10 @@ _BOUNDS: dict[str, Bound] = {
     "rejection_sample_method": Bound(str, among=REJECTIONS),
     "prompt_lookup_min": _NGRAM,
     "prompt_lookup_max": _NGRAM,
+    "suffix_decoding_max_tree_depth": Bound(int, 2, lookups.MAX_DEPTH, optional=True),
+    "suffix_decoding_max_cached_tokens": Bound(int, 0, lookups.MAX_CORPUS, optional=True),
+    "suffix_decoding_max_spec_factor": Bound(float, 0, MAX_DRAFTS, optional=True),
+    "suffix_decoding_min_token_prob": Bound(float, 0, 1, optional=True),
     "synthetic_acceptance_length": Bound(float, 1, MAX_DRAFTS + 1, optional=True),
 }
 
@@ -229,6 +220,7 @@ def _check_method(config: SpeculativeConfig) -> None:
         "model": named and method in OF_A_MODEL,
         "prompt_lookup_min": named and method == "ngram",
         "prompt_lookup_max": named and method == "ngram",
+        **{name: named and method == "suffix" for name in lookups.SUFFIX},
         "draft_sample_method": named
         and (method not in ("ngram", "suffix") or config.draft_sample_method == "greedy"),
     }
@@ -285,14 +277,11 @@ def _check_synthetic(config: SpeculativeConfig) -> None:
         )
 
 
-def _lookup(config: SpeculativeConfig) -> dict[str, int]:
-    """Returns the sizes of n-grams; of one that is not said, the other's."""
-    if config.method != "ngram":
-        return {}
-    low, high = config.prompt_lookup_min, config.prompt_lookup_max
-    low, high = low or high or NGRAM, high or low or NGRAM
-    if low > high:
-        raise ValueError(
-            f"speculative_config.prompt_lookup_min={low} exceeds prompt_lookup_max={high}: lower it"
-        )
-    return dict(prompt_lookup_min=low, prompt_lookup_max=high)
+def _lookup(config: SpeculativeConfig) -> dict[str, Any]:
+    """Returns the numbers of a method that looks drafts up, completed."""
+    if config.method == "ngram":
+        return lookups.ngram_sizes(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        given = {name: getattr(config, name) for name in lookups.SUFFIX}
+        return lookups.suffix_sizes(given, config.num_drafts)
+    return {}

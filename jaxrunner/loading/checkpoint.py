@@ -23,9 +23,16 @@ class Wanted(NamedTuple):
 
 
 def find(
-    folder: Path, wanted: Mapping[str, Wanted], files: Sequence[Path] = ()
+    folder: Path,
+    wanted: Mapping[str, Wanted],
+    files: Sequence[Path] = (),
+    *,
+    spare: tuple[str, ...] = (),
 ) -> dict[str, tuple[Path, Tensor]]:
-    """Returns the file and place of each tensor that is wanted. files: where to look, if not usual.
+    """Returns the file and place of each tensor that is wanted.
+
+    files: where to look, if not usual. spare: what names of tensors begin with that may be there
+    unwanted.
 
     Raises:
       FileNotFoundError, ValueError: a file or tensor is missing, extra, twice there, or not what
@@ -41,7 +48,7 @@ def find(
             found[name] = path, tensor
     if index is not None:
         problems += _check_index(index, found)
-    problems += _check_tensors(wanted, found)
+    problems += _check_tensors(wanted, found, spare)
     if problems:
         more = len(problems) - MOST_NAMED
         named = "; ".join(problems[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
@@ -123,6 +130,7 @@ def _check_index(index: Mapping[str, str], found: Mapping[str, tuple[Path, Tenso
 def _check_tensors(
     wanted: Mapping[str, Wanted],
     found: Mapping[str, tuple[Path, Tensor]],
+    spare: tuple[str, ...],
 ) -> list[str]:
     """Returns where the tensors are not those wanted."""
     problems = []
@@ -137,7 +145,7 @@ def _check_tensors(
             kinds = ", ".join(dtypes)
             problems.append(f"{name} in {path.name} must be one of {kinds}, is {tensor.dtype}")
     for name in sorted(found.keys() - wanted.keys()):
-        if not name.endswith(SPARE):
+        if not name.endswith(SPARE) and not name.startswith(spare):
             path, tensor = found[name]
             problems.append(f"{name} {list(tensor.shape)} in {path.name} is not wanted")
     return problems

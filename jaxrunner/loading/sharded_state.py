@@ -71,6 +71,7 @@ class _AsHeld(NamedTuple):
 
     params: type
     sources: Callable[[StoredConfig], Any]
+    spare: tuple[str, ...] = ()
 
 
 def _found(folder: Path, model: Stored, pattern: str | None) -> tuple[Stored, list[Path]]:

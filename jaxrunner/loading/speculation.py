@@ -12,7 +12,7 @@ from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.models.registry import read_model
 from jaxrunner.speculators import eagle as eagle_head
-from jaxrunner.speculators import eagle3_config
+from jaxrunner.speculators import eagle3_config, mimo_mtp
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.drafter import Drafter, DrafterConfig
@@ -20,7 +20,9 @@ from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle3 import eagle3
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.speculators.speculator import Speculator
+from jaxrunner.speculators.suffix import suffix
 
+MTP = {"MiMoForCausalLM": (mimo_mtp.mimo_mtp, mimo_mtp.read)}  # by the model's architecture
 HEADS = {"eagle": (eagle, eagle_head.read), "eagle3": (eagle3, eagle3_config.read)}
 
 
@@ -30,7 +32,6 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     Raises:
       FileNotFoundError, ValueError: the drafter's checkpoint is bad, or not for this model.
     """
-    check_supported(config)
     drafting = _with_speculator(loaded, config)
     speculator, rejection = drafting.model.speculator, config.rejection_sample_method
     rates = conditional_rates(config) if rejection == "synthetic" else ()
@@ -55,11 +56,16 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         low, high = config.prompt_lookup_min or 1, config.prompt_lookup_max or 1
         speculator = ngram(K, min_n=low, max_n=high)
         return loaded._replace(model=loaded.model._replace(speculator=speculator))
-    assert config.model is not None
-    weights = replace(loaded.load_config, model=config.model, revision=None)
-    folder = weights.folder(name="speculative_config.model")
-    is_dummy = weights.load_format == "dummy"
-    family, drafter = read_drafter(method, folder, loaded.config, has_weights=not is_dummy)
+    if method == "suffix":
+        return loaded._replace(model=loaded.model._replace(speculator=_suffix(config, K)))
+    weights, is_dummy = loaded.load_config, loaded.load_config.load_format == "dummy"
+    if method == "mtp":
+        family, drafter = read_mtp(loaded.config)
+    else:
+        assert config.model is not None
+        weights = replace(weights, model=config.model, revision=None)
+        folder = weights.folder(name="speculative_config.model")
+        family, drafter = read_drafter(method, folder, loaded.config, has_weights=not is_dummy)
     if not is_dummy:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)
     weights.check(family, drafter)
@@ -69,6 +75,30 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     params = abstract_params(model, both, loaded.dtype)
     load_config = replace(loaded.load_config, drafter=weights)
     return loaded._replace(model=model, config=both, params=params, load_config=load_config)
+
+
+def _suffix(config: SpeculativeConfig, num_drafts: int) -> Speculator:
+    names = dict(
+        max_depth="max_tree_depth", num_cached="max_cached_tokens", max_factor="max_spec_factor",
+        min_share="min_token_prob",
+    )  # fmt: skip
+    sizes = {name: getattr(config, f"suffix_decoding_{key}") for name, key in names.items()}
+    return suffix(num_drafts, **sizes)
+
+
+def read_mtp(target: ModelConfig) -> tuple[Drafter, DrafterConfig]:
+    """Returns what a model's own checkpoint drafts with.
+
+    Raises:
+      ValueError: it has nothing that drafts.
+    """
+    if (name := target.architecture) not in MTP:
+        raise ValueError(
+            f"speculative_config.method='mtp' wants a checkpoint with layers that draft, as of "
+            f"{', '.join(MTP)}, got {name}: take 'ngram' or 'eagle3'"
+        )
+    family, read = MTP[name]
+    return family, read(target)
 
 
 def read_drafter(
@@ -89,14 +119,3 @@ def read_drafter(
             f"{config.vocab_size}: take a model with the same tokenizer"
         )
     return draft_model(model), DraftModelConfig(model, config)
-
-
-def check_supported(config: SpeculativeConfig) -> None:
-    """Refuses what is known and not there.
-
-    Raises:
-      ValueError: names it.
-    """
-    name = "speculative_config"
-    if config.method in ("suffix", "mtp"):
-        raise ValueError(f"{name}.method={config.method!r} is not there: take 'ngram' or 'eagle3'")

@@ -54,7 +54,7 @@ def load_params(
     check_dtype("dtype", dtype)
     sources = sources_of(model, config)
     declared = abstract_params(model, config, dtype)
-    found = checkpoint.find(folder, wanted_tensors(model, config), files)
+    found = checkpoint.find(folder, wanted_tensors(model, config), files, spare=model.spare)
     leaves, names, parts = [], (), {}
     bar = tqdm(
         total=sum(len(x.names) for x in sources),
@@ -84,7 +84,7 @@ def check_checkpoint(
     folder: Path, model: Stored, config: StoredConfig, files: Sequence[Path] = ()
 ) -> None:
     """Checks the headers of a checkpoint, as `load_params` does before it reads; raises as it."""
-    checkpoint.find(folder, wanted_tensors(model, config), files)
+    checkpoint.find(folder, wanted_tensors(model, config), files, spare=model.spare)
 
 
 def random_params(model: Stored, config: StoredConfig, dtype: str, seed: int) -> Any:

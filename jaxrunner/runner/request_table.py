@@ -247,6 +247,8 @@ def _stack(rows: list[Any], spec: Any) -> Any:
     table = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), spec)
     values = zip(*map(jax.tree.leaves, rows), strict=True)  # of each column
     for column, of_requests in zip(jax.tree.leaves(table) if rows else (), values, strict=True):
+        if column.size == 0:
+            continue
         if column.ndim == 1:
             column[: len(rows)] = of_requests
             continue

@@ -64,6 +64,8 @@ def check_new(where: str, new: NewRequest, program: Program) -> None:
         new.params.check(program.config.vocab_size, extra_args=program.extra_args)
     except ValueError as error:
         raise ValueError(f"{where}.params: {error}") from error
+    if not isinstance(new.cache_salt, bytes):
+        raise TypeError(f"{where}.cache_salt must be bytes, got {shown(new.cache_salt)}")
     for name in ("stop_ids", "eos_token_ids"):
         ids: Any = getattr(new, name)
         if not isinstance(ids, set | frozenset | list | tuple):

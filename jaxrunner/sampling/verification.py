@@ -30,7 +30,8 @@ def verify(
         drawn = sample(logits, batch, tables, program=program, size=size)
         num = synthetic(rows.num_drafts, seeds.words, rows.next_pos, rates=speculator.rates)
         own = drawn.token_ids.reshape(B, J)
-        tokens = jnp.where(jnp.arange(J - 1)[None] < num[:, None], drafts, own[:, :-1])
+        stands = (jnp.arange(J - 1)[None] < num[:, None]) & (drafts >= 0)  # -1 is no draft
+        tokens = jnp.where(stands, drafts, own[:, :-1])
         tokens = jnp.concatenate([tokens, own[:, -1:]], 1)
         return drawn._replace(token_ids=tokens.reshape(-1), num_accepted=num)
     counts = []

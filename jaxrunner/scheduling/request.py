@@ -129,6 +129,7 @@ class NewRequest:
     prompt_logprobs_start: int = NEVER
     eos_token_ids: tuple[int, ...] = ()  # banned below `min_tokens`, where they end nothing too
     copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
+    cache_salt: bytes = b""  # requests share cached blocks only with equal salts
 
     @property
     def stop_row(self) -> list[int]:
@@ -152,6 +153,7 @@ def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewR
         prompt_logprobs_start=request.prompt_logprobs_start,
         eos_token_ids=request.eos_token_ids,
         copies=copies,
+        cache_salt=request.cache_salt,
     )
 
 

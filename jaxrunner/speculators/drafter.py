@@ -69,6 +69,7 @@ class Drafter(NamedTuple):
     layers: Callable[..., tuple[Array, Array, tuple[Any, ...]]]
     logits: Callable[..., Array]  # (config, params, hidden [..., E], target) -> [..., V]
     is_shifted: bool = True
+    spare: tuple[str, ...] = ()  # beginnings of names of tensors in its files that are not read
 
 
 @pytree

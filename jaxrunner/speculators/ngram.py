@@ -8,7 +8,8 @@ import functools
 
 import jax.numpy as jnp
 
-from jaxrunner.api.speculative_config import MAX_DRAFTS, MAX_NGRAM
+from jaxrunner.api.lookups import MAX_NGRAM
+from jaxrunner.api.speculative_config import MAX_DRAFTS
 from jaxrunner.api.validation import Bound, validate
 from jaxrunner.indexing import take
 from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator

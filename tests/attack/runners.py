@@ -47,6 +47,7 @@ NEW: dict[str, Kind] = dict(
                                (-1, 2**31, 2**40, 1.5, None, "a")),
     copies=Kind(empty,
                 (((20, 60),), ((-1, 20),), ((20,),), 3, None, ((0, 2**40),), (("a", "b"),), "ab")),
+    cache_salt=Kind(lambda v: None if isinstance(v, bytes) else False, ("a", None, 3, [])),
 )  # fmt: skip
 COUNT = Kind(
     lambda v: integer(1, 8).good(v) and None, (0, -1, 9, 99, 2**31, 2**40, "1", 1.5, None, True)

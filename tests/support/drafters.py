@@ -17,6 +17,7 @@ from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle3 import eagle3
+from jaxrunner.speculators.mimo_mtp import MimoMtpConfig, mimo_mtp
 from jaxrunner.speculators.ngram import ngram
 from tests.support import eagle3_reference as reference
 from tests.support import tiny
@@ -78,8 +79,16 @@ def with_eagle3():
     return model, drafted, Drafted(params, weights)
 
 
+def with_mtp():
+    """Returns it drafted by a layer of multi-token prediction of random weights."""
+    config, params = tiny.model_and_params()
+    own = MimoMtpConfig(config)
+    model, drafted = with_drafter(llama, config, mimo_mtp, own, K)
+    return model, drafted, Drafted(params, random_like(mimo_mtp.params, own.dims, 3))
+
+
 DRAFTERS = dict(
-    itself=with_itself, another=with_another, eagle=with_eagle, eagle3=with_eagle3,
+    itself=with_itself, another=with_another, eagle=with_eagle, eagle3=with_eagle3, mtp=with_mtp,
     wide=lambda: with_eagle(num_key_value_heads=1),
 )  # fmt: skip
 

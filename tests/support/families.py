@@ -38,6 +38,7 @@ VARIANTS = {
     "llama, dynamic rope": ("Llama", rope(rope_type="dynamic", factor=4.0)
                             | dict(max_position_embeddings=32)),
     "llama, yarn": ("Llama", YARN),
+    "mimo": ("MiMo", dict(hidden_size=48, head_dim=None, num_nextn_predict_layers=1)),
     "mistral": ("Mistral", dict(sliding_window=7)),
     "mistral, no window": ("Mistral", dict(sliding_window=None)),
     "qwen2": ("Qwen2", dict(hidden_size=48, head_dim=None)),
