@@ -15,11 +15,17 @@ from jaxrunner import LLM, SamplingParams, embedded, llm
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 EAGLE3 = dict(method="eagle3", model=str(embedded.EAGLE3_PATH))
+VERIFIED = {
+    f'`"eagle3"`, `"{name}"`': EAGLE3 | dict(rejection_sample_method=name)
+    for name in ("exact", "standard", "block")
+}
+GREEDY = {
+    f'{name}, `"greedy"` drafts': config | dict(draft_sample_method="greedy")
+    for name, config in VERIFIED.items()
+}
 KINDS: dict[str, dict[str, Any]] = {
-    '`"eagle3"`, `"exact"`': EAGLE3,
-    '…, `draft_sample_method="greedy"`': EAGLE3 | dict(draft_sample_method="greedy"),
-    '`"eagle3"`, `"standard"`': EAGLE3 | dict(rejection_sample_method="standard"),
-    '`"eagle3"`, `"block"`': EAGLE3 | dict(rejection_sample_method="block"),
+    **VERIFIED,
+    **GREEDY,
     '`"ngram"`, 2 to 4 tokens, `"exact"`': dict(
         method="ngram", prompt_lookup_min=2, prompt_lookup_max=4
     ),

@@ -180,6 +180,7 @@ def admission_spec(program: Program, size: AdmitSize) -> tuple[Admission, dict[s
     rows = {
         t.name: pytree.abstract(t.params, dims | dict(t.dims) | dict.fromkeys(t.shared, 0))
         for t in program.tables
+        if t.row is not None
     }
     return pytree.abstract(Admission, dims), rows
 

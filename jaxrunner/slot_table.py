@@ -18,7 +18,8 @@ class SlotTable(NamedTuple):
     params: type  # a pytree with one row a slot, R; zeros where there is no request
     # (request, a `scheduling.request.NewRequest`) -> its row, numpy arrays and scalars. Lists may
     # be shorter than their axis. Of a model's table all that keys depend on is in `extra_args`.
-    row: Callable[[Any], Any]
+    # None for a table that the device alone writes: an admission leaves it as it is.
+    row: Callable[[Any], Any] | None
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
     dims: tuple[tuple[str, int], ...] = ()  # sizes of axes of its own, by their letters
     # Those of its axes whose arrays are no request's: a row has nothing for them, and they stay.

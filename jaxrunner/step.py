@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxrunner.indexing import find_rows, put_blocks, take
 from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
+from jaxrunner.sampling.drafting import draw_coupled, draw_own
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.sampling.verification import verify
 from jaxrunner.speculators.speculator import DraftInputs, write_drafts
@@ -148,16 +149,13 @@ def propose(
     """Writes drafts, [B, K], for the next step behind the tokens; None without a speculator."""
     if (speculator := program.model.speculator) is None:
         return state, None
-
-    def draw(logits: Array, position: Array) -> Array:
-        flat = Batched(rows.slot, position, state.requests, None)
-        size = SampleSize(rows.slot.shape[0])
-        return sample(logits, flat, state.tables, program=program, size=size).token_ids
-
+    coupled = functools.partial(draw_coupled, state, rows.slot, program=program)
+    own = functools.partial(draw_own, state, rows.slot, program=program)
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
-            extras, program.ops, program.cache_groups, draw, program.sample is not None, num_drafts,
+            extras, program.ops, program.cache_groups, coupled, own, program.sample is not None,
+            num_drafts,
         )
     )  # fmt: skip
     drafts = drafts[:, :num_drafts]

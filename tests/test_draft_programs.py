@@ -25,11 +25,12 @@ def context(programs: Built) -> str:
     "given",
     [
         dict(num_drafts=3),
-        dict(is_coupled=False),
+        dict(draft_sample_method="greedy"),
+        dict(draft_sample_method="probabilistic"),
         dict(rejection="standard"),
         dict(rejection="synthetic", rates=(0.5, 0.25)),
     ],
-    ids=["num_drafts", "is_coupled", "rejection", "rates"],
+    ids=["num_drafts", "greedy", "probabilistic", "rejection", "rates"],
 )
 def test_programs_that_draft_otherwise_are_others(tmp_path, kept, given: dict[str, Any]):
     same, other = context(drafted(tmp_path)), context(drafted(tmp_path, **given))

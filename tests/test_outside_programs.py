@@ -112,9 +112,9 @@ OTHERS = llama._replace(layers=layers)
 def drafted(folder: Any, target=llama, drafter=llama, family: Any = None, **changes: Any) -> Built:
     """Returns programs of a llama that another drafts for."""
     own = DraftModelConfig(drafter, CONFIG)
-    K, is_coupled = changes.pop("num_drafts", 2), changes.pop("is_coupled", True)
+    K, method = changes.pop("num_drafts", 2), changes.pop("draft_sample_method", "coupled")
     model, config = with_drafter(
-        target, CONFIG, family or draft_model(drafter), own, K, is_coupled=is_coupled
+        target, CONFIG, family or draft_model(drafter), own, K, draft_sample_method=method
     )
     assert model.speculator is not None
     model = model._replace(speculator=model.speculator._replace(**changes))

@@ -1,11 +1,15 @@
 """Tables of what a program knows of each request: a row is written when a request is admitted."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrunner import pytree
 from jaxrunner.models.llama import llama
+from jaxrunner.program import admission_spec, admit_sizes
 from jaxrunner.pytree import host_value, leaf
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
@@ -47,6 +51,17 @@ def test_a_table_of_the_model_has_each_request_s_row_and_zeros_elsewhere():
     ]  # fmt: skip
     assert np.asarray(table.count).sum() == 5 and np.asarray(table.values).sum() == 54
     assert set(r.state.tables) == {rule.name for rule in RULES} | {"weights"}
+
+
+def test_what_the_device_alone_writes_stays_as_it_is():
+    """No admission carries it."""
+    r = runner(llama._replace(tables=(TABLE._replace(row=None),)))
+    ones = jax.tree.map(jnp.ones_like, r.state.tables["weights"])
+    r.state = replace(r.state, tables=r.state.tables | {"weights": ones})
+    r.step(tiny.scheduled({"a": 2}, [tiny.new_request("a", [1, 2], blocks=[0])])).get()
+    table = r.state.tables["weights"]
+    assert (np.asarray(table.values) == 1).all() and (np.asarray(table.count) == 1).all()
+    assert all("weights" not in admission_spec(r.program, s)[1] for s in admit_sizes(r.program))
 
 
 def test_the_layers_read_each_token_s_row():

@@ -75,15 +75,11 @@ def drafting(target: Path, **config: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            dict(method="draft_model", model="m", draft_sample_method="probabilistic"),
-            r"config.draft_sample_method='probabilistic' is not there: leave it out",
-        ),
         (dict(method="medusa"), r"speculative_config.method must be one of ngram, .* got 'medusa'"),
         (dict(method="eagle"), r"speculative_config.model is missing, 'eagle' drafts with a check"),
         (dict(method="ngram", num_tokens=3), r"speculative_config has no key 'num_tokens'"),
     ],
-    ids=["probabilistic", "unknown", "no model", "unknown key"],
+    ids=["unknown", "no model", "unknown key"],
 )
 def test_what_is_not_there_is_refused_by_name(target: Path, given: dict, message: str):
     given = dict(num_speculative_tokens=3) | given

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxrunner.api.speculative_config import METHODS, SpeculativeConfig, conditional_rates
+from jaxrunner.api.speculative_config import METHODS, SpeculativeConfig
+from jaxrunner.api.synthetic_acceptance import conditional_rates
 from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.speculator import Speculator
 from tests.outside.lookup import lookup
@@ -74,9 +75,23 @@ def test_drafts_share_the_target_s_noise_where_only_equal_ones_stand():
     assert read(EAGLE).drafts == "coupled"
     assert read(NGRAM).drafts == "greedy"  # they have no logits
     for method in ("standard", "block"):
-        assert read(EAGLE | dict(rejection_sample_method=method)).drafts == "greedy"
-    for drafts in ("greedy", "probabilistic"):
-        assert read(EAGLE | dict(draft_sample_method=drafts)).drafts == drafts
+        assert read(EAGLE | dict(rejection_sample_method=method)).drafts == "probabilistic"
+        assert read(NGRAM | dict(rejection_sample_method=method)).drafts == "greedy"
+        for drafts in ("greedy", "probabilistic"):
+            given = dict(draft_sample_method=drafts, rejection_sample_method=method)
+            assert read(EAGLE | given).drafts == drafts
+    assert read(EAGLE | dict(draft_sample_method="greedy")).drafts == "greedy"
+
+
+@pytest.mark.parametrize("rejection", ["exact", "synthetic"])
+def test_noise_of_the_drafts_own_needs_who_weighs_how_likely_a_draft_was(rejection: str):
+    given = dict(draft_sample_method="probabilistic", rejection_sample_method=rejection)
+    match = (
+        "speculative_config.draft_sample_method='probabilistic' needs rejection_sample_method="
+        f"'standard' or 'block', .* got '{rejection}': set one of these, or leave draft_sample_me"
+    )
+    with pytest.raises(ValueError, match=match):
+        read(EAGLE | given)
 
 
 def test_a_speculator_of_the_user_s_says_how_many_it_drafts():

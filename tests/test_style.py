@@ -23,10 +23,10 @@ PURE = (
 LAYERS = (
     "errors", "pytree", "version", "api", "hf_config", "types", "caches", "inputs", "outputs",
     "logprobs", "config", "indexing", "operation", "heads", "linear", "slot_table",
-    "speculators.speculator", "rule", "model", "text", "scheduling", "program", "sampling",
-    "kernels_pallas", "step", "device", "ops", "models", "speculators", "loading", "runner",
-    "worker", "engine", "llm", "sampling_params", "embedded", "__init__", "lm_eval", "bench",
-    "train", "__main__",
+    "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",
+    "program", "sampling", "kernels_pallas", "step", "device", "ops", "models", "speculators",
+    "loading", "runner", "worker", "engine", "llm", "sampling_params", "embedded", "__init__",
+    "lm_eval", "bench", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")

@@ -40,8 +40,8 @@ class SpeculativeConfig:
     max_num_speculative_tokens: int | None = None  # K with "auto"
     model: str | Path | None = None  # the checkpoint that drafts
     # "greedy" drafts the likeliest token, "probabilistic" samples one with noise of its own.
-    # None is "greedy", but "coupled" where verification is exact: drafts of sampled requests are
-    # drawn with the noise that the target draws with, so that more of them are equal.
+    # None is what most drafts stand with, if they have logits: "coupled" where verification is
+    # exact, with the noise that the target draws with; "probabilistic" where it weighs them.
     draft_sample_method: str | None = None
     rejection_sample_method: str = "exact"
     prompt_lookup_min: int | None = None  # tokens of the shortest n-gram that is looked up
@@ -64,6 +64,7 @@ class SpeculativeConfig:
         for name, value in given.items():
             object.__setattr__(self, name, value)
         _check_method(self)
+        _check_drafts(self)
         _check_synthetic(self)
         for name, value in _lookup(self).items():
             object.__setattr__(self, name, value)
@@ -113,31 +114,12 @@ class SpeculativeConfig:
         """How drafts are drawn: "greedy", "probabilistic" or "coupled"."""
         if self.draft_sample_method is not None:
             return self.draft_sample_method
-        has_logits = _has_weights(self.method) or self.method == "mtp"
+        if not (_has_weights(self.method) or self.method == "mtp"):
+            return "greedy"  # there are no logits
         # Only where a draft stands by being equal may it share the noise of what it is compared
         # with: block verification looks at the noise of positions that are drawn again.
-        return "coupled" if has_logits and self.rejection_sample_method == "exact" else "greedy"
-
-
-def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:
-    """Returns how often each of K drafts is accepted where all those before it were.
-
-    A length gives as many certain drafts as fit and one for the fraction, which of all rates with
-    this mean is the one that varies least.
-
-    Raises:
-      ValueError: `config` does not verify synthetically.
-    """
-    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    if rates is None and length is not None:
-        rates = tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(config.num_drafts))
-    if rates is None:
-        raise ValueError(
-            f"speculative_config.rejection_sample_method={config.rejection_sample_method!r} has no "
-            "acceptance rates: set 'synthetic'"
-        )
-    before = (1.0, *rates[:-1])
-    return tuple(p / q if q > 0 else 0.0 for p, q in zip(rates, before, strict=True))
+        of_logits = dict(exact="coupled", standard="probabilistic", block="probabilistic")
+        return of_logits.get(self.rejection_sample_method, "greedy")
 
 
 _NGRAM = Bound(int, 1, lookups.MAX_NGRAM, optional=True)
@@ -237,6 +219,17 @@ def _check_method(config: SpeculativeConfig) -> None:
                 f"speculative_config.{name}={shown(value)} has no effect on method {method!r}: "
                 "leave it out"
             )
+
+
+def _check_drafts(config: SpeculativeConfig) -> None:
+    """Refuses noise of the drafts' own where nothing weighs how likely a draft was."""
+    rejection = config.rejection_sample_method
+    if config.draft_sample_method == "probabilistic" and rejection not in ("standard", "block"):
+        raise ValueError(
+            "speculative_config.draft_sample_method='probabilistic' needs rejection_sample_method="
+            f"'standard' or 'block', which weigh how likely a draft was, got {rejection!r}: set "
+            "one of these, or leave draft_sample_method out"
+        )
 
 
 def _check_synthetic(config: SpeculativeConfig) -> None:

@@ -14,7 +14,7 @@ from jaxrunner.types import Admission, Array, Copies, State
 
 
 def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
-    """Writes new requests, and `rows` of all slot tables, into their slots."""
+    """Writes new requests, and `rows` of the slot tables that have some, into their slots."""
 
     def put(table: Array, values: Array) -> Array:
         # Lists are only as wide as this admission needs; their lengths are among the rest.
@@ -38,7 +38,8 @@ def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
         blocks=put_blocks(old.blocks, admission.blocks),
         **changed,
     )
-    return replace(state, requests=requests, tables=jax.tree.map(put, state.tables, rows))
+    written = {name: jax.tree.map(put, state.tables[name], row) for name, row in rows.items()}
+    return replace(state, requests=requests, tables=state.tables | written)
 
 
 def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:

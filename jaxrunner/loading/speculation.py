@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from jaxrunner.api.speculative_config import SpeculativeConfig, conditional_rates
+from jaxrunner.api.speculative_config import SpeculativeConfig
+from jaxrunner.api.synthetic_acceptance import conditional_rates
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import checkpoint
@@ -30,7 +31,6 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     Raises:
       FileNotFoundError, ValueError: the drafter's checkpoint is bad, or not for this model.
     """
-    check_supported(config)
     drafting = _with_speculator(loaded, config)
     speculator, rejection = drafting.model.speculator, config.rejection_sample_method
     rates = conditional_rates(config) if rejection == "synthetic" else ()
@@ -69,7 +69,7 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)
     weights.check(family, drafter)
     model, both = with_drafter(
-        loaded.model, loaded.config, family, drafter, K, is_coupled=config.drafts == "coupled"
+        loaded.model, loaded.config, family, drafter, K, draft_sample_method=config.drafts
     )
     params = abstract_params(model, both, loaded.dtype)
     load_config = replace(loaded.load_config, drafter=weights)
@@ -121,14 +121,3 @@ def read_drafter(
             f"{config.vocab_size}: take a model with the same tokenizer"
         )
     return draft_model(model), DraftModelConfig(model, config)
-
-
-def check_supported(config: SpeculativeConfig) -> None:
-    """Refuses what is known and not there.
-
-    Raises:
-      ValueError: names it.
-    """
-    name = "speculative_config"
-    if config.draft_sample_method == "probabilistic":
-        raise ValueError(f"{name}.draft_sample_method='probabilistic' is not there: leave it out")

@@ -236,7 +236,8 @@ class RequestTable:
             tokens=tokens,
             blocks=tuple(blocks),
         )
-        rows = [{table.name: table.row(r) for table in program.tables} for r in new]
+        told = {table.name: table.row for table in program.tables if table.row is not None}
+        rows = [{name: row(r) for name, row in told.items()} for r in new]
         spec, layout = self._admission_layout(size)
         return layout.pack((admission, _stack(rows, spec[1])))
 

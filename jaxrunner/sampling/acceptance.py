@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.sampling.seed import ACCEPT, RECOVER, TARGET, noise, uniforms
+from jaxrunner.sampling.seed import ACCEPT, RECOVER, TARGET, noises, uniforms
 from jaxrunner.types import Array
 
 _TINY = 2.0**-126  # the smallest that is not flushed to 0
@@ -155,15 +155,7 @@ def _emit(given: Unverified, num: Array, share: Array | None = None) -> Verified
     plain = is_bonus | given.greedy | (rest.max(1) == -jnp.inf)
     scores = jnp.where(plain[:, None], logits, rest)
     stream = jnp.where(is_bonus, TARGET, RECOVER)
-
-    def draw() -> Array:
-        def one(words: Array, position: Array, stream: Array) -> Array:
-            return noise(words, position, stream=stream, shape=(V,))
-
-        drawn = jax.vmap(one)(given.words, given.next_pos + num, stream)
-        return jnp.where(given.greedy[:, None], 0.0, drawn)
-
-    scores += jax.lax.cond(given.greedy.all(), lambda: jnp.zeros((B, V)), draw)
+    scores += noises(given.words, given.next_pos + num, given.greedy, stream=stream, num=V)
     token = jnp.argmax(scores, axis=1).astype(jnp.int32)[:, None]
     j = jnp.arange(J)[None]
     drafts = jnp.pad(given.drafts, ((0, 0), (0, 1)))

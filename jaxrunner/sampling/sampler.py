@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jaxrunner.program import Program, PromptLogprobsSize, SampleSize
@@ -13,7 +11,7 @@ from jaxrunner.rule import Batched, NoParams, rows_of, run
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.seed import TARGET, Seed, noise, seed
+from jaxrunner.sampling.seed import TARGET, Seed, noises, seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Array, Logprobs, Requests, Targets
@@ -71,12 +69,7 @@ def _noise(table: Seed, batch: Batched, vocab_size: int) -> Array:
     """Returns what is added to logits, [N, V]: nothing for greedy requests and padding."""
     seeds = rows_of(table, batch.slot)
     greedy = seeds.greedy | (batch.slot >= table.greedy.shape[0])
-
-    def draw() -> Array:
-        one = functools.partial(noise, stream=TARGET, shape=(vocab_size,))
-        return jnp.where(greedy[:, None], 0.0, jax.vmap(one)(seeds.words, batch.position))
-
-    return jax.lax.cond(greedy.all(), lambda: jnp.zeros((greedy.size, vocab_size)), draw)
+    return noises(seeds.words, batch.position, greedy, stream=TARGET, num=vocab_size)
 
 
 def _usual(

@@ -40,6 +40,23 @@ def noise(words: Array, position: Array, *, stream: int | Array, shape: tuple[in
     return gumbel(jax.random.fold_in(key, stream), math.prod(shape)).reshape(shape)
 
 
+def noises(words: Array, position: Array, greedy: Array, *, stream: int | Array, num: int) -> Array:
+    """Returns the noise of `num` tokens for each of B requests, [B, num]: none of greedy ones.
+
+    words: [B, 2]; position and greedy: [B]; stream: of all, or of each, [B]. Costs nothing where
+    all are greedy.
+    """
+
+    def one(words: Array, position: Array, stream: int | Array) -> Array:
+        return noise(words, position, stream=stream, shape=(num,))
+
+    def draw() -> Array:
+        axes = 0, 0, None if isinstance(stream, int) else 0
+        return jnp.where(greedy[:, None], 0.0, jax.vmap(one, axes)(words, position, stream))
+
+    return jax.lax.cond(greedy.all(), lambda: jnp.zeros((greedy.size, num)), draw)
+
+
 def uniforms(words: Array, position: Array, *, stream: int, num: int) -> Array:
     """Returns numbers between 0 and 1, [num], neither among them, of 32 bits where they are small.
 

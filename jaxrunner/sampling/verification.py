@@ -8,6 +8,7 @@ from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.acceptance import Unverified, block, standard, synthetic
 from jaxrunner.sampling.sampler import SamplerOutput, Tables, sample
 from jaxrunner.sampling.seed import seed
+from jaxrunner.speculators.draft_logits import kept
 from jaxrunner.types import Array, SamplingMetadata
 
 VERIFY = {"standard": standard, "block": block}
@@ -24,6 +25,7 @@ def verify(
     J = logits.shape[0] // B
     seeds, at = rows_of(tables[seed.name], rows.slot), rows.next_pos[:, None] + jnp.arange(J)[None]
     drafts = take(batch.requests.token_ids, (rows.slot[:, None], at))[:, :-1]
+    draft_logits = kept(tables, rows.slot, J - 1)
     if speculator.rejection == "synthetic":
         drawn = sample(logits, batch, tables, program=program, size=size)
         num = synthetic(rows.num_drafts, seeds.words, rows.next_pos, rates=speculator.rates)
@@ -38,8 +40,9 @@ def verify(
     def choose(processed: Array) -> Array:
         greedy = seeds.greedy | (rows.slot >= batch.requests.done.shape[0])
         given = Unverified(
-            processed.reshape(B, J, -1), drafts, rows.num_drafts, None, greedy, seeds.words,
-            rows.next_pos,
+            processed.reshape(B, J, -1), drafts, rows.num_drafts,
+            None if draft_logits is None else draft_logits.astype(jnp.float32),
+            greedy, seeds.words, rows.next_pos,
         )  # fmt: skip
         verified = VERIFY[speculator.rejection](given)
         counts.append(verified.num_accepted)

@@ -12,21 +12,24 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.cache_group import distinct
 from jaxrunner.indexing import take
+from jaxrunner.slot_table import SlotTable
+from jaxrunner.speculators.draft_logits import keep
 from jaxrunner.speculators.drafter import DraftedConfig, Drafter, Target
 from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
 from jaxrunner.step import cache_index
 from jaxrunner.types import Array, Batch, Inputs
 
 
-def chain(family: Drafter, extras: tuple[str, ...], num_drafts: int) -> Speculator:
+def chain(
+    family: Drafter, extras: tuple[str, ...], num_drafts: int, tables: tuple[SlotTable, ...] = ()
+) -> Speculator:
     """Returns the speculator of a model that `with_drafter` made."""
-    return Speculator(
-        family.name, num_drafts, propose, extras=extras, lookahead=num_drafts - family.is_shifted
-    )
+    lookahead = num_drafts - family.is_shifted
+    return Speculator(family.name, num_drafts, propose, tables, extras, lookahead)
 
 
 def propose(inputs: DraftInputs) -> Proposal:
-    """Returns drafts, [B, K], sampled by the model's rules and noise from the drafter's logits.
+    """Returns drafts, [B, K], drawn from the drafter's logits as the config says.
 
     The drafter's keys of the step's tokens are written anew from what the model made of them, over
     those of drafts before they were verified.
@@ -36,26 +39,33 @@ def propose(inputs: DraftInputs) -> Proposal:
     caches, total = inputs.kv[:num_layers], take(requests.total_len, slot)
     hidden, feature, kv = _run_step(inputs, total, inputs.kv[num_layers:])
 
-    def next_draft(carry: tuple, _: None) -> tuple[tuple, Array]:
+    def next_draft(carry: tuple, _: None) -> tuple[tuple, tuple[Array, Array | None]]:
         token, position, feature, kv = carry
         batch = _one_each(inputs, token, position - int(is_shifted))
         hidden, feature, kv = _run(inputs, batch, feature, kv)
-        token = _draw(inputs, hidden, position + 1)
-        return (token, position + 1, feature, kv), token
+        drawn = _draw(inputs, hidden, position + 1)
+        return (drawn[0], position + 1, feature, kv), drawn
 
     if not inputs.num_drafts:
         return Proposal(jnp.zeros((slot.shape[0], 0), jnp.int32), kv=(*caches, *kv))
     if is_shifted:  # the first comes of what has been run
-        drafts = [_draw(inputs, hidden, total)]
-        carry = drafts[0], total, feature, kv
+        first = [_draw(inputs, hidden, total)]
+        carry = first[0][0], total, feature, kv
     else:
-        drafts = []
+        first = []
         carry = take(requests.token_ids, (slot, total - 1)), total - 1, feature, kv
-    num = inputs.num_drafts - len(drafts)
+    num = inputs.num_drafts - len(first)
     # A loop compiles faster. On a GPU the host would run it.
     (*_, kv), rest = jax.lax.scan(next_draft, carry, length=num, unroll=num if inputs.unroll else 1)
-    drafts = jnp.concatenate([*(d[:, None] for d in drafts), rest.T], 1)
-    return Proposal(drafts, kv=(*caches, *kv))
+    drafts, logits = jax.tree.map(_join, rest, *first)
+    tables = None if logits is None else keep(inputs.tables, inputs.rows, logits)
+    return Proposal(drafts, tables, (*caches, *kv))
+
+
+def _join(rest: Array, *first: Array) -> Array:
+    """Returns what is of each draft, [B, K, ...], of `first`, [B, ...], and of those that follow,
+    [K or K - 1, B, ...]."""
+    return jnp.concatenate([*(x[:, None] for x in first), rest.swapaxes(0, 1)], 1)
 
 
 def _run_step(
@@ -89,14 +99,17 @@ def _run(
     return family.layers(own, params, x, feature, kv, batch.inputs, inputs.ops(batch))
 
 
-def _draw(inputs: DraftInputs, hidden: Array, position: Array) -> Array:
-    """Returns the drafts, [B], that hidden, [B, E], gives."""
+def _draw(inputs: DraftInputs, hidden: Array, position: Array) -> tuple[Array, Array | None]:
+    """Returns the drafts, [B], that hidden, [B, E], gives, and where drafts are verified by what
+    they were drawn from, that: [B, V]."""
     config = cast(DraftedConfig, inputs.config)
     params, target = inputs.params.drafter, _target(inputs)
     logits = config.family.logits(config.drafter, params, hidden, target)
-    if config.is_coupled:
-        return inputs.draw(logits, position)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if config.draft_sample_method == "probabilistic":
+        return inputs.draw_own(logits, position)
+    if config.draft_sample_method == "coupled":
+        return inputs.draw(logits, position), None
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
 
 
 def _target(inputs: DraftInputs) -> Target:

@@ -7,6 +7,7 @@ import jax
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model, Ops, Source
 from jaxrunner.speculators.chain import chain
+from jaxrunner.speculators.draft_logits import draft_logits
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig, Drafter, DrafterConfig
 from jaxrunner.types import Array, Inputs
 
@@ -18,20 +19,23 @@ def with_drafter(
     drafter: DrafterConfig,
     num_drafts: int,
     *,
-    is_coupled: bool = True,
+    draft_sample_method: str = "coupled",
 ) -> tuple[Model, ModelConfig]:
     """Returns a model that drafts, whose params are `Drafted`.
 
-    is_coupled: whether drafts are drawn as the model would draw them, with its noise; else they are
-        the likeliest tokens.
+    draft_sample_method: "coupled" draws drafts as the model would, with its noise, which suits
+        exact verification alone; "probabilistic" with noise of their own, and keeps the logits that
+        they were drawn from for standard and block verification; "greedy" takes the likeliest.
     """
+    own = draft_sample_method == "probabilistic"
+    tables = (draft_logits(num_drafts),) if own else ()
     drafted = Model(
         read=model.read, params=Drafted, embed=_embed, layers=_layers, logits=_logits,
         sources=_sources, tables=model.tables, heads=model.heads,
-        speculator=chain(family, drafter.extras, num_drafts),
+        speculator=chain(family, drafter.extras, num_drafts, tables),
     )  # fmt: skip
     return drafted, cast(
-        ModelConfig, DraftedConfig(model, config, family, drafter, num_drafts, is_coupled)
+        ModelConfig, DraftedConfig(model, config, family, drafter, num_drafts, draft_sample_method)
     )
 
 

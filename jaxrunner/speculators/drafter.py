@@ -92,7 +92,9 @@ class DraftedConfig:
     family: Drafter = field(repr=False)
     drafter: DrafterConfig
     num_drafts: int
-    is_coupled: bool = True  # whether drafts are drawn with the model's noise; else the likeliest
+    # How drafts are drawn: "coupled", with the model's noise; "probabilistic", with their own;
+    # "greedy", the likeliest.
+    draft_sample_method: str = "coupled"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("target", "drafter"):  # asked while it is unpickled

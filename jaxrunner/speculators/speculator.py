@@ -28,6 +28,9 @@ class DraftInputs(NamedTuple):
     cache_groups: tuple[CacheGroup, ...]
     # (logits [B, V], position [B]) -> the tokens that these would be sampled as there, [B].
     draw: Callable[[Array, Array], Array]
+    # The same with noise of their own: the tokens, and the logits that they were drawn from,
+    # [B, V], for the next step to verify them by, `draft_logits.keep`.
+    draw_own: Callable[[Array, Array], tuple[Array, Array]]
     unroll: bool  # whether loops of a few turns are to be unrolled
     num_drafts: int  # K that the next step may verify, 0 to that of the speculator; more are cut
 

@@ -14,7 +14,7 @@ from jaxrunner.speculators import eagle as heads
 from jaxrunner.speculators import eagle3_config, eagle3_head
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
-from jaxrunner.speculators.drafter import Drafted
+from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle3 import eagle3
 from jaxrunner.speculators.mimo_mtp import MimoMtpConfig, mimo_mtp
@@ -91,6 +91,17 @@ DRAFTERS = dict(
     itself=with_itself, another=with_another, eagle=with_eagle, eagle3=with_eagle3, mtp=with_mtp,
     wide=lambda: with_eagle(num_key_value_heads=1),
 )  # fmt: skip
+
+
+def probabilistic(drafter, rejection):
+    """Returns the tiny model with one of `DRAFTERS`, which draws with noise of its own."""
+    _, config, params = DRAFTERS[drafter]()
+    assert isinstance(config, DraftedConfig)
+    model, both = with_drafter(
+        llama, config.target, config.family, config.drafter, K, draft_sample_method="probabilistic"
+    )
+    assert model.speculator is not None
+    return model._replace(speculator=model.speculator._replace(rejection=rejection)), both, params
 
 
 def with_ngrams():
