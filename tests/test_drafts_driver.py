@@ -253,13 +253,13 @@ def test_any_load_ends_as_without_drafts(name, tmp_path, monkeypatch):
     driver = Driver(load, tmp_path)
     driver.run(load.num_steps)
     seen, scale = driver.seen, load.num_steps / 1000
+    if name == "adaptive":
+        scale /= 5  # what it drafts depends on time, and so all that is random
     seen["preempted"] = driver.engine.scheduler.num_preemptions
     least = dict(
-        steps=1000, length=60, stop=5, abort=8, hits=25, forks=30, moves=1,
+        steps=1000, length=60, stop=5, abort=12, hits=25, forks=30, moves=1, drafted=500,
         preempted=10 if load.sizes["num_blocks"] < 20 else 0, accepted=20, weights=1, sleeps=1,
-    ) | {"to the model's end": 30}  # fmt: skip
-    often = name != "adaptive"
-    least |= {"drafted": 500 if often else 100, "drafted, grammar": 50 if often else 10}
+    ) | {"to the model's end": 30, "drafted, grammar": 50}  # fmt: skip
     if isinstance(driver.engine.runner.params, Drafted):
-        least["drafters"] = 1
+        least["drafters"] = 3
     assert not {key: seen[key] for key, n in least.items() if seen[key] < int(n * scale)}, seen
