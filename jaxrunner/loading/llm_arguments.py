@@ -30,6 +30,7 @@ MODEL: dict[str, Bound] = {  # and its weights
     "model_loader_extra_config": DICT_OR_NONE,
     "hf_overrides": DICT_OR_NONE,
     "speculative_config": DICT_OR_NONE,
+    "tensor_parallel_size": Bound(int, 1, 1024),
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }
@@ -88,7 +89,7 @@ _MOE = f"there are dense decoders alone; {_OUT}"
 _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes",
+        ("pipeline_parallel_size", "data_parallel_size", "nnodes",
          "decode_context_parallel_size", "prefill_context_parallel_size"),
         Elsewhere(_ONE_DEVICE, (1, None)),
     ),
