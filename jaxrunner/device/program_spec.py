@@ -32,12 +32,11 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     `params` may be abstract.
     """
     entry, static = ENTRY_POINTS[key.name], (("program", program), ("size", key.size))
-    function, out = entry.function, entry.output(program)
-    args = entry.arguments(program, params, key.size)
-    if (mesh := program.mesh) is not None:
-        function, args = on_shards(function, mesh, args, out), placed(args, mesh)
+    out, args = entry.output(program), entry.arguments(program, params, key.size)
+    if program.mesh is not None:
+        args = placed(args, program.mesh)
     return Spec(
-        function,
+        on_shards(entry.function, program.mesh, args, out),
         static,
         args,
         out,

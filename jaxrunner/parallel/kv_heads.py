@@ -8,20 +8,19 @@ import jax
 import numpy as np
 
 from jaxrunner import pytree
-from jaxrunner.config import ModelConfig
-from jaxrunner.model import Model, Source
+from jaxrunner.model import Source, Stored, StoredConfig
 
 # Of the model's axes, those that are cut, in config.json's words.
 NAMES = dict(H="num_attention_heads", F="intermediate_size", V="vocab_size")
 
 
-def check_sizes(config: ModelConfig, num: int) -> None:
-    """Checks that a model can be cut into `num` shards.
+def check_sizes(config: StoredConfig, num: int, axes: str = "HFV") -> None:
+    """Checks that `axes` of a model can be cut into `num` shards.
 
     Raises:
       ValueError: a size is no multiple; names it, and the numbers that would do.
     """
-    sizes = {name: config.dims[axis] for axis, name in NAMES.items()}
+    sizes = {NAMES[axis]: config.dims[axis] for axis in axes}
     K = config.dims["K"]
 
     def fits(n: int) -> bool:
@@ -42,7 +41,7 @@ def copied_dims(dims: Mapping[str, Any], num: int) -> dict[str, Any]:
     return {**dims, "K": K, "P": dims["H"] // K + 2}
 
 
-def copied_sources(model: Model, config: ModelConfig, num: int) -> Any:
+def copied_sources(model: Stored, config: StoredConfig, num: int) -> Any:
     """Returns the sources of a model whose packed projections have copies of KV heads."""
     sources, K = model.sources(config), config.dims["K"]
     if K % num == 0:

@@ -11,13 +11,15 @@ from jaxrunner.parallel.mesh import spec_of
 
 
 def on_shards(
-    function: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], out: Any
+    function: Callable[..., Any], mesh: Mesh | None, args: tuple[Any, ...], out: Any
 ) -> Callable[..., Any]:
-    """Returns `function` under `shard_map`, with its name and parameters.
+    """Returns `function` under `shard_map`, with its name and parameters; itself without a mesh.
 
     args and out: trees like its arguments and what it returns, whose leaves say how they are cut;
     others are whole on each device.
     """
+    if mesh is None:
+        return function
     in_specs, out_specs = jax.tree.map(spec_of, args), jax.tree.map(spec_of, out)
 
     @functools.wraps(function)
