@@ -158,8 +158,8 @@ def _propose_arguments(program: Program, params: Any, size: Bucket) -> tuple:
     args = _step_arguments(program, params, size)
     phase = on_shards(forward, program.mesh, args, _forward_output(program))
     out = jax.eval_shape(functools.partial(phase, program=program, size=size), *args)
-    state, _, rows, hidden, *_, kept = out
-    return params, state, kept[0], rows, hidden, kept[1]
+    _, _, rows, hidden, *_, kept = out
+    return params, abstract_state(program), kept[0], rows, hidden, kept[1]
 
 
 def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogprobsSize) -> tuple:
