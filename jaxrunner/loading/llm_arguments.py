@@ -76,9 +76,10 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "seed": {None: 0},
+    "tensor_parallel_size": {None: 1},
 }
 _OUT = "leave it out"
-_ONE_DEVICE = f"one device runs the whole model; {_OUT}, or take a smaller model or dtype"
+_ONE_DEVICE = f"one process runs the model; {_OUT}, or set tensor_parallel_size for several devices"
 _TEXT_ALONE = f"prompts are text or token ids; {_OUT}"
 _COMPILED = "programs are compiled by size; see token_buckets, decode_buckets and enforce_eager"
 _LORA = "adapters are not read: merge them into the weights of the checkpoint"

@@ -44,13 +44,17 @@ def shard_drafter(
     """Returns a drafter whose functions run on each device of a mesh, under `shard_map`.
 
     Raises:
-      ValueError: a size of its layers is no multiple of the devices; says which would do.
+      ValueError: it does not run on shards, or a size of its layers is no multiple of the devices;
+        says which would do.
     """
     if isinstance(config, DraftModelConfig):
         model, own = shard(config.model, config.config, mesh)
         return draft_model(model), DraftModelConfig(model, own)
-    if "K" not in config.dims:
-        return family, config  # without attention all of it is whole
+    if not family.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel_size={mesh.shape[TENSOR]} wants a drafter that runs on shards, "
+            f"{family.name} does not say so: set Drafter.tensor_parallel, or take 'ngram'"
+        )
     check_sizes(config, mesh.shape[TENSOR], axes="HF")
     sharded = ShardedDrafterConfig(family, config, mesh)
     return family._replace(sources=_sources), cast(DrafterConfig, sharded)

@@ -50,8 +50,14 @@ def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelCo
     """Returns a model whose functions run on each device of a mesh, under `shard_map`.
 
     Raises:
-      ValueError: a size of the model is no multiple of the devices; says which would do.
+      ValueError: the model does not run on shards, or a size is no multiple of the devices; says
+        which would do.
     """
+    if not model.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel_size={mesh.shape[TENSOR]} wants a model that runs on shards, "
+            f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
+        )
     check_sizes(config, mesh.shape[TENSOR])
     sharded = model._replace(embed=_embed, logits=_logits, layers=_layers, sources=_sources)
     return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh))

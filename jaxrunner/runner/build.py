@@ -78,7 +78,12 @@ def build(
     choice = choose_ops(model_config, config)
     if ops is not None:
         choice = choice._replace(name="given", ops=ops, reason="its operations were given")
-    if (mesh := mesh_of(model_config)) is not None:
+    if (mesh := mesh_of(model_config)) is not None and config.enforce_eager:
+        raise ValueError(
+            "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
+            "or set tensor_parallel_size=1"
+        )
+    if mesh is not None:
         choice = choice._replace(ops=functools.partial(all_reduce_ops, choice.ops))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.

@@ -126,5 +126,6 @@ def logits(config: EagleConfig, params: Params, hidden: Array, target: Target) -
 
 
 eagle = Drafter(
-    "eagle", Params, sources, own_or_shared_embed, feature, layers, logits, read=read
+    "eagle", Params, sources, own_or_shared_embed, feature, layers, logits, read=read,
+    tensor_parallel=True,
 )  # fmt: skip
