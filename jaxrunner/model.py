@@ -141,6 +141,8 @@ class Model(NamedTuple):
     tables: tuple[SlotTable, ...] = ()  # what it reads of each request, `Inputs.tables`
     heads: tuple[Head, ...] = ()  # what it tells besides tokens
     speculator: Speculator | None = None  # what drafts tokens for it
+    # Whether it runs on shards: what layers add to x is made by `ops.project` and `ops.mlp`.
+    tensor_parallel: bool = False
     spare: tuple[str, ...] = ()  # beginnings of names of tensors in its files that are not read
 
     def forward(

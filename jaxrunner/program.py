@@ -13,6 +13,7 @@ from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import MakeOps, Model
+from jaxrunner.parallel.mesh import mesh_of, placed, shardings
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import (
@@ -55,6 +56,11 @@ class Program:
         speculator = self.model.speculator
         drafts = () if speculator is None else speculator.tables
         return [*(rule.table for rule in self.rules), *self.model.tables, *drafts]
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices it runs on; None for one."""
+        return mesh_of(self.config)
 
     @functools.cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -153,13 +159,24 @@ COPIES = CopySize(8)  # more are copied in several launches
 
 def make_state(program: Program) -> State:
     """Returns the state of an engine without requests."""
-    dims, groups = program.dims, program.cache_groups
-    of_layer = [groups[g] for g in layer_groups(program.config.cache_kinds)]
-    return State(
-        requests=pytree.zeros(Requests, dims),
-        tables={t.name: pytree.zeros(t.params, dims | dict(t.dims)) for t in program.tables},
-        kv=tuple(pytree.zeros(g.kind.leaves, dims | program.group_dims(g)) for g in of_layer),
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract_state(program)
     )
+
+
+@functools.lru_cache(maxsize=8)  # every program of an engine asks for it
+def abstract_state(program: Program) -> State:
+    """Returns the shapes and dtypes of an engine's state, and on a mesh where each array lies."""
+    dims, groups, mesh = program.dims, program.cache_groups, program.mesh
+    of_layer = [groups[g] for g in layer_groups(program.config.cache_kinds)]
+    caches = [(g.kind.leaves, dims | program.group_dims(g)) for g in of_layer]
+    kv = tuple(pytree.abstract(*of) for of in caches)
+    if mesh is not None:
+        at = tuple(shardings(*of, mesh) for of in caches)
+        kv = jax.tree.map(lambda x, at: x.update(sharding=at), kv, at)
+    tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in program.tables}
+    state = State(requests=pytree.abstract(Requests, dims), tables=tables, kv=kv)
+    return state if mesh is None else placed(state, mesh)
 
 
 @functools.lru_cache(maxsize=1024)  # asked for in every step

@@ -239,4 +239,4 @@ def _unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndar
     return [flat[i] for i in index]
 
 
-llama = Model(read, Params, embed, layers, logits, sources)
+llama = Model(read, Params, embed, layers, logits, sources, tensor_parallel=True)

@@ -1,4 +1,4 @@
-"""What holds for every test: strict JAX, two fake devices, no network."""
+"""What holds for every test: strict JAX, eight fake devices, no network."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ import pytest
 from jaxrunner.device import lowering
 
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -21,12 +21,13 @@ PURE = (
 )  # fmt: skip
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
-    "errors", "pytree", "version", "api", "hf_config", "types", "caches", "inputs", "outputs",
+    "errors", "pytree", "parallel.mesh", "parallel.shards", "version", "api",
+    "hf_config", "types", "caches", "inputs", "outputs",
     "logprobs", "config", "indexing", "operation", "heads", "linear", "slot_table",
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",
     "program", "sampling", "kernels_pallas", "step", "device", "ops", "models", "speculators",
-    "loading", "runner", "worker", "engine", "llm", "sampling_params", "embedded", "__init__",
-    "lm_eval", "bench", "train", "__main__",
+    "parallel", "loading", "runner", "worker", "engine", "llm", "sampling_params", "embedded",
+    "__init__", "lm_eval", "bench", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")

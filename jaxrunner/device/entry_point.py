@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrunner.device.packing import packed_size
-from jaxrunner.program import Bucket, Program, make_state
+from jaxrunner.program import Bucket, Program, abstract_state
 from jaxrunner.types import State
 
 Options = tuple[tuple[str, str], ...]  # of XLA
@@ -34,12 +33,6 @@ class EntryPoint(NamedTuple):
     is_small: bool = False  # whether it is lowered, and run, in no time
     # (size) -> whether warm-up runs it once, on (params, state, a plan without requests).
     is_rehearsed: Callable[[Any], bool] = lambda size: False
-
-
-@functools.lru_cache(maxsize=8)  # every program of an engine asks for it
-def abstract_state(program: Program) -> State:
-    """Returns the shapes and dtypes of an engine's state."""
-    return jax.eval_shape(functools.partial(make_state, program))
 
 
 def abstract_tables(program: Program) -> State:

@@ -20,6 +20,7 @@ from jaxrunner.device.entry_point import (
 )
 from jaxrunner.device.packing import pack_on_device, unpack
 from jaxrunner.indexing import take
+from jaxrunner.parallel.shards import on_shards
 from jaxrunner.program import (
     COPIES,
     AdmitSize,
@@ -154,10 +155,11 @@ def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
 
 
 def _propose_arguments(program: Program, params: Any, size: Bucket) -> tuple:
-    phase = functools.partial(forward, program=program, size=size)
-    out = jax.eval_shape(phase, *_step_arguments(program, params, size))
-    state, _, rows, hidden, *_, kept = out
-    return params, state, kept[0], rows, hidden, kept[1]
+    args = _step_arguments(program, params, size)
+    phase = on_shards(forward, program.mesh, args, _forward_output(program))
+    out = jax.eval_shape(functools.partial(phase, program=program, size=size), *args)
+    _, _, rows, hidden, *_, kept = out
+    return params, abstract_state(program), kept[0], rows, hidden, kept[1]
 
 
 def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogprobsSize) -> tuple:

@@ -9,13 +9,21 @@ import jax
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
+from jaxrunner.parallel.mesh import placed
+from jaxrunner.parallel.shards import on_shards
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
 from jaxrunner.sampling import RULES
 
 
 def abstract(tree: Any) -> Any:
-    """Returns the shapes and dtypes of a tree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Returns the shapes and dtypes of a tree of arrays, and on a mesh where each lies."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        at = getattr(x, "sharding", None)
+        at = at if isinstance(at, jax.sharding.NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
+    return jax.tree.map(one, tree)
 
 
 def program_spec(program: Program, params: Any, key: Key) -> Spec:
@@ -24,11 +32,14 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     `params` may be abstract.
     """
     entry, static = ENTRY_POINTS[key.name], (("program", program), ("size", key.size))
+    out, args = entry.output(program), entry.arguments(program, params, key.size)
+    if program.mesh is not None:
+        args = placed(args, program.mesh)
     return Spec(
-        entry.function,
+        on_shards(entry.function, program.mesh, args, out),
         static,
-        entry.arguments(program, params, key.size),
-        entry.output(program),
+        args,
+        out,
         entry.donated,
         entry.options(key.size),
         entry.is_small,

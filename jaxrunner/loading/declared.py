@@ -8,12 +8,17 @@ from jaxrunner import pytree
 from jaxrunner.config import DTYPES
 from jaxrunner.loading.checkpoint import Wanted
 from jaxrunner.model import Source, Stored, StoredConfig
+from jaxrunner.parallel.mesh import mesh_of, shardings
 
 
 def abstract_params(model: Stored, config: StoredConfig, dtype: str) -> Any:
     """Returns the shapes, dtypes and shardings of a model's weights."""
+    dims = config.dims | {"param": dtype}
+    shapes = pytree.abstract(model.params, dims)
+    if (mesh := mesh_of(config)) is not None:
+        where = shardings(model.params, dims, mesh)
+        return jax.tree.map(lambda x, at: x.update(sharding=at), shapes, where)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = pytree.abstract(model.params, config.dims | {"param": dtype})
     return jax.tree.map(lambda x: x.update(sharding=here), shapes)
 
 

@@ -30,6 +30,7 @@ MODEL: dict[str, Bound] = {  # and its weights
     "model_loader_extra_config": DICT_OR_NONE,
     "hf_overrides": DICT_OR_NONE,
     "speculative_config": DICT_OR_NONE,
+    "tensor_parallel_size": Bound(int, 1, 1024),
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }
@@ -75,9 +76,10 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "seed": {None: 0},
+    "tensor_parallel_size": {None: 1},
 }
 _OUT = "leave it out"
-_ONE_DEVICE = f"one device runs the whole model; {_OUT}, or take a smaller model or dtype"
+_ONE_DEVICE = f"one process runs the model; {_OUT}, or set tensor_parallel_size for several devices"
 _TEXT_ALONE = f"prompts are text or token ids; {_OUT}"
 _COMPILED = "programs are compiled by size; see token_buckets, decode_buckets and enforce_eager"
 _LORA = "adapters are not read: merge them into the weights of the checkpoint"
@@ -88,7 +90,7 @@ _MOE = f"there are dense decoders alone; {_OUT}"
 _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes",
+        ("pipeline_parallel_size", "data_parallel_size", "nnodes",
          "decode_context_parallel_size", "prefill_context_parallel_size"),
         Elsewhere(_ONE_DEVICE, (1, None)),
     ),

@@ -16,6 +16,8 @@ from jaxrunner.loading.hub import resolve
 from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.models.registry import read_model
+from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.tensor import shard
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
@@ -125,11 +127,13 @@ def load(
     check_nan: bool = False,
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
+    tensor_parallel_size: devices that each have a shard of the model.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -142,6 +146,8 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
+    if tensor_parallel_size > 1:
+        model, config = shard(model, config, make_mesh(tensor_parallel_size))
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None

@@ -11,6 +11,8 @@ from jaxrunner.loading import checkpoint
 from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.models.registry import read_model
+from jaxrunner.parallel.drafter import shard_drafter
+from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.speculators import mimo_mtp
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
@@ -58,13 +60,16 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
             f"Speculator or a jaxrunner.speculators.drafter.Drafter, got {type(method).__name__}"
         )
     weights, is_dummy = loaded.load_config, loaded.load_config.load_format == "dummy"
+    mesh, target = mesh_of(loaded.config), getattr(loaded.config, "whole", loaded.config)
     if method == "mtp":
-        family, drafter = read_mtp(loaded.config)
+        family, drafter = read_mtp(target)
     else:
         assert config.model is not None
         weights = replace(weights, model=config.model, revision=None)
         folder = weights.folder(name="speculative_config.model")
-        family, drafter = read_drafter(method, folder, loaded.config, has_weights=not is_dummy)
+        family, drafter = read_drafter(method, folder, target, has_weights=not is_dummy)
+    if mesh is not None:
+        family, drafter = shard_drafter(family, drafter, mesh)
     if not is_dummy:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)
     weights.check(family, drafter)

@@ -73,7 +73,8 @@ def load_params(
                 if check_nan:
                     check_finite(parts)
                 bar.update(len(parts))
-            leaves.append(jax.device_put(join(where, source, parts, leaf), sharding_or_device))
+            at = sharding_or_device or leaf.sharding
+            leaves.append(jax.device_put(join(where, source, parts, leaf), at))
             # One transfer is on its way while the next weight is joined, not more.
             jax.block_until_ready(leaves[-2:-1])
         undo.pop_all()
@@ -100,7 +101,8 @@ def random_params(model: Stored, config: StoredConfig, dtype: str, seed: int) ->
         else _normal(jax.random.fold_in(key, i), shape=leaf.shape, dtype=leaf.dtype)
         for i, (path, leaf) in enumerate(leaves)
     ]
-    return jax.tree.unflatten(treedef, made)
+    where = [leaf.sharding for _, leaf in leaves]
+    return jax.tree.unflatten(treedef, jax.device_put(made, where))
 
 
 def like(new: Any, old: Any) -> Any:

@@ -13,6 +13,8 @@ from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
+from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.tensor import all_reduce_ops
 from jaxrunner.program import Program
 from jaxrunner.rule import Rule
 from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
@@ -76,6 +78,13 @@ def build(
     choice = choose_ops(model_config, config)
     if ops is not None:
         choice = choice._replace(name="given", ops=ops, reason="its operations were given")
+    if (mesh := mesh_of(model_config)) is not None and config.enforce_eager:
+        raise ValueError(
+            "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
+            "or set tensor_parallel_size=1"
+        )
+    if mesh is not None:
+        choice = choice._replace(ops=functools.partial(all_reduce_ops, choice.ops))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
@@ -93,7 +102,7 @@ def build(
             f"{model_config.architecture} has {lost}: leave out speculative_config"
         )
     # What the code of others does is not known.
-    ours = rules == RULES and ops is None and is_ours(*_code(program, params))
+    ours = rules == RULES and ops is None and mesh is None and is_ours(*_code(program, params))
     return Built(choice, program, abstract(params), cache_dir, ours)
 
 

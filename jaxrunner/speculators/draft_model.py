@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model, Ops
+from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.speculators.drafter import Drafter, Target
 from jaxrunner.types import Array, Inputs
 
@@ -27,6 +30,11 @@ class DraftModelConfig:
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """What each of its layers keeps."""
         return self.config.cache_kinds
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices that it is for; None for one."""
+        return mesh_of(self.config)
 
     @property
     def dims(self) -> dict[str, Any]:

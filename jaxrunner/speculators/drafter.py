@@ -73,6 +73,9 @@ class Drafter(NamedTuple):
     # (settings, config of the model, names of tensors) -> `config`: of config.json, checked. None
     # where no checkpoint says it.
     read: Callable[..., DrafterConfig] | None = None
+    # Whether it runs on shards: what layers add to x is made by `ops.project` and `ops.mlp`, and no
+    # axis V is its own.
+    tensor_parallel: bool = False
 
 
 @pytree

@@ -38,8 +38,9 @@ class EagleConfig:
     @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
-        own = dict(pair=2 * self.decoder.hidden_size, fc_bias=self.fc_bias)
-        return self.decoder.dims | own | dict(own_embed=self.own_embed)
+        c = self.decoder
+        own = dict(pair=2 * c.hidden_size, own_V=c.vocab_size, own_embed=self.own_embed)
+        return c.dims | own | dict(fc_bias=self.fc_bias)
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
@@ -51,7 +52,7 @@ class EagleConfig:
 class Params:
     """Weights of an EAGLE head; there is no norm before attention, and none at the end."""
 
-    embed: Array | None = leaf("V E", "param", when="own_embed")
+    embed: Array | None = leaf("own_V E", "param", when="own_embed")
     fc: Linear = nested(outputs="E", inputs="pair", bias="fc_bias")
     qkv: Linear = nested(outputs="K P D", inputs="E", bias="qkv_bias")
     o: Linear = nested(outputs="E", inputs="H D", num_in=2)
@@ -125,5 +126,6 @@ def logits(config: EagleConfig, params: Params, hidden: Array, target: Target) -
 
 
 eagle = Drafter(
-    "eagle", Params, sources, own_or_shared_embed, feature, layers, logits, read=read
+    "eagle", Params, sources, own_or_shared_embed, feature, layers, logits, read=read,
+    tensor_parallel=True,
 )  # fmt: skip

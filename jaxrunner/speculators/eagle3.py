@@ -44,5 +44,13 @@ def logits(config: Eagle3Config, params: head.Params, hidden: Array, target: Tar
 
 
 eagle3 = Drafter(
-    "eagle3", head.Params, head.sources, own_or_shared_embed, feature, layers, logits, read=read
+    "eagle3",
+    head.Params,
+    head.sources,
+    own_or_shared_embed,
+    feature,
+    layers,
+    logits,
+    read=read,
+    tensor_parallel=True,
 )

@@ -78,6 +78,7 @@ class Eagle3Config:
         sizes = {
             "2E": 2 * E, "aux": num_aux, "target_E": self.target_hidden_size,
             "all_aux": num_aux * self.target_hidden_size, "draft_V": self.draft_vocab_size,
+            "own_V": self.decoder.vocab_size,
         }  # fmt: skip
         flags = (*FLAGS, "own_head", "own_embed", "reduced")
         return self.decoder.dims | sizes | {flag: getattr(self, flag) for flag in flags}

@@ -37,7 +37,7 @@ class Params:
     gate_up: Linear = nested(outputs="gate_up F", inputs="E", bias="mlp_bias")
     down: Linear = nested(outputs="E", inputs="F", bias="mlp_bias")
     norm: Array = leaf("E", "param")
-    embed: Array | None = leaf("V E", "param", when="own_embed")  # None: the target's
+    embed: Array | None = leaf("own_V E", "param", when="own_embed")  # None: the target's
     head: Linear | None = nested(outputs="draft_V", inputs="E", when="own_head")
     d2t: Array | None = leaf("draft_V", jnp.int32, when="reduced")  # a token's distance to its id
 

@@ -129,4 +129,6 @@ def logits(config: MimoMtpConfig, params: Params, hidden: Array, target: Target)
 
 # The rest of the files is the model.
 _REST = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
-mimo_mtp = Drafter("mtp", Params, sources, embed, feature, layers, logits, spare=_REST)
+mimo_mtp = Drafter(
+    "mtp", Params, sources, embed, feature, layers, logits, spare=_REST, tensor_parallel=True
+)

@@ -14,7 +14,7 @@ import jax
 
 from jaxrunner.caches.cache_group import PoolSizes, cache_groups
 from jaxrunner.config import EngineConfig
-from jaxrunner.program import Program, make_state
+from jaxrunner.program import Program, abstract_state
 from jaxrunner.worker.program_memory import ProgramMemory
 
 CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
@@ -110,8 +110,14 @@ def read_device(params: Any) -> Device | None:
 
 
 def num_bytes(tree: Any) -> int:
-    """Returns the bytes of arrays, or of what stands for them."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Returns the bytes of arrays, or of what stands for them, on each device."""
+
+    def one(x: Any) -> int:
+        at = getattr(x, "sharding", None)
+        shape = x.shape if at is None else at.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class SizeCosts:
     def _state(self, max_model_len: int, num_blocks: int = SPAN) -> Any:
         """Returns the abstract state of an engine with so many KV blocks."""
         engine = replace(self.program.engine, max_model_len=max_model_len, num_blocks=num_blocks)
-        return jax.eval_shape(functools.partial(make_state, replace(self.program, engine=engine)))
+        return abstract_state(replace(self.program, engine=engine))
 
 
 def plan_memory(

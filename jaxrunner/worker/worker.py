@@ -72,6 +72,7 @@ class Worker(Lifecycle):
         check_nan: bool = False,
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
+        tensor_parallel_size: int = 1,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         cache_dir: str | Path | None = "auto",
@@ -84,6 +85,7 @@ class Worker(Lifecycle):
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
+            tensor_parallel_size=tensor_parallel_size,
         )  # fmt: skip
         asked = speculative_config
         self._speculation = None if asked is None else SpeculativeConfig.read(asked)

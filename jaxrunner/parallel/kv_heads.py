@@ -1,0 +1,86 @@
+"""KV heads on more devices than there are: each device has a copy of the one it attends with."""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner import pytree
+from jaxrunner.model import Source, Stored, StoredConfig
+
+# Of the model's axes, those that are cut, in config.json's words.
+NAMES = dict(H="num_attention_heads", F="intermediate_size", V="vocab_size")
+
+
+def check_sizes(config: StoredConfig, num: int, axes: str = "HFV") -> None:
+    """Checks that `axes` of a model can be cut into `num` shards.
+
+    Raises:
+      ValueError: a size is no multiple; names it, and the numbers that would do.
+    """
+    sizes = {NAMES[axis]: config.dims[axis] for axis in axes}
+    K = config.dims["K"]
+
+    def fits(n: int) -> bool:
+        return all(size % n == 0 for size in sizes.values()) and (K % n == 0 or n % K == 0)
+
+    if not fits(num):
+        shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        good = ", ".join(str(n) for n in range(1, 65) if fits(n))
+        raise ValueError(
+            f"tensor_parallel_size={num} does not divide {config.architecture} with {shown}, "
+            f"num_key_value_heads={K}: take one of {good}"
+        )
+
+
+def copied_dims(dims: Mapping[str, Any], num: int) -> dict[str, Any]:
+    """Returns sizes of axes with at least a KV head for each of `num` devices."""
+    K = max(dims["K"], num)
+    return {**dims, "K": K, "P": dims["H"] // K + 2}
+
+
+def copied_sources(model: Stored, config: StoredConfig, num: int) -> Any:
+    """Returns the sources of a model whose packed projections have copies of KV heads."""
+    sources, K = model.sources(config), config.dims["K"]
+    if K % num == 0:
+        return sources
+    is_source = dict(is_leaf=lambda x: isinstance(x, Source))
+    axes = pytree.build(lambda names, *_: names, model.params, config.dims | {"param": "float32"})
+    flat, treedef = jax.tree.flatten(sources, **is_source)
+    names = treedef.flatten_up_to(axes)
+    made = [
+        _copied(source, num) if isinstance(source, Source) and of[:2] == ("K", "P") else source
+        for source, of in zip(flat, names, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, made)
+
+
+def _copied(source: Source, num: int) -> Source:
+    """Returns the source of a packed weight, [K, P, ...], as one of `num` KV heads."""
+
+    def join(arrays: list[np.ndarray]) -> np.ndarray:
+        return copy_heads(source.join(arrays), num)
+
+    def split(packed: np.ndarray, of: Any) -> list[np.ndarray]:
+        return of(merge_heads(packed, K))
+
+    # How many there were, as the packed weight does not tell any more.
+    K = source.join([np.empty(shape, np.int8) for shape in source.shapes]).shape[0]
+    undo = None if source.split is None else functools.partial(split, of=source.split)
+    return source._replace(join=join, split=undo)
+
+
+def copy_heads(packed: np.ndarray, num: int) -> np.ndarray:
+    """Returns packed heads, [K, G + 2, ...], as [num, G * K / num + 2, ...]: copies of keys."""
+    K, P, *rest = packed.shape
+    queries = packed[:, :-2].reshape(num, K * (P - 2) // num, *rest)
+    return np.concatenate([queries, np.repeat(packed[:, -2:], num // K, axis=0)], 1)
+
+
+def merge_heads(packed: np.ndarray, K: int) -> np.ndarray:
+    """Returns the inverse of `copy_heads`."""
+    num, P, *rest = packed.shape
+    queries = packed[:, :-2].reshape(K, num * (P - 2) // K, *rest)
+    return np.concatenate([queries, packed[:: num // K, -2:]], 1)

@@ -1,0 +1,61 @@
+"""The devices of an engine, and which axes of its weights and caches are cut into shards.
+
+`leaf` names the axes of every array; one table says which of them lie over which axis of the mesh.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from jaxrunner import pytree
+
+TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabulary
+MESH_AXES = dict(K=TENSOR, H=TENSOR, F=TENSOR, V=TENSOR)  # by the axes that `leaf` names
+
+
+def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh of the first devices of this process, or of the first that are given.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    devices = jax.local_devices() if devices is None else devices
+    if tensor_parallel_size > len(devices):
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} needs as many devices, there are "
+            f"{len(devices)} ({devices[0].device_kind}): lower it"
+        )
+    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,))
+
+
+def mesh_of(config: Any) -> Mesh | None:
+    """Returns the mesh that a `ModelConfig` is for; None for one device."""
+    return getattr(config, "mesh", None)
+
+
+def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
+    """Returns where each array of a pytree lies that is declared by axes."""
+
+    def one(axes: tuple[str, ...], *_: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(MESH_AXES.get(axis) for axis in axes)))
+
+    return pytree.build(one, cls, dims)
+
+
+def spec_of(leaf: Any) -> PartitionSpec:
+    """Returns how an array, or what stands for one, is cut; whole where it does not say."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def placed(tree: Any, mesh: Mesh) -> Any:
+    """Returns abstract arrays with a sharding each: those without one are whole on each device."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def one(x: Any) -> Any:
+        return x if isinstance(x.sharding, NamedSharding) else x.update(sharding=whole)
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,34 @@
+"""Device functions that run on every device of a mesh, each on its shards."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrunner.parallel.mesh import spec_of
+
+
+def on_shards(
+    function: Callable[..., Any], mesh: Mesh | None, args: tuple[Any, ...], out: Any
+) -> Callable[..., Any]:
+    """Returns `function` under `shard_map`, with its name and parameters; itself without a mesh.
+
+    args and out: trees like its arguments and what it returns, whose leaves say how they are cut;
+    others are whole on each device.
+    """
+    if mesh is None:
+        return function
+    in_specs, out_specs = jax.tree.map(spec_of, args), jax.tree.map(spec_of, out)
+
+    @functools.wraps(function)
+    def run(*args: Any, **static: Any) -> Any:
+        body = functools.partial(function, **static)
+        # What is whole is computed alike on all devices, which JAX cannot see of every operation.
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return mapped(*args)
+
+    return run

@@ -1,0 +1,113 @@
+"""Tensor parallelism: a model on shards, as a model that the rest knows no difference of.
+
+Megatron-LM's cut (arXiv:1909.08053): each device has some heads, MLP units and tokens of the
+vocabulary; what attention and MLP add to the residual is summed over the devices.
+"""
+
+from dataclasses import dataclass, field, replace
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrunner.caches.cache_group import CacheKind
+from jaxrunner.config import ModelConfig
+from jaxrunner.linear import Weights
+from jaxrunner.model import MakeOps, Model, Ops
+from jaxrunner.operation import Note, unnoted
+from jaxrunner.parallel.kv_heads import check_sizes, copied_dims, copied_sources
+from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.types import Array, Batch, Inputs
+
+
+@dataclass(frozen=True)
+class ShardedConfig:
+    """The `ModelConfig` of a model on a mesh: the model's, with KV heads for each device."""
+
+    model: Model = field(repr=False)
+    whole: ModelConfig
+    mesh: Mesh
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "whole":  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """What each layer keeps."""
+        return self.whole.cache_kinds
+
+    @functools.cached_property
+    def dims(self) -> dict[str, Any]:
+        """Sizes of axes over all devices, copies of KV heads counted in."""
+        return copied_dims(self.whole.dims, self.mesh.shape[TENSOR])
+
+
+def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelConfig]:
+    """Returns a model whose functions run on each device of a mesh, under `shard_map`.
+
+    Raises:
+      ValueError: the model does not run on shards, or a size is no multiple of the devices; says
+        which would do.
+    """
+    if not model.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel_size={mesh.shape[TENSOR]} wants a model that runs on shards, "
+            f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
+        )
+    check_sizes(config, mesh.shape[TENSOR])
+    sharded = model._replace(embed=_embed, logits=_logits, layers=_layers, sources=_sources)
+    return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh))
+
+
+def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
+    """Makes the operations of a layer on shards: what is added to the residual is summed."""
+    ops = make(batch, note=note)
+
+    def project(x: Array, w: Weights) -> Array:
+        return _all_reduce(ops.project(x, _bias_once(w)))
+
+    def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
+        return _all_reduce(ops.mlp(x, gate_up, _bias_once(down)))
+
+    return replace(ops, project=project, mlp=mlp)
+
+
+def _all_reduce(residual: Array) -> Array:
+    """Sums a residual, [T, E] or parts of it, over the devices."""
+    if residual.ndim == 3:
+        residual = residual.sum(0, keepdims=True)
+    return jax.lax.psum(residual, TENSOR)
+
+
+def _bias_once(w: Any) -> Any:
+    """Returns weights whose bias one device alone adds."""
+    if getattr(w, "bias", None) is None:
+        return w
+    return replace(w, bias=jnp.where(jax.lax.axis_index(TENSOR) == 0, w.bias, 0))
+
+
+def _embed(config: ShardedConfig, params: Any, inputs: Inputs) -> Array:
+    """Each token is embedded by the device that has its row."""
+    num = config.vocab_size // config.mesh.shape[TENSOR]
+    own = inputs.token_ids - jax.lax.axis_index(TENSOR) * num
+    here = (own >= 0) & (own < num)
+    x = config.model.embed(config.whole, params, replace(inputs, token_ids=jnp.where(here, own, 0)))
+    return jax.lax.psum(jnp.where(here[:, None], x, 0), TENSOR)
+
+
+def _layers(config: ShardedConfig, *args: Any, **kwargs: Any) -> Any:
+    return config.model.layers(config.whole, *args, **kwargs)
+
+
+def _logits(config: ShardedConfig, params: Any, hidden: Array) -> Array:
+    """Returns the whole vocabulary's logits on each device, [..., V]."""
+    own = config.model.logits(config.whole, params, hidden)
+    return jax.lax.all_gather(own, TENSOR, axis=own.ndim - 1, tiled=True)
+
+
+def _sources(config: ShardedConfig) -> Any:
+    return copied_sources(config.model, config.whole, config.mesh.shape[TENSOR])
