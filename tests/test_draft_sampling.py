@@ -103,17 +103,18 @@ QUICK = [
     ("block", "probabilistic", "a token that is never drafted"),
     ("block", "greedy", "in the usual way"),
 ]
-KINDS = [(how, by) for how in ("standard", "block") for by in ("greedy", "probabilistic")]
+CASES = [
+    (rejection, method, condition)
+    for rejection in ("standard", "block")
+    for method in ("greedy", "probabilistic")
+    for condition in CONDITIONS
+    if method == "probabilistic" or condition == "in the usual way"
+]
 
 
 @pytest.mark.parametrize(
     ("rejection", "method", "condition"),
-    [
-        pytest.param(*kind, condition, marks=() if is_quick else pytest.mark.slow)
-        for kind in KINDS
-        for condition in CONDITIONS
-        if (is_quick := (*kind, condition) in QUICK) or kind[1] == "probabilistic"
-    ],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_tokens_are_distributed_as_the_target_says(rejection: str, method: str, condition: str):
     family = FAMILY._replace(logits=never_2) if "never" in condition else FAMILY
