@@ -7,7 +7,7 @@ import pytest
 
 from jaxrunner.scheduling import draft_policy
 from jaxrunner.scheduling.draft_policy import DraftPolicy
-from jaxrunner.scheduling.request import SchedulerOutput
+from jaxrunner.scheduling.request import SchedulerOutput, admitted
 from tests.support.scheduling import new
 
 K = 3
@@ -88,7 +88,9 @@ def test_pauses_of_the_host_do_not_count(monkeypatch):
 def test_steps_that_compute_prompts_say_nothing_of_times(monkeypatch):
     machine = Machine(monkeypatch, verify=1.2, accept=0.6)
     prompts = SchedulerOutput(num_scheduled_tokens={"a": 9, "b": 1})
-    started = SchedulerOutput(num_scheduled_tokens={"a": 1}, scheduled_new_reqs=[new("a", 1)])
+    started = SchedulerOutput(
+        num_scheduled_tokens={"a": 1}, scheduled_new_reqs=[admitted(new("a", 1))]
+    )
     for output in (prompts, started):
         machine.policy.observe(output, 0.0, None)
     assert not machine.policy._seconds

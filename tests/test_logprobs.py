@@ -9,7 +9,7 @@ import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import LOGPROBS_MODES
-from jaxrunner.program import SampleSize, logprob_widths
+from jaxrunner.program import Bucket, SampleSize, logprob_widths
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.sampling.sampler import SamplerOutput
 from tests.support import rules, tiny
@@ -198,7 +198,7 @@ def test_a_batch_has_the_columns_of_its_widest_request(counts, columns):
     for i, count in enumerate(counts):
         params = SamplingParams(logprobs=count)
         slots.add(tiny.new_request(str(i), [1], blocks=[i], params=params))
-    size = slots.sample_size([str(i) for i in range(len(counts))], 5)
+    size = slots.sample_size([str(i) for i in range(len(counts))], Bucket(5, 5))
     assert size == SampleSize(5, columns > 0, columns)
     assert logprob_widths(V)[-1] == V and logprob_widths(WIDE)[-1] == WIDE
 

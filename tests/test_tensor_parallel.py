@@ -1,7 +1,7 @@
 """Models on shards, on fake devices of a CPU: tokens are those of one device."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxrunner.parallel.drafter import shard_drafter
 from jaxrunner.parallel.kv_heads import copy_heads, merge_heads
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
+from jaxrunner.speculators.drafter import DraftedConfig
 from jaxrunner.speculators.eagle import eagle
 from tests.support import tiny
 from tests.support.drafters import with_eagle
@@ -140,7 +141,7 @@ def test_an_llm_on_two_devices(alone, drafts):
 
 
 def test_a_plan_of_memory_is_that_of_a_device():
-    sizes = LLM_SIZES | dict(num_blocks=64)
+    sizes: dict[str, Any] = LLM_SIZES | dict(num_blocks=64)
     weights, kv = [], []
     for num in (1, 2):
         with LLM(str(embedded.PATH), tensor_parallel_size=num, **sizes) as llm:
@@ -151,10 +152,8 @@ def test_a_plan_of_memory_is_that_of_a_device():
 
 def test_a_snapshot_of_shards_goes_on(alone, tmp_path: Path):
     with LLM(str(embedded.PATH), tensor_parallel_size=2, **LLM_SIZES) as llm:
-        stream = llm.stream(PROMPTS[:1], PARAMS[0])
-        next(stream)
+        next(llm.stream(PROMPTS[:1], PARAMS[0]))
         llm.save_state(tmp_path / "state")
-        stream.close()
     with LLM(str(embedded.PATH), tensor_parallel_size=2, **LLM_SIZES) as llm:
         *_, last = llm.restore_state(tmp_path / "state")
         assert last.finished and llm.engine.runner.state.kv[0].k.sharding.num_devices == 2
@@ -184,4 +183,4 @@ def test_models_and_drafters_say_whether_they_run_on_shards():
         shard(other, tiny.config(**SIZES), make_mesh(2))
     drafter = eagle._replace(tensor_parallel=False)
     with pytest.raises(ValueError, match="wants a drafter that runs on shards, eagle does not say"):
-        shard_drafter(drafter, with_eagle()[1].drafter, make_mesh(2))
+        shard_drafter(drafter, cast(DraftedConfig, with_eagle()[1]).drafter, make_mesh(2))

@@ -16,7 +16,7 @@ TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabul
 MESH_AXES = dict(K=TENSOR, H=TENSOR, F=TENSOR, V=TENSOR)  # by the axes that `leaf` names
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns a mesh of the first devices of this process, or of the first that are given.
 
     Raises:
