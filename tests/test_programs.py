@@ -15,7 +15,6 @@ from jaxrunner.program import Bucket
 from jaxrunner.runner.program_table import Key
 from jaxrunner.scheduling.request import GrammarOutput
 from jaxrunner.speculators.ngram import ngram
-from jaxrunner.speculators.speculator import Speculator
 from jaxrunner.types import Plan
 from tests.support import tiny
 
@@ -27,9 +26,7 @@ def buckets(rows, tokens, num_drafts=0, adaptive=False):
         max_num_seqs=rows, max_num_batched_tokens=tokens[-1], token_buckets=tokens,
         decode_buckets=tuple(t for t in (1, 2, 4, 8, 16) if t <= rows), num_blocks=60,
     )  # fmt: skip
-    drafting = (
-        Speculator("", num_drafts, ngram(1).propose, adaptive=adaptive) if num_drafts else None
-    )
+    drafting = ngram(num_drafts)._replace(adaptive=adaptive) if num_drafts else None
     return step_buckets(config, drafting)
 
 

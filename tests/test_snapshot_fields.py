@@ -9,8 +9,8 @@ from tests.support import tiny
 NOT_SAVED = dict(
     engine="_alarm _drafts _gained _in_flight config grammars model_config pools runner "
     "scheduler status worker",
-    scheduler="_most_drafts _most_tokens adaptive admission chunks max_model_len max_num_batched_tokens "
-    "max_num_seqs num_drafts tables waiting",
+    scheduler="_most_drafts _most_tokens adaptive admission chunks max_model_len "
+    "max_num_batched_tokens max_num_seqs num_drafts tables waiting",
     waiting="policy",
     admission="_max_tokens _most_of_one _tables queue remote",
     tables="_caching _groups _share_starts give_back lookahead",
