@@ -154,8 +154,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path, monkeypatc
     write(tmp_path / checkpoint.WHOLE, split(model, config, random_params(model, config)))
     find = checkpoint.find
 
-    def and_cut(folder, *args):
-        found = find(folder, *args)
+    def and_cut(folder, *args, **kwargs):
+        found = find(folder, *args, **kwargs)
         path, tensor = found[Q1]
         path.write_bytes(path.read_bytes()[: tensor.start + 8])
         return found

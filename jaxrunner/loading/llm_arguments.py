@@ -76,7 +76,6 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "seed": {None: 0},
-    "tensor_parallel_size": {None: 1},
 }
 _OUT = "leave it out"
 _ONE_DEVICE = f"one process runs the model; {_OUT}, or set tensor_parallel_size for several devices"
