@@ -34,10 +34,9 @@ def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> 
     buckets = [
         Bucket(r * (1 + k), r, 1 + k, k)
         for k in ((0, K) if adaptive else (K,))
-        for r in (*(r for r in rows if r < min(R, T // (1 + k))), min(R, T // (1 + k)))
+        for r in _up_to(min(R, T // (1 + k)), rows)
     ]
-    ragged = 0 if adaptive else K
-    buckets += [Bucket(s, min(s, R), 0, ragged) for s in (*(s for s in sizes if s < T), T)]
+    buckets += [Bucket(s, min(s, R), 0, 0 if adaptive else K) for s in _up_to(T, sizes)]
     return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
 
 
@@ -72,6 +71,11 @@ def choose(
             f"{buckets[-1]}: raise max_num_batched_tokens or max_num_seqs"
         )
     return next((b for b in fits if not is_pending(b)), fits[0])
+
+
+def _up_to(last: int, sizes: Sequence[int]) -> list[int]:
+    """Returns the sizes below `last`, then `last`."""
+    return [size for size in sizes if size < last] + [last]
 
 
 def powers(first: int, last: int, growth: int) -> list[int]:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.config import ModelConfig
 from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops
@@ -24,10 +23,10 @@ from jaxrunner.types import Array, Batch, Inputs
 
 @dataclass(frozen=True)
 class ShardedConfig:
-    """The `ModelConfig` of a model on a mesh: the model's, with KV heads for each device."""
+    """The config of a model, or of a drafter, on a mesh: its own, with KV heads for each device."""
 
-    model: Model = field(repr=False)
-    whole: ModelConfig
+    family: Any = field(repr=False)  # the `Model` or `Drafter`
+    whole: Any  # its config for one device
     mesh: Mesh
 
     def __getattr__(self, name: str) -> Any:
@@ -35,15 +34,15 @@ class ShardedConfig:
             raise AttributeError(name)
         return getattr(self.whole, name)
 
-    @property
-    def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps."""
-        return self.whole.cache_kinds
-
     @functools.cached_property
     def dims(self) -> dict[str, Any]:
         """Sizes of axes over all devices, copies of KV heads counted in."""
         return copied_dims(self.whole.dims, self.mesh.shape[TENSOR])
+
+
+def sources(config: ShardedConfig) -> Any:
+    """Returns where each weight lies in a checkpoint, copies of KV heads made of one."""
+    return copied_sources(config.family, config.whole, config.mesh.shape[TENSOR])
 
 
 def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelConfig]:
@@ -59,7 +58,7 @@ def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelCo
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
     check_sizes(config, mesh.shape[TENSOR])
-    sharded = model._replace(embed=_embed, logits=_logits, layers=_layers, sources=_sources)
+    sharded = model._replace(embed=_embed, logits=_logits, layers=_layers, sources=sources)
     return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh))
 
 
@@ -95,19 +94,17 @@ def _embed(config: ShardedConfig, params: Any, inputs: Inputs) -> Array:
     num = config.vocab_size // config.mesh.shape[TENSOR]
     own = inputs.token_ids - jax.lax.axis_index(TENSOR) * num
     here = (own >= 0) & (own < num)
-    x = config.model.embed(config.whole, params, replace(inputs, token_ids=jnp.where(here, own, 0)))
+    x = config.family.embed(
+        config.whole, params, replace(inputs, token_ids=jnp.where(here, own, 0))
+    )
     return jax.lax.psum(jnp.where(here[:, None], x, 0), TENSOR)
 
 
 def _layers(config: ShardedConfig, *args: Any, **kwargs: Any) -> Any:
-    return config.model.layers(config.whole, *args, **kwargs)
+    return config.family.layers(config.whole, *args, **kwargs)
 
 
 def _logits(config: ShardedConfig, params: Any, hidden: Array) -> Array:
     """Returns the whole vocabulary's logits on each device, [..., V]."""
-    own = config.model.logits(config.whole, params, hidden)
+    own = config.family.logits(config.whole, params, hidden)
     return jax.lax.all_gather(own, TENSOR, axis=own.ndim - 1, tiled=True)
-
-
-def _sources(config: ShardedConfig) -> Any:
-    return copied_sources(config.model, config.whole, config.mesh.shape[TENSOR])
