@@ -145,7 +145,7 @@ def test_without_a_wish_the_plan_takes_what_others_leave(gpu, monkeypatch):
 
 def test_weights_on_the_device_are_not_others(gpu):
     weights = {"a": jax.numpy.zeros(10**5, np.int8)}
-    device = memory_plan.read_device(weights)
+    device = memory_plan.read_device(weights, jax.local_devices())
     assert device is not None and device.free == LIMIT - OTHERS + 10**5
 
 

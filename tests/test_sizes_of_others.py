@@ -45,7 +45,7 @@ def plan(config: ModelConfig, model: Model = recurrent.recurrent, **sizes: Any):
 
 
 def test_states_alone_take_no_blocks_of_tokens(monkeypatch):
-    monkeypatch.setattr(sizing, "read_device", lambda _: None)
+    monkeypatch.setattr(sizing, "read_device", lambda *_: None)
     e, memory, built = plan(states_alone())
     of_states = 2 * (6 + 1) * (1 + recurrent.DEPTH) * 4
     assert (memory.kv, e.max_model_len) == (0, 64) and e.num_blocks == 6 * 64 // 4
@@ -56,7 +56,7 @@ def test_states_alone_take_no_blocks_of_tokens(monkeypatch):
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_states_are_part_of_the_plan_of_a_device(monkeypatch, enforce_eager):
-    monkeypatch.setattr(sizing, "read_device", lambda _: FREE)
+    monkeypatch.setattr(sizing, "read_device", lambda *_: FREE)
     monkeypatch.setattr(sizing, "measure", lambda *_: ProgramMemory("step", 1000, 10))
     few, many = (
         plan(recurrent.read(Settings(LARGE)), max_num_seqs=n, enforce_eager=enforce_eager,
@@ -85,7 +85,7 @@ def test_what_others_layers_take_is_measured(monkeypatch):
         asked.append(args)
         return ProgramMemory("step", 1000, 10)
 
-    monkeypatch.setattr(sizing, "read_device", lambda _: FREE)
+    monkeypatch.setattr(sizing, "read_device", lambda *_: FREE)
     monkeypatch.setattr(sizing, "build", with_kernels)
     monkeypatch.setattr(sizing, "measure", measure)
     assert plan(recurrent.read(Settings(LARGE)), gpu_memory_utilization=0.5).memory.program == 1000

@@ -1,9 +1,12 @@
 """From a model's name to all that an engine needs of it: config, weights, tokenizer, defaults."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown, validate
@@ -128,12 +131,14 @@ def load(
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
     tensor_parallel_size: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     tensor_parallel_size: devices that each have a shard of the model.
+    devices: those to take of; None for the first of this process.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -146,8 +151,8 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
-    if tensor_parallel_size > 1:
-        model, config = shard(model, config, make_mesh(tensor_parallel_size))
+    if tensor_parallel_size > 1 or devices is not None:
+        model, config = shard(model, config, make_mesh(tensor_parallel_size, devices))
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None

@@ -22,6 +22,7 @@ from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import cpu_attention, products
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
+from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
 from jaxrunner.types import Array, Batch, LayerCache
 
@@ -138,7 +139,7 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
 
 def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
     """Says why the kernels do not serve this model on this device; None if they do."""
-    device = jax.local_devices()[0]
+    device = devices_of(model)[0]
     if getattr(device, "compute_capability", None) != "9.0":
         return f"wants a Hopper GPU (compute capability 9.0), got {device.device_kind}"
     groups = engine_groups(model, engine)

@@ -16,7 +16,7 @@ TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabul
 MESH_AXES = dict(K=TENSOR, H=TENSOR, F=TENSOR, V=TENSOR)  # by the axes that `leaf` names
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh of the first devices of this process, or of the first that are given.
 
     Raises:
@@ -32,8 +32,14 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -
 
 
 def mesh_of(config: Any) -> Mesh | None:
-    """Returns the mesh that a `ModelConfig` is for; None for one device."""
+    """Returns the mesh that a `ModelConfig` is for; None for the first device of the process."""
     return getattr(config, "mesh", None)
+
+
+def devices_of(config: Any) -> list[jax.Device]:
+    """Returns the devices that a `ModelConfig` is for."""
+    mesh = mesh_of(config)
+    return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
 
 
 def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:

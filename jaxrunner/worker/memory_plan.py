@@ -5,6 +5,7 @@ the KV cache gets the rest. Nothing is run, or tried, to find out.
 """
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 import functools
 import math
@@ -100,13 +101,16 @@ class MemoryPlan:
         return "\n".join(f"  {name:9}{n / GIB:9.3f} GiB  {note}".rstrip() for name, n, note in rows)
 
 
-def read_device(params: Any) -> Device | None:
-    """Returns the memory of the default device; None where it does not tell, as on a CPU."""
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    here = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    return Device(stats["bytes_limit"], max(0, stats["bytes_in_use"] - num_bytes(here)))
+def read_device(params: Any, devices: Sequence[jax.Device]) -> Device | None:
+    """Returns the memory of the fullest device; None where it does not tell, as on a CPU."""
+    here = num_bytes([x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)])
+    found = []
+    for device in devices:
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        found.append(Device(stats["bytes_limit"], max(0, stats["bytes_in_use"] - here)))
+    return min(found, key=lambda device: device.free)
 
 
 def num_bytes(tree: Any) -> int:

@@ -10,6 +10,7 @@ from jaxrunner.api.validation import Bound, validate
 from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
@@ -81,7 +82,7 @@ def plan_engine(
     )
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
-    device = read_device(loaded.params)
+    device = read_device(loaded.params, devices_of(loaded.config))
     costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
     config, memory = plan_memory(costs, size, device, shrink=shrink)
     return EnginePlan(config, memory, built.resized(config))

@@ -10,7 +10,7 @@ worker.execute_model(scheduler_output)
 output = worker.sample_tokens().get()
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,19 +73,22 @@ class Worker(Lifecycle):
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
         tensor_parallel_size: int = 1,
+        devices: Sequence[jax.Device] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         cache_dir: str | Path | None = "auto",
         **sizes: Any,
     ):
-        """sizes: fields of `EngineConfig`, or of `sizing.plan_engine`."""
+        """devices: those to take of; None for the first of this process.
+        sizes: fields of `EngineConfig`, or of `sizing.plan_engine`.
+        """
         super().__init__()
         rules = with_logits_fn(RULES, logits_fn)
         self._load = partial(
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=tensor_parallel_size, devices=devices,
         )  # fmt: skip
         asked = speculative_config
         self._speculation = None if asked is None else SpeculativeConfig.read(asked)
