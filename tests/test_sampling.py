@@ -179,6 +179,16 @@ def test_more_rules_in_the_program_change_no_bit():
     np.testing.assert_array_equal(few.kept_mass, many.kept_mass)
 
 
+@pytest.mark.parametrize("num", [64, 1000, 4096, 32000])
+def test_a_row_with_one_nan_is_not_finite(num):
+    logits = np.tile(np.linspace(-3, 3, num, dtype=np.float32), (8, 1))
+    logits[5, num // 3] = np.nan
+    batch = rules.batched(rules.requests(8), range(8), [0] * 8)
+    tables = rules.tables([SamplingParams(temperature=0)] * 8)
+    run = rules.sampler(rules.program(), SampleSize(8, False, 0))
+    assert np.flatnonzero(run(jnp.asarray(logits), batch, tables).not_finite).tolist() == [5]
+
+
 def test_a_padded_row_draws_without_nan():
     batch = rules.batched(rules.requests(1), [1], [0])
     for all_rules in (False, True):

@@ -61,7 +61,9 @@ def sample(
         logprobs = (describe(logits, processed, token_ids, named, mode=mode, num_logprobs=num),)
     # A logits function may give NaN too, and a low temperature infinity.
     best = processed.logits.max(-1)
-    not_finite = ~jnp.isfinite(logits.max(-1)) | jnp.isnan(best) | (best == jnp.inf)
+    not_finite = ~jnp.isfinite(logits.max(-1)) | (best == jnp.inf)
+    # The maximum of a long row passes over NaN on a CPU.
+    not_finite |= (jnp.isnan(logits) | jnp.isnan(processed.logits)).any(-1)
     return SamplerOutput(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
 
 
