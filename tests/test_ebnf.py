@@ -9,7 +9,7 @@ import pytest
 from jaxrunner.api.ebnf import is_ebnf
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from tests.support import grammars
-from tests.support.grammars import EOS, Vocab
+from tests.support.grammars import Vocab, is_alive
 
 SQL = """
 root ::= select_statement
@@ -36,12 +36,6 @@ def vocab() -> Iterator[Vocab]:
     made = grammars.vocab_of(grammars.byte_level(1000))
     yield made
     made.compiler.close()
-
-
-def is_alive(vocab: Vocab, text: str, **fields: Any) -> bool:
-    grammar = vocab.grammar(**fields)
-    ids = vocab.tokenizer.encode(text, add_special_tokens=False)
-    return grammar.accept([*ids, EOS[0]])
 
 
 def test_a_grammar_in_ebnf_is_what_it_says(vocab):
@@ -90,7 +84,7 @@ def test_text_is_free_until_a_trigger(vocab):
         ({"triggers": ["<b"]}, r"structural_tag\.structures\[0\] begins with .*, which no trigger"),
         ({"structures": []}, r"structural_tag\.structures must be a list of dicts, got \[\]"),
         ({"structures": [{"begin": "<call"}]}, r"structures\[0\] must have a 'begin' and an 'end'"),
-        ({"format": {}}, "structural_tag must be a dict with 'structures' and 'triggers', got"),
+        ({"format": {}}, "structural_tag must be a dict with 'format', or with 'structures' and"),
     ],
 )
 def test_a_bad_tag_is_refused_by_place(changes, message):

@@ -140,7 +140,7 @@ def test_wrong_types_are_named(fields, message):
         ({"choice": map(str, range(20000))}, "structured_outputs.choice has 108890 bytes or more"),
         (
             {"structural_tag": "{}"},
-            "structural_tag must be a dict with 'structures' and 'triggers'",
+            "structural_tag must be a dict with 'format', or with 'structures' and",
         ),
         ({"grammar": "root ::= " + "a " * 2**13}, "bytes of EBNF, the limit is 8192: shorten it"),
         (

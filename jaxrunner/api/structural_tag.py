@@ -4,12 +4,14 @@
     {"begin": "<function=add>", "schema": {...}, "end": "</function>"}]}
 
 Text is free until it says a trigger; what follows is then one of the structures that begin so.
+{"format": {...}} says more, as `structural_tag_format` reads it.
 """
 
 from collections.abc import Mapping
 import json
 from typing import Any
 
+from jaxrunner.api import structural_tag_format
 from jaxrunner.api.validation import shown
 
 KEYS = ("begin", "schema", "end")
@@ -22,10 +24,12 @@ def check(tag: Any) -> None:
       TypeError, ValueError: a part of it is missing or bad; names it.
     """
     name = "structured_outputs.structural_tag"
+    if isinstance(tag, dict) and tag.keys() - {"type"} == {"format"}:
+        return structural_tag_format.check(tag["format"], f"{name}.format")
     if not isinstance(tag, dict) or tag.keys() - {"type"} != {"structures", "triggers"}:
         raise ValueError(
-            f"{name} must be a dict with 'structures' and 'triggers', got {shown(tag)}: other "
-            "forms are not read"
+            f"{name} must be a dict with 'format', or with 'structures' and 'triggers', got "
+            f"{shown(tag)}"
         )
     triggers, structures = tag["triggers"], tag["structures"]
     if not _is_list(triggers, str) or not all(triggers):
@@ -52,6 +56,8 @@ def to_lark(text: str, whitespace: Mapping[str, Any]) -> str:
     from llguidance import StructTag
 
     tag = json.loads(text)
+    if "format" in tag:
+        return structural_tag_format.to_lark(tag["format"], whitespace)
     tags = [
         StructTag(
             trigger=next(t for t in tag["triggers"] if one["begin"].startswith(t)),

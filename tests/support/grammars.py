@@ -109,3 +109,10 @@ def walk(vocab: Vocab, grammar: Grammar, rng: np.random.Generator) -> str:
         assert grammar.accept(taken[-1:]) and grammar.error is None
         assert len(taken) < ENDLESS
     return vocab.text(taken)
+
+
+def is_alive(vocab: Vocab, text: str, **fields: Any) -> bool:
+    """Returns whether a grammar of these fields takes a text, whole."""
+    grammar = vocab.grammar(**fields)
+    ids = vocab.tokenizer.encode(text, add_special_tokens=False)
+    return grammar.accept([*ids, EOS[0]])
