@@ -21,7 +21,7 @@ from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.drafter import Drafted
 from tests.support import tiny
 
-V, K, N, PROMPT, NUM = 3, 2, 4, [1, 2], 20_000
+V, K, N, PROMPT, NUM = 3, 2, 4, [1, 2], 6_000
 RULE: dict[str, Any] = dict(temperature=0.9)
 R = 64
 SIZES: dict[str, Any] = dict(
@@ -120,7 +120,7 @@ def test_tokens_are_distributed_as_the_target_says(rejection: str, method: str, 
     family = FAMILY._replace(logits=never_2) if "never" in condition else FAMILY
     given = parts(rejection, method, family=family)
     preempted = condition == "preempted"
-    num = NUM // 5 if preempted else NUM
+    num = NUM // 2 if preempted else NUM
     tokens, e, (steps, first, second) = generate(given, num, **CONDITIONS[condition])
     assert difference(tokens) < 4
     assert bool(e.scheduler.num_preemptions) == preempted

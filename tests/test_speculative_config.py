@@ -241,7 +241,7 @@ def test_rates_of_a_length_have_its_mean():
         ),
         (
             EAGLE | dict(draft_tensor_parallel_size=2),
-            r"speculative_config: draft_tensor_parallel_size=2 is not supported: one device drafts",
+            r"speculative_config: draft_tensor_parallel_size=2 is not supported: the devices of",
         ),
     ],
 )

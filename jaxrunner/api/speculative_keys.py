@@ -5,10 +5,10 @@ Knows no JAX.
 
 from jaxrunner.api.arguments import Elsewhere
 
-_ONE_DEVICE = "one device drafts and verifies: leave it out"
+_WITH_TARGET = "the devices of the target draft as well: leave it out"
 _AS_TARGET = "drafts are made as the target is run: leave it out"
 ELSEWHERE: dict[str, Elsewhere] = {
-    "draft_tensor_parallel_size": Elsewhere(_ONE_DEVICE, (1, None)),
+    "draft_tensor_parallel_size": Elsewhere(_WITH_TARGET, (1, None)),
     "enforce_eager": Elsewhere("set enforce_eager of the engine"),
     "quantization": Elsewhere("take a checkpoint in bfloat16 or float16"),
     "kv_cache_dtype": Elsewhere(_AS_TARGET),
