@@ -31,7 +31,10 @@ class Machine:
         accepted = np.cumprod(stands, axis=1)
         drafts = np.concatenate([np.ones((num_rows, 1), int), accepted], 1)
         counts = {str(i): 1 + num_drafts for i in range(num_rows)}
-        output = SchedulerOutput(num_scheduled_tokens=counts, num_proposed=num_drafts)
+        planned = dict.fromkeys(counts, num_drafts) if num_drafts else {}
+        output = SchedulerOutput(
+            num_scheduled_tokens=counts, num_proposed=num_drafts, num_drafts=planned
+        )
         self.policy.observe(output, began, drafts * bool(num_drafts))
         return num_drafts
 
@@ -94,6 +97,21 @@ def test_steps_that_compute_prompts_say_nothing_of_times(monkeypatch):
     for output in (prompts, started):
         machine.policy.observe(output, 0.0, None)
     assert not machine.policy._seconds
+
+
+def test_what_was_not_verified_says_nothing_of_acceptance(monkeypatch):
+    machine = Machine(monkeypatch, verify=1.2, accept=0.6)
+    machine.policy = DraftPolicy([(1, 0), (8, 0), (1, K), (8, 1)])
+    machine.share(1, 2000)
+    behind = [
+        machine.policy.tokens_of_a_step(k) - machine.policy.tokens_of_a_step(1) for k in (2, K)
+    ]
+    machine.accept = 0.9
+    assert {machine.step(5) for _ in range(600)} == {0, 1}
+    policy = machine.policy
+    assert policy.tokens_of_a_step(1) == pytest.approx(1.9, abs=0.1)
+    now = [policy.tokens_of_a_step(k) - policy.tokens_of_a_step(1) for k in (2, K)]
+    assert now == pytest.approx(behind)
 
 
 def test_where_one_number_fits_there_is_no_choice():

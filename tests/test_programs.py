@@ -65,6 +65,17 @@ def test_adaptive_drafts_have_uniform_buckets_beside_those_without(counts, num_d
     assert choose(buckets(4, (4, 8, 16), 3, True), counts, num_drafts=num_drafts) == want
 
 
+def test_where_requests_are_many_adaptive_steps_verify_fewer_drafts_of_each():
+    sizes = 64, 128, 192, 256, 384
+    config = tiny.engine_config(
+        max_num_seqs=384, max_num_batched_tokens=4096, decode_buckets=sizes, num_blocks=9000
+    )
+    table = step_buckets(config, ngram(3)._replace(adaptive=True))
+    drafts = {b.num_rows: b.num_drafts for b in table if b.num_drafts}
+    assert drafts == {64: 3, 128: 3, 192: 1, 256: 1}
+    assert [b.num_rows for b in table if b.query_len == 1] == list(sizes)
+
+
 def test_a_step_that_fits_no_bucket_is_refused():
     with pytest.raises(ValueError, match="a step of 1 requests and 17 tokens fits no bucket"):
         choose(buckets(8, (8, 16)), [17])

@@ -35,7 +35,7 @@ class SpeculativeConfig:
 
     # One of `METHODS`, or a speculator or drafter of the user's.
     method: str | OwnSpeculator | OwnDrafter
-    # K, 1 to 16; a speculator has its own. "auto": K or none, whichever gives more tokens a second.
+    # K, 1 to 16; a speculator has its own. "auto": K, fewer or none, as gives most tokens a second.
     num_speculative_tokens: int | str | None = None
     max_num_speculative_tokens: int | None = None  # K with "auto"
     model: str | Path | None = None  # the checkpoint that drafts

@@ -19,23 +19,31 @@ CPU_SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+# Tokens that an adaptive step verifies at most, drafts of each request being fewer where these are
+# many: behind 512 tokens a step of an 8B model takes an H200 as much longer as it has tokens more.
+MOST_VERIFIED = 512
+
+
 def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> tuple[Bucket, ...]:
     """Returns the buckets of an engine, smallest first.
 
     At each size a uniform one, as many tokens a row as it may verify and one, comes before the
     ragged one. Every batch within `max_num_seqs` and `max_num_batched_tokens` fits one of them;
-    with adaptive drafts those that verify any fit the uniform ones alone.
+    with adaptive drafts those that verify any fit the uniform ones alone, and these verify fewer
+    of each request where there are many.
     """
     R, T = config.max_num_seqs, config.max_num_batched_tokens
     rows = config.decode_buckets or powers(1, R, config.growth)
     sizes = config.token_buckets or powers(min(16, T), T, config.growth)
     K = 0 if speculator is None else speculator.num_drafts
     adaptive = speculator is not None and speculator.adaptive
-    buckets = [
-        Bucket(r * (1 + k), r, 1 + k, k)
-        for k in ((0, K) if adaptive else (K,))
-        for r in _up_to(min(R, T // (1 + k)), rows)
-    ]
+    if adaptive:
+        all_rows = _up_to(R, rows)
+        verified = [(r, min(K, MOST_VERIFIED // r - 1, T // r - 1)) for r in all_rows]
+        uniform = [*((r, 0) for r in all_rows), *((r, k) for r, k in verified if k > 0)]
+    else:
+        uniform = [(r, K) for r in _up_to(min(R, T // (1 + K)), rows)]
+    buckets = [Bucket(r * (1 + k), r, 1 + k, k) for r, k in uniform]
     buckets += [Bucket(s, min(s, R), 0, 0 if adaptive else K) for s in _up_to(T, sizes)]
     return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
 

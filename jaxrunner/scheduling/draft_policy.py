@@ -24,7 +24,7 @@ NUM_TRIED = 2  # steps of a try: drafts are proposed by one and verified by the 
 
 
 class DraftPolicy:
-    """Chooses between 0 and K drafts for each size of a decode step."""
+    """Chooses between no drafts and some for each size of a decode step."""
 
     def __init__(self, buckets: Iterable[tuple[int, int]]):
         """buckets: the requests, and drafts of each, of decode steps; the fewer come first."""
@@ -33,7 +33,7 @@ class DraftPolicy:
             rows.setdefault(num_drafts, []).append(num_rows)
         self._rows = dict(sorted(rows.items()))
         K = max(self._rows)
-        self._verified = float(PRIOR_WEIGHT)
+        self._verified = np.full(K, float(PRIOR_WEIGHT))  # by position, as those accepted
         self._accepted = PRIOR_WEIGHT * PRIOR ** np.arange(1, K + 1)
         self._seconds: dict[tuple[int, int], tuple[int, float]] = {}  # number of steps, time of one
         self._chosen: dict[int, int] = {}  # by the requests of the bucket without drafts
@@ -43,6 +43,8 @@ class DraftPolicy:
     def choose(self, num_rows: int) -> int:
         """Returns the drafts that a step of `num_rows` requests should verify and propose."""
         sizes = {k: bucket for k in self._rows if (bucket := self._bucket(k, num_rows))}
+        least = min(sizes.values(), default=0)
+        sizes = {k: bucket for k, bucket in sizes.items() if bucket == least}
         if len(sizes) < 2:
             return next(iter(sizes), 0)
         for k in sorted(sizes, reverse=True):
@@ -60,7 +62,8 @@ class DraftPolicy:
 
     def tokens_of_a_step(self, num_drafts: int) -> float:
         """Returns the tokens that a step is expected to give each request."""
-        return 1 + float(self._accepted[:num_drafts].sum()) / self._verified
+        shares = self._accepted[:num_drafts] / self._verified[:num_drafts]
+        return 1 + float(shares.sum())
 
     def observe(
         self, output: SchedulerOutput, launched_at: float, drafts: np.ndarray | None
@@ -75,8 +78,9 @@ class DraftPolicy:
         if drafts is not None:
             verified, *accepted = drafts.sum(0).tolist()
             if verified:
-                self._verified = DECAY * self._verified + verified
-                self._accepted = DECAY * self._accepted + accepted
+                most = max(output.num_drafts.values())  # what comes behind was not verified
+                for counts, new in ((self._verified, verified), (self._accepted, accepted[:most])):
+                    counts[:most] = DECAY * counts[:most] + new
         K, counts = output.num_proposed, output.num_scheduled_tokens
         if output.scheduled_new_reqs or max(counts.values()) > output.num_steps * (1 + K):
             return  # it computes prompts
