@@ -68,10 +68,13 @@ class Program:
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens whose logits each device draws from."""
-        speculator, on_shards = self.model.speculator, self.model.own_logits is not None
-        on_shards &= all(rule.on_shards for rule in self.rules)
-        on_shards &= speculator is None or speculator.rejection not in ("standard", "block")
-        return Vocabulary(self.mesh.shape[TENSOR]) if self.mesh and on_shards else WHOLE
+        speculator, mesh = self.model.speculator, self.mesh
+        if mesh is None or self.model.own_logits is None:
+            return WHOLE
+        reads_all = any(not rule.on_shards for rule in self.rules)
+        # They compare whole distributions; the others sample at each position.
+        reads_all |= speculator is not None and speculator.rejection in ("standard", "block")
+        return WHOLE if reads_all else Vocabulary(mesh.shape[TENSOR])
 
     def logits(self, params: Any, hidden: Array) -> Array:
         """Returns the logits that a device draws from, [..., V], or those of its own tokens."""
