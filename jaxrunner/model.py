@@ -143,6 +143,8 @@ class Model(NamedTuple):
     speculator: Speculator | None = None  # what drafts tokens for it
     # Whether it runs on shards: what layers add to x is made by `ops.project` and `ops.mlp`.
     tensor_parallel: bool = False
+    # As `logits`, of a device's own tokens alone, [..., V / devices]; None where it is not cut.
+    own_logits: Callable[..., Array] | None = None
     spare: tuple[str, ...] = ()  # beginnings of names of tensors in its files that are not read
 
     def forward(

@@ -7,17 +7,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import MakeOps, Model
-from jaxrunner.parallel.mesh import mesh_of, placed, shardings
+from jaxrunner.parallel.mesh import TENSOR, mesh_of, placed, shardings
+from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import (
     Admission,
+    Array,
     Copies,
     Logprobs,
     Plan,
@@ -61,6 +64,24 @@ class Program:
     def mesh(self) -> jax.sharding.Mesh | None:
         """The devices it runs on; None for one."""
         return mesh_of(self.config)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens whose logits each device draws from."""
+        speculator, mesh = self.model.speculator, self.mesh
+        if mesh is None or self.model.own_logits is None:
+            return WHOLE
+        reads_all = any(not rule.on_shards for rule in self.rules)
+        # They compare whole distributions; the others sample at each position.
+        reads_all |= speculator is not None and speculator.rejection in ("standard", "block")
+        return WHOLE if reads_all else Vocabulary(mesh.shape[TENSOR])
+
+    def logits(self, params: Any, hidden: Array) -> Array:
+        """Returns the logits that a device draws from, [..., V], or those of its own tokens."""
+        model = self.model
+        of = model.logits if self.vocabulary.is_whole else model.own_logits
+        assert of is not None
+        return of(self.config, params, hidden)
 
     @functools.cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -233,6 +254,15 @@ def output_spec(program: Program, size: SampleSize, num_steps: int = 1) -> StepO
     dims = program.dims | dict(B=B, J=J, N=B * J, C=C, Z=int(C > 0))
     dims |= {"1+K": 1 + program.num_drafts, "drafts": program.num_drafts > 0}
     return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, B))
+
+
+def logits_spec(program: Program, num_rows: int, num_each: int) -> jax.ShapeDtypeStruct:
+    """Returns the abstract logits of a step, [B, J, V], and on a mesh how they are cut."""
+    shape = num_rows, num_each, program.dims["V"]
+    at = None
+    if program.mesh is not None and not program.vocabulary.is_whole:
+        at = NamedSharding(program.mesh, PartitionSpec(None, None, TENSOR))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(program.engine.dtype), sharding=at)
 
 
 def heads_spec(program: Program, num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.pytree import pytree
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array, Requests
@@ -30,6 +31,7 @@ class Context(NamedTuple):
     position: Array  # of that token, scalar
     request: Requests  # the request's row of the table
     mask: Array | None = None  # [ceil(V / 32)], a bit for each token that its grammar allows
+    vocabulary: Vocabulary = WHOLE  # the tokens that the logits are of
 
 
 class Rule(NamedTuple):
@@ -47,6 +49,9 @@ class Rule(NamedTuple):
     is_requested: Callable[[SamplingParams], bool] | None = None
     truncates: bool = False  # whether it only takes tokens away, after the temperature
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
+    # Whether logits may be those of a part of the tokens, `context.vocabulary`. Where a rule of an
+    # engine on several devices wants them all, each device samples from all.
+    on_shards: bool = False
 
     @property
     def table(self) -> SlotTable:
@@ -65,11 +70,12 @@ class Batched(NamedTuple):
     position: Array  # [N]
     requests: Requests  # the table
     mask: Array | None  # [N, ceil(V / 32)]
+    vocabulary: Vocabulary = WHOLE  # the tokens that each device's logits are of
 
     def context(self) -> Context:
         """Returns the context of each row, on a leading axis."""
         request = rows_of(self.requests, self.slot)
-        return Context(self.position, request, self.mask)
+        return Context(self.position, request, self.mask, self.vocabulary)
 
 
 def rows_of(table: Any, slot: Array) -> Any:

@@ -37,8 +37,7 @@ def step(
         params, state, plan, program=program, bucket=bucket
     )
     logits = compute_logits(params, hidden, batch, program)
-    B, J, V = logits.shape
-    words = B, J, -(-V // 32)
+    words = *logits.shape[:2], -(-program.dims["V"] // 32)
     mask = jnp.full(words, -1, jnp.int32) if size.all_rules else None  # without grammars
     drawn = draw(logits, state, rows, mask, program=program, size=size)
     heads = run_heads(params, hidden, batch, program)
@@ -68,7 +67,7 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
 
 def compute_logits(params: Any, hidden: Array, batch: Batch, program: Program) -> Array:
     """Returns the logits at `batch.logits_indices`, [B, J, V], in the dtype of `hidden`."""
-    return program.model.logits(program.config, params, take(hidden, batch.logits_indices))
+    return program.logits(params, take(hidden, batch.logits_indices))
 
 
 def run_heads(params: Any, hidden: Array, batch: Batch, program: Program) -> dict[str, Array]:
@@ -94,6 +93,7 @@ def draw(
         position=(rows.next_pos[:, None] + jnp.arange(J)[None]).reshape(-1),
         requests=state.requests,
         mask=None if mask is None else mask.reshape(B * J, -1),
+        vocabulary=program.vocabulary,
     )
     logits, tables, speculator = logits.reshape(-1, V), state.tables, program.model.speculator
     if speculator is None or speculator.rejection == "exact" or J == 1:

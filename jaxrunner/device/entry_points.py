@@ -34,6 +34,7 @@ from jaxrunner.program import (
     admit_sizes,
     copies_spec,
     heads_spec,
+    logits_spec,
     logprob_widths,
     plan_spec,
     prompt_logprobs_size,
@@ -112,7 +113,7 @@ def prompt_logprobs(
     """
     at = first + jnp.arange(size.num_targets)
     targets = jax.tree.map(lambda x: take(x, at), targets)
-    logits = program.model.logits(program.config, params, take(hidden, targets.source))
+    logits = program.logits(params, take(hidden, targets.source))
     logits = logits.astype(jnp.float32)
     logprobs = describe_prompt(logits, targets, state.requests, state.tables, program, size)
     return pack_on_device((targets.slot, targets.positions, logprobs))
@@ -148,10 +149,9 @@ def _admit_arguments(program: Program, params: Any, size: AdmitSize) -> tuple:
 def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
     dims = program.dims | dict(B=size.num_rows, J=1 + size.num_drafts)
     B, J, V = (dims[axis] for axis in "BJV")
-    logits = jax.ShapeDtypeStruct((B, J, V), jnp.dtype(program.engine.dtype))
     mask = jax.ShapeDtypeStruct((B, J, -(-V // 32)), jnp.int32) if size.all_rules else None
     rows, heads = pytree.abstract(SamplingMetadata, dims), heads_spec(program, B)
-    return logits, abstract_tables(program), rows, mask, heads
+    return logits_spec(program, B, J), abstract_tables(program), rows, mask, heads
 
 
 def _propose_arguments(program: Program, params: Any, size: Bucket) -> tuple:
@@ -176,7 +176,8 @@ def _forward_output(program: Program) -> tuple:
     kept = None
     if (speculator := program.model.speculator) is not None:
         kept = pytree.abstract(Batch, one), dict.fromkeys(speculator.extras, 0)
-    return abstract_state(program), 0, rows, 0, targets, heads_spec(program, 1), kept
+    logits = logits_spec(program, 1, 1)
+    return abstract_state(program), logits, rows, 0, targets, heads_spec(program, 1), kept
 
 
 def _columns(program: Program) -> list[int]:

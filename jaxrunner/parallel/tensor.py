@@ -58,7 +58,9 @@ def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelCo
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
     check_sizes(config, mesh.shape[TENSOR])
-    sharded = model._replace(embed=_embed, logits=_logits, layers=_layers, sources=sources)
+    sharded = model._replace(
+        embed=_embed, logits=_logits, layers=_layers, sources=sources, own_logits=_own_logits
+    )
     return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh))
 
 
@@ -106,5 +108,10 @@ def _layers(config: ShardedConfig, *args: Any, **kwargs: Any) -> Any:
 
 def _logits(config: ShardedConfig, params: Any, hidden: Array) -> Array:
     """Returns the whole vocabulary's logits on each device, [..., V]."""
-    own = config.family.logits(config.whole, params, hidden)
+    own = _own_logits(config, params, hidden)
     return jax.lax.all_gather(own, TENSOR, axis=own.ndim - 1, tiled=True)
+
+
+def _own_logits(config: ShardedConfig, params: Any, hidden: Array) -> Array:
+    """Returns the logits of a device's own tokens, [..., V / devices]."""
+    return config.family.logits(config.whole, params, hidden)

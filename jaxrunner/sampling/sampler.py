@@ -45,33 +45,36 @@ def sample(
     The noise of a token comes from its request's seed, its position and its id alone, so a
     request gets the same tokens in any batch.
     """
-    if program.sample is not None and not size.all_rules and choose is None:
+    vocabulary = batch.vocabulary
+    if program.sample is not None and vocabulary.is_whole and not size.all_rules and choose is None:
         return _usual(program.sample, logits, batch, tables)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, all_rules=size.all_rules)
     if choose is None:
         scores = processed.logits + _noise(tables[seed.name], batch, logits.shape[1])
-        token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        token_ids = vocabulary.argmax(scores)
     else:
         token_ids = choose(processed.logits)
     logprobs: tuple[Logprobs, ...] = ()
     if size.num_logprobs:
         named = rows_of(tables[logprob_ids.name], batch.slot)
-        mode, num = program.engine.logprobs_mode, size.num_logprobs
-        logprobs = (describe(logits, processed, token_ids, named, mode=mode, num_logprobs=num),)
+        told = describe(
+            logits, processed, token_ids, named, mode=program.engine.logprobs_mode,
+            num_logprobs=size.num_logprobs, vocabulary=vocabulary,
+        )  # fmt: skip
+        logprobs = (told,)
     # A logits function may give NaN too, and a low temperature infinity.
-    best = processed.logits.max(-1)
-    not_finite = ~jnp.isfinite(logits.max(-1)) | (best == jnp.inf)
-    # The maximum of a long row passes over NaN on a CPU.
-    not_finite |= (jnp.isnan(logits) | jnp.isnan(processed.logits)).any(-1)
+    best = vocabulary.max(processed.logits)
+    not_finite = ~jnp.isfinite(vocabulary.max(logits)) | jnp.isnan(best) | (best == jnp.inf)
     return SamplerOutput(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
 
 
-def _noise(table: Seed, batch: Batched, vocab_size: int) -> Array:
-    """Returns what is added to logits, [N, V]: nothing for greedy requests and padding."""
+def _noise(table: Seed, batch: Batched, num: int) -> Array:
+    """Returns what is added to logits, [N, num]: nothing for greedy requests and padding."""
     seeds = rows_of(table, batch.slot)
     greedy = seeds.greedy | (batch.slot >= table.greedy.shape[0])
-    return noises(seeds.words, batch.position, greedy, stream=TARGET, num=vocab_size)
+    first = None if batch.vocabulary.is_whole else batch.vocabulary.first(num)
+    return noises(seeds.words, batch.position, greedy, stream=TARGET, num=num, first=first)
 
 
 def _usual(
@@ -92,18 +95,18 @@ def process(
     logits: Array, batch: Batched, tables: Tables, *, program: Program, all_rules: bool
 ) -> Processed:
     """Runs the rules on logits, [N, V]: all of them where `all_rules`, else those of every draw."""
-    out, before = logits, None
+    out, before, vocabulary = logits, None, batch.vocabulary
     for rule in program.rules:
         if rule.truncates and before is None:
             before = out
         if all_rules or rule.is_requested is None:
             out = run(rule, out, tables[rule.name], batch)
     before = out if before is None else before
-    best = out.max(-1)  # truncation keeps the likeliest
+    best = vocabulary.max(out)  # truncation keeps the likeliest
     no_choice = best == -jnp.inf
     floor = jnp.where(no_choice, 0.0, best)[:, None]
-    mass = [jnp.exp(x - floor).sum(-1) for x in (out, before)]
-    cut = ((out == -jnp.inf) & (before > -jnp.inf)).any(-1)
+    mass = [vocabulary.sum(jnp.exp(x - floor)) for x in (out, before)]
+    cut = vocabulary.any((out == -jnp.inf) & (before > -jnp.inf))
     # Two sums of one row may round differently: where nothing was cut, all of it was kept.
     kept_mass = jnp.where(no_choice | ~cut, 1.0, mass[0] / mass[1])
     if all_rules:
@@ -125,9 +128,11 @@ def describe_prompt(
     U = targets.slot.size
     processed = Processed(logits, jnp.ones(U), jnp.zeros(U, jnp.bool))
     if mode.startswith("processed"):
-        batch = Batched(targets.slot, targets.positions, requests, None)
+        batch = Batched(targets.slot, targets.positions, requests, None, program.vocabulary)
         processed = process(logits, batch, tables, program=program, all_rules=True)
     named = rows_of(tables[logprob_ids.name], targets.slot)
     likeliest = replace(named, count=jnp.zeros_like(named.count))  # custom ids are of outputs
-    num = size.num_logprobs
-    return describe(logits, processed, targets.token_ids, likeliest, mode=mode, num_logprobs=num)
+    return describe(
+        logits, processed, targets.token_ids, likeliest, mode=mode, num_logprobs=size.num_logprobs,
+        vocabulary=program.vocabulary,
+    )  # fmt: skip

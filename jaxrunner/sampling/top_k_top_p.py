@@ -10,6 +10,7 @@ import numpy as np
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
+from jaxrunner.sampling import threshold
 from jaxrunner.types import Array
 
 
@@ -33,6 +34,9 @@ def is_active(row: TopKTopP, context: Context) -> Array:
 
 def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     """Keeps of logits, [V], the k best, and of those the fewest whose mass reaches p."""
+    if not context.vocabulary.is_whole:
+        kept = threshold.keeps(logits, row.k, row.p, context.vocabulary)
+        return jnp.where(kept, logits, -jnp.inf)
     order = jnp.argsort(-logits, stable=True)
     best = logits[order]
     kept = (jnp.arange(best.size) < row.k) | (row.k == 0)
@@ -43,4 +47,4 @@ def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     return jnp.where(kept, logits, -jnp.inf)
 
 
-top_k_top_p = Rule("top_k_top_p", TopKTopP, row, apply, is_active, truncates=True)
+top_k_top_p = Rule("top_k_top_p", TopKTopP, row, apply, is_active, truncates=True, on_shards=True)

@@ -32,6 +32,7 @@ def with_drafter(
     drafted = Model(
         read=model.read, params=Drafted, embed=_embed, layers=_layers, logits=_logits,
         sources=_sources, tables=model.tables, heads=model.heads,
+        own_logits=_own_logits if model.own_logits else None,
         speculator=chain(family, drafter.extras, num_drafts, tables),
     )  # fmt: skip
     return drafted, cast(
@@ -55,6 +56,11 @@ def _layers(
 
 def _logits(config: DraftedConfig, params: Drafted, hidden: Array) -> Array:
     return config.model.logits(config.target, params.target, hidden)
+
+
+def _own_logits(config: DraftedConfig, params: Drafted, hidden: Array) -> Array:
+    assert config.model.own_logits is not None
+    return config.model.own_logits(config.target, params.target, hidden)
 
 
 def _sources(config: DraftedConfig) -> Drafted:
