@@ -75,6 +75,12 @@ def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
     return replace(ops, project=project, mlp=mlp)
 
 
+@functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
+def all_reduced(make: MakeOps) -> MakeOps:
+    """Returns `all_reduce_ops` of what makes the operations of one device."""
+    return functools.partial(all_reduce_ops, make)
+
+
 def _all_reduce(residual: Array) -> Array:
     """Sums a residual, [T, E] or parts of it, over the devices."""
     if residual.ndim == 3:

@@ -26,6 +26,7 @@ from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_spec import program_keys, program_spec, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
+from jaxrunner.parallel.placement import place
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
@@ -53,10 +54,7 @@ class ModelRunner:
             them before the first step.
         trusted: steps come from our own scheduler, and are not checked.
         """
-        # Arrays of the host would be copied to the device in every step.
-        params = jax.tree.map(
-            lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
-        )
+        params = place(params, built.params)  # of the host they would be copied in every step
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.params = None if to_come else params
         self.choice, self.program = built.choice, built.program
