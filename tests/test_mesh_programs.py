@@ -101,5 +101,3 @@ def test_a_process_lowers_for_a_mesh():
     want = tokens(made)
     made.runner.programs._table[KEY] = theirs.executable
     assert tokens(made) == want
-
-

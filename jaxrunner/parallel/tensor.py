@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrunner.config import ModelConfig
 from jaxrunner.linear import Weights
-from jaxrunner.model import MakeOps, Model, Ops
+from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.kv_heads import check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import TENSOR
@@ -42,7 +42,14 @@ class ShardedConfig:
 
 def sources(config: ShardedConfig) -> Any:
     """Returns where each weight lies in a checkpoint, copies of KV heads made of one."""
-    return copied_sources(config.family, config.whole, config.mesh.shape[TENSOR])
+    return sources_on_mesh(config.family, config)
+
+
+def sources_on_mesh(model: Stored, config: Any) -> Any:
+    """Returns the sources of a model for one device, on the mesh of a config, if it has one."""
+    if not isinstance(config, ShardedConfig):
+        return model.sources(config)
+    return copied_sources(model, config.whole, config.mesh.shape[TENSOR])
 
 
 def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelConfig]:

@@ -15,6 +15,7 @@ from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
+from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
 from jaxrunner.program import make_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import Profiler, check_device
@@ -154,7 +155,7 @@ class Lifecycle(NotHere, abc.ABC):
           ValueError: the folder is there.
           RuntimeError: the weights sleep.
         """
-        orbax_io.save(Path(folder), self._awake())
+        orbax_io.save(Path(folder), merge(self._awake(), self._whole))
 
     @checked(arguments.IN_FOLDER)
     def load_params(self, folder: str | Path) -> None:
@@ -163,7 +164,9 @@ class Lifecycle(NotHere, abc.ABC):
         Raises:
           FileNotFoundError, ValueError: they are not like the old ones, which stay; names where.
         """
-        self.update_params(orbax_io.restore(Path(folder), self.runner.params_spec))
+        spec = self.runner.params_spec
+        params = orbax_io.restore(Path(folder), merged_spec(spec, self._whole))
+        self.update_params(copied(params, spec))
 
     @checked(arguments.SAVE_SHARDED_STATE)
     def save_sharded_state(
@@ -179,9 +182,10 @@ class Lifecycle(NotHere, abc.ABC):
           TypeError, ValueError: a bad argument, or such files are there.
           RuntimeError: the weights sleep.
         """
-        params = self._awake()
-        own = params.target if isinstance(params, Drafted) else params
-        sharded_state.save(path, own, pattern=pattern, max_size=max_size)
+        params, config = self._awake(), self.runner.program.config
+        if isinstance(params, Drafted):
+            params, config = params.target, config.target
+        sharded_state.save(path, config, params, pattern=pattern, max_size=max_size)
 
     @checked(arguments.SLEEP)
     def sleep(self, level: int = 1) -> None:
@@ -255,6 +259,12 @@ class Lifecycle(NotHere, abc.ABC):
         if self.params is None:
             raise RuntimeError("the weights sleep: wake_up first, or give all with update_params")
         return self.params
+
+    @property
+    def _whole(self) -> Any:
+        """The shapes of the weights on one device."""
+        program = self.runner.program
+        return whole_params(program.model.params, program.config)
 
     def _read(self, name: str, given: Any) -> dict[str, Any]:
         """Returns tensors that are the model's, and with `check_nan` finite."""
