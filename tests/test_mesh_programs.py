@@ -1,6 +1,7 @@
 """Programs on a mesh: kept from one process to the next, shared by engines, lowered beside them."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -69,7 +70,7 @@ def test_a_second_start_loads_what_a_mesh_has_compiled(tmp_path):
 
 def test_other_meshes_have_their_own(tmp_path):
     """An executable holds the numbers of its devices, too."""
-    meshes = [dict(num=2), dict(num=4), dict(num=2, first=2), dict(num=2)]
+    meshes: list[dict[str, Any]] = [dict(num=2), dict(num=4), dict(num=2, first=2), dict(num=2)]
     caches = [engine(tmp_path, **mesh).runner.programs._cache for mesh in meshes]
     paths = [cache._path(KEY) for cache in caches if cache is not None]
     assert len({*paths}) == 3 and paths[0] == paths[-1]

@@ -16,7 +16,7 @@ def declared(params: Any, cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any
     Raises:
       ValueError: they are another tree.
     """
-    where = shardings(cls, dims | {"param": "float32"}, mesh)
+    where = shardings(cls, {**dims, "param": "float32"}, mesh)
     if jax.tree.structure(params) != jax.tree.structure(where):
         raise ValueError(
             f"params must be a {cls.__name__} with the leaves that its config says, got "

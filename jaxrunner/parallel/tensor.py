@@ -18,6 +18,7 @@ from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.kv_heads import check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.parallel.requirements import check_mesh
 from jaxrunner.types import Array, Batch, Inputs
 
 
@@ -57,13 +58,15 @@ def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelCo
 
     Raises:
       ValueError: the model does not run on shards, or a size is no multiple of the devices; says
-        which would do.
+        which would do. Or the devices are of several kinds.
+      RuntimeError: JAX and NCCL cannot sum over the devices.
     """
     if not model.tensor_parallel:
         raise ValueError(
             f"tensor_parallel_size={mesh.shape[TENSOR]} wants a model that runs on shards, "
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
+    check_mesh(mesh)
     check_sizes(config, mesh.shape[TENSOR])
     sharded = model._replace(embed=_embed, logits=_logits, layers=_layers, sources=sources)
     return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh))

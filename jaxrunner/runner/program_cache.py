@@ -5,7 +5,7 @@ nothing is ever out of date: whatever differs is another file. Files are code, a
 them: the folder is its owner's alone, like one of Python's own compiled modules.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 import contextlib
 import functools
 import hashlib
@@ -66,7 +66,7 @@ class ProgramCache:
     """Executables of one context, such as a model and the sizes of an engine."""
 
     def __init__(
-        self, folder: Path, context: Iterable[Any], devices: Sequence[Any] | None = None,
+        self, folder: Path, context: Iterable[Any], devices: Iterable[Any] | None = None,
         *, max_bytes: int = MAX_BYTES,
     ):  # fmt: skip
         """context: what all executables depend on, besides the machine, JAX and our own code.

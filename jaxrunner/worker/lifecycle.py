@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -15,6 +15,7 @@ from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
+from jaxrunner.parallel.requirements import check_sum
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
 from jaxrunner.program import make_state
 from jaxrunner.runner.model_runner import ModelRunner
@@ -182,7 +183,7 @@ class Lifecycle(NotHere, abc.ABC):
           TypeError, ValueError: a bad argument, or such files are there.
           RuntimeError: the weights sleep.
         """
-        params, config = self._awake(), self.runner.program.config
+        params, config = self._awake(), cast(Any, self.runner.program.config)
         if isinstance(params, Drafted):
             params, config = params.target, config.target
         sharded_state.save(path, config, params, pattern=pattern, max_size=max_size)
@@ -238,12 +239,14 @@ class Lifecycle(NotHere, abc.ABC):
 
     @checked(arguments.CHECK_HEALTH)
     def check_health(self, timeout_s: float = 10.0) -> None:
-        """Runs a tiny program on the device.
+        """Runs a tiny program on the device, and one on all of a mesh.
 
         Raises:
           RuntimeError: it did not end in time, or failed.
         """
         check_device(timeout_s)
+        if (mesh := self.runner.program.mesh) is not None:
+            check_sum(mesh, timeout_s)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns what the model can be asked for."""
