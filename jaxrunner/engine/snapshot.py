@@ -23,6 +23,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
+from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.parallel.whole import (
     copied,
@@ -60,6 +61,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
       RuntimeError: the engine sleeps, or has ended.
       FloatingPointError: as `Engine.step`; nothing is saved.
     """
+    check_own(engine.runner.program.mesh, "save_state", "let its requests end")
     folder = Path(folder).absolute()
     orbax_io.check_new(folder)
     engine.status.check_awake()
@@ -99,6 +101,7 @@ def restore_engine(
         those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
         goes on as before; at worst it has forgotten cached prefixes.
     """
+    check_own(engine.runner.program.mesh, "restore_state", "add its requests anew")
     folder = Path(folder).absolute()
     if not (folder / "host.json").is_file():
         raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.loading import safetensors_file
 from jaxrunner.loading.weights import check_checkpoint, load_params
 from jaxrunner.model import Source, Stored, StoredConfig
+from jaxrunner.parallel.processes import host_copy
 from jaxrunner.parallel.tensor import sources_on_mesh
 from jaxrunner.parallel.whole import merge_one, whole_params
 
@@ -49,8 +49,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     for i, part in enumerate(parts):
         tensors = {name: (leaf.dtype, shape) for name, (leaf, shape) in part.items()}
-        # A JAX array keeps the host copy made of it for life: let a copy of it do so.
-        arrays = (merge_one(np.asarray(leaf.copy()), shape) for leaf, shape in part.values())
+        arrays = (merge_one(host_copy(leaf), shape) for leaf, shape in part.values())
         safetensors_file.write(folder / pattern.format(rank=0, part=i), tensors, arrays)
 
 

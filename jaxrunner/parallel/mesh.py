@@ -19,16 +19,23 @@ MESH_AXES = dict(K=TENSOR, H=TENSOR, F=TENSOR, V=TENSOR)  # by the axes that `le
 def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns a mesh of the first devices of this process, or of the first that are given.
 
+    Where it has too few, of those of all processes that `jax.distributed` has joined.
+
     Raises:
       ValueError: there are fewer.
     """
-    devices = jax.local_devices() if devices is None else devices
+    devices = _devices(tensor_parallel_size) if devices is None else devices
     if tensor_parallel_size > len(devices):
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size} needs as many devices, there are "
             f"{len(devices)} ({devices[0].device_kind}): lower it"
         )
     return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,))
+
+
+def _devices(num: int) -> Sequence[Any]:
+    local = jax.local_devices()
+    return local if num <= len(local) else jax.devices()
 
 
 def mesh_of(config: Any) -> Mesh | None:

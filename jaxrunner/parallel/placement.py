@@ -35,11 +35,21 @@ def place(params: Any, spec: Any) -> Any:
             return put(x, at)
         if at is None or not isinstance(x, jax.Array) or x.sharding.is_equivalent_to(at, x.ndim):
             return x
-        return jax.device_put(x, at)
+        return move(x, at)
 
     return jax.tree.map(one, params, spec)
 
 
 def put(x: np.ndarray, at: Any) -> jax.Array:
-    """Returns an array of the host where a sharding says, on the default device where None."""
-    return jax.device_put(x, at)
+    """Returns an array of the host where a sharding says, on the default device where None.
+
+    Of several processes each has the whole array, and puts what its own devices are to have.
+    """
+    if at is None or at.is_fully_addressable:
+        return jax.device_put(x, at)
+    return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
+
+
+def move(x: jax.Array, at: Any) -> jax.Array:
+    """Returns an array of this process's devices where a sharding says."""
+    return jax.device_put(x, at) if at.is_fully_addressable else put(np.asarray(x), at)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from jaxrunner.parallel.placement import put
+from jaxrunner.parallel.processes import is_shared
 from jaxrunner.time_limit import ends_within
 
 Version = tuple[int, ...]
@@ -31,7 +32,7 @@ def check_mesh(mesh: Mesh) -> None:
     """Checks the devices of a mesh, and on GPUs the versions of JAX and NCCL.
 
     Raises:
-      ValueError: the devices are of several kinds.
+      ValueError: the devices are of several kinds, or some of its processes have others too.
       RuntimeError: a sum over them would fail.
     """
     kinds = {device.device_kind for device in mesh.devices.flat}
@@ -39,6 +40,11 @@ def check_mesh(mesh: Mesh) -> None:
         raise ValueError(
             f"a mesh wants devices of one kind, got {describe(mesh)}: name devices of one kind, "
             "or let CUDA_VISIBLE_DEVICES do so"
+        )
+    if is_shared(mesh) and mesh.size != jax.device_count():
+        raise ValueError(
+            f"a mesh over {jax.process_count()} processes wants all of their devices, "
+            f"{jax.device_count()}, got {describe(mesh)}: take all, or as many as one process has"
         )
     if mesh.size > 1 and mesh.devices.flat[0].platform in ("gpu", "cuda"):
         check_versions(jax.__version_info__, find_nccl())

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrunner import pytree
 from jaxrunner.parallel.kv_heads import copy_heads, merge_heads
 from jaxrunner.parallel.placement import put
+from jaxrunner.parallel.processes import host_copy
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.speculators.draft_model import DraftModelConfig
 from jaxrunner.speculators.drafter import DraftedConfig
@@ -41,7 +42,7 @@ def merge(tree: Any, whole: Any) -> Any:
     """Returns arrays without copies of heads, on the host those that have some."""
 
     def one(x: Any, whole: Any) -> Any:
-        return x if x.shape == whole.shape else merge_one(np.asarray(x.copy()), whole.shape)
+        return x if x.shape == whole.shape else merge_one(host_copy(x), whole.shape)
 
     return jax.tree.map(one, tree, whole)
 

@@ -15,6 +15,7 @@ from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.placement import declared
+from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
 from jaxrunner.program import Program
 from jaxrunner.rule import Rule
@@ -42,6 +43,8 @@ class Built(NamedTuple):
     def cache(self) -> ProgramCache | None:
         """The executables of earlier processes."""
         if self.cache_dir is None or not self.is_ours or jax_keeps_its_own():
+            return None
+        if self.program.is_shared:  # compiling may want all processes, and some would load
             return None
         program = self.program
         code = _code(program, self.params)
@@ -93,6 +96,9 @@ def build(
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample)
     check_names(program.tables)
+    if speculator is not None and speculator.adaptive:
+        asked = "speculative_config.num_speculative_tokens='auto'"
+        check_own(mesh, asked, "say a number, as 'auto' goes by measured times")
     if config.num_decode_steps > 1 and model.heads:
         raise ValueError(
             f"num_decode_steps={config.num_decode_steps} needs a model without heads, "

@@ -15,6 +15,7 @@ from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
+from jaxrunner.parallel.processes import check_own, host_copy
 from jaxrunner.parallel.requirements import check_sum
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
 from jaxrunner.program import make_state
@@ -156,6 +157,7 @@ class Lifecycle(NotHere, abc.ABC):
           ValueError: the folder is there.
           RuntimeError: the weights sleep.
         """
+        self._check_own("save_params")
         orbax_io.save(Path(folder), merge(self._awake(), self._whole))
 
     @checked(arguments.IN_FOLDER)
@@ -165,6 +167,7 @@ class Lifecycle(NotHere, abc.ABC):
         Raises:
           FileNotFoundError, ValueError: they are not like the old ones, which stay; names where.
         """
+        self._check_own("load_params")
         spec = self.runner.params_spec
         params = orbax_io.restore(Path(folder), merged_spec(spec, self._whole))
         self.update_params(copied(params, spec))
@@ -183,6 +186,7 @@ class Lifecycle(NotHere, abc.ABC):
           TypeError, ValueError: a bad argument, or such files are there.
           RuntimeError: the weights sleep.
         """
+        self._check_own("save_sharded_state")
         params, config = self._awake(), cast(Any, self.runner.program.config)
         if isinstance(params, Drafted):
             params, config = params.target, config.target
@@ -205,7 +209,7 @@ class Lifecycle(NotHere, abc.ABC):
         status.check()
         if runner.requests.num_taken:
             raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
-        self._host_params = jax.device_get(runner.params) if level == 1 else None
+        self._host_params = jax.tree.map(host_copy, runner.params) if level == 1 else None
         pytree.delete(runner.state)
         runner.params = runner.state = None
         status.sleeping, status.is_dropped = TAGS, level == 2
@@ -262,6 +266,9 @@ class Lifecycle(NotHere, abc.ABC):
         if self.params is None:
             raise RuntimeError("the weights sleep: wake_up first, or give all with update_params")
         return self.params
+
+    def _check_own(self, asked: str) -> None:
+        check_own(self.runner.program.mesh, asked, "reload_weights reads a checkpoint there too")
 
     @property
     def _whole(self) -> Any:

@@ -10,6 +10,7 @@ from jaxrunner.api.validation import Bound, validate
 from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.parallel.processes import agreed_least
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
@@ -82,6 +83,10 @@ def plan_engine(
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
     device = read_device(loaded.params)
+    if device is not None:  # all processes of a mesh must have as many blocks
+        mesh = built.program.mesh
+        limit = agreed_least(mesh, device.limit)
+        device = Device(limit, limit - agreed_least(mesh, device.limit - device.others))
     costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
     config, memory = plan_memory(costs, size, device, shrink=shrink)
     return EnginePlan(config, memory, built.resized(config))
