@@ -7,6 +7,9 @@ import re
 import socket
 import subprocess
 import sys
+import time
+
+import pytest
 
 from jaxrunner import LLM
 from jaxrunner.loading.weights import save_checkpoint
@@ -15,7 +18,7 @@ from tests.support import processes, tiny
 
 SIZES = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
-    num_key_value_heads=2, eos_token_id=63,
+    num_key_value_heads=2, eos_token_id=63, num_hidden_layers=1,
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,22 +29,33 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def test_two_processes_give_the_tokens_of_one(tmp_path):
-    config = tiny.config(**SIZES)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder, config = tmp_path_factory.mktemp("checkpoint"), tiny.config(**SIZES)
     params = tiny.random_params(config, seed=3)
-    save_checkpoint(tmp_path, llama, config, params, tiny.SETTINGS | SIZES)
-    command = [sys.executable, "-m", "tests.support.processes"]
-    rest = ["2", str(free_port()), "4", str(tmp_path)]
+    save_checkpoint(folder, llama, config, params, tiny.SETTINGS | SIZES)
+    return folder
+
+
+def start(*args: object) -> list[subprocess.Popen]:
+    """Returns two processes with two devices each."""
+    command, port = [sys.executable, "-m", "tests.support.processes"], str(free_port())
     # Sets of names are in another order in each.
-    started = [
+    return [
         subprocess.Popen(
-            [*command, str(rank), *rest], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env=os.environ | dict(PYTHONHASHSEED=str(rank + 1)),
+            [*command, str(rank), "2", port, "4", *map(str, args)], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1)),
         )
         for rank in range(2)
     ]  # fmt: skip
-    with LLM(str(tmp_path), tokenizer=tiny.tokenizer(), **processes.SIZES) as llm:
+
+
+def test_two_processes_give_the_tokens_of_one(checkpoint):
+    started = start(checkpoint)
+    with LLM(str(checkpoint), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
         want = processes.answers(llm)
+    assert want[4][:4] == [0, 1, 1, 0]  # ABBA, as its grammar wants
     told = []
     for process in started:
         out, errors = process.communicate(timeout=240)
@@ -59,4 +73,14 @@ def test_two_processes_give_the_tokens_of_one(tmp_path):
         assert re.match("warm_up='background' wants a mesh of one process", warm_up)
         assert "'auto' wants a mesh of one process" in drafts and "say a number" in drafts
         assert "a mesh over 2 processes wants all of their devices, 4, got 3 x cpu" in three
-    assert told[0] == told[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_the_other(checkpoint, rank):
+    started = start(checkpoint, rank)
+    started[rank].communicate(timeout=240)
+    died_s = time.monotonic()
+    _, errors = started[1 - rank].communicate(timeout=240)
+    assert time.monotonic() - died_s < processes.HEARTBEAT_S + 20
+    assert started[1 - rank].returncode != 0 and "JAX distributed service" in errors

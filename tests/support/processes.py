@@ -1,18 +1,22 @@
 """One of several processes with a mesh over the devices of all, as a program.
 
-python -m tests.support.processes RANK PROCESSES PORT DEVICES CHECKPOINT: prints what each sampled.
+python -m tests.support.processes RANK PROCESSES PORT DEVICES CHECKPOINT [RANK_THAT_DIES]
 """
 
 import json
+import os
 import sys
+import time
 from typing import Any
 
 import jax
+import tokenizers
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.api.sampling_params import StructuredOutputsParams
-from tests.support import tiny
+from jaxrunner.text.tokenizer import Tokenizer
 
+HEARTBEAT_S = 10  # without any of a process it is taken for dead
 SIZES: dict[str, Any] = dict(
     max_num_seqs=3, max_num_batched_tokens=32, token_buckets=(32,), decode_buckets=(3,),
     max_model_len=48, num_blocks=24, block_size=4, dtype="float32", warm_up=False, use_tqdm=False,
@@ -23,7 +27,7 @@ RULES: list[dict[str, Any]] = [
     dict(temperature=0, max_tokens=6),
     dict(temperature=0.9, seed=4, max_tokens=6, top_k=9),
     dict(temperature=0.8, seed=7, max_tokens=5, logprobs=2, prompt_logprobs=1),
-    dict(temperature=0.7, max_tokens=6, ignore_eos=True),
+    dict(temperature=0.7, seed=9, max_tokens=6, ignore_eos=True),
     dict(temperature=0, max_tokens=6, structured_outputs=StructuredOutputsParams(choice=["ABBA"])),
 ]
 
@@ -36,7 +40,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def main(checkpoint: str, num_devices: int) -> dict[str, Any]:
-    sizes = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tiny.tokenizer())
+    sizes = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
     told: dict[str, Any] = {}
     with LLM(checkpoint, **sizes) as llm:
         told["tokens"] = answers(llm)
@@ -57,6 +61,26 @@ def main(checkpoint: str, num_devices: int) -> dict[str, Any]:
     return told
 
 
+def tokenizer() -> Tokenizer:
+    """Returns one whose tokens are the characters "A" to "}", as bytes."""
+    vocab = {chr(ord("A") + i): i for i in range(61)}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(inner)
+
+
+def dying(checkpoint: str, num_devices: int, is_it: bool) -> None:
+    """Ends one of the processes between two requests; the others go on."""
+    sizes = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
+    with LLM(checkpoint, **sizes) as llm:
+        answers(llm)
+        if is_it:
+            os._exit(1)
+        answers(llm)
+        time.sleep(4 * HEARTBEAT_S)
+
+
 def refused(call: Any, *args: Any, **kwargs: Any) -> str:
     try:
         call(*args, **kwargs)
@@ -70,6 +94,8 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", num_devices // num_processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", num_processes, rank, heartbeat_timeout_seconds=20
+        f"127.0.0.1:{port}", num_processes, rank, heartbeat_timeout_seconds=HEARTBEAT_S
     )
+    if len(sys.argv) > 6:
+        dying(sys.argv[5], num_devices, rank == int(sys.argv[6]))
     print(json.dumps(main(sys.argv[5], num_devices)), flush=True)
