@@ -89,11 +89,7 @@ class ModelRunner:
         return make_state(self.program)
 
     def prepare(self, *, all_rules: bool = False, background: bool = False) -> Started:
-        """Starts to compile what `warm_up` waits for; there need be no weights yet.
-
-        Raises:
-          ValueError: `background`, and several processes run the programs.
-        """
+        """Starts to compile what `warm_up` waits for; there need be no weights yet."""
         if self.program.engine.enforce_eager:
             return {}
         keys = program_keys(self.program, self.buckets, all_rules=all_rules)

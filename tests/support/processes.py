@@ -62,8 +62,8 @@ def main(checkpoint: str, num_devices: int) -> dict[str, Any]:
 
 
 def tokenizer() -> Tokenizer:
-    """Returns one whose tokens are the characters "A" to "}", as bytes."""
-    vocab = {chr(ord("A") + i): i for i in range(61)}
+    """Returns one whose tokens are 64 characters from "!" on, as bytes."""
+    vocab = {chr(ord("!") + i): i for i in range(64)}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
