@@ -40,7 +40,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def main(checkpoint: str, num_devices: int) -> dict[str, Any]:
-    sizes = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
+    sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
     told: dict[str, Any] = {}
     with LLM(checkpoint, **sizes) as llm:
         told["tokens"] = answers(llm)
@@ -72,7 +72,7 @@ def tokenizer() -> Tokenizer:
 
 def dying(checkpoint: str, num_devices: int, is_it: bool) -> None:
     """Ends one of the processes between two requests; the others go on."""
-    sizes = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
+    sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
     with LLM(checkpoint, **sizes) as llm:
         answers(llm)
         if is_it:
