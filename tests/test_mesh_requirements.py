@@ -18,7 +18,8 @@ def stand_in(*kinds: str, platform: str = "gpu") -> Any:
     """Returns a mesh of devices that are not there."""
     devices = [SimpleNamespace(device_kind=kind, platform=platform) for kind in kinds]
     shape = dict(tensor=len(kinds))
-    return SimpleNamespace(devices=SimpleNamespace(flat=devices), shape=shape, size=len(kinds))
+    flat = SimpleNamespace(flat=devices)
+    return SimpleNamespace(devices=flat, shape=shape, size=len(kinds), is_multi_process=False)
 
 
 def test_devices_are_of_one_kind():

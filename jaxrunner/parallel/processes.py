@@ -38,8 +38,10 @@ def agreed_least(mesh: Mesh | None, number: int) -> int:
     )
 
 
-def host_copy(x: jax.Array) -> np.ndarray:
+def host_copy(x: jax.Array | np.ndarray) -> np.ndarray:
     """Returns a whole array, of all devices of a mesh, on the host of each process."""
+    if isinstance(x, np.ndarray):
+        return x
     if x.is_fully_addressable:
         # A JAX array keeps the host copy made of it for life: let a copy of it do so.
         return np.asarray(x.copy())
