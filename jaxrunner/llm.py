@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.outputs import RequestOutput, RequestOutputs
@@ -27,6 +28,7 @@ from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.parallel.requirements import describe
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
@@ -125,7 +127,7 @@ class LLM(LLMNames):
         runner, n = self.engine.runner, self.engine.config.num_decode_steps
         alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
         return (
-            f"device: {jax.local_devices()[0].device_kind}\n"
+            f"{_devices(runner.program.mesh)}\n"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
             f"{self._report_drafts()}"
@@ -272,6 +274,13 @@ class LLM(LLMNames):
 
     def _or_defaults(self, params: Any) -> Any:
         return self._defaults if params is None else params
+
+
+def _devices(mesh: Mesh | None) -> str:
+    """Returns the line of a report that names devices."""
+    if mesh is None:
+        return f"device: {jax.local_devices()[0].device_kind}"
+    return f"devices: {describe(mesh)}"
 
 
 def _compiler_maker(of: Loaded) -> Callable | None:

@@ -65,6 +65,11 @@ class Program:
         """The devices it runs on; None for one."""
         return mesh_of(self.config)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes run it, each on its own devices of the mesh."""
+        return self.mesh is not None and self.mesh.is_multi_process
+
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens whose logits each device draws from."""

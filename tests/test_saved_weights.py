@@ -126,7 +126,7 @@ def test_an_llm_starts_from_shards(llm: LLM, tmp_path: Path):
 )
 def test_bad_arguments_write_nothing(arguments, error, words, tmp_path):
     with pytest.raises(error, match=words):
-        sharded_state.save(tmp_path, tiny.model_and_params()[1], **arguments)
+        sharded_state.save(tmp_path, *tiny.model_and_params(), **arguments)
     assert not list(tmp_path.iterdir())
     words = r"holds no model-rank-0-part-\*.safetensors: save_sharded_state writes them"
     with pytest.raises(FileNotFoundError, match=words):

@@ -21,7 +21,8 @@ PURE = (
 )  # fmt: skip
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
-    "errors", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary", "version", "api",
+    "errors", "time_limit", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary",
+    "version", "api",
     "hf_config", "types", "caches", "inputs", "outputs",
     "logprobs", "config", "indexing", "operation", "heads", "linear", "slot_table",
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import io
 import os
 import pickle
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 
 # What changes how a function is traced; a lowering process is given them.
@@ -180,14 +182,28 @@ def lowering_task(spec: Callable[..., Any], *args: Any) -> bytes | None:
         return None
     device, described = jax.local_devices()[0], None
     if device.platform != "cpu":  # kernels ask for the device that they are lowered for
-        mesh = jax.sharding.Mesh(np.array([device]), ("x",)).abstract_mesh
+        mesh = Mesh(np.array([device]), ("x",)).abstract_mesh
         described = getattr(mesh, "abstract_device", None)
     settings = {name: getattr(jax.config, name) for name in SETTINGS}
     task = settings, export.default_export_platform(), described, spec, args
+    told = io.BytesIO()
     try:
-        return pickle.dumps(task)
+        _Pickler(told).dump(task)
+        return told.getvalue()
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
+
+
+class _Pickler(pickle.Pickler):
+    """Tells another process of devices by their number and kind, as it has none of them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Returns an abstract mesh in place of a mesh."""
+        return (_itself, (obj.abstract_mesh,)) if isinstance(obj, Mesh) else NotImplemented
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def serve() -> None:

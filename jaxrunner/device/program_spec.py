@@ -62,6 +62,20 @@ def program_keys(program: Program, buckets: Sequence[Bucket], *, all_rules: bool
     ]
 
 
+def background_keys(
+    program: Program, buckets: Sequence[Bucket], keys: Sequence[Key]
+) -> tuple[list[Key], list[Key]]:
+    """Returns `keys` in the order that serves soonest, and those without which no step can run."""
+    ragged = [b for b in buckets if not b.query_len][-1]
+    decode = max((b for b in buckets if b.query_len), key=lambda b: b.num_rows)
+    needed = [step_key(ragged, 1)]  # it can run any step
+    if (several := program.engine.num_decode_steps) > 1:
+        needed.append(step_key(decode, several))
+    first = [key for key in keys if ENTRY_POINTS[key.name].is_small or key in needed]
+    # Of the others the one that can run any decode step comes next.
+    return [*needed, step_key(decode, 1), *keys], first
+
+
 def step_key(bucket: Bucket, num_steps: int) -> Key:
     """Names the program of usual requests, of one step or of several in one launch."""
     if num_steps == 1:

@@ -70,7 +70,7 @@ class Engine:
         self._drafts = DraftPolicy(decode) if self.scheduler.adaptive else None
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._gained: NewTokens = []  # read, and not yet returned
-        self.grammars = StructuredOutputManager(make_compiler)
+        self.grammars = StructuredOutputManager(make_compiler, in_step=program.is_shared)
         self._seeds = np.random.default_rng(self.config.seed)
         self._alarm: FloatingPointError | None = None  # for the end of a step
 

@@ -23,6 +23,17 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
+from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.tensor import ShardedConfig
+from jaxrunner.parallel.whole import (
+    copied,
+    merge,
+    merge_one,
+    merged_spec,
+    whole_config,
+    whole_params,
+)
+from jaxrunner.program import Program, abstract_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request, Status
@@ -50,6 +61,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
       RuntimeError: the engine sleeps, or has ended.
       FloatingPointError: as `Engine.step`; nothing is saved.
     """
+    check_own(engine.runner.program.mesh, "save_state", "let its requests end")
     folder = Path(folder).absolute()
     orbax_io.check_new(folder)
     engine.status.check_awake()
@@ -61,10 +73,11 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
         part = Path(unfinished, "snapshot")
         orbax_io.write(part / "tables", (state.requests, state.tables))
-        for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
+        for i, blocks in enumerate(filled):
             # One at a time: a copy of the whole cache may fit neither device nor host.
-            values = jax.tree.map(partial(_read, np.array(blocks)), layer)
-            orbax_io.write(part / f"layer{i}", values)
+            values = jax.tree.map(partial(_read, np.array(blocks)), state.kv[i])
+            whole = _whole_blocks(engine.runner, i, len(blocks))
+            orbax_io.write(part / f"layer{i}", merge(values, whole))
         told = dict(context=_context(engine), filled=filled, host=host, more=more)
         (part / "host.json").write_text(serialization.dumps(told), encoding="utf-8")
         checksums.write(part)
@@ -88,6 +101,7 @@ def restore_engine(
         those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
         goes on as before; at worst it has forgotten cached prefixes.
     """
+    check_own(engine.runner.program.mesh, "restore_state", "add its requests anew")
     folder = Path(folder).absolute()
     if not (folder / "host.json").is_file():
         raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")
@@ -137,8 +151,8 @@ def _told(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request]]:
 def _spec(engine: Engine, folder: Path, filled: list[list[int]]) -> Any:
     """Returns what the tables must be like, once all files are known to be so."""
     state = engine.runner.state
-    for i, (layer, blocks) in enumerate(zip(state.kv, filled, strict=True)):
-        orbax_io.check_like(folder / f"layer{i}", _blocks_of(layer, len(blocks)))
+    for i, blocks in enumerate(filled):
+        orbax_io.check_like(folder / f"layer{i}", _whole_blocks(engine.runner, i, len(blocks)))
     return orbax_io.abstract((state.requests, state.tables))
 
 
@@ -159,7 +173,8 @@ def _read(blocks: np.ndarray, cache: Array) -> np.ndarray:
 def _fill(runner: ModelRunner, i: int, blocks: np.ndarray, folder: Path) -> None:
     """Writes what a layer's blocks held into its cache."""
     kv = runner.state.kv
-    values = orbax_io.read(folder, _blocks_of(kv[i], len(blocks)))
+    spec, whole = _blocks_of(kv[i], len(blocks)), _whole_blocks(runner, i, len(blocks))
+    values = copied(orbax_io.read(folder, merged_spec(spec, whole)), spec)
     layer = _put(kv[i], blocks, values)
     runner.state = replace(runner.state, kv=(*kv[:i], layer, *kv[i + 1 :]))
 
@@ -172,6 +187,16 @@ def _blocks_of(layer: LayerCache, count: int) -> Any:
         return jax.ShapeDtypeStruct(shape, cache.dtype, sharding=cache.sharding)
 
     return jax.tree.map(one, layer)
+
+
+def _whole_blocks(runner: ModelRunner, i: int, count: int) -> Any:
+    """Returns what so many blocks of a layer are like on one device."""
+    return _blocks_of(abstract_state(_whole_program(runner.program)).kv[i], count)
+
+
+def _whole_program(program: Program) -> Program:
+    """Returns a program as it is on one device."""
+    return replace(program, config=whole_config(program.config))
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -214,32 +239,40 @@ def _filled(engine: Engine) -> list[list[int]]:
 
 def _context(engine: Engine) -> dict[str, str]:
     """Says what an engine must have in common with the one that goes on in its place."""
-    program = engine.runner.program
-    functions = dict(layers=program.model.layers, logits=program.model.logits)
+    program = _whole_program(engine.runner.program)  # any mesh can go on
+    config = engine.model_config
+    model = config.family if isinstance(config, ShardedConfig) else program.model
+    functions = dict(layers=model.layers, logits=model.logits)
     told = dict(jaxrunner=__version__)
     told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
     told |= {"tables": repr([(table.name, table.extra_args) for table in program.tables])}
     configs: tuple[Any, Any] = program.config, program.engine
     for config in configs:  # functions, which no other process has at one place, are no `repr`
         told |= {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.repr}
+    pools = [(pool.layers, pool.block_size) for pool in engine.runner.program.cache_groups]
+    told |= dict(cache_groups=repr(pools))
     params = engine.runner.params
+    whole = whole_params(program.model.params, program.config)
+    shapes = tuple(x.shape for x in jax.tree.leaves(whole))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
-    leaves = zip(jax.tree.leaves(params), jax.device_get(_sums(params)), strict=True)
-    values = [f"{x.dtype}{list(x.shape)} of sum {total:#x}" for x, total in leaves]
+    sums = jax.device_get(_sums(jax.tree.leaves(params), shapes))
+    leaves = zip(jax.tree.leaves(params), shapes, sums, strict=True)
+    values = [f"{x.dtype}{list(shape)} of sum {total:#x}" for x, shape, total in leaves]
     return told | {f"params{path}": value for path, value in zip(paths, values, strict=True)}
 
 
-@jax.jit
-def _sums(params: Any) -> list[Array]:
-    """Returns a number for each leaf that any other values are unlikely to have."""
+@partial(jax.jit, static_argnums=1)
+def _sums(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    """Returns a number for each leaf, of a shape, that any other values are unlikely to have."""
 
-    def one(x: Array) -> Array:
+    def one(x: Array, shape: tuple[int, ...]) -> Array:
+        x = merge_one(x, shape)
         bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
         words = bits.astype(jnp.uint32).ravel()
         odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1  # apart by their places
         return jnp.sum(words * odd, dtype=jnp.uint32)
 
-    return [one(x) for x in jax.tree.leaves(params)]
+    return [one(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
 
 
 def _check_context(folder: Path, saved: dict[str, str], own: dict[str, str]) -> None:

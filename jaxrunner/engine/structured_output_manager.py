@@ -15,8 +15,11 @@ FAILED = "structured_outputs: the grammar failed"
 class StructuredOutputManager:
     """Compiles the grammars of requests, and runs the compiled ones, each `Request.grammar`."""
 
-    def __init__(self, make_compiler: Callable[[], Any] | None):
-        """make_compiler: returns a `GrammarCompiler`; called once, when a request needs it."""
+    def __init__(self, make_compiler: Callable[[], Any] | None, *, in_step: bool = False):
+        """make_compiler: returns a `GrammarCompiler`; called once, when a request needs it.
+        in_step: other processes must be ready with the same requests, so all are waited for.
+        """
+        self._in_step = in_step
         self._make_compiler, self._compiler = make_compiler, None
         self.requests: dict[str, Request] = {}  # whose grammar is not compiled yet
         self._futures: dict[str, Future] = {}
@@ -50,7 +53,9 @@ class StructuredOutputManager:
 
     def ready(self, *, block: bool) -> list[Request]:
         """Returns requests whose grammar is there, or that it failed, which ends them."""
-        if block and self._futures:
+        if self._in_step:
+            wait(self._futures.values())
+        elif block and self._futures:
             wait(self._futures.values(), return_when=FIRST_COMPLETED)
         done = [self._take(name) for name, future in list(self._futures.items()) if future.done()]
         for request, future in done:

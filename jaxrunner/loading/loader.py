@@ -131,7 +131,7 @@ def load(
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
     tensor_parallel_size: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 

@@ -6,6 +6,7 @@ import tempfile
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrunner.errors import in_words
@@ -97,8 +98,14 @@ def _stored(folder: Path) -> dict[str, str]:
 
 
 def abstract(tree: Any) -> Any:
-    """Returns the shapes, dtypes and shardings of a tree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    """Returns the shapes, dtypes and shardings of a tree of arrays; those of the host stay."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(one, tree)
 
 
 def check_new(folder: Path) -> None:

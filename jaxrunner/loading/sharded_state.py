@@ -7,22 +7,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.loading import safetensors_file
 from jaxrunner.loading.weights import check_checkpoint, load_params
 from jaxrunner.model import Source, Stored, StoredConfig
+from jaxrunner.parallel.processes import host_copy
+from jaxrunner.parallel.tensor import sources_on_mesh
+from jaxrunner.parallel.whole import merge_one, whole_params
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 _MAX_SIZE = Bound(int, 1, 2**62, optional=True)
 
 
 def save(
-    folder: str | Path, params: Any, *, pattern: str | None = None, max_size: int | None = None
-) -> None:
+    folder: str | Path, config: StoredConfig, params: Any, *, pattern: str | None = None,
+    max_size: int | None = None,
+) -> None:  # fmt: skip
     """Writes params as safetensors files, of at most `max_size` bytes of weights each.
+
+    Files of a mesh are those of one device, and any mesh reads them.
 
     A weight that is larger has a file of its own. pattern: the names of the files.
 
@@ -34,17 +39,17 @@ def save(
     if old := _files(folder, pattern):
         raise ValueError(f"{folder} holds {old[0].name} already: name another folder")
     leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    shapes = [leaf.shape for leaf in jax.tree.leaves(whole_params(type(params), config))]
     parts: list[dict[str, Any]] = [{}]
-    for name, leaf in leaves.items():
-        size = sum(x.nbytes for x in parts[-1].values())
+    for (name, leaf), shape in zip(leaves.items(), shapes, strict=True):
+        size = sum(x.nbytes for x, _ in parts[-1].values())
         if parts[-1] and most is not None and size + leaf.nbytes > most:
             parts.append({})
-        parts[-1][name] = leaf
+        parts[-1][name] = leaf, shape
     folder.mkdir(parents=True, exist_ok=True)
     for i, part in enumerate(parts):
-        tensors = {name: (leaf.dtype, leaf.shape) for name, leaf in part.items()}
-        # A JAX array keeps the host copy made of it for life: let a copy of it do so.
-        arrays = (np.asarray(leaf.copy()) for leaf in part.values())
+        tensors = {name: (leaf.dtype, shape) for name, (leaf, shape) in part.items()}
+        arrays = (merge_one(host_copy(leaf), shape) for leaf, shape in part.values())
         safetensors_file.write(folder / pattern.format(rank=0, part=i), tensors, arrays)
 
 
@@ -82,7 +87,8 @@ def _found(folder: Path, model: Stored, pattern: str | None) -> tuple[Stored, li
         raise FileNotFoundError(
             f"{folder} holds no {pattern.format(rank=0, part='*')}: save_sharded_state writes them"
         )
-    return _AsHeld(model.params, partial(_sources, model.params)), files
+    held = _AsHeld(model.params, partial(_sources, model.params))
+    return held._replace(sources=partial(sources_on_mesh, held)), files
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -24,6 +24,8 @@ from jaxrunner.loading.declared import (
 )
 from jaxrunner.loading.join import join, split
 from jaxrunner.model import Stored, StoredConfig
+from jaxrunner.parallel.placement import move, put
+from jaxrunner.parallel.processes import host_copy
 from jaxrunner.types import Array
 
 MOST_NAMED, MOST_SHOWN = 10, 60  # leaves in a message, and characters of each
@@ -74,7 +76,7 @@ def load_params(
                     check_finite(parts)
                 bar.update(len(parts))
             at = sharding_or_device or leaf.sharding
-            leaves.append(jax.device_put(join(where, source, parts, leaf), at))
+            leaves.append(put(join(where, source, parts, leaf), at))
             # One transfer is on its way while the next weight is joined, not more.
             jax.block_until_ready(leaves[-2:-1])
         undo.pop_all()
@@ -102,7 +104,7 @@ def random_params(model: Stored, config: StoredConfig, dtype: str, seed: int) ->
         for i, (path, leaf) in enumerate(leaves)
     ]
     where = [leaf.sharding for _, leaf in leaves]
-    return jax.tree.unflatten(treedef, jax.device_put(made, where))
+    return jax.tree.unflatten(treedef, list(map(move, made, where)))
 
 
 def like(new: Any, old: Any) -> Any:
@@ -153,7 +155,7 @@ def _like(name: str, new: Any, old: Any) -> Any:
             f"{name} must be {old.dtype} {list(old.shape)}, got {new.dtype} {list(new.shape)}"
         )
     if isinstance(new, np.ndarray):
-        return jax.device_put(new, old.sharding)
+        return put(new, old.sharding)
     if new.is_deleted():
         raise ValueError(f"{name} was deleted: donate no array that an engine is to use")
     if not new.sharding.is_equivalent_to(old.sharding, old.ndim):
@@ -227,9 +229,9 @@ def with_tensors(model: Stored, config: StoredConfig, params: Any, tensors: dict
         parts = {n: np.asarray(tensors[n]) for n in source.names if n in tensors}
         if parts:
             if len(parts) < len(source.names):
-                old = split(where, source, np.asarray(leaf.copy()))
+                old = split(where, source, host_copy(leaf))
                 parts = dict(zip(source.names, old, strict=True)) | parts
-            leaf = jax.device_put(join(where, source, parts, leaf), leaf.sharding)
+            leaf = put(join(where, source, parts, leaf), leaf.sharding)
         leaves.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 

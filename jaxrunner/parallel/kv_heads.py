@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import pytree
@@ -79,8 +80,9 @@ def copy_heads(packed: np.ndarray, num: int) -> np.ndarray:
     return np.concatenate([queries, np.repeat(packed[:, -2:], num // K, axis=0)], 1)
 
 
-def merge_heads(packed: np.ndarray, K: int) -> np.ndarray:
-    """Returns the inverse of `copy_heads`."""
+def merge_heads(packed: Any, K: int) -> Any:
+    """Returns the inverse of `copy_heads`, also of an array of JAX."""
     num, P, *rest = packed.shape
     queries = packed[:, :-2].reshape(K, num * (P - 2) // K, *rest)
-    return np.concatenate([queries, packed[:: num // K, -2:]], 1)
+    concatenate = np.concatenate if isinstance(packed, np.ndarray) else jnp.concatenate
+    return concatenate([queries, packed[:: num // K, -2:]], 1)

@@ -16,13 +16,15 @@ TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabul
 MESH_AXES = dict(K=TENSOR, H=TENSOR, F=TENSOR, V=TENSOR)  # by the axes that `leaf` names
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns a mesh of the first devices of this process, or of the first that are given.
+
+    Where it has too few, of those of all processes that `jax.distributed` has joined.
 
     Raises:
       ValueError: there are fewer.
     """
-    devices = jax.local_devices() if devices is None else devices
+    devices = _devices(tensor_parallel_size) if devices is None else devices
     if tensor_parallel_size > len(devices):
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size} needs as many devices, there are "
@@ -31,15 +33,20 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,))
 
 
+def _devices(num: int) -> Sequence[Any]:
+    local = jax.local_devices()
+    return local if num <= len(local) else jax.devices()
+
+
 def mesh_of(config: Any) -> Mesh | None:
     """Returns the mesh that a `ModelConfig` is for; None for the first device of the process."""
     return getattr(config, "mesh", None)
 
 
-def devices_of(config: Any) -> list[jax.Device]:
-    """Returns the devices that a `ModelConfig` is for."""
+def devices_of(config: Any) -> list[Any]:
+    """Returns the devices of this process that a `ModelConfig` is for."""
     mesh = mesh_of(config)
-    return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
+    return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
 
 
 def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:

@@ -20,7 +20,16 @@ def on_shards(
     """
     if mesh is None:
         return function
-    in_specs, out_specs = jax.tree.map(spec_of, args), jax.tree.map(spec_of, out)
+    flat = (jax.tree.flatten(jax.tree.map(spec_of, tree)) for tree in (args, out))
+    return _on_shards(function, mesh, *((tuple(specs), treedef) for specs, treedef in flat))
+
+
+@functools.lru_cache(maxsize=1024)  # a function that is new each time would be lowered each time
+def _on_shards(
+    function: Callable[..., Any], mesh: Mesh, args: tuple[Any, Any], out: tuple[Any, Any]
+) -> Callable[..., Any]:
+    """Returns `on_shards` of trees of `PartitionSpec`, flat and with their structure."""
+    in_specs, out_specs = (jax.tree.unflatten(treedef, specs) for specs, treedef in (args, out))
 
     @functools.wraps(function)
     def run(*args: Any, **static: Any) -> Any:

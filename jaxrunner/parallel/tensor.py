@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 
 from jaxrunner.config import ModelConfig
 from jaxrunner.linear import Weights
-from jaxrunner.model import MakeOps, Model, Ops
+from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.kv_heads import check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.parallel.requirements import check_mesh
 from jaxrunner.types import Array, Batch, Inputs
 
 
@@ -42,7 +43,14 @@ class ShardedConfig:
 
 def sources(config: ShardedConfig) -> Any:
     """Returns where each weight lies in a checkpoint, copies of KV heads made of one."""
-    return copied_sources(config.family, config.whole, config.mesh.shape[TENSOR])
+    return sources_on_mesh(config.family, config)
+
+
+def sources_on_mesh(model: Stored, config: Any) -> Any:
+    """Returns the sources of a model for one device, on the mesh of a config, if it has one."""
+    if not isinstance(config, ShardedConfig):
+        return model.sources(config)
+    return copied_sources(model, config.whole, config.mesh.shape[TENSOR])
 
 
 def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelConfig]:
@@ -50,13 +58,15 @@ def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelCo
 
     Raises:
       ValueError: the model does not run on shards, or a size is no multiple of the devices; says
-        which would do.
+        which would do. Or the devices are of several kinds.
+      RuntimeError: JAX and NCCL cannot sum over the devices.
     """
     if not model.tensor_parallel:
         raise ValueError(
             f"tensor_parallel_size={mesh.shape[TENSOR]} wants a model that runs on shards, "
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
+    check_mesh(mesh)
     check_sizes(config, mesh.shape[TENSOR])
     sharded = model._replace(
         embed=_embed, logits=_logits, layers=_layers, sources=sources, own_logits=_own_logits
@@ -75,6 +85,12 @@ def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         return _all_reduce(ops.mlp(x, gate_up, _bias_once(down)))
 
     return replace(ops, project=project, mlp=mlp)
+
+
+@functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
+def all_reduced(make: MakeOps) -> MakeOps:
+    """Returns `all_reduce_ops` of what makes the operations of one device."""
+    return functools.partial(all_reduce_ops, make)
 
 
 def _all_reduce(residual: Array) -> Array:

@@ -14,7 +14,9 @@ from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.mesh import mesh_of
-from jaxrunner.parallel.tensor import all_reduce_ops
+from jaxrunner.parallel.placement import declared
+from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
 from jaxrunner.program import Program
 from jaxrunner.rule import Rule
 from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
@@ -42,6 +44,8 @@ class Built(NamedTuple):
         """The executables of earlier processes."""
         if self.cache_dir is None or not self.is_ours or jax_keeps_its_own():
             return None
+        if self.program.is_shared:  # compiling may want all processes, and some would load
+            return None
         program = self.program
         code = _code(program, self.params)
         names = [(function.__module__, function.__qualname__) for function in code]
@@ -50,7 +54,8 @@ class Built(NamedTuple):
         drafts = speculator and speculator._replace(propose=_given(speculator.propose), tables=())
         context = names, tables, drafts, program.config, program.engine
         context += self.choice.name, self.params
-        return ProgramCache(self.cache_dir, context)
+        devices = None if program.mesh is None else program.mesh.devices.flat
+        return ProgramCache(self.cache_dir, context, devices)
 
     @property
     def task(self) -> bytes | None:
@@ -84,13 +89,16 @@ def build(
             "or set tensor_parallel_size=1"
         )
     if mesh is not None:
-        choice = choice._replace(ops=functools.partial(all_reduce_ops, choice.ops))
+        choice = choice._replace(ops=all_reduced(choice.ops))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample)
     check_names(program.tables)
+    if speculator is not None and speculator.adaptive:
+        asked = "speculative_config.num_speculative_tokens='auto'"
+        check_own(mesh, asked, "say a number, as 'auto' goes by measured times")
     if config.num_decode_steps > 1 and model.heads:
         raise ValueError(
             f"num_decode_steps={config.num_decode_steps} needs a model without heads, "
@@ -102,8 +110,11 @@ def build(
             f"{model_config.architecture} has {lost}: leave out speculative_config"
         )
     # What the code of others does is not known.
-    ours = rules == RULES and ops is None and mesh is None and is_ours(*_code(program, params))
-    return Built(choice, program, abstract(params), cache_dir, ours)
+    ours = rules == RULES and ops is None and is_ours(*_code(program, params))
+    spec = abstract(params)
+    if mesh is not None:
+        spec = declared(params, model.params, model_config.dims, mesh)
+    return Built(choice, program, spec, cache_dir, ours)
 
 
 def _code(program: Program, params: Any) -> tuple[Any, ...]:
@@ -117,8 +128,17 @@ def _code(program: Program, params: Any) -> tuple[Any, ...]:
     weights = _classes(params)
     return (
         model.embed, model.layers, model.logits, type(config), *tables, *heads, *drafts,
-        *chain(*kinds), *weights,
+        *chain(*kinds), *weights, *_code_on_shards(config),
     )  # fmt: skip
+
+
+def _code_on_shards(config: Any) -> tuple[Any, ...]:
+    """Returns the functions and classes of models and drafters that shards run."""
+    drafter = getattr(config, "drafter", None)
+    parts = config, getattr(config, "target", None), drafter, getattr(drafter, "config", None)
+    found = [part for part in parts if isinstance(part, ShardedConfig)]
+    of = [(part.family.embed, part.family.layers, part.family.logits) for part in found]
+    return *chain(*of), *(type(part.whole) for part in found)
 
 
 def _code_of_parts(config: Any) -> tuple[Any, ...]:

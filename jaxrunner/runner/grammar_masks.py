@@ -13,9 +13,11 @@ from jaxrunner.scheduling.request import GrammarOutput
 class GrammarMasks:
     """Makes masks, [B, J, ceil(V / 32)], int32."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, *, on_host: bool = False):
+        """on_host: masks that are kept stay there, as for devices of several processes."""
+        self._on_host = on_host
         self._num_words = -(-vocab_size // 32)
-        self._open: dict[tuple[int, int, int], jax.Array] = {}
+        self._open: dict[tuple[int, int, int], jax.Array | np.ndarray] = {}
 
     def of(self, req_ids: tuple[str, ...], size: SampleSize, grammar: GrammarOutput | None) -> Any:
         """Returns the mask of a step of these requests, in row order.
@@ -57,8 +59,9 @@ class GrammarMasks:
                 f"got {bitmask.shape}"
             )
 
-    def _of_none(self, shape: tuple[int, int, int]) -> jax.Array:
+    def _of_none(self, shape: tuple[int, int, int]) -> jax.Array | np.ndarray:
         """Returns a mask that allows all tokens, made once."""
         if shape not in self._open:
-            self._open[shape] = jax.device_put(np.full(shape, -1, np.int32))
+            mask = np.full(shape, -1, np.int32)
+            self._open[shape] = mask if self._on_host else jax.device_put(mask)
         return self._open[shape]

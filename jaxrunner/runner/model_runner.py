@@ -23,9 +23,16 @@ from jaxrunner import pytree
 from jaxrunner.device.buckets import choose, step_buckets
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
-from jaxrunner.device.program_spec import program_keys, program_spec, step_key
+from jaxrunner.device.program_spec import (
+    background_keys,
+    program_keys,
+    program_spec,
+    step_key,
+)
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
+from jaxrunner.parallel.placement import place
+from jaxrunner.parallel.processes import check_own
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
@@ -53,10 +60,7 @@ class ModelRunner:
             them before the first step.
         trusted: steps come from our own scheduler, and are not checked.
         """
-        # Arrays of the host would be copied to the device in every step.
-        params = jax.tree.map(
-            lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
-        )
+        params = place(params, built.params)  # of the host they would be copied in every step
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.params = None if to_come else params
         self.choice, self.program = built.choice, built.program
@@ -73,8 +77,8 @@ class ModelRunner:
         self.profiler = Profiler()
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
-        self._masks = GrammarMasks(self.program.config.vocab_size)
         program = self.program
+        self._masks = GrammarMasks(program.config.vocab_size, on_host=program.is_shared)
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
 
@@ -91,14 +95,8 @@ class ModelRunner:
         keys = program_keys(self.program, self.buckets, all_rules=all_rules)
         if not background:
             return self.programs.start(keys, keys)
-        ragged = [b for b in self.buckets if not b.query_len][-1]
-        decode = max((b for b in self.buckets if b.query_len), key=lambda b: b.num_rows)
-        needed = [step_key(ragged, 1)]  # it can run any step
-        if (several := self.program.engine.num_decode_steps) > 1:
-            needed.append(step_key(decode, several))
-        first = [key for key in keys if ENTRY_POINTS[key.name].is_small or key in needed]
-        # Of the others the one that can run any decode step comes next.
-        return self.programs.start([*needed, step_key(decode, 1), *keys], first)
+        check_own(self.program.mesh, "warm_up='background'", "take warm_up=True")
+        return self.programs.start(*background_keys(self.program, self.buckets, keys))
 
     def warm_up(
         self, *, all_rules: bool = False, background: bool = False, progress: bool = False
@@ -260,7 +258,8 @@ class ModelRunner:
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""
-        for req_id in output.finished_req_ids | output.preempted_req_ids:
+        # In one order in all processes of a mesh: slots are given anew in that order.
+        for req_id in sorted(output.finished_req_ids | output.preempted_req_ids):
             self.requests.remove(req_id)
         new, counts = output.scheduled_new_reqs, output.num_scheduled_tokens
         for request in new:

@@ -65,10 +65,18 @@ def jax_keeps_its_own() -> bool:
 class ProgramCache:
     """Executables of one context, such as a model and the sizes of an engine."""
 
-    def __init__(self, folder: Path, context: Iterable[Any], *, max_bytes: int = MAX_BYTES):
-        """context: what all executables depend on, besides the machine, JAX and our own code."""
+    def __init__(
+        self, folder: Path, context: Iterable[Any], devices: Iterable[Any] | None = None,
+        *, max_bytes: int = MAX_BYTES,
+    ):  # fmt: skip
+        """context: what all executables depend on, besides the machine, JAX and our own code.
+        devices: that they run on, in their order; None for the first of this process.
+        """
         self._folder, self._max_bytes = folder, max_bytes
-        self._context = "\n".join(map(str, (*_surroundings(), *context)))
+        self._devices = list(jax.local_devices()[:1] if devices is None else devices)
+        # An executable holds the numbers of its devices, and runs on no others.
+        on = ((device.id, device.device_kind) for device in self._devices)
+        self._context = "\n".join(map(str, (*_surroundings(), *on, *context)))
         self._keeps = True
 
     def load(self, key: Any, args: tuple[Any, ...], out: Any) -> Any:
@@ -89,7 +97,7 @@ class ProgramCache:
                 raise ValueError("its digest is not that of its contents")
             trees = jax.tree.structure((args, {})), jax.tree.structure(out)
             loaded = serialize_executable.deserialize_and_load(
-                body, *trees, execution_devices=jax.local_devices()[:1]
+                body, *trees, execution_devices=self._devices
             )
         except Exception as error:  # whatever a foreign file makes a library raise
             return _note(f"{path} is ignored", error)
@@ -151,11 +159,11 @@ def _note(what: str, error: Exception) -> None:
 @functools.cache
 def _surroundings() -> tuple[str, ...]:
     """Says what any executable depends on: the machine, JAX, its settings and flags, our code."""
-    device, backend = jax.local_devices()[0], jax.extend.backend.get_backend()
+    backend = jax.extend.backend.get_backend()
     options = xla_client.CompileOptions()
     flags = options.executable_build_options.debug_options  # of XLA_FLAGS, once it is asked for
     return (
-        jax.__version__, version.__version__, backend.platform_version, device.device_kind,
+        jax.__version__, version.__version__, backend.platform_version,
         str(jax.local_device_count()), platform.machine(), _digest([_cpu().encode()]), *_nvidia(),
         str(flags is None), _digest([options.SerializeAsString()]),
         *(str(getattr(jax.config, name)) for name in SETTINGS),

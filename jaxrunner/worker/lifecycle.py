@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -15,6 +15,9 @@ from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
+from jaxrunner.parallel.processes import check_own, host_copy
+from jaxrunner.parallel.requirements import check_sum
+from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
 from jaxrunner.program import make_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import Profiler, check_device
@@ -154,7 +157,8 @@ class Lifecycle(NotHere, abc.ABC):
           ValueError: the folder is there.
           RuntimeError: the weights sleep.
         """
-        orbax_io.save(Path(folder), self._awake())
+        self._check_own("save_params")
+        orbax_io.save(Path(folder), merge(self._awake(), self._whole))
 
     @checked(arguments.IN_FOLDER)
     def load_params(self, folder: str | Path) -> None:
@@ -163,7 +167,10 @@ class Lifecycle(NotHere, abc.ABC):
         Raises:
           FileNotFoundError, ValueError: they are not like the old ones, which stay; names where.
         """
-        self.update_params(orbax_io.restore(Path(folder), self.runner.params_spec))
+        self._check_own("load_params")
+        spec = self.runner.params_spec
+        params = orbax_io.restore(Path(folder), merged_spec(spec, self._whole))
+        self.update_params(copied(params, spec))
 
     @checked(arguments.SAVE_SHARDED_STATE)
     def save_sharded_state(
@@ -179,9 +186,11 @@ class Lifecycle(NotHere, abc.ABC):
           TypeError, ValueError: a bad argument, or such files are there.
           RuntimeError: the weights sleep.
         """
-        params = self._awake()
-        own = params.target if isinstance(params, Drafted) else params
-        sharded_state.save(path, own, pattern=pattern, max_size=max_size)
+        self._check_own("save_sharded_state")
+        params, config = self._awake(), cast(Any, self.runner.program.config)
+        if isinstance(params, Drafted):
+            params, config = params.target, config.target
+        sharded_state.save(path, config, params, pattern=pattern, max_size=max_size)
 
     @checked(arguments.SLEEP)
     def sleep(self, level: int = 1) -> None:
@@ -200,7 +209,7 @@ class Lifecycle(NotHere, abc.ABC):
         status.check()
         if runner.requests.num_taken:
             raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
-        self._host_params = jax.device_get(runner.params) if level == 1 else None
+        self._host_params = jax.tree.map(host_copy, runner.params) if level == 1 else None
         pytree.delete(runner.state)
         runner.params = runner.state = None
         status.sleeping, status.is_dropped = TAGS, level == 2
@@ -234,12 +243,14 @@ class Lifecycle(NotHere, abc.ABC):
 
     @checked(arguments.CHECK_HEALTH)
     def check_health(self, timeout_s: float = 10.0) -> None:
-        """Runs a tiny program on the device.
+        """Runs a tiny program on the device, and one on all of a mesh.
 
         Raises:
           RuntimeError: it did not end in time, or failed.
         """
         check_device(timeout_s)
+        if (mesh := self.runner.program.mesh) is not None:
+            check_sum(mesh, timeout_s)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns what the model can be asked for."""
@@ -255,6 +266,15 @@ class Lifecycle(NotHere, abc.ABC):
         if self.params is None:
             raise RuntimeError("the weights sleep: wake_up first, or give all with update_params")
         return self.params
+
+    def _check_own(self, asked: str) -> None:
+        check_own(self.runner.program.mesh, asked, "reload_weights reads a checkpoint there too")
+
+    @property
+    def _whole(self) -> Any:
+        """The shapes of the weights on one device."""
+        program = self.runner.program
+        return whole_params(program.model.params, program.config)
 
     def _read(self, name: str, given: Any) -> dict[str, Any]:
         """Returns tensors that are the model's, and with `check_nan` finite."""

@@ -101,7 +101,7 @@ class MemoryPlan:
         return "\n".join(f"  {name:9}{n / GIB:9.3f} GiB  {note}".rstrip() for name, n, note in rows)
 
 
-def read_device(params: Any, devices: Sequence[jax.Device]) -> Device | None:
+def read_device(params: Any, devices: Sequence[Any]) -> Device | None:
     """Returns the memory of the fullest device; None where it does not tell, as on a CPU."""
     here = num_bytes([x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)])
     found = []

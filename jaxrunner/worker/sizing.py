@@ -11,6 +11,7 @@ from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.mesh import devices_of
+from jaxrunner.parallel.processes import agreed_least
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
@@ -82,10 +83,19 @@ def plan_engine(
     )
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
-    device = read_device(loaded.params, devices_of(loaded.config))
+    device = _agreed(read_device(loaded.params, devices_of(loaded.config)), built)
     costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
     config, memory = plan_memory(costs, size, device, shrink=shrink)
     return EnginePlan(config, memory, built.resized(config))
+
+
+def _agreed(device: Device | None, built: Built) -> Device | None:
+    """Returns the least memory that any process of a mesh has: all must have as many blocks."""
+    if device is None:
+        return None
+    mesh = built.program.mesh
+    limit = agreed_least(mesh, device.limit)
+    return Device(limit, limit - agreed_least(mesh, device.limit - device.others))
 
 
 def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) -> ProgramMemory:

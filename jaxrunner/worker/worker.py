@@ -26,6 +26,8 @@ from jaxrunner.api.speculative_config import SpeculativeConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
+from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.requirements import check_sum
 from jaxrunner.program import engine_groups
 from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
@@ -73,7 +75,7 @@ class Worker(Lifecycle):
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
         tensor_parallel_size: int = 1,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         cache_dir: str | Path | None = "auto",
@@ -153,12 +155,14 @@ class Worker(Lifecycle):
         """Loads the weights, for the runner where there is one.
 
         Raises:
-          RuntimeError: `init_device` was not called.
+          RuntimeError: `init_device` was not called, or several devices cannot sum.
           FileNotFoundError, ValueError: the checkpoint or a setting is bad; names it.
         """
         if self._device is None:
             raise RuntimeError("load_model needs a device: call init_device first")
         loaded = self._checkpoint or self.read_checkpoint()
+        if (mesh := mesh_of(loaded.config)) is not None:
+            check_sum(mesh)
         params = loaded.read_params(progress=progress)
         if self._runner is None:
             self._checkpoint = loaded._replace(params=params)

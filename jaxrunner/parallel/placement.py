@@ -1,0 +1,55 @@
+"""Arrays of the host on the devices of an engine: each device is given its own shards."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+
+from jaxrunner.parallel.mesh import shardings
+
+
+def declared(params: Any, cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
+    """Returns the shapes and dtypes of weights, and where their class says that each lies.
+
+    Raises:
+      ValueError: they are another tree.
+    """
+    where = shardings(cls, {**dims, "param": "float32"}, mesh)
+    if jax.tree.structure(params) != jax.tree.structure(where):
+        raise ValueError(
+            f"params must be a {cls.__name__} with the leaves that its config says, got "
+            f"{jax.tree.structure(params)!s:.200}"
+        )
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+                        params, where)  # fmt: skip
+
+
+def place(params: Any, spec: Any) -> Any:
+    """Returns weights on the devices that `spec` says; what lies there, or is abstract, stays."""
+
+    def one(x: Any, spec: Any) -> Any:
+        at = spec.sharding
+        if isinstance(x, np.ndarray):
+            return put(x, at)
+        if at is None or not isinstance(x, jax.Array) or x.sharding.is_equivalent_to(at, x.ndim):
+            return x
+        return move(x, at)
+
+    return jax.tree.map(one, params, spec)
+
+
+def put(x: np.ndarray, at: Any) -> jax.Array:
+    """Returns an array of the host where a sharding says, on the default device where None.
+
+    Of several processes each has the whole array, and puts what its own devices are to have.
+    """
+    if at is None or at.is_fully_addressable:
+        return jax.device_put(x, at)
+    return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
+
+
+def move(x: jax.Array, at: Any) -> jax.Array:
+    """Returns an array of this process's devices where a sharding says."""
+    return jax.device_put(x, at) if at.is_fully_addressable else put(np.asarray(x), at)

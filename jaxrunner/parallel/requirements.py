@@ -1,0 +1,114 @@
+"""What several devices need: one kind, versions that can sum over them, and peers that answer.
+
+All is checked before weights are read: what fails later fails in the depths of XLA, or hangs.
+"""
+
+from collections import Counter
+import importlib.metadata
+import warnings
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from jaxrunner.parallel.placement import put
+from jaxrunner.parallel.processes import is_shared
+from jaxrunner.time_limit import ends_within
+
+Version = tuple[int, ...]
+FAST_SUMS_JAX = (0, 12)  # from here on a small psum is XLA's own kernel, in the graph of a step
+FAST_SUMS_NCCL = (2, 32)  # which that JAX wants: with an older one the first psum fails
+SUM_TIMEOUT_S = 60.0  # compiling it and meeting all peers take a few seconds
+
+
+def describe(mesh: Mesh) -> str:
+    """Returns the devices of a mesh and its axes in words: "4 x NVIDIA H200, tensor 4"."""
+    kinds = Counter(device.device_kind for device in mesh.devices.flat)
+    axes = (f"{name} {size}" for name, size in mesh.shape.items())
+    return ", ".join([*(f"{count} x {kind}" for kind, count in kinds.items()), *axes])
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Checks the devices of a mesh, and on GPUs the versions of JAX and NCCL.
+
+    Raises:
+      ValueError: the devices are of several kinds, or some of its processes have others too.
+      RuntimeError: a sum over them would fail.
+    """
+    kinds = {device.device_kind for device in mesh.devices.flat}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"a mesh wants devices of one kind, got {describe(mesh)}: name devices of one kind, "
+            "or let CUDA_VISIBLE_DEVICES do so"
+        )
+    if is_shared(mesh) and mesh.size != jax.device_count():
+        raise ValueError(
+            f"a mesh over {jax.process_count()} processes wants all of their devices, "
+            f"{jax.device_count()}, got {describe(mesh)}: take all, or as many as one process has"
+        )
+    if mesh.size > 1 and mesh.devices.flat[0].platform in ("gpu", "cuda"):
+        check_versions(jax.__version_info__, find_nccl())
+
+
+def check_versions(of_jax: Version, of_nccl: Version | None) -> None:
+    """Checks that sums over GPUs work, and warns where they are slow. NCCL None is not known.
+
+    Raises:
+      RuntimeError: they would fail.
+    """
+    named = ".".join(map(str, of_jax))
+    if of_jax < FAST_SUMS_JAX:
+        warnings.warn(
+            f"several GPUs with JAX {named}: each sum over them takes 20 us, with JAX 0.12 and "
+            "NCCL 2.32 or newer 5 to 9 us: upgrade both for speed",
+            stacklevel=3,
+        )
+    elif of_nccl is not None and of_nccl < FAST_SUMS_NCCL:
+        raise RuntimeError(
+            f"several GPUs with JAX {named} want NCCL 2.32 or newer, there is "
+            f"{'.'.join(map(str, of_nccl))}, with which the first sum fails: upgrade the package "
+            "nvidia-nccl-cu13 (nvidia-nccl-cu12 with JAX for CUDA 12)"
+        )
+
+
+def find_nccl() -> Version | None:
+    """Returns the version of NCCL that was installed for JAX's CUDA; None where none is known."""
+    for cuda in ("13", "12"):
+        try:
+            importlib.metadata.version(f"jax-cuda{cuda}-plugin")
+            found = importlib.metadata.version(f"nvidia-nccl-cu{cuda}")
+            return tuple(int(part) for part in found.split(".")[:3])
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            continue
+    return None
+
+
+def check_sum(mesh: Mesh, timeout_s: float = SUM_TIMEOUT_S) -> None:
+    """Sums a one of each device over all of them.
+
+    Raises:
+      RuntimeError: it did not end in `timeout_s`, or failed.
+    """
+
+    def run() -> None:
+        every = PartitionSpec(mesh.axis_names)
+        ones = put(np.ones(mesh.size, np.float32), NamedSharding(mesh, every))
+        add = jax.shard_map(
+            lambda x: jax.lax.psum(x, mesh.axis_names), mesh=mesh, in_specs=every,
+            out_specs=PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+        (total,) = np.asarray(jax.jit(add)(ones))
+        assert total == mesh.size, f"it gave {total}, not {mesh.size}"
+
+    try:
+        if ends_within(timeout_s, run):
+            return
+    except Exception as error:  # of JAX, XLA and NCCL
+        raise RuntimeError(
+            f"a sum over the devices of this mesh failed ({describe(mesh)}): see the cause above, "
+            "NCCL_DEBUG=INFO tells more; with fewer devices it may work"
+        ) from error
+    raise RuntimeError(
+        f"a sum over the devices of this mesh did not end in {timeout_s} s ({describe(mesh)}): a "
+        "peer cannot be reached, or another program holds its device; restart the process"
+    )

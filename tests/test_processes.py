@@ -1,0 +1,86 @@
+"""Several processes with one mesh give the tokens of one process."""
+
+import json
+import os
+from pathlib import Path
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrunner import LLM
+from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.llama import llama
+from tests.support import processes, tiny
+
+SIZES = dict(
+    hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
+    num_key_value_heads=2, eos_token_id=63, num_hidden_layers=1,
+)  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder, config = tmp_path_factory.mktemp("checkpoint"), tiny.config(**SIZES)
+    params = tiny.random_params(config, seed=3)
+    save_checkpoint(folder, llama, config, params, tiny.SETTINGS | SIZES)
+    return folder
+
+
+def start(*args: object) -> list[subprocess.Popen]:
+    """Returns two processes with two devices each."""
+    command, port = [sys.executable, "-m", "tests.support.processes"], str(free_port())
+    # Sets of names are in another order in each.
+    return [
+        subprocess.Popen(
+            [*command, str(rank), "2", port, "4", *map(str, args)], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1)),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def test_two_processes_give_the_tokens_of_one(checkpoint):
+    started = start(checkpoint)
+    with LLM(str(checkpoint), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
+        want = processes.answers(llm)
+    assert want[4][:4] == [32, 33, 33, 32]  # ABBA, as its grammar wants
+    told = []
+    for process in started:
+        out, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors[-3000:]
+        told.append(json.loads(out.splitlines()[-1]))
+    for one in told:
+        assert one["tokens"] == one["after a sleep"] == one["reloaded"] == want
+        assert one["report"].startswith("devices: 4 x cpu, tensor 4\n")
+        *alone, warm_up, drafts, three = one["refused"]
+        for name, words in zip(
+            ["save_params", "load_params", "save_sharded_state", "save_state", "restore_state"],
+            alone, strict=True,
+        ):  # fmt: skip
+            assert re.match(f"{name} wants a mesh of one process, this one is over 2", words)
+        assert re.match("warm_up='background' wants a mesh of one process", warm_up)
+        assert "'auto' wants a mesh of one process" in drafts and "say a number" in drafts
+        assert "a mesh over 2 processes wants all of their devices, 4, got 3 x cpu" in three
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_the_other(checkpoint, rank):
+    started = start(checkpoint, rank)
+    started[rank].communicate(timeout=240)
+    died_s = time.monotonic()
+    _, errors = started[1 - rank].communicate(timeout=240)
+    assert time.monotonic() - died_s < processes.HEARTBEAT_S + 20
+    assert started[1 - rank].returncode != 0 and "JAX distributed service" in errors
