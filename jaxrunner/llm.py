@@ -53,6 +53,8 @@ class LLM(LLMNames):
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.
     tensor_parallel_size: devices of this process that each have a shard of the model.
+    decode_context_parallel_size: of these, devices that each keep a part of a KV head's tokens,
+        `cp_kv_cache_interleave_size` in turn; they would keep copies.
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
         a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.
@@ -90,6 +92,8 @@ class LLM(LLMNames):
         chat_template: str | None = None,
         check_nan: bool = False,
         tensor_parallel_size: int = 1,
+        decode_context_parallel_size: int = 1,
+        cp_kv_cache_interleave_size: int = 1,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         warm_up: bool | str = True,
@@ -102,6 +106,8 @@ class LLM(LLMNames):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
             tensor_parallel_size=tensor_parallel_size,
+            decode_context_parallel_size=decode_context_parallel_size,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
             logits_fn=logits_fn, speculative_config=speculative_config, cache_dir=cache_dir,
             **sizes,
         )  # fmt: skip

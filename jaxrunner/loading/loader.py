@@ -10,6 +10,7 @@ import jax
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown, validate
+from jaxrunner.caches.interleave import Interleave
 from jaxrunner.config import ModelConfig, read_token_ids
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import llm_arguments, sharded_state
@@ -131,6 +132,7 @@ def load(
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
     tensor_parallel_size: int = 1,
+    interleave: Interleave = Interleave(),
     devices: Sequence[jax.Device] | None = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
@@ -138,6 +140,7 @@ def load(
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     tensor_parallel_size: devices that each have a shard of the model.
+    interleave: how tokens are dealt out to those with a KV head in common.
     devices: those to take of; None for the first of this process.
 
     Raises:
@@ -151,8 +154,9 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
-    if tensor_parallel_size > 1 or devices is not None:
-        model, config = shard(model, config, make_mesh(tensor_parallel_size, devices))
+    if tensor_parallel_size > 1 or devices is not None or interleave != Interleave():
+        mesh = make_mesh(tensor_parallel_size, devices)
+        model, config = shard(model, config, mesh, interleave)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None
