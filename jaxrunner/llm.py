@@ -92,8 +92,6 @@ class LLM(LLMNames):
         chat_template: str | None = None,
         check_nan: bool = False,
         tensor_parallel_size: int = 1,
-        decode_context_parallel_size: int = 1,
-        cp_kv_cache_interleave_size: int = 1,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         warm_up: bool | str = True,
@@ -106,8 +104,6 @@ class LLM(LLMNames):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
             tensor_parallel_size=tensor_parallel_size,
-            decode_context_parallel_size=decode_context_parallel_size,
-            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
             logits_fn=logits_fn, speculative_config=speculative_config, cache_dir=cache_dir,
             **sizes,
         )  # fmt: skip

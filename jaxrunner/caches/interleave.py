@@ -14,9 +14,12 @@ class Interleave(NamedTuple):
     size: int = 1
 
 
+WHOLE = Interleave()  # one device has all tokens
+
+
 def interleave_of(config: Any) -> Interleave:
     """Returns how a `ModelConfig` wants tokens dealt out: to one device where it does not say."""
-    return getattr(config, "interleave", Interleave())
+    return getattr(config, "interleave", WHOLE)
 
 
 class Part(NamedTuple):

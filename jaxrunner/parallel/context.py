@@ -17,6 +17,7 @@ from jaxrunner.kernels_pallas import reference
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm, StoredConfig
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import cpu_attention
+from jaxrunner.ops.backends import Choice
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.types import Array, Batch, LayerCache
@@ -46,26 +47,29 @@ def check_context(config: StoredConfig, num: int, interleave: Interleave) -> Non
         )
 
 
-def check_blocks(config: ModelConfig, engine: EngineConfig) -> None:
-    """Checks that blocks of an engine can be dealt out as its model's config wants.
+def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choice:
+    """Returns what computes the layers of an engine whose config wants tokens dealt out.
 
     Raises:
       ValueError: the block size is no multiple, or a layer keeps something else than blocks.
     """
-    parts, size = interleave_of(config)
+    parts, size = interleave = interleave_of(config)
     if parts == 1:
-        return
-    if engine.block_size % size:
-        raise ValueError(
-            f"cp_kv_cache_interleave_size={size} must divide block_size={engine.block_size}: "
-            "change one of them"
-        )
+        return choice
     others = [type(kind).__name__ for kind in config.cache_kinds if kind.leaves is not LayerCache]
     if others:
         raise ValueError(
             f"decode_context_parallel_size={parts} deals out keys and values, "
             f"{config.architecture} has {others[0]}: leave it out"
         )
+    if engine.block_size % size:
+        raise ValueError(
+            f"cp_kv_cache_interleave_size={size} must divide block_size={engine.block_size}: "
+            "change one of them"
+        )
+    reason = f"{choice.reason}; each device attends to a part of each request's tokens"
+    ops = functools.partial(context_ops, choice.ops, interleave)
+    return choice._replace(ops=ops, reason=reason)
 
 
 def context_ops(

@@ -4,7 +4,7 @@ from typing import cast
 
 from jax.sharding import Mesh
 
-from jaxrunner.caches.interleave import Interleave
+from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.parallel.context import check_context
 from jaxrunner.parallel.kv_heads import check_sizes
 from jaxrunner.parallel.mesh import TENSOR
@@ -14,7 +14,7 @@ from jaxrunner.speculators.drafter import Drafter, DrafterConfig
 
 
 def shard_drafter(
-    family: Drafter, config: DrafterConfig, mesh: Mesh, interleave: Interleave = Interleave()
+    family: Drafter, config: DrafterConfig, mesh: Mesh, interleave: Interleave = WHOLE
 ) -> tuple[Drafter, DrafterConfig]:
     """Returns a drafter whose functions run on each device of a mesh, under `shard_map`.
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrunner.caches.interleave import Interleave
+from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
 from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops
@@ -30,7 +30,7 @@ class ShardedConfig:
     family: Any = field(repr=False)  # the `Model` or `Drafter`
     whole: Any  # its config for one device
     mesh: Mesh
-    interleave: Interleave = Interleave()  # how tokens are dealt out to devices with one KV head
+    interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "whole":  # asked while it is unpickled
@@ -49,7 +49,7 @@ def sources(config: ShardedConfig) -> Any:
 
 
 def shard(
-    model: Model, config: ModelConfig, mesh: Mesh, interleave: Interleave = Interleave()
+    model: Model, config: ModelConfig, mesh: Mesh, interleave: Interleave = WHOLE
 ) -> tuple[Model, ModelConfig]:
     """Returns a model whose functions run on each device of a mesh, under `shard_map`.
 

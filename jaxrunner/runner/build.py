@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
-from jaxrunner.parallel.context import check_blocks, context_ops
+from jaxrunner.parallel.context import deal_out
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.tensor import all_reduce_ops
 from jaxrunner.program import Program
@@ -85,9 +84,7 @@ def build(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
             "or set tensor_parallel_size=1"
         )
-    if (interleave := interleave_of(model_config)).parts > 1:
-        check_blocks(model_config, config)
-        choice = choice._replace(ops=functools.partial(context_ops, choice.ops, interleave))
+    choice = deal_out(choice, model_config, config)
     if mesh is not None:
         choice = choice._replace(ops=functools.partial(all_reduce_ops, choice.ops))
     speculator = model.speculator
