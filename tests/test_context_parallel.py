@@ -1,6 +1,7 @@
 """Decode context parallelism on fake devices of a CPU: what one device gives, of tokens that lie
 on several."""
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +12,22 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.caches.interleave import Interleave
+from jaxrunner.caches.interleave import Interleave, Part
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.kernels_pallas.reference import attend
 from jaxrunner.loading.weights import load_params, save_checkpoint
+from jaxrunner.model import AttentionSpec
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import Choice, paged
+from jaxrunner.parallel import context
 from jaxrunner.parallel.context import deal_out, merge
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
+from jaxrunner.types import LayerCache
 from tests.outside.recurrent import RecurrentState
 from tests.support import tiny
+from tests.test_kernels import batch_of
 
 SIZES: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4
@@ -146,15 +152,17 @@ def test_an_llm_drafts_and_sleeps_and_keeps_more_tokens_in_as_many_bytes(tmp_pat
     config = tiny.config(**settings)
     save_checkpoint(tmp_path, llama, config, tiny.random_params(config, seed=3), settings)
     itself = dict(method="draft_model", model=str(tmp_path), num_speculative_tokens=2)
-    several = dict(tensor_parallel_size=4, decode_context_parallel_size=2)
+    several: dict[str, Any] = dict(
+        tensor_parallel_size=4, decode_context_parallel_size=2, speculative_config=itself
+    )
     prompts = [{"prompt_token_ids": [*prompt]} for prompt in PROMPTS[:4]]
-    plans = []
+    plans, want = [], []
 
     def tokens(llm: LLM) -> list[list[int]]:
         outputs = llm.generate(prompts, PARAMS[0], on_error="raise")
         return [output.outputs[0].token_ids for output in outputs]
 
-    for more in ({}, several | dict(speculative_config=itself)):
+    for more in ({}, several):
         with LLM(str(tmp_path), skip_tokenizer_init=True, **LLM_SIZES | more) as llm:
             plans.append(llm.memory_plan)
             if not more:
@@ -195,3 +203,30 @@ def test_other_caches_than_of_keys_and_values_are_refused_by_name():
     )
     with pytest.raises(ValueError, match="=2 deals out keys and values, Other has RecurrentState"):
         deal_out(Choice("reference", paged, ""), config, tiny.engine_config())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_len,size,lens", [(1, 1, (1, 0, 300, 4097)), (3, 4, (3, 7, 900))])
+def test_decode_attention_of_a_part_is_what_the_reference_says(query_len, size, lens):
+    (K, H, D, S), C, B = (1, 16, 128, 64), 2, len(lens)
+    M = -(-max(lens) // (S * C))
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = (B * query_len, H, D), (B * M, K, S, D), (B * M, K, S, D)
+    q, k, v = map(functools.partial(jax.random.normal, dtype="bfloat16"), keys, shapes)
+    blocks = jnp.asarray(np.random.default_rng(2).permutation(B * M).reshape(B, M), jnp.int32)
+    starts = np.arange(B + 1) * query_len
+    num = np.minimum(lens, query_len)
+    whole = B * M, K, S * C, D
+    batch = batch_of(B * query_len, starts, lens, blocks, whole, query_len=query_len, num=num)
+    spec, cache = AttentionSpec(0, None, 0.3), LayerCache(k, v, None, None)
+    real = np.asarray(batch.row < B)
+    for index in range(C):
+        part = Part(C, size, index)
+        args = batch, q, cache, spec, part
+        assert context._refuses_decode(*args) is None
+        run = (functools.partial(f, *args) for f in (attend, context._decode))
+        want, got = (np.array(jax.jit(f)()) for f in run)
+        # No keys weigh nothing in both.
+        want[..., -1], got[..., -1] = (np.maximum(x[..., -1], -1e4) for x in (want, got))
+        np.testing.assert_allclose(got[real], want[real], atol=0.03)
+        assert np.isfinite(got).all()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.interleave import Interleave, Part, interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import reference
+from jaxrunner.kernels_pallas import decode_attention, reference
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm, StoredConfig
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import cpu_attention
@@ -21,6 +21,8 @@ from jaxrunner.ops.backends import Choice
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.types import Array, Batch, LayerCache
+
+MOST_QUERIES = 8  # of a row in the kernel, which reads its keys anew for each
 
 
 def check_context(config: StoredConfig, num: int, interleave: Interleave) -> None:
@@ -140,8 +142,31 @@ def _refuses_tiles(batch: Batch, *_: object) -> str | None:
     return "wants rows side by side" if batch.query_len else None
 
 
+def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, part: Part) -> Array:
+    """Runs each token as a row of its own, whose keys are those of this part that it sees."""
+    B, Q, positions = batch.seq_lens.shape[0], batch.query_len, batch.inputs.positions
+    seen = part.num_local(jnp.where(batch.row < B, positions + 1, 0))
+    blocks = jnp.repeat(batch.blocks[spec.group], Q, axis=0, total_repeat_length=B * Q)
+    return decode_attention.decode_attention(
+        q, cache.k, cache.v, blocks, seen, scale=spec.scale, weighed=True
+    )
+
+
+def _refuses_decode(
+    batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, part: Part
+) -> str | None:
+    if jax.default_backend() == "cpu":
+        return "is for GPUs"
+    if not 0 < batch.query_len <= MOST_QUERIES:
+        return f"wants as many tokens of every row, {MOST_QUERIES} at most"
+    if spec.window is not None or cache.k_scale is not None:
+        return "wants no window, and a cache without scales"
+    return decode_attention.refuses(q, cache.k)
+
+
 # (batch, q [T, H, D], cache, spec, part) -> as `reference.attend` of a part, [T, H, D + 1].
 ATTENTION = (
+    Operation("decode_attention", _decode, _refuses_decode),
     Operation("plain JAX, by tiles", cpu_attention.attend, _refuses_tiles),
     Operation("plain JAX", reference.attend),
 )
