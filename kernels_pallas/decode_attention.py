@@ -303,19 +303,23 @@ def _attend(
                 part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag
             )
 
-        if weighed:
-            _leave_part((acc, best, safe), keys[2], parts)
-        else:
-            _leave((acc, best, safe), keys, mine, parts, part_of, merge)
+        finish = None if weighed else merge
+        _leave((acc, best, safe), keys, mine, parts, part_of, finish)
         plgpu.wait_smem_to_gmem(0)
 
 
 def _leave(
     result: tuple[Array, Array, Array], keys: tuple[Ref, Ref, tuple[Ref, Ref]], out: Ref,
-    parts: tuple[Ref, Ref], part_of: Array, merge: Callable[[], None],
+    parts: tuple[Ref, Ref], part_of: Array, merge: Callable[[], None] | None,
 ) -> None:  # fmt: skip
-    """Writes what a row's only item found; or a part of it and its weight, and merges."""
+    """Writes what a row's only item found; or a part of it and its weight, and merges.
+
+    Without `merge` what any item found is a part.
+    """
     acc, smem = result[0], keys[1]
+    if merge is None:
+        _leave_part(result, keys[2], parts)
+        return
 
     @pl.when(part_of == 0)
     def _() -> None:
