@@ -303,8 +303,7 @@ def _attend(
                 part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag
             )
 
-        finish = None if weighed else merge
-        _leave((acc, best, safe), keys, mine, parts, part_of, finish)
+        _leave((acc, best, safe), keys, mine, parts, part_of, None if weighed else merge)
         plgpu.wait_smem_to_gmem(0)
 
 
