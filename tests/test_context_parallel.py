@@ -15,7 +15,9 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.caches.interleave import Interleave, Part
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.kernels_pallas.online_softmax import NOTHING
 from jaxrunner.kernels_pallas.reference import attend
+from jaxrunner.kernels_pallas.split_kv_merge import join
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.llama import llama
@@ -139,6 +141,23 @@ def test_parts_are_merged_as_if_they_were_one():
     want = np.einsum("ts,tsd->td", p, np.moveaxis(values, 0, 1).reshape(T, C * S, D))
     assert not want[1].any()
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_items_of_a_kernel_are_joined_as_parts_are():
+    rng = np.random.default_rng(1)
+    row, num_rows = np.array([0, 0, 0, 1, 2, 2, 3, 3]), 3  # the last items are of no row
+    part, weight = rng.normal(size=(8, 2, 3, 4)), rng.normal(0, 20, (8, 2, 3, 1))
+    part[3], weight[3] = 0, NOTHING  # a row without keys
+    part[6:], weight[6:] = np.nan, np.nan  # nobody has written these
+    got = join(*(jnp.asarray(x, jnp.float32) for x in (part, weight)), jnp.asarray(row), num_rows)
+    assert np.isfinite(got).all() and not got[1, ..., :-1].any() and (got[1, ..., -1] < -1e29).all()
+    parts = np.concatenate([part, weight * np.log(2)], -1)
+    for b in (0, 2):
+        np.testing.assert_allclose(
+            got[b, ..., :-1], merge(jnp.asarray(parts[row == b], jnp.float32)), atol=1e-5
+        )
+        total = np.logaddexp.reduce(parts[row == b][..., -1], 0)
+        np.testing.assert_allclose(got[b, ..., -1], total, rtol=1e-5, atol=1e-5)
 
 
 LLM_SIZES: dict[str, Any] = dict(
