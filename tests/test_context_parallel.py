@@ -16,7 +16,7 @@ from jaxrunner.caches.interleave import Interleave, Part
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.kernels_pallas.online_softmax import NOTHING
-from jaxrunner.kernels_pallas.reference import attend
+from jaxrunner.kernels_pallas.reference import attend, online_softmax
 from jaxrunner.kernels_pallas.split_kv_merge import join
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.model import AttentionSpec
@@ -141,6 +141,32 @@ def test_parts_are_merged_as_if_they_were_one():
     want = np.einsum("ts,tsd->td", p, np.moveaxis(values, 0, 1).reshape(T, C * S, D))
     assert not want[1].any()
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("length", [2, 45])
+def test_parts_of_the_keys_give_what_all_of_them_do(window, length):
+    (C, size, S, M, D), Q = (3, 2, 4, 5, 8), min(5, length)
+    keys = jax.random.split(jax.random.key(2), 3)
+    k, v = (jax.random.normal(key, (M, 1, S * C, D)) for key in keys[:2])
+    q = jax.random.normal(keys[2], (1, 1, 2, Q, D))
+    pos, blocks, lens = (
+        jnp.arange(length - Q, length)[None],
+        jnp.arange(M)[None],
+        jnp.full(1, length),
+    )
+    spec = AttentionSpec(0, window, 0.5)
+    want = online_softmax(q, pos, blocks, lens, LayerCache(k, v, None, None), spec, chunk=8)
+    found = []
+    for index in range(C):
+        part = Part(C, size, index)
+        at = part.position(jnp.arange(S))
+        # What lies behind the request may be anything.
+        own = [jnp.where(jnp.arange(M)[:, None] * S * C + at[None] < length, 0, jnp.nan)] * 2
+        own = [x[:, :, at] + more[:, None, :, None] for x, more in zip((k, v), own, strict=True)]
+        cache = LayerCache(*own, None, None)
+        found.append(online_softmax(q, pos, blocks, lens, cache, spec, part, chunk=8))
+    np.testing.assert_allclose(merge(jnp.stack(found)), want, atol=1e-5)
 
 
 def test_items_of_a_kernel_are_joined_as_parts_are():
