@@ -164,7 +164,7 @@ def test_parts_of_the_keys_give_what_all_of_them_do(window, length):
         # What lies behind the request may be anything.
         own = [jnp.where(jnp.arange(M)[:, None] * S * C + at[None] < length, 0, jnp.nan)] * 2
         own = [x[:, :, at] + more[:, None, :, None] for x, more in zip((k, v), own, strict=True)]
-        cache = LayerCache(*own, None, None)
+        cache = LayerCache(own[0], own[1], None, None)
         found.append(online_softmax(q, pos, blocks, lens, cache, spec, part, chunk=8))
     np.testing.assert_allclose(merge(jnp.stack(found)), want, atol=1e-5)
 
@@ -175,7 +175,8 @@ def test_items_of_a_kernel_are_joined_as_parts_are():
     part, weight = rng.normal(size=(8, 2, 3, 4)), rng.normal(0, 20, (8, 2, 3, 1))
     part[3], weight[3] = 0, NOTHING  # a row without keys
     part[6:], weight[6:] = np.nan, np.nan  # nobody has written these
-    got = join(*(jnp.asarray(x, jnp.float32) for x in (part, weight)), jnp.asarray(row), num_rows)
+    given = [jnp.asarray(x, jnp.float32) for x in (part, weight)]
+    got = join(given[0], given[1], jnp.asarray(row), num_rows)
     assert np.isfinite(got).all() and not got[1, ..., :-1].any() and (got[1, ..., -1] < -1e29).all()
     parts = np.concatenate([part, weight * np.log(2)], -1)
     for b in (0, 2):
