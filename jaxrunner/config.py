@@ -81,7 +81,7 @@ class EngineConfig:
 
     max_model_len: int
     num_blocks: int
-    block_size: int = 64
+    block_size: int = 64  # of each device that a block is dealt out to
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     token_buckets: tuple[int, ...] = ()  # of steps with a prefill; powers of two where empty
@@ -130,11 +130,6 @@ class EngineConfig:
     def scaled(self) -> bool:
         """Whether keys and values are of 8 bits."""
         return self.kv_dtype in SCALED.values()
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest request."""
-        return -(-self.max_model_len // self.block_size)
 
 
 def check_dtype(name: str, value: Any, known: tuple[str, ...] = DTYPES) -> str:

@@ -55,6 +55,8 @@ class LLM(LLMNames):
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.
     tensor_parallel_size: devices of this process that each have a shard of the model.
+    decode_context_parallel_size: of these, devices that each keep a part of a KV head's tokens,
+        `cp_kv_cache_interleave_size` in turn; they would keep copies.
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
         a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.

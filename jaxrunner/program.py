@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
+from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import TENSOR, mesh_of, placed, shardings
@@ -104,17 +105,23 @@ class Program:
         )  # fmt: skip
 
     def group_dims(self, group: CacheGroup) -> dict[str, Any]:
-        """Sizes of the axes of a cache group."""
-        N, S, L = group.num_blocks, group.block_size, self.engine.max_model_len
+        """Sizes of the axes of a cache group; S is the tokens that a device has of a block."""
+        N, L = group.num_blocks, self.engine.max_model_len
+        S = group.block_size // interleave_of(self.config).parts
         return group.kind.dims | dict(N=N, S=S, M=group.table_len(L))
 
 
 @functools.lru_cache(maxsize=64)  # asked for in every step
 def engine_groups(config: ModelConfig, engine: EngineConfig) -> tuple[CacheGroup, ...]:
     """Returns the cache groups of an engine."""
-    e = engine
-    sizes = PoolSizes(e.block_size, e.num_blocks, e.max_model_len, e.max_num_seqs)
-    return cache_groups(config.cache_kinds, sizes)
+    return cache_groups(config.cache_kinds, pool_sizes(config, engine))
+
+
+def pool_sizes(config: ModelConfig, engine: EngineConfig) -> PoolSizes:
+    """Returns what an engine has room for; a block holds `block_size` tokens on each device that
+    tokens are dealt out to."""
+    e, parts = engine, interleave_of(config).parts
+    return PoolSizes(e.block_size * parts, e.num_blocks, e.max_model_len, e.max_num_seqs)
 
 
 class Bucket(NamedTuple):
@@ -210,7 +217,8 @@ def plan_spec(program: Program, size: Bucket | MultiStepBucket) -> Plan:
     """Returns the abstract plan of a size; its W holds any blocks that its tokens can need."""
     T, B = size.num_tokens, size.num_rows
     dims = program.dims
-    groups = tuple(of | dict(W=T // of["S"] + B) for of in dims["G"])
+    pairs = zip(dims["G"], program.cache_groups, strict=True)
+    groups = tuple(of | dict(W=T // group.block_size + B) for of, group in pairs)
     return pytree.abstract(Plan, dims | dict(B=B, G=groups))
 
 

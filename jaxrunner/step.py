@@ -233,21 +233,14 @@ def prepare_inputs(
     return batch, SamplingMetadata(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
 
 
-def cache_index(
-    blocks: Array, row: Array, positions: Array, cache_shape: tuple[int, int],
-    *, parts: int = 1, part: int = 0, interleave: int = 1,
-) -> Array:  # fmt: skip
+def cache_index(blocks: Array, row: Array, positions: Array, cache_shape: tuple[int, int]) -> Array:
     """Returns where each token's KV goes, block * S + offset; N * S for padding.
 
-    blocks: [B, M]; row and positions: [T], row B for padding; cache_shape: (N, S). With context
-    parallelism a block holds S tokens of each of `parts` devices, dealt out `interleave` at a
-    time; tokens of other devices than `part` are padding.
+    blocks: [B, M]; row and positions: [T], row B for padding; cache_shape: (N, S).
     """
     (B, _), (N, S) = blocks.shape, cache_shape
-    block, offset = take(blocks, (row, positions // (S * parts))), positions % (S * parts)
-    mine = (row < B) & (offset // interleave % parts == part)
-    local = offset // (interleave * parts) * interleave + offset % interleave
-    return jnp.where(mine, block * S + local, N * S)
+    block = take(blocks, (row, positions // S))
+    return jnp.where(row < B, block * S + positions % S, N * S)
 
 
 def advance(

@@ -67,7 +67,7 @@ def decode_attention(
     scale: float, window: int | None = None, soft_cap: float | None = None,
     sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
     query_len: int = 1, num_tokens: Array | None = None, skip_empty: bool = False,
-    config: TuningConfig = DEFAULT,
+    weighed: bool = False, config: TuningConfig = DEFAULT,
 ) -> Array:  # fmt: skip
     """Attends the last tokens of each row to those of `seq_lens`, [B], tokens that they see.
 
@@ -75,6 +75,8 @@ def decode_attention(
     sinks: [H], logits that only take weight; k_scale and v_scale: [N, K, S], float32, what k and v
     of 8 bits are multiples of; num_tokens: [B], how many of a row's places in q have tokens, the
     first ones, all if None; wanted where query_len is more than 1 alone.
+    weighed: whether float32 [B, H, D + 1] is to be returned, as `reference.online_softmax` does of
+    a part of the keys; of one token a row alone, and of keys without scales.
     Returns [B * query_len, H, D]; places without a token, and rows of no tokens, are zeros, or
     with `skip_empty` rows of no tokens anything.
 
@@ -114,7 +116,9 @@ def decode_attention(
         if num_tokens is None:
             num_tokens = jnp.full_like(seq_lens, query_len)
         fixed, counts = (padded,), (num_tokens,)
+    assert not weighed or (query_len == 1 and k_scale is None)
     if k_scale is None:
+        static |= dict(weighed=weighed)
         body = functools.partial(_attend, config, *fixed, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
         launch = _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))
@@ -127,6 +131,9 @@ def decode_attention(
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
         launch = _launch(body, (num_items, K), scratch, **params)
         launch(*counts, heads, k, v, k_scale, v_scale, *rest)
+    if weighed:
+        both = jax.freeze(part)[:, :, :G], jax.freeze(weight)[:, :, :G, :1]
+        return split_kv_merge.join(*both, items.row, B).reshape(B, H, D + 1)
     return jax.freeze(out).reshape(T, H, D)
 
 
@@ -186,6 +193,7 @@ def _attend(
     keys: tuple[Ref, Ref, tuple[Ref, Ref]], v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
     v_ready: Barrier, flag: Ref,
     *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
+    weighed: bool,
 ) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
     pdl.begin()
@@ -295,16 +303,22 @@ def _attend(
                 part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag
             )
 
-        _leave((acc, best, safe), keys, mine, parts, part_of, merge)
+        _leave((acc, best, safe), keys, mine, parts, part_of, None if weighed else merge)
         plgpu.wait_smem_to_gmem(0)
 
 
 def _leave(
     result: tuple[Array, Array, Array], keys: tuple[Ref, Ref, tuple[Ref, Ref]], out: Ref,
-    parts: tuple[Ref, Ref], part_of: Array, merge: Callable[[], None],
+    parts: tuple[Ref, Ref], part_of: Array, merge: Callable[[], None] | None,
 ) -> None:  # fmt: skip
-    """Writes what a row's only item found; or a part of it and its weight, and merges."""
-    (acc, best, total), smem, (part_smem, weight_smem) = result, *keys[1:]
+    """Writes what a row's only item found; or a part of it and its weight, and merges.
+
+    Without `merge` what any item found is a part.
+    """
+    acc, smem = result[0], keys[1]
+    if merge is None:
+        _leave_part(result, keys[2], parts)
+        return
 
     @pl.when(part_of == 0)
     def _() -> None:
@@ -315,12 +329,19 @@ def _leave(
 
     @pl.when(part_of != 0)
     def _() -> None:
-        part_ref, weight_ref = parts
-        _put(acc, part_smem, part_ref)
-        weight = lax.broadcast_in_dim(best + jnp.log2(total), (ROWS, 8), [0])
-        _put(weight, weight_smem, weight_ref)
+        _leave_part(result, keys[2], parts)
         plgpu.wait_smem_to_gmem(0)
         merge()
+
+
+def _leave_part(
+    result: tuple[Array, Array, Array], smem: tuple[Ref, Ref], parts: tuple[Ref, Ref]
+) -> None:
+    """Writes a part of what a row found, and its weight."""
+    acc, best, total = result
+    _put(acc, smem[0], parts[0])
+    weight = lax.broadcast_in_dim(best + jnp.log2(total), (ROWS, 8), [0])
+    _put(weight, smem[1], parts[1])
 
 
 def _copy(queries: Ref, start: Array, heads: Ref, ready: Barrier) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.caches.interleave import Part
 from jaxrunner.indexing import find_rows, take
 from jaxrunner.model import AttentionSpec
 from jaxrunner.types import Array, Batch, LayerCache
@@ -68,8 +69,13 @@ def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
     return (jnp.round(x) if whole else x).astype(dtype), scale
 
 
-def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
-    """Causal attention of q, [T, H, D], over the blocks of each token's request."""
+def attend(
+    batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, part: Part | None = None
+) -> Array:
+    """Causal attention of q, [T, H, D], over the blocks of each token's request.
+
+    Returns [T, H, D]; where these blocks hold a part of its tokens, what `online_softmax` does.
+    """
     T, H, D = q.shape
     K = cache.k.shape[1]
     tokens, rows = cut_tiles(batch, T)
@@ -77,10 +83,11 @@ def attend(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     pos_IQ = take(batch.inputs.positions, tokens)
     blocks_IM = take(batch.blocks[spec.group], rows)
     lens_I = take(batch.seq_lens, rows)
-    out_IKGQD = online_softmax(q_IKGQD, pos_IQ, blocks_IM, lens_I, cache, spec)
+    out_IKGQD = online_softmax(q_IKGQD, pos_IQ, blocks_IM, lens_I, cache, spec, part)
     out_IQKGD = jnp.moveaxis(out_IKGQD, 3, 1)
-    out = jnp.zeros((T, H, D), q.dtype)
-    return out.at[tokens].set(out_IQKGD.reshape(*tokens.shape, H, D).astype(q.dtype), mode="drop")
+    out = jnp.zeros((T, H, out_IQKGD.shape[-1]), q.dtype if part is None else out_IQKGD.dtype)
+    out_IQHD = out_IQKGD.reshape(*tokens.shape, *out.shape[1:])
+    return out.at[tokens].set(out_IQHD.astype(out.dtype), mode="drop")
 
 
 def cut_tiles(batch: Batch, num_tokens: int, size: int = TILE) -> tuple[Array, Array]:
@@ -103,12 +110,15 @@ def cut_tiles(batch: Batch, num_tokens: int, size: int = TILE) -> tuple[Array, A
 
 def online_softmax(
     q: Array, pos: Array, blocks: Array, lens: Array, cache: LayerCache, spec: AttentionSpec,
-    *, chunk: int = CHUNK,
+    part: Part | None = None, *, chunk: int = CHUNK,
 ) -> Array:  # fmt: skip
     """Attends tiles of queries, [I, K, G, Q, D], to their rows' keys; returns float32.
 
-    pos: the queries' positions, [I, Q]; blocks: of a tile's row, [I, M]; lens: the keys of a tile's
-    row, [I]; chunk: how many are read at a time.
+    pos: the queries' positions, [I, Q]; blocks: of a tile's row, [I, M]; lens: the tokens of a
+    tile's row, [I]; chunk: how many keys are read at a time.
+
+    part: of the rows' tokens, those whose keys the blocks hold; all if None. Then a last column
+    behind D says how much they weigh: the logarithm of the sum of exp(score), -inf for no keys.
     """
     K, G, Q, D = q.shape[1:]
     tiles, M = blocks.shape
@@ -128,6 +138,8 @@ def online_softmax(
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, acc = carry
         key_pos = i * C + jnp.arange(C)
+        if part is not None:
+            key_pos = part.position(key_pos)
         seen = key_pos[None, None] <= pos[:, :, None]
         if spec.window is not None:
             seen &= key_pos[None, None] > pos[:, :, None] - spec.window
@@ -147,11 +159,17 @@ def online_softmax(
 
     shape = (tiles, K, G, Q)
     start = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, D))
-    first = jnp.zeros((), jnp.int32)
+    first, last = jnp.zeros((), jnp.int32), lens.max()
     if spec.window is not None:
-        first = jnp.maximum(jnp.where(lens > 0, pos[:, 0], lens.max()).min() - spec.window, 0) // C
-    _, total, acc = jax.lax.fori_loop(first, (lens.max() + C - 1) // C, body, start)
-    return acc / jnp.where(total == 0, 1.0, total)[..., None]
+        first = jnp.maximum(jnp.where(lens > 0, pos[:, 0], last).min() - spec.window, 0)
+    if part is not None:
+        first, last = part.num_local(first), part.num_local(last)
+    best, total, acc = jax.lax.fori_loop(first // C, (last + C - 1) // C, body, start)
+    total = jnp.where(total == 0, 1.0, total)
+    out = acc / total[..., None]
+    if part is None:
+        return out
+    return jnp.concatenate([out, (best + jnp.log(total))[..., None]], -1)
 
 
 def dense_attention(

@@ -66,6 +66,27 @@ def finish(
         _merge(part, weight, h, first, num, out, at_once)
 
 
+def join(part: Array, weight: Array, row: Array, num_rows: int) -> Array:
+    """Merges the parts of each row in plain JAX, where what they weigh is wanted, too.
+
+    part: [I, K, G, D], normed; weight: [I, K, G, 1], the base 2 logarithm of its total; row: [I],
+    that each is of, `num_rows` for none. Returns [B, K, G, D + 1], the last column the natural
+    logarithm of the row's total.
+    """
+    mine_BI = row[None] == jnp.arange(num_rows)[:, None]
+    mine = mine_BI[:, :, None, None]
+    weight = jnp.where(mine, weight[None, ..., 0], NOTHING)  # [B, I, K, G]
+    best = weight.max(1, keepdims=True)
+    share = jnp.where(mine, jnp.exp2(weight - best), 0.0)
+    total = share.sum(1)
+    # Items of no row have written nothing.
+    part = jnp.where((row < num_rows)[:, None, None, None], part, 0.0)
+    acc = jnp.einsum("bikg,ikgd->bkgd", share, part, precision=lax.Precision.HIGHEST)
+    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+    found = (best[:, 0] + jnp.log2(jnp.where(total == 0, 1.0, total))) * math.log(2)
+    return jnp.concatenate([out, found[..., None]], -1)
+
+
 def _merge(
     part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, at_once: int
 ) -> None:

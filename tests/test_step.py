@@ -10,6 +10,7 @@ import pytest
 
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.caches.interleave import Part
 from jaxrunner.indexing import take
 from jaxrunner.program import Bucket
 from jaxrunner.types import Plan, Requests, Writes
@@ -216,9 +217,12 @@ def test_an_empty_step_runs_nothing():
     chex.assert_trees_all_equal(snapshot(runner.state), before)
 
 
-def index_of(positions, table, shape, **context):
+def index_of(positions, table, shape, part=None):
     blocks, row = jnp.array([table]), jnp.zeros(len(positions), jnp.int32)
-    return step.cache_index(blocks, row, jnp.array(positions), shape, **context).tolist()
+    N, S = shape
+    tokens = S if part is None else S * part.parts
+    index = step.cache_index(blocks, row, jnp.array(positions), (N, tokens))
+    return (index if part is None else part.cache_index(index, shape)).tolist()
 
 
 def test_positions_map_to_their_blocks():
@@ -239,31 +243,27 @@ def test_positions_map_to_their_blocks():
     ],
 )
 def test_context_parallel_devices_share_a_block(interleave, part, want):
-    context = dict(parts=2, part=part, interleave=interleave)
-    assert index_of(range(8), [7, 3], (9, 4), **context) == want
+    of = Part(2, interleave, part)
+    assert index_of(range(8), [7, 3], (9, 4), of) == want
     # The next block of the table, laid out alike.
     after = [i if i == 36 else i - 28 + 12 for i in want]
-    assert index_of(range(8, 16), [7, 3], (9, 4), **context) == after
+    assert index_of(range(8, 16), [7, 3], (9, 4), of) == after
 
 
 @pytest.mark.parametrize(
     "interleave,length,want", [(1, 5, (3, 2)), (4, 5, (4, 1)), (4, 13, (8, 5))]
 )
 def test_context_parallel_devices_know_their_lengths(interleave, length, want):
-    held = [
-        index_of(range(length), [7, 3], (9, 4), parts=2, part=p, interleave=interleave)
-        for p in (0, 1)
-    ]
+    parts = [Part(2, interleave, p) for p in (0, 1)]
+    held = [index_of(range(length), [7, 3], (9, 4), part) for part in parts]
     assert tuple(sum(i < 36 for i in part) for part in held) == want
+    assert tuple(int(part.num_local(jnp.array(length))) for part in parts) == want
 
 
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 def test_context_parallel_devices_hold_every_token_once(interleave):
     for length in (1, 5, 13, 16):
-        parts = [
-            index_of(range(length), [7, 3], (9, 4), parts=2, part=p, interleave=interleave)
-            for p in (0, 1)
-        ]
+        parts = [index_of(range(length), [7, 3], (9, 4), Part(2, interleave, p)) for p in (0, 1)]
         assert sum(i < 36 for part in parts for i in part) == length
         assert all(len({i for i in p if i < 36}) == sum(i < 36 for i in p) for p in parts)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.caches.cache_group import layer_groups
+from jaxrunner.caches.interleave import WHOLE, interleave_of
 from jaxrunner.engine import serialization, snapshot_check
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
@@ -190,8 +191,12 @@ def _blocks_of(layer: LayerCache, count: int) -> Any:
 
 
 def _whole_blocks(runner: ModelRunner, i: int, count: int) -> Any:
-    """Returns what so many blocks of a layer are like on one device."""
-    return _blocks_of(abstract_state(_whole_program(runner.program)).kv[i], count)
+    """Returns what so many blocks of a layer are like as they are saved: on one device, but where
+    devices have other tokens each."""
+    program = runner.program
+    dealt_out = interleave_of(program.config) != WHOLE
+    program = program if dealt_out else _whole_program(program)
+    return _blocks_of(abstract_state(program).kv[i], count)
 
 
 def _whole_program(program: Program) -> Program:
@@ -251,6 +256,8 @@ def _context(engine: Engine) -> dict[str, str]:
         told |= {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.repr}
     pools = [(pool.layers, pool.block_size) for pool in engine.runner.program.cache_groups]
     told |= dict(cache_groups=repr(pools))
+    if (interleave := interleave_of(config := engine.model_config)) != WHOLE:
+        told |= dict(interleave=f"{interleave} of {config.mesh.size} devices")
     params = engine.runner.params
     whole = whole_params(program.model.params, program.config)
     shapes = tuple(x.shape for x in jax.tree.leaves(whole))

@@ -31,6 +31,8 @@ MODEL: dict[str, Bound] = {  # and its weights
     "hf_overrides": DICT_OR_NONE,
     "speculative_config": DICT_OR_NONE,
     "tensor_parallel_size": Bound(int, 1, 1024),
+    "decode_context_parallel_size": Bound(int, 1, 1024),
+    "cp_kv_cache_interleave_size": Bound(int, 1, 2**16),
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }
@@ -71,6 +73,7 @@ RENAMED: dict[str, str] = {
     "scheduling_policy": "policy",
     "num_gpu_blocks_override": "num_blocks",
     "use_tqdm_on_load": "use_tqdm",
+    "dcp_kv_cache_interleave_size": "cp_kv_cache_interleave_size",
 }
 SPELLED: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -90,7 +93,7 @@ _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size", "nnodes",
-         "decode_context_parallel_size", "prefill_context_parallel_size"),
+         "prefill_context_parallel_size"),
         Elsewhere(_ONE_DEVICE, (1, None)),
     ),
     "distributed_executor_backend": Elsewhere(_ONE_DEVICE, (None, "uni")),

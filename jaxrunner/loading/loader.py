@@ -10,6 +10,7 @@ import jax
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown, validate
+from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig, read_token_ids
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import llm_arguments, sharded_state
@@ -131,6 +132,7 @@ def load(
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
     tensor_parallel_size: int = 1,
+    interleave: Interleave = WHOLE,
     devices: Sequence[Any] | None = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
@@ -138,6 +140,7 @@ def load(
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     tensor_parallel_size: devices that each have a shard of the model.
+    interleave: how tokens are dealt out to those with a KV head in common.
     devices: those to take of; None for the first of this process.
 
     Raises:
@@ -151,8 +154,7 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
-    if tensor_parallel_size > 1 or devices is not None:
-        model, config = shard(model, config, make_mesh(tensor_parallel_size, devices))
+    model, config = _on_devices(model, config, tensor_parallel_size, devices, interleave)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None
@@ -164,6 +166,18 @@ def load(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults, load_config)
+
+
+def _on_devices(
+    model: Model,
+    config: ModelConfig,
+    size: int,
+    devices: Sequence[jax.Device] | None,
+    interleave: Interleave,
+) -> tuple[Model, ModelConfig]:
+    if size == 1 and devices is None and interleave == WHOLE:
+        return model, config
+    return shard(model, config, make_mesh(size, devices), interleave)
 
 
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxrunner.api.speculative_config import SpeculativeConfig
 from jaxrunner.api.synthetic_acceptance import conditional_rates
+from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import checkpoint
@@ -69,7 +70,7 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         folder = weights.folder(name="speculative_config.model")
         family, drafter = read_drafter(method, folder, target, has_weights=not is_dummy)
     if mesh is not None:
-        family, drafter = shard_drafter(family, drafter, mesh)
+        family, drafter = shard_drafter(family, drafter, mesh, interleave_of(loaded.config))
     if not is_dummy:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)
     weights.check(family, drafter)

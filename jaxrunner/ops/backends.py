@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.cache_group import CacheGroup
+from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import (
     add_norm,
@@ -152,6 +153,6 @@ def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) 
         return None  # the model's own layers read it
     H, K, D = ((model.dims | group.kind.dims)[axis] for axis in "HKD")
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
-    shape = group.num_blocks, K, group.block_size, D
+    shape = group.num_blocks, K, group.block_size // interleave_of(model).parts, D
     kv = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.kv_dtype))
     return decode_attention.refuses(q, kv) or prefill_attention.refuses(q, kv)

@@ -8,6 +8,7 @@ it stops at its last query's key.
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.caches.interleave import Part
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.model import AttentionSpec
 from jaxrunner.types import Array, Batch, LayerCache
@@ -21,13 +22,14 @@ def paged_attention(
 ) -> tuple[Array, LayerCache]:  # fmt: skip
     """Does what `reference.paged_attention` does, for buckets whose rows stand side by side."""
     cache = reference.write_kv(batch, k, v, cache, spec.group)
-    return _attend(batch, q, cache, spec, tile, chunk), cache
+    return attend(batch, q, cache, spec, tile=tile, chunk=chunk), cache
 
 
-def _attend(
-    batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, tile: int, chunk: int
-) -> Array:
-    """Causal attention of q, [T, H, D], over the blocks of each token's request."""
+def attend(
+    batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, part: Part | None = None,
+    *, tile: int = TILE, chunk: int = CHUNK,
+) -> Array:  # fmt: skip
+    """Does what `reference.attend` does, for such buckets."""
     T, H, D = q.shape
     B, K = batch.seq_lens.shape[0], cache.k.shape[1]
     tokens, rows = reference.cut_tiles(batch, T, min(tile, T))
@@ -42,10 +44,13 @@ def _attend(
         pos_1Q = batch.inputs.positions.at[tokens[i]].get(mode="fill", fill_value=-1)[None]
         blocks_1M, num_keys = batch.blocks[spec.group][rows[i]][None], pos_1Q.max(1) + 1
         out_1KGQD = reference.online_softmax(
-            q_1KGQD, pos_1Q, blocks_1M, num_keys, cache, spec, chunk=chunk
+            q_1KGQD, pos_1Q, blocks_1M, num_keys, cache, spec, part, chunk=chunk
         )
-        out_QKGD = jnp.moveaxis(out_1KGQD[0], 2, 0).astype(q.dtype)
+        out_QKGD = jnp.moveaxis(out_1KGQD[0], 2, 0).astype(out.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, out_QKGD, first, 0)
 
-    out = jax.lax.fori_loop(0, (rows < B).sum(), attend_tile, jnp.zeros_like(queries))
-    return out[:T].reshape(T, H, D)
+    out = jnp.zeros_like(queries)
+    if part is not None:
+        out = jnp.zeros((*queries.shape[:-1], D + 1), jnp.float32)
+    out = jax.lax.fori_loop(0, (rows < B).sum(), attend_tile, out)
+    return out[:T].reshape(T, H, -1)

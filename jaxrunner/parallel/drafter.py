@@ -4,6 +4,8 @@ from typing import cast
 
 from jax.sharding import Mesh
 
+from jaxrunner.caches.interleave import WHOLE, Interleave
+from jaxrunner.parallel.context import check_context
 from jaxrunner.parallel.kv_heads import check_sizes
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.tensor import ShardedConfig, shard, sources
@@ -12,7 +14,7 @@ from jaxrunner.speculators.drafter import Drafter, DrafterConfig
 
 
 def shard_drafter(
-    family: Drafter, config: DrafterConfig, mesh: Mesh
+    family: Drafter, config: DrafterConfig, mesh: Mesh, interleave: Interleave = WHOLE
 ) -> tuple[Drafter, DrafterConfig]:
     """Returns a drafter whose functions run on each device of a mesh, under `shard_map`.
 
@@ -21,7 +23,7 @@ def shard_drafter(
         says which would do.
     """
     if isinstance(config, DraftModelConfig):
-        model, own = shard(config.model, config.config, mesh)
+        model, own = shard(config.model, config.config, mesh, interleave)
         return draft_model(model), DraftModelConfig(model, own)
     if not family.tensor_parallel:
         raise ValueError(
@@ -29,5 +31,6 @@ def shard_drafter(
             f"{family.name} does not say so: set Drafter.tensor_parallel, or take 'ngram'"
         )
     check_sizes(config, mesh.shape[TENSOR], axes="HF")
-    sharded = ShardedConfig(family, config, mesh)
+    check_context(config, mesh.shape[TENSOR], interleave)
+    sharded = ShardedConfig(family, config, mesh, interleave)
     return family._replace(sources=sources), cast(DrafterConfig, sharded)

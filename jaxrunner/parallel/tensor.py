@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
 from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
+from jaxrunner.parallel.context import check_context
 from jaxrunner.parallel.kv_heads import check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.requirements import check_mesh
@@ -29,6 +31,7 @@ class ShardedConfig:
     family: Any = field(repr=False)  # the `Model` or `Drafter`
     whole: Any  # its config for one device
     mesh: Mesh
+    interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "whole":  # asked while it is unpickled
@@ -53,7 +56,9 @@ def sources_on_mesh(model: Stored, config: Any) -> Any:
     return copied_sources(model, config.whole, config.mesh.shape[TENSOR])
 
 
-def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelConfig]:
+def shard(
+    model: Model, config: ModelConfig, mesh: Mesh, interleave: Interleave = WHOLE
+) -> tuple[Model, ModelConfig]:
     """Returns a model whose functions run on each device of a mesh, under `shard_map`.
 
     Raises:
@@ -68,10 +73,11 @@ def shard(model: Model, config: ModelConfig, mesh: Mesh) -> tuple[Model, ModelCo
         )
     check_mesh(mesh)
     check_sizes(config, mesh.shape[TENSOR])
+    check_context(config, mesh.shape[TENSOR], interleave)
     sharded = model._replace(
         embed=_embed, logits=_logits, layers=_layers, sources=sources, own_logits=_own_logits
     )
-    return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh))
+    return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh, interleave))
 
 
 def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:

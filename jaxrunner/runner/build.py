@@ -13,6 +13,7 @@ from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
+from jaxrunner.parallel.context import deal_out
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
@@ -88,6 +89,7 @@ def build(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
             "or set tensor_parallel_size=1"
         )
+    choice = deal_out(choice, model_config, config)
     if mesh is not None:
         choice = choice._replace(ops=all_reduced(choice.ops))
     speculator = model.speculator

@@ -15,7 +15,7 @@ import jax
 
 from jaxrunner.caches.cache_group import PoolSizes, cache_groups
 from jaxrunner.config import EngineConfig
-from jaxrunner.program import Program, abstract_state
+from jaxrunner.program import Program, abstract_state, pool_sizes
 from jaxrunner.worker.program_memory import ProgramMemory
 
 CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
@@ -153,7 +153,7 @@ class SizeCosts:
         e, kinds = self.program.engine, self.program.config.cache_kinds
 
         def fits(num_blocks: int) -> bool:
-            sizes = PoolSizes(e.block_size, num_blocks, max_model_len, e.max_num_seqs)
+            sizes = self._sizes._replace(num_blocks=num_blocks, max_model_len=max_model_len)
             lens = max_model_len, e.max_num_batched_tokens
             return all(g.max_blocks(*lens) <= g.num_blocks for g in cache_groups(kinds, sizes))
 
@@ -162,8 +162,11 @@ class SizeCosts:
 
     def useful_blocks(self, max_model_len: int) -> int:
         """Returns what all slots own at full length."""
-        e = self.program.engine
-        return replace(e, max_model_len=max_model_len).max_blocks * e.max_num_seqs
+        return -(-max_model_len // self._sizes.block_size) * self._sizes.max_num_seqs
+
+    @functools.cached_property
+    def _sizes(self) -> PoolSizes:
+        return pool_sizes(self.program.config, self.program.engine)
 
     def plan(self, max_model_len: int, num_blocks: int, requested: int = 0) -> MemoryPlan:
         """Returns what an engine of these sizes takes."""
@@ -180,7 +183,7 @@ class SizeCosts:
             kv=num_blocks * self.block,
             program=self.need.program,
             reserve=reserve,
-            num_tokens=num_blocks * self.program.engine.block_size,
+            num_tokens=num_blocks * self._sizes.block_size,
             largest=self.need.name,
         )
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxrunner import pytree
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.speculative_config import SpeculativeConfig
+from jaxrunner.caches.interleave import Interleave, interleave_of
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
@@ -75,6 +76,8 @@ class Worker(Lifecycle):
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
         tensor_parallel_size: int = 1,
+        decode_context_parallel_size: int = 1,
+        cp_kv_cache_interleave_size: int = 1,
         devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
@@ -91,6 +94,7 @@ class Worker(Lifecycle):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
             tensor_parallel_size=tensor_parallel_size, devices=devices,
+            interleave=Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
         )  # fmt: skip
         asked = speculative_config
         self._speculation = None if asked is None else SpeculativeConfig.read(asked)
@@ -193,7 +197,8 @@ class Worker(Lifecycle):
         kv: dict[str, Any] = dict(kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
         dims, specs = model.dims | kv, dict[int, KVCacheSpec]()
         for group in engine_groups(model, config):
-            sizes = dims | group.kind.dims | dict(N=1, S=group.block_size)
+            S = group.block_size // interleave_of(model).parts
+            sizes = dims | group.kind.dims | dict(N=1, S=S)
             page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
             spec = KVCacheSpec(
                 group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,

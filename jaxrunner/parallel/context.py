@@ -1,0 +1,172 @@
+"""Decode context parallelism: devices that would hold copies of a KV head hold different tokens.
+
+Of tensor_parallel_size=N devices each KV head has N / K. In groups of C neighbours each keeps the
+keys and values of every C-th token. Queries of a group's heads go to all of it, and what each
+device finds among its tokens is merged (Flash-Decoding's merge, across devices).
+"""
+
+from dataclasses import replace
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.caches.interleave import Interleave, Part, interleave_of
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.kernels_pallas import decode_attention, reference
+from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm, StoredConfig
+from jaxrunner.operation import Note, Operation, run_first, unnoted
+from jaxrunner.ops import cpu_attention
+from jaxrunner.ops.backends import Choice
+from jaxrunner.ops.plain import split_heads
+from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.types import Array, Batch, LayerCache
+
+MOST_QUERIES = 8  # of a row in the kernel, which reads its keys anew for each
+
+
+def check_context(config: StoredConfig, num: int, interleave: Interleave) -> None:
+    """Checks that `num` devices of a model can be cut into groups that share a KV head.
+
+    Raises:
+      ValueError: they cannot; names the sizes of groups that would do.
+    """
+    K, (parts, size) = config.dims["K"], interleave
+
+    def fits(n: int) -> bool:
+        return n == 1 or (num % n == 0 and num // n % K == 0)
+
+    if not fits(parts):
+        good = ", ".join(str(n) for n in range(1, num + 1) if fits(n))
+        raise ValueError(
+            f"decode_context_parallel_size={parts} must divide tensor_parallel_size={num} into "
+            f"a multiple of {config.architecture}'s num_key_value_heads={K}: take one of {good}"
+        )
+    if parts == 1 and size != 1:
+        raise ValueError(
+            f"cp_kv_cache_interleave_size={size} is of tokens that are dealt out to devices: "
+            "leave it out, or set decode_context_parallel_size over 1"
+        )
+
+
+def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choice:
+    """Returns what computes the layers of an engine whose config wants tokens dealt out.
+
+    Raises:
+      ValueError: the block size is no multiple, or a layer keeps something else than blocks.
+    """
+    parts, size = interleave = interleave_of(config)
+    if parts == 1:
+        return choice
+    others = [type(kind).__name__ for kind in config.cache_kinds if kind.leaves is not LayerCache]
+    if others:
+        raise ValueError(
+            f"decode_context_parallel_size={parts} deals out keys and values, "
+            f"{config.architecture} has {others[0]}: leave it out"
+        )
+    if engine.block_size % size:
+        raise ValueError(
+            f"cp_kv_cache_interleave_size={size} must divide block_size={engine.block_size}: "
+            "change one of them"
+        )
+    reason = f"{choice.reason}; each device attends to a part of each request's tokens"
+    ops = functools.partial(context_ops, choice.ops, interleave)
+    return choice._replace(ops=ops, reason=reason)
+
+
+def context_ops(
+    make: MakeOps, interleave: Interleave, batch: Batch, *, note: Note = unnoted
+) -> Ops:
+    """Makes the operations of a layer whose keys and values are dealt out to devices."""
+
+    def attend(
+        q: Array, k: Array, v: Array, cache: LayerCache, spec: AttentionSpec
+    ) -> tuple[Array, LayerCache]:
+        part, own = own_part(interleave, batch, cache)
+        cache = reference.write_kv(own, k, v, cache, spec.group)
+        queries = _gather_heads(q, interleave.parts)
+        found = run_first("attention", ATTENTION, own, queries, cache, spec, part, note=note)
+        return merge(_own_heads(found, interleave.parts)).astype(q.dtype), cache
+
+    def rotate_attend(
+        qkv: Array, heads: RopeAndNorm, cache: LayerCache, spec: AttentionSpec
+    ) -> tuple[Array, LayerCache]:
+        return attend(*split_heads(qkv, heads), cache, spec)
+
+    return replace(make(batch, note=note), attend=attend, rotate_attend=rotate_attend)
+
+
+def own_part(interleave: Interleave, batch: Batch, cache: LayerCache) -> tuple[Part, Batch]:
+    """Returns the part that this device has, and the batch as it writes it into its cache."""
+    part = Part(*interleave, jax.lax.axis_index(TENSOR) % interleave.parts)
+    shape = cache.k.shape[0], cache.k.shape[2]
+    index = tuple(part.cache_index(index, shape) for index in batch.cache_index)
+    return part, replace(batch, cache_index=index)
+
+
+def merge(parts: Array) -> Array:
+    """Merges what parts of the keys gave, [C, ..., D + 1], into what all give, [..., D].
+
+    The last column is what `reference.online_softmax` has there. What saw no key gives zeros.
+    """
+    found, weight = parts[..., :-1], parts[..., -1:]
+    best = weight.max(0, keepdims=True)
+    weight = jnp.exp(weight - jnp.where(best == -jnp.inf, 0.0, best))
+    total = weight.sum(0)
+    return (found * weight).sum(0) / jnp.where(total == 0, 1.0, total)
+
+
+def _gather_heads(q: Array, parts: int) -> Array:
+    """Returns the queries, [T, C * H, D], of a device's group, given its own, [T, H, D]."""
+    return jax.lax.all_gather(q, TENSOR, axis_index_groups=_groups(parts), axis=1, tiled=True)
+
+
+def _own_heads(found: Array, parts: int) -> Array:
+    """Returns what each device of the group found for this one's heads, [C, T, H, D].
+
+    found: what this one found for the heads of all, [T, C * H, D].
+    """
+    T, H, D = found.shape
+    split = found.reshape(T, parts, H // parts, D)
+    return jax.lax.all_to_all(split, TENSOR, 1, 0, axis_index_groups=_groups(parts))
+
+
+def _groups(parts: int) -> list[list[int]]:
+    num = jax.lax.axis_size(TENSOR)
+    return [[*range(i, i + parts)] for i in range(0, num, parts)]
+
+
+def _refuses_tiles(batch: Batch, *_: object) -> str | None:
+    if jax.default_backend() != "cpu":
+        return "is for CPUs"
+    return "wants rows side by side" if batch.query_len else None
+
+
+def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, part: Part) -> Array:
+    """Runs each token as a row of its own, whose keys are those of this part that it sees."""
+    B, Q, positions = batch.seq_lens.shape[0], batch.query_len, batch.inputs.positions
+    seen = part.num_local(jnp.where(batch.row < B, positions + 1, 0))
+    blocks = jnp.repeat(batch.blocks[spec.group], Q, axis=0, total_repeat_length=B * Q)
+    return decode_attention.decode_attention(
+        q, cache.k, cache.v, blocks, seen, scale=spec.scale, weighed=True
+    )
+
+
+def _refuses_decode(
+    batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, part: Part
+) -> str | None:
+    if jax.default_backend() == "cpu":
+        return "is for GPUs"
+    if not 0 < batch.query_len <= MOST_QUERIES:
+        return f"wants as many tokens of every row, {MOST_QUERIES} at most"
+    if spec.window is not None or cache.k_scale is not None:
+        return "wants no window, and a cache without scales"
+    return decode_attention.refuses(q, cache.k)
+
+
+# (batch, q [T, H, D], cache, spec, part) -> as `reference.attend` of a part, [T, H, D + 1].
+ATTENTION = (
+    Operation("decode_attention", _decode, _refuses_decode),
+    Operation("plain JAX, by tiles", cpu_attention.attend, _refuses_tiles),
+    Operation("plain JAX", reference.attend),
+)
