@@ -15,6 +15,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.output_processor import RequestState, request_output
 from jaxrunner.engine.progress import REDRAW_S, Bar, progress_bar, tell_failures
+from jaxrunner.engine.replicas import Replicas, engines_of
 from jaxrunner.engine.requested_prompts import Asked
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.runner.step_handle import NewTokens
@@ -28,7 +29,10 @@ class Completions:
     """Every unfinished completion of an engine, as its user will see it."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
+        self,
+        engine: Engine | Replicas,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Iterable[int],
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         # Some checkpoints say -1 for none.
@@ -244,8 +248,9 @@ class Completions:
         with self._lock:
             if running:
                 self._hand_out(self.engine.drain())
-                self.engine.scheduler.restart()
-                self.engine.runner.restart()
+                for engine in engines_of(self.engine):
+                    engine.scheduler.restart()
+                    engine.runner.restart()
             return self.engine.reset_prefix_cache()
 
     def close(self) -> None:

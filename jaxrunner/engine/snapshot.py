@@ -105,6 +105,7 @@ def restore_engine(
     except ValueError:
         engine.grammars.drop([request.request_id for request in live], "abort")
         raise
+    engine.drain()
     while engine.step():
         pass  # of requests that have ended
     engine.reset_prefix_cache()  # its blocks are written to

@@ -66,7 +66,7 @@ TEXTS: dict[str, Bound] = {
     "use_tqdm": FLAG,
     "max_logprobs": Bound(int, -1, COUNT, optional=True),
 }
-LLM: dict[str, Bound] = MODEL | SIZES | TEXTS
+LLM: dict[str, Bound] = MODEL | SIZES | TEXTS | {"data_parallel_size": Bound(int, 1, 1024)}
 RENAMED: dict[str, str] = {
     "scheduling_policy": "policy",
     "num_gpu_blocks_override": "num_blocks",

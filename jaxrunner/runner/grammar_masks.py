@@ -13,7 +13,9 @@ from jaxrunner.scheduling.request import GrammarOutput
 class GrammarMasks:
     """Makes masks, [B, J, ceil(V / 32)], int32."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, where: Any = None):
+        """where: the device or sharding of a mask that many steps share."""
+        self._where = where
         self._num_words = -(-vocab_size // 32)
         self._open: dict[tuple[int, int, int], jax.Array] = {}
 
@@ -60,5 +62,5 @@ class GrammarMasks:
     def _of_none(self, shape: tuple[int, int, int]) -> jax.Array:
         """Returns a mask that allows all tokens, made once."""
         if shape not in self._open:
-            self._open[shape] = jax.device_put(np.full(shape, -1, np.int32))
+            self._open[shape] = jax.device_put(np.full(shape, -1, np.int32), self._where)
         return self._open[shape]

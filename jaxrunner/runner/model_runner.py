@@ -26,6 +26,7 @@ from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_spec import program_keys, program_spec, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
+from jaxrunner.parallel.mesh import whole_on
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
@@ -73,8 +74,8 @@ class ModelRunner:
         self.profiler = Profiler()
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
-        self._masks = GrammarMasks(self.program.config.vocab_size)
         program = self.program
+        self._masks = GrammarMasks(program.config.vocab_size, whole_on(program.mesh))
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
 

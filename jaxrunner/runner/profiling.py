@@ -1,5 +1,6 @@
 """Traces of a model at work, steps named as vLLM names them; whether the device works."""
 
+from collections.abc import Sequence
 import contextlib
 from pathlib import Path
 import queue
@@ -8,6 +9,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.validation import Bound
@@ -102,17 +104,19 @@ def step_name(output: SchedulerOutput) -> str:
     )
 
 
-def check_device(timeout_s: float) -> None:
-    """Runs a tiny program on the default device.
+def check_device(timeout_s: float, devices: Sequence[jax.Device] = ()) -> None:
+    """Runs a tiny program on the default device, or on each of those that are given.
 
     Raises:
       RuntimeError: it did not end in `timeout_s`, or failed.
     """
+    numbers = np.arange(8, dtype=np.float32)
     ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            ended.put(None if float(jnp.arange(8.0).sum()) == 28 else ValueError("it adds wrongly"))
+            sums = [float(jnp.sum(jax.device_put(numbers, at))) for at in devices or [None]]
+            ended.put(None if set(sums) == {28} else ValueError("it adds wrongly"))
         except Exception as error:  # whatever a broken device makes JAX raise
             ended.put(error)
 

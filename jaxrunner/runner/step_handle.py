@@ -119,6 +119,12 @@ class StepHandle:
         self._drafts = drafts
         drafts.copy_to_host_async()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has done the step, so that `get` waits for a copy at most."""
+        arrays = self._packed, self._drafts, *(packed for _, packed in self._scores)
+        return all(x.is_ready() for x in arrays if isinstance(x, jax.Array))
+
     def wait(self) -> None:
         """Waits until the step's outputs are on the host."""
         self._packed = np.asarray(self._packed)
