@@ -33,7 +33,7 @@ CHANGEABLE = ("async_depth", "num_decode_steps")
 class LLMNames(NotHere):
     """The part of `LLM` that is not about prompts: its worker's methods, and vLLM's names."""
 
-    engine: Engine | Replicas
+    engine: Any  # `Engine`, or `Replicas` of it
     completions: Completions
     tokenizer: Tokenizer | None
     _defaults: SamplingParams

@@ -1,7 +1,10 @@
 """Engines on devices of their own, as one: each has requests of its own, and waits for no other."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
+import os
+from pathlib import Path
+import tempfile
 import time
 from typing import Any
 
@@ -12,6 +15,8 @@ from jaxrunner.config import EngineConfig
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.request_check import check_ids, check_reason, new_request
+from jaxrunner.engine.snapshot import Restored, check_snapshot, restore_engine, save_engine
+from jaxrunner.loading import orbax_io
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
@@ -182,6 +187,49 @@ class Replicas:
             lines.append(f"replica {i} on {where}: {what}\n")
         return "".join(lines)
 
+    def save(self, folder: Path, states: Mapping[str, Any], **more: Any) -> None:
+        """Writes all engines into a new folder; see `save_engines`."""
+        orbax_io.check_new(folder)
+        self.status.check_awake()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
+            part = Path(unfinished, "snapshot")
+            left = dict(states)
+            for i, engine in reversed([*enumerate(self.engines)]):
+                # What has ended goes with the first.
+                mine = [r for r in left if r in engine.unfinished or i == 0]
+                told = more | {"states": [left.pop(r) for r in mine]}
+                self._gained += save_engine(engine, part / f"replica{i}", told)
+            os.rename(part, folder)  # whole, or not there
+
+    def restore(self, folder: Path, convert: Callable[..., Any]) -> list[Restored]:
+        """Takes up what `save` wrote, as `snapshot.restore_engine` does for one; raises as it."""
+        self.status.check_awake()
+        num, saved = len(self.engines), len(list(folder.glob("replica*")))
+        if saved != num:
+            raise ValueError(
+                f"{folder} must hold {num} replicas, it has {saved}: restore with the "
+                "data_parallel_size that it was saved with"
+            )
+        parts = [folder / f"replica{i}" for i in range(num)]
+        for engine, part in zip(self.engines, parts, strict=True):
+            check_snapshot(engine, part)  # of all, before one changes
+        restored: list[Restored] = []
+        try:
+            for engine, part in zip(self.engines, parts, strict=True):
+                restored.append(restore_engine(engine, part, convert))
+        except BaseException:
+            for engine in self.engines:
+                engine.abort(list(engine.unfinished))
+            raise
+        for i, (requests, _) in enumerate(restored):
+            for request in requests.values():
+                self.router.follow(request, i)
+        self._share_seeds(self.engines[0]._seeds)
+        first, all_ = self.engines[0].worker, self.worker
+        all_.weights_version, all_.cache_epoch = first.weights_version, first.cache_epoch
+        return restored
+
     def close(self) -> None:
         """Gives the memory of all devices back; requests are aborted. As `Engine.close`."""
         if self.status.is_foreign:
@@ -213,6 +261,28 @@ def make_engine(
     if isinstance(worker, Workers):
         return Replicas(worker, make_compiler=make_compiler)
     return Engine.of(worker, make_compiler=make_compiler)
+
+
+def save_engines(
+    engine: Engine | Replicas, folder: str | Path, states: Mapping[str, Any], **more: Any
+) -> None:
+    """Writes an engine, or several, into a new folder.
+
+    states: to be saved along with requests, by their ids; more: with each engine.
+    """
+    if isinstance(engine, Replicas):
+        engine.save(Path(folder).absolute(), states, **more)
+    else:
+        save_engine(engine, folder, more | {"states": list(states.values())})
+
+
+def restore_engines(
+    engine: Engine | Replicas, folder: str | Path, convert: Callable[..., Any]
+) -> list[Restored]:
+    """Takes up what `save_engines` wrote. Returns what `restore_engine` does, of each engine."""
+    if isinstance(engine, Replicas):
+        return engine.restore(Path(folder).absolute(), convert)
+    return [restore_engine(engine, folder, convert)]
 
 
 def engines_of(engine: Engine | Replicas) -> list[Engine]:

@@ -1,8 +1,8 @@
-"""Which of several equal engines a request goes to: by their work, and by the prompts they have seen.
+"""Which of several equal engines a request goes to: by their work, and by prompts they have seen.
 
-A request goes where the first blocks of its prompt were brought before, as they may be in the prefix
-cache there, unless that engine has more work than another by over `margin` tokens; else to the one
-with the least. Knows no JAX.
+A request goes where the first blocks of its prompt were brought before, as they may be in the
+prefix cache there, unless that engine has more work than another by over `margin` tokens; else to
+the one with the least. Knows no JAX.
 """
 
 from collections import OrderedDict

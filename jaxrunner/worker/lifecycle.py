@@ -265,7 +265,7 @@ class Lifecycle(NotHere, abc.ABC):
         self.status.sleeping, self._host_params = self.status.sleeping - {"weights"}, None
 
     def _outdate(self, *, weights: bool) -> None:
-        """Counts a change after which no key of the caches counts, and whether it is new weights."""
+        """Counts a change after which no key of the caches counts; `weights`: of the weights."""
         self.weights_version += weights
         self.cache_epoch += 1
 

@@ -1,4 +1,4 @@
-"""Workers of one model side by side, each on devices of its own, and what is done on all of them."""
+"""Workers of one model, each on devices of its own, and what is done on all of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,11 +39,11 @@ class Workers(Lifecycle):
         """What memory goes to on each device; the same for all workers."""
         return self.workers[0].memory_plan
 
-    def read_checkpoint(self, *, tokenizer: Any = None, **text: Any) -> Loaded:
+    def read_checkpoint(self, **text: Any) -> Loaded:
         """Reads all of the checkpoint but its weights; the tokenizer once. Raises as `Worker`'s."""
-        loaded = self.workers[0].read_checkpoint(tokenizer=tokenizer, **text)
+        loaded = self.workers[0].read_checkpoint(**text)
         for worker in self.workers[1:]:
-            worker.read_checkpoint(**text)
+            worker.read_checkpoint(generation_config="vllm")  # the defaults are the first's to tell
         self.load_config = loaded.load_config
         return loaded
 
@@ -97,7 +97,9 @@ def make_worker(
             f"data_parallel_size={D} with tensor_parallel_size={N} needs {D * N} devices, there "
             f"are {len(devices)} ({devices[0].device_kind}): lower one of them"
         )
-    return Workers([
-        Worker(*args, tensor_parallel_size=N, devices=devices[i * N : (i + 1) * N], **kwargs)
-        for i in range(D)
-    ])
+    return Workers(
+        [
+            Worker(*args, tensor_parallel_size=N, devices=devices[i * N : (i + 1) * N], **kwargs)
+            for i in range(D)
+        ]
+    )
