@@ -1,6 +1,6 @@
 """Engines on devices of their own, as one: each has requests of its own, and waits for no other."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import os
 from pathlib import Path
