@@ -102,10 +102,9 @@ class LLM(LLMNames):
         worker = make_worker(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
-            check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
+            check_nan=check_nan, download_dir=download_dir, hf_token=hf_token, cache_dir=cache_dir,
             tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
-            logits_fn=logits_fn, speculative_config=speculative_config, cache_dir=cache_dir,
-            **sizes,
+            logits_fn=logits_fn, speculative_config=speculative_config, **sizes,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,

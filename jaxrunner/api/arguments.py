@@ -45,7 +45,7 @@ def checked(
 
     bounds: of arguments, which the method gets as `validation.validate` makes them; it may take
         more keywords than it names, those of this table alone.
-    elsewhere: vLLM's arguments that do not reach the method, but for those among the bounds.
+    elsewhere: vLLM's arguments that the method has not, which do not reach it.
     renamed: our names of vLLM's arguments.
     spelled: other spellings of values, by the names of arguments.
 
@@ -65,7 +65,7 @@ def checked(
         def call(*args: Any, **kwargs: Any) -> T:
             given: dict[str, Any] = {}
             for key, value in [*zip(by_place, args[1:], strict=False), *kwargs.items()]:
-                if key in elsewhere and key not in bounds:
+                if key in elsewhere:
                     check_same(name, key, value, elsewhere[key])
                     continue
                 ours_of = renamed.get(key, key)

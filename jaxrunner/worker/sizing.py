@@ -58,8 +58,7 @@ def plan_engine(
     thing: at most one may be given. The last is a part of what JAX may use of the device: of three
     quarters, unless XLA_PYTHON_CLIENT_MEM_FRACTION said otherwise when JAX started. Where none is
     given it is 0.9, or what is free if that is less. max_model_len: -1 is the largest, up to the
-    model's, of which one request fits into the cache. beside: devices that it must fit too. `rest`
-    are fields of `EngineConfig`.
+    model's, of which one request fits. beside: devices that must hold it too. `rest`: `EngineConfig`.
 
     Raises:
       ValueError: a size that contradicts the model, another size or the device.
