@@ -44,7 +44,7 @@ def test_what_an_engine_loses_is_its_requests_alone(folder, monkeypatch, caplog)
         # It has ended: the other gets all.
         assert errors(llm) == [""] * 4
         assert "replica 0 on cpu:0: the device state was lost" in llm.report()
-        alive = [m.value for m in llm.get_metrics() if m.name == "jaxrunner:engine_alive"]
+        alive = [vars(m)["value"] for m in llm.get_metrics() if m.name == "jaxrunner:engine_alive"]
         assert alive == [0, 1] and llm.runner is second.runner
         llm.update_params(jax.device_get(llm.params))
         assert errors(llm) == [""] * 4

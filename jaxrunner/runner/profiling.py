@@ -5,6 +5,7 @@ import contextlib
 from pathlib import Path
 import queue
 import threading
+from typing import Any
 import warnings
 
 import jax
@@ -103,7 +104,7 @@ def step_name(output: SchedulerOutput) -> str:
     )
 
 
-def check_device(timeout_s: float, devices: Sequence[jax.Device] = ()) -> None:
+def check_device(timeout_s: float, devices: Sequence[Any] = ()) -> None:
     """Runs a tiny program on the default device, or on each of those that are given.
 
     Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -122,8 +122,8 @@ class StepHandle:
     @property
     def is_ready(self) -> bool:
         """Whether the device has done the step, so that `get` waits for a copy at most."""
-        arrays = self._packed, self._drafts, *(packed for _, packed in self._scores)
-        return all(x.is_ready() for x in arrays if isinstance(x, jax.Array))
+        arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
+        return all(cast(Any, x).is_ready() for x in arrays if isinstance(x, jax.Array))
 
     def wait(self) -> None:
         """Waits until the step's outputs are on the host."""

@@ -41,7 +41,7 @@ class EnginePlan(NamedTuple):
 def plan_engine(
     loaded: Loaded,
     *,
-    beside: Sequence[jax.Device] = (),
+    beside: Sequence[Any] = (),
     rules: tuple[Rule, ...] = RULES,
     cache_dir: Path | None = None,
     kv_cache_dtype: str = "auto",
@@ -58,7 +58,7 @@ def plan_engine(
     thing: at most one may be given. The last is a part of what JAX may use of the device: of three
     quarters, unless XLA_PYTHON_CLIENT_MEM_FRACTION said otherwise when JAX started. Where none is
     given it is 0.9, or what is free if that is less. max_model_len: -1 is the largest, up to the
-    model's, of which one request fits. beside: devices that must hold it too. `rest`: `EngineConfig`.
+    model's, of which one request fits. beside: devices to fit as well. `rest`: of `EngineConfig`.
 
     Raises:
       ValueError: a size that contradicts the model, another size or the device.
