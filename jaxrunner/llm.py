@@ -19,12 +19,12 @@ from jaxrunner.api.outputs import RequestOutput, RequestOutputs
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine import beam
 from jaxrunner.engine.completions import Completions
-from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.llm_names import LLMNames
 from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikelihood, score
 from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
+from jaxrunner.engine.replicas import Replicas, make_engine
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
@@ -34,7 +34,7 @@ from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
 from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
-from jaxrunner.worker.worker import Worker
+from jaxrunner.worker.workers import make_worker
 
 WARM_UPS = {True: {}, "all": dict(all_rules=True), "background": dict(background=True)}
 
@@ -57,6 +57,7 @@ class LLM(LLMNames):
     tensor_parallel_size: devices of this process that each have a shard of the model.
     decode_context_parallel_size: of these, devices that each keep a part of a KV head's tokens,
         `cp_kv_cache_interleave_size` in turn; they would keep copies.
+    data_parallel_size: engines with `tensor_parallel_size` devices each, which share the requests.
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
         a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.
@@ -94,6 +95,7 @@ class LLM(LLMNames):
         chat_template: str | None = None,
         check_nan: bool = False,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         warm_up: bool | str = True,
@@ -101,13 +103,12 @@ class LLM(LLMNames):
         use_tqdm: bool = True,
         **sizes: Any,
     ):
-        worker = Worker(
+        worker = make_worker(
             model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
-            check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            tensor_parallel_size=tensor_parallel_size,
-            logits_fn=logits_fn, speculative_config=speculative_config, cache_dir=cache_dir,
-            **sizes,
+            check_nan=check_nan, download_dir=download_dir, hf_token=hf_token, cache_dir=cache_dir,
+            tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
+            logits_fn=logits_fn, speculative_config=speculative_config, **sizes,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,
@@ -120,7 +121,7 @@ class LLM(LLMNames):
             undo.callback(worker.shutdown)
             worker.start(warm_up=WARM_UPS[warm_up] if warm_up else None, progress=use_tqdm)
             self.memory_plan = worker.memory_plan
-            self.engine = Engine.of(worker, make_compiler=_compiler_maker(loaded))
+            self.engine = make_engine(worker, make_compiler=_compiler_maker(loaded))
             self.completions = Completions(self.engine, self.tokenizer, loaded.eos_token_ids)
             undo.pop_all()
 
@@ -128,8 +129,9 @@ class LLM(LLMNames):
         """Says what runs on which device, and why, one line each, and what memory it takes."""
         runner, n = self.engine.runner, self.engine.config.num_decode_steps
         alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
+        replicas = self.engine.report() if isinstance(self.engine, Replicas) else ""
         return (
-            f"{_devices(runner.program.mesh)}\n"
+            f"{_devices(runner.program.mesh)}\n{replicas}"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
             f"{self._report_drafts()}"

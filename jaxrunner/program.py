@@ -192,9 +192,15 @@ COPIES = CopySize(8)  # more are copied in several launches
 
 def make_state(program: Program) -> State:
     """Returns the state of an engine without requests."""
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract_state(program)
-    )
+    if program.mesh is None:
+        return _zeros(program)
+    # Made where it is to lie: else JAX makes each shard on its first device, which may be full.
+    where = jax.tree.map(lambda x: x.sharding, abstract_state(program))
+    return jax.jit(_zeros, static_argnums=0, out_shardings=where)(program)
+
+
+def _zeros(program: Program) -> State:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_state(program))
 
 
 @functools.lru_cache(maxsize=8)  # every program of an engine asks for it

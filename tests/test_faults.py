@@ -236,11 +236,11 @@ def test_nan_that_raises_loses_no_step_in_between():
 def answer(prompts: list[Any], params: SamplingParams, character: str) -> list[RequestOutput]:
     tokenizer: Any = tiny.tokenizer()
     tokenizer.inner = failing.Tokenizer(tokenizer.inner, character)
-    completions = Completions(engine(), tokenizer, ())
+    completions = Completions(e := engine(), tokenizer, ())
     asked = [(ParsedPrompt(*prompt), params, 0) for prompt in prompts]
     outputs = completions.answer(asked, on_error="return", use_tqdm=False)
     assert not completions._states
-    check_whole(completions.engine)
+    check_whole(e)
     return outputs
 
 

@@ -93,7 +93,7 @@ def test_bad_arguments_are_named_and_change_nothing():
         e.add(**good, leader=kept)
     with pytest.raises(ValueError, match="request 'kept' is unfinished: give each live request"):
         e.add("kept", [3, 1], FREE)
-    assert list(e._unfinished) == ["kept"] and not kept.leads
+    assert list(e.unfinished) == ["kept"] and not kept.leads
     # The engine has drawn no seed for what it refused.
     wanted = calm.add("next", [3, 1], FREE)
     of_numpy: Any = np.array([3, 1])

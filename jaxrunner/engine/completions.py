@@ -15,8 +15,8 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.output_processor import RequestState, request_output
 from jaxrunner.engine.progress import REDRAW_S, Bar, progress_bar, tell_failures
+from jaxrunner.engine.replicas import Replicas, engines_of, restore_engines, save_engines
 from jaxrunner.engine.requested_prompts import Asked
-from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.bad_word_ids import encode_words
@@ -28,7 +28,10 @@ class Completions:
     """Every unfinished completion of an engine, as its user will see it."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
+        self,
+        engine: Engine | Replicas,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Iterable[int],
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         # Some checkpoints say -1 for none.
@@ -181,14 +184,17 @@ class Completions:
         self.engine.status.check_awake()
         with self._lock:
             self._hand_out(self.engine.drain())
-            states = [state.saved() for state in self._states.values()]
-            save_engine(self.engine, folder, dict(states=states, num_named=self._num_named))
+            states = {name: state.saved() for name, state in self._states.items()}
+            save_engines(self.engine, folder, states, num_named=self._num_named)
 
     def restore(self, folder: str | Path) -> list[list[RequestState]]:
         """Takes up what `save` wrote. Returns the completions of each prompt."""
         self.engine.status.check_awake()
         with self._lock:
-            states, self._num_named = restore_engine(self.engine, folder, self._restored).more
+            parts = [each.more for each in restore_engines(self.engine, folder, self._restored)]
+            self._num_named = max(num_named for _, num_named in parts)
+            states = [state for states, _ in parts for state in states]
+            states.sort(key=lambda state: (int(state.name), state.index))
             self._states = {state.request_id: state for state in states}
             return [list(group) for _, group in itertools.groupby(states, lambda s: s.name)]
 
@@ -244,8 +250,9 @@ class Completions:
         with self._lock:
             if running:
                 self._hand_out(self.engine.drain())
-                self.engine.scheduler.restart()
-                self.engine.runner.restart()
+                for engine in engines_of(self.engine):
+                    engine.scheduler.restart()
+                    engine.runner.restart()
             return self.engine.reset_prefix_cache()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from jaxrunner.config import ModelConfig
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.metrics import Metric, read_metrics
+from jaxrunner.engine.replicas import Replicas, engines_of
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.text.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ CHANGEABLE = ("async_depth", "num_decode_steps")
 class LLMNames(NotHere):
     """The part of `LLM` that is not about prompts: its worker's methods, and vLLM's names."""
 
-    engine: Engine
+    engine: Any  # `Engine`, or `Replicas` of it
     completions: Completions
     tokenizer: Tokenizer | None
     _defaults: SamplingParams
@@ -78,6 +79,7 @@ class LLMNames(NotHere):
     def sleep(self, level: int = 1) -> None:
         if self.engine.has_unfinished:
             raise RuntimeError("requests are at work: finish or abort them, then sleep")
+        self.engine.drain()
         while self.engine.step():
             pass  # of requests that have ended
         self.engine.worker.sleep(level)
@@ -125,7 +127,7 @@ class LLMNames(NotHere):
         return self.completions.stream(self.completions.restore(folder))
 
     @property
-    def llm_engine(self) -> Engine:
+    def llm_engine(self) -> Engine | Replicas:
         """The engine, by vLLM's name."""
         return self.engine
 
@@ -150,8 +152,11 @@ class LLMNames(NotHere):
 
     def get_metrics(self) -> list[Metric]:
         """Returns what is counted, as vLLM names it: requests, tokens, the use of the cache."""
-        engine = self.engine
-        return read_metrics(engine.scheduler, engine.pools, self.completions.totals)
+        of_each = [
+            (engine.scheduler, engine.pools, not engine.status.ended)
+            for engine in engines_of(self.engine)
+        ]
+        return read_metrics(of_each, self.completions.totals)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets cached prefixes; False, and no change, while a request runs.
@@ -189,9 +194,11 @@ class LLMNames(NotHere):
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Calls a function with the weights, a tree of arrays, and returns its result in a list.
 
+        With `data_parallel_size` it is called with those of each replica.
+
         Raises:
           TypeError: it is no function.
         """
         if not callable(func):
             raise TypeError(f"func must be a function of the weights, got {shown(func)}")
-        return [func(self.params)]
+        return [func(runner.params) for runner in self.engine.worker.runners]

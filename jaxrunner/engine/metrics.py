@@ -1,6 +1,6 @@
 """What an engine counts, by the names under which vLLM's users look for it. Knows no JAX."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxrunner.scheduling.block_pool import BlockPool
@@ -32,22 +32,20 @@ class Gauge(Metric):
 
 
 def read_metrics(
-    scheduler: Scheduler, pools: list[BlockPool], totals: Mapping[str, int]
+    engines: Sequence[tuple[Scheduler, list[BlockPool], bool]], totals: Mapping[str, int]
 ) -> list[Metric]:
-    """Returns all figures. totals: of what has ended, from `Completions`."""
-    used = [1 - pool.num_free / pool.num_blocks for pool in pools]
+    """Returns all figures.
+
+    engines: the scheduler and pools of each, and whether it has not ended. totals: of what has
+        ended on any of them, from `Completions`; they are told with the label of the first.
+    """
     counters = dict(
         prompt_tokens=totals.get("prompt_tokens", 0),
         generation_tokens=totals.get("generation_tokens", 0),
         prefix_cache_queries=totals.get("prompt_tokens", 0),
         prefix_cache_hits=totals.get("cached_tokens", 0),
-        num_preemptions=scheduler.num_preemptions,
     )
-    found: list[Metric] = [
-        Gauge("vllm:num_requests_running", value=scheduler.num_running),
-        Gauge("vllm:num_requests_waiting", value=scheduler.num_waiting),
-        Gauge("vllm:kv_cache_usage_perc", value=max(used)),
-    ]
+    found = [metric for i, engine in enumerate(engines) for metric in _of_engine(str(i), *engine)]
     found += [Counter(f"vllm:{name}", value=value) for name, value in counters.items()]
     num_drafts, *accepted = draft_counts(totals) or (0,)
     for name, value in dict(
@@ -64,6 +62,20 @@ def read_metrics(
         labels = LABELS | {"finished_reason": name.removeprefix("reason ")}
         found.append(Counter("vllm:request_success", labels, totals[name]))
     return found
+
+
+def _of_engine(
+    name: str, scheduler: Scheduler, pools: list[BlockPool], is_alive: bool
+) -> list[Metric]:
+    labels = {"engine": name}
+    used = max(1 - pool.num_free / pool.num_blocks for pool in pools)
+    return [
+        Gauge("vllm:num_requests_running", dict(labels), scheduler.num_running),
+        Gauge("vllm:num_requests_waiting", dict(labels), scheduler.num_waiting),
+        Gauge("vllm:kv_cache_usage_perc", dict(labels), used),
+        Counter("vllm:num_preemptions", dict(labels), scheduler.num_preemptions),
+        Gauge("jaxrunner:engine_alive", dict(labels), float(is_alive)),
+    ]
 
 
 def draft_counts(totals: Mapping[str, int]) -> tuple[int, ...]:

@@ -104,15 +104,7 @@ def restore_engine(
     """
     check_own(engine.runner.program.mesh, "restore_state", "add its requests anew")
     folder = Path(folder).absolute()
-    if not (folder / "host.json").is_file():
-        raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")
-    engine.status.check_awake()
-    if engine.has_unfinished:
-        raise RuntimeError("requests are at work: finish or abort them, then restore")
-    checksums.check(folder, required=True)
-    told, requests = _told(engine, folder)
-    live = [request for request in requests if request.status is not Status.FINISHED]
-    spec = _spec(engine, folder, told["filled"])
+    told, live, spec = check_snapshot(engine, folder)
     tables = orbax_io.read(folder / "tables", spec)
     try:
         engine.grammars.resume(live)
@@ -120,6 +112,7 @@ def restore_engine(
     except ValueError:
         engine.grammars.drop([request.request_id for request in live], "abort")
         raise
+    engine.drain()
     while engine.step():
         pass  # of requests that have ended
     engine.reset_prefix_cache()  # its blocks are written to
@@ -132,6 +125,22 @@ def restore_engine(
         raise
     _commit(engine, told["host"], tables)
     return Restored({request.request_id: request for request in live}, more)
+
+
+def check_snapshot(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request], Any]:
+    """Checks all that `restore_engine` reads but the contents of arrays; raises as it.
+
+    Returns the objects of the host, the unfinished requests, and what the tables must be like.
+    """
+    if not (folder / "host.json").is_file():
+        raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")
+    engine.status.check_awake()
+    if engine.has_unfinished:
+        raise RuntimeError("requests are at work: finish or abort them, then restore")
+    checksums.check(folder, required=True)
+    told, requests = _told(engine, folder)
+    live = [request for request in requests if request.status is not Status.FINISHED]
+    return told, live, _spec(engine, folder, told["filled"])
 
 
 def _told(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request]]:

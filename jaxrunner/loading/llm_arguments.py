@@ -68,7 +68,7 @@ TEXTS: dict[str, Bound] = {
     "use_tqdm": FLAG,
     "max_logprobs": Bound(int, -1, COUNT, optional=True),
 }
-LLM: dict[str, Bound] = MODEL | SIZES | TEXTS
+LLM: dict[str, Bound] = MODEL | SIZES | TEXTS | {"data_parallel_size": Bound(int, 1, 1024)}
 RENAMED: dict[str, str] = {
     "scheduling_policy": "policy",
     "num_gpu_blocks_override": "num_blocks",
@@ -81,7 +81,10 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "seed": {None: 0},
 }
 _OUT = "leave it out"
-_ONE_DEVICE = f"one process runs the model; {_OUT}, or set tensor_parallel_size for several devices"
+_ONE_DEVICE = (
+    f"one process runs the model; {_OUT}, or set tensor_parallel_size or data_parallel_size for "
+    "several devices"
+)
 _TEXT_ALONE = f"prompts are text or token ids; {_OUT}"
 _COMPILED = "programs are compiled by size; see token_buckets, decode_buckets and enforce_eager"
 _LORA = "adapters are not read: merge them into the weights of the checkpoint"
@@ -92,8 +95,7 @@ _MOE = f"there are dense decoders alone; {_OUT}"
 _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
-        ("pipeline_parallel_size", "data_parallel_size", "nnodes",
-         "prefill_context_parallel_size"),
+        ("pipeline_parallel_size", "nnodes", "prefill_context_parallel_size"),
         Elsewhere(_ONE_DEVICE, (1, None)),
     ),
     "distributed_executor_backend": Elsewhere(_ONE_DEVICE, (None, "uni")),
@@ -188,7 +190,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "additional_config": Elsewhere(_OUT, (None, {})),
     "otlp_traces_endpoint": Elsewhere("start_profile records a trace"),
 }  # fmt: skip
+_OF_LLM: dict[str, Elsewhere] = {
+    "data_parallel_size": Elsewhere("a worker is one of those that LLM has of it", (1, None))
+}
 OF_VLLM: dict[str, Any] = dict(elsewhere=ELSEWHERE, renamed=RENAMED, spelled=SPELLED)
+OF_WORKER: dict[str, Any] = OF_VLLM | dict(elsewhere=ELSEWHERE | _OF_LLM)
 _TQDM = Bound(bool, also=(Callable,))
 ON_ERROR: dict[str, Bound] = {"on_error": Bound(str, among=("return", "raise"))}
 METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}

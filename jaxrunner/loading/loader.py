@@ -172,7 +172,7 @@ def _on_devices(
     model: Model,
     config: ModelConfig,
     size: int,
-    devices: Sequence[jax.Device] | None,
+    devices: Sequence[Any] | None,
     interleave: Interleave,
 ) -> tuple[Model, ModelConfig]:
     if size == 1 and devices is None and interleave == WHOLE:

@@ -64,9 +64,14 @@ def spec_of(leaf: Any) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
+def whole_on(mesh: Mesh | None) -> NamedSharding | None:
+    """Returns where an array lies that each device has whole; None for JAX's own choice."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
 def placed(tree: Any, mesh: Mesh) -> Any:
     """Returns abstract arrays with a sharding each: those without one are whole on each device."""
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole = whole_on(mesh)
 
     def one(x: Any) -> Any:
         return x if isinstance(x.sharding, NamedSharding) else x.update(sharding=whole)

@@ -40,6 +40,11 @@ class Built(NamedTuple):
         """Returns the same for other sizes of the KV cache, of which the choice knows nothing."""
         return self._replace(program=replace(self.program, engine=config))
 
+    def on(self, model: Model, config: ModelConfig, params: Any) -> "Built":
+        """Returns the same for the same model on other devices."""
+        program = replace(self.program, model=model, config=config)
+        return self._replace(program=program, params=abstract(params))
+
     @property
     def cache(self) -> ProgramCache | None:
         """The executables of earlier processes."""

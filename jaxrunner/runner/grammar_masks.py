@@ -13,9 +13,11 @@ from jaxrunner.scheduling.request import GrammarOutput
 class GrammarMasks:
     """Makes masks, [B, J, ceil(V / 32)], int32."""
 
-    def __init__(self, vocab_size: int, *, on_host: bool = False):
-        """on_host: masks that are kept stay there, as for devices of several processes."""
-        self._on_host = on_host
+    def __init__(self, vocab_size: int, where: Any = None, *, on_host: bool = False):
+        """where: the device or sharding of a mask that many steps share.
+        on_host: such masks stay there, as for devices of several processes.
+        """
+        self._where, self._on_host = where, on_host
         self._num_words = -(-vocab_size // 32)
         self._open: dict[tuple[int, int, int], jax.Array | np.ndarray] = {}
 
@@ -63,5 +65,5 @@ class GrammarMasks:
         """Returns a mask that allows all tokens, made once."""
         if shape not in self._open:
             mask = np.full(shape, -1, np.int32)
-            self._open[shape] = mask if self._on_host else jax.device_put(mask)
+            self._open[shape] = mask if self._on_host else jax.device_put(mask, self._where)
         return self._open[shape]

@@ -31,6 +31,7 @@ from jaxrunner.device.program_spec import (
 )
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
+from jaxrunner.parallel.mesh import whole_on
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.program import (
@@ -78,7 +79,8 @@ class ModelRunner:
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
         program = self.program
-        self._masks = GrammarMasks(program.config.vocab_size, on_host=program.is_shared)
+        where, on_host = whole_on(program.mesh), program.is_shared
+        self._masks = GrammarMasks(program.config.vocab_size, where, on_host=on_host)
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
 

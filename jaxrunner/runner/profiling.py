@@ -1,7 +1,9 @@
 """Traces of a model at work, steps named as vLLM names them; whether the device works."""
 
+from collections.abc import Sequence
 import contextlib
 from pathlib import Path
+from typing import Any
 import warnings
 
 import jax
@@ -101,15 +103,17 @@ def step_name(output: SchedulerOutput) -> str:
     )
 
 
-def check_device(timeout_s: float) -> None:
-    """Runs a tiny program on the default device.
+def check_device(timeout_s: float, devices: Sequence[Any] = ()) -> None:
+    """Runs a tiny program on the default device, or on each of those that are given.
 
     Raises:
       RuntimeError: it did not end in `timeout_s`, or failed.
     """
 
     def run() -> None:
-        assert float(jnp.arange(8.0).sum()) == 28, "it adds wrongly"
+        for device in devices or [None]:
+            with jax.default_device(device):
+                assert float(jnp.arange(8.0).sum()) == 28, "it adds wrongly"
 
     try:
         if ends_within(timeout_s, run):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -118,6 +118,12 @@ class StepHandle:
         """Adds drafts for the next step, [B, K], to what `get` returns."""
         self._drafts = drafts
         drafts.copy_to_host_async()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has done the step, so that `get` waits for a copy at most."""
+        arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
+        return all(cast(Any, x).is_ready() for x in arrays if isinstance(x, jax.Array))
 
     def wait(self) -> None:
         """Waits until the step's outputs are on the host."""

@@ -15,6 +15,7 @@ from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
+from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.processes import check_own, host_copy
 from jaxrunner.parallel.requirements import check_sum
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
@@ -49,6 +50,11 @@ class Lifecycle(NotHere, abc.ABC):
     def runner(self) -> ModelRunner:
         """What holds weights and caches."""
 
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """All that hold these weights, each on devices of its own."""
+        return [self.runner]
+
     def update_params(self, params: Any) -> None:
         """Takes new weights, a tree like `params`, between two steps; nothing is compiled anew.
 
@@ -64,8 +70,7 @@ class Lifecycle(NotHere, abc.ABC):
             params = like(params, self.runner.params_spec)
             check_leaves(params)
         self._set_params(params)
-        self.weights_version += 1
-        self.cache_epoch += 1
+        self._outdate(weights=True)
 
     @property
     def params(self) -> Any:
@@ -203,17 +208,18 @@ class Lifecycle(NotHere, abc.ABC):
           TypeError, ValueError: there is no such level.
           RuntimeError: requests are at work, or it sleeps.
         """
-        runner, status = self.runner, self.status
+        runners, status = self.runners, self.status
         if status.sleeping:
             raise RuntimeError(f"{' and '.join(sorted(status.sleeping))} sleep: wake_up first")
         status.check()
-        if runner.requests.num_taken:
+        if any(runner.requests.num_taken for runner in runners):
             raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
-        self._host_params = jax.tree.map(host_copy, runner.params) if level == 1 else None
-        pytree.delete(runner.state)
-        runner.params = runner.state = None
+        self._host_params = jax.tree.map(host_copy, self.params) if level == 1 else None
+        for runner in runners:
+            pytree.delete(runner.state)
+            runner.params = runner.state = None
         status.sleeping, status.is_dropped = TAGS, level == 2
-        self.cache_epoch += 1
+        self._outdate(weights=False)
 
     @checked(arguments.WAKE_UP)
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
@@ -228,7 +234,8 @@ class Lifecycle(NotHere, abc.ABC):
             asleep, rest = sorted(sleeping), sorted(wanted - sleeping)
             raise ValueError(f"tags may name what sleeps, {asleep}, got {rest}")
         if "kv_cache" in wanted:
-            self.runner.state = make_state(self.runner.program)
+            for runner in self.runners:
+                runner.state = make_state(runner.program)
             self.status.sleeping -= {"kv_cache"}
         if "weights" in wanted and self._host_params is not None:
             self._set_params(self._host_params)  # the old ones: prefixes are as they were
@@ -243,23 +250,35 @@ class Lifecycle(NotHere, abc.ABC):
 
     @checked(arguments.CHECK_HEALTH)
     def check_health(self, timeout_s: float = 10.0) -> None:
-        """Runs a tiny program on the device, and one on all of a mesh.
+        """Runs a tiny program on each device, and one on all of a mesh.
 
         Raises:
-          RuntimeError: it did not end in time, or failed.
+          RuntimeError: one did not end in time, or failed.
         """
-        check_device(timeout_s)
-        if (mesh := self.runner.program.mesh) is not None:
-            check_sum(mesh, timeout_s)
+        for runner in self.runners:
+            check_device(timeout_s, devices_of(runner.program.config))
+            if (mesh := runner.program.mesh) is not None:
+                check_sum(mesh, timeout_s)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns what the model can be asked for."""
         return ("generate",)
 
     def _set_params(self, params: Any) -> None:
-        """Gives the runner weights, where others were or slept."""
-        self.runner.update_params(params)
+        """Gives all runners weights, where others were or slept."""
+        first, *others = self.runners
+        placed = [like(params, first.params_spec)]
+        for other in others:  # from device to device
+            where = jax.tree.map(lambda x: x.sharding, other.params_spec)
+            placed.append(jax.device_put(placed[0], where))
+        for runner, its in zip(self.runners, placed, strict=True):
+            runner.update_params(its)
         self.status.sleeping, self._host_params = self.status.sleeping - {"weights"}, None
+
+    def _outdate(self, *, weights: bool) -> None:
+        """Counts a change after which no key of the caches counts; `weights`: of the weights."""
+        self.weights_version += weights
+        self.cache_epoch += 1
 
     def _awake(self) -> Any:
         """Returns the weights that tensors are to be put among."""

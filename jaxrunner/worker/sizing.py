@@ -1,5 +1,6 @@
 """One process's device: how large an engine on it is, where a user left that open."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ class EnginePlan(NamedTuple):
 def plan_engine(
     loaded: Loaded,
     *,
+    beside: Sequence[Any] = (),
     rules: tuple[Rule, ...] = RULES,
     cache_dir: Path | None = None,
     kv_cache_dtype: str = "auto",
@@ -57,7 +59,7 @@ def plan_engine(
     thing: at most one may be given. The last is a part of what JAX may use of the device: of three
     quarters, unless XLA_PYTHON_CLIENT_MEM_FRACTION said otherwise when JAX started. Where none is
     given it is 0.9, or what is free if that is less. max_model_len: -1 is the largest, up to the
-    model's, of which one request fits into the cache. `rest` are fields of `EngineConfig`.
+    model's, of which one request fits. beside: devices to fit as well. `rest`: of `EngineConfig`.
 
     Raises:
       ValueError: a size that contradicts the model, another size or the device.
@@ -83,7 +85,8 @@ def plan_engine(
     )
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
-    device = _agreed(read_device(loaded.params, devices_of(loaded.config)), built)
+    devices = [*devices_of(loaded.config), *beside]
+    device = _agreed(read_device(loaded.params, devices), built)
     costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
     config, memory = plan_memory(costs, size, device, shrink=shrink)
     return EnginePlan(config, memory, built.resized(config))

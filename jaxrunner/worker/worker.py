@@ -27,7 +27,7 @@ from jaxrunner.caches.interleave import Interleave, interleave_of
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
-from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.mesh import devices_of, mesh_of
 from jaxrunner.parallel.requirements import check_sum
 from jaxrunner.program import engine_groups
 from jaxrunner.rule import Rule
@@ -61,7 +61,7 @@ class Worker(Lifecycle):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
-    @checked(llm_arguments.MODEL | llm_arguments.SIZES, **llm_arguments.OF_VLLM)
+    @checked(llm_arguments.MODEL | llm_arguments.SIZES, **llm_arguments.OF_WORKER)
     def __init__(
         self,
         model: str | Path,
@@ -96,7 +96,7 @@ class Worker(Lifecycle):
             tensor_parallel_size=tensor_parallel_size, devices=devices,
             interleave=Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
         )  # fmt: skip
-        asked = speculative_config
+        self._devices, asked = devices, speculative_config
         self._speculation = None if asked is None else SpeculativeConfig.read(asked)
         at = find_folder(cache_dir and str(cache_dir))
         self._plan = partial(plan_engine, seed=seed, rules=rules, cache_dir=at, **sizes)
@@ -147,13 +147,13 @@ class Worker(Lifecycle):
             self.compile_or_warm_up_model(progress=progress, **warm_up)
 
     def init_device(self) -> None:
-        """Takes the first device of this process, and tries whether it works.
+        """Takes the first of its devices, and tries whether it works.
 
         Raises:
           RuntimeError: it does not.
         """
-        check_device(timeout_s=60.0)
-        self._device = jax.local_devices()[0]
+        self._device = jax.local_devices()[0] if self._devices is None else self._devices[0]
+        check_device(timeout_s=60.0, devices=[self._device])
 
     def load_model(self, *, progress: bool = False) -> None:
         """Loads the weights, for the runner where there is one.
@@ -186,6 +186,14 @@ class Worker(Lifecycle):
     def memory_plan(self) -> MemoryPlan:
         """What memory goes to; raises as `determine_available_memory`."""
         return self._planned.memory
+
+    def plan_alike(self, others: Sequence["Worker"]) -> None:
+        """Plans engines of one size for this and other workers: what fits on each device."""
+        beside = [device for other in others for device in devices_of(other._loaded.config)]
+        plan = self._engine_plan = self._plan(self._loaded, beside=beside)
+        for other in others:
+            model, config, params, *_ = other._loaded
+            other._engine_plan = plan._replace(built=plan.built.on(model, config, params))
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Returns what each layer keeps, by its name in vLLM.

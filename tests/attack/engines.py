@@ -38,12 +38,12 @@ class _Engine(Entry):
     def status(self) -> Any:
         engine = self.engine
         return (
-            set(engine._unfinished), engine.status.ended, engine.scheduler.num_waiting,
+            set(engine.unfinished), engine.status.ended, engine.scheduler.num_waiting,
             engine.scheduler.num_running, engine.grammars.num_waiting,
         )  # fmt: skip
 
     def mend(self) -> None:
-        left = set(self.engine._unfinished) - {"canary"}
+        left = set(self.engine.unfinished) - {"canary"}
         if left:
             self.engine.abort(left)
 

@@ -58,11 +58,11 @@ class Snapshots(Entry):
 
     def status(self) -> Any:
         engine = self.engine
-        return len(engine._unfinished), engine.status.ended
+        return len(engine.unfinished), engine.status.ended
 
     def mend(self) -> None:
         self.folder.mend()
-        self.engine.abort(list(self.engine._unfinished))
+        self.engine.abort(list(self.engine.unfinished))
         while self.engine.step():
             pass
         assert not self.engine.has_unfinished, "what was restored cannot be aborted"

@@ -1,0 +1,184 @@
+"""Steps of an engine: launched ahead of what is read, read in their order, lost where they fail."""
+
+import abc
+from collections import deque
+from collections.abc import Iterable, Mapping
+import logging
+from typing import Any
+
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.engine.structured_output_manager import StructuredOutputManager
+from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
+from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
+from jaxrunner.scheduling.draft_policy import DraftPolicy
+from jaxrunner.scheduling.request import Request, SchedulerOutput
+from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+class Steps(abc.ABC):
+    """The part of `Engine` between its scheduler and its runner."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    grammars: StructuredOutputManager
+
+    def __init__(self, worker: Worker, scheduler: Scheduler) -> None:
+        self.worker, self.runner, self.status = worker, worker.runner, worker.status
+        self.scheduler = scheduler
+        decode = [(b.num_rows, b.num_drafts) for b in self.runner.buckets if b.query_len]
+        self._drafts = DraftPolicy(decode) if scheduler.adaptive else None
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._unsampled: SchedulerOutput | None = None  # has a grammar, waits for those in flight
+        self._gained: NewTokens = []  # read, and not yet returned
+        self._alarm: FloatingPointError | None = None  # for the end of a step
+
+    @property
+    @abc.abstractmethod
+    def unfinished(self) -> Mapping[str, Request]:
+        """Requests that wait or run, by their ids."""
+
+    @abc.abstractmethod
+    def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
+        """Ends requests at any phase; ids of ended requests are ignored."""
+
+    def launch(self, *, block: bool = True) -> None:
+        """Launches what can be launched. block: waits for a grammar where nothing else is there.
+
+        Raises:
+          RuntimeError: the engine has ended; see `WorkerStatus`.
+        """
+        self.status.check()
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
+        self._take_compiled(block=block and not self.scheduler.has_unfinished)
+        while self._unsampled is None and len(self._in_flight) < self.config.async_depth:
+            if not self._launch():
+                break
+
+    @property
+    def oldest(self) -> StepHandle | None:
+        """The step that `read` waits for."""
+        return self._in_flight[0][1] if self._in_flight else None
+
+    def read(self) -> None:
+        """Reads the oldest step, if there is one."""
+        if self._in_flight:
+            self._read()
+        if not self._in_flight:
+            self._sample()
+
+    def take_gained(self) -> NewTokens:
+        """Returns what steps have given since the last call; raises what `step` does of a NaN."""
+        if self._alarm is not None:
+            alarm, self._alarm = self._alarm, None
+            raise alarm
+        gained, self._gained = self._gained, []
+        return merged(gained)
+
+    def _take_compiled(self, *, block: bool) -> None:
+        """Queues requests whose grammar is there."""
+        for request in self.grammars.ready(block=block):
+            if request.finish_reason is None:
+                self.scheduler.add(request)
+            else:
+                self._gained.append((request, []))
+
+    def _launch(self) -> bool:
+        """Schedules a step and launches it. Returns whether there was one."""
+        n = 1 if self.runner.requests.need_single_steps else self.config.num_decode_steps
+        if self._drafts is not None:
+            num_rows = self.scheduler.num_running
+            K = self._drafts.choose(num_rows)
+            waits = K and self.runner.would_wait(num_rows, K, n)
+            self.scheduler.num_drafts = 0 if waits else K
+        scheduled = self.scheduler.schedule(n)
+        try:
+            if self.grammars.is_due(scheduled.requests):
+                # It needs neither the tokens before nor the masks that follow from them.
+                self.runner.execute_model(scheduled)
+                self._unsampled = scheduled
+            else:
+                handle = self.runner.step(scheduled)
+                if scheduled.num_scheduled_tokens:
+                    self._in_flight.append((scheduled, handle))
+        except BaseException as error:
+            while self._in_flight:  # launched before it, so they may be whole
+                self._read()
+            self._lose(scheduled, error)
+            return False
+        return bool(scheduled.num_scheduled_tokens) if self._in_flight else self._sample()
+
+    def _sample(self) -> bool:
+        """Samples a step with a grammar that waits for others to be read. Whether there was one.
+
+        A mask needs all tokens before, and drafts that the step verifies, which the step before
+        proposed as it ended.
+        """
+        if self._unsampled is None:
+            return False
+        scheduled, self._unsampled = self._unsampled, None
+        try:
+            allowed, failed = self.grammars.bitmask(scheduled, self.model_config.vocab_size)
+            self._end(scheduled.requests, failed)
+            handle = self.runner.sample_tokens(allowed)
+        except BaseException as error:
+            self._lose(scheduled, error)
+            return False
+        self._in_flight.append((scheduled, handle))
+        return True
+
+    def _read(self) -> None:
+        """Reads the oldest step, and tells the scheduler of it."""
+        scheduled, handle = self._in_flight.popleft()
+        try:
+            output = handle.get()
+        except BaseException as error:
+            self._lose(scheduled, error)
+            return
+        if self._drafts is not None:
+            self._drafts.observe(scheduled, handle.launched_at, output.drafts)
+        failed = output.failures(self.config.nan_policy)
+        sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+        for req_id in failed if scheduled.num_steps == 1 else ():
+            del sampled[req_id]  # of several, those count that came before
+        output.share_prompt_logprobs(scheduled.requests)
+        gained = self.scheduler.update(scheduled, sampled)
+        output.share(gained)
+        self._gained += gained
+        for request, tokens in gained:
+            if request.grammar is not None and (reason := self.grammars.accept(request, tokens)):
+                self.finish([request.request_id], reason)
+        self._end(scheduled.requests, failed)
+
+    def _end(self, requests: Mapping[str, Request], failed: Mapping[str, str]) -> None:
+        """Ends requests with errors of their own; a grammar that may end here ends well."""
+        for req_id, error in failed.items():
+            request = requests[req_id]
+            if request.finish_reason is not None:
+                continue  # of several steps, one before may have ended it
+            if error == NO_CHOICE and self.grammars.may_end(request):
+                self.finish([req_id], "stop")
+            else:
+                request.error = error
+                self.finish([req_id], "error")
+            self._gained.append((request, []))
+            if error == NO_NUMBER and self.config.nan_policy == "raise":
+                self._alarm = FloatingPointError(f"request {req_id!r}: {error}")
+
+    def _lose(self, scheduled: SchedulerOutput, error: BaseException) -> None:
+        """Ends the requests of a step that failed; the others start again, from their tokens."""
+        logger.error("a step failed", exc_info=error)
+        self._in_flight.clear()
+        self._unsampled = None
+        self._end(scheduled.requests, dict.fromkeys(scheduled.requests, of_step(error)))
+        self.scheduler.restart()
+        try:
+            self.runner.restart()
+        except Exception as cause:
+            self.status.ended = of_engine(error, cause)
+            left = dict(self.unfinished)
+            self._end(left, dict.fromkeys(left, self.status.ended))
+        if self.runner.programs.strict or isinstance(error, FATAL):
+            raise error

@@ -1,0 +1,105 @@
+"""Workers of one model, each on devices of its own, and what is done on all of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxrunner.loading.loader import Loaded
+from jaxrunner.runner.model_runner import ModelRunner
+from jaxrunner.worker.lifecycle import Lifecycle
+from jaxrunner.worker.memory_plan import MemoryPlan
+from jaxrunner.worker.worker import Worker
+
+
+class Workers(Lifecycle):
+    """Workers with the same weights and sizes. What `Lifecycle` has is done on all that live."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        super().__init__()
+        self.workers = list(workers)
+
+    @property
+    def live(self) -> list[Worker]:
+        """Those whose device has not been lost; all of them where none is left."""
+        return [w for w in self.workers if not w.status.ended] or self.workers
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What holds weights and caches of the first that lives."""
+        return self.live[0].runner
+
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """What holds weights and caches of all that live."""
+        return [worker.runner for worker in self.live]
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What memory goes to on each device; the same for all workers."""
+        return self.workers[0].memory_plan
+
+    def read_checkpoint(self, **text: Any) -> Loaded:
+        """Reads all of the checkpoint but its weights; the tokenizer once. Raises as `Worker`'s."""
+        loaded = self.workers[0].read_checkpoint(**text)
+        for worker in self.workers[1:]:
+            worker.read_checkpoint(generation_config="vllm")  # the defaults are the first's to tell
+        self.load_config = loaded.load_config
+        return loaded
+
+    def start(self, *, warm_up: Mapping[str, Any] | None, progress: bool = False) -> None:
+        """Sets up what `read_checkpoint` has read, as `Worker.start` does.
+
+        Threads compile for all while the first reads the weights, from which the others copy them.
+        """
+        for worker in self.workers:
+            worker.init_device()
+        first, *others = self.workers
+        first.plan_alike(others)
+        for worker in self.workers:
+            worker.initialize_from_config(trusted=True)
+            worker.runner.profiler = self.runner.profiler  # there is one of a process
+            if warm_up is not None:
+                worker.runner.prepare(**warm_up)
+        first.load_model(progress=progress)
+        self._set_params(first.params)
+        if warm_up is not None:
+            for worker in self.workers:
+                worker.compile_or_warm_up_model(progress=progress, **warm_up)
+
+    def shutdown(self) -> None:
+        """Gives the memory of all devices back."""
+        for worker in self.workers:
+            worker.shutdown()
+
+    def _outdate(self, *, weights: bool) -> None:
+        super()._outdate(weights=weights)
+        for worker in self.workers:  # whose engines look there
+            worker._outdate(weights=weights)
+
+
+def make_worker(
+    *args: Any, data_parallel_size: int = 1, tensor_parallel_size: int = 1, **kwargs: Any
+) -> Worker | Workers:
+    """Returns a worker, or several with `tensor_parallel_size` devices each.
+
+    The other arguments are those of `Worker`.
+
+    Raises:
+      ValueError: there are fewer devices.
+    """
+    D, N = data_parallel_size, tensor_parallel_size
+    if D == 1:
+        return Worker(*args, tensor_parallel_size=N, **kwargs)
+    devices = jax.local_devices()
+    if D * N > len(devices):
+        raise ValueError(
+            f"data_parallel_size={D} with tensor_parallel_size={N} needs {D * N} devices, there "
+            f"are {len(devices)} ({devices[0].device_kind}): lower one of them"
+        )
+    return Workers(
+        [
+            Worker(*args, tensor_parallel_size=N, devices=devices[i * N : (i + 1) * N], **kwargs)
+            for i in range(D)
+        ]
+    )
