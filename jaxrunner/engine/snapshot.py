@@ -265,8 +265,8 @@ def _context(engine: Engine) -> dict[str, str]:
         told |= {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.repr}
     pools = [(pool.layers, pool.block_size) for pool in engine.runner.program.cache_groups]
     told |= dict(cache_groups=repr(pools))
-    if (interleave := interleave_of(config := engine.model_config)) != WHOLE:
-        told |= dict(interleave=f"{interleave} of {config.mesh.size} devices")
+    if (interleave := interleave_of(engine.model_config)) != WHOLE:
+        told |= dict(interleave=f"{interleave} on {engine.runner.program.mesh}")
     params = engine.runner.params
     whole = whole_params(program.model.params, program.config)
     shapes = tuple(x.shape for x in jax.tree.leaves(whole))

@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown, validate
 from jaxrunner.caches.interleave import WHOLE, Interleave
