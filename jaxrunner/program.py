@@ -14,6 +14,7 @@ from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, la
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import mesh_of, placed, shardings
+from jaxrunner.parallel.stages import held_layers, is_last, joined, num_stages, stages_of
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import (
@@ -61,6 +62,21 @@ class Program:
     def mesh(self) -> jax.sharding.Mesh | None:
         """The devices it runs on; None for one."""
         return mesh_of(self.config)
+
+    @functools.cached_property
+    def stages(self) -> tuple["Program", ...]:
+        """The programs of a pipeline's stages in this process; none where it is no pipeline."""
+        return tuple(replace(self, config=config) for config in stages_of(self.config))
+
+    @property
+    def num_launches(self) -> int:
+        """Launches before the oldest is read: `async_depth` of each stage."""
+        return self.engine.async_depth * num_stages(self.config)
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The cache group of each layer whose caches the state has."""
+        return layer_groups(self.config.cache_kinds)[held_layers(self.config)]
 
     @functools.cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -157,24 +173,27 @@ class CopySize(NamedTuple):
 COPIES = CopySize(8)  # more are copied in several launches
 
 
-def make_state(program: Program) -> State:
-    """Returns the state of an engine without requests."""
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract_state(program)
-    )
+def make_state(program: Program) -> Any:
+    """Returns the state of an engine without requests; in a pipeline, of all stages."""
+    states = [
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract_state(of))
+        for of in program.stages or (program,)
+    ]
+    return joined(states) if program.stages else states[0]
 
 
 @functools.lru_cache(maxsize=8)  # every program of an engine asks for it
 def abstract_state(program: Program) -> State:
     """Returns the shapes and dtypes of an engine's state, and on a mesh where each array lies."""
     dims, groups, mesh = program.dims, program.cache_groups, program.mesh
-    of_layer = [groups[g] for g in layer_groups(program.config.cache_kinds)]
+    of_layer = [groups[g] for g in program.layer_groups]
     caches = [(g.kind.leaves, dims | program.group_dims(g)) for g in of_layer]
     kv = tuple(pytree.abstract(*of) for of in caches)
     if mesh is not None:
         at = tuple(shardings(*of, mesh) for of in caches)
         kv = jax.tree.map(lambda x, at: x.update(sharding=at), kv, at)
-    tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in program.tables}
+    told = program.tables if is_last(program.config) else ()  # others do not sample
+    tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in told}
     state = State(requests=pytree.abstract(Requests, dims), tables=tables, kv=kv)
     return state if mesh is None else placed(state, mesh)
 

@@ -9,6 +9,7 @@ from jaxrunner.config import DTYPES
 from jaxrunner.loading.checkpoint import Wanted
 from jaxrunner.model import Source, Stored, StoredConfig
 from jaxrunner.parallel.mesh import mesh_of, shardings
+from jaxrunner.parallel.pipeline import StageConfig, homes
 
 
 def abstract_params(model: Stored, config: StoredConfig, dtype: str) -> Any:
@@ -16,7 +17,8 @@ def abstract_params(model: Stored, config: StoredConfig, dtype: str) -> Any:
     dims = config.dims | {"param": dtype}
     shapes = pytree.abstract(model.params, dims)
     if (mesh := mesh_of(config)) is not None:
-        where = shardings(model.params, dims, mesh)
+        staged = isinstance(config, StageConfig)
+        where = homes(config) if staged else shardings(model.params, dims, mesh)
         return jax.tree.map(lambda x, at: x.update(sharding=at), shapes, where)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(lambda x: x.update(sharding=here), shapes)

@@ -23,9 +23,10 @@ from jaxrunner import pytree
 from jaxrunner.device.buckets import choose, step_buckets
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
-from jaxrunner.device.program_spec import program_keys, program_spec, step_key
+from jaxrunner.device.program_spec import program_keys, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
+from jaxrunner.parallel.pipeline import place
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
@@ -36,8 +37,9 @@ from jaxrunner.program import (
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
 from jaxrunner.runner.grammar_masks import GrammarMasks
+from jaxrunner.runner.make_programs import in_order, make_programs
 from jaxrunner.runner.profiling import Profiler
-from jaxrunner.runner.program_table import Key, ProgramTable, Started
+from jaxrunner.runner.program_table import Key, Started
 from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
@@ -58,16 +60,15 @@ class ModelRunner:
             lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params
         )
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
-        self.params = None if to_come else params
         self.choice, self.program = built.choice, built.program
+        self.params = None if to_come else params
         config = self.program.engine
         self.buckets = step_buckets(config, self.program.model.speculator)
         self.requests = RequestTable(self.program)
         self._check = None if trusted else StepCheck(self.program)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
-        # Nothing here refers to the runner, so that its memory goes when it does.
-        spec = functools.partial(program_spec, self.program, built.params)
-        self.programs = ProgramTable(spec, built.cache, task=built.task, eager=config.enforce_eager)
+        # Nothing there refers to the runner, so that its memory goes when it does.
+        self.programs = make_programs(built)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
@@ -77,6 +78,15 @@ class ModelRunner:
         program = self.program
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
+
+    @property
+    def params(self) -> Any:
+        """The weights; None until they come, and while they sleep."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        self._params, self._placed = params, place(self.program.config, params)
 
     @functools.cached_property
     def state(self) -> Any:
@@ -91,14 +101,7 @@ class ModelRunner:
         keys = program_keys(self.program, self.buckets, all_rules=all_rules)
         if not background:
             return self.programs.start(keys, keys)
-        ragged = [b for b in self.buckets if not b.query_len][-1]
-        decode = max((b for b in self.buckets if b.query_len), key=lambda b: b.num_rows)
-        needed = [step_key(ragged, 1)]  # it can run any step
-        if (several := self.program.engine.num_decode_steps) > 1:
-            needed.append(step_key(decode, several))
-        first = [key for key in keys if ENTRY_POINTS[key.name].is_small or key in needed]
-        # Of the others the one that can run any decode step comes next.
-        return self.programs.start([*needed, step_key(decode, 1), *keys], first)
+        return self.programs.start(*in_order(self.program, self.buckets, keys))
 
     def warm_up(
         self, *, all_rules: bool = False, background: bool = False, progress: bool = False
@@ -123,7 +126,7 @@ class ModelRunner:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
         none: tuple[list, ...] = tuple([] for _ in self.program.cache_groups)
         plan = self.requests.plan((), (), none, key.size)
-        self.state, *_ = self.programs[key](self.params, self.state, plan)
+        self.state, *_ = self.programs[key](self._placed, self.state, plan)
 
     def close(self) -> None:
         """Gives the device memory of the state back."""
@@ -201,7 +204,7 @@ class ModelRunner:
             self._forward(work)
             return self.sample_tokens()
         program = self.programs[Key("multi_step" if num_steps > 1 else "step", size)]
-        self.state, packed = program(self.params, self.state, work.plan)
+        self.state, packed = program(self._placed, self.state, work.plan)
         layout = self._output(work.size, num_steps)
         return StepHandle(work.req_ids, layout, packed)
 
@@ -235,7 +238,7 @@ class ModelRunner:
         if kept is not None:
             batch, extras = kept
             program = self.programs[Key("propose", work.bucket)]
-            self.state, drafts = program(self.params, self.state, batch, rows, hidden, extras)
+            self.state, drafts = program(self._placed, self.state, batch, rows, hidden, extras)
         handle = StepHandle(work.req_ids, self._output(size), packed)
         if grammar_output is not None and drafts is not None:
             handle.expect_drafts(drafts)
@@ -246,13 +249,13 @@ class ModelRunner:
     def _forward(self, work: Work) -> None:
         """Launches the forward pass, and what scores prompt tokens."""
         program = self.programs[Key("forward", work.bucket)]
-        out = program(self.params, self.state, work.plan)
+        out = program(self._placed, self.state, work.plan)
         self.state, logits, rows, hidden, targets, heads, kept = out
         scores, tables = [], replace(self.state, kv=())
         size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
         for first in range(0, work.num_targets, size.num_targets):
             program = self.programs[Key("prompt_logprobs", size)]
-            packed = program(self.params, tables, hidden, targets, np.int32(first))
+            packed = program(self._placed, tables, hidden, targets, np.int32(first))
             if size.num_logprobs == self.program.config.vocab_size:
                 packed = np.asarray(packed)  # of many tokens they would fill the device
             scores.append((Layout(prompt_logprobs_spec(self.program, size)), packed))
