@@ -53,6 +53,7 @@ class LLM(LLMNames):
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.
     tensor_parallel_size: devices of this process that each have a shard of the model.
+    pipeline_parallel_size: stages, with some of the layers and `tensor_parallel_size` devices each.
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
         a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.
@@ -90,6 +91,7 @@ class LLM(LLMNames):
         chat_template: str | None = None,
         check_nan: bool = False,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         warm_up: bool | str = True,
@@ -102,6 +104,7 @@ class LLM(LLMNames):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             logits_fn=logits_fn, speculative_config=speculative_config, cache_dir=cache_dir,
             **sizes,
         )  # fmt: skip

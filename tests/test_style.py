@@ -22,7 +22,7 @@ PURE = (
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
     "errors", "pytree", "parallel.mesh", "parallel.shards", "version", "api",
-    "hf_config", "types", "caches", "inputs", "outputs",
+    "hf_config", "types", "parallel.stages", "caches", "inputs", "outputs",
     "logprobs", "config", "indexing", "operation", "heads", "linear", "slot_table",
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",
     "program", "sampling", "kernels_pallas", "step", "device", "ops", "models", "speculators",

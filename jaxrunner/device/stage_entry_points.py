@@ -25,7 +25,6 @@ from jaxrunner.program import (
     Program,
     SampleSize,
     admission_spec,
-    heads_spec,
     plan_spec,
 )
 from jaxrunner.types import Array, SamplingMetadata, State

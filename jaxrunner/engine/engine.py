@@ -137,7 +137,7 @@ class Engine:
         self.status.check()
         self.scheduler.outdate_prefixes(self.worker.cache_epoch)
         self._take_compiled(block=not self.scheduler.has_unfinished)
-        for _ in range(self.config.async_depth - len(self._in_flight)):
+        for _ in range(self.runner.program.num_launches - len(self._in_flight)):
             if not self._launch():
                 break
         if self._in_flight:

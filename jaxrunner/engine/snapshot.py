@@ -23,6 +23,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
+from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request, Status
@@ -50,6 +51,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
       RuntimeError: the engine sleeps, or has ended.
       FloatingPointError: as `Engine.step`; nothing is saved.
     """
+    refuse(engine.model_config, "save_state", "generate to the end, or take tensor_parallel_size")
     folder = Path(folder).absolute()
     orbax_io.check_new(folder)
     engine.status.check_awake()
@@ -88,6 +90,7 @@ def restore_engine(
         those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
         goes on as before; at worst it has forgotten cached prefixes.
     """
+    refuse(engine.model_config, "restore_state", "take tensor_parallel_size")
     folder = Path(folder).absolute()
     if not (folder / "host.json").is_file():
         raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")

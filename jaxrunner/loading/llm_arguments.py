@@ -31,6 +31,7 @@ MODEL: dict[str, Bound] = {  # and its weights
     "hf_overrides": DICT_OR_NONE,
     "speculative_config": DICT_OR_NONE,
     "tensor_parallel_size": Bound(int, 1, 1024),
+    "pipeline_parallel_size": Bound(int, 1, 1024),
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }
@@ -66,6 +67,7 @@ TEXTS: dict[str, Bound] = {
     "use_tqdm": FLAG,
     "max_logprobs": Bound(int, -1, COUNT, optional=True),
 }
+RANK: dict[str, Bound] = {"rank": Bound(int, 0, 1023, optional=True)}  # of a `Worker`
 LLM: dict[str, Bound] = MODEL | SIZES | TEXTS
 RENAMED: dict[str, str] = {
     "scheduling_policy": "policy",
@@ -76,6 +78,7 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "seed": {None: 0},
+    "pipeline_parallel_size": {None: 1},
 }
 _OUT = "leave it out"
 _ONE_DEVICE = f"one process runs the model; {_OUT}, or set tensor_parallel_size for several devices"
@@ -89,7 +92,7 @@ _MOE = f"there are dense decoders alone; {_OUT}"
 _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
-        ("pipeline_parallel_size", "data_parallel_size", "nnodes",
+        ("data_parallel_size", "nnodes",
          "decode_context_parallel_size", "prefill_context_parallel_size"),
         Elsewhere(_ONE_DEVICE, (1, None)),
     ),

@@ -20,6 +20,7 @@ from jaxrunner.loading.weights import check_checkpoint, load_params, random_para
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.models.registry import read_model
 from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.pipeline import deal
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
@@ -131,13 +132,16 @@ def load(
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
     tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    rank: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
-    tensor_parallel_size: devices that each have a shard of the model.
+    tensor_parallel_size: devices that each have a shard of the model, or of a stage.
+    pipeline_parallel_size: stages that each have some layers; rank: the one to load, None for all.
     devices: those to take of; None for the first of this process.
 
     Raises:
@@ -151,7 +155,12 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
-    if tensor_parallel_size > 1 or devices is not None:
+    if pipeline_parallel_size > 1 or rank is not None:
+        model, config = deal(
+            model, config, pipeline_parallel_size, tensor_parallel_size=tensor_parallel_size,
+            devices=devices, rank=rank,
+        )  # fmt: skip
+    elif tensor_parallel_size > 1 or devices is not None:
         model, config = shard(model, config, make_mesh(tensor_parallel_size, devices))
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):

@@ -17,7 +17,7 @@ from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model
 from jaxrunner.parallel.mesh import make_mesh, shardings
-from jaxrunner.parallel.stages import stages_of
+from jaxrunner.parallel.stages import num_stages, stages_of
 from jaxrunner.parallel.tensor import ShardedConfig, shard
 from jaxrunner.types import Inputs
 
@@ -130,6 +130,16 @@ def place(config: Any, params: Any) -> Any:
     if params is None or not (stages := stages_of(config)):
         return params
     return tuple(jax.tree.map(_put, stage.own(params), stage.shardings) for stage in stages)
+
+
+def refuse(config: Any, what: str, cure: str) -> None:
+    """Refuses what does not go with stages.
+
+    Raises:
+      ValueError: the config is of a pipeline.
+    """
+    if (num := num_stages(config)) > 1:
+        raise ValueError(f"pipeline_parallel_size={num} does not go with {what}: {cure}")
 
 
 def homes(config: StageConfig) -> Any:

@@ -14,6 +14,7 @@ from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.tensor import all_reduce_ops
 from jaxrunner.program import Program
 from jaxrunner.rule import Rule
@@ -81,8 +82,12 @@ def build(
     if (mesh := mesh_of(model_config)) is not None and config.enforce_eager:
         raise ValueError(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
-            "or set tensor_parallel_size=1"
+            "or take one device"
         )
+    if config.num_decode_steps > 1:
+        refuse(model_config, f"num_decode_steps={config.num_decode_steps}", "set it to 1")
+    if model.speculator is not None:
+        refuse(model_config, "a speculator", "leave one out")
     if mesh is not None:
         choice = choice._replace(ops=functools.partial(all_reduce_ops, choice.ops))
     speculator = model.speculator

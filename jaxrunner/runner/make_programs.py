@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import functools
+from typing import cast
 
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.program_spec import program_spec, step_key
@@ -12,7 +13,7 @@ from jaxrunner.runner.pipeline_programs import PipelinePrograms
 from jaxrunner.runner.program_table import Key, ProgramTable
 
 
-def make_programs(built: Built) -> ProgramTable | PipelinePrograms:
+def make_programs(built: Built) -> ProgramTable:
     """Returns the table of an engine's programs; of a pipeline, those of its stages as one."""
     program, eager = built.program, built.program.engine.enforce_eager
     if not program.stages:
@@ -20,7 +21,8 @@ def make_programs(built: Built) -> ProgramTable | PipelinePrograms:
         return ProgramTable(spec, built.cache, task=built.task, eager=eager)
     params = place(program.config, built.params)
     specs = map(functools.partial(functools.partial, program_spec), program.stages, params)
-    return PipelinePrograms(program, [ProgramTable(spec) for spec in specs])
+    # It has the interface of a table, and programs that take the weights of all stages.
+    return cast(ProgramTable, PipelinePrograms(program, [ProgramTable(spec) for spec in specs]))
 
 
 def in_order(

@@ -11,6 +11,7 @@ from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.mesh import devices_of
+from jaxrunner.parallel.pipeline import place
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
@@ -82,10 +83,34 @@ def plan_engine(
     )
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
-    device = read_device(loaded.params, devices_of(loaded.config))
-    costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
-    config, memory = plan_memory(costs, size, device, shrink=shrink)
+    config, memory = _plan_stages(built, loaded.params, size, shrink=shrink)
     return EnginePlan(config, memory, built.resized(config))
+
+
+def _plan_stages(
+    built: Built, params: Any, size: CacheRequest, *, shrink: bool
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Plans the memory of each stage of a pipeline, or of the one that there is without.
+
+    Returns the sizes that all of them hold, and the plan of the fullest.
+    """
+    program = built.program
+    found: list[tuple[EngineConfig, MemoryPlan, SizeCosts]] = []
+    parts = place(program.config, params) if program.stages else (params,)
+    for stage, part in zip(program.stages or (program,), parts, strict=True):
+        device = read_device(part, devices_of(stage.config))
+        need = _need(built._replace(program=stage), part, device, size)
+        costs = SizeCosts(stage, part, need)
+        found.append((*plan_memory(costs, size, device, shrink=shrink), costs))
+    if len(found) == 1:
+        return found[0][:2]
+    length, num_blocks = (
+        min(getattr(config, name) for config, *_ in found)
+        for name in ("max_model_len", "num_blocks")
+    )
+    plans = [costs.plan(length, num_blocks, plan.requested) for _, plan, costs in found]
+    config = replace(found[0][0], max_model_len=length, num_blocks=num_blocks)
+    return config, max(plans, key=lambda plan: plan.total)
 
 
 def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) -> ProgramMemory:

@@ -58,7 +58,9 @@ class Worker(Lifecycle):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
-    @checked(llm_arguments.MODEL | llm_arguments.SIZES, **llm_arguments.OF_VLLM)
+    @checked(
+        llm_arguments.MODEL | llm_arguments.SIZES | llm_arguments.RANK, **llm_arguments.OF_VLLM
+    )
     def __init__(
         self,
         model: str | Path,
@@ -73,6 +75,8 @@ class Worker(Lifecycle):
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        rank: int | None = None,
         devices: Sequence[jax.Device] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
@@ -89,6 +93,7 @@ class Worker(Lifecycle):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
             tensor_parallel_size=tensor_parallel_size, devices=devices,
+            pipeline_parallel_size=pipeline_parallel_size, rank=rank,
         )  # fmt: skip
         asked = speculative_config
         self._speculation = None if asked is None else SpeculativeConfig.read(asked)
