@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
-from jaxrunner.model import Model
+from jaxrunner.model import Model, Source
 from jaxrunner.parallel.mesh import make_mesh, shardings
 from jaxrunner.parallel.stages import num_stages, stages_of
 from jaxrunner.parallel.tensor import ShardedConfig, shard
@@ -71,7 +71,11 @@ class StageConfig:
 
     def own(self, tree: Any) -> Any:
         """Returns what a tree like the weights says of those of this stage; None for others."""
-        return jax.tree.map_with_path(lambda path, x: x if self.reads(path) else None, tree)
+        return jax.tree.map_with_path(
+            lambda path, x: x if self.reads(path) else None,
+            tree,
+            is_leaf=lambda x: isinstance(x, Source),
+        )
 
     @property
     def shardings(self) -> Any:
@@ -103,6 +107,8 @@ def deal(
             f"{name} wants a layer a stage, {config.architecture} has {config.num_hidden_layers}: "
             "lower it"
         )
+    if rank is not None and rank >= num:
+        raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
     if not _layer_fields(model, config) or model.tables or model.heads:
         raise ValueError(
             f"{name} wants a model of layers alone, {config.architecture} has slot tables or "
@@ -119,7 +125,8 @@ def deal(
     sharded = [shard(model, config, mesh) for mesh in meshes]
     shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
     stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)
-    return sharded[0][0]._replace(layers=_layers), cast(ModelConfig, stage)
+    spare = model.spare if rank is None else ("",)  # others read what is left
+    return sharded[0][0]._replace(layers=_layers, spare=spare), cast(ModelConfig, stage)
 
 
 def place(config: Any, params: Any) -> Any:

@@ -1,7 +1,10 @@
 """A pipeline as the rest sees it: which stages a config has, and their state as one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from jaxrunner.pytree import each, leaf, pytree, static
 from jaxrunner.types import Array, Requests, SamplingMetadata, State
@@ -32,7 +35,9 @@ class Sampled:
     """What the last stage sampled in a step, for stages that have not written it down yet."""
 
     rows: tuple[SamplingMetadata, ...] = each("stages")
-    token_ids: tuple[Array, ...] = leaf("B 1", each="stages")  # none until they are told
+    token_ids: tuple[Array | np.ndarray, ...] = leaf(
+        "B 1", each="stages"
+    )  # none until they are told
     slots: tuple[int, ...] = static()  # of the rows; R where another request has the slot by now
 
 
@@ -57,6 +62,22 @@ class PipelineState:
             kv=_put(self.kv, i, part.kv) if self.kv else (),
             tables=_put(self.tables, i, part.tables),
         )
+
+    def told(self, token_ids: Sequence[Sequence[int]]) -> "PipelineState":
+        """Returns the same, with the tokens of the oldest step that has none yet, by row.
+
+        Raises:
+          RuntimeError: each step has its tokens.
+        """
+        at = next((i for i, step in enumerate(self.sampled) if not step.token_ids), None)
+        if at is None:
+            raise RuntimeError("no step awaits tokens: call execute_model first")
+        step = self.sampled[at]
+        column = np.zeros((len(step.slots), 1), np.int32)
+        for i, row in enumerate(token_ids):
+            column[i, : len(row)] = row  # none where it sampled none
+        step = replace(step, token_ids=(column,) * len(step.rows))
+        return replace(self, sampled=(*self.sampled[:at], step, *self.sampled[at + 1 :]))
 
 
 def joined(parts: list[State]) -> PipelineState:

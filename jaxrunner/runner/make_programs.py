@@ -6,6 +6,7 @@ from typing import cast
 
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.program_spec import program_spec, step_key
+from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.parallel.pipeline import place
 from jaxrunner.program import Bucket, Program
 from jaxrunner.runner.build import Built
@@ -34,6 +35,7 @@ def in_order(
     needed = [step_key(ragged, 1)]  # it can run any step
     if (several := program.engine.num_decode_steps) > 1:
         needed.append(step_key(decode, several))
-    first = [key for key in keys if ENTRY_POINTS[key.name].is_small or key in needed]
+    entries = ENTRY_POINTS | BEFORE
+    first = [key for key in keys if entries[key.name].is_small or key in needed]
     # Of the others the one that can run any decode step comes next.
     return [*needed, step_key(decode, 1), *keys], first

@@ -27,12 +27,11 @@ from jaxrunner.device.program_spec import program_keys, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
 from jaxrunner.parallel.pipeline import place
+from jaxrunner.parallel.stages import is_last
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
     output_spec,
-    prompt_logprobs_size,
-    prompt_logprobs_spec,
 )
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
@@ -40,6 +39,7 @@ from jaxrunner.runner.grammar_masks import GrammarMasks
 from jaxrunner.runner.make_programs import in_order, make_programs
 from jaxrunner.runner.profiling import Profiler
 from jaxrunner.runner.program_table import Key, Started
+from jaxrunner.runner.prompt_scores import launch_scores
 from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
@@ -208,16 +208,18 @@ class ModelRunner:
         layout = self._output(work.size, num_steps)
         return StepHandle(work.req_ids, layout, packed)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+    def execute_model(self, scheduler_output: SchedulerOutput, *x: Any) -> jax.Array | None:
         """Starts the forward pass of a step, a single one; `sample_tokens` must follow.
 
-        Raises what `step` does.
+        x: hidden states, [T, E], of the stage before, where another process has it. Returns those
+        for the next stage, if another process has that. Raises what `step` does.
         """
         self._begin(scheduler_output, in_two=True)
         with self.profiler.step(scheduler_output):
             work = self._prepare(scheduler_output)
             if work is not None:
-                self._forward(work)
+                self._forward(work, *x)
+        return None if is_last(self.program.config) or work is None else self._forwarded[3]
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
         """Samples the step that `execute_model` started; an empty step where it had no tokens.
@@ -246,19 +248,15 @@ class ModelRunner:
             handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
         return handle
 
-    def _forward(self, work: Work) -> None:
+    def _forward(self, work: Work, *x: Any) -> None:
         """Launches the forward pass, and what scores prompt tokens."""
         program = self.programs[Key("forward", work.bucket)]
-        out = program(self._placed, self.state, work.plan)
+        out = program(self._placed, self.state, work.plan, *x)
         self.state, logits, rows, hidden, targets, heads, kept = out
-        scores, tables = [], replace(self.state, kv=())
-        size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
-        for first in range(0, work.num_targets, size.num_targets):
-            program = self.programs[Key("prompt_logprobs", size)]
-            packed = program(self._placed, tables, hidden, targets, np.int32(first))
-            if size.num_logprobs == self.program.config.vocab_size:
-                packed = np.asarray(packed)  # of many tokens they would fill the device
-            scores.append((Layout(prompt_logprobs_spec(self.program, size)), packed))
+        tables = replace(self.state, kv=())
+        scores = launch_scores(
+            self.program, self.programs, self._placed, tables, hidden, targets, work
+        )
         self._forwarded = work, logits, rows, hidden, heads, kept, scores
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:

@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from jaxrunner.device.program_key import Key
+from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.parallel.stages import PipelineState, Sampled, is_last
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.runner.program_table import Compilation, ProgramTable, Started
 
-# Programs of the last stage, and what the others run in their place.
-ELSEWHERE = dict(step="stage", forward="stage", admit="admit", copy="copy")
+INSTEAD = dict(step="stage", forward="stage")  # of the last stage's, what the others run
 
 
 class PipelinePrograms:
@@ -32,6 +32,7 @@ class PipelinePrograms:
         self._tables, self._R = tables, program.engine.max_num_seqs
         self._before = tables[:-1] if ends else tables
         self._last = tables[-1] if ends else None
+        self._is_whole = ends and program.stages[0].config.rank == 0
         self._at = [NamedSharding(stage.config.mesh, PartitionSpec()) for stage in program.stages]
         self._run: dict[str, Callable[..., Any]] = dict(
             step=self._step, forward=self._forward, sample=self._sample, admit=self._admit,
@@ -73,6 +74,7 @@ class PipelinePrograms:
     ):
         """Runs the first phase. x: of the stage before this process's. Returns what the entry point
         does; of a process without the last stage hidden is x for the next one."""
+        x = tuple(jax.device_put(one, self._at[0]) for one in x)
         state, x, rows = self._stages(size, params, state, vector, x)
         if self._last is None:
             return state, None, (rows, None), x[0], None, {}, None
@@ -106,7 +108,7 @@ class PipelinePrograms:
         sampled = []
         for step in state.sampled:
             slots = tuple(self._R if slot in new else slot for slot in step.slots)
-            if self._meet(slots, slots):
+            if self._meet(slots, slots) or not step.token_ids:
                 sampled.append(replace(step, slots=slots))
         state = replace(state, sampled=tuple(sampled))
         for i, table in enumerate(self._tables):
@@ -143,13 +145,14 @@ class PipelinePrograms:
         """Returns the programs of a stage that run when those of `keys` do."""
         if table is self._last:
             return list(keys)
-        run = [Key(ELSEWHERE[key.name], key.size) for key in keys if key.name in ELSEWHERE]
+        run = [Key(INSTEAD.get(key.name, key.name), key.size) for key in keys]
         rows = {key.size.num_rows for key in run if key.name == "stage"}
-        return [*dict.fromkeys(run), *(Key("receive", SampleSize(B)) for B in sorted(rows))]
+        run += [Key("receive", SampleSize(B)) for B in sorted(rows)]
+        return [key for key in dict.fromkeys(run) if key.name in BEFORE]
 
     def ready(self) -> list[Key]:
-        """Returns the last stage's programs that are there."""
-        return [] if self._last is None else self._last.ready()
+        """Returns the last stage's programs that are there, if all stages are."""
+        return self._last.ready() if self._last and self._is_whole else []
 
     def is_pending(self, key: Key | None = None) -> bool:
         """Whether a thread is to bring a program of any stage; any, where None."""
