@@ -67,7 +67,7 @@ TEXTS: dict[str, Bound] = {
     "use_tqdm": FLAG,
     "max_logprobs": Bound(int, -1, COUNT, optional=True),
 }
-RANK: dict[str, Bound] = {"rank": Bound(int, 0, 1023, optional=True)}  # of a `Worker`
+WORKER: dict[str, Bound] = MODEL | SIZES | {"rank": Bound(int, 0, 1023, optional=True)}
 LLM: dict[str, Bound] = MODEL | SIZES | TEXTS
 RENAMED: dict[str, str] = {
     "scheduling_policy": "policy",
@@ -78,7 +78,6 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "seed": {None: 0},
-    "pipeline_parallel_size": {None: 1},
 }
 _OUT = "leave it out"
 _ONE_DEVICE = f"one process runs the model; {_OUT}, or set tensor_parallel_size for several devices"

@@ -47,9 +47,7 @@ class Worker(Lifecycle):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
-    @checked(
-        llm_arguments.MODEL | llm_arguments.SIZES | llm_arguments.RANK, **llm_arguments.OF_VLLM
-    )
+    @checked(llm_arguments.WORKER, **llm_arguments.OF_VLLM)
     def __init__(
         self,
         model: str | Path,
