@@ -1,5 +1,6 @@
 """Models in stages, on fake devices of a CPU: tokens are those of one device."""
 
+from collections.abc import Iterable
 import itertools
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.parallel.pipeline import deal, homes
 from jaxrunner.runner.program_table import ProgramTable
+from jaxrunner.runner.step_handle import ModelRunnerOutput
 from jaxrunner.scheduling.request import Request
 from jaxrunner.worker.worker import Worker
 from tests.support import tiny
@@ -63,7 +65,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def answers(e: Engine, seed: int, *, aborted: set[int] = frozenset()):
+def answers(e: Engine, seed: int, *, aborted: Iterable[int] = ()):
     """Returns what requests get that come a few at a time, and of those that end early too."""
     asked, rng, made = requests(seed), np.random.default_rng(seed), []
     while len(made) < len(asked) or e.has_unfinished:
@@ -236,6 +238,7 @@ def test_ranks_hand_each_other_a_step_and_its_tokens(weights, tmp_path):
     sizes = {name: LLM_SIZES[name] for name in LLM_SIZES if name not in ("warm_up", "use_tqdm")}
     ranks, (whole,) = workers(folder, 3, **sizes), workers(folder, 1, **sizes)
     *others, last = ranks
+    got = None
     for output in steps():
         x = None
         for worker in ranks:
@@ -259,7 +262,7 @@ def test_ranks_hand_each_other_a_step_and_its_tokens(weights, tmp_path):
     with pytest.raises(RuntimeError, match="a request of this step awaits a token of an earlier"):
         ranks[0].execute_model(more)
     with pytest.raises(RuntimeError, match="no step awaits tokens: call execute_model first"):
-        ranks[1].receive_tokens(got)
+        ranks[1].receive_tokens(got or ModelRunnerOutput())
     for worker in (*ranks, whole):
         worker.shutdown()
 
@@ -290,6 +293,6 @@ def test_models_and_ranks_that_cannot_be_are_refused():
     config = tiny.config()
     with pytest.raises(ValueError, match="rank=2 is none of pipeline_parallel_size=2: take 0 to 1"):
         deal(llama, config, 2, rank=2)
-    head = Head("mean", lambda *_: None, "B", "float32")
+    head = Head("mean", "B", lambda *_: jax.numpy.zeros(1))
     with pytest.raises(ValueError, match=r"=2 wants a model of layers alone, Llama.* has slot tab"):
         deal(llama._replace(heads=(head,)), config, 2)

@@ -18,7 +18,7 @@ from jaxrunner.device.entry_point import (
 )
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import pack_on_device, unpack
-from jaxrunner.parallel.stages import is_last, num_stages
+from jaxrunner.parallel.stages import is_last, num_stages, rank_of
 from jaxrunner.program import (
     AdmitSize,
     Bucket,
@@ -111,7 +111,7 @@ def _given(program: Program, *x: Array) -> Program:
 def _stage_arguments(program: Program, params: Any, size: Bucket) -> tuple:
     own = params, abstract_state(program), abstract_vector(plan_spec(program, size))
     x = jax.ShapeDtypeStruct((size.num_tokens, program.dims["E"]), jnp.dtype(program.engine.dtype))
-    return own if program.config.rank == 0 else (*own, x)
+    return own if rank_of(program.config) == 0 else (*own, x)
 
 
 def _receive_arguments(program: Program, params: Any, size: SampleSize) -> tuple:

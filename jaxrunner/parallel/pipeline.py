@@ -90,7 +90,7 @@ def deal(
     num: int,
     *,
     tensor_parallel_size: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     rank: int | None = None,
 ) -> tuple[Model, ModelConfig]:
     """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
@@ -149,7 +149,7 @@ def refuse(config: Any, what: str, cure: str) -> None:
         raise ValueError(f"pipeline_parallel_size={num} does not go with {what}: {cure}")
 
 
-def homes(config: StageConfig) -> Any:
+def homes(config: Any) -> Any:
     """Returns where each weight lies that this process reads: on the first stage that needs it."""
     found: dict[tuple[Any, ...], Any] = {}
     for stage in reversed(config.pipeline_stages):

@@ -25,6 +25,11 @@ def held_layers(config: Any) -> slice:
     return getattr(config, "pipeline_layers", slice(None))
 
 
+def rank_of(config: Any) -> int:
+    """Returns the place of a config's stage in the pipeline; 0 where there is none."""
+    return getattr(config, "rank", 0)
+
+
 def is_last(config: Any) -> bool:
     """Whether a config's programs sample."""
     return getattr(config, "is_last_stage", True)

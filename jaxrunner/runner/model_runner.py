@@ -217,9 +217,8 @@ class ModelRunner:
         self._begin(scheduler_output, in_two=True)
         with self.profiler.step(scheduler_output):
             work = self._prepare(scheduler_output)
-            if work is not None:
-                self._forward(work, *x)
-        return None if is_last(self.program.config) or work is None else self._forwarded[3]
+            hidden = None if work is None else self._forward(work, *x)
+        return None if is_last(self.program.config) else hidden
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
         """Samples the step that `execute_model` started; an empty step where it had no tokens.
@@ -248,8 +247,8 @@ class ModelRunner:
             handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
         return handle
 
-    def _forward(self, work: Work, *x: Any) -> None:
-        """Launches the forward pass, and what scores prompt tokens."""
+    def _forward(self, work: Work, *x: Any) -> jax.Array:
+        """Launches the forward pass, and what scores prompt tokens. Returns hidden states."""
         program = self.programs[Key("forward", work.bucket)]
         out = program(self._placed, self.state, work.plan, *x)
         self.state, logits, rows, hidden, targets, heads, kept = out
@@ -258,6 +257,7 @@ class ModelRunner:
             self.program, self.programs, self._placed, tables, hidden, targets, work
         )
         self._forwarded = work, logits, rows, hidden, heads, kept, scores
+        return hidden
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""

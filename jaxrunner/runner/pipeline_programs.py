@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import BEFORE
-from jaxrunner.parallel.stages import PipelineState, Sampled, is_last
+from jaxrunner.parallel.stages import PipelineState, Sampled, is_last, rank_of
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.runner.program_table import Compilation, ProgramTable, Started
 
@@ -32,8 +32,10 @@ class PipelinePrograms:
         self._tables, self._R = tables, program.engine.max_num_seqs
         self._before = tables[:-1] if ends else tables
         self._last = tables[-1] if ends else None
-        self._is_whole = ends and program.stages[0].config.rank == 0
-        self._at = [NamedSharding(stage.config.mesh, PartitionSpec()) for stage in program.stages]
+        self._is_whole = ends and rank_of(program.stages[0].config) == 0
+        self._at = [
+            NamedSharding(stage.mesh, PartitionSpec()) for stage in program.stages if stage.mesh
+        ]
         self._run: dict[str, Callable[..., Any]] = dict(
             step=self._step, forward=self._forward, sample=self._sample, admit=self._admit,
             copy=self._copy, prompt_logprobs=self._prompt_logprobs,

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrunner.parallel.stages import rank_of, stages_of
 from jaxrunner.scheduling.request import SchedulerOutput
 
 
@@ -21,7 +22,7 @@ def given(
     Raises:
       ValueError: there are some where there should be none, or the other way round.
     """
-    rank = getattr(config, "rank", 0) if getattr(config, "alone", False) else 0
+    rank = rank_of(stages_of(config)[0]) if stages_of(config) else 0
     wanted = rank > 0 and bool(output.num_scheduled_tokens)
     if wanted != (tensors is not None):
         asks = f"wants what rank {rank - 1} returned" if wanted else "wants none of this step"
