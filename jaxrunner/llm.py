@@ -100,13 +100,11 @@ class LLM(LLMNames):
         **sizes: Any,
     ):
         worker = Worker(
-            model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
+            model, revision=revision, dtype=dtype, seed=seed, load_format=load_format, **sizes,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            logits_fn=logits_fn, speculative_config=speculative_config, cache_dir=cache_dir,
-            **sizes,
+            tensor_parallel_size=tensor_parallel_size, logits_fn=logits_fn, cache_dir=cache_dir,
+            pipeline_parallel_size=pipeline_parallel_size, speculative_config=speculative_config,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,

@@ -1,12 +1,9 @@
 """From a model's name to all that an engine needs of it: config, weights, tokenizer, defaults."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown, validate
@@ -19,14 +16,13 @@ from jaxrunner.loading.hub import resolve
 from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.models.registry import read_model
-from jaxrunner.parallel.mesh import make_mesh
-from jaxrunner.parallel.pipeline import deal
-from jaxrunner.parallel.tensor import shard
+from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+ONE_DEVICE = ParallelConfig()
 LOAD_FORMATS = ("auto", "dummy", "sharded_state")
 GENERATION_CONFIGS = ("auto", "vllm")
 
@@ -131,18 +127,13 @@ def load(
     check_nan: bool = False,
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    rank: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    parallel: ParallelConfig = ONE_DEVICE,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
-    tensor_parallel_size: devices that each have a shard of the model, or of a stage.
-    pipeline_parallel_size: stages that each have some layers; rank: the one to load, None for all.
-    devices: those to take of; None for the first of this process.
+    parallel: over which devices the model is cut.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -155,13 +146,7 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
-    if pipeline_parallel_size > 1 or rank is not None:
-        model, config = deal(
-            model, config, pipeline_parallel_size, tensor_parallel_size=tensor_parallel_size,
-            devices=devices, rank=rank,
-        )  # fmt: skip
-    elif tensor_parallel_size > 1 or devices is not None:
-        model, config = shard(model, config, make_mesh(tensor_parallel_size, devices))
+    model, config = parallel.cut(model, config)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None

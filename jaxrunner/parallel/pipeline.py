@@ -88,7 +88,6 @@ def deal(
     model: Model,
     config: ModelConfig,
     num: int,
-    *,
     tensor_parallel_size: int = 1,
     devices: Sequence[Any] | None = None,
     rank: int | None = None,

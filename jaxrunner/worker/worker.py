@@ -25,6 +25,7 @@ from jaxrunner.api.speculative_config import SpeculativeConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
+from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
@@ -80,8 +81,7 @@ class Worker(Lifecycle):
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            tensor_parallel_size=tensor_parallel_size, devices=devices,
-            pipeline_parallel_size=pipeline_parallel_size, rank=rank,
+            parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, rank, devices),
         )  # fmt: skip
         asked = speculative_config
         self._speculation = None if asked is None else SpeculativeConfig.read(asked)
