@@ -23,7 +23,7 @@ class ParallelConfig:
     def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the model and its config as they run on these devices; raises as what cuts."""
         N, P = self.tensor_parallel_size, self.pipeline_parallel_size
-        if P > 1 or self.rank is not None:
+        if P > 1 or self.rank:
             return deal(model, config, P, N, self.devices, self.rank)
         if N > 1 or self.devices is not None:
             return shard(model, config, make_mesh(N, self.devices))

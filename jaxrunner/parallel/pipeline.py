@@ -26,7 +26,7 @@ from jaxrunner.types import Inputs
 class StageConfig:
     """The config of a model in a pipeline, as one of its stages sees it."""
 
-    shards: tuple[ShardedConfig, ...] = field(repr=False)  # the model on the mesh of each stage
+    shards: tuple[ShardedConfig, ...] = field(repr=False, hash=False)  # on the mesh of each stage
     rank: int  # this one
     alone: bool = False  # whether the other stages are no concern of this process
 
@@ -108,10 +108,12 @@ def deal(
         )
     if rank is not None and rank >= num:
         raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
-    if not _layer_fields(model, config) or model.tables or model.heads:
+    more = model.tables or model.heads or not model.tensor_parallel
+    if more or not _layer_fields(model, config):
         raise ValueError(
             f"{name} wants a model of layers alone, {config.architecture} has slot tables or "
-            "heads, or weights that are not declared by layer: leave it out"
+            "heads, weights that are not declared by layer, or no Model.tensor_parallel: leave it "
+            "out"
         )
     devices = jax.local_devices() if devices is None else devices
     here = num if rank is None else 1
