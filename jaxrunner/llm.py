@@ -58,6 +58,7 @@ class LLM(LLMNames):
     decode_context_parallel_size: of these, devices that each keep a part of a KV head's tokens,
         `cp_kv_cache_interleave_size` in turn; they would keep copies.
     data_parallel_size: engines with `tensor_parallel_size` devices each, which share the requests.
+    pipeline_parallel_size: stages, with some of the layers and `tensor_parallel_size` devices each.
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
         a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.
@@ -96,6 +97,7 @@ class LLM(LLMNames):
         check_nan: bool = False,
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         warm_up: bool | str = True,
@@ -104,11 +106,12 @@ class LLM(LLMNames):
         **sizes: Any,
     ):
         worker = make_worker(
-            model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
+            model, revision=revision, dtype=dtype, seed=seed, load_format=load_format, **sizes,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token, cache_dir=cache_dir,
             tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
-            logits_fn=logits_fn, speculative_config=speculative_config, **sizes,
+            pipeline_parallel_size=pipeline_parallel_size, logits_fn=logits_fn,
+            speculative_config=speculative_config,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,

@@ -16,6 +16,7 @@ from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import TENSOR, mesh_of, placed, shardings
+from jaxrunner.parallel.stages import held_layers, is_last, joined, num_stages, stages_of
 from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
@@ -88,6 +89,21 @@ class Program:
         of = model.logits if self.vocabulary.is_whole else model.own_logits
         assert of is not None
         return of(self.config, params, hidden)
+
+    @functools.cached_property
+    def stages(self) -> tuple["Program", ...]:
+        """The programs of a pipeline's stages in this process; none where it is no pipeline."""
+        return tuple(replace(self, config=config) for config in stages_of(self.config))
+
+    @property
+    def num_launches(self) -> int:
+        """Launches before the oldest is read: `async_depth` of each stage."""
+        return self.engine.async_depth * num_stages(self.config)
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The cache group of each layer whose caches the state has."""
+        return layer_groups(self.config.cache_kinds)[held_layers(self.config)]
 
     @functools.cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -190,8 +206,10 @@ class CopySize(NamedTuple):
 COPIES = CopySize(8)  # more are copied in several launches
 
 
-def make_state(program: Program) -> State:
-    """Returns the state of an engine without requests."""
+def make_state(program: Program) -> Any:
+    """Returns the state of an engine without requests; in a pipeline, of all stages."""
+    if program.stages:
+        return joined([make_state(stage) for stage in program.stages])
     if program.mesh is None:
         return _zeros(program)
     # Made where it is to lie: else JAX makes each shard on its first device, which may be full.
@@ -207,13 +225,14 @@ def _zeros(program: Program) -> State:
 def abstract_state(program: Program) -> State:
     """Returns the shapes and dtypes of an engine's state, and on a mesh where each array lies."""
     dims, groups, mesh = program.dims, program.cache_groups, program.mesh
-    of_layer = [groups[g] for g in layer_groups(program.config.cache_kinds)]
+    of_layer = [groups[g] for g in program.layer_groups]
     caches = [(g.kind.leaves, dims | program.group_dims(g)) for g in of_layer]
     kv = tuple(pytree.abstract(*of) for of in caches)
     if mesh is not None:
         at = tuple(shardings(*of, mesh) for of in caches)
         kv = jax.tree.map(lambda x, at: x.update(sharding=at), kv, at)
-    tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in program.tables}
+    told = program.tables if is_last(program.config) else ()  # others do not sample
+    tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in told}
     state = State(requests=pytree.abstract(Requests, dims), tables=tables, kv=kv)
     return state if mesh is None else placed(state, mesh)
 

@@ -57,7 +57,7 @@ def test_what_an_engine_loses_is_its_requests_alone(folder, monkeypatch, caplog)
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (dict(data_parallel_size=9), r"data_parallel_size=9 with tensor_parallel_size=1 needs 9 d"),
+        (dict(data_parallel_size=9), r"data_parallel_size=9 needs 9 devices"),
         (TWO | dict(tensor_parallel_size=8), r"needs 16 devices, there are 8 \(cpu\): lower one"),
         (dict(data_parallel_size=0), "data_parallel_size=0 is out of range"),
         (TWO | dict(enforce_eager=True), "enforce_eager=True runs each operation by itself"),

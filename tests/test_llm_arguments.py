@@ -88,8 +88,7 @@ def keywords(function: Any) -> set[str]:
 def test_bad_values_are_refused_by_name_before_anything_is_done():
     wrong, count = [], 0
     worker: Any = Worker
-    of_worker = llm_arguments.MODEL | llm_arguments.SIZES
-    for make, table in ((LLM_, llm_arguments.LLM), (worker, of_worker)):
+    for make, table in ((LLM_, llm_arguments.LLM), (worker, llm_arguments.WORKER)):
         assert keywords(make.__init__) - {"logits_fn", "devices"} <= table.keys()
         for name, bound in table.items():
             fine = {dict: (dict,), str: (), float: (), int: (int,), bool: ()}[bound.kind]

@@ -39,6 +39,7 @@ class Load:
     num_drafts: int = 0
     adaptive: bool = False
     remote: bool = False
+    num_stages: int = 1
 
 
 FULL, WINDOW = cache_group(4), cache_group(4, window=9)
@@ -76,6 +77,14 @@ LOADS = {
     "adaptive drafts in steps, remote": Load(
         depth=3, num_drafts=3, num_steps=2, adaptive=True, remote=True, num_blocks=14
     ),
+    "turns of two": Load(depth=4, num_stages=2, num_blocks=14),
+    "turns of four, windows, priority": Load(
+        depth=4, num_stages=4, groups=(FULL, WINDOW), policy="priority", num_blocks=16
+    ),
+    "turns of three, sync, filled sizes": Load(
+        num_stages=3, sizes=(4, 8, 16), num_blocks=14, max_num_seqs=4
+    ),
+    "turns of two, remote, tiny pool": Load(depth=3, num_stages=2, remote=True, num_blocks=12),
     "remote": Load(remote=True),
     "remote, async, tiny pool": Load(depth=2, remote=True, num_blocks=12),
     "remote, priority, no caching": Load(
@@ -109,6 +118,7 @@ class Driver:
             max_num_batched_tokens=load.budget, max_model_len=load.max_model_len,
             long_prefill_token_threshold=load.threshold, step_sizes=load.sizes,
             num_drafts=load.num_drafts, adaptive=load.adaptive, remote=self.remote,
+            num_stages=load.num_stages,
         )  # fmt: skip
         self.queue: deque[SchedulerOutput] = deque()
         self.requests: list[Request] = []

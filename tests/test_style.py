@@ -22,8 +22,7 @@ PURE = (
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
     "errors", "time_limit", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary",
-    "version", "api",
-    "hf_config", "types", "caches", "inputs", "outputs",
+    "version", "api", "hf_config", "types", "parallel.stages", "caches", "inputs", "outputs",
     "logprobs", "config", "indexing", "operation", "heads", "linear", "slot_table",
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",
     "program", "sampling", "kernels_pallas", "step", "device", "ops", "models", "speculators",

@@ -40,7 +40,7 @@ from jaxrunner.program import (
     prompt_logprobs_size,
 )
 from jaxrunner.sampling.sampler import describe_prompt
-from jaxrunner.types import Array, Batch, SamplingMetadata, State, Targets
+from jaxrunner.types import Array, Batch, Plan, SamplingMetadata, State, Targets
 
 
 def step(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
@@ -67,8 +67,13 @@ def forward(params: Any, state: State, vector: Array, *, program: Program, size:
     the heads say, and what `propose` takes of it; None where the model has no speculator.
     """
     plan = unpack(plan_spec(program, size), vector)
+    return forward_plan(params, state, plan, program=program, bucket=size)
+
+
+def forward_plan(params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket):
+    """Runs the first phase of a step, as `forward` does."""
     state, batch, rows, hidden, extras = device.forward(
-        params, state, plan, program=program, bucket=size
+        params, state, plan, program=program, bucket=bucket
     )
     logits = device.compute_logits(params, hidden, batch, program)
     targets = device.find_targets(state.requests, batch, rows)

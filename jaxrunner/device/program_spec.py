@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
+from jaxrunner.device.stage_entry_points import entry_points_of
 from jaxrunner.parallel.mesh import placed
 from jaxrunner.parallel.shards import on_shards
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
@@ -31,7 +31,7 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
 
     `params` may be abstract.
     """
-    entry, static = ENTRY_POINTS[key.name], (("program", program), ("size", key.size))
+    entry, static = entry_points_of(program)[key.name], (("program", program), ("size", key.size))
     out, args = entry.output(program), entry.arguments(program, params, key.size)
     if program.mesh is not None:
         args = placed(args, program.mesh)
@@ -53,27 +53,13 @@ def usual_spec(program: Program, params: Any, key: Key) -> Spec:
 
 def program_keys(program: Program, buckets: Sequence[Bucket], *, all_rules: bool) -> list[Key]:
     """Returns the programs that an engine can need; `all_rules`: those of rare parameters too."""
-    entries = ENTRY_POINTS.values()
+    entries = entry_points_of(program).values()
     keys = [Key(entry.name, size) for entry in entries for size in entry.sizes(program, buckets)]
     if not all_rules:
         return keys
     return keys + [
         Key(entry.name, size) for entry in entries for size in entry.rare_sizes(program, buckets)
     ]
-
-
-def background_keys(
-    program: Program, buckets: Sequence[Bucket], keys: Sequence[Key]
-) -> tuple[list[Key], list[Key]]:
-    """Returns `keys` in the order that serves soonest, and those without which no step can run."""
-    ragged = [b for b in buckets if not b.query_len][-1]
-    decode = max((b for b in buckets if b.query_len), key=lambda b: b.num_rows)
-    needed = [step_key(ragged, 1)]  # it can run any step
-    if (several := program.engine.num_decode_steps) > 1:
-        needed.append(step_key(decode, several))
-    first = [key for key in keys if ENTRY_POINTS[key.name].is_small or key in needed]
-    # Of the others the one that can run any decode step comes next.
-    return [*needed, step_key(decode, 1), *keys], first
 
 
 def step_key(bucket: Bucket, num_steps: int) -> Key:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.indexing import put_blocks, take, write
 from jaxrunner.program import Program
 from jaxrunner.types import Admission, Array, Copies, State
@@ -44,13 +43,12 @@ def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
 
 def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:
     """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
-    group_of = layer_groups(program.config.cache_kinds)
 
     def copy(copies: Copies, blocks: Array) -> Array:
         return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")
 
     kv = tuple(
         jax.tree.map(functools.partial(copy, copies[g]), layer)
-        for layer, g in zip(state.kv, group_of, strict=True)
+        for layer, g in zip(state.kv, program.layer_groups, strict=True)
     )
     return replace(state, kv=kv)

@@ -1,6 +1,7 @@
 """The scheduler that an engine's sizes ask for."""
 
 from jaxrunner.device.buckets import step_buckets
+from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program import Program
 from jaxrunner.scheduling.block_pool import BlockPool, make_pools
 from jaxrunner.scheduling.scheduler import Scheduler
@@ -21,6 +22,7 @@ def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
         num_drafts=program.num_drafts,
         adaptive=speculator is not None and speculator.adaptive,
         lookahead=0 if speculator is None else speculator.lookahead,
+        num_stages=num_stages(program.config),
         step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
     )  # fmt: skip
     return pools, scheduler

@@ -24,6 +24,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
+from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.parallel.whole import (
@@ -62,6 +63,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
       RuntimeError: the engine sleeps, or has ended.
       FloatingPointError: as `Engine.step`; nothing is saved.
     """
+    refuse(engine.model_config, "save_state", "generate to the end, or take tensor_parallel_size")
     check_own(engine.runner.program.mesh, "save_state", "let its requests end")
     folder = Path(folder).absolute()
     orbax_io.check_new(folder)
@@ -102,6 +104,7 @@ def restore_engine(
         those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
         goes on as before; at worst it has forgotten cached prefixes.
     """
+    refuse(engine.model_config, "restore_state", "take tensor_parallel_size")
     check_own(engine.runner.program.mesh, "restore_state", "add its requests anew")
     folder = Path(folder).absolute()
     told, live, spec = check_snapshot(engine, folder)

@@ -53,7 +53,7 @@ class Steps(abc.ABC):
         self.status.check()
         self.scheduler.outdate_prefixes(self.worker.cache_epoch)
         self._take_compiled(block=block and not self.scheduler.has_unfinished)
-        while self._unsampled is None and len(self._in_flight) < self.config.async_depth:
+        while self._unsampled is None and len(self._in_flight) < self.runner.program.num_launches:
             if not self._launch():
                 break
 

@@ -9,14 +9,16 @@ from jaxrunner.config import DTYPES
 from jaxrunner.loading.checkpoint import Wanted
 from jaxrunner.model import Source, Stored, StoredConfig
 from jaxrunner.parallel.mesh import mesh_of, shardings
+from jaxrunner.parallel.pipeline import StageConfig, homes
 
 
 def abstract_params(model: Stored, config: StoredConfig, dtype: str) -> Any:
     """Returns the shapes, dtypes and shardings of a model's weights."""
     dims = config.dims | {"param": dtype}
-    shapes = pytree.abstract(model.params, dims)
+    shapes = _own(config, pytree.abstract(model.params, dims))
     if (mesh := mesh_of(config)) is not None:
-        where = shardings(model.params, dims, mesh)
+        staged = isinstance(config, StageConfig)
+        where = homes(config) if staged else shardings(model.params, dims, mesh)
         return jax.tree.map(lambda x, at: x.update(sharding=at), shapes, where)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(lambda x: x.update(sharding=here), shapes)
@@ -28,7 +30,8 @@ def sources_of(model: Stored, config: StoredConfig) -> list[Source]:
     Raises:
       ValueError: they are another tree than the params.
     """
-    sources = jax.tree.flatten(model.sources(config), is_leaf=lambda x: isinstance(x, Source))
+    own = _own(config, model.sources(config))
+    sources = jax.tree.flatten(own, is_leaf=lambda x: isinstance(x, Source))
     wanted = jax.tree.structure(_params(model, config))
     if sources[1] != wanted:
         raise ValueError(
@@ -61,4 +64,9 @@ def named_leaves(params: Any) -> list[tuple[str, Any]]:
 
 
 def _params(model: Stored, config: StoredConfig) -> Any:
-    return pytree.abstract(model.params, config.dims | {"param": "float32"})
+    return _own(config, pytree.abstract(model.params, config.dims | {"param": "float32"}))
+
+
+def _own(config: StoredConfig, tree: Any) -> Any:
+    """Returns what a tree like the weights says of those that this process reads."""
+    return config.own(tree) if isinstance(config, StageConfig) and config.alone else tree

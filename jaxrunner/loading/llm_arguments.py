@@ -33,6 +33,7 @@ MODEL: dict[str, Bound] = {  # and its weights
     "tensor_parallel_size": Bound(int, 1, 1024),
     "decode_context_parallel_size": Bound(int, 1, 1024),
     "cp_kv_cache_interleave_size": Bound(int, 1, 2**16),
+    "pipeline_parallel_size": Bound(int, 1, 1024),
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }
@@ -68,6 +69,7 @@ TEXTS: dict[str, Bound] = {
     "use_tqdm": FLAG,
     "max_logprobs": Bound(int, -1, COUNT, optional=True),
 }
+WORKER: dict[str, Bound] = MODEL | SIZES | {"rank": Bound(int, 0, 1023, optional=True)}
 LLM: dict[str, Bound] = MODEL | SIZES | TEXTS | {"data_parallel_size": Bound(int, 1, 1024)}
 RENAMED: dict[str, str] = {
     "scheduling_policy": "policy",
@@ -95,7 +97,7 @@ _MOE = f"there are dense decoders alone; {_OUT}"
 _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
-        ("pipeline_parallel_size", "nnodes", "prefill_context_parallel_size"),
+        ("nnodes", "prefill_context_parallel_size"),
         Elsewhere(_ONE_DEVICE, (1, None)),
     ),
     "distributed_executor_backend": Elsewhere(_ONE_DEVICE, (None, "uni")),

@@ -1,6 +1,5 @@
 """From a model's name to all that an engine needs of it: config, weights, tokenizer, defaults."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 import logging
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown, validate
-from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig, read_token_ids
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import llm_arguments, sharded_state
@@ -18,13 +16,13 @@ from jaxrunner.loading.hub import resolve
 from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.models.registry import read_model
-from jaxrunner.parallel.mesh import make_mesh
-from jaxrunner.parallel.tensor import shard
+from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+ONE_DEVICE = ParallelConfig()
 LOAD_FORMATS = ("auto", "dummy", "sharded_state")
 GENERATION_CONFIGS = ("auto", "vllm")
 
@@ -129,17 +127,13 @@ def load(
     check_nan: bool = False,
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
-    tensor_parallel_size: int = 1,
-    interleave: Interleave = WHOLE,
-    devices: Sequence[Any] | None = None,
+    parallel: ParallelConfig = ONE_DEVICE,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
-    tensor_parallel_size: devices that each have a shard of the model.
-    interleave: how tokens are dealt out to those with a KV head in common.
-    devices: those to take of; None for the first of this process.
+    parallel: over which devices the model is cut.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -152,7 +146,7 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_model(Settings(settings, str(folder / "config.json")))
-    model, config = _on_devices(model, config, tensor_parallel_size, devices, interleave)
+    model, config = parallel.cut(model, config)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None
@@ -164,18 +158,6 @@ def load(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults, load_config)
-
-
-def _on_devices(
-    model: Model,
-    config: ModelConfig,
-    size: int,
-    devices: Sequence[Any] | None,
-    interleave: Interleave,
-) -> tuple[Model, ModelConfig]:
-    if size == 1 and devices is None and interleave == WHOLE:
-        return model, config
-    return shard(model, config, make_mesh(size, devices), interleave)
 
 
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from jaxrunner.loading.loader import Loaded
 from jaxrunner.models.registry import read_model
 from jaxrunner.parallel.drafter import shard_drafter
 from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.speculators import mimo_mtp
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
@@ -34,6 +35,7 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     Raises:
       FileNotFoundError, ValueError: the drafter's checkpoint is bad, or not for this model.
     """
+    refuse(loaded.config, "speculative_config", "leave one out")
     drafting = _with_speculator(loaded, config)
     speculator, rejection = drafting.model.speculator, config.rejection_sample_method
     rates = conditional_rates(config) if rejection == "synthetic" else ()

@@ -51,9 +51,9 @@ def sources(config: ShardedConfig) -> Any:
 
 def sources_on_mesh(model: Stored, config: Any) -> Any:
     """Returns the sources of a model for one device, on the mesh of a config, if it has one."""
-    if not isinstance(config, ShardedConfig):
+    if (whole := getattr(config, "whole", None)) is None:
         return model.sources(config)
-    return copied_sources(model, config.whole, config.mesh.shape[TENSOR])
+    return copied_sources(model, whole, config.mesh.shape[TENSOR])
 
 
 def shard(

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.parallel.kv_heads import copy_heads, merge_heads
+from jaxrunner.parallel.pipeline import StageConfig
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import host_copy
 from jaxrunner.parallel.tensor import ShardedConfig
@@ -20,7 +21,7 @@ from jaxrunner.speculators.drafter import DraftedConfig
 
 def whole_config(config: Any) -> Any:
     """Returns the config of a model, or of a drafter, for one device."""
-    if isinstance(config, ShardedConfig):
+    if isinstance(config, ShardedConfig | StageConfig):
         return config.whole
     if isinstance(config, DraftedConfig):
         parts = dict(target=whole_config(config.target), drafter=whole_config(config.drafter))

@@ -15,6 +15,7 @@ from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
 from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
@@ -92,9 +93,13 @@ def build(
     if (mesh := mesh_of(model_config)) is not None and config.enforce_eager:
         raise ValueError(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
-            "or set tensor_parallel_size=1"
+            "or take one device"
         )
     choice = deal_out(choice, model_config, config)
+    if config.num_decode_steps > 1:
+        refuse(model_config, f"num_decode_steps={config.num_decode_steps}", "set it to 1")
+    if model.speculator is not None:
+        refuse(model_config, "a speculator", "leave one out")
     if mesh is not None:
         choice = choice._replace(ops=all_reduced(choice.ops))
     speculator = model.speculator
@@ -119,7 +124,7 @@ def build(
     # What the code of others does is not known.
     ours = rules == RULES and ops is None and is_ours(*_code(program, params))
     spec = abstract(params)
-    if mesh is not None:
+    if mesh is not None and not program.stages:
         spec = declared(params, model.params, model_config.dims, mesh)
     return Built(choice, program, spec, cache_dir, ours)
 

@@ -17,35 +17,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.device.buckets import choose, step_buckets
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
-from jaxrunner.device.program_spec import (
-    background_keys,
-    program_keys,
-    program_spec,
-    step_key,
-)
+from jaxrunner.device.program_spec import program_keys, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
 from jaxrunner.parallel.mesh import whole_on
+from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.stages import is_last
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
     output_spec,
-    prompt_logprobs_size,
-    prompt_logprobs_spec,
 )
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
 from jaxrunner.runner.grammar_masks import GrammarMasks
+from jaxrunner.runner.make_programs import in_order, make_programs
 from jaxrunner.runner.profiling import Profiler
-from jaxrunner.runner.program_table import Key, ProgramTable, Started
+from jaxrunner.runner.program_table import Key, Started
+from jaxrunner.runner.prompt_scores import launch_scores
 from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
@@ -63,16 +59,15 @@ class ModelRunner:
         """
         params = place(params, built.params)  # of the host they would be copied in every step
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
-        self.params = None if to_come else params
         self.choice, self.program = built.choice, built.program
+        self.params = None if to_come else params
         config = self.program.engine
         self.buckets = step_buckets(config, self.program.model.speculator)
         self.requests = RequestTable(self.program)
         self._check = None if trusted else StepCheck(self.program)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
-        # Nothing here refers to the runner, so that its memory goes when it does.
-        spec = functools.partial(program_spec, self.program, built.params)
-        self.programs = ProgramTable(spec, built.cache, task=built.task, eager=config.enforce_eager)
+        # Nothing there refers to the runner, so that its memory goes when it does.
+        self.programs = make_programs(built)
         # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
@@ -83,6 +78,15 @@ class ModelRunner:
         self._masks = GrammarMasks(program.config.vocab_size, where, on_host=on_host)
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
+
+    @property
+    def params(self) -> Any:
+        """The weights; None until they come, and while they sleep."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        self._params, self._placed = params, to_stages(self.program.config, params)
 
     @functools.cached_property
     def state(self) -> Any:
@@ -98,7 +102,7 @@ class ModelRunner:
         if not background:
             return self.programs.start(keys, keys)
         check_own(self.program.mesh, "warm_up='background'", "take warm_up=True")
-        return self.programs.start(*background_keys(self.program, self.buckets, keys))
+        return self.programs.start(*in_order(self.program, self.buckets, keys))
 
     def warm_up(
         self, *, all_rules: bool = False, background: bool = False, progress: bool = False
@@ -123,7 +127,7 @@ class ModelRunner:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
         none: tuple[list, ...] = tuple([] for _ in self.program.cache_groups)
         plan = self.requests.plan((), (), none, key.size)
-        self.state, *_ = self.programs[key](self.params, self.state, plan)
+        self.state, *_ = self.programs[key](self._placed, self.state, plan)
 
     def close(self) -> None:
         """Gives the device memory of the state back."""
@@ -201,20 +205,21 @@ class ModelRunner:
             self._forward(work)
             return self.sample_tokens()
         program = self.programs[Key("multi_step" if num_steps > 1 else "step", size)]
-        self.state, packed = program(self.params, self.state, work.plan)
+        self.state, packed = program(self._placed, self.state, work.plan)
         layout = self._output(work.size, num_steps)
         return StepHandle(work.req_ids, layout, packed)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+    def execute_model(self, scheduler_output: SchedulerOutput, *x: Any) -> jax.Array | None:
         """Starts the forward pass of a step, a single one; `sample_tokens` must follow.
 
-        Raises what `step` does.
+        x: hidden states, [T, E], of the stage before, where another process has it. Returns those
+        for the next stage, if another process has that. Raises what `step` does.
         """
         self._begin(scheduler_output, in_two=True)
         with self.profiler.step(scheduler_output):
             work = self._prepare(scheduler_output)
-            if work is not None:
-                self._forward(work)
+            hidden = None if work is None else self._forward(work, *x)
+        return None if is_last(self.program.config) else hidden
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
         """Samples the step that `execute_model` started; an empty step where it had no tokens.
@@ -235,7 +240,7 @@ class ModelRunner:
         if kept is not None:
             batch, extras = kept
             program = self.programs[Key("propose", work.bucket)]
-            self.state, drafts = program(self.params, self.state, batch, rows, hidden, extras)
+            self.state, drafts = program(self._placed, self.state, batch, rows, hidden, extras)
         handle = StepHandle(work.req_ids, self._output(size), packed)
         if grammar_output is not None and drafts is not None:
             handle.expect_drafts(drafts)
@@ -243,20 +248,17 @@ class ModelRunner:
             handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
         return handle
 
-    def _forward(self, work: Work) -> None:
-        """Launches the forward pass, and what scores prompt tokens."""
+    def _forward(self, work: Work, *x: Any) -> jax.Array:
+        """Launches the forward pass, and what scores prompt tokens. Returns hidden states."""
         program = self.programs[Key("forward", work.bucket)]
-        out = program(self.params, self.state, work.plan)
+        out = program(self._placed, self.state, work.plan, *x)
         self.state, logits, rows, hidden, targets, heads, kept = out
-        scores, tables = [], replace(self.state, kv=())
-        size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
-        for first in range(0, work.num_targets, size.num_targets):
-            program = self.programs[Key("prompt_logprobs", size)]
-            packed = program(self.params, tables, hidden, targets, np.int32(first))
-            if size.num_logprobs == self.program.config.vocab_size:
-                packed = np.asarray(packed)  # of many tokens they would fill the device
-            scores.append((Layout(prompt_logprobs_spec(self.program, size)), packed))
+        tables = replace(self.state, kv=())
+        scores = launch_scores(
+            self.program, self.programs, self._placed, tables, hidden, targets, work
+        )
         self._forwarded = work, logits, rows, hidden, heads, kept, scores
+        return hidden
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the tables. Returns the step's work, None where there is no token to compute."""

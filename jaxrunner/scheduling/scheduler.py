@@ -21,6 +21,7 @@ from jaxrunner.scheduling.remote import RemoteSource
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 from jaxrunner.scheduling.request_queue import RequestQueue
 from jaxrunner.scheduling.stop import append_tokens
+from jaxrunner.scheduling.turns import Turns
 
 
 class Scheduler:
@@ -43,6 +44,7 @@ class Scheduler:
         adaptive: bool = False,
         lookahead: int = 0,
         remote: RemoteSource | None = None,
+        num_stages: int = 1,
     ):
         """long_prefill_token_threshold: most tokens of one request in a step, 0 for no limit.
         step_sizes: padded sizes that prefills should fill, none where padding costs nothing.
@@ -51,6 +53,7 @@ class Scheduler:
             prompts.
         lookahead: tokens, behind those that a step computes, whose keys a drafter writes.
         remote: is asked of each new request, and fills blocks of those it knows more of.
+        num_stages: of a pipeline, whose steps take turns; see `Turns`.
 
         Raises:
           ValueError: an unknown policy, or a pool too small for one request.
@@ -70,6 +73,7 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of their admission
         self.num_preemptions = 0  # so far
         self.chunks = ChunkBudget(step_sizes, max_num_batched_tokens) if step_sizes else None
+        self.turns = Turns(num_stages) if num_stages > 1 else None
         self.requests: dict[str, Request] = {}  # unfinished
         self._finished: set[str] = set()  # since the last step
         self._num_added = 0
@@ -129,14 +133,17 @@ class Scheduler:
         if self.adaptive:
             output.num_proposed = self.num_drafts if decodes else 0
         self._finished = set()
-        budget = self._continue(output)
+        due, num_slots = self.running, self.max_num_seqs - self.num_running
+        if self.turns is not None:
+            num_new = min(num_slots, self.num_waiting) if self.admission.may_start else 0
+            due, num_slots = self.turns.next(due, num_new)
+        budget = self._continue(output, due, num_slots)
         counts = output.num_scheduled_tokens.values()
         for request, n in zip(output.requests.values(), counts, strict=True):
             in_flight.count_planned(request, n, self.tables)
         waits = self.waiting or self.admission.remote is not None
         alone = several or (self.adaptive and output.num_proposed)
         if waits and not output.preempted_req_ids and not alone:
-            num_slots = self.max_num_seqs - self.num_running
             self.running += self.admission.admit(output, budget, num_slots)
         if self._most_drafts:
             in_flight.count_drafts(output)
@@ -196,12 +203,15 @@ class Scheduler:
         """Lets no request to come share what was computed in another epoch of the worker."""
         self.tables.weights_version = epoch
 
-    def _continue(self, output: SchedulerOutput) -> int:
-        """Plans the running requests. Returns the tokens that are left of the step's budget."""
+    def _continue(self, output: SchedulerOutput, due: Sequence[Request], num_slots: int) -> int:
+        """Plans running requests. Returns the tokens that are left of the step's budget.
+
+        num_slots: for requests that may start in this step.
+        """
         most_drafts = min(self.num_drafts, output.num_proposed)
-        budget, several = self._budget(most_drafts), output.num_steps > 1
-        spare = budget - len(self.running)  # for drafts, which take no other's token
-        for request in list(self.running):
+        budget, several = self._budget(most_drafts, due, num_slots), output.num_steps > 1
+        spare = budget - len(due)  # for drafts, which take no other's token
+        for request in list(due):
             if request.status is not Status.RUNNING:
                 continue  # preempted just now
             if request.leads:
@@ -238,14 +248,13 @@ class Scheduler:
                     output.new_block_ids[request.request_id] = new
         return budget
 
-    def _budget(self, most_drafts: int) -> int:
+    def _budget(self, most_drafts: int, due: Sequence[Request], free: int) -> int:
         """Returns the most tokens of a step whose requests verify `most_drafts` each."""
-        free = self.max_num_seqs - self.num_running
         if self.chunks is None or len(self.waiting) <= free:
             return self.max_num_batched_tokens
-        counts = [request.num_missing for request in self.running]
+        counts = [request.num_missing for request in due]
         num_due = sum(counts) + sum(request.num_tokens for request in self.waiting.first(free))
-        num_drafts = sum(min(most_drafts, request.num_drafts) for request in self.running)
+        num_drafts = sum(min(most_drafts, request.num_drafts) for request in due)
         return self.chunks.next(counts.count(1) + num_drafts, num_due + num_drafts)
 
     @property

@@ -15,6 +15,7 @@ from jaxrunner.device.buckets import step_buckets
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.lowering import extra_bytes, output_bytes
 from jaxrunner.device.program_spec import abstract, program_keys, program_spec
+from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.program import MAX_TARGETS, Program
 from jaxrunner.runner.program_cache import ProgramCache
 from jaxrunner.runner.program_table import Key, ProgramTable
@@ -43,7 +44,7 @@ def estimate(program: Program) -> ProgramMemory:
     logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4
     # All tokens' logprobs and ids, of outputs and of prompts.
     return ProgramMemory(
-        "program by an estimate", max(layer, 13 * logits), 4 * e.async_depth * logits
+        "program by an estimate", max(layer, 13 * logits), 4 * program.num_launches * logits
     )
 
 
@@ -55,12 +56,12 @@ def measure(program: Program, params: Any, cache: ProgramCache | None) -> Progra
     match cache and cache.recall(NOTE):
         case [str(name), int(most), int(waiting)]:
             return ProgramMemory(name, most, waiting)
-    shapes, engine = abstract(params), program.engine
+    shapes = abstract(params)
     programs = ProgramTable(lambda key: program_spec(program, shapes, key))
-    buckets = step_buckets(engine, program.model.speculator)
+    buckets = step_buckets(program.engine, program.model.speculator)
     keys = largest(program_keys(program, buckets, all_rules=True))
     programs.warm_up(keys)
-    need = add_up({key: programs[key] for key in keys}, engine.async_depth)
+    need = add_up({key: programs[key] for key in keys}, program.num_launches)
     if cache is not None:
         cache.remember(NOTE, need)
     return need
@@ -68,9 +69,9 @@ def measure(program: Program, params: Any, cache: ProgramCache | None) -> Progra
 
 def largest(keys: list[Key]) -> list[Key]:
     """Returns the largest program of each kind, of those that can need much."""
-    found: dict[str, Key] = {}
+    found, entries = dict[str, Key](), ENTRY_POINTS | BEFORE
     for key in keys:
-        if not ENTRY_POINTS[key.name].is_small:
+        if not entries[key.name].is_small:
             found[key.name] = max(found.get(key.name, key), key, key=_sizes)
     return list(found.values())
 
@@ -87,12 +88,12 @@ def _sizes(key: Key) -> list[int]:
     return flat
 
 
-def add_up(executables: dict[Key, Any], async_depth: int) -> ProgramMemory:
+def add_up(executables: dict[Key, Any], num_launches: int) -> ProgramMemory:
     """Returns what the largest of executables needs while the outputs of launches before it wait.
 
-    Each of `async_depth` launches may be several programs.
+    Each of `num_launches` may be several programs.
     """
     key = max(executables, key=lambda key: extra_bytes(executables[key]))
     outputs = sum(map(output_bytes, executables.values()))
-    waiting = async_depth * outputs - output_bytes(executables[key])
+    waiting = num_launches * outputs - output_bytes(executables[key])
     return ProgramMemory(str(key), extra_bytes(executables[key]), waiting)

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrunner.api.validation import Bound, validate
 from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.mesh import devices_of
+from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.processes import agreed_least
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
@@ -85,18 +87,41 @@ def plan_engine(
     )
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
-    devices = [*devices_of(loaded.config), *beside]
-    device = _agreed(read_device(loaded.params, devices), built)
-    costs = SizeCosts(built.program, loaded.params, _need(built, loaded.params, device, size))
-    config, memory = plan_memory(costs, size, device, shrink=shrink)
+    config, memory = _plan_stages(built, loaded.params, size, shrink=shrink, beside=beside)
     return EnginePlan(config, memory, built.resized(config))
 
 
-def _agreed(device: Device | None, built: Built) -> Device | None:
+def _plan_stages(
+    built: Built, params: Any, size: CacheRequest, *, shrink: bool, beside: Sequence[Any]
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Plans the memory of each stage of a pipeline, or of the one that there is without.
+
+    Returns the sizes that all of them hold, and the plan of the fullest.
+    """
+    program = built.program
+    found: list[tuple[EngineConfig, MemoryPlan, SizeCosts]] = []
+    parts = to_stages(program.config, params) if program.stages else (params,)
+    for stage, part in zip(program.stages or (program,), parts, strict=True):
+        devices = [*devices_of(stage.config), *beside]
+        device = _agreed(read_device(part, devices), stage.mesh)
+        need = _need(built._replace(program=stage), part, device, size)
+        costs = SizeCosts(stage, part, need)
+        found.append((*plan_memory(costs, size, device, shrink=shrink), costs))
+    if len(found) == 1:
+        return found[0][:2]
+    length, num_blocks = (
+        min(getattr(config, name) for config, *_ in found)
+        for name in ("max_model_len", "num_blocks")
+    )
+    plans = [costs.plan(length, num_blocks, plan.requested) for _, plan, costs in found]
+    config = replace(found[0][0], max_model_len=length, num_blocks=num_blocks)
+    return config, max(plans, key=lambda plan: plan.total)
+
+
+def _agreed(device: Device | None, mesh: Mesh | None) -> Device | None:
     """Returns the least memory that any process of a mesh has: all must have as many blocks."""
     if device is None:
         return None
-    mesh = built.program.mesh
     limit = agreed_least(mesh, device.limit)
     return Device(limit, limit - agreed_least(mesh, device.limit - device.others))
 

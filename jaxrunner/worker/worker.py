@@ -15,43 +15,34 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.speculative_config import SpeculativeConfig
-from jaxrunner.caches.interleave import Interleave, interleave_of
+from jaxrunner.caches.interleave import Interleave
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
 from jaxrunner.parallel.mesh import devices_of, mesh_of
+from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.parallel.requirements import check_sum
-from jaxrunner.program import engine_groups
+from jaxrunner.parallel.stages import stages_of
 from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
 from jaxrunner.runner.program_cache import find_folder
-from jaxrunner.runner.step_handle import StepHandle
+from jaxrunner.runner.step_handle import ModelRunnerOutput, StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
+from jaxrunner.worker.intermediate_tensors import IntermediateTensors, given
+from jaxrunner.worker.kv_cache_spec import KVCacheSpec, kv_cache_specs
 from jaxrunner.worker.lifecycle import Lifecycle
-from jaxrunner.worker.memory_plan import MemoryPlan, num_bytes
+from jaxrunner.worker.memory_plan import MemoryPlan
 from jaxrunner.worker.sizing import EnginePlan, plan_engine
-
-
-class KVCacheSpec(NamedTuple):
-    """What one layer keeps of its keys and values."""
-
-    block_size: int  # tokens
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    sliding_window: int | None  # keys a token sees, None for all before it
-    page_size_bytes: int  # of one block, scales included
 
 
 class Worker(Lifecycle):
@@ -61,7 +52,7 @@ class Worker(Lifecycle):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
-    @checked(llm_arguments.MODEL | llm_arguments.SIZES, **llm_arguments.OF_WORKER)
+    @checked(llm_arguments.WORKER, **llm_arguments.OF_WORKER)
     def __init__(
         self,
         model: str | Path,
@@ -78,13 +69,16 @@ class Worker(Lifecycle):
         tensor_parallel_size: int = 1,
         decode_context_parallel_size: int = 1,
         cp_kv_cache_interleave_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        rank: int | None = None,
         devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         cache_dir: str | Path | None = "auto",
         **sizes: Any,
     ):
-        """devices: those to take of; None for the first of this process.
+        """rank: the stage of a pipeline that this worker is, alone; all of them where None.
+        devices: those to take of; None for the first of this process.
         sizes: fields of `EngineConfig`, or of `sizing.plan_engine`.
         """
         super().__init__()
@@ -93,8 +87,10 @@ class Worker(Lifecycle):
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            tensor_parallel_size=tensor_parallel_size, devices=devices,
-            interleave=Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
+            parallel=ParallelConfig(
+                tensor_parallel_size, pipeline_parallel_size, rank, devices,
+                Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
+            ),
         )  # fmt: skip
         self._devices, asked = devices, speculative_config
         self._speculation = None if asked is None else SpeculativeConfig.read(asked)
@@ -165,8 +161,9 @@ class Worker(Lifecycle):
         if self._device is None:
             raise RuntimeError("load_model needs a device: call init_device first")
         loaded = self._checkpoint or self.read_checkpoint()
-        if (mesh := mesh_of(loaded.config)) is not None:
-            check_sum(mesh)
+        for stage in stages_of(loaded.config) or (loaded.config,):
+            if (mesh := mesh_of(stage)) is not None:
+                check_sum(mesh)
         params = loaded.read_params(progress=progress)
         if self._runner is None:
             self._checkpoint = loaded._replace(params=params)
@@ -201,19 +198,7 @@ class Worker(Lifecycle):
         Raises:
           RuntimeError: `load_model` was not called.
         """
-        config, model = self._planned.config, self._loaded.config
-        kv: dict[str, Any] = dict(kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
-        dims, specs = model.dims | kv, dict[int, KVCacheSpec]()
-        for group in engine_groups(model, config):
-            S = group.block_size // interleave_of(model).parts
-            sizes = dims | group.kind.dims | dict(N=1, S=S)
-            page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
-            spec = KVCacheSpec(
-                group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,
-                getattr(group.kind, "window", None), page_bytes,
-            )  # fmt: skip
-            specs |= dict.fromkeys(group.layers, spec)
-        return {f"model.layers.{i}.self_attn.attn": specs[i] for i in sorted(specs)}
+        return kv_cache_specs(self._loaded.config, self._planned.config)
 
     @checked({"num_blocks": llm_arguments.SIZES["num_blocks"]})
     def initialize_from_config(
@@ -251,14 +236,39 @@ class Worker(Lifecycle):
         self._engine_plan = self._planned._replace(memory=memory)
         return time.monotonic() - start_s
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> IntermediateTensors | None:
         """Starts the forward pass of a step, as `ModelRunner.execute_model` does.
 
+        intermediate_tensors: what the rank before returned, in a pipeline by rank. Returns those
+        for the next rank; None on the last one, or where no token is to be computed.
+
         Raises:
-          RuntimeError: weights or caches sleep, or a step was not sampled.
+          ValueError: they are missing, or there where they should not be.
+          RuntimeError: weights or caches sleep, a step was not sampled, or the tokens of an
+            earlier step of these requests are not told.
         """
         self.status.check_awake()
-        self.runner.execute_model(scheduler_output)
+        x = given(self.runner.program.config, scheduler_output, intermediate_tensors)
+        hidden = self.runner.execute_model(scheduler_output, *x)
+        if hidden is None:
+            return None
+        self.runner.sample_tokens()  # awaits what the last rank samples
+        return IntermediateTensors(dict(hidden_states=hidden))
+
+    def receive_tokens(self, output: ModelRunnerOutput) -> None:
+        """Takes what the last rank sampled in the oldest step that lacks it; on all other ranks.
+
+        output: what `get` of that rank's `sample_tokens` returned.
+
+        Raises:
+          RuntimeError: no step lacks its tokens.
+        """
+        if output.req_ids:  # else the step had no tokens, here neither
+            self.runner.state = self.runner.state.told(output.sampled_token_ids)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
         """Samples that step; `get` of what it returns waits for the tokens."""

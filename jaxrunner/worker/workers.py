@@ -1,6 +1,7 @@
 """Workers of one model, each on devices of its own, and what is done on all of them."""
 
 from collections.abc import Mapping, Sequence
+import math
 from typing import Any
 
 import jax
@@ -78,28 +79,24 @@ class Workers(Lifecycle):
             worker._outdate(weights=weights)
 
 
-def make_worker(
-    *args: Any, data_parallel_size: int = 1, tensor_parallel_size: int = 1, **kwargs: Any
-) -> Worker | Workers:
-    """Returns a worker, or several with `tensor_parallel_size` devices each.
+def make_worker(*args: Any, data_parallel_size: int = 1, **kwargs: Any) -> Worker | Workers:
+    """Returns a worker, or several with devices of their own.
 
     The other arguments are those of `Worker`.
 
     Raises:
       ValueError: there are fewer devices.
     """
-    D, N = data_parallel_size, tensor_parallel_size
-    if D == 1:
-        return Worker(*args, tensor_parallel_size=N, **kwargs)
-    devices = jax.local_devices()
+    if (D := data_parallel_size) == 1:
+        return Worker(*args, **kwargs)
+    names = "tensor_parallel_size", "pipeline_parallel_size"
+    sizes = {name: kwargs[name] for name in names if kwargs.get(name, 1) > 1}
+    N, devices = math.prod(sizes.values()), jax.local_devices()
     if D * N > len(devices):
+        more = "".join(f" with {name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"data_parallel_size={D} with tensor_parallel_size={N} needs {D * N} devices, there "
-            f"are {len(devices)} ({devices[0].device_kind}): lower one of them"
+            f"data_parallel_size={D}{more} needs {D * N} devices, there are {len(devices)} "
+            f"({devices[0].device_kind}): lower one of them"
         )
-    return Workers(
-        [
-            Worker(*args, tensor_parallel_size=N, devices=devices[i * N : (i + 1) * N], **kwargs)
-            for i in range(D)
-        ]
-    )
+    own = [devices[i * N : (i + 1) * N] for i in range(D)]
+    return Workers([Worker(*args, devices=part, **kwargs) for part in own])

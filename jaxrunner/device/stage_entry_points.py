@@ -1,0 +1,162 @@
+"""The device functions of a pipeline's stages, in place of those that run a whole model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner import pytree
+from jaxrunner import step as device
+from jaxrunner.device import entry_points, tables, xla_options
+from jaxrunner.device.entry_point import (
+    EntryPoint,
+    abstract_state,
+    abstract_tables,
+    abstract_vector,
+)
+from jaxrunner.device.entry_points import ENTRY_POINTS
+from jaxrunner.device.packing import pack_on_device, unpack
+from jaxrunner.parallel.stages import is_last, num_stages, rank_of
+from jaxrunner.program import (
+    AdmitSize,
+    Bucket,
+    Program,
+    SampleSize,
+    admission_spec,
+    plan_spec,
+)
+from jaxrunner.types import Array, SamplingMetadata, State
+
+
+def stage(params: Any, state: State, vector: Array, *x: Array, program: Program, size: Bucket):
+    """Runs the layers of a stage that is not the last. x: [T, E], of the stage before, if any.
+
+    Returns the state, x for the next stage, and the rows that `receive` takes.
+    """
+    plan = unpack(plan_spec(program, size), vector)
+    state, _, rows, hidden, _ = device.forward(
+        params, state, plan, program=_given(program, *x), bucket=size
+    )
+    return state, hidden, rows
+
+
+def receive(
+    state: State, rows: SamplingMetadata, token_ids: Array, slot: Array,
+    *, program: Program, size: SampleSize,
+) -> State:  # fmt: skip
+    """Writes what the last stage sampled, [B, 1]. `state` is without its KV cache.
+
+    slot: of the rows, R where another request has it by now.
+    """
+    requests, *_ = device.advance(state.requests, replace(rows, slot=slot), token_ids)
+    return replace(state, requests=requests)
+
+
+def step(
+    params: Any, state: State, vector: Array, x: Array, *, program: Program, size: Bucket
+):  # fmt: skip
+    """Runs the last stage of a step of the usual requests, behind x, [T, E].
+
+    Returns the state, the packed `StepOutput` and the tokens, [B, 1].
+    """
+    plan, usual = unpack(plan_spec(program, size), vector), SampleSize(size.num_rows)
+    state, output = device.step(
+        params, state, plan, program=_given(program, x), bucket=size, size=usual
+    )
+    return state, pack_on_device(output), output.token_ids
+
+
+def forward(params: Any, state: State, vector: Array, x: Array, *, program: Program, size: Bucket):
+    """Runs the first phase of the last stage, behind x, [T, E]; returns what `forward` does."""
+    plan = unpack(plan_spec(program, size), vector)
+    return entry_points.forward_plan(
+        params, state, plan, program=_given(program, x), bucket=size
+    )  # fmt: skip
+
+
+def sample(
+    logits: Array, state: State, rows: SamplingMetadata, mask: Array | None,
+    heads: dict[str, Array],
+    *, program: Program, size: SampleSize,
+) -> tuple[State, Array, Array]:  # fmt: skip
+    """Runs the second phase of the last stage; returns the tokens, [B, 1], too."""
+    drawn = device.draw(logits, state, rows, mask, program=program, size=size)
+    state, output = device.finish(state, rows, drawn, heads, program=program)
+    return state, pack_on_device(output), output.token_ids
+
+
+def admit(state: State, vector: Array, *, program: Program, size: AdmitSize) -> State:
+    """Writes new requests into their slots, and nothing of what the last stage samples by."""
+    admission, rows = unpack(admission_spec(program, size), vector)
+    held = {name: row for name, row in rows.items() if name in state.tables}
+    return tables.admit(state, admission, held)
+
+
+def entry_points_of(program: Program) -> Mapping[str, EntryPoint]:
+    """Returns the device functions that a program's engine runs, by their names."""
+    if num_stages(program.config) == 1:
+        return ENTRY_POINTS
+    return LAST if is_last(program.config) else BEFORE
+
+
+def _given(program: Program, *x: Array) -> Program:
+    """Returns a program whose layers begin with what the stage before gave."""
+    if not x:
+        return program
+    return replace(program, model=program.model._replace(embed=lambda *_: x[0]))
+
+
+def _stage_arguments(program: Program, params: Any, size: Bucket) -> tuple:
+    own = params, abstract_state(program), abstract_vector(plan_spec(program, size))
+    x = jax.ShapeDtypeStruct((size.num_tokens, program.dims["E"]), jnp.dtype(program.engine.dtype))
+    return own if rank_of(program.config) == 0 else (*own, x)
+
+
+def _receive_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
+    B = size.num_rows
+    rows = pytree.abstract(SamplingMetadata, program.dims | dict(B=B))
+    tokens, slot = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, 1), (B,)))
+    return abstract_tables(program), rows, tokens, slot
+
+
+def _rows(program: Program) -> SamplingMetadata:
+    return pytree.abstract(SamplingMetadata, program.dims | dict(B=1))  # the structure counts
+
+
+def _batches(program: Program, buckets: Sequence[Bucket]) -> list[SampleSize]:
+    return [SampleSize(B) for B in sorted({bucket.num_rows for bucket in buckets})]
+
+
+BEFORE = {
+    "stage": EntryPoint(
+        "stage",
+        stage,
+        _stage_arguments,
+        output=lambda program: (abstract_state(program), 0, _rows(program)),
+        sizes=lambda program, buckets: buckets,
+        options=xla_options.of_step,
+    ),
+    "receive": EntryPoint(
+        "receive",
+        receive,
+        _receive_arguments,
+        output=abstract_tables,
+        sizes=_batches,
+        is_small=True,
+    ),
+    "admit": ENTRY_POINTS["admit"]._replace(function=admit),
+    "copy": ENTRY_POINTS["copy"],
+}
+LAST = {name: ENTRY_POINTS[name] for name in ("admit", "copy", "prompt_logprobs")} | {
+    "step": ENTRY_POINTS["step"]._replace(
+        function=step,
+        arguments=_stage_arguments,
+        output=lambda program: (abstract_state(program), 0, 0),
+    ),
+    "forward": ENTRY_POINTS["forward"]._replace(function=forward, arguments=_stage_arguments),
+    "sample": ENTRY_POINTS["sample"]._replace(
+        function=sample, output=lambda program: (abstract_tables(program), 0, 0)
+    ),
+}

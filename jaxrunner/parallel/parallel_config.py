@@ -1,0 +1,37 @@
+"""Over which devices a model is cut, and how, in vLLM's names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrunner.caches.interleave import WHOLE, Interleave
+from jaxrunner.config import ModelConfig
+from jaxrunner.model import Model
+from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.pipeline import deal
+from jaxrunner.parallel.tensor import shard
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Stages of a model, and devices of each."""
+
+    tensor_parallel_size: int = 1  # devices that each have a shard of the model, or of a stage
+    pipeline_parallel_size: int = 1  # stages that each have some of the layers
+    rank: int | None = None  # the stage that this process has alone; None for all of them
+    devices: Sequence[Any] | None = None  # those to take of; None for the first of this process
+    interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
+
+    def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
+        """Returns the model and its config as they run on these devices; raises as what cuts."""
+        N, P = self.tensor_parallel_size, self.pipeline_parallel_size
+        if P > 1 or self.rank:
+            if self.interleave != WHOLE:
+                raise ValueError(
+                    f"pipeline_parallel_size={P} does not go with decode_context_parallel_size="
+                    f"{self.interleave.parts}: set one of them to 1"
+                )
+            return deal(model, config, P, N, self.devices, self.rank)
+        if N > 1 or self.devices is not None or self.interleave != WHOLE:
+            return shard(model, config, make_mesh(N, self.devices), self.interleave)
+        return model, config

@@ -1,0 +1,201 @@
+"""Pipeline parallelism: a model's layers dealt out to stages, each a mesh of its own.
+
+GPipe's cut (arXiv:1811.06965): the first stage embeds, the last one has the final norm, the head
+and sampling. Each is a model to the rest, whose `layers` run its part of them.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from dataclasses import dataclass, field, replace
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner import pytree
+from jaxrunner.config import ModelConfig
+from jaxrunner.model import Model, Source
+from jaxrunner.parallel.mesh import make_mesh, shardings
+from jaxrunner.parallel.stages import num_stages, stages_of
+from jaxrunner.parallel.tensor import ShardedConfig, shard
+from jaxrunner.types import Inputs
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """The config of a model in a pipeline, as one of its stages sees it."""
+
+    shards: tuple[ShardedConfig, ...] = field(repr=False, hash=False)  # on the mesh of each stage
+    rank: int  # this one
+    alone: bool = False  # whether the other stages are no concern of this process
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("shards", "rank"):  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.shards[self.rank], name)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, P."""
+        return len(self.shards)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it samples."""
+        return self.rank == self.num_stages - 1
+
+    @property
+    def pipeline_stages(self) -> tuple["StageConfig", ...]:
+        """The stages that this process runs."""
+        if self.alone:
+            return (self,)
+        return tuple(replace(self, rank=rank) for rank in range(self.num_stages))
+
+    @property
+    def pipeline_layers(self) -> slice:
+        """The layers of this stage: as many as others have, or one more on the first ones."""
+        Y, P = self.num_hidden_layers, self.num_stages
+        return slice(*(-(-rank * Y // P) for rank in (self.rank, self.rank + 1)))
+
+    def reads(self, path: tuple[Any, ...]) -> bool:
+        """Whether this stage computes with a weight, told by its path in the tree."""
+        layers, embed, logits = _readers(self.family, self.whole)
+        if path[0].name in layers:
+            held = self.pipeline_layers
+            return held.start <= path[1].idx < held.stop
+        name = jax.tree_util.keystr(path)
+        by_ends = name in embed or name in logits
+        mine = (name in embed and self.rank == 0) or (name in logits and self.is_last_stage)
+        return mine or not by_ends
+
+    def own(self, tree: Any) -> Any:
+        """Returns what a tree like the weights says of those of this stage; None for others."""
+        return jax.tree.map_with_path(
+            lambda path, x: x if self.reads(path) else None,
+            tree,
+            is_leaf=lambda x: isinstance(x, Source),
+        )
+
+    @property
+    def shardings(self) -> Any:
+        """Where each weight lies that this stage computes with."""
+        dims = self.dims | {"param": "float32"}
+        return self.own(shardings(self.family.params, dims, self.mesh))
+
+
+def deal(
+    model: Model,
+    config: ModelConfig,
+    num: int,
+    tensor_parallel_size: int = 1,
+    devices: Sequence[Any] | None = None,
+    rank: int | None = None,
+) -> tuple[Model, ModelConfig]:
+    """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
+    of the last stage, and tells the others.
+
+    rank: the stage that this process runs alone, on the first devices; all where None.
+
+    Raises:
+      ValueError: fewer layers than stages, fewer devices, or a model that cannot be cut; names it.
+    """
+    name, N = f"pipeline_parallel_size={num}", tensor_parallel_size
+    if num > config.num_hidden_layers:
+        raise ValueError(
+            f"{name} wants a layer a stage, {config.architecture} has {config.num_hidden_layers}: "
+            "lower it"
+        )
+    if rank is not None and rank >= num:
+        raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
+    more = model.tables or model.heads or not model.tensor_parallel
+    if more or not _layer_fields(model, config):
+        raise ValueError(
+            f"{name} wants a model of layers alone, {config.architecture} has slot tables or "
+            "heads, weights that are not declared by layer, or no Model.tensor_parallel: leave it "
+            "out"
+        )
+    devices = jax.local_devices() if devices is None else devices
+    here = num if rank is None else 1
+    if here * N > len(devices):
+        raise ValueError(
+            f"{name} with tensor_parallel_size={N} needs {here * N} devices, there are "
+            f"{len(devices)} ({devices[0].device_kind}): lower one"
+        )
+    meshes = [make_mesh(N, devices[N * s : N * (s + 1)]) for s in range(here)] * (num // here)
+    sharded = [shard(model, config, mesh) for mesh in meshes]
+    shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
+    stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)
+    spare = model.spare if rank is None else ("",)  # others read what is left
+    return sharded[0][0]._replace(layers=_layers, spare=spare), cast(ModelConfig, stage)
+
+
+def to_stages(config: Any, params: Any) -> Any:
+    """Returns weights as programs take them: in a pipeline those of each stage, on its devices.
+
+    What two stages read is copied to the second. Arrays may be abstract.
+    """
+    if params is None or not (stages := stages_of(config)):
+        return params
+    return tuple(jax.tree.map(_put, stage.own(params), stage.shardings) for stage in stages)
+
+
+def refuse(config: Any, what: str, cure: str) -> None:
+    """Refuses what does not go with stages.
+
+    Raises:
+      ValueError: the config is of a pipeline.
+    """
+    if (num := num_stages(config)) > 1:
+        raise ValueError(f"pipeline_parallel_size={num} does not go with {what}: {cure}")
+
+
+def homes(config: Any) -> Any:
+    """Returns where each weight lies that this process reads: on the first stage that needs it."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for stage in reversed(config.pipeline_stages):
+        found |= dict(jax.tree.leaves_with_path(stage.shardings))
+    if config.alone:
+        return config.shardings
+    whole = shardings(config.family.params, config.dims | {"param": "float32"}, config.mesh)
+    return jax.tree.map_with_path(lambda path, _: found[path], whole)
+
+
+def _put(x: Any, at: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=at)
+    return x if x.sharding == at else jax.device_put(x, at)
+
+
+def _layers(config: StageConfig, *args: Any, **kwargs: Any) -> Any:
+    held = config.pipeline_layers
+    return config.family.layers(config.whole, *args, first=held.start, last=held.stop, **kwargs)
+
+
+def _layer_fields(model: Model, config: ModelConfig) -> set[str]:
+    """Returns the fields of a model's weights that have a part for each layer."""
+    cls = config.dims.get("kinds", {}).get(model.params, model.params)
+    return {f.name for f in dataclasses.fields(cls) if f.metadata.get("each") == "Y"}
+
+
+@functools.lru_cache(maxsize=64)  # asked for each weight
+def _readers(model: Model, config: ModelConfig) -> tuple[set[str], frozenset[str], frozenset[str]]:
+    """Returns the fields that go by layer, and what `embed` and what `logits` read, by names."""
+    dims = config.dims | {"param": "float32", "T": 1}
+    params, inputs = (pytree.abstract(cls, dims) for cls in (model.params, Inputs))
+    hidden = jax.ShapeDtypeStruct((1, dims["E"]), jnp.float32)
+    embed = _read_by(functools.partial(model.embed, config), params, inputs)
+    logits = _read_by(functools.partial(model.logits, config), params, hidden)
+    return _layer_fields(model, config), embed, logits
+
+
+def _read_by(function: Callable[..., Any], params: Any, *args: Any) -> frozenset[str]:
+    """Returns the names of the weights that a function computes with."""
+    jaxpr = jax.make_jaxpr(function)(params, *args).jaxpr
+    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | set(map(id, jaxpr.outvars))
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    return frozenset(
+        jax.tree_util.keystr(path)
+        for path, var in zip(paths, jaxpr.invars, strict=False)  # what follows are no weights
+        if id(var) in used
+    )

@@ -1,0 +1,41 @@
+"""The programs that a runner needs, where they come from, and in which order they are compiled."""
+
+from collections.abc import Sequence
+import functools
+from typing import cast
+
+from jaxrunner.device.entry_points import ENTRY_POINTS
+from jaxrunner.device.program_spec import program_spec, step_key
+from jaxrunner.device.stage_entry_points import BEFORE
+from jaxrunner.parallel.pipeline import to_stages
+from jaxrunner.program import Bucket, Program
+from jaxrunner.runner.build import Built
+from jaxrunner.runner.pipeline_programs import PipelinePrograms
+from jaxrunner.runner.program_table import Key, ProgramTable
+
+
+def make_programs(built: Built) -> ProgramTable:
+    """Returns the table of an engine's programs; of a pipeline, those of its stages as one."""
+    program, eager = built.program, built.program.engine.enforce_eager
+    if not program.stages:
+        spec = functools.partial(program_spec, program, built.params)
+        return ProgramTable(spec, built.cache, task=built.task, eager=eager)
+    params = to_stages(program.config, built.params)
+    specs = map(functools.partial(functools.partial, program_spec), program.stages, params)
+    # It has the interface of a table, and programs that take the weights of all stages.
+    return cast(ProgramTable, PipelinePrograms(program, [ProgramTable(spec) for spec in specs]))
+
+
+def in_order(
+    program: Program, buckets: Sequence[Bucket], keys: list[Key]
+) -> tuple[list[Key], list[Key]]:
+    """Returns programs in the order to compile them beside steps, and those that come first."""
+    ragged = [b for b in buckets if not b.query_len][-1]
+    decode = max((b for b in buckets if b.query_len), key=lambda b: b.num_rows)
+    needed = [step_key(ragged, 1)]  # it can run any step
+    if (several := program.engine.num_decode_steps) > 1:
+        needed.append(step_key(decode, several))
+    entries = ENTRY_POINTS | BEFORE
+    first = [key for key in keys if entries[key.name].is_small or key in needed]
+    # Of the others the one that can run any decode step comes next.
+    return [*needed, step_key(decode, 1), *keys], first

@@ -1,0 +1,209 @@
+"""The programs of a pipeline's stages as those of one model: a step is launched stage by stage.
+
+Activations go from device to device, and so do the tokens that the last stage samples: each other
+stage writes them down (`receive`) just before its next step of one of these requests. Steps of
+other requests are launched in between, so no stage waits for the last one of their sakes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from jaxrunner.device.program_key import Key
+from jaxrunner.device.stage_entry_points import BEFORE
+from jaxrunner.parallel.stages import PipelineState, Sampled, is_last, rank_of
+from jaxrunner.program import Program, SampleSize
+from jaxrunner.runner.program_table import Compilation, ProgramTable, Started
+
+INSTEAD = dict(step="stage", forward="stage")  # of the last stage's, what the others run
+
+
+class PipelinePrograms:
+    """The tables of the stages in this process, with `ProgramTable`'s interface."""
+
+    def __init__(self, program: Program, tables: Sequence[ProgramTable]):
+        """tables: of `program.stages`."""
+        ends = is_last(program.stages[-1].config)
+        self._tables, self._R = tables, program.engine.max_num_seqs
+        self._before = tables[:-1] if ends else tables
+        self._last = tables[-1] if ends else None
+        self._is_whole = ends and rank_of(program.stages[0].config) == 0
+        self._at = [
+            NamedSharding(stage.mesh, PartitionSpec()) for stage in program.stages if stage.mesh
+        ]
+        self._run: dict[str, Callable[..., Any]] = dict(
+            step=self._step, forward=self._forward, sample=self._sample, admit=self._admit,
+            copy=self._copy, prompt_logprobs=self._prompt_logprobs,
+        )  # fmt: skip
+
+    def __getitem__(self, key: Key) -> Callable[..., Any]:
+        """Returns what runs a program on all stages, on the weights of each and their states."""
+        return functools.partial(self._run[key.name], key.size)
+
+    def _stages(
+        self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, x: tuple
+    ) -> tuple[PipelineState, tuple, Sampled]:
+        """Launches the stages before the last. Returns the state, x behind them, and the rows."""
+        slots = tuple(vector[: size.num_rows].tolist())  # a plan's first leaf
+        due = [step for step in state.sampled if self._meet(step.slots, slots)]
+        state, rows = replace(state, sampled=_without(state.sampled, due)), []
+        for i, table in enumerate(self._before):
+            part = state.part(i)
+            for step in due:
+                part = _receive(table, part, step, i)
+            part, out, row = table[Key("stage", size)](params[i], part, vector, *x)
+            state, rows = state.put(i, part), [*rows, row]
+            x = (jax.device_put(out, self._at[i + 1]) if i + 1 < len(self._at) else out,)
+        return state, x, Sampled(tuple(rows), (), slots)
+
+    def _meet(self, slots: Iterable[int], others: Iterable[int]) -> bool:
+        return not (set(slots) - {self._R}).isdisjoint(others)
+
+    def _step(self, size: Any, params: Any, state: PipelineState, vector: np.ndarray):
+        """Runs a whole step; returns the state and the packed `StepOutput`."""
+        assert self._last is not None, "a stage alone runs steps in two parts"
+        state, x, rows = self._stages(size, params, state, vector, ())
+        part, packed, tokens = self._last[Key("step", size)](params[-1], state.part(-1), vector, *x)
+        return self._sent(state.put(-1, part), rows, tokens), packed
+
+    def _forward(
+        self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, *x: jax.Array
+    ):
+        """Runs the first phase. x: of the stage before this process's. Returns what the entry point
+        does; of a process without the last stage hidden is x for the next one."""
+        x = tuple(jax.device_put(one, self._at[0]) for one in x)
+        state, x, rows = self._stages(size, params, state, vector, x)
+        if self._last is None:
+            return state, None, (rows, None), x[0], None, {}, None
+        part, logits, own, *rest = self._last[Key("forward", size)](
+            params[-1], state.part(-1), vector, *x
+        )
+        return state.put(-1, part), logits, (rows, own), *rest
+
+    def _sample(
+        self, size: Any, logits: jax.Array, state: PipelineState, rows: Any, mask: Any, heads: Any
+    ):
+        """Runs the second phase, on the last stage; without it, awaits what that samples."""
+        before, own = rows
+        if self._last is None:
+            return replace(state, sampled=(*state.sampled, before)), None
+        part, packed, tokens = self._last[Key("sample", size)](
+            logits, state.part(-1), own, mask, heads
+        )
+        return self._sent(state.put(-1, part), before, tokens), packed
+
+    def _sent(self, state: PipelineState, rows: Sampled, tokens: Any) -> PipelineState:
+        """Returns the state in which tokens are on their way to the stages before the last."""
+        if not self._before:
+            return state
+        sent = tuple(jax.device_put(tokens, at) for at, _ in zip(self._at, rows.rows, strict=False))
+        return replace(state, sampled=(*state.sampled, replace(rows, token_ids=sent)))
+
+    def _admit(self, size: Any, state: PipelineState, packed: np.ndarray) -> PipelineState:
+        """Writes new requests; what is on its way to those before them is dropped."""
+        new = set(packed[: size.num_rows].tolist())  # an admission's first leaf
+        sampled = []
+        for step in state.sampled:
+            slots = tuple(self._R if slot in new else slot for slot in step.slots)
+            if self._meet(slots, slots) or not step.token_ids:
+                sampled.append(replace(step, slots=slots))
+        state = replace(state, sampled=tuple(sampled))
+        for i, table in enumerate(self._tables):
+            state = state.put(i, table[Key("admit", size)](state.part(i), packed))
+        return state
+
+    def _copy(self, size: Any, state: PipelineState, packed: np.ndarray) -> PipelineState:
+        for i, table in enumerate(self._tables):
+            state = state.put(i, table[Key("copy", size)](state.part(i), packed))
+        return state
+
+    def _prompt_logprobs(self, size: Any, params: Any, state: PipelineState, *args: Any) -> Any:
+        assert self._last is not None
+        return self._last[Key("prompt_logprobs", size)](params[-1], state.part(-1), *args)
+
+    def start(self, keys: Iterable[Key], first: Iterable[Key]) -> Started:
+        """Has threads load or compile programs of all stages, as `ProgramTable.start` does."""
+        keys, first, started = list(keys), list(first), Started()
+        for i, table in enumerate(self._tables):
+            found = table.start(self._of(table, keys), self._of(table, first))
+            started |= {Key(f"stage {i}: {key.name}", key.size): of for key, of in found.items()}
+        return started
+
+    def wait(self, started: Started, *, progress: bool = False) -> None:
+        """Waits for programs; what one of them raises ends all."""
+        try:
+            for table in self._tables:
+                table.wait(started if table is self._tables[-1] else {}, progress=progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _of(self, table: ProgramTable, keys: Iterable[Key]) -> list[Key]:
+        """Returns the programs of a stage that run when those of `keys` do."""
+        if table is self._last:
+            return list(keys)
+        run = [Key(INSTEAD.get(key.name, key.name), key.size) for key in keys]
+        rows = {key.size.num_rows for key in run if key.name == "stage"}
+        run += [Key("receive", SampleSize(B)) for B in sorted(rows)]
+        return [key for key in dict.fromkeys(run) if key.name in BEFORE]
+
+    def ready(self) -> list[Key]:
+        """Returns the last stage's programs that are there, if all stages are."""
+        return self._last.ready() if self._last and self._is_whole else []
+
+    def is_pending(self, key: Key | None = None) -> bool:
+        """Whether a thread is to bring a program of any stage; any, where None."""
+        return any(
+            any(map(table.is_pending, [None] if key is None else self._of(table, [key])))
+            for table in self._tables
+        )
+
+    def close(self) -> None:
+        """Ends what `start` has threads do, without waiting."""
+        for table in self._tables:
+            table.close()
+
+    def report(self) -> str:
+        """Says of each stage how many programs there are, and where they come from."""
+        return "; ".join(f"stage {i}: {table.report()}" for i, table in enumerate(self._tables))
+
+    def largest(self) -> tuple[Key, int] | None:
+        """Returns the program that takes most beside its arguments, and the bytes, if any tells."""
+        found = [one for table in self._tables if (one := table.largest()) is not None]
+        return max(found, key=lambda one: one[1], default=None)
+
+    @property
+    def ledger(self) -> list[Compilation]:
+        """What was compiled, stage by stage."""
+        return [entry for table in self._tables for entry in table.ledger]
+
+    @property
+    def strict(self) -> bool:
+        """Whether a compilation after warm-up raises."""
+        return self._tables[0].strict
+
+    @strict.setter
+    def strict(self, value: bool) -> None:
+        for table in self._tables:
+            table.strict = value
+
+
+def _receive(table: ProgramTable, part: Any, step: Sampled, i: int) -> Any:
+    """Launches what writes sampled tokens down on a stage; returns its state."""
+    if not step.token_ids:
+        raise RuntimeError(
+            "a request of this step awaits a token of an earlier one: call receive_tokens first"
+        )
+    size, slot = SampleSize(len(step.slots)), np.array(step.slots, np.int32)
+    program = table[Key("receive", size)]
+    tables = program(replace(part, kv=()), step.rows[i], step.token_ids[i], slot)
+    return replace(tables, kv=part.kv)
+
+
+def _without(steps: tuple[Sampled, ...], gone: list[Sampled]) -> tuple[Sampled, ...]:
+    return tuple(step for step in steps if not any(step is other for other in gone))

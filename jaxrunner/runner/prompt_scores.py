@@ -1,0 +1,30 @@
+"""Launches that score the prompt tokens of a step."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.device.packing import Layout
+from jaxrunner.program import Program, prompt_logprobs_size, prompt_logprobs_spec
+from jaxrunner.runner.program_table import Key, ProgramTable
+from jaxrunner.runner.step_handle import Work
+
+
+def launch_scores(
+    program: Program, programs: ProgramTable, params: Any, tables: Any,
+    hidden: jax.Array, targets: Any, work: Work,
+) -> list[tuple[Layout, Any]]:  # fmt: skip
+    """Launches what scores the prompt tokens of a step, `targets`, from hidden, [T, E].
+
+    tables: the state without its KV caches. Returns packed parts with their layouts.
+    """
+    size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
+    scores = []
+    for first in range(0, work.num_targets, size.num_targets):
+        run = programs[Key("prompt_logprobs", size)]
+        packed = run(params, tables, hidden, targets, np.int32(first))
+        if size.num_logprobs == program.config.vocab_size:
+            packed = np.asarray(packed)  # of many tokens they would fill the device
+        scores.append((Layout(prompt_logprobs_spec(program, size)), packed))
+    return scores

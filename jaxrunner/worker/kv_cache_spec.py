@@ -1,0 +1,41 @@
+"""What layers keep of keys and values, in vLLM's words, for a scheduler of one's own."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrunner import pytree
+from jaxrunner.caches.interleave import interleave_of
+from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.parallel.stages import held_layers, stages_of
+from jaxrunner.program import engine_groups
+from jaxrunner.worker.memory_plan import num_bytes
+
+
+class KVCacheSpec(NamedTuple):
+    """What one layer keeps of its keys and values."""
+
+    block_size: int  # tokens
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    sliding_window: int | None  # keys a token sees, None for all before it
+    page_size_bytes: int  # of one block, scales included
+
+
+def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCacheSpec]:
+    """Returns what each layer in this process keeps, by its name in vLLM."""
+    kv: dict[str, Any] = dict(kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
+    dims, specs = model.dims | kv, dict[int, KVCacheSpec]()
+    for group in engine_groups(model, config):
+        S = group.block_size // interleave_of(model).parts
+        sizes = dims | group.kind.dims | dict(N=1, S=S)
+        page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
+        spec = KVCacheSpec(
+            group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,
+            getattr(group.kind, "window", None), page_bytes,
+        )  # fmt: skip
+        specs |= dict.fromkeys(group.layers, spec)
+    layers = sorted(specs)
+    held = [i for stage in stages_of(model) or (model,) for i in layers[held_layers(stage)]]
+    return {f"model.layers.{i}.self_attn.attn": specs[i] for i in held}

@@ -1,0 +1,298 @@
+"""Models in stages, on fake devices of a CPU: tokens are those of one device."""
+
+from collections.abc import Iterable
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.api.sampling_params import StructuredOutputsParams
+from jaxrunner.engine.engine import Engine
+from jaxrunner.heads.head import Head
+from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.llama import llama
+from jaxrunner.models.qwen2 import qwen2
+from jaxrunner.parallel.pipeline import deal, homes
+from jaxrunner.runner.program_table import ProgramTable
+from jaxrunner.runner.step_handle import ModelRunnerOutput
+from jaxrunner.scheduling.request import Request
+from jaxrunner.worker.worker import Worker
+from tests.support import tiny
+from tests.support.features import ParityCompiler, random_params
+
+QWEN: dict[str, Any] = dict(
+    architectures=["Qwen2ForCausalLM"], num_hidden_layers=5, use_sliding_window=True,
+    sliding_window=6, max_window_layers=2, tie_word_embeddings=True,
+)  # fmt: skip
+LLM_SIZES: dict[str, Any] = dict(
+    max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,),
+    max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False,
+)  # fmt: skip
+NUM_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def weights():
+    config = tiny.config(**QWEN)
+    return config, tiny.random_params(config, seed=5)
+
+
+def engine(weights, num: int = 1, **sizes: Any) -> Engine:
+    """Returns the engine of a model with windows in its later layers, in `num` stages."""
+    config, params = weights
+    model = qwen2
+    if num > 1:
+        model, config = deal(model, config, num)
+        params = jax.tree.map(jax.device_put, params, homes(config))
+    sizes = dict(num_blocks=17) | sizes
+    return Engine(model, config, tiny.engine_config(**sizes), params, make_compiler=ParityCompiler)
+
+
+def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Returns prompts, many with a common beginning, that use every feature of sampling."""
+    rng = np.random.default_rng(seed)
+    bases = [rng.integers(0, 60, 18).tolist() for _ in range(2)]
+    return [
+        (
+            bases[i % 2][: rng.integers(0, 19)] + rng.integers(0, 60, rng.integers(1, 12)).tolist(),
+            random_params(rng),
+        )
+        for i in range(NUM_REQUESTS)
+    ]
+
+
+def answers(e: Engine, seed: int, *, aborted: Iterable[int] = ()):
+    """Returns what requests get that come a few at a time, and of those that end early too."""
+    asked, rng, made = requests(seed), np.random.default_rng(seed), []
+    while len(made) < len(asked) or e.has_unfinished:
+        for _ in range(rng.integers(0, 4)):
+            if len(made) < len(asked):
+                made.append(e.add(f"{len(made)}", *asked[len(made)], eos_token_ids=[60]))
+        e.step()
+        e.abort([f"{i}" for i in aborted if i < len(made) and rng.random() < 0.3])
+    return made
+
+
+def logprobs(request: Request) -> list[float]:
+    """Returns the logprob of each token of which it was asked for, of the prompt too."""
+    told = [float(x) for part in request.logprobs for x in part.value]
+    by_position = {  # what was preempted is told twice
+        int(at): float(x)
+        for positions, part in request.prompt_logprobs
+        for at, x in zip(positions, part.value, strict=True)
+    }
+    return told + [by_position[at] for at in sorted(by_position)]
+
+
+@pytest.fixture(scope="module")
+def wanted(weights):
+    """Returns what one device answers, without neighbours that would be in the way."""
+    return answers(engine(weights, num_blocks=60), 1)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_tokens_are_those_of_one_device(weights, wanted, num):
+    e, aborted = engine(weights, num), {3, 8, 9, 15, 20}
+    if num == 2:
+        e.warm_up(all_rules=True)
+        e.runner.programs.strict = True  # nothing is compiled from here on
+    got = answers(e, 1, aborted=aborted)
+    assert e.scheduler.num_preemptions and any(r.num_cached_tokens for r in got)
+    for one, want in zip(got, wanted, strict=True):
+        tokens = one.output_token_ids
+        cut = one.finish_reason == "abort"
+        assert tokens == (want.output_token_ids[: len(tokens)] if cut else want.output_token_ids)
+        if not cut:
+            np.testing.assert_allclose(logprobs(one), logprobs(want), atol=2e-3)
+
+
+def test_a_stage_begins_with_others_before_it_hears_of_a_token(weights, monkeypatch):
+    log, find = [], ProgramTable.__getitem__
+
+    def spied(table, key):
+        program = find(table, key)
+
+        def launch(*args):
+            if key.name in ("stage", "receive"):
+                slots = args[2][: key.size.num_rows] if key.name == "stage" else args[3]
+                log.append((key.name, {int(slot) for slot in slots} - {5}))
+            return program(*args)
+
+        return launch
+
+    monkeypatch.setattr(ProgramTable, "__getitem__", spied)
+    e, params = engine(weights, 2), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for name in "abcd":
+        e.add(name, [3, 1, 4], params)
+    while e.has_unfinished:
+        e.step()
+    stages = [slots for name, slots in log if name == "stage"]
+    assert len(stages) >= 18 and all(len(slots) == 2 for slots in stages[:18])
+    assert all(a.isdisjoint(b) for a, b in itertools.pairwise(stages[:18]))
+    # Stage 0 has begun with the others before it writes down what the first two were given.
+    order = ["stage", "stage", "receive", "stage", "receive", "stage"]
+    assert [name for name, _ in log][:6] == order
+    assert log[2][1] == log[3][1] == log[0][1] and log[4][1] == log[1][1]
+    log.clear()
+    e.add("e", [3, 1, 4], params)  # alone it does not wait for turns of nobody
+    while e.has_unfinished:
+        e.step()
+    assert {name: [n for n, _ in log].count(name) for name in ("stage", "receive")} == dict(
+        stage=9, receive=8
+    )
+
+
+NGRAM = dict(method="ngram", num_speculative_tokens=2)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GREEDY, RULES = SamplingParams(temperature=0, max_tokens=14), StructuredOutputsParams(json=SCHEMA)
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=24, structured_outputs=RULES),
+]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(
+        ["import os\n", "class A:\n    def", "def f(x):"], PARAMS, use_tqdm=False
+    )
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with LLM(str(embedded.PATH), **LLM_SIZES) as llm:
+        return tokens(llm), llm.memory_plan
+
+
+def test_an_llm_of_two_stages_on_two_devices_each(alone, tmp_path):
+    want, memory = alone
+    with LLM(
+        str(embedded.PATH), pipeline_parallel_size=2, tensor_parallel_size=2, **LLM_SIZES
+    ) as llm:
+        assert tokens(llm) == want
+        assert llm.memory_plan.weights < 0.35 * memory.weights
+        runner = llm.engine.runner
+        held = [
+            {device.id for device in jax.tree.leaves(kv)[0].devices()} for kv in runner.state.kv
+        ]
+        assert held == [{0, 1}, {2, 3}] and "stage 1: " in llm.report()
+        llm.sleep(level=1)
+        assert llm.params is None
+        llm.wake_up()
+        assert tokens(llm) == want
+        llm.update_params(jax.tree.map(lambda x: np.asarray(x) * 0, llm.params))
+        assert tokens(llm) != want
+        llm.reload_weights()
+        assert tokens(llm) == want
+        llm.save_sharded_state(tmp_path)
+        with pytest.raises(ValueError, match="parallel_size=2 does not go with save_state: gen"):
+            llm.save_state(tmp_path / "state")
+        with pytest.raises(ValueError, match="does not go with restore_state: take tensor_par"):
+            llm.restore_state(tmp_path / "state")
+
+
+STEPS = (
+    (dict(a=5, b=40), "ab"), (dict(a=1, b=47), ""), (dict(a=1), ""), (dict(a=1, b=1), ""),
+    (dict(a=1, b=1), ""), (dict(b=1, c=3), "c"), ({}, ""), (dict(c=1), ""),
+)  # fmt: skip
+
+
+def steps():
+    """Yields steps of a scheduler of one's own: chunks, a slot that is free and taken at once."""
+    asked = SamplingParams(temperature=0.7)
+    new = dict(
+        a=tiny.new_request("a", [5, 6, 7, 8, 9], blocks=[0, 1], params=asked),
+        b=tiny.new_request("b", [i % 60 for i in range(87)], blocks=[2, 3]),
+        c=tiny.new_request("c", [5, 6, 7], blocks=[4]),
+    )
+    for i, (counts, names) in enumerate(STEPS):
+        gone = {5: {"a"}, 6: {"b"}}.get(i, set())
+        yield tiny.scheduled(counts, [new[name] for name in names], finished_req_ids=gone)
+
+
+def workers(folder: Path, num: int, **sizes: Any) -> list[Worker]:
+    """Returns the ranks of a pipeline, each on a device of its own, or one worker of all."""
+    made = []
+    for rank in range(num):
+        own: dict[str, Any] = {}
+        if num > 1:
+            devices = jax.devices()[rank:][:1]
+            own = dict(pipeline_parallel_size=num, rank=rank, devices=devices)
+        worker = Worker(folder, **own, **sizes)
+        worker.init_device()
+        worker.load_model()
+        worker.initialize_from_config(16)
+        made.append(worker)
+    return made
+
+
+def test_ranks_hand_each_other_a_step_and_its_tokens(weights, tmp_path):
+    folder, (config, params) = tmp_path / "checkpoint", weights
+    settings = tiny.SETTINGS | QWEN | dict(use_sliding_window=False)
+    save_checkpoint(folder, qwen2, config, params, settings)
+    sizes = {name: LLM_SIZES[name] for name in LLM_SIZES if name not in ("warm_up", "use_tqdm")}
+    ranks, (whole,) = workers(folder, 3, **sizes), workers(folder, 1, **sizes)
+    *others, last = ranks
+    got = None
+    for output in steps():
+        x = None
+        for worker in ranks:
+            x = worker.execute_model(output, x)
+        got = last.sample_tokens().get()
+        for worker in others:
+            worker.receive_tokens(got)
+        whole.execute_model(output)
+        assert got.sampled_token_ids == whole.sample_tokens().get().sampled_token_ids
+    layers = [name for worker in ranks for name in worker.get_kv_cache_spec()]
+    assert layers == [*whole.get_kv_cache_spec()]
+    held = [len(jax.tree.leaves(worker.params)) for worker in (*ranks, whole)]
+    embeddings, norms = 1, 2  # more than once: the tied embedding, and the last norm
+    assert sum(held[:3]) == held[3] + embeddings + norms and max(held[:3]) < held[3] / 2
+    more = tiny.scheduled(dict(c=1))
+    with pytest.raises(ValueError, match="intermediate_tensors: rank=1 wants what rank 0 returned"):
+        ranks[1].execute_model(more)
+    x = ranks[0].execute_model(more)
+    with pytest.raises(ValueError, match="rank=0 wants none of this step, got some: hand each"):
+        ranks[0].execute_model(more, x)
+    with pytest.raises(RuntimeError, match="a request of this step awaits a token of an earlier"):
+        ranks[0].execute_model(more)
+    with pytest.raises(RuntimeError, match="no step awaits tokens: call execute_model first"):
+        ranks[1].receive_tokens(got or ModelRunnerOutput())
+    for worker in (*ranks, whole):
+        worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        (dict(pipeline_parallel_size=9), r"=9 wants a layer a stage, .* has 8: lower it"),
+        (
+            dict(pipeline_parallel_size=4, tensor_parallel_size=4),
+            r"=4 with tensor_parallel_size=4 needs 16 devices, there are \d+ \(cpu\): lower one",
+        ),
+        (dict(pipeline_parallel_size=2, num_decode_steps=4), "with num_decode_steps=4: set it to"),
+        (
+            dict(pipeline_parallel_size=2, speculative_config=NGRAM),
+            "pipeline_parallel_size=2 does not go with speculative_config: leave one out",
+        ),
+        (dict(pipeline_parallel_size=2, enforce_eager=True), "enforce_eager=True runs each op"),
+        (dict(pipeline_parallel_size=0), "pipeline_parallel_size=0 is out of range"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_stages_is_refused_by_name(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        LLM(str(embedded.PATH), **LLM_SIZES | sizes)
+
+
+def test_models_and_ranks_that_cannot_be_are_refused():
+    config = tiny.config()
+    with pytest.raises(ValueError, match="rank=2 is none of pipeline_parallel_size=2: take 0 to 1"):
+        deal(llama, config, 2, rank=2)
+    head = Head("mean", "B", lambda *_: jax.numpy.zeros(1))
+    with pytest.raises(ValueError, match=r"=2 wants a model of layers alone, Llama.* has slot tab"):
+        deal(llama._replace(heads=(head,)), config, 2)
