@@ -20,6 +20,8 @@ from jaxrunner.program import (
     Bucket,
     Program,
     SampleSize,
+)
+from jaxrunner.shapes import (
     admission_spec,
     output_spec,
     plan_spec,

@@ -97,7 +97,6 @@ class LLM(LLMNames):
         check_nan: bool = False,
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         warm_up: bool | str = True,
@@ -110,8 +109,7 @@ class LLM(LLMNames):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token, cache_dir=cache_dir,
             tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size, logits_fn=logits_fn,
-            speculative_config=speculative_config,
+            logits_fn=logits_fn, speculative_config=speculative_config,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,

@@ -9,11 +9,14 @@ import pytest
 
 from jaxrunner import pytree
 from jaxrunner.models.llama import llama
-from jaxrunner.program import admission_spec, admit_sizes
 from jaxrunner.pytree import host_value, leaf
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.sampling import RULES
+from jaxrunner.shapes import (
+    admission_spec,
+    admit_sizes,
+)
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array
 from tests.support import tiny

@@ -21,13 +21,13 @@ PURE = (
 )  # fmt: skip
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
-    "errors", "time_limit", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary",
+    "errors", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary",
     "version", "api", "hf_config", "types", "parallel.stages", "caches", "inputs", "outputs",
     "logprobs", "config", "indexing", "operation", "heads", "linear", "slot_table",
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",
-    "program", "sampling", "kernels_pallas", "step", "device", "ops", "models", "speculators",
-    "parallel", "loading", "runner", "worker", "engine", "llm", "sampling_params", "embedded",
-    "__init__", "lm_eval", "bench", "train", "__main__",
+    "program", "shapes", "sampling", "kernels_pallas", "step", "device", "ops", "models",
+    "speculators", "parallel", "loading", "runner", "worker", "engine", "llm", "sampling_params",
+    "embedded", "__init__", "lm_eval", "bench", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")

@@ -23,25 +23,25 @@ def interleave_of(config: Any) -> Interleave:
 
 
 class Part(NamedTuple):
-    """The tokens of one device, `index`, of those that a request's tokens are dealt out to.
+    """The tokens of one device, `rank`, of those that a request's tokens are dealt out to.
 
     Its j-th token has the local position j. Positions and lengths are arrays.
     """
 
     parts: int
     size: int
-    index: Array | int
+    rank: Array | int
 
     def num_local(self, length: Array) -> Array:
         """Returns how many of the first `length` tokens it has."""
         turn = self.parts * self.size
-        rest = jnp.clip(length % turn - self.index * self.size, 0, self.size)
+        rest = jnp.clip(length % turn - self.rank * self.size, 0, self.size)
         return length // turn * self.size + rest
 
     def position(self, local: Array) -> Array:
         """Returns the positions in the request of its tokens, given local ones."""
         turns, rest = local // self.size, local % self.size
-        return (turns * self.parts + self.index) * self.size + rest
+        return (turns * self.parts + self.rank) * self.size + rest
 
     def cache_index(self, index: Array, cache_shape: tuple[int, int]) -> Array:
         """Returns where it keeps each token's KV, block * S + offset; N * S for those of others.
@@ -50,6 +50,6 @@ class Part(NamedTuple):
         """
         (N, S), turn = cache_shape, self.parts * self.size
         block, offset = index // (S * self.parts), index % (S * self.parts)
-        mine = (block < N) & (offset // self.size % self.parts == self.index)
+        mine = (block < N) & (offset // self.size % self.parts == self.rank)
         local = offset // turn * self.size + offset % self.size
         return jnp.where(mine, block * S + local, N * S)

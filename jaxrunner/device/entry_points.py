@@ -30,6 +30,9 @@ from jaxrunner.program import (
     Program,
     PromptLogprobsSize,
     SampleSize,
+)
+from jaxrunner.sampling.sampler import describe_prompt
+from jaxrunner.shapes import (
     admission_spec,
     admit_sizes,
     copies_spec,
@@ -39,7 +42,6 @@ from jaxrunner.program import (
     plan_spec,
     prompt_logprobs_size,
 )
-from jaxrunner.sampling.sampler import describe_prompt
 from jaxrunner.types import Array, Batch, Plan, SamplingMetadata, State, Targets
 
 

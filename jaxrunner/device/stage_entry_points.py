@@ -24,6 +24,8 @@ from jaxrunner.program import (
     Bucket,
     Program,
     SampleSize,
+)
+from jaxrunner.shapes import (
     admission_spec,
     plan_spec,
 )

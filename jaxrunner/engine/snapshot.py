@@ -32,10 +32,10 @@ from jaxrunner.parallel.whole import (
     merge,
     merge_one,
     merged_spec,
-    whole_config,
     whole_params,
+    whole_program,
 )
-from jaxrunner.program import Program, abstract_state
+from jaxrunner.program import abstract_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request, Status
@@ -207,13 +207,8 @@ def _whole_blocks(runner: ModelRunner, i: int, count: int) -> Any:
     devices have other tokens each."""
     program = runner.program
     dealt_out = interleave_of(program.config) != WHOLE
-    program = program if dealt_out else _whole_program(program)
+    program = program if dealt_out else whole_program(program)
     return _blocks_of(abstract_state(program).kv[i], count)
-
-
-def _whole_program(program: Program) -> Program:
-    """Returns a program as it is on one device."""
-    return replace(program, config=whole_config(program.config))
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -256,7 +251,7 @@ def _filled(engine: Engine) -> list[list[int]]:
 
 def _context(engine: Engine) -> dict[str, str]:
     """Says what an engine must have in common with the one that goes on in its place."""
-    program = _whole_program(engine.runner.program)  # any mesh can go on
+    program = whole_program(engine.runner.program)  # any mesh can go on
     config = engine.model_config
     model = config.family if isinstance(config, ShardedConfig) else program.model
     functions = dict(layers=model.layers, logits=model.logits)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import is_shared
-from jaxrunner.time_limit import ends_within
+from jaxrunner.parallel.time_limit import ends_within
 
 Version = tuple[int, ...]
 FAST_SUMS_JAX = (0, 12)  # from here on a small psum is XLA's own kernel, in the graph of a step

@@ -15,6 +15,7 @@ from jaxrunner.parallel.pipeline import StageConfig
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import host_copy
 from jaxrunner.parallel.tensor import ShardedConfig
+from jaxrunner.program import Program
 from jaxrunner.speculators.draft_model import DraftModelConfig
 from jaxrunner.speculators.drafter import DraftedConfig
 
@@ -32,6 +33,11 @@ def whole_config(config: Any) -> Any:
         model = getattr(config.config, "family", config.model)
         return replace(config, model=model, config=whole_config(config.config))
     return config
+
+
+def whole_program(program: Program) -> Program:
+    """Returns a program as it is on one device."""
+    return replace(program, config=whole_config(program.config))
 
 
 def whole_params(cls: type, config: Any) -> Any:

@@ -90,17 +90,9 @@ def build(
     choice = choose_ops(model_config, config)
     if ops is not None:
         choice = choice._replace(name="given", ops=ops, reason="its operations were given")
-    if (mesh := mesh_of(model_config)) is not None and config.enforce_eager:
-        raise ValueError(
-            "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
-            "or take one device"
-        )
+    _check_together(model, model_config, config)
     choice = deal_out(choice, model_config, config)
-    if config.num_decode_steps > 1:
-        refuse(model_config, f"num_decode_steps={config.num_decode_steps}", "set it to 1")
-    if model.speculator is not None:
-        refuse(model_config, "a speculator", "leave one out")
-    if mesh is not None:
+    if (mesh := mesh_of(model_config)) is not None:
         choice = choice._replace(ops=all_reduced(choice.ops))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
@@ -108,6 +100,26 @@ def build(
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample)
     check_names(program.tables)
+    # What the code of others does is not known.
+    ours = rules == RULES and ops is None and is_ours(*_code(program, params))
+    spec = abstract(params)
+    if mesh is not None and not program.stages:
+        spec = declared(params, model.params, model_config.dims, mesh)
+    return Built(choice, program, spec, cache_dir, ours)
+
+
+def _check_together(model: Model, model_config: ModelConfig, config: EngineConfig) -> None:
+    """Checks that model, devices and sizes of an engine go together; raises as `build`."""
+    mesh, speculator = mesh_of(model_config), model.speculator
+    if mesh is not None and config.enforce_eager:
+        raise ValueError(
+            "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
+            "or take one device"
+        )
+    if config.num_decode_steps > 1:
+        refuse(model_config, f"num_decode_steps={config.num_decode_steps}", "set it to 1")
+    if speculator is not None:
+        refuse(model_config, "a speculator", "leave one out")
     if speculator is not None and speculator.adaptive:
         asked = "speculative_config.num_speculative_tokens='auto'"
         check_own(mesh, asked, "say a number, as 'auto' goes by measured times")
@@ -121,12 +133,6 @@ def build(
             f"a speculator needs caches in which a rejected token is written over, "
             f"{model_config.architecture} has {lost}: leave out speculative_config"
         )
-    # What the code of others does is not known.
-    ours = rules == RULES and ops is None and is_ours(*_code(program, params))
-    spec = abstract(params)
-    if mesh is not None and not program.stages:
-        spec = declared(params, model.params, model_config.dims, mesh)
-    return Built(choice, program, spec, cache_dir, ours)
 
 
 def _code(program: Program, params: Any) -> tuple[Any, ...]:

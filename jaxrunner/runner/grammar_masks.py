@@ -6,19 +6,18 @@ import jax
 import numpy as np
 
 from jaxrunner.api.validation import shown
-from jaxrunner.program import SampleSize
+from jaxrunner.parallel.mesh import whole_on
+from jaxrunner.program import Program, SampleSize
 from jaxrunner.scheduling.request import GrammarOutput
 
 
 class GrammarMasks:
     """Makes masks, [B, J, ceil(V / 32)], int32."""
 
-    def __init__(self, vocab_size: int, where: Any = None, *, on_host: bool = False):
-        """where: the device or sharding of a mask that many steps share.
-        on_host: such masks stay there, as for devices of several processes.
-        """
-        self._where, self._on_host = where, on_host
-        self._num_words = -(-vocab_size // 32)
+    def __init__(self, program: Program):
+        # Where a mask lies that many steps share: with devices of several processes on the host.
+        self._where, self._on_host = whole_on(program.mesh), program.is_shared
+        self._num_words = -(-program.config.vocab_size // 32)
         self._open: dict[tuple[int, int, int], jax.Array | np.ndarray] = {}
 
     def of(self, req_ids: tuple[str, ...], size: SampleSize, grammar: GrammarOutput | None) -> Any:

@@ -8,6 +8,7 @@ from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.program_spec import program_spec, step_key
 from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.parallel.pipeline import to_stages
+from jaxrunner.parallel.processes import check_own
 from jaxrunner.program import Bucket, Program
 from jaxrunner.runner.build import Built
 from jaxrunner.runner.pipeline_programs import PipelinePrograms
@@ -29,7 +30,12 @@ def make_programs(built: Built) -> ProgramTable:
 def in_order(
     program: Program, buckets: Sequence[Bucket], keys: list[Key]
 ) -> tuple[list[Key], list[Key]]:
-    """Returns programs in the order to compile them beside steps, and those that come first."""
+    """Returns programs in the order to compile them beside steps, and those that come first.
+
+    Raises:
+      ValueError: several processes run them, in which others would be there first.
+    """
+    check_own(program.mesh, "warm_up='background'", "take warm_up=True")
     ragged = [b for b in buckets if not b.query_len][-1]
     decode = max((b for b in buckets if b.query_len), key=lambda b: b.num_rows)
     needed = [step_key(ragged, 1)]  # it can run any step

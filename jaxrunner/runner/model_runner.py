@@ -25,15 +25,12 @@ from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_spec import program_keys, step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.weights import like
-from jaxrunner.parallel.mesh import whole_on
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.placement import place
-from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.stages import is_last
 from jaxrunner.program import (
     MultiStepBucket,
     make_state,
-    output_spec,
 )
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
@@ -46,6 +43,9 @@ from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
 from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
+from jaxrunner.shapes import (
+    output_spec,
+)
 
 
 class ModelRunner:
@@ -74,8 +74,7 @@ class ModelRunner:
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
         program = self.program
-        where, on_host = whole_on(program.mesh), program.is_shared
-        self._masks = GrammarMasks(program.config.vocab_size, where, on_host=on_host)
+        self._masks = GrammarMasks(program)
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
 
@@ -101,7 +100,6 @@ class ModelRunner:
         keys = program_keys(self.program, self.buckets, all_rules=all_rules)
         if not background:
             return self.programs.start(keys, keys)
-        check_own(self.program.mesh, "warm_up='background'", "take warm_up=True")
         return self.programs.start(*in_order(self.program, self.buckets, keys))
 
     def warm_up(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.validation import Bound
+from jaxrunner.parallel.time_limit import ends_within
 from jaxrunner.scheduling.request import SchedulerOutput
-from jaxrunner.time_limit import ends_within
 
 START: dict[str, Bound] = {"folder": Bound(str, also=(Path,))}
 PROFILE: dict[str, Bound] = {

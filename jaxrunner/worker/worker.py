@@ -34,18 +34,16 @@ from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
 from jaxrunner.runner.program_cache import find_folder
-from jaxrunner.runner.step_handle import ModelRunnerOutput, StepHandle
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
-from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
-from jaxrunner.worker.intermediate_tensors import IntermediateTensors, given
 from jaxrunner.worker.kv_cache_spec import KVCacheSpec, kv_cache_specs
 from jaxrunner.worker.lifecycle import Lifecycle
 from jaxrunner.worker.memory_plan import MemoryPlan
 from jaxrunner.worker.sizing import EnginePlan, plan_engine
+from jaxrunner.worker.worker_steps import WorkerSteps
 
 
-class Worker(Lifecycle):
+class Worker(WorkerSteps):
     """A device, a model on it, and its runner, set up step by step, or at once by `start`.
 
     Settings are those of `LLM` that do not concern text. After `initialize_from_config` the
@@ -235,44 +233,6 @@ class Worker(Lifecycle):
         memory = self.memory_plan.checked(self.runner.programs.largest())
         self._engine_plan = self._planned._replace(memory=memory)
         return time.monotonic() - start_s
-
-    def execute_model(
-        self,
-        scheduler_output: SchedulerOutput,
-        intermediate_tensors: IntermediateTensors | None = None,
-    ) -> IntermediateTensors | None:
-        """Starts the forward pass of a step, as `ModelRunner.execute_model` does.
-
-        intermediate_tensors: what the rank before returned, in a pipeline by rank. Returns those
-        for the next rank; None on the last one, or where no token is to be computed.
-
-        Raises:
-          ValueError: they are missing, or there where they should not be.
-          RuntimeError: weights or caches sleep, a step was not sampled, or the tokens of an
-            earlier step of these requests are not told.
-        """
-        self.status.check_awake()
-        x = given(self.runner.program.config, scheduler_output, intermediate_tensors)
-        hidden = self.runner.execute_model(scheduler_output, *x)
-        if hidden is None:
-            return None
-        self.runner.sample_tokens()  # awaits what the last rank samples
-        return IntermediateTensors(dict(hidden_states=hidden))
-
-    def receive_tokens(self, output: ModelRunnerOutput) -> None:
-        """Takes what the last rank sampled in the oldest step that lacks it; on all other ranks.
-
-        output: what `get` of that rank's `sample_tokens` returned.
-
-        Raises:
-          RuntimeError: no step lacks its tokens.
-        """
-        if output.req_ids:  # else the step had no tokens, here neither
-            self.runner.state = self.runner.state.told(output.sampled_token_ids)
-
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
-        """Samples that step; `get` of what it returns waits for the tokens."""
-        return self.runner.sample_tokens(grammar_output)
 
     def shutdown(self) -> None:
         """Gives the device memory back. May be called twice; `init_device` can follow."""
