@@ -202,8 +202,12 @@ COPIES = CopySize(8)  # more are copied in several launches
 
 def make_state(program: Program) -> Any:
     """Returns the state of an engine without requests; in a pipeline, of all stages."""
-    if program.stages:
-        return joined([make_state(stage) for stage in program.stages])
+    if not program.stages:
+        return _state_of(program)
+    return joined([_state_of(stage) for stage in program.stages])
+
+
+def _state_of(program: Program) -> State:
     if program.mesh is None:
         return _zeros(program)
     # Made where it is to lie: else JAX makes each shard on its first device, which may be full.
