@@ -37,7 +37,7 @@ class Load:
     """What drafts, the sizes of its engine, and how many steps it runs."""
 
     drafter: str
-    num_steps: int = 1000
+    num_steps: int = 600
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,7 +47,6 @@ LOADS = {
     "eagle": Load("eagle", sizes=TINY_POOL | dict(async_depth=3)),
     "adaptive": Load("adaptive", sizes=dict(num_blocks=19, async_depth=2)),
     "eagle3, steps": Load("eagle3", sizes=dict(num_decode_steps=4, num_blocks=20, async_depth=2)),
-    "itself": Load("itself", sizes=dict(num_blocks=16, async_depth=1)),
     "another, steps": Load("another", sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3)),
     "n-grams": Load("ngram", sizes=TINY_POOL | dict(async_depth=2)),
     "a user's": Load("user", sizes=dict(num_blocks=16, async_depth=3)),

@@ -42,7 +42,7 @@ def test_drafts_need_at_most_half_as_many_programs_more(kind, all_rules, num_dec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "adaptive"])
 def test_no_request_compiles_anything_after_warm_up(kind):
     model, config, params = KINDS[kind]()
     sizes = tiny.engine_config(num_blocks=16, num_decode_steps=2, policy="priority")
