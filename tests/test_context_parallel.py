@@ -86,7 +86,9 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
         (1, 2, (2, 1), dict(num_blocks=9, block_size=3)),
         (2, 4, (2, 4), dict(num_blocks=20, num_decode_steps=2)),
         (1, 4, (4, 1), dict(num_blocks=12, kv_dtype="int8")),
-        (2, 8, (4, 2), dict(num_blocks=24, block_size=2, **WINDOWS)),
+        pytest.param(
+            2, 8, (4, 2), dict(num_blocks=24, block_size=2, **WINDOWS), marks=pytest.mark.slow
+        ),
     ],
     ids=["preempted", "several steps, runs of 4", "8 bits", "windows, runs of 2"],
 )

@@ -98,8 +98,17 @@ NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
 
 @pytest.mark.parametrize(
     "sizes",
-    [TWO | dict(num_decode_steps=3), TWO | dict(tensor_parallel_size=2, speculative_config=NGRAM)],
-    ids=["data 2, 3 steps a launch", "data 2 x tensor 2, drafts"],
+    [
+        pytest.param(
+            TWO | dict(num_decode_steps=3),
+            marks=pytest.mark.slow,
+            id="data 2, 3 steps a launch",
+        ),
+        pytest.param(
+            TWO | dict(tensor_parallel_size=2, speculative_config=NGRAM),
+            id="data 2 x tensor 2, drafts",
+        ),
+    ],
 )
 def test_tokens_are_those_of_one_engine(folder, want, sizes):
     with open_llm(folder, **sizes) as llm:

@@ -101,11 +101,11 @@ QUICK = [
     ("standard", "probabilistic", "in the usual way"),
     ("standard", "probabilistic", "preempted"),
     ("block", "probabilistic", "a token that is never drafted"),
-    ("block", "greedy", "in the usual way"),
 ]
 CASES = [
     *QUICK,
     ("standard", "greedy", "in the usual way"),
+    ("block", "greedy", "in the usual way"),
     ("standard", "probabilistic", "steps"),
     ("block", "probabilistic", "steps"),
 ]

@@ -122,6 +122,7 @@ def stood_behind(given: list[int], num_drafts: int) -> int:
     return num_drafts if right.all() else int(np.argmin(right))
 
 
+@pytest.mark.slow
 def test_acceptance_is_that_of_drafting_behind_each_token(monkeypatch):
     """With noise that is the same for all tokens of a place, sampled drafts are greedy ones."""
     monkeypatch.setattr(jax.random, "gumbel", lambda key, shape: jnp.zeros(shape))

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.loading.weights import save_checkpoint
@@ -189,6 +190,7 @@ def test_training_ends_at_the_first_measure_behind_its_budget():
     assert [entry["step"] for entry in stopped.curve] == [1]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_head_that_loads(tmp_path, monkeypatch, capsys):
     texts = [CODE.replace("add", f"add_{i}").replace("Box", f"Box{i}") * 9 for i in range(40)]
     bpe = text.train_tokenizer(texts, 320)

@@ -68,7 +68,9 @@ def plain():
     return told
 
 
-@pytest.mark.parametrize(("method", "async_depth"), [("eagle3", 2), ("ngram", 1)])
+@pytest.mark.parametrize(
+    ("method", "async_depth"), [pytest.param("eagle3", 2, marks=pytest.mark.slow), ("ngram", 1)]
+)
 def test_grammars_of_text_give_the_same_tokens_with_drafts(plain, method, async_depth):
     drafts = METHODS[method] | dict(num_speculative_tokens=3)
     told, accepted = answers(speculative_config=drafts, async_depth=async_depth)

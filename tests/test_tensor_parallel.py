@@ -128,7 +128,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("drafts", [None, "eagle3"])
+@pytest.mark.parametrize("drafts", [None, pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_an_llm_on_two_devices(alone, drafts):
     folder = embedded.EAGLE3_PATH if drafts == "eagle3" else embedded.PATH
     config = dict(method=drafts, model=str(folder), num_speculative_tokens=2)
