@@ -10,7 +10,7 @@ NOT_SAVED = dict(
     engine="_alarm _drafts _gained _in_flight _unsampled config grammars model_config pools runner "
     "scheduler status worker",
     scheduler="_most_drafts _most_tokens adaptive admission chunks max_model_len "
-    "max_num_batched_tokens max_num_seqs num_drafts tables waiting",
+    "max_num_batched_tokens max_num_seqs num_drafts tables turns waiting",
     waiting="policy",
     admission="_max_tokens _most_of_one _tables queue remote",
     tables="_caching _groups _share_starts give_back lookahead",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 import numpy as np
 
 from jaxrunner.parallel.mesh import shardings
@@ -41,11 +41,11 @@ def place(params: Any, spec: Any) -> Any:
 
 
 def put(x: np.ndarray, at: Any) -> jax.Array:
-    """Returns an array of the host where a sharding says, on the default device where None.
+    """Returns an array of the host where a sharding or a device says; None is the default device.
 
     Of several processes each has the whole array, and puts what its own devices are to have.
     """
-    if at is None or at.is_fully_addressable:
+    if not isinstance(at, Sharding) or at.is_fully_addressable:
         return jax.device_put(x, at)
     return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
 

@@ -4,6 +4,8 @@ All of them make the same calls in the same order, and so launch the same progra
 only one of them knows, a clock or its own memory, may decide what is launched.
 """
 
+from typing import Any
+
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -46,3 +48,10 @@ def host_copy(x: jax.Array | np.ndarray) -> np.ndarray:
         # A JAX array keeps the host copy made of it for life: let a copy of it do so.
         return np.asarray(x.copy())
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def to_host(params: Any) -> Any:
+    """Returns weights that leave the devices: whole, on the host of each process."""
+    if all(x.is_fully_addressable for x in jax.tree.leaves(params)):
+        return jax.device_get(params)
+    return jax.tree.map(host_copy, params)

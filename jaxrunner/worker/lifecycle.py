@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable
 
-import jax
-
 from jaxrunner import pytree
 from jaxrunner.api.arguments import checked, forwarded
 from jaxrunner.parallel.mesh import devices_of
-from jaxrunner.parallel.processes import host_copy
+from jaxrunner.parallel.processes import to_host
 from jaxrunner.parallel.requirements import check_sum
 from jaxrunner.program import make_state
 from jaxrunner.runner.profiling import Profiler, check_device
@@ -37,7 +35,7 @@ class Lifecycle(WeightUpdates):
         status.check()
         if any(runner.requests.num_taken for runner in runners):
             raise RuntimeError("requests have slots: name them in finished_req_ids, then sleep")
-        self._host_params = jax.tree.map(host_copy, self.params) if level == 1 else None
+        self._host_params = to_host(self.params) if level == 1 else None
         for runner in runners:
             pytree.delete(runner.state)
             runner.params = runner.state = None
