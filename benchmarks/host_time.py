@@ -16,16 +16,8 @@ import numpy as np
 from jaxrunner.bench.presets import PRESETS
 from jaxrunner.bench.workloads import Bench, machine
 from jaxrunner.device.packing import Layout, pack
-from jaxrunner.program import (
-    Bucket,
-    Program,
-    SampleSize,
-)
-from jaxrunner.shapes import (
-    admission_spec,
-    output_spec,
-    plan_spec,
-)
+from jaxrunner.program import Bucket, Program, SampleSize
+from jaxrunner.shapes import admission_spec, output_spec, plan_spec
 
 SIZES: dict[str, Any] = dict(
     max_model_len=2048, num_blocks=8192, max_num_seqs=256, max_num_batched_tokens=8192,

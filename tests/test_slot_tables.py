@@ -13,10 +13,7 @@ from jaxrunner.pytree import host_value, leaf
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.sampling import RULES
-from jaxrunner.shapes import (
-    admission_spec,
-    admit_sizes,
-)
+from jaxrunner.shapes import admission_spec, admit_sizes
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array
 from tests.support import tiny

@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import put_blocks
-from jaxrunner.program import (
-    MultiStepBucket,
-    Program,
-)
-from jaxrunner.shapes import (
-    output_spec,
-)
+from jaxrunner.program import MultiStepBucket, Program
+from jaxrunner.shapes import output_spec
 from jaxrunner.step import step
 from jaxrunner.types import Array, Plan, State, StepOutput
 

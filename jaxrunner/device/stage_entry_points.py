@@ -19,16 +19,8 @@ from jaxrunner.device.entry_point import (
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import pack_on_device, unpack
 from jaxrunner.parallel.stages import is_last, num_stages, rank_of
-from jaxrunner.program import (
-    AdmitSize,
-    Bucket,
-    Program,
-    SampleSize,
-)
-from jaxrunner.shapes import (
-    admission_spec,
-    plan_spec,
-)
+from jaxrunner.program import AdmitSize, Bucket, Program, SampleSize
+from jaxrunner.shapes import admission_spec, plan_spec
 from jaxrunner.types import Array, SamplingMetadata, State
 
 

@@ -28,10 +28,7 @@ from jaxrunner.loading.weights import like
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
-from jaxrunner.program import (
-    MultiStepBucket,
-    make_state,
-)
+from jaxrunner.program import MultiStepBucket, make_state
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
 from jaxrunner.runner.grammar_masks import GrammarMasks
@@ -43,9 +40,7 @@ from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
 from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
-from jaxrunner.shapes import (
-    output_spec,
-)
+from jaxrunner.shapes import output_spec
 
 
 class ModelRunner:

@@ -6,15 +6,10 @@ import jax
 import numpy as np
 
 from jaxrunner.device.packing import Layout
-from jaxrunner.program import (
-    Program,
-)
+from jaxrunner.program import Program
 from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.runner.step_handle import Work
-from jaxrunner.shapes import (
-    prompt_logprobs_size,
-    prompt_logprobs_spec,
-)
+from jaxrunner.shapes import prompt_logprobs_size, prompt_logprobs_spec
 
 
 def launch_scores(

@@ -24,13 +24,7 @@ from jaxrunner.program import (
 from jaxrunner.pytree import host_value
 from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.scheduling.request import NewRequest
-from jaxrunner.shapes import (
-    admission_spec,
-    admit_sizes,
-    copies_spec,
-    logprob_widths,
-    plan_spec,
-)
+from jaxrunner.shapes import admission_spec, admit_sizes, copies_spec, logprob_widths, plan_spec
 from jaxrunner.types import Admission, Copies, Plan, Writes
 
 Write = tuple[int, int, list[int]]  # row, first column, values
