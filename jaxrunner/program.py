@@ -89,7 +89,7 @@ class Program:
         """The programs of a pipeline's stages in this process; none where it is no pipeline."""
         return tuple(replace(self, config=config) for config in stages_of(self.config))
 
-    @property
+    @functools.cached_property  # asked for in every step
     def num_launches(self) -> int:
         """Launches before the oldest is read: `async_depth` of each stage."""
         return self.engine.async_depth * num_stages(self.config)
