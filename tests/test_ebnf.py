@@ -1,6 +1,5 @@
 """Grammars in EBNF, and tags in free text: what vLLM's examples of structured outputs ask for."""
 
-from collections.abc import Iterator
 import json
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from jaxrunner.api.ebnf import is_ebnf
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from tests.support import grammars
-from tests.support.grammars import Vocab, is_alive
+from tests.support.grammars import is_alive
 
 SQL = """
 root ::= select_statement
@@ -30,12 +29,7 @@ TAG: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def vocab() -> Iterator[Vocab]:
-    pytest.importorskip("llguidance")
-    made = grammars.vocab_of(grammars.byte_level(1000))
-    yield made
-    made.compiler.close()
+vocab = pytest.fixture(scope="module")(grammars.small_vocab)
 
 
 def test_a_grammar_in_ebnf_is_what_it_says(vocab):

@@ -1,13 +1,12 @@
 """Formats of structural tags: what each lets through, and how bad ones are refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from tests.support import grammars
-from tests.support.grammars import Vocab, is_alive
+from tests.support.grammars import is_alive
 
 DIGIT: dict[str, Any] = dict(type="regex", pattern="[0-9]")
 THINK = dict(type="tag", begin="<think>", content=dict(type="any_text"), end="</think>")
@@ -22,12 +21,7 @@ def sequence(*elements: Any) -> dict[str, Any]:
     return dict(type="sequence", elements=list(elements))
 
 
-@pytest.fixture(scope="module")
-def vocab() -> Iterator[Vocab]:
-    pytest.importorskip("llguidance")
-    made = grammars.vocab_of(grammars.byte_level(1000))
-    yield made
-    made.compiler.close()
+vocab = pytest.fixture(scope="module")(grammars.small_vocab)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Tokenizers to constrain, and random walks along the masks of a grammar."""
 
+from collections.abc import Iterator
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -109,6 +111,14 @@ def walk(vocab: Vocab, grammar: Grammar, rng: np.random.Generator) -> str:
         assert grammar.accept(taken[-1:]) and grammar.error is None
         assert len(taken) < ENDLESS
     return vocab.text(taken)
+
+
+def small_vocab() -> Iterator[Vocab]:
+    """Yields a vocabulary of 1,000 byte-level tokens, for a fixture."""
+    pytest.importorskip("llguidance")
+    made = vocab_of(byte_level(1000))
+    yield made
+    made.compiler.close()
 
 
 def is_alive(vocab: Vocab, text: str, **fields: Any) -> bool:
