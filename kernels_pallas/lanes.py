@@ -67,21 +67,30 @@ def places(masks: Sequence[Array], scratch: Ref) -> tuple[list[Array], Array]:
 
     scratch: [256], int32, in shared memory.
     """
-    counts = count(masks)
+    first, total = before(count(masks), scratch)
+    out = [first]
+    for mask in masks[:-1]:
+        out.append(out[-1] + ones(mask))
+    return out, total
+
+
+def before(counts: Array, scratch: Ref) -> tuple[Array, Array]:
+    """Returns the sum of the counts of the threads before each, and of all.
+
+    scratch: [256], int32, in shared memory.
+    """
     total, step = counts, 1
     scratch[pl.ds(0, LANES)] = full(0, jnp.int32)
     while step < LANES:
         scratch[pl.ds(LANES, LANES)] = total
         total = total + scratch[pl.ds(LANES - step, LANES)]
         step *= 2
-    out = [total - counts]
-    for mask in masks[:-1]:
-        out.append(out[-1] + ones(mask))
-    return out, jnp.sum(counts)
+    return total - counts, jnp.sum(counts)
 
 
 def gather(ref: Ref, index: Array) -> Array:
     """Reads `ref[index]`, each thread its own element."""
+    is_signed = True if jnp.issubdtype(ref.dtype, jnp.integer) else None
 
     @mosaic.inline_mgpu(
         arg_types=(plgpu.RefType(), LAYOUT),
@@ -90,7 +99,9 @@ def gather(ref: Ref, index: Array) -> Array:
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         value = memref.load(ref, [_position(index)])
         registers = np.array([vector.broadcast(ir.VectorType.get((1,), value.type), value)], object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=None)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=index.layout, _is_signed=is_signed
+        )
 
     return load(ref, index)
 
@@ -121,6 +132,24 @@ def scatter(
         mgpu.utils.warpgroup_barrier()
 
     store(*refs, *arrays)
+
+
+def tally(index: Array, *pairs: tuple[Ref, Array]) -> None:
+    """Adds 1 to `ref[index]` where `keep`, for pairs of a reference to shared memory and masks."""
+    refs, masks = zip(*pairs, strict=True)
+
+    @mosaic.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[LAYOUT] * (1 + len(refs))))
+    def add(_: Any, *args: Any) -> None:
+        refs, (index, *masks) = args[: len(pairs)], args[len(pairs) :]
+        one = mgpu.c(1, ir.IntegerType.get_signless(32))
+        mgpu.utils.warpgroup_barrier()
+        for ref, keep in zip(refs, masks, strict=True):
+            with ir.InsertionPoint(scf.IfOp(_element(keep)).then_block):
+                memref.atomic_rmw(arith.AtomicRMWKind.addi, one, ref, [_position(index)])
+                scf.yield_([])
+        mgpu.utils.warpgroup_barrier()
+
+    add(*refs, index, *masks)
 
 
 def _element(x: mgpu.FragmentedArray) -> ir.Value:

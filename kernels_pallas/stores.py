@@ -1,5 +1,6 @@
 """Stores that need not be as fast as can be."""
 
+from collections.abc import Iterator
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, memref, vector
 
 from jaxrunner.kernels_pallas import mosaic, query_rows
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
@@ -76,3 +77,56 @@ def put_tokens(acc: Array, out: Ref, place: Ref, first: Array, low: Array, high:
                 vector.store(value, out, [token, column])
 
     pl.when(jnp.logical_not(whole))(lambda: put_some(acc, out, first, low, high))
+
+
+def put_columns(x: Array, ref: Ref, num: Array) -> None:
+    """Writes the first `num` columns of x, [64, n], from registers as rows of ref, [n, 64]."""
+
+    @mosaic.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
+    )
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value, num: mgpu.FragmentedArray) -> None:
+        limit = arith.index_cast(ir.IndexType.get(), num.registers.item())
+        for row, column, value in _elements(x):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, column, limit)):
+                memref.store(value, ref, [column, row])
+
+    write(x, ref, num)
+
+
+def put_routed(x: Array, ref: Ref, num: Array, route: Ref, weight: Ref, first: Array) -> None:
+    """Writes the first `num` columns of x, [64, n], weighed, to the routes that they are.
+
+    ref: [k, T, E], written from number `first` of E on; route: [n], which of T * k a column is;
+    weight: [T * k], float32.
+    """
+
+    @mosaic.inline_mgpu(
+        arg_types=(
+            plgpu.Layout.WGMMA, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2,
+        )
+    )  # fmt: skip
+    def write(
+        _: Any, x: mgpu.FragmentedArray, ref: ir.Value, route: ir.Value, weight: ir.Value,
+        num: mgpu.FragmentedArray, first: mgpu.FragmentedArray,
+    ) -> None:  # fmt: skip
+        index = ir.IndexType.get()
+        limit, start = (arith.index_cast(index, i.registers.item()) for i in (num, first))
+        k = mgpu.c(ir.MemRefType(ref.type).shape[0], index)
+        for row, column, value in _elements(x):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, column, limit)):
+                number = arith.index_cast(index, memref.load(route, [column]))
+                token, rank = arith.divui(number, k), arith.remui(number, k)
+                weighed = arith.mulf(value, memref.load(weight, [number]))
+                memref.store(weighed, ref, [rank, token, arith.addi(start, row)])
+
+    write(x, ref, route, weight, num, first)
+
+
+def _elements(x: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
+    """Yields the row, the column and the value of all that a thread has of x. In MLIR."""
+    one = mgpu.c(1, ir.IndexType.get())
+    for (row, column), pair in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+        for i in range(2):
+            value = vector.extract(pair, dynamic_position=[], static_position=[i])
+            yield row, arith.addi(column, one) if i else column, value

@@ -1,0 +1,132 @@
+"""Tokens sorted by the experts that they are sent to, on Hopper (Mosaic GPU), for few tokens.
+
+The tokens of an expert lie side by side and begin at a tile, of which the last ones may be partly
+empty. A block of the grid finds the places of one token and copies it there; each counts the tokens
+of all experts, which is quicker than to wait for another block.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import lanes, pdl
+from jaxrunner.kernels_pallas.lanes import LANES
+from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.types import Array
+
+MAX_ROUTES = 1 << 12  # tokens times experts of a token: each block reads all
+MAX_EXPERTS = 4 * LANES
+
+
+class Groups(NamedTuple):
+    """Tokens by expert, in tiles of `tile` rows."""
+
+    x: Array  # [tiles * tile, E]; rows of no token are anything
+    route: Array  # [tiles * tile], which of T * k routes a row is, where it has a token
+    expert: Array  # [tiles], the expert of a tile; of the first `count[0]`
+    rows: Array  # [tiles], how many of a tile's rows have tokens
+    count: Array  # [1]
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return self.x.shape[0] // self.expert.shape[0]
+
+
+def max_tiles(routes: int, experts: int, tile: int) -> int:
+    """Returns the most tiles that so many routes may take."""
+    return min(routes, routes // tile + experts)
+
+
+def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
+    """Says why x, [T, E], and experts, [T, k], are not served; None if they are."""
+    if jax.__version_info__ < (0, 11):
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"wants tokens in bfloat16 or float16, got {x.dtype}"
+    if x.shape[1] % (2 * LANES):
+        return f"wants tokens of a multiple of {2 * LANES} numbers, got {x.shape[1]}"
+    if experts.size > MAX_ROUTES:
+        return f"wants at most {MAX_ROUTES} routes, got {experts.shape[0]} x {experts.shape[1]}"
+    if num_experts > MAX_EXPERTS:
+        return f"wants at most {MAX_EXPERTS} experts, got {num_experts}"
+    return None
+
+
+def group_tokens(x: Array, experts: Array, num_experts: int, *, tile: int) -> Groups:
+    """Returns the tokens, [T, E], by the experts that they are sent to, [T, k].
+
+    An expert of `num_experts` is none.
+
+    Raises:
+      ValueError: what `refuses` says.
+    """
+    if why := refuses(x, experts, num_experts):
+        raise ValueError(f"group_tokens {why}")
+    (T, E), k = x.shape, experts.shape[1]
+    tiles, depth = max_tiles(T * k, num_experts, tile), -(-num_experts // LANES)
+    words = lax.bitcast_convert_type(x.reshape(T, E // 2, 2), jnp.int32).reshape(-1)
+    out = [(tiles * tile * E // 2,), (tiles * tile,), (tiles,), (tiles,), (1,)]
+    scratch = [(depth * LANES,), (depth * LANES,), (depth * LANES,), (2 * LANES,)]
+    body = functools.partial(_group, num_experts, T, k, tile)
+    found = lanes.kernel(
+        body,
+        tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in out),
+        (T,),
+        tuple(plgpu.SMEM(shape, jnp.int32) for shape in scratch),
+    )(words, experts.reshape(-1))
+    rows = lax.bitcast_convert_type(found[0].reshape(tiles * tile, E // 2), x.dtype)
+    return Groups(rows.reshape(tiles * tile, E), *found[1:])
+
+
+def _group(
+    X: int, T: int, k: int, tile: int, token: Array, x_ref: Ref, experts_ref: Ref, out_ref: Ref,
+    route_ref: Ref, expert_ref: Ref, rows_ref: Ref, count_ref: Ref, all_smem: Ref,
+    before_smem: Ref, start_smem: Ref, scan_smem: Ref,
+) -> None:  # fmt: skip
+    pdl.begin()
+    words = x_ref.shape[0] // T
+    x = [x_ref[pl.ds(token * words + i * LANES, LANES)] for i in range(words // LANES)]
+    parts = [pl.ds(i * LANES, LANES) for i in range(all_smem.shape[0] // LANES)]
+    for part in parts:
+        all_smem[part] = before_smem[part] = lanes.full(0, jnp.int32)
+    for i in range(-(-T * k // LANES)):
+        route = i * LANES + lanes.lane()
+        expert = lanes.gather(experts_ref, jnp.minimum(route, T * k - 1))
+        wanted = (route < T * k) & (expert < X)
+        lanes.tally(expert, (all_smem, wanted), (before_smem, wanted & (route < token * k)))
+    counts = [all_smem[part] for part in parts]
+    tiles = [lax.div(count + (tile - 1), jnp.full_like(count, tile)) for count in counts]
+    firsts, end = [], jnp.int32(0)
+    for part, num in zip(parts, tiles, strict=True):
+        first, total = lanes.before(num, scan_smem)
+        start_smem[part] = first + end
+        firsts.append(first + end)
+        end += total
+    for j in range(k):
+        expert = experts_ref[token * k + j]
+
+        @pl.when(expert < X)
+        def _(j: int = j, expert: Array = expert) -> None:
+            row = start_smem[expert] * tile + before_smem[expert]
+            route_ref[row] = token * k + j
+            for i, numbers in enumerate(x):
+                out_ref[pl.ds(row * words + i * LANES, LANES)] = numbers
+
+    @pl.when(token == 0)
+    def _() -> None:
+        count_ref[0] = end
+
+        def tell(n: Array, _: None) -> None:
+            ids = [lanes.lane() + i * LANES for i in range(len(parts))]
+            rows = [jnp.minimum(count - n * tile, tile) for count in counts]
+            at, keep = [first + n for first in firsts], [n < num for num in tiles]
+            lanes.scatter(at, keep, (expert_ref, ids), (rows_ref, rows))
+            return _
+
+        lax.fori_loop(0, jnp.max(functools.reduce(jnp.maximum, tiles)), tell, None)
