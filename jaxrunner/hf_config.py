@@ -22,18 +22,19 @@ _TRAINING = """attention_dropout attention_dropout_prob attention_probs_dropout_
     gradient_checkpointing hidden_dropout hidden_dropout_prob init_device init_method init_std
     initializer_cutoff_factor initializer_factor initializer_range loss_function loss_type
     mlp_dropout neftune_noise_alpha no_recompute_layers pp_recompute_interval
-    recompute_granularity resid_dropout resid_pdrop residual_dropout scale_loss sequence_parallel
-    tensor_parallel_output use_recompute use_reentrant virtual_pp_degree"""
+    recompute_granularity resid_dropout resid_pdrop residual_dropout router_aux_loss_coef
+    router_jitter_noise scale_loss sequence_parallel tensor_parallel_output use_recompute
+    use_reentrant virtual_pp_degree"""
 # How a program computes or stores the same.
 _RUNNING = """_attn_implementation _attn_implementation_autoset _attn_implementation_internal
     _experts_implementation _flash_attn_2_enabled _pre_quantization_dtype attn_impl
     attn_implementation base_model_ep_plan base_model_pp_plan base_model_tp_plan bf16
     cache_implementation chunk_size_feed_forward dtype fp16 fp32 keys_to_ignore_at_inference
     logits_to_keep max_cache_len num_logits_to_keep onnx_export output_attentions
-    output_hidden_states output_scores return_dict return_dict_in_generate tf_legacy_loss
-    torch_dtype torchscript use_bfloat16 use_cache use_flash_attention use_flash_attention_2
-    use_flash_attn use_fused_rms_norm use_fused_rope use_kernels use_liger_kernel
-    use_memory_efficient_attention use_sdpa"""
+    output_hidden_states output_router_logits output_scores return_dict return_dict_in_generate
+    tf_legacy_loss torch_dtype torchscript use_bfloat16 use_cache use_flash_attention
+    use_flash_attention_2 use_flash_attn use_fused_rms_norm use_fused_rope use_kernels
+    use_liger_kernel use_memory_efficient_attention use_sdpa"""
 # Of tokenizers and chats, which have files of their own.
 _TEXT = """add_bos_token add_eos_token assistant_token_id bos_token bos_token_id chat_template
     clean_up_tokenization_spaces decoder_start_token_id eos_token eos_token_id

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, unnoted
@@ -45,6 +46,8 @@ class Ops:
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
     mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
         `project` returns it.
+    experts: (x [T, E], routes, w) -> the residual that a mixture's experts add, as `project`
+        returns it.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
         is [T, E], or parts of it, [parts, T, E] in float32.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
@@ -60,6 +63,7 @@ class Ops:
     linear: Callable[[Array, Weights], Array]
     project: Callable[[Array, Weights], Array]
     mlp: Callable[[Array, Weights, Weights], Array]
+    experts: Callable[[Array, Routes, ExpertWeights], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
     batch: Batch | None = None
 
@@ -141,7 +145,8 @@ class Model(NamedTuple):
     tables: tuple[SlotTable, ...] = ()  # what it reads of each request, `Inputs.tables`
     heads: tuple[Head, ...] = ()  # what it tells besides tokens
     speculator: Speculator | None = None  # what drafts tokens for it
-    # Whether it runs on shards: what layers add to x is made by `ops.project` and `ops.mlp`.
+    # Whether it runs on shards: what layers add to x is made by `ops.project`, `ops.mlp` and
+    # `ops.experts`.
     tensor_parallel: bool = False
     # As `logits`, of a device's own tokens alone, [..., V / devices]; None where it is not cut.
     own_logits: Callable[..., Array] | None = None

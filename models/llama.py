@@ -22,11 +22,17 @@ from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
 Join = Callable[[list[np.ndarray]], np.ndarray]
+Turn = tuple[Array, Array]  # cosine and sine of each token's angles, [T, 1, D / 2]
 
 
 @pytree
-class Layer:
-    """Weights of one layer. A KV head's query heads, key and value are packed along P."""
+class Attention:
+    """Weights of a layer but for its MLP. A KV head's query heads, key and value are packed
+    along P.
+
+    A layer is a class of these and of what its `feed_forward` reads; another kind of attention is
+    another `attend`.
+    """
 
     attn_norm: Array = leaf("E", "param")
     qkv: Linear = nested(outputs="K P D", inputs="E", bias="qkv_bias")
@@ -34,8 +40,26 @@ class Layer:
     k_norm: Array | None = leaf("D", "param", when="qk_norm")
     o: Linear = nested(outputs="E", inputs="H D", num_in=2, bias="o_bias")
     mlp_norm: Array = leaf("E", "param")
+
+    def attend(
+        self, config: DecoderConfig, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
+    ) -> tuple[Array, Any]:
+        """Returns what attention adds to the residual, given h, [T, E]; and the cache."""
+        heads = RopeAndNorm(*turn, self.q_norm, self.k_norm, config.rms_norm_eps)
+        out, cache = ops.rotate_attend(ops.linear(h, self.qkv), heads, cache, spec)
+        return ops.project(out, self.o), cache
+
+
+@pytree
+class Layer(Attention):
+    """Weights of one layer."""
+
     gate_up: Linear = nested(outputs="gate_up F", inputs="E", bias="mlp_bias")
     down: Linear = nested(outputs="E", inputs="F", bias="mlp_bias")
+
+    def feed_forward(self, config: DecoderConfig, ops: Ops, h: Array) -> Array:
+        """Returns what the MLP adds to the residual, given h, [T, E]."""
+        return ops.mlp(h, self.gate_up, self.down)
 
 
 @pytree
@@ -106,15 +130,14 @@ def logits(config: DecoderConfig, params: Params, hidden: Array) -> Array:
 
 
 def _layer(
-    config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Layer, norm: Array, cache: Any,
-    turn: tuple[Array, Array], *, spec: AttentionSpec,
+    config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Any, norm: Array, cache: Any,
+    turn: Turn, *, spec: AttentionSpec,
 ) -> tuple[Array, Array, Any]:  # fmt: skip
     """Runs a layer on h, the norm of x. Returns the next x, its norm, and the cache."""
-    eps, (cos, sin) = config.rms_norm_eps, turn
-    heads = RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps)
-    out, cache = ops.rotate_attend(ops.linear(h, w.qkv), heads, cache, spec)
-    x, h = ops.add_norm(x, ops.project(out, w.o), w.mlp_norm, eps)
-    return *ops.add_norm(x, ops.mlp(h, w.gate_up, w.down), norm, eps), cache
+    residual, cache = w.attend(config, ops, h, turn, cache, spec)
+    x, h = ops.add_norm(x, residual, w.mlp_norm, config.rms_norm_eps)
+    residual = w.feed_forward(config, ops, h)
+    return *ops.add_norm(x, residual, norm, config.rms_norm_eps), cache
 
 
 def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> DecoderConfig:
@@ -168,61 +191,75 @@ def read(settings: Settings) -> DecoderConfig:
 
 def sources(config: DecoderConfig) -> Params:
     """Returns where each weight lies in a Hugging Face checkpoint."""
-    c = config
-    V, E = c.vocab_size, c.hidden_size
+    c, E = config, config.hidden_size
     layers = tuple(layer_sources(c, f"model.layers.{i}.", E) for i in range(c.num_hidden_layers))
-    return host_value(
-        Params,
+    return host_value(Params, **outer_sources(c), layers=layers)
+
+
+def outer_sources(c: DecoderConfig) -> dict[str, Any]:
+    """Returns where the fields of `Params` but for layers lie, by their names."""
+    V, E = c.vocab_size, c.hidden_size
+    return dict(
         embed=Source.whole("model.embed_tokens.weight", V, E),
         norm=Source.whole("model.norm.weight", E),
         head=None if c.tie_word_embeddings else linear_source(Source.whole("lm_head.weight", V, E)),
-        layers=layers,
     )
 
 
 def layer_sources(c: DecoderConfig, prefix: str, width: int) -> Layer:
     """Returns where a layer lies whose names begin with `prefix`, its attention reading `width`."""
-    E, F, D = c.hidden_size, c.intermediate_size, c.head_dim
+    mlp = mlp_sources(prefix + "mlp.", c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+    return host_value(Layer, **attention_sources(c, prefix, width), **mlp)
+
+
+def attention_sources(c: DecoderConfig, prefix: str, width: int) -> dict[str, Any]:
+    """Returns where the fields of `Attention` lie, which reads `width`, by their names."""
+    E, D, at = c.hidden_size, c.head_dim, f"{prefix}self_attn."
     H, K = c.num_attention_heads, c.num_key_value_heads
 
     def one(present: bool, name: str, *shape: int, held: tuple[int, ...] = ()) -> Source | None:
-        return Source.whole(prefix + name, *shape, held=held) if present else None
-
-    def packed(
-        present: bool, part: str, names: dict[str, int], join: Join, *inner: int
-    ) -> Source | None:
-        if not present:
-            return None
-        names_ = tuple(f"{prefix}{name}.{part}" for name in names)
-        shapes = tuple((rows, *inner) for rows in names.values())
-        return Source(names_, shapes, join, functools.partial(_unpack, join, shapes))
+        return Source.whole(name, *shape, held=held) if present else None
 
     def heads(arrays: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([a.reshape(K, -1, D, *a.shape[1:]) for a in arrays], 1)
 
-    attn = {"self_attn.q_proj": H * D, "self_attn.k_proj": K * D, "self_attn.v_proj": K * D}
-    mlp = {"mlp.gate_proj": F, "mlp.up_proj": F}
-    return host_value(
-        Layer,
-        attn_norm=one(True, "input_layernorm.weight", E),
-        qkv=linear_source(
-            packed(True, "weight", attn, heads, width), packed(c.qkv_bias, "bias", attn, heads)
-        ),
-        q_norm=one(c.qk_norm, "self_attn.q_norm.weight", D),
-        k_norm=one(c.qk_norm, "self_attn.k_norm.weight", D),
+    qkv = {f"{at}q_proj": H * D, f"{at}k_proj": K * D, f"{at}v_proj": K * D}
+    return dict(
+        attn_norm=one(True, f"{prefix}input_layernorm.weight", E),
+        qkv=packed_source(qkv, heads, width, bias=c.qkv_bias),
+        q_norm=one(c.qk_norm, f"{at}q_norm.weight", D),
+        k_norm=one(c.qk_norm, f"{at}k_norm.weight", D),
         o=linear_source(
-            one(True, "self_attn.o_proj.weight", E, H * D, held=(E, H, D)),
-            one(c.o_bias, "self_attn.o_proj.bias", E),
+            one(True, f"{at}o_proj.weight", E, H * D, held=(E, H, D)),
+            one(c.o_bias, f"{at}o_proj.bias", E),
             num_in=2,
         ),
-        mlp_norm=one(True, "post_attention_layernorm.weight", E),
-        gate_up=linear_source(
-            packed(True, "weight", mlp, np.stack, E), packed(c.mlp_bias, "bias", mlp, np.stack)
-        ),
-        down=linear_source(
-            one(True, "mlp.down_proj.weight", E, F), one(c.mlp_bias, "mlp.down_proj.bias", E)
-        ),
+        mlp_norm=one(True, f"{prefix}post_attention_layernorm.weight", E),
     )
+
+
+def mlp_sources(prefix: str, units: int, width: int, *, bias: bool = False) -> dict[str, Linear]:
+    """Returns where the products of a gated MLP lie: `gate_up` and `down`."""
+    gate_up, down = {f"{prefix}gate_proj": units, f"{prefix}up_proj": units}, f"{prefix}down_proj"
+    end = Source.whole(f"{down}.bias", width) if bias else None
+    return dict(
+        gate_up=packed_source(gate_up, np.stack, width, bias=bias),
+        down=linear_source(Source.whole(f"{down}.weight", width, units), end),
+    )
+
+
+def packed_source(names: dict[str, int], join: Join, width: int, *, bias: bool = False) -> Linear:
+    """Returns the source of several products of x, [T, width], that are held as one.
+
+    names: of the products, and how many outputs each has.
+    """
+
+    def of(part: str, *inner: int) -> Source:
+        shapes = tuple((rows, *inner) for rows in names.values())
+        split = functools.partial(_unpack, join, shapes)
+        return Source(tuple(f"{name}.{part}" for name in names), shapes, join, split)
+
+    return linear_source(of("weight", width), of("bias") if bias else None)
 
 
 def linear_source(weight: Source | None, bias: Source | None = None, *, num_in: int = 1) -> Linear:

@@ -7,6 +7,7 @@ from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
+from jaxrunner.models.mixtures.qwen3_moe import qwen3_moe
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
 
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Model] = {
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 

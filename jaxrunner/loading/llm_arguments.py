@@ -93,7 +93,7 @@ _LORA = "adapters are not read: merge them into the weights of the checkpoint"
 _SERVER = f"there is no server; {_OUT}"
 _CONFIG = "pass hf_overrides, which replaces keys of config.json"
 _SAFETENSORS = "weights come from safetensors in a folder or on the hub; convert others first"
-_MOE = f"there are dense decoders alone; {_OUT}"
+_MOE = f"tensor_parallel_size cuts every expert, no device has whole ones; {_OUT}"
 _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(

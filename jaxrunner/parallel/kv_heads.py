@@ -13,6 +13,9 @@ from jaxrunner.model import Source, Stored, StoredConfig
 
 # Of the model's axes, those that are cut, in config.json's words.
 NAMES = dict(H="num_attention_heads", F="intermediate_size", V="vocab_size")
+OF_EXPERTS = dict(
+    expert_units="moe_intermediate_size", shared_units="shared_expert_intermediate_size"
+)
 
 
 def check_sizes(config: StoredConfig, num: int, axes: str = "HFV") -> None:
@@ -22,6 +25,7 @@ def check_sizes(config: StoredConfig, num: int, axes: str = "HFV") -> None:
       ValueError: a size is no multiple; names it, and the numbers that would do.
     """
     sizes = {NAMES[axis]: config.dims[axis] for axis in axes}
+    sizes |= {name: config.dims[axis] for axis, name in OF_EXPERTS.items() if axis in config.dims}
     K = config.dims["K"]
 
     def fits(n: int) -> bool:

@@ -13,7 +13,9 @@ import numpy as np
 from jaxrunner import pytree
 
 TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabulary
-MESH_AXES = dict(K=TENSOR, H=TENSOR, F=TENSOR, V=TENSOR)  # by the axes that `leaf` names
+# By the axes that `leaf` names.
+MESH_AXES: dict[str, str] = dict.fromkeys("KHFV", TENSOR)
+MESH_AXES |= dict(expert_units=TENSOR, shared_units=TENSOR)
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:

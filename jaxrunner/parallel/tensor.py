@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
+from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
@@ -90,7 +91,10 @@ def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
     def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
         return _all_reduce(ops.mlp(x, gate_up, _bias_once(down)))
 
-    return replace(ops, project=project, mlp=mlp)
+    def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
+        return _all_reduce(ops.experts(x, routes, _bias_once(w, "down_bias")))
+
+    return replace(ops, project=project, mlp=mlp, experts=experts)
 
 
 @functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
@@ -106,11 +110,11 @@ def _all_reduce(residual: Array) -> Array:
     return jax.lax.psum(residual, TENSOR)
 
 
-def _bias_once(w: Any) -> Any:
+def _bias_once(w: Any, name: str = "bias") -> Any:
     """Returns weights whose bias one device alone adds."""
-    if getattr(w, "bias", None) is None:
+    if (bias := getattr(w, name, None)) is None:
         return w
-    return replace(w, bias=jnp.where(jax.lax.axis_index(TENSOR) == 0, w.bias, 0))
+    return replace(w, **{name: jnp.where(jax.lax.axis_index(TENSOR) == 0, bias, 0)})
 
 
 def _embed(config: ShardedConfig, params: Any, inputs: Inputs) -> Array:

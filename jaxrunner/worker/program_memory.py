@@ -36,11 +36,14 @@ def estimate(program: Program) -> ProgramMemory:
 
     By what XLA says of Llama-3-8B and Qwen3-0.6B on an H200: a step keeps the gate, the up product
     and what they make of a layer's tokens, here with a quarter more; rules that few requests want
-    keep, where they sort, eleven float32 copies of the logits, here thirteen.
+    keep, where they sort, eleven float32 copies of the logits, here thirteen. Mixtures keep as much
+    of each of a token's experts, what goes in, and what comes out in float32, twice.
     """
     e, dims = program.engine, program.dims
     T, itemsize = e.max_num_batched_tokens, jnp.dtype(e.dtype).itemsize
     layer = T * itemsize * (3 * dims["F"] + 2 * dims["E"] + dims["H"] * dims["D"]) * 5 // 4
+    expert = itemsize * (3 * dims.get("expert_units", 0) + dims["E"]) + 8 * dims["E"]
+    layer += T * dims.get("routes", 0) * expert
     logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4
     # All tokens' logprobs and ids, of outputs and of prompts.
     return ProgramMemory(

@@ -1,0 +1,92 @@
+"""Routers: which experts compute a token. In float32, whatever the model computes in."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.experts import Routes
+from jaxrunner.pytree import leaf, pytree
+from jaxrunner.types import Array
+
+SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How experts are chosen and what each counts, in Hugging Face's names."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    scoring: str = "softmax"  # over all experts, or of each alone, or over those that are chosen
+    norm_topk_prob: bool = False  # whether the weights of a token's experts are made to sum to one
+    # Of `n_group` groups of neighbours, experts of the best `topk_group` may be chosen.
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+
+
+@pytree
+class Router:
+    """Weights of a router."""
+
+    weight: Array = leaf("X E", "param")
+    bias: Array | None = leaf("X", "param", when="bias")
+    # Added to the scores that experts are chosen by, and not to what they count. DeepSeek-V3's
+    # balance without a loss, arXiv:2408.15664.
+    choice_bias: Array | None = leaf("X", jnp.float32, when="choice_bias")
+
+
+def route(config: RouterConfig, w: Router, x: Array) -> Routes:
+    """Chooses the experts of x, [T, E]; of equal scores the lower expert's is taken."""
+    return choose(config, scores_of(w, x), w.choice_bias)
+
+
+def scores_of(w: Router, x: Array) -> Array:
+    """Returns the router's logits of x, [T, E]: [T, X], float32."""
+    x, weight = x.astype(jnp.float32), w.weight.astype(jnp.float32)
+    dims = (((1,), (1,)), ((), ()))
+    logits = jax.lax.dot_general(x, weight, dims, precision=jax.lax.Precision.HIGHEST)
+    return logits if w.bias is None else logits + w.bias.astype(jnp.float32)[None]
+
+
+def choose(config: RouterConfig, logits: Array, choice_bias: Array | None = None) -> Routes:
+    """Returns the routes of logits, [T, X]."""
+    scores = logits
+    if config.scoring == "softmax":
+        scores = jax.nn.softmax(logits, -1)
+    elif config.scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    ranked = scores if choice_bias is None else scores + choice_bias[None]
+    if config.n_group > 1:
+        ranked = _of_best_groups(config, ranked)
+    _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, experts, 1)
+    if config.scoring == "softmax_of_chosen":
+        weights = jax.nn.softmax(weights, -1)
+    if config.norm_topk_prob:
+        # Sigmoids may all be zero: the small number is DeepSeek-V3's, and lost in any other sum.
+        weights /= weights.sum(-1, keepdims=True) + 1e-20
+    return Routes(experts.astype(jnp.int32), weights * config.routed_scaling_factor)
+
+
+def _of_best_groups(config: RouterConfig, ranked: Array) -> Array:
+    """Returns scores, [T, X], -inf outside of the best groups: those whose two best sum highest."""
+    T, X = ranked.shape
+    groups = ranked.reshape(T, config.n_group, X // config.n_group)
+    best = jax.lax.top_k(groups, min(2, groups.shape[2]))[0].sum(-1)
+    _, chosen = jax.lax.top_k(best, config.topk_group)
+    kept = (chosen[:, :, None] == jnp.arange(config.n_group)[None, None]).any(1)
+    return jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(T, X)
+
+
+def load_balancing_loss(logits: Array, routes: Routes) -> Array:
+    """Returns the auxiliary loss of a layer's router: k where all experts get as many tokens.
+
+    X times the sum over experts of the share of tokens that each gets, times its mean
+    probability, as transformers counts it. logits: [T, X], of the tokens that count; of several
+    layers they may lie one behind the other. arXiv:2101.03961.
+    """
+    X, probabilities = logits.shape[1], jax.nn.softmax(logits, -1)
+    chosen = jax.nn.one_hot(routes.experts, X, dtype=jnp.float32)  # [T, k, X]
+    return X * jnp.sum(chosen.sum(1).mean(0) * probabilities.mean(0))

@@ -1,0 +1,32 @@
+"""Tiny mixtures of every family, made by transformers with weights that spread the routes."""
+
+from typing import Any
+
+import torch
+import transformers
+
+BASE: dict[str, Any] = dict(
+    hidden_size=36, intermediate_size=44, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=8, vocab_size=62, max_position_embeddings=128,
+    num_experts_per_tok=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+FEW = dict(num_experts=6, moe_intermediate_size=12)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Moe", FEW | dict(norm_topk_prob=True)),
+    "qwen3, dense layers, windows": ("Qwen3Moe", FEW | dict(
+        mlp_only_layers=[1], attention_bias=True, use_sliding_window=True, sliding_window=5)),
+}  # fmt: skip
+
+
+def model(variant: str) -> Any:
+    """Returns the model of a variant, whose weights are large enough that experts matter."""
+    family, changes = VARIANTS[variant]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**BASE | changes)
+    made = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    made.set_experts_implementation("eager")  # others have no float64
+    buffers = (pair for pair in made.named_buffers() if "correction" in pair[0])
+    for name, weight in (*made.named_parameters(), *buffers):
+        middle, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
+        torch.nn.init.normal_(weight.data, middle, spread)
+    return made
