@@ -11,6 +11,7 @@ from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, unnoted
+from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.speculators.speculator import Speculator
 from jaxrunner.types import Array, Batch, Inputs, LayerCache
@@ -46,6 +47,7 @@ class Ops:
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
     mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
         `project` returns it.
+    route: (config, w, x [T, E]) -> the experts of each token; none of a bucket's padding.
     experts: (x [T, E], routes, w) -> the residual that a mixture's experts add, as `project`
         returns it.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
@@ -63,6 +65,7 @@ class Ops:
     linear: Callable[[Array, Weights], Array]
     project: Callable[[Array, Weights], Array]
     mlp: Callable[[Array, Weights, Weights], Array]
+    route: Callable[[RouterConfig, Router, Array], Routes]
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
     batch: Batch | None = None

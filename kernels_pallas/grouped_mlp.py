@@ -88,7 +88,9 @@ def refuses(
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not gate_up.dtype == down.dtype == x.dtype:
         return f"wants one dtype, bfloat16 or float16, got {x.dtype}, {gate_up.dtype}, {down.dtype}"
     if gate_up.shape[3] != E or down.shape != (gate_up.shape[0], E, F):
-        return f"wants weights of {E}, [X, 2, F, E] and [X, E, F], got {gate_up.shape}, {down.shape}"
+        return (
+            f"wants weights of {E}, [X, 2, F, E] and [X, E, F], got {gate_up.shape}, {down.shape}"
+        )
     rows = ROWS * config.consumers
     if F % rows or E % (2 * rows):
         return f"wants units of a multiple of {rows} and tokens of {2 * rows}, got {F} and {E}"

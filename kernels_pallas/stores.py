@@ -82,9 +82,7 @@ def put_tokens(acc: Array, out: Ref, place: Ref, first: Array, low: Array, high:
 def put_columns(x: Array, ref: Ref, num: Array) -> None:
     """Writes the first `num` columns of x, [64, n], from registers as rows of ref, [n, 64]."""
 
-    @mosaic.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
-    )
+    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value, num: mgpu.FragmentedArray) -> None:
         limit = arith.index_cast(ir.IndexType.get(), num.registers.item())
         for row, column, value in _elements(x):

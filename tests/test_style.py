@@ -24,7 +24,7 @@ LAYERS = (
     "errors", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary",
     "version", "api", "hf_config", "types", "parallel.stages", "caches", "inputs", "outputs",
     "logprobs", "config", "indexing", "operation", "heads", "ops.grouping", "linear",
-    "experts", "slot_table",
+    "experts", "ops.routing", "slot_table",
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",
     "program", "shapes", "sampling", "kernels_pallas", "step", "device", "ops", "models",
     "speculators", "parallel", "loading", "runner", "worker", "engine", "llm", "sampling_params",

@@ -20,7 +20,7 @@ from jaxrunner.kernels_pallas import (
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import cpu_attention, experts, products
+from jaxrunner.ops import cpu_attention, experts, products, routing
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
@@ -65,16 +65,17 @@ def _plain(attention: Callable[..., Any], note: Note, batch: Batch | None = None
         return down.product(swiglu(_only("mlp", gate_up.product, x)))
 
     if batch is None:  # a trainer's
-        run_experts = functools.partial(experts.trained, note=note)
+        run_experts, run_route = functools.partial(experts.trained, note=note), routing.route
     else:
-        run_experts = functools.partial(experts.experts, batch, note=note, plain=True)
+        run_experts = functools.partial(experts.experts, note=note, plain=True)
+        run_route = functools.partial(experts.route, batch, note=note, plain=True)
 
     def _only(operation: str, run: Callable[..., Any], *args: Any) -> Any:
         return run_first(operation, (Operation("plain JAX", run),), *args, note=note)
 
     return Ops(
         attend=attend, rotate_attend=rotate_attend, linear=linear, project=linear, mlp=mlp,
-        experts=run_experts, add_norm=add_rms_norm, batch=batch,
+        route=run_route, experts=run_experts, add_norm=add_rms_norm, batch=batch,
     )  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         linear=functools.partial(products.linear, note=note),
         project=functools.partial(products.project, note=note),
         mlp=functools.partial(products.mlp, note=note),
-        experts=functools.partial(experts.experts, batch, note=note),
+        route=functools.partial(experts.route, batch, note=note),
+        experts=functools.partial(experts.experts, note=note),
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
     )

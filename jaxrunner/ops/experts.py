@@ -4,18 +4,32 @@ import jax.numpy as jnp
 
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.operation import Note, Operation, run_first
+from jaxrunner.ops.grouped_experts import GROUPED, ROUTE
+from jaxrunner.ops.routing import Router, RouterConfig, choose, scores_of
 from jaxrunner.types import Array, Batch
 
 
+def route(
+    batch: Batch, config: RouterConfig, w: Router, x: Array, *, note: Note, plain: bool = False
+) -> Routes:
+    """Chooses the experts of x, [T, E]; a bucket's padding has none.
+
+    plain: whether plain JAX alone is asked.
+    """
+    real = batch.row < batch.seq_lens.shape[0]
+    args = config, scores_of(w, x), w.choice_bias, real
+    return run_first("route", (*(() if plain else ROUTE), PLAIN_ROUTE), *args, note=note)
+
+
 def experts(
-    batch: Batch, x: Array, routes: Routes, w: ExpertWeights, *, note: Note, plain: bool = False
+    x: Array, routes: Routes, w: ExpertWeights, *, note: Note, plain: bool = False
 ) -> Array:
     """Runs x, [T, E], through its experts. Returns what `products.project` does.
 
     plain: whether plain JAX alone is asked.
     """
     known = () if plain else (*w.kernels, *GROUPED)
-    return run_first("experts", (*known, PLAIN), x, skip_padding(batch, routes, w), w, note=note)
+    return run_first("experts", (*known, PLAIN), x, routes, w, note=note)
 
 
 def trained(x: Array, routes: Routes, w: ExpertWeights, *, note: Note) -> Array:
@@ -23,11 +37,10 @@ def trained(x: Array, routes: Routes, w: ExpertWeights, *, note: Note) -> Array:
     return run_first("experts", (TRAINED,), x, routes, w, note=note)
 
 
-def skip_padding(batch: Batch, routes: Routes, w: ExpertWeights) -> Routes:
-    """Returns routes by which a bucket's padding is no expert's."""
-    real = (batch.row < batch.seq_lens.shape[0])[:, None]
-    none = jnp.int32(w.num_experts)
-    return Routes(jnp.where(real, routes.experts, none), jnp.where(real, routes.weights, 0.0))
+def _choose(config: RouterConfig, logits: Array, choice_bias: Array | None, real: Array) -> Routes:
+    routes, none = choose(config, logits, choice_bias), jnp.int32(logits.shape[1])
+    experts = jnp.where(real[:, None], routes.experts, none)
+    return Routes(experts, jnp.where(real[:, None], routes.weights, 0.0))
 
 
 def _product(x: Array, routes: Routes, w: ExpertWeights) -> Array:
@@ -39,6 +52,6 @@ def _differentiable(x: Array, routes: Routes, w: ExpertWeights) -> Array:
 
 
 # (x [T, E], routes, w) -> the weighted sum of a token's experts, as a residual.
-GROUPED: tuple[Operation, ...] = ()
+PLAIN_ROUTE = Operation("plain JAX", _choose)
 PLAIN = Operation("plain JAX", _product)
 TRAINED = Operation("plain JAX", _differentiable)

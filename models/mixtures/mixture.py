@@ -19,7 +19,7 @@ from jaxrunner.model import Model, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import Attention, attention_sources, linear_source, mlp_sources
-from jaxrunner.models.routing import Router, RouterConfig, route
+from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array
 
@@ -74,7 +74,7 @@ class MixtureLayer(Attention):
         if self.gate_up is not None and self.down is not None:
             return ops.mlp(h, self.gate_up, self.down)
         assert self.router is not None and self.experts is not None
-        residual = ops.experts(h, route(config.router, self.router, h), self.experts)
+        residual = ops.experts(h, ops.route(config.router, self.router, h), self.experts)
         if self.shared_gate_up is None or self.shared_down is None:
             return residual
         shared = _whole(ops.mlp(h, self.shared_gate_up, self.shared_down))

@@ -44,9 +44,12 @@ def route(config: RouterConfig, w: Router, x: Array) -> Routes:
 
 def scores_of(w: Router, x: Array) -> Array:
     """Returns the router's logits of x, [T, E]: [T, X], float32."""
-    x, weight = x.astype(jnp.float32), w.weight.astype(jnp.float32)
-    dims = (((1,), (1,)), ((), ()))
-    logits = jax.lax.dot_general(x, weight, dims, precision=jax.lax.Precision.HIGHEST)
+    # Products of two numbers of 16 bits are exact in float32.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    logits = jax.lax.dot_general(
+        x, w.weight, (((1,), (1,)), ((), ())), precision=precision,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
     return logits if w.bias is None else logits + w.bias.astype(jnp.float32)[None]
 
 
