@@ -28,6 +28,7 @@ class Groups(NamedTuple):
 
     x: Array  # [tiles * tile, E]; rows of no token are anything
     route: Array  # [tiles * tile], which of T * k routes a row is, where it has a token
+    weight: Array  # [tiles * tile], what that route counts, float32
     expert: Array  # [tiles], the expert of a tile; of the first `count[0]`
     rows: Array  # [tiles], how many of a tile's rows have tokens
     count: Array  # [1]
@@ -58,10 +59,12 @@ def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
     return None
 
 
-def group_tokens(x: Array, experts: Array, num_experts: int, *, tile: int) -> Groups:
+def group_tokens(
+    x: Array, experts: Array, weights: Array, num_experts: int, *, tile: int
+) -> Groups:
     """Returns the tokens, [T, E], by the experts that they are sent to, [T, k].
 
-    An expert of `num_experts` is none.
+    weights: [T, k], float32, what each expert counts. An expert of `num_experts` is none.
 
     Raises:
       ValueError: what `refuses` says.
@@ -71,7 +74,7 @@ def group_tokens(x: Array, experts: Array, num_experts: int, *, tile: int) -> Gr
     (T, E), k = x.shape, experts.shape[1]
     tiles, depth = max_tiles(T * k, num_experts, tile), -(-num_experts // LANES)
     words = lax.bitcast_convert_type(x.reshape(T, E // 2, 2), jnp.int32).reshape(-1)
-    out = [(tiles * tile * E // 2,), (tiles * tile,), (tiles,), (tiles,), (1,)]
+    out = [(tiles * tile * E // 2,), (tiles * tile,), (tiles * tile,), (tiles,), (tiles,), (1,)]
     scratch = [(depth * LANES,), (depth * LANES,), (depth * LANES,), (2 * LANES,)]
     body = functools.partial(_group, num_experts, T, k, tile)
     found = lanes.kernel(
@@ -79,15 +82,17 @@ def group_tokens(x: Array, experts: Array, num_experts: int, *, tile: int) -> Gr
         tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in out),
         (T,),
         tuple(plgpu.SMEM(shape, jnp.int32) for shape in scratch),
-    )(words, experts.reshape(-1))
+    )(words, experts.reshape(-1), lax.bitcast_convert_type(weights, jnp.int32).reshape(-1))
     rows = lax.bitcast_convert_type(found[0].reshape(tiles * tile, E // 2), x.dtype)
-    return Groups(rows.reshape(tiles * tile, E), *found[1:])
+    weight = lax.bitcast_convert_type(found[2], jnp.float32)
+    return Groups(rows.reshape(tiles * tile, E), found[1], weight, *found[3:])
 
 
 def _group(
-    X: int, T: int, k: int, tile: int, token: Array, x_ref: Ref, experts_ref: Ref, out_ref: Ref,
-    route_ref: Ref, expert_ref: Ref, rows_ref: Ref, count_ref: Ref, all_smem: Ref,
-    before_smem: Ref, start_smem: Ref, scan_smem: Ref,
+    X: int, T: int, k: int, tile: int, token: Array, x_ref: Ref, experts_ref: Ref,
+    weights_ref: Ref, out_ref: Ref, route_ref: Ref, weight_ref: Ref, expert_ref: Ref,
+    rows_ref: Ref, count_ref: Ref, all_smem: Ref, before_smem: Ref, start_smem: Ref,
+    scan_smem: Ref,
 ) -> None:  # fmt: skip
     pdl.begin()
     words = x_ref.shape[0] // T
@@ -115,6 +120,7 @@ def _group(
         def _(j: int = j, expert: Array = expert) -> None:
             row = start_smem[expert] * tile + before_smem[expert]
             route_ref[row] = token * k + j
+            weight_ref[row] = weights_ref[token * k + j]
             for i, numbers in enumerate(x):
                 out_ref[pl.ds(row * words + i * LANES, LANES)] = numbers
 

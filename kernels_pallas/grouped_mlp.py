@@ -28,6 +28,8 @@ from jaxrunner.types import Array
 
 SMEM_BYTES = 225 * 1024  # of a block, less what barriers need
 TILES = (8, 16, 32, 64, 128)  # rows of a tile of tokens
+REGISTERS = 232, 40  # of a thread that computes, and of one that copies, where two warpgroups do
+HELD = 32  # rows of a tile whose routes stay in registers during a product
 
 
 @dataclass(frozen=True)
@@ -100,20 +102,20 @@ def refuses(
 
 
 def grouped_mlp(
-    groups: Groups, gate_up: Array, down: Array, weights: Array,
+    groups: Groups, gate_up: Array, down: Array, shape: tuple[int, int],
     config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Returns what each expert of a token gives, weighed: [k, T, E] in float32.
 
-    gate_up: [X, 2, F, E]; down: [X, E, F]; weights: [T, k], float32. The units are rounded to the
-    dtype of the tokens. What is of no expert is anything. arXiv:2002.05202.
+    gate_up: [X, 2, F, E]; down: [X, E, F]; shape: T and k. The units are rounded to the dtype of
+    the tokens. What is of no expert is anything. arXiv:2002.05202.
 
     Raises:
       ValueError: what `refuses` says.
     """
     if why := refuses(groups.x, gate_up, down, groups.tile, config):
         raise ValueError(f"grouped_mlp {why}")
-    (T, k), (_, E, F), tile = weights.shape, down.shape, groups.tile
+    (T, k), (_, E, F), tile = shape, down.shape, groups.tile
     size, stages, dtype = ROWS * config.consumers, config.fit(groups.tile), groups.x.dtype
     s = _Static(
         _Phase(F // size, 2 * F, size, F, E // STEP),
@@ -137,7 +139,7 @@ def grouped_mlp(
         kernel_name="grouped_mlp", compiler_params=COMPILER,
     )(
         groups.x, gate_up.reshape(-1, E), down.reshape(-1, F), groups.expert, groups.rows,
-        groups.count, groups.route, weights.reshape(-1), jnp.zeros((1,), jnp.int32), units, out,
+        groups.count, groups.route, groups.weight, jnp.zeros((1,), jnp.int32), units, out,
     )  # fmt: skip
     return jax.freeze(out)
 
@@ -222,10 +224,14 @@ def _kernel(
 
     @pl.when(wg < s.consumers)
     def _() -> None:
+        if s.consumers > 1:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
         _compute(ring, wg, rows, count, route, weight, counter, units, out, told)
 
     @pl.when(wg == s.consumers)
     def _() -> None:
+        if s.consumers > 1:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
         plgpu.griddepcontrol_launch_dependents()
         _fetch(ring, x, gate_up, down, count, counter, units, told)
 
@@ -280,11 +286,20 @@ def _compute(
 
     def two(turn: Array, _: None) -> None:
         tile, part = s.second.item(s, ring.block, turn)
-        num, routes = rows[tile], route.at[pl.ds(tile * s.tile, s.tile)]
-        first = half + turn * s.second.steps
-        for i, y in enumerate(ring.products(wg, first, first + s.second.steps)):
+        num, first = rows[tile], half + turn * s.second.steps
+
+        def columns(ref: Ref) -> Array:
+            x = ref.at[pl.ds(tile * s.tile, s.tile)]
+            x = mosaic.load(x, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            return lax.broadcast_in_dim(x, (ROWS, s.tile), [1])
+
+        # Before the products, which take longer; registers are few where tiles are large.
+        early = s.tile <= HELD and (columns(route), columns(weight))
+        found = ring.products(wg, first, first + s.second.steps)
+        routes, weights = early or (columns(route), columns(weight))
+        for i, y in enumerate(found):
             start = part * s.second.step + i * s.second.gap + mine
-            put_routed(y, out, num, routes, weight, start)
+            put_routed(y * weights, routes, out, num, start)
         return _
 
     lax.fori_loop(0, rounds, one, None)

@@ -92,33 +92,34 @@ def put_columns(x: Array, ref: Ref, num: Array) -> None:
     write(x, ref, num)
 
 
-def put_routed(x: Array, ref: Ref, num: Array, route: Ref, weight: Ref, first: Array) -> None:
-    """Writes the first `num` columns of x, [64, n], weighed, to the routes that they are.
+def put_routed(x: Array, route: Array, ref: Ref, num: Array, first: Array) -> None:
+    """Writes the first `num` columns of x, [64, n], from registers to the routes that they are.
 
-    ref: [k, T, E], written from number `first` of E on; route: [n], which of T * k a column is;
-    weight: [T * k], float32.
+    ref: [k, T, E], written from number `first` of E on; route: [64, n], int32, which of T * k a
+    column is.
     """
 
     @mosaic.inline_mgpu(
         arg_types=(
-            plgpu.Layout.WGMMA, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2,
+            *[plgpu.Layout.WGMMA] * 2, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * 2,
         )
     )  # fmt: skip
     def write(
-        _: Any, x: mgpu.FragmentedArray, ref: ir.Value, route: ir.Value, weight: ir.Value,
+        _: Any, x: mgpu.FragmentedArray, route: mgpu.FragmentedArray, ref: ir.Value,
         num: mgpu.FragmentedArray, first: mgpu.FragmentedArray,
     ) -> None:  # fmt: skip
         index = ir.IndexType.get()
         limit, start = (arith.index_cast(index, i.registers.item()) for i in (num, first))
         k = mgpu.c(ir.MemRefType(ref.type).shape[0], index)
-        for row, column, value in _elements(x):
+        for (row, column, value), (_, _, number) in zip(
+            _elements(x), _elements(route), strict=True
+        ):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, column, limit)):
-                number = arith.index_cast(index, memref.load(route, [column]))
+                number = arith.index_cast(index, number)
                 token, rank = arith.divui(number, k), arith.remui(number, k)
-                weighed = arith.mulf(value, memref.load(weight, [number]))
-                memref.store(weighed, ref, [rank, token, arith.addi(start, row)])
+                memref.store(value, ref, [rank, token, arith.addi(start, row)])
 
-    write(x, ref, route, weight, num, first)
+    write(x, route, ref, num, first)
 
 
 def _elements(x: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:

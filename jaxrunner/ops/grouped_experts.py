@@ -39,10 +39,10 @@ def _refuses_route(
 def _experts(x: Array, routes: Routes, w: Experts) -> Array:
     tile, config = _sizes(x, routes, w)
     if group_tokens.refuses(x, routes.experts, w.num_experts) is None:
-        groups = group_tokens.group_tokens(x, routes.experts, w.num_experts, tile=tile)
+        groups = group_tokens.group_tokens(x, *routes, w.num_experts, tile=tile)
     else:
-        groups = group_many(x, routes.experts, w.num_experts, tile)
-    return grouped_mlp.grouped_mlp(groups, w.gate_up, w.down, routes.weights, config)
+        groups = group_many(x, routes, w.num_experts, tile)
+    return grouped_mlp.grouped_mlp(groups, w.gate_up, w.down, routes.experts.shape, config)
 
 
 def _refuses_experts(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
@@ -65,21 +65,24 @@ def _sizes(x: Array, routes: Routes, w: Experts) -> tuple[int, TuningConfig]:
     return tile, TuningConfig()
 
 
-def group_many(x: Array, experts: Array, num_experts: int, tile: int) -> Groups:
+def group_many(x: Array, routes: Routes, num_experts: int, tile: int) -> Groups:
     """Does what `group_tokens` does, of many tokens: by a sort, in plain JAX."""
-    routes, k = experts.size, experts.shape[1]
-    found, tiles = grouping.group(experts, num_experts), max_tiles(routes, num_experts, tile)
-    flat = experts.reshape(-1)
+    flat, k = routes.experts.reshape(-1), routes.experts.shape[1]
+    found, tiles = (
+        grouping.group(routes.experts, num_experts),
+        max_tiles(flat.size, num_experts, tile),
+    )
     used = -(-found.sizes // tile)
     ends = jnp.cumsum(used, dtype=jnp.int32)
     # A row moves by what the tiles before its expert's have empty.
     shift = (ends - used) * tile - (jnp.cumsum(found.sizes, dtype=jnp.int32) - found.sizes)
     moved = found.place + shift[jnp.minimum(flat, num_experts - 1)]
     row = jnp.where(flat < num_experts, moved, tiles * tile)
-    index = jnp.arange(routes, dtype=jnp.int32)
+    index = jnp.arange(flat.size, dtype=jnp.int32)
     route = jnp.zeros(tiles * tile, jnp.int32).at[row].set(index, mode="drop", unique_indices=True)
-    cut = grouping.cut_tiles(found.sizes, routes, tile)
-    return Groups(x[route // k], route, cut.expert[:tiles], cut.rows[:tiles], cut.num[None])
+    cut = grouping.cut_tiles(found.sizes, flat.size, tile)
+    weight = routes.weights.reshape(-1)[route]
+    return Groups(x[route // k], route, weight, cut.expert[:tiles], cut.rows[:tiles], cut.num[None])
 
 
 # (config, logits [T, X], choice_bias [X] or None, real [T]) -> Routes

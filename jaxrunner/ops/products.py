@@ -2,6 +2,8 @@
 
 import math
 
+import jax.numpy as jnp
+
 from jaxrunner.kernels_pallas import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
@@ -28,6 +30,21 @@ def project(x: Array, w: Weights, *, note: Note) -> Array:
 def mlp(x: Array, gate_up: Weights, down: Weights, *, note: Note) -> Array:
     """Runs a gated MLP on x, [T, E]. Returns what `project` does."""
     return run_first("mlp", MLP, x, gate_up, down, note, note=note)
+
+
+def _gemv(x: Array, w: Linear) -> Array:
+    size = math.prod(x.shape[1:])
+    terms = x.reshape(1, size).astype(jnp.float32) * w.weight.reshape(-1, size).astype(jnp.float32)
+    return terms.sum(1).astype(x.dtype).reshape(1, *w.weight.shape[: w.weight.ndim - w.num_in])
+
+
+def _refuses_gemv(x: Array, w: Weights) -> str | None:
+    if (reason := _unlike(w, num_in=None)) is not None:
+        return reason
+    assert isinstance(w, Linear)
+    if x.shape[0] > 1 or w.weight.size >= BIG:
+        return f"is ahead for one token and fewer than {BIG} weights"
+    return None
 
 
 def _matmul(x: Array, w: Linear) -> Array:
@@ -110,7 +127,7 @@ def _two_products(x: Array, gate_up: Weights, down: Weights, note: Note) -> Arra
 
 
 PLAIN = Operation("plain JAX", _product)
-LINEAR = (Operation("matmul", _matmul, _refuses_matmul),)
+LINEAR = (Operation("gemv", _gemv, _refuses_gemv), Operation("matmul", _matmul, _refuses_matmul))
 PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 MLP = (
     Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp),
