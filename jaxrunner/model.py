@@ -51,7 +51,7 @@ class Ops:
     experts: (x [T, E], routes, w) -> the residual that a mixture's experts add, as `project`
         returns it.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
-        is [T, E], or parts of it, [parts, T, E] in float32.
+        is [T, E], or parts of it, [parts, T, E] in float32 or their dtype.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
     """

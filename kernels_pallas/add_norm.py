@@ -42,8 +42,10 @@ def refuses(
         return f"x must be bfloat16 or float16, got {x.dtype}"
     if weight.dtype != x.dtype:
         return f"weight must be {x.dtype}, got {weight.dtype}"
-    if residual.dtype != (wanted := x.dtype if residual.ndim == 2 else jnp.float32):
-        return f"residual {list(residual.shape)} must be {jnp.dtype(wanted)}, got {residual.dtype}"
+    served = (x.dtype,) if residual.ndim == 2 else (jnp.dtype(jnp.float32), x.dtype)
+    if residual.dtype not in served:
+        wanted = " or ".join(map(str, served))
+        return f"residual {list(residual.shape)} must be {wanted}, got {residual.dtype}"
     if weight.shape != (E,):
         return f"weight must be [{E}], got {list(weight.shape)}"
     if T < 1:
@@ -62,9 +64,9 @@ def add_rms_norm(
 ) -> tuple[Array, Array]:
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
 
-    residual may be parts to be summed, [parts, T, E] in float32. The sum is rounded to the dtype of
-    x before it is normed, in float32; the normed row is rounded before it is multiplied by weight,
-    [E].
+    residual may be parts, [parts, T, E] in float32 or x's dtype, to be summed in float32. The sum is
+    rounded to the dtype of x before it is normed, in float32; the normed row is rounded before it
+    is multiplied by weight, [E].
 
     Raises:
       ValueError: what `refuses` says.
@@ -103,8 +105,9 @@ def _kernel(
     load = partial(mosaic.load, layout=_layout(warps * width), optimized=False)
     x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
-    if residual_ref.dtype == jnp.float32:
-        x = sum(residual, x.astype(jnp.float32)).astype(x.dtype)
+    if parts > 1 or residual_ref.dtype == jnp.float32:
+        wide = (part.astype(jnp.float32) for part in residual)
+        x = sum(wide, x.astype(jnp.float32)).astype(x.dtype)
     else:
         x += next(residual)
     weight = load(weight_ref.at[group])

@@ -96,15 +96,18 @@ def _group(
 ) -> None:  # fmt: skip
     pdl.begin()
     words = x_ref.shape[0] // T
-    x = [x_ref[pl.ds(token * words + i * LANES, LANES)] for i in range(words // LANES)]
+    x = _read(x_ref, token, words)
     parts = [pl.ds(i * LANES, LANES) for i in range(all_smem.shape[0] // LANES)]
     for part in parts:
         all_smem[part] = before_smem[part] = lanes.full(0, jnp.int32)
-    for i in range(-(-T * k // LANES)):
-        route = i * LANES + lanes.lane()
-        expert = lanes.gather(experts_ref, jnp.minimum(route, T * k - 1))
-        wanted = (route < T * k) & (expert < X)
-        lanes.tally(expert, (all_smem, wanted), (before_smem, wanted & (route < token * k)))
+    # All that is read of device memory is on its way at once.
+    routes = [i * LANES + lanes.lane() for i in range(-(-T * k // LANES))]
+    experts = [lanes.gather(experts_ref, jnp.minimum(r, T * k - 1)) for r in routes]
+    own = [(experts_ref[token * k + j], weights_ref[token * k + j]) for j in range(k)]
+    real = [(r < T * k) & (expert < X) for r, expert in zip(routes, experts, strict=True)]
+    earlier = [a & (r < token * k) for r, a in zip(routes, real, strict=True)]
+    lanes.tally(all_smem, experts, real)
+    lanes.tally(before_smem, experts, earlier)
     counts = [all_smem[part] for part in parts]
     tiles = [lax.div(count + (tile - 1), jnp.full_like(count, tile)) for count in counts]
     firsts, end = [], jnp.int32(0)
@@ -113,16 +116,14 @@ def _group(
         start_smem[part] = first + end
         firsts.append(first + end)
         end += total
-    for j in range(k):
-        expert = experts_ref[token * k + j]
+    for j, (expert, weight) in enumerate(own):
 
         @pl.when(expert < X)
-        def _(j: int = j, expert: Array = expert) -> None:
+        def _(j: int = j, expert: Array = expert, weight: Array = weight) -> None:
             row = start_smem[expert] * tile + before_smem[expert]
             route_ref[row] = token * k + j
-            weight_ref[row] = weights_ref[token * k + j]
-            for i, numbers in enumerate(x):
-                out_ref[pl.ds(row * words + i * LANES, LANES)] = numbers
+            weight_ref[row] = weight
+            _write(out_ref, row, x)
 
     @pl.when(token == 0)
     def _() -> None:
@@ -136,3 +137,44 @@ def _group(
             return _
 
         lax.fori_loop(0, jnp.max(functools.reduce(jnp.maximum, tiles)), tell, None)
+
+
+def scatter_rows(x: Array, rows: Array, num: int) -> Array:
+    """Returns `num` rows, of which rows[t] are x[t]; x: [T, E], rows: [T, k], `num` for none.
+
+    Others are anything. Each token is read once, where a gather reads it k times.
+
+    Raises:
+      ValueError: what `refuses` says of x.
+    """
+    if why := refuses(x, rows[:1], 0):
+        raise ValueError(f"scatter_rows {why}")
+    (T, E), k = x.shape, rows.shape[1]
+    words = lax.bitcast_convert_type(x.reshape(T, E // 2, 2), jnp.int32).reshape(-1)
+    out = jax.ShapeDtypeStruct((num * E // 2,), jnp.int32)
+    body = functools.partial(_scatter, num, T, k)
+    out = lanes.kernel(body, out, (T,))(words, rows.reshape(-1)).reshape(num, E // 2)
+    return lax.bitcast_convert_type(out, x.dtype).reshape(num, E)
+
+
+def _scatter(
+    num: int, T: int, k: int, token: Array, x_ref: Ref, rows_ref: Ref, out_ref: Ref
+) -> None:
+    pdl.begin()
+    x = _read(x_ref, token, x_ref.shape[0] // T)
+    for row in [rows_ref[token * k + j] for j in range(k)]:
+
+        @pl.when(row < num)
+        def _(row: Array = row) -> None:
+            _write(out_ref, row, x)
+
+
+def _read(ref: Ref, row: Array, words: int) -> list[Array]:
+    """Reads a row of words, [128] at a time."""
+    return [ref[pl.ds(row * words + i * LANES, LANES)] for i in range(words // LANES)]
+
+
+def _write(ref: Ref, row: Array, x: list[Array]) -> None:
+    """Writes a row."""
+    for i, numbers in enumerate(x):
+        ref[pl.ds((row * len(x) + i) * LANES, LANES)] = numbers

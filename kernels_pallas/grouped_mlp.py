@@ -39,6 +39,7 @@ class TuningConfig:
     consumers: int = 1  # warpgroups that compute
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
     num_ctas: int = 132  # no more than the device has multiprocessors: an H200's
+    dtype: str = "float32"  # of what each expert gives
 
     def fit(self, tile: int) -> int:
         """Returns the steps that are in shared memory."""
@@ -105,7 +106,7 @@ def grouped_mlp(
     groups: Groups, gate_up: Array, down: Array, shape: tuple[int, int],
     config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
-    """Returns what each expert of a token gives, weighed: [k, T, E] in float32.
+    """Returns what each expert of a token gives, weighed: [k, T, E] in `config.dtype`.
 
     gate_up: [X, 2, F, E]; down: [X, E, F]; shape: T and k. The units are rounded to the dtype of
     the tokens. What is of no expert is anything. arXiv:2002.05202.
@@ -124,7 +125,7 @@ def grouped_mlp(
     )  # fmt: skip
     layout = mosaic.tiled(STEP, 2)
     units = jax.empty_ref(jax.ShapeDtypeStruct((groups.x.shape[0], F), dtype))
-    out = jax.empty_ref(jax.ShapeDtypeStruct((k, T, E), jnp.float32))
+    out = jax.empty_ref(jax.ShapeDtypeStruct((k, T, E), jnp.dtype(config.dtype)))
     plgpu.kernel(
         functools.partial(_kernel, s),
         out_type=(),
@@ -299,7 +300,7 @@ def _compute(
         routes, weights = early or (columns(route), columns(weight))
         for i, y in enumerate(found):
             start = part * s.second.step + i * s.second.gap + mine
-            put_routed(y * weights, routes, out, num, start)
+            put_routed((y * weights).astype(out.dtype), routes, out, num, start)
         return _
 
     lax.fori_loop(0, rounds, one, None)

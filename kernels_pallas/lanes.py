@@ -134,22 +134,20 @@ def scatter(
     store(*refs, *arrays)
 
 
-def tally(index: Array, *pairs: tuple[Ref, Array]) -> None:
-    """Adds 1 to `ref[index]` where `keep`, for pairs of a reference to shared memory and masks."""
-    refs, masks = zip(*pairs, strict=True)
+def tally(ref: Ref, index: Sequence[Array], keep: Sequence[Array]) -> None:
+    """Adds 1 to `ref[index]`, in shared memory, where `keep`."""
 
-    @mosaic.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[LAYOUT] * (1 + len(refs))))
-    def add(_: Any, *args: Any) -> None:
-        refs, (index, *masks) = args[: len(pairs)], args[len(pairs) :]
+    @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), *[LAYOUT] * (2 * len(index))))
+    def add(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         one = mgpu.c(1, ir.IntegerType.get_signless(32))
         mgpu.utils.warpgroup_barrier()
-        for ref, keep in zip(refs, masks, strict=True):
-            with ir.InsertionPoint(scf.IfOp(_element(keep)).then_block):
-                memref.atomic_rmw(arith.AtomicRMWKind.addi, one, ref, [_position(index)])
+        for where, wanted in zip(arrays[: len(index)], arrays[len(index) :], strict=True):
+            with ir.InsertionPoint(scf.IfOp(_element(wanted)).then_block):
+                memref.atomic_rmw(arith.AtomicRMWKind.addi, one, ref, [_position(where)])
                 scf.yield_([])
         mgpu.utils.warpgroup_barrier()
 
-    add(*refs, index, *masks)
+    add(ref, *index, *keep)
 
 
 def _element(x: mgpu.FragmentedArray) -> ir.Value:

@@ -115,7 +115,7 @@ def _refuses_norm(x: Array, residual: Array, weight: Array, eps: float) -> str |
 
 
 def _norm_of_parts(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    whole = residual if residual.ndim == 2 else residual.sum(0)
+    whole = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
     return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
 
 

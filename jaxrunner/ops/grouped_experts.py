@@ -59,7 +59,8 @@ def _sizes(x: Array, routes: Routes, w: Experts) -> tuple[int, TuningConfig]:
     """Returns the rows of a tile, and what else the kernel takes."""
     share = 2 * routes.experts.size / w.num_experts
     tile = next((rows for rows in TILES if rows >= share), LARGE)
-    large = TuningConfig(consumers=CONSUMERS)
+    # Of many tokens, what each expert gives is as many bytes as the step has to spare.
+    large = TuningConfig(consumers=CONSUMERS, dtype=str(x.dtype))
     if tile == LARGE and grouped_mlp.refuses(x, w.gate_up, w.down, tile, large) is None:
         return tile, large
     return tile, TuningConfig()
@@ -81,11 +82,18 @@ def group_many(x: Array, routes: Routes, num_experts: int, tile: int) -> Groups:
     index = jnp.arange(flat.size, dtype=jnp.int32)
     route = jnp.zeros(tiles * tile, jnp.int32).at[row].set(index, mode="drop", unique_indices=True)
     cut = grouping.cut_tiles(found.sizes, flat.size, tile)
-    weight = routes.weights.reshape(-1)[route]
-    return Groups(x[route // k], route, weight, cut.expert[:tiles], cut.rows[:tiles], cut.num[None])
+    rows = group_tokens.scatter_rows(x, row.reshape(-1, k), tiles * tile)
+    return Groups(
+        rows,
+        route,
+        routes.weights.reshape(-1)[route],
+        cut.expert[:tiles],
+        cut.rows[:tiles],
+        cut.num[None],
+    )
 
 
 # (config, logits [T, X], choice_bias [X] or None, real [T]) -> Routes
 ROUTE = (Operation("route", _route, _refuses_route),)
-# (x [T, E], routes, w) -> parts whose sum is what the experts add, [k, T, E] in float32
+# (x [T, E], routes, w) -> parts whose sum is what the experts add, [k, T, E]
 GROUPED = (Operation("grouped_mlp", _experts, _refuses_experts),)
