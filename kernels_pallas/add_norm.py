@@ -64,7 +64,7 @@ def add_rms_norm(
 ) -> tuple[Array, Array]:
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
 
-    residual may be parts, [parts, T, E] in float32 or x's dtype, to be summed in float32. The sum is
+    residual may be parts, [parts, T, E] in float32 or x's dtype, summed in float32. The sum is
     rounded to the dtype of x before it is normed, in float32; the normed row is rounded before it
     is multiplied by weight, [E].
 

@@ -13,26 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.kernels_pallas.add_norm import add_rms_norm
+from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
+from jaxrunner.kernels_pallas.mixture_case import mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.types import Array
-
-
-class Case(NamedTuple):
-    """One problem of one kernel."""
-
-    kernel: str
-    name: str
-    make: Callable[[int], tuple[Any, ...]]  # (seed) -> the kernel's arguments
-    run: Callable[..., Any]  # the kernel
-    amount: float  # of bytes that must move, or of operations
-    unit: str  # "TB/s" or "TFLOP/s"
-    options: dict[str, Any]  # what `run` was told besides
 
 
 class Attention(NamedTuple):
@@ -267,6 +257,9 @@ TESTS: tuple[Case, ...] = (
     products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
     products(64, 1024, 48, gated=True), products(256, 1024, 14336, gated=True),
     mlps(8, 1024, 3072), mlps(40, 2048, 8192), mlps(64, 4096, 14336), mlps(128, 1024, 3072),
+    mixtures(1, 128, 8, 512, 256, tile=8), mixtures(9, 8, 2, 512, 256, tile=8),
+    mixtures(64, 60, 4, 1024, 384, tile=16), mixtures(200, 160, 6, 512, 128, tile=32),
+    mixtures(70, 4, 1, 512, 128, tile=64), mixtures(300, 16, 4, 512, 256, tile=128, consumers=2),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
@@ -287,6 +280,7 @@ BENCH: tuple[Case, ...] = (
     *(products(T, 4096, 6144) for T in (64, 128)),
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
     *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
+    *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"),

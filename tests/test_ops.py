@@ -83,7 +83,8 @@ def test_small_kernels_refuse_in_words():
     with pytest.raises(ValueError, match="x and residual must be"):
         add_norm.add_rms_norm(jnp.ones((2, 64)), jnp.ones((3, 64)), jnp.ones(64), eps=1e-6)
     rows = jnp.ones((2, 64), jnp.bfloat16)
-    assert "must be float32" in str(add_norm.refuses(rows, jnp.stack([rows] * 3), rows[0]))
+    parts = jnp.ones((3, 2, 64), jnp.float16)
+    assert "must be float32 or bfloat16" in str(add_norm.refuses(rows, parts, rows[0]))
     assert "must be bfloat16" in str(add_norm.refuses(rows, rows.astype(jnp.float32), rows[0]))
     with pytest.raises(ValueError, match="logits are float16: float32 or bfloat16 is wanted"):
         sampler.sample_tokens(jnp.ones((2, 64), jnp.float16), *[jnp.ones(2)] * 7)

@@ -98,3 +98,15 @@ def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps):
             k[index // S, :, index % S], v[index // S, :, index % S] = turned[t], new_v[t]
     T, K, G, D = q.shape
     return turn(q, cos[:, None], sin[:, None]).reshape(T, K * G, D), k, v
+
+
+def grouped_mlp(x, logits, real, gate_up, down, *, k):
+    x, logits, gate_up, down = map(wide, (x, logits, gate_up, down))
+    out = np.zeros(x.shape)
+    for t in np.flatnonzero(np.asarray(real)):
+        experts = np.argsort(-logits[t], kind="stable")[:k]
+        mass = np.exp(logits[t, experts] - logits[t].max())
+        for e, share in zip(experts, mass / mass.sum(), strict=True):
+            gate, up = gate_up[e] @ x[t]
+            out[t] += share * (down[e] @ wide(jnp.bfloat16(gate / (1 + np.exp(-gate)) * up)))
+    return out

@@ -1,0 +1,35 @@
+"""Problems for the kernels of a mixture of experts, which run one behind the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.kernels_pallas.case import Case
+from jaxrunner.kernels_pallas.group_tokens import group_tokens
+from jaxrunner.kernels_pallas.grouped_mlp import TuningConfig, grouped_mlp
+from jaxrunner.kernels_pallas.router import route
+from jaxrunner.types import Array
+
+
+def mixtures(T: int, X: int, k: int, E: int, F: int, *, tile: int, consumers: int = 1) -> Case:
+    """T tokens through k of X gated MLPs; every fifth is padding. The parts are added up."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 4)
+        shapes = (T, E), (X, 2, F, E), (X, E, F)
+        x, gate_up, down = map(jax.random.normal, keys[:3], shapes)
+        gate_up, down = gate_up * E**-0.5, down * F**-0.5
+        logits = jax.random.normal(keys[3], (T, X), jnp.float32)
+        weights = (w.astype(jnp.bfloat16) for w in (gate_up, down))
+        return x.astype(jnp.bfloat16), logits, jnp.arange(T) % 5 != 4, *weights
+
+    def run(x: Array, logits: Array, real: Array, gate_up: Array, down: Array) -> Array:
+        experts, weights = route(logits, real, top_k=k, renormalise=True)
+        groups = group_tokens(x, experts, weights, X, tile=tile)
+        parts = grouped_mlp(groups, gate_up, down, (T, k), TuningConfig(consumers=consumers))
+        return jnp.where(real[:, None], parts.sum(0), 0).astype(x.dtype)
+
+    tokens = T - T // 5
+    distinct = X * (1 - np.float64(1 - k / X) ** tokens)  # of experts that differ, on average
+    name = f"{T} x {E} x {F}, {k} of {X}"
+    return Case("grouped_mlp", name, make, run, float(6.0 * E * F * distinct), "TB/s", dict(k=k))

@@ -1,0 +1,162 @@
+"""Which experts and tokens the kernels of a mixture are given, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.experts import Experts, Routes
+from jaxrunner.kernels_pallas import group_tokens, grouped_mlp, router
+from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
+from jaxrunner.ops import experts, grouped_experts
+from jaxrunner.ops.routing import RouterConfig, choose
+from tests.support.lowering import lowers
+
+BF16 = jnp.bfloat16
+
+
+def shaped(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def routes_of(tokens: int, num_experts: int, k: int, seed: int = 0) -> Routes:
+    """Returns routes of which every seventh token has none."""
+    rng = np.random.default_rng(seed)
+    order = np.argsort(rng.normal(size=(tokens, num_experts)), 1)[:, :k].astype(np.int32)
+    order[::7] = num_experts
+    return Routes(jnp.asarray(order), jnp.asarray(rng.random((tokens, k)), jnp.float32))
+
+
+def check_groups(groups: Groups, x, routes: Routes, num_experts: int, tile: int) -> None:
+    """Each route has a row of a tile of its expert, in the order of tokens; nothing else has."""
+    flat, k = np.asarray(routes.experts).ravel(), routes.experts.shape[1]
+    num, seen = int(groups.count[0]), []
+    assert num <= max_tiles(flat.size, num_experts, tile) and groups.tile == tile
+    for i in range(num):
+        rows = slice(i * tile, i * tile + int(groups.rows[i]))
+        mine = np.asarray(groups.route[rows])
+        assert rows.stop > rows.start and (flat[mine] == int(groups.expert[i])).all()
+        np.testing.assert_array_equal(groups.x[rows], np.asarray(x)[mine // k])
+        np.testing.assert_array_equal(groups.weight[rows], routes.weights.ravel()[mine])
+        seen.append(mine)
+    seen = np.concatenate(seen)
+    assert sorted(seen) == np.flatnonzero(flat < num_experts).tolist()
+    assert (np.diff(flat[seen] * flat.size + seen) > 0).all()
+
+
+def scattered(x, rows, num):
+    """Does what `scatter_rows` does, in plain JAX."""
+    made = jnp.full((num, x.shape[1]), jnp.nan, x.dtype)
+    for j in range(rows.shape[1]):
+        made = made.at[rows[:, j]].set(x, mode="drop")
+    return made
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(3, 8), (50, 8), (700, 128)])
+def test_many_tokens_are_grouped_by_a_sort(monkeypatch, tokens, tile):
+    monkeypatch.setattr(group_tokens, "scatter_rows", scattered)
+    x, routes = jnp.arange(tokens * 4, dtype=jnp.float32).reshape(-1, 4), routes_of(tokens, 9, 3)
+    check_groups(grouped_experts.group_many(x, routes, 9, tile), x, routes, 9, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "tile"), [(3, 8), (50, 8), (256, 32)])
+def test_kernels_group_tokens_as_a_sort_does(tokens, tile):
+    x, routes = jax.random.normal(jax.random.key(0), (tokens, 512), BF16), routes_of(tokens, 200, 8)
+    both = group_tokens.group_tokens(x, *routes, 200, tile=tile)
+    for groups in (both, grouped_experts.group_many(x, routes, 200, tile)):
+        check_groups(groups, x.astype(jnp.float32), routes, 200, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "T"), [(1, 8), (20, 64), (900, 2048)])
+def test_bits_of_a_token_do_not_depend_on_the_others(tokens, T):
+    """Within a bucket of T tokens; the others crowd the same few experts."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = (32, 2, 256, 512), (32, 512, 256), (T, 512)
+    gate_up, down, x = (jax.random.normal(*of, BF16) for of in zip(keys, shapes, strict=True))
+    w, routes = Experts(gate_up, down, None, None), routes_of(T, 32, 4)
+    run = jax.jit(lambda x, routes: grouped_experts._experts(x, routes, w))
+    few = Routes(jnp.minimum(routes.experts, 32) % 4 + 4 * jnp.arange(4), routes.weights)
+    mine = (jnp.arange(T) < tokens)[:, None]
+    mixed = Routes(jnp.where(mine, routes.experts, few.experts), routes.weights)
+    real = np.asarray(routes.experts[:tokens, 0] < 32)
+    a, b = run(x, routes)[:, :tokens], run(jnp.where(mine, x, -x), mixed)[:, :tokens]
+    np.testing.assert_array_equal(np.asarray(a)[:, real], np.asarray(b)[:, real])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_chosen"])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_the_router_chooses_as_plain_jax_does(scoring, renormalise):
+    config = RouterConfig(60, 4, scoring, renormalise, routed_scaling_factor=1.5)
+    logits = jnp.round(jax.random.normal(jax.random.key(2), (99, 60)) * 4) / 4  # many are equal
+    got = grouped_experts._route(config, logits, None, jnp.arange(99) != 5)
+    want, real = choose(config, logits), np.arange(99) != 5
+    np.testing.assert_array_equal(got.experts[real], want.experts[real])
+    np.testing.assert_allclose(got.weights[real], want.weights[real], rtol=1e-6)
+    assert (np.asarray(got.experts[5]) == 60).all() and not np.asarray(got.weights[5]).any()
+
+
+@lowers
+def test_kernels_refuse_in_words():
+    logits, routes = jnp.ones((2, 8)), routes_of(2, 8, 2)
+    with pytest.raises(ValueError, match="route wants 1 to 8 experts a token, got 9"):
+        router.route(logits, jnp.ones(2, bool), top_k=9, renormalise=True)
+    assert "at most 512 experts" in str(router.refuses(shaped(2, 513, dtype=jnp.float32), 2))
+    assert "in float32" in str(router.refuses(shaped(2, 8), 2))
+    with pytest.raises(ValueError, match="group_tokens wants tokens of a multiple of 256 numbers"):
+        group_tokens.group_tokens(jnp.ones((2, 64), BF16), *routes, 8, tile=8)
+    with pytest.raises(ValueError, match="scatter_rows wants tokens in bfloat16 or float16"):
+        group_tokens.scatter_rows(jnp.ones((2, 256)), routes.experts, 8)
+    assert "routes" in str(group_tokens.refuses(shaped(999, 256), shaped(999, 8), 8))
+    groups = Groups(jnp.ones((8, 256), BF16), *[jnp.ones(8)] * 2, *[jnp.ones(1)] * 3)
+    with pytest.raises(ValueError, match="grouped_mlp wants units of a multiple of 64"):
+        grouped_mlp.grouped_mlp(
+            groups, jnp.ones((8, 2, 32, 256), BF16), jnp.ones((8, 256, 32), BF16), (2, 2)
+        )
+    x, gate_up, down = shaped(8, 256), shaped(8, 2, 64, 256), shaped(8, 256, 64)
+    assert grouped_mlp.refuses(x, gate_up, down, 8) is None
+    assert "tiles of" in str(grouped_mlp.refuses(x, gate_up, down, 9))
+    assert "one dtype" in str(
+        grouped_mlp.refuses(shaped(8, 256, dtype=jnp.float32), gate_up, down, 8)
+    )
+    assert "wants weights of 256" in str(grouped_mlp.refuses(x, gate_up, gate_up, 8))
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("tokens", "tile", "consumers"),
+    [(1, 8, 1), (64, 8, 1), (128, 16, 1), (300, 64, 1), (4096, 128, 2)],
+)
+def test_tiles_follow_the_tokens_of_an_expert(tokens, tile, consumers):
+    w = Experts(shaped(128, 2, 768, 2048), shaped(128, 2048, 768), None, None)
+    routes = Routes(shaped(tokens, 8, dtype=jnp.int32), shaped(tokens, 8, dtype=jnp.float32))
+    found, config = grouped_experts._sizes(shaped(tokens, 2048), routes, w)
+    assert (found, config.consumers) == (tile, consumers)
+    assert grouped_experts._refuses_experts(shaped(tokens, 2048), routes, w) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "bias", "words"),
+    [
+        (RouterConfig(8, 2, "sigmoid"), None, "scoring by softmax, got sigmoid"),
+        (RouterConfig(8, 2, n_group=2), None, "without bias or groups"),
+        (RouterConfig(8, 2), jnp.ones(8), "without bias or groups"),
+    ],
+)
+def test_routers_of_other_kinds_are_plain_jax(config, bias, words):
+    logits = jnp.ones((3, 8))
+    assert words in str(grouped_experts._refuses_route(config, logits, bias, jnp.ones(3, bool)))
+
+
+def test_experts_of_other_kinds_are_plain_jax():
+    w, routes = [shaped(8, 2, 64, 256), shaped(8, 256, 64)], routes_of(3, 8, 2)
+    x = shaped(3, 256)
+    for other, words in (
+        (Experts(*w, shaped(8, 2, 64), None), "without bias"),
+        (Experts(*w, None, None, "clamped_swiglu"), "wants SwiGLU, got clamped_swiglu"),
+        (object(), "weights that are Experts, got object"),
+    ):
+        assert words in str(grouped_experts._refuses_experts(x, routes, other))
+    assert experts.GROUPED and experts.ROUTE
