@@ -140,10 +140,13 @@ def _layer(
     return *ops.add_norm(x, residual, norm, config.rms_norm_eps), cache
 
 
-def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> DecoderConfig:
+def read_decoder(
+    settings: Settings, *, head_dim: int = 0, partial_rotary: float | None = None, **flags: Any
+) -> DecoderConfig:
     """Reads what all Llama-like decoders have in common; `flags` are the family's own fields.
 
     `head_dim` is the family's default, 0 where it is derived from the hidden size.
+    partial_rotary: as `read_rope` takes it.
     """
     heads = settings.size("num_attention_heads")
     kv_heads = settings.size("num_key_value_heads", heads)
@@ -171,7 +174,7 @@ def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> Deco
         head_dim=head_dim,
         max_position_embeddings=max_len,
         rms_norm_eps=eps,
-        rope=read_rope(settings, head_dim, max_len),
+        rope=read_rope(settings, head_dim, max_len, partial_rotary),
         windows=(None,) * layers,
         tie_word_embeddings=settings.take("tie_word_embeddings", bool, False),
         dtype=read_dtype(settings),

@@ -97,7 +97,7 @@ class Params:
 def read_mixture(
     settings: Settings, router: RouterConfig, *, units: str = "moe_intermediate_size",
     sparse: tuple[bool, ...] = (), kind: Callable[..., Any] = MixtureConfig, head_dim: int = 0,
-    **flags: Any,
+    partial_rotary: float | None = None, **flags: Any,
 ) -> Any:  # fmt: skip
     """Reads what all mixtures have in common; `flags` are the family's own fields.
 
@@ -109,7 +109,7 @@ def read_mixture(
     """
     layers, size = settings.size("num_hidden_layers"), settings.size(units)
     _check_router(router)
-    dense = llama.read_decoder(settings, head_dim=head_dim)
+    dense = llama.read_decoder(settings, head_dim=head_dim, partial_rotary=partial_rotary)
     sparse = sparse or (True,) * layers
     own = dict(router=router, moe_intermediate_size=size, sparse=sparse)
     if all(sparse):  # no layer has an MLP of the other size
