@@ -8,6 +8,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
 from jaxrunner.models.mixtures.glm4_moe import glm4_moe
+from jaxrunner.models.mixtures.gpt_oss import gpt_oss
 from jaxrunner.models.mixtures.granite_moe import granite_moe
 from jaxrunner.models.mixtures.mixtral import mixtral
 from jaxrunner.models.mixtures.olmoe import olmoe
@@ -18,6 +19,7 @@ from jaxrunner.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Model] = {
     "Glm4MoeForCausalLM": glm4_moe,
+    "GptOssForCausalLM": gpt_oss,
     "GraniteMoeForCausalLM": granite_moe,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,

@@ -17,6 +17,8 @@ GLM = dict(
     n_routed_experts=6, moe_intermediate_size=12, n_shared_experts=2, first_k_dense_replace=1,
     routed_scaling_factor=1.7,
 )  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
+            truncate=False, original_max_position_embeddings=16)  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Moe", FEW | dict(norm_topk_prob=True)),
     "qwen3, dense layers, windows": ("Qwen3Moe", FEW | dict(
@@ -30,6 +32,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         logits_scaling=2.0, tie_word_embeddings=True)),
     "glm4": ("Glm4Moe", GLM | dict(use_qk_norm=True, n_group=3, topk_group=2)),
     "glm4, biases, all experts": ("Glm4Moe", GLM | dict(attention_bias=True)),
+    "gpt-oss": ("GptOss", LOCAL | dict(sliding_window=6, rope_parameters=YARN)),
 }  # fmt: skip
 
 
