@@ -186,7 +186,7 @@ def dense_attention(
     """
     split = [x.reshape(batch_size, -1, *x.shape[1:]) for x in (q, k, v)]
     if spec.sinks is not None:
-        return _dense_with_sinks(*split, spec).reshape(q.shape), None
+        return _dense_with_sinks(split, spec).reshape(q.shape), None
     window = None if spec.window is None else (spec.window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.nn.dot_product_attention(
@@ -195,8 +195,9 @@ def dense_attention(
     return out.reshape(q.shape), None
 
 
-def _dense_with_sinks(q: Array, k: Array, v: Array, spec: AttentionSpec) -> Array:
+def _dense_with_sinks(qkv: list[Array], spec: AttentionSpec) -> Array:
     """Does what `dense_attention` does of q, [N, L, H, D], where sinks take weight, too."""
+    q, k, v = qkv
     N, L, H, D = q.shape
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(N, L, k.shape[2], -1, D)

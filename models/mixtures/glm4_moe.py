@@ -67,7 +67,7 @@ def _own(c: MixtureConfig, prefix: str) -> dict[str, Any]:
 
 def _sources(c: MixtureConfig) -> Any:
     """Returns where each weight lies, queries, keys and their norms in our order of dimensions."""
-    dims = held_dims(c.head_dim, 2 * np.count_nonzero(c.rope.inv_freq))
+    dims = held_dims(c.head_dim, 2 * sum(freq != 0 for freq in c.rope.inv_freq))
     made = sources(c, _own)
 
     def one(layer: Any) -> Any:

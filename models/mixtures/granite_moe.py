@@ -50,9 +50,12 @@ class GraniteMoeLayer(MixtureLayer):
         residual, cache = super().attend(config, ops, h, turn, cache, spec)
         return residual * config.residual_multiplier, cache
 
-    def feed_forward(self, config: GraniteMoeConfig, ops: Ops, h: Array) -> Array:
-        """Returns what the experts add to the residual, given h, [T, E]."""
-        return super().feed_forward(config, ops, h) * config.residual_multiplier
+    def feed_forward(
+        self, config: GraniteMoeConfig, ops: Ops, h: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """Returns what the experts add to the residual, given h, [T, E]; and extras."""
+        residual, told = super().feed_forward(config, ops, h)
+        return residual * config.residual_multiplier, told
 
 
 @pytree

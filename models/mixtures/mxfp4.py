@@ -17,6 +17,5 @@ def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """
     pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], -1)
     powers = np.ldexp(np.float32(1), scales.astype(np.int32) - BIAS).astype(ml_dtypes.bfloat16)
-    runs = pairs.reshape(*scales.shape, RUN)
-    runs *= powers[..., None]
+    runs = np.multiply(pairs.reshape(*scales.shape, RUN), powers[..., None])
     return runs.reshape(*scales.shape[:-1], -1)
