@@ -1,5 +1,8 @@
 """The layer of a mixture: routes, rows by expert, products; against numpy in float64."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,7 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.models.routing import RouterConfig, choose, load_balancing_loss, with_routes
 from jaxrunner.ops import grouping
 from jaxrunner.ops.backends import dense
+from jaxrunner.ops.experts import skip_padding
 from jaxrunner.types import Inputs
 
 T, K, X, E, F = 23, 3, 7, 12, 10
@@ -83,6 +87,15 @@ def test_bits_depend_on_the_token_alone(dtype):
         mixed = Routes(*(jnp.where(mine, a, b) for a, b in zip(routes, others, strict=True)))
         y = jnp.where(mine, jnp.asarray(x), numbers(T, E, seed=seed)).astype(dtype)
         assert jnp.array_equal(product(y, mixed)[5 + seed], alone[5 + seed])
+
+
+def test_padding_is_no_experts():
+    """A bucket's padding makes no tile, and so costs no product."""
+    routes, w = Routes(jnp.zeros((4, K), jnp.int32), jnp.ones((4, K))), weights_of()
+    batch: Any = SimpleNamespace(row=jnp.asarray([0, 2, 1, 2]), seq_lens=jnp.ones(2))
+    found = skip_padding(batch, routes, w)
+    assert found.experts[:, 0].tolist() == [0, X, 0, X] and not found.weights[1::2].any()
+    assert int(grouping.cut_tiles(grouping.group(found.experts, X).sizes, 4 * K, 8).num) == 1
 
 
 @pytest.mark.parametrize("tokens", [5, T, 700], ids=["few", "some", "sorted"])

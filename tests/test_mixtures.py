@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM, SamplingParams, pytree
+from jaxrunner.bench.presets import PRESETS
 from jaxrunner.hf_config import Settings
 from jaxrunner.loading.declared import abstract_params
-from jaxrunner.loading.loader import load
+from jaxrunner.loading.loader import LoadConfig, load
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.types import Inputs
+from jaxrunner.worker.memory_plan import num_bytes
 
 pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the reference needs transformers")
@@ -72,7 +74,13 @@ def logits_of(model, ids):
 
 
 # These differ from others in what their logits show.
-SLOW = "qwen3, dense layers, windows", "glm4, biases, all experts"
+SLOW = "qwen3, dense layers, windows", "glm4, biases, all experts", "gpt-oss, one key"
+# What is cut, beside the experts.
+CUTS = {
+    "gpt-oss": {},
+    "gpt-oss, one key": dict(decode_context_parallel_size=2),
+    "qwen2": {},
+}
 
 
 def some_slow(slow):
@@ -120,11 +128,13 @@ def test_logits_equal_those_in_float64(variant, saved):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["gpt-oss", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variant", ["gpt-oss", *(pytest.param(v, marks=pytest.mark.slow) for v in [*CUTS][1:])]
+)
 def test_tokens_of_two_devices_are_those_of_one(variant, saved):
     """Every expert is cut; biases, shared experts and sinks count once."""
     made = saved(variant)
-    with LLM(str(made.folder), tensor_parallel_size=2, **SIZES) as llm:
+    with LLM(str(made.folder), tensor_parallel_size=2, **SIZES | CUTS[variant]) as llm:
         found = tokens(greedy(llm, PROMPTS[:8], 8))
     for prompt, output in zip(PROMPTS, found, strict=False):
         want = logits_of(made.model, prompt + output)[len(prompt) - 1 : -1].argmax(-1)
@@ -238,6 +248,15 @@ def test_what_routers_do_not_honour_is_refused(changes, words):
     settings = {k: v for k, v in (SETTINGS | changes).items() if v is not None}
     with pytest.raises(ValueError, match=words):
         read_model(Settings(settings))
+
+
+def test_plans_count_experts():
+    """Qwen3-30B-A3B has 30.5 billion weights; dummy ones have the shapes of those that are read."""
+    model, config = read_model(Settings(PRESETS["qwen3_30b_a3b"].config))
+    assert num_bytes(abstract_params(model, config, "bfloat16")) == 2 * 30_532_122_624
+    model, config = read_model(Settings(SETTINGS))
+    made = LoadConfig("none", load_format="dummy").read(model, config, dtype="float32")
+    pytree.check(made, config.dims | dict(param="float32"))
 
 
 def test_experts_are_cut_by_their_units():

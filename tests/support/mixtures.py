@@ -32,6 +32,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         logits_scaling=2.0, tie_word_embeddings=True)),
     "glm4": ("Glm4Moe", GLM | dict(use_qk_norm=True, n_group=3, topk_group=2)),
     "glm4, biases, all experts": ("Glm4Moe", GLM | dict(attention_bias=True)),
+    "gpt-oss, one key": ("GptOss", LOCAL | dict(sliding_window=6, num_key_value_heads=1)),
     "gpt-oss": ("GptOss", LOCAL | dict(sliding_window=6, rope_parameters=YARN)),
 }  # fmt: skip
 
