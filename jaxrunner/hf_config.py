@@ -118,6 +118,12 @@ class Settings:
         value = self.take(key, dict, {})
         return Settings(value, self.source, key) if value else None
 
+    def without(self, *keys: str) -> "Settings":
+        """Returns these settings but for some, which have been read."""
+        kept = Settings({k: v for k, v in self._values.items() if k not in keys}, self.source)
+        kept._taken |= self._taken
+        return kept
+
     def finish(self) -> None:
         """Refuses keys that nobody took; null, false and empty ones say nothing."""
         left = self._values.keys() - self._taken - HARMLESS

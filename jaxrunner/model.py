@@ -23,6 +23,7 @@ class AttentionSpec(NamedTuple):
     group: int  # cache group of the layer
     window: int | None  # keys a token sees, itself included; None for all before it
     scale: float  # of the scores
+    sinks: Array | None = None  # [H], scores of no key: they take weight and give nothing
 
 
 class RopeAndNorm(NamedTuple):
@@ -47,7 +48,7 @@ class Ops:
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
     mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
         `project` returns it.
-    route: (config, w, x [T, E]) -> the experts of each token; none of a bucket's padding.
+    route: (config, w, logits [T, X]) -> the experts of each token; none of a bucket's padding.
     experts: (x [T, E], routes, w) -> the residual that a mixture's experts add, as `project`
         returns it.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
@@ -86,12 +87,16 @@ class Source(NamedTuple):
     a weight in a dtype that is computed in come in that one, those of any other weight as they are
     stored. `split` is its inverse; None where a weight does not hold its tensors, as one of 8 bits.
     Both see numpy arrays.
+
+    stored: dtypes of the tensors, where those are not ones that are computed in: `join` then gets
+    them as they are, and what it makes is rounded to the weight's.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     join: Callable[[list[np.ndarray]], np.ndarray]
     split: Callable[[np.ndarray], list[np.ndarray]] | None
+    stored: tuple[str, ...] = ()
 
     @classmethod
     def whole(cls, name: str, *shape: int, held: tuple[int, ...] = ()) -> "Source":

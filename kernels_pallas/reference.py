@@ -165,6 +165,11 @@ def online_softmax(
     if part is not None:
         first, last = part.num_local(first), part.num_local(last)
     best, total, acc = jax.lax.fori_loop(first // C, (last + C - 1) // C, body, start)
+    if spec.sinks is not None:
+        sink = spec.sinks.astype(jnp.float32).reshape(1, K, G, 1)
+        top = jnp.maximum(best, sink)
+        kept = jnp.exp(best - top)
+        total, acc = total * kept + jnp.exp(sink - top), acc * kept[..., None]
     total = jnp.where(total == 0, 1.0, total)
     out = acc / total[..., None]
     if part is None:
@@ -180,9 +185,31 @@ def dense_attention(
     Without a cache, for training.
     """
     split = [x.reshape(batch_size, -1, *x.shape[1:]) for x in (q, k, v)]
+    if spec.sinks is not None:
+        return _dense_with_sinks(split, spec).reshape(q.shape), None
     window = None if spec.window is None else (spec.window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.nn.dot_product_attention(
             *split, scale=spec.scale, is_causal=True, local_window_size=window
         )
     return out.reshape(q.shape), None
+
+
+def _dense_with_sinks(qkv: list[Array], spec: AttentionSpec) -> Array:
+    """Does what `dense_attention` does of q, [N, L, H, D], where sinks take weight, too."""
+    q, k, v = qkv
+    N, L, H, D = q.shape
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(N, L, k.shape[2], -1, D)
+    scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, k, precision=precision)
+    scores = scores.astype(jnp.float32).reshape(N, H, L, L) * spec.scale
+    age = jnp.arange(L)[:, None] - jnp.arange(L)[None]
+    seen = (age >= 0) & (age < (L if spec.window is None else spec.window))
+    assert spec.sinks is not None
+    sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]
+    scores = jnp.concatenate(
+        [jnp.where(seen[None, None], scores, -jnp.inf), jnp.broadcast_to(sinks, (N, H, L, 1))], -1
+    )
+    weights = jax.nn.softmax(scores, -1)[..., :-1].reshape(N, k.shape[2], -1, L, L)
+    out = jnp.einsum("nkgls,nskd->nlkgd", weights.astype(q.dtype), v, precision=precision)
+    return out.reshape(q.shape)

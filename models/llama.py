@@ -31,7 +31,7 @@ class Attention:
     along P.
 
     A layer is a class of these and of what its `feed_forward` reads; another kind of attention is
-    another `attend`.
+    another `attend`. `config` is the family's.
     """
 
     attn_norm: Array = leaf("E", "param")
@@ -42,7 +42,7 @@ class Attention:
     mlp_norm: Array = leaf("E", "param")
 
     def attend(
-        self, config: DecoderConfig, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
+        self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
     ) -> tuple[Array, Any]:
         """Returns what attention adds to the residual, given h, [T, E]; and the cache."""
         heads = RopeAndNorm(*turn, self.q_norm, self.k_norm, config.rms_norm_eps)
@@ -57,9 +57,9 @@ class Layer(Attention):
     gate_up: Linear = nested(outputs="gate_up F", inputs="E", bias="mlp_bias")
     down: Linear = nested(outputs="E", inputs="F", bias="mlp_bias")
 
-    def feed_forward(self, config: DecoderConfig, ops: Ops, h: Array) -> Array:
-        """Returns what the MLP adds to the residual, given h, [T, E]."""
-        return ops.mlp(h, self.gate_up, self.down)
+    def feed_forward(self, config: Any, ops: Ops, h: Array) -> tuple[Array, dict[str, Array]]:
+        """Returns what the MLP adds to the residual, given h, [T, E]; and no extras."""
+        return ops.mlp(h, self.gate_up, self.down), {}
 
 
 @pytree
@@ -93,6 +93,7 @@ def layers(
 
     kv: their caches. extras: names of arrays to return too; "residual.2" is the sum, [T, E], that
     layer 2 reads, as speculators take it; behind the last layer it is the sum that the norm reads.
+    What else a layer's `feed_forward` tells has its number, too.
 
     Returns hidden states, [T, E], normed behind the last layer of all; caches; extras by name.
 
@@ -102,9 +103,6 @@ def layers(
     num, eps = config.num_hidden_layers, config.rms_norm_eps
     groups = layer_groups(config.cache_kinds)
     last = num if last is None else last
-    known = [f"residual.{i}" for i in range(first, last + (last == num))]
-    if unknown := sorted(set(extras) - set(known)):
-        raise ValueError(f"extras {unknown} are none of these layers': take some of {known}")
     # One jit for all layers: equal layers are traced once.
     layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
     turn, caches, found = rotation(config.rope, inputs), [], {}
@@ -113,14 +111,16 @@ def layers(
     norms = *(w.attn_norm for w in chosen[1:]), params.norm
     x, h = ops.add_norm(x, jnp.zeros_like(x), chosen[0].attn_norm, eps)
     for i, (w, norm, cache) in enumerate(zip(chosen, norms, kv, strict=True), first):
-        if (name := f"residual.{i}") in extras:
-            found[name] = x
+        found[f"residual.{i}"] = x
         spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
-        x, h, cache = layer(x, h, w, norm, cache, turn, spec=spec)
+        x, h, cache, told = layer(x, h, w, norm, cache, turn, spec=spec)
         caches.append(cache)
-    if (name := f"residual.{num}") in extras:
-        found[name] = x
-    return (h if last == num else x), tuple(caches), found
+        found |= {f"{name}.{i}": array for name, array in told.items()}
+    if last == num:
+        found[f"residual.{num}"] = x
+    if unknown := sorted(set(extras) - set(found)):
+        raise ValueError(f"extras {unknown} are none of these layers': take some of {[*found]}")
+    return (h if last == num else x), tuple(caches), {name: found[name] for name in extras}
 
 
 def logits(config: DecoderConfig, params: Params, hidden: Array) -> Array:
@@ -132,18 +132,21 @@ def logits(config: DecoderConfig, params: Params, hidden: Array) -> Array:
 def _layer(
     config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Any, norm: Array, cache: Any,
     turn: Turn, *, spec: AttentionSpec,
-) -> tuple[Array, Array, Any]:  # fmt: skip
-    """Runs a layer on h, the norm of x. Returns the next x, its norm, and the cache."""
+) -> tuple[Array, Array, Any, dict[str, Array]]:  # fmt: skip
+    """Runs a layer on h, the norm of x. Returns the next x, its norm, the cache, and extras."""
     residual, cache = w.attend(config, ops, h, turn, cache, spec)
     x, h = ops.add_norm(x, residual, w.mlp_norm, config.rms_norm_eps)
-    residual = w.feed_forward(config, ops, h)
-    return *ops.add_norm(x, residual, norm, config.rms_norm_eps), cache
+    residual, told = w.feed_forward(config, ops, h)
+    return *ops.add_norm(x, residual, norm, config.rms_norm_eps), cache, told
 
 
-def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> DecoderConfig:
+def read_decoder(
+    settings: Settings, *, head_dim: int = 0, partial_rotary: float | None = None, **flags: Any
+) -> DecoderConfig:
     """Reads what all Llama-like decoders have in common; `flags` are the family's own fields.
 
     `head_dim` is the family's default, 0 where it is derived from the hidden size.
+    partial_rotary: as `read_rope` takes it.
     """
     heads = settings.size("num_attention_heads")
     kv_heads = settings.size("num_key_value_heads", heads)
@@ -171,7 +174,7 @@ def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> Deco
         head_dim=head_dim,
         max_position_embeddings=max_len,
         rms_norm_eps=eps,
-        rope=read_rope(settings, head_dim, max_len),
+        rope=read_rope(settings, head_dim, max_len, partial_rotary),
         windows=(None,) * layers,
         tie_word_embeddings=settings.take("tie_word_embeddings", bool, False),
         dtype=read_dtype(settings),

@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2.5: Llama with biased query, key and value. arXiv:2407.10671."""
 
-from jaxrunner.api.validation import shown
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama, read_decoder
+from jaxrunner.models.windows import layer_windows
 
 
 def read(settings: Settings) -> DecoderConfig:
@@ -18,15 +18,7 @@ def read_windows(settings: Settings) -> tuple[int | None, ...]:
     absent = 0 if "sliding_window" in settings else 4096
     window = settings.size("sliding_window", absent, least=0)
     first = settings.take("max_window_layers", int, 28)
-    default = [f"{'sliding' if i >= first else 'full'}_attention" for i in range(layers)]
-    kinds = settings.each("layer_types", str, default)
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"layer_types must name full_attention or sliding_attention for {layers} layers, "
-            f"got {shown(kinds)}"
-        )
-    used = used and window > 0
-    return tuple(window if used and kind == "sliding_attention" else None for kind in kinds)
+    return layer_windows(settings, window if used else 0, [i >= first for i in range(layers)])
 
 
 qwen2 = llama._replace(read=read)

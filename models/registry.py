@@ -7,15 +7,27 @@ from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
+from jaxrunner.models.mixtures.glm4_moe import glm4_moe
+from jaxrunner.models.mixtures.gpt_oss import gpt_oss
+from jaxrunner.models.mixtures.granite_moe import granite_moe
+from jaxrunner.models.mixtures.mixtral import mixtral
+from jaxrunner.models.mixtures.olmoe import olmoe
+from jaxrunner.models.mixtures.qwen2_moe import qwen2_moe
 from jaxrunner.models.mixtures.qwen3_moe import qwen3_moe
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Model] = {
+    "Glm4MoeForCausalLM": glm4_moe,
+    "GptOssForCausalLM": gpt_oss,
+    "GraniteMoeForCausalLM": granite_moe,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "OlmoeForCausalLM": olmoe,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
 }

@@ -63,19 +63,23 @@ def _stretched(dynamic: Dynamic, rope_len: Array, dim: int, inv_freq: Array) -> 
     return jnp.where(rope_len[:, None] > dynamic.max_len, stretched, inv_freq)
 
 
-def read_rope(settings: Settings, head_dim: int, max_len: int) -> Rope:
+def read_rope(
+    settings: Settings, head_dim: int, max_len: int, partial: float | None = None
+) -> Rope:
     """Reads `rope_parameters` (new style) or `rope_theta` and `rope_scaling` (old style).
+
+    partial: the share of a head that the family rotates if none is set; None where it must be all
+    of it. What is not rotated turns by 0.
 
     Raises:
       ValueError: a scaling that is unknown or lacks a parameter.
     """
     theta = settings.take("rope_theta", float, 10000.0)
-    settings.expect("partial_rotary_factor", 1.0, 1)
     scaling = settings.section("rope_scaling")
     scaling = settings.section("rope_parameters") or scaling or Settings({}, key="rope_scaling")
     theta = scaling.take("rope_theta", float, theta)
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
-    scaling.expect("partial_rotary_factor", 1.0, 1)
+    whole_dim, head_dim = head_dim, _rotary_dim(settings, scaling, head_dim, partial)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even: rotary positions turn pairs")
     if theta <= 1:
@@ -86,7 +90,21 @@ def read_rope(settings: Settings, head_dim: int, max_len: int) -> Rope:
     inv_freq = 1 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     inv_freq, rest = SCALINGS[kind](scaling, inv_freq, theta, max_len)
     scaling.finish()
+    inv_freq = np.pad(inv_freq, (0, (whole_dim - head_dim) // 2))
     return Rope(tuple(float(np.float32(f)) for f in inv_freq), **rest)
+
+
+def _rotary_dim(settings: Settings, scaling: Settings, head_dim: int, partial: float | None) -> int:
+    """Returns how many dimensions of a head are rotated."""
+    name = "partial_rotary_factor"
+    if partial is None:
+        settings.expect(name, 1.0, 1)
+        scaling.expect(name, 1.0, 1)
+        return head_dim
+    share = scaling.take(name, float, settings.take(name, float, partial))
+    if not 0 < share <= 1:
+        raise ValueError(f"{name} must be over 0 and at most 1, got {share}")
+    return int(head_dim * share)
 
 
 def _default(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:

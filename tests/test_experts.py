@@ -1,12 +1,25 @@
 """The layer of a mixture: routes, rows by expert, products; against numpy in float64."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxrunner import pytree
 from jaxrunner.experts import Experts, Routes
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.mixtures.mixture import MixtureConfig
+from jaxrunner.models.registry import read_model
+from jaxrunner.operation import unnoted
 from jaxrunner.ops import grouping
+from jaxrunner.ops.backends import dense
+from jaxrunner.ops.experts import route
+from jaxrunner.ops.routing import Router, RouterConfig, choose, load_balancing_loss, with_routes
+from jaxrunner.types import Inputs
 
 T, K, X, E, F = 23, 3, 7, 12, 10
 
@@ -77,6 +90,15 @@ def test_bits_depend_on_the_token_alone(dtype):
         assert jnp.array_equal(product(y, mixed)[5 + seed], alone[5 + seed])
 
 
+def test_padding_is_no_experts():
+    """A bucket's padding makes no tile, and so costs no product."""
+    batch: Any = SimpleNamespace(row=jnp.asarray([0, 2, 1, 2]), seq_lens=jnp.ones(2))
+    router, logits = Router(None, None, None, None), -jnp.ones((4, 1)) * jnp.arange(X, dtype=jnp.float32)
+    found = route(batch, RouterConfig(X, K), router, logits, note=unnoted, plain=True)
+    assert found.experts[:, 0].tolist() == [0, X, 0, X] and not found.weights[1::2].any()
+    assert int(grouping.cut_tiles(grouping.group(found.experts, X).sizes, 4 * K, 8).num) == 1
+
+
 @pytest.mark.parametrize("tokens", [5, T, 700], ids=["few", "some", "sorted"])
 @pytest.mark.parametrize("block", [1, 4, 16])
 def test_tiles_hold_each_row_once(tokens, block):
@@ -98,3 +120,112 @@ def test_tiles_hold_each_row_once(tokens, block):
     ]
     real = flat[np.asarray(groups.order)]
     assert found == [(int(e), row) for row, e in enumerate(real) if e < X]
+
+
+def test_of_equal_scores_the_lower_expert_is_taken():
+    """Whatever scores them, and of groups the lower one."""
+    logits = jnp.zeros((2, 6)).at[1, 4].set(1.0)
+    for scoring in ("softmax", "sigmoid", "softmax_of_chosen"):
+        routes = choose(RouterConfig(6, 3, scoring), logits)
+        assert routes.experts.tolist() == [[0, 1, 2], [4, 0, 1]]
+    routes = choose(RouterConfig(6, 2, "sigmoid", n_group=3, topk_group=1), logits)
+    assert routes.experts.tolist() == [[0, 1], [4, 5]]
+
+
+def test_a_bias_of_the_choice_counts_for_nothing_else():
+    logits = jnp.asarray([[0.0, 1.0, 2.0, -1.0]])
+    config = RouterConfig(4, 2, "sigmoid", norm_topk_prob=True, routed_scaling_factor=3.0)
+    routes = choose(config, logits, jnp.asarray([0.0, 0.0, -5.0, 5.0]))
+    shares = 1 / (1 + np.exp([1.0, -1.0]))
+    assert routes.experts.tolist() == [[3, 1]]
+    np.testing.assert_allclose(routes.weights[0], 3 * shares / shares.sum(), rtol=1e-6)
+
+
+def test_a_balanced_loss_is_the_number_of_experts_of_a_token():
+    logits = jnp.log(jnp.asarray(np.roll(np.eye(4) * 0.9 + 0.025, 1, 0), jnp.float32))
+    routes = choose(RouterConfig(4, 1), logits)
+    assert float(load_balancing_loss(logits, routes)) == pytest.approx(1.0)
+    crowded = jnp.tile(logits[:1], (4, 1))
+    assert float(load_balancing_loss(crowded, choose(RouterConfig(4, 1), crowded))) > 3
+
+
+SETTINGS = dict(
+    architectures=["Qwen3MoeForCausalLM"], hidden_size=12, intermediate_size=20, vocab_size=13,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=10, max_position_embeddings=64,
+    norm_topk_prob=True,
+)  # fmt: skip
+
+
+def tiny_mixture():
+    model, config = read_model(Settings(SETTINGS))
+    assert isinstance(config, MixtureConfig)
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    dims = config.dims | dict(param="float32")
+
+    def make(_, shape, dtype):
+        return 0.3 * jax.random.normal(next(keys), shape, dtype)
+
+    return model, config, pytree.build(make, model.params, dims)
+
+
+def run(model, config, params, ids, told):
+    """Returns logits, [T, V], and what each of two layers tells, by the name of that."""
+    inputs = Inputs(ids, jnp.arange(ids.size), jnp.full(ids.size, ids.size))
+    extras = tuple(f"{told}.{i}" for i in range(2))
+    x, none = model.embed(config, params, inputs), (None, None)
+    hidden, _, found = model.layers(config, params, x, none, inputs, dense(1), extras=extras)
+    return model.logits(config, params, hidden), [found[name] for name in extras]
+
+
+def trained(steps):
+    """Trains a tiny mixture to count, and returns its losses and gradients of the first step."""
+    model, config, made = tiny_mixture()
+    ids = jnp.arange(26, dtype=jnp.int32) % 13
+
+    def loss(params):
+        logits, routers = run(model, config, params, ids, "router_logits")
+        wrong = optax.softmax_cross_entropy_with_integer_labels(logits[:-1], ids[1:]).mean()
+        balance = [load_balancing_loss(x, choose(config.router, x)) for x in routers]
+        return wrong + 0.01 * sum(balance)
+
+    optimizer = optax.adam(0.02)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params)
+        with jax.numpy_dtype_promotion("standard"):  # optax's own
+            updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, value, grads
+
+    state, losses, grads = optimizer.init(made), [], []
+    for _ in range(steps):
+        made, state, value, found = step(made, state)
+        losses.append(float(value))
+        grads.append(found)
+    return losses, grads[0]
+
+
+def test_a_mixture_is_trained_by_the_function_that_serves_it():
+    losses, grads = trained(60)
+    assert losses[0] > 2.2 and losses[-1] < 0.3
+    for layer in grads.layers:
+        own = jax.tree.leaves((layer.experts, layer.router))
+        assert all(float(jnp.abs(grad).max()) > 0 for grad in own)
+
+
+def test_routes_are_told_and_replayed():
+    """The routes of one model in another: its own replayed change nothing, others do."""
+    model, config, params = tiny_mixture()
+    ids = jnp.arange(9, dtype=jnp.int32)
+    other = jax.tree.map(lambda a: a[::-1], params)
+    logits, routes = run(model, config, params, ids, "routed_experts")
+    routes = jnp.stack(routes, 1)  # [T, Y, k]
+    assert routes.shape == (9, 2, 2)
+    small = routes.astype(jnp.int16)
+    again, _ = run(model, config, with_routes(params, small), ids, "routed_experts")
+    np.testing.assert_array_equal(again, logits)
+    free, chosen = run(model, config, other, ids, "routed_experts")
+    bound, replayed = run(model, config, with_routes(other, routes), ids, "routed_experts")
+    assert (jnp.stack(chosen, 1) != routes).any() and not jnp.allclose(free, bound)
+    np.testing.assert_array_equal(jnp.stack(replayed, 1), routes)

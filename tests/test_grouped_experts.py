@@ -9,7 +9,7 @@ from jaxrunner.experts import Experts, Routes
 from jaxrunner.kernels_pallas import group_tokens, grouped_mlp, router
 from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
 from jaxrunner.ops import experts, grouped_experts
-from jaxrunner.ops.routing import RouterConfig, choose
+from jaxrunner.ops.routing import Router, RouterConfig, choose
 from tests.support.lowering import lowers
 
 BF16 = jnp.bfloat16
@@ -25,6 +25,10 @@ def routes_of(tokens: int, num_experts: int, k: int, seed: int = 0) -> Routes:
     order = np.argsort(rng.normal(size=(tokens, num_experts)), 1)[:, :k].astype(np.int32)
     order[::7] = num_experts
     return Routes(jnp.asarray(order), jnp.asarray(rng.random((tokens, k)), jnp.float32))
+
+
+def router_of(**more) -> Router:
+    return Router(**dict(weight=None, bias=None, choice_bias=None, replayed=None) | more)
 
 
 def check_groups(groups: Groups, x, routes: Routes, num_experts: int, tile: int) -> None:
@@ -91,7 +95,7 @@ def test_bits_of_a_token_do_not_depend_on_the_others(tokens, T):
 def test_the_router_chooses_as_plain_jax_does(scoring, renormalise):
     config = RouterConfig(60, 4, scoring, renormalise, routed_scaling_factor=1.5)
     logits = jnp.round(jax.random.normal(jax.random.key(2), (99, 60)) * 4) / 4  # many are equal
-    got = grouped_experts._route(config, logits, None, jnp.arange(99) != 5)
+    got = grouped_experts._route(config, router_of(), logits, jnp.arange(99) != 5)
     want, real = choose(config, logits), np.arange(99) != 5
     np.testing.assert_array_equal(got.experts[real], want.experts[real])
     np.testing.assert_allclose(got.weights[real], want.weights[real], rtol=1e-6)
@@ -138,16 +142,17 @@ def test_tiles_follow_the_tokens_of_an_expert(tokens, tile, consumers):
 
 
 @pytest.mark.parametrize(
-    ("config", "bias", "words"),
+    ("config", "more", "words"),
     [
-        (RouterConfig(8, 2, "sigmoid"), None, "scoring by softmax, got sigmoid"),
-        (RouterConfig(8, 2, n_group=2), None, "without bias or groups"),
-        (RouterConfig(8, 2), jnp.ones(8), "without bias or groups"),
+        (RouterConfig(8, 2, "sigmoid"), {}, "scoring by softmax, got sigmoid"),
+        (RouterConfig(8, 2, n_group=2), {}, "without bias or groups"),
+        (RouterConfig(8, 2), dict(choice_bias=jnp.ones(8)), "without bias or groups"),
+        (RouterConfig(8, 2), dict(replayed=jnp.ones((3, 2))), "does not replay"),
     ],
 )
-def test_routers_of_other_kinds_are_plain_jax(config, bias, words):
-    logits = jnp.ones((3, 8))
-    assert words in str(grouped_experts._refuses_route(config, logits, bias, jnp.ones(3, bool)))
+def test_routers_of_other_kinds_are_plain_jax(config, more, words):
+    logits, real = jnp.ones((3, 8)), jnp.ones(3, bool)
+    assert words in str(grouped_experts._refuses_route(config, router_of(**more), logits, real))
 
 
 def test_experts_of_other_kinds_are_plain_jax():

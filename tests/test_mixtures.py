@@ -1,6 +1,7 @@
 """Mixtures of experts: every family against transformers, token for token."""
 
 import functools
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM, SamplingParams, pytree
+from jaxrunner.bench.presets import PRESETS
 from jaxrunner.hf_config import Settings
-from jaxrunner.loading.loader import load
+from jaxrunner.loading.declared import abstract_params
+from jaxrunner.loading.loader import LoadConfig, load
+from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.types import Inputs
+from jaxrunner.worker.memory_plan import num_bytes
 
 pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the reference needs transformers")
@@ -67,7 +73,22 @@ def logits_of(model, ids):
         return model(torch.tensor([ids])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("variant", variants())
+# These differ from others in what their logits show.
+SLOW = "qwen3, dense layers, windows", "glm4, biases, all experts", "gpt-oss, one key"
+# What is cut, beside the experts.
+CUTS = {
+    "gpt-oss": {},
+    "gpt-oss, one key": dict(decode_context_parallel_size=2),
+    "qwen2": {},
+}
+
+
+def some_slow(slow):
+    """Returns the variants, of which those in `slow` take time and tell little more."""
+    return [pytest.param(v, marks=pytest.mark.slow) if v in slow else v for v in variants()]
+
+
+@pytest.mark.parametrize("variant", some_slow(SLOW))
 def test_tokens_equal_those_of_transformers(variant, saved):
     """16 prompts at once, in chunks; then again from cached prefixes, in another order."""
     made, count = saved(variant), NEW_TOKENS.get(variant, 16)
@@ -81,6 +102,21 @@ def test_tokens_equal_those_of_transformers(variant, saved):
         assert output == want.tolist()
 
 
+def test_logprobs_are_the_same_bits_whatever_else_is_computed(saved):
+    """Alone, and among requests that crowd other experts; in the same buckets."""
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+    prompts = [dict(prompt_token_ids=prompt) for prompt in PROMPTS[6:10]]
+
+    def told(out):
+        return [{t: x.logprob for t, x in row.items()} for row in out.outputs[0].logprobs]
+
+    sizes: dict[str, Any] = SIZES | dict(enable_prefix_caching=False)
+    with LLM(str(saved("qwen3").folder), **sizes) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, out in zip(prompts, together, strict=True):
+            assert told(llm.generate(prompt, params, use_tqdm=False)[0]) == told(out)
+
+
 @pytest.mark.parametrize("variant", variants())
 def test_logits_equal_those_in_float64(variant, saved):
     """By the operations of a trainer, which have a gradient."""
@@ -92,6 +128,80 @@ def test_logits_equal_those_in_float64(variant, saved):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "variant", ["gpt-oss", *(pytest.param(v, marks=pytest.mark.slow) for v in [*CUTS][1:])]
+)
+def test_tokens_of_two_devices_are_those_of_one(variant, saved):
+    """Every expert is cut; biases, shared experts and sinks count once."""
+    made = saved(variant)
+    with LLM(str(made.folder), tensor_parallel_size=2, **SIZES | CUTS[variant]) as llm:
+        found = tokens(greedy(llm, PROMPTS[:8], 8))
+    for prompt, output in zip(PROMPTS, found, strict=False):
+        want = logits_of(made.model, prompt + output)[len(prompt) - 1 : -1].argmax(-1)
+        assert output == want.tolist()
+
+
+def test_norms_over_all_heads_are_not_cut(saved):
+    with pytest.raises(ValueError, match="wants a model that runs on shards, OlmoeForCausalLM"):
+        LLM(str(saved("olmoe").folder), tensor_parallel_size=2, **SIZES)
+
+
+def test_saved_weights_are_those_that_were_read(saved, tmp_path):
+    """Names, shapes and values, experts in one tensor each or all in one."""
+    for variant in variants():
+        made = saved(variant)
+        loaded = load(made.folder)
+        params = loaded.read_params(progress=False)
+        save_checkpoint(tmp_path, loaded.model, loaded.config, params, {})
+        files = [folder / "model.safetensors" for folder in (made.folder, tmp_path)]
+        want, got = map(load_file, files)
+        assert want.keys() - {"lm_head.weight"} == got.keys() - {"lm_head.weight"}
+        assert all(np.array_equal(want[name], got[name]) for name in got)
+
+
+def test_experts_in_4_bits_are_read(saved, tmp_path):
+    """gpt-oss as it is published: the weights are the products of the numbers in its files."""
+    made = saved("gpt-oss")
+    tensors, rng = load_file(made.folder / "model.safetensors"), np.random.default_rng(0)
+    config = json.loads((made.folder / "config.json").read_text())
+    config |= dict(hidden_size=64, intermediate_size=32, quantization_config=MXFP4)
+    for name, shape in wider(tensors).items():
+        tensors[name] = rng.normal(size=shape).astype(np.float32)
+    want = {}
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        X, inner, out = tensors.pop(name).shape
+        codes = rng.integers(0, 16, (X, out, inner // 32, 32), np.uint8)
+        scales = rng.integers(115, 130, (X, out, inner // 32), np.uint8)
+        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = scales
+        sign, exponent, half = codes >> 3, codes >> 1 & 3, codes & 1
+        value = np.where(exponent == 0, half / 2, 2.0 ** (exponent - 1.0) * (1 + half / 2))
+        value = (1 - 2.0 * sign) * value * 2.0 ** (scales[..., None] - 127.0)
+        want[name] = value.reshape(X, out, inner)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(tmp_path)
+    for i, layer in enumerate(loaded.read_params(progress=False).layers):
+        at = f"model.layers.{i}.mlp.experts."
+        gate_up = want[f"{at}gate_up_proj"]
+        np.testing.assert_array_equal(layer.experts.down, want[f"{at}down_proj"])
+        np.testing.assert_array_equal(layer.experts.gate_up[:, 0], gate_up[:, ::2])
+        np.testing.assert_array_equal(layer.experts.gate_up[:, 1], gate_up[:, 1::2])
+    words = "tensors that it was made of.*gate_up_proj_blocks"
+    with pytest.raises(ValueError, match=words):
+        params = loaded.read_params(progress=False)
+        save_checkpoint(tmp_path / "x", loaded.model, loaded.config, params, config)
+
+
+MXFP4 = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+
+
+def wider(tensors):
+    """Returns the shapes of a tiny model's tensors with hidden states of 64 and experts of 32."""
+    sizes: dict[int, int] = {36: 64, 44: 32, 88: 64}
+    return {n: tuple(sizes.get(s, s) for s in map(int, t.shape)) for n, t in tensors.items()}
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run(model, config, params, ids):
     """Returns the logits of one sequence, [T, V]."""
@@ -101,6 +211,10 @@ def run(model, config, params, ids):
     return model.logits(config, params, hidden)
 
 
+GPT_OSS, GRANITE, GLM = (
+    dict(architectures=[f"{name}ForCausalLM"], num_local_experts=6, n_routed_experts=6)
+    for name in ("GptOss", "GraniteMoe", "Glm4Moe")
+)
 SETTINGS = dict(
     architectures=["Qwen3MoeForCausalLM"], hidden_size=36, num_hidden_layers=2, vocab_size=62,
     num_attention_heads=6, num_key_value_heads=2, head_dim=8, intermediate_size=44,
@@ -118,13 +232,38 @@ SETTINGS = dict(
         (dict(num_experts=None), "has no 'num_experts': it is needed"),
         (dict(norm_topk_prob=2), "'norm_topk_prob' must be bool, got 2"),
         (dict(expert_choice=True), "1 unknown setting: expert_choice=True"),
+        (GPT_OSS | dict(swiglu_limit=9.0), "swiglu_limit=9.0 is not supported, only 7.0"),
+        (GPT_OSS | dict(quantization_config=dict(quant_method="awq")), "quant_method='awq' is not"),
+        (GPT_OSS | dict(layer_types=["full_attention"]), "layer_types must name full_attention or"),
+        (GRANITE | dict(logits_scaling=0), "logits_scaling divides the logits, so it must not"),
+        (
+            GLM | dict(topk_group=4, n_group=3),
+            "topk_group=4 groups, of n_group=3 equal groups",
+        ),
+        (GLM | dict(partial_rotary_factor=1.5), "partial_rotary_factor must be over 0 and at most"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    ids=lambda value: [*value][-1] if isinstance(value, dict) else None,
 )
 def test_what_routers_do_not_honour_is_refused(changes, words):
     settings = {k: v for k, v in (SETTINGS | changes).items() if v is not None}
     with pytest.raises(ValueError, match=words):
         read_model(Settings(settings))
+
+
+def test_plans_count_experts():
+    """Qwen3-30B-A3B has 30.5 billion weights; dummy ones have the shapes of those that are read."""
+    model, config = read_model(Settings(PRESETS["qwen3_30b_a3b"].config))
+    assert num_bytes(abstract_params(model, config, "bfloat16")) == 2 * 30_532_122_624
+    model, config = read_model(Settings(SETTINGS))
+    made = LoadConfig("none", load_format="dummy").read(model, config, dtype="float32")
+    pytree.check(made, config.dims | dict(param="float32"))
+
+
+def test_experts_are_cut_by_their_units():
+    model, config = shard(*read_model(Settings(SETTINGS)), make_mesh(2))
+    experts = abstract_params(model, config, "float32").layers[0].experts
+    cut = [leaf.sharding.shard_shape(leaf.shape) for leaf in (experts.gate_up, experts.down)]
+    assert cut == [(6, 2, 6, 36), (6, 36, 6)]
 
 
 def test_experts_that_do_not_divide_are_refused():

@@ -50,7 +50,7 @@ def wanted_tensors(model: Stored, config: StoredConfig) -> dict[str, Wanted]:
     wanted: dict[str, Wanted] = {}
     leaves = jax.tree.leaves(_params(model, config))
     for source, leaf in zip(sources_of(model, config), leaves, strict=True):
-        kinds = DTYPES if leaf.dtype.name in DTYPES else None
+        kinds = source.stored or (DTYPES if leaf.dtype.name in DTYPES else None)
         for name, shape in zip(source.names, source.shapes, strict=True):
             if name not in wanted or kinds is None:
                 wanted[name] = Wanted(shape, kinds)

@@ -19,8 +19,11 @@ def join(where: str, source: Source, parts: dict[str, np.ndarray], leaf: Any) ->
       ValueError: values that the dtype does not hold, or `source` makes another shape or dtype.
     """
     dtype = np.dtype(leaf.dtype)
-    arrays = _rounded(parts, dtype) if dtype.name in DTYPES else list(parts.values())
+    as_stored = bool(source.stored) or dtype.name not in DTYPES
+    arrays = list(parts.values()) if as_stored else _rounded(parts, dtype)
     made = source.join(arrays)
+    if source.stored:
+        (made,) = _rounded({where: made}, dtype)
     if (made.shape, made.dtype) != (tuple(leaf.shape), dtype):
         raise ValueError(
             f"{where} is declared {dtype}{list(leaf.shape)}, its Source makes "

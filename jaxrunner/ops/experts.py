@@ -4,20 +4,21 @@ import jax.numpy as jnp
 
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.operation import Note, Operation, run_first
+from jaxrunner.ops import routing
 from jaxrunner.ops.grouped_experts import GROUPED, ROUTE
-from jaxrunner.ops.routing import Router, RouterConfig, choose, scores_of
+from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.types import Array, Batch
 
 
 def route(
-    batch: Batch, config: RouterConfig, w: Router, x: Array, *, note: Note, plain: bool = False
+    batch: Batch, config: RouterConfig, w: Router, logits: Array, *, note: Note, plain: bool = False
 ) -> Routes:
-    """Chooses the experts of x, [T, E]; a bucket's padding has none.
+    """Chooses experts by a router's logits, [T, X]; a bucket's padding has none.
 
     plain: whether plain JAX alone is asked.
     """
     real = batch.row < batch.seq_lens.shape[0]
-    args = config, scores_of(w, x), w.choice_bias, real
+    args = config, w, logits, real
     return run_first("route", (*(() if plain else ROUTE), PLAIN_ROUTE), *args, note=note)
 
 
@@ -37,8 +38,8 @@ def trained(x: Array, routes: Routes, w: ExpertWeights, *, note: Note) -> Array:
     return run_first("experts", (TRAINED,), x, routes, w, note=note)
 
 
-def _choose(config: RouterConfig, logits: Array, choice_bias: Array | None, real: Array) -> Routes:
-    routes, none = choose(config, logits, choice_bias), jnp.int32(logits.shape[1])
+def _choose(config: RouterConfig, w: Router, logits: Array, real: Array) -> Routes:
+    routes, none = routing.route(config, w, logits), jnp.int32(logits.shape[1])
     experts = jnp.where(real[:, None], routes.experts, none)
     return Routes(experts, jnp.where(real[:, None], routes.weights, 0.0))
 

@@ -8,7 +8,7 @@ from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
 from jaxrunner.kernels_pallas.grouped_mlp import TILES, TuningConfig
 from jaxrunner.operation import Operation
 from jaxrunner.ops import grouping
-from jaxrunner.ops.routing import RouterConfig
+from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.types import Array
 
 # Tiles hold twice the tokens of an expert that has its share: few have more, and what a tile has
@@ -16,7 +16,7 @@ from jaxrunner.types import Array
 LARGE, CONSUMERS = TILES[-1], 2
 
 
-def _route(config: RouterConfig, logits: Array, choice_bias: Array | None, real: Array) -> Routes:
+def _route(config: RouterConfig, w: Router, logits: Array, real: Array) -> Routes:
     renormalise = config.norm_topk_prob or config.scoring == "softmax_of_chosen"
     return Routes(
         *router.route(
@@ -26,12 +26,12 @@ def _route(config: RouterConfig, logits: Array, choice_bias: Array | None, real:
     )  # fmt: skip
 
 
-def _refuses_route(
-    config: RouterConfig, logits: Array, choice_bias: Array | None, real: Array
-) -> str | None:
+def _refuses_route(config: RouterConfig, w: Router, logits: Array, real: Array) -> str | None:
     if config.scoring not in ("softmax", "softmax_of_chosen"):
         return f"wants scoring by softmax, got {config.scoring}"
-    if choice_bias is not None or config.n_group > 1:
+    if w.replayed is not None:
+        return "chooses experts, and does not replay them"
+    if w.choice_bias is not None or config.n_group > 1:
         return "wants experts chosen by their logits alone, without bias or groups"
     return router.refuses(logits, config.num_experts_per_tok)
 
@@ -93,7 +93,7 @@ def group_many(x: Array, routes: Routes, num_experts: int, tile: int) -> Groups:
     )
 
 
-# (config, logits [T, X], choice_bias [X] or None, real [T]) -> Routes
+# (config, router, logits [T, X], real [T]) -> Routes
 ROUTE = (Operation("route", _route, _refuses_route),)
 # (x [T, E], routes, w) -> parts whose sum is what the experts add, [k, T, E]
 GROUPED = (Operation("grouped_mlp", _experts, _refuses_experts),)

@@ -1,6 +1,7 @@
 """Routers: which experts compute a token. In float32, whatever the model computes in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +36,31 @@ class Router:
     # Added to the scores that experts are chosen by, and not to what they count. DeepSeek-V3's
     # balance without a loss, arXiv:2408.15664.
     choice_bias: Array | None = leaf("X", jnp.float32, when="choice_bias")
+    # Experts that were chosen before, which are taken again whatever the scores are.
+    replayed: Array | None = leaf("T k", when="replayed")
 
 
-def route(config: RouterConfig, w: Router, x: Array) -> Routes:
-    """Chooses the experts of x, [T, E]; of equal scores the lower expert's is taken."""
-    return choose(config, scores_of(w, x), w.choice_bias)
+def route(config: RouterConfig, w: Router, logits: Array) -> Routes:
+    """Returns the routes of logits, [T, X]: chosen, or those that the router is to replay."""
+    if w.replayed is None:
+        return choose(config, logits, w.choice_bias)
+    return weigh(config, scored(config, logits), w.replayed)
+
+
+def with_routes(params: Any, routed_experts: Array) -> Any:
+    """Returns a mixture's weights whose routers replay routes, [T, Y, k], of as many tokens.
+
+    A trainer that computes the routes of a rollout has its probabilities, too: what each expert
+    counts follows from the trainer's own scores. Layers without experts ignore theirs.
+    """
+
+    def one(i: int, layer: Any) -> Any:
+        if layer.router is None:
+            return layer
+        experts = routed_experts[:, i].astype(jnp.int32)
+        return replace(layer, router=replace(layer.router, replayed=experts))
+
+    return replace(params, layers=tuple(one(i, layer) for i, layer in enumerate(params.layers)))
 
 
 def scores_of(w: Router, x: Array) -> Array:
@@ -54,23 +75,31 @@ def scores_of(w: Router, x: Array) -> Array:
 
 
 def choose(config: RouterConfig, logits: Array, choice_bias: Array | None = None) -> Routes:
-    """Returns the routes of logits, [T, X]."""
-    scores = logits
-    if config.scoring == "softmax":
-        scores = jax.nn.softmax(logits, -1)
-    elif config.scoring == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
+    """Chooses the experts of logits, [T, X]; of equal scores the lower expert's is taken."""
+    scores = scored(config, logits)
     ranked = scores if choice_bias is None else scores + choice_bias[None]
     if config.n_group > 1:
         ranked = _of_best_groups(config, ranked)
     _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
+    return weigh(config, scores, experts.astype(jnp.int32))
+
+
+def scored(config: RouterConfig, logits: Array) -> Array:
+    """Returns the scores that experts are chosen by, [T, X], but for a bias."""
+    if config.scoring == "softmax":
+        return jax.nn.softmax(logits, -1)
+    return jax.nn.sigmoid(logits) if config.scoring == "sigmoid" else logits
+
+
+def weigh(config: RouterConfig, scores: Array, experts: Array) -> Routes:
+    """Returns the routes to experts, [T, k], by what their scores make them count."""
     weights = jnp.take_along_axis(scores, experts, 1)
     if config.scoring == "softmax_of_chosen":
         weights = jax.nn.softmax(weights, -1)
     if config.norm_topk_prob:
         # Sigmoids may all be zero: the small number is DeepSeek-V3's, and lost in any other sum.
         weights /= weights.sum(-1, keepdims=True) + 1e-20
-    return Routes(experts.astype(jnp.int32), weights * config.routed_scaling_factor)
+    return Routes(experts, weights * config.routed_scaling_factor)
 
 
 def _of_best_groups(config: RouterConfig, ranked: Array) -> Array:

@@ -84,9 +84,13 @@ def context_ops(
     ) -> tuple[Array, LayerCache]:
         part, own = own_part(interleave, batch, cache)
         cache = reference.write_kv(own, k, v, cache, spec.group)
-        queries = _gather_heads(q, interleave.parts)
-        found = run_first("attention", ATTENTION, own, queries, cache, spec, part, note=note)
-        return merge(_own_heads(found, interleave.parts)).astype(q.dtype), cache
+        queries, whole = _gather_heads(q, interleave.parts), spec._replace(sinks=None)
+        found = run_first("attention", ATTENTION, own, queries, cache, whole, part, note=note)
+        found = _own_heads(found, interleave.parts)
+        if spec.sinks is not None:  # one more part, which gives nothing
+            sinks = jnp.zeros_like(found[:1]).at[..., -1].set(spec.sinks.astype(found.dtype))
+            found = jnp.concatenate([found, sinks])
+        return merge(found).astype(q.dtype), cache
 
     def rotate_attend(
         qkv: Array, heads: RopeAndNorm, cache: LayerCache, spec: AttentionSpec

@@ -19,7 +19,7 @@ from jaxrunner.model import Model, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import Attention, attention_sources, linear_source, mlp_sources
-from jaxrunner.ops.routing import Router, RouterConfig
+from jaxrunner.ops.routing import Router, RouterConfig, scores_of
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array
 
@@ -69,19 +69,25 @@ class MixtureLayer(Attention):
     shared_down: Linear | None = nested(outputs="E", inputs="shared_units", when="shared")
     shared_gate: Linear | None = nested(outputs="one", inputs="E", when="shared_gate")
 
-    def feed_forward(self, config: MixtureConfig, ops: Ops, h: Array) -> Array:
-        """Returns what the MLP or the experts add to the residual, given h, [T, E]."""
+    def feed_forward(self, config: Any, ops: Ops, h: Array) -> tuple[Array, dict[str, Array]]:
+        """Returns what the MLP or the experts add to the residual, given h, [T, E]; and extras.
+
+        Of a layer with experts these are `router_logits`, [T, X], and `routed_experts`, [T, k].
+        """
         if self.gate_up is not None and self.down is not None:
-            return ops.mlp(h, self.gate_up, self.down)
+            return ops.mlp(h, self.gate_up, self.down), {}
         assert self.router is not None and self.experts is not None
-        residual = ops.experts(h, ops.route(config.router, self.router, h), self.experts)
+        logits = scores_of(self.router, h)
+        routes = ops.route(config.router, self.router, logits)
+        told = dict(router_logits=logits, routed_experts=routes.experts)
+        residual = ops.experts(h, routes, self.experts)
         if self.shared_gate_up is None or self.shared_down is None:
-            return residual
+            return residual, told
         shared = _whole(ops.mlp(h, self.shared_gate_up, self.shared_down))
         if self.shared_gate is not None:
             gate = jax.nn.sigmoid(self.shared_gate.product(h).astype(jnp.float32))
             shared *= jnp.broadcast_to(gate, shared.shape)
-        return (_whole(residual) + shared).astype(h.dtype)
+        return (_whole(residual) + shared).astype(h.dtype), told
 
 
 @pytree
@@ -97,7 +103,7 @@ class Params:
 def read_mixture(
     settings: Settings, router: RouterConfig, *, units: str = "moe_intermediate_size",
     sparse: tuple[bool, ...] = (), kind: Callable[..., Any] = MixtureConfig, head_dim: int = 0,
-    **flags: Any,
+    partial_rotary: float | None = None, **flags: Any,
 ) -> Any:  # fmt: skip
     """Reads what all mixtures have in common; `flags` are the family's own fields.
 
@@ -109,7 +115,7 @@ def read_mixture(
     """
     layers, size = settings.size("num_hidden_layers"), settings.size(units)
     _check_router(router)
-    dense = llama.read_decoder(settings, head_dim=head_dim)
+    dense = llama.read_decoder(settings, head_dim=head_dim, partial_rotary=partial_rotary)
     sparse = sparse or (True,) * layers
     own = dict(router=router, moe_intermediate_size=size, sparse=sparse)
     if all(sparse):  # no layer has an MLP of the other size
@@ -168,6 +174,7 @@ def router_source(
         weight=Source.whole(f"{name}.weight", X, c.hidden_size),
         bias=Source.whole(f"{name}.{bias}", X) if c.router_bias else None,
         choice_bias=Source.whole(f"{name}.{choice_bias}", X) if c.choice_bias else None,
+        replayed=None,
     )
 
 

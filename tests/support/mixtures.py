@@ -11,10 +11,29 @@ BASE: dict[str, Any] = dict(
     num_experts_per_tok=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
 )  # fmt: skip
 FEW = dict(num_experts=6, moe_intermediate_size=12)
+WIDE = dict(hidden_size=48)  # heads times their dimensions, as some derive it
+LOCAL = dict(num_local_experts=6)
+GLM = dict(
+    n_routed_experts=6, moe_intermediate_size=12, n_shared_experts=2, first_k_dense_replace=1,
+    routed_scaling_factor=1.7,
+)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
+            truncate=False, original_max_position_embeddings=16)  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Moe", FEW | dict(norm_topk_prob=True)),
     "qwen3, dense layers, windows": ("Qwen3Moe", FEW | dict(
         mlp_only_layers=[1], attention_bias=True, use_sliding_window=True, sliding_window=5)),
+    "qwen2": ("Qwen2Moe", FEW | WIDE | dict(
+        shared_expert_intermediate_size=20, use_sliding_window=True, sliding_window=5)),
+    "mixtral": ("Mixtral", LOCAL | dict(sliding_window=7)),
+    "olmoe": ("Olmoe", WIDE | dict(num_experts=6, clip_qkv=1.5)),
+    "granite": ("GraniteMoe", LOCAL | WIDE | dict(
+        embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
+        logits_scaling=2.0, tie_word_embeddings=True)),
+    "glm4": ("Glm4Moe", GLM | dict(use_qk_norm=True, n_group=3, topk_group=2)),
+    "glm4, biases, all experts": ("Glm4Moe", GLM | dict(attention_bias=True)),
+    "gpt-oss, one key": ("GptOss", LOCAL | dict(sliding_window=6, num_key_value_heads=1)),
+    "gpt-oss": ("GptOss", LOCAL | dict(sliding_window=6, rope_parameters=YARN)),
 }  # fmt: skip
 
 
