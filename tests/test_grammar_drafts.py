@@ -45,7 +45,7 @@ def asked() -> list[SamplingParams]:
         for temperature in (0.0, 0.8):
             free = SamplingParams(temperature=temperature, seed=i, max_tokens=24)
             grammar = StructuredOutputsParams(**GRAMMARS[kind])
-            ruled = replace(free, structured_outputs=grammar, logprobs=i % 2)
+            ruled = replace(free, structured_outputs=grammar)
             found += [ruled, replace(ruled, ignore_eos=True, seed=9), free]
     return found
 
@@ -77,7 +77,6 @@ ENGINES = {
     "steps ahead": dict(async_depth=2),
     "preempted": dict(async_depth=3, num_blocks=13),
     "several steps a launch": dict(async_depth=2, num_decode_steps=4),
-    "short chunks": dict(async_depth=1, max_num_batched_tokens=8),
 }
 
 
