@@ -11,8 +11,8 @@ import socket
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# PyTorch would take all cores in each of many processes beside each other, and be slow in all.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# More threads of PyTorch than idle cores spin: ten times the CPU time for small models.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Most of the time is XLA's, and programs that run once or twice need no good code. Before JAX.
 if not Path("/dev/nvidiactl").exists():
     quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"

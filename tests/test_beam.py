@@ -9,8 +9,8 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.beam import BeamSearchParams
 
 SIZES: dict[str, Any] = dict(
-    dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64,
-    token_buckets=(64,), decode_buckets=(8,), block_size=16, use_tqdm=False, warm_up=False,
+    dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
+    token_buckets=(64,), decode_buckets=(4,), block_size=16, use_tqdm=False, warm_up=False,
 )  # fmt: skip
 TEXT = "def read(path):\n    with open(path) as f:\n        "
 
@@ -28,8 +28,10 @@ def reference():
     return transformers.AutoModelForCausalLM.from_pretrained(embedded.PATH, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("width,penalty", [(1, 1.0), (3, 1.0), (4, 0.0), (4, 2.0)])
-@pytest.mark.parametrize("eos", [None, 199])  # 199 is a line break: it occurs
+@pytest.mark.parametrize(
+    "width,penalty,eos",
+    [(1, 1.0, None), (3, 1.0, None), (3, 1.0, 199), (4, 0.0, 199), (4, 2.0, 199)],
+)  # 199 is a line break: it occurs
 def test_beams_are_those_of_transformers(llm, reference, width, penalty, eos):
     torch = pytest.importorskip("torch")
     llm.completions.eos_token_ids, kept = frozenset({eos} - {None}), llm.completions.eos_token_ids

@@ -27,20 +27,19 @@ def test_a_head_for_another_model_is_refused():
         heads.read(settings, tiny.config(), frozenset())
 
 
+ONE = dict(async_depth=1)
 RULES = {
-    "greedy": (dict(temperature=0.0), dict(async_depth=1)),
+    "greedy": (dict(temperature=0.0), ONE),
     "sampled and preempted": (
         dict(temperature=0.7, top_p=0.9), dict(num_blocks=14, async_depth=3),
     ),
-    "rules and logprobs": (dict(temperature=0.5, logprobs=2) | RULED, dict(async_depth=2)),
+    "rules and logprobs": (dict(temperature=0.5, logprobs=2) | RULED, ONE),
     "steps": (dict(temperature=0.7), dict(num_decode_steps=3, async_depth=2)),
 }  # fmt: skip
 QUICK = [*(("greedy", name) for name in ("itself", "another", "eagle3", "mtp")),
-         ("rules and logprobs", "eagle3"), ("sampled and preempted", "another"),
-         ("steps", "itself")]  # fmt: skip
+         ("rules and logprobs", "eagle3"), ("sampled and preempted", "another")]  # fmt: skip
 # Other pairs are in the loads of `test_drafts_driver.py`.
-PAIRS = [*QUICK, ("greedy", "eagle"), ("greedy", "wide"), ("rules and logprobs", "mtp"),
-         ("sampled and preempted", "mtp"), ("steps", "mtp")]  # fmt: skip
+PAIRS = [*QUICK, ("greedy", "eagle"), ("steps", "mtp")]
 
 
 @functools.cache
@@ -61,7 +60,7 @@ def test_drafts_change_no_token(name, drafter):
     assert got == want
     if changes.get("num_blocks"):
         assert e.scheduler.num_preemptions
-    elif drafter == "itself" and not changes.get("num_decode_steps"):
+    elif drafter == "itself":
         assert steps < 0.6 * plain_steps
 
 
@@ -76,25 +75,23 @@ def rejecting(drafter, rejection, rates=()):
     ("rejection", "rule"),
     [
         ("standard", {}),
-        ("block", {}),
-        pytest.param("standard", RULED | dict(logprobs=1), marks=pytest.mark.slow),
-        pytest.param("block", RULED | dict(logprobs=1), marks=pytest.mark.slow),
+        ("block", RULED | dict(logprobs=1)),
     ],
-    ids=["standard", "block", "standard and rules", "block and rules"],
+    ids=["standard", "block and rules"],
 )
 def test_greedy_tokens_do_not_depend_on_how_drafts_are_verified(rejection, rule):
-    rule, changes = dict(temperature=0.0) | rule, dict(async_depth=1)
-    want, *_ = run(llama, *tiny.model_and_params(), rule, **changes)
-    got, *_ = run(*rejecting("eagle", rejection), rule, **changes)
+    rule = dict(temperature=0.0) | rule
+    want, *_ = run(llama, *tiny.model_and_params(), rule, **ONE)
+    got, *_ = run(*rejecting("eagle", rejection), rule, **ONE)
     assert got == want
-    sampled, *_ = run(*rejecting("eagle", rejection), dict(temperature=0.7), **changes)
+    sampled, *_ = run(*rejecting("eagle", rejection), dict(temperature=0.7), **ONE)
     assert all(len(tokens) == 20 for tokens in sampled.values())
 
 
 def test_synthetic_rates_are_met_and_counted():
     rates = (1.0, 0.5, 0.0)
     model, config, params = rejecting("eagle", "synthetic", rates)
-    e = Engine(model, config, tiny.engine_config(max_num_seqs=5), params)
+    e = Engine(model, config, tiny.engine_config(), params)
     requests = [
         e.add(str(i), [i, 1, 2], SamplingParams(max_tokens=45, temperature=0.7, seed=i))
         for i in range(20)
@@ -108,10 +105,7 @@ def test_synthetic_rates_are_met_and_counted():
     assert abs(accepted[1] / steps - 0.5) < 0.15 and accepted[2] == 0
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [pytest.param(d, marks=pytest.mark.slow if d in ("wide", "eagle") else ()) for d in DRAFTERS],
-)
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "wide"])
 def test_drafts_are_what_the_drafter_says_without_a_cache(drafter):
     model, config, params = DRAFTERS[drafter]()
     e = Engine(model, config, tiny.engine_config(async_depth=1), params)

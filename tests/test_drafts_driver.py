@@ -37,16 +37,14 @@ class Load:
     """What drafts, the sizes of its engine, and how many steps it runs."""
 
     drafter: str
-    num_steps: int = 600
+    num_steps: int = 300
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
 TINY_POOL = dict(num_blocks=14, policy="priority")
 LOADS = {
     "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2)),
-    "eagle": Load("eagle", sizes=TINY_POOL | dict(async_depth=3)),
     "adaptive": Load("adaptive", sizes=dict(num_blocks=19, async_depth=2)),
-    "eagle3, steps": Load("eagle3", sizes=dict(num_decode_steps=4, num_blocks=20, async_depth=2)),
     "another, steps": Load("another", sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3)),
     "n-grams": Load("ngram", sizes=TINY_POOL | dict(async_depth=2)),
     "a user's": Load("user", sizes=dict(num_blocks=16, async_depth=3)),

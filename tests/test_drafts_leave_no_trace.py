@@ -17,7 +17,6 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [9, 2], list(range(1, 20))]
 NUM_LAYERS, ALL = tiny.SETTINGS["num_hidden_layers"], slice(None)
 WHOLE = dict(max_num_batched_tokens=48, token_buckets=(48,))  # prompts in one step
 CLOSE = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6)
-SLOW = [pytest.param("wide", marks=pytest.mark.slow)]
 
 
 def kept(e: Engine, request, layers: slice = ALL, count: int | None = None) -> list[np.ndarray]:
@@ -73,7 +72,7 @@ def at_work(e: Engine, rule, num_tokens: int = 17) -> list:
     return requests
 
 
-@pytest.mark.parametrize("drafter", ["another", "eagle3", "ngram", *SLOW])
+@pytest.mark.parametrize("drafter", ["another", "eagle3", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 def test_caches_are_bit_for_bit_those_of_a_run_that_verifies_no_draft(start, drafter, temperature):
     """Both run at the same sizes, of K + 1 tokens a row, so that they round alike."""
@@ -107,7 +106,7 @@ def rejected_behind(verifying: Engine, plain: Engine, got, want) -> bool:
     return bool((x[:, count] != y[:, count]).any())
 
 
-@pytest.mark.parametrize("drafter", ["another", "eagle3", *SLOW])
+@pytest.mark.parametrize("drafter", ["another", "eagle3", "wide"])
 @pytest.mark.parametrize("changes", [{}, dict(max_num_batched_tokens=16, token_buckets=(16,))],
                          ids=["whole", "in chunks"])  # fmt: skip
 def test_the_drafter_s_cache_is_that_of_all_tokens_at_once(start, drafter, changes):

@@ -42,9 +42,8 @@ def test_drafts_need_at_most_half_as_many_programs_more(kind, all_rules, num_dec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "adaptive"])
-def test_no_request_compiles_anything_after_warm_up(kind):
-    model, config, params = KINDS[kind]()
+def test_no_request_compiles_anything_after_warm_up():
+    model, config, params = KINDS["adaptive"]()  # whose programs are those of all drafts, and more
     sizes = tiny.engine_config(num_blocks=16, num_decode_steps=2, policy="priority")
     e = Engine(model, config, sizes, params, make_compiler=features.ParityCompiler)
     e.warm_up(all_rules=True)
@@ -54,7 +53,7 @@ def test_no_request_compiles_anything_after_warm_up(kind):
         lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
     )
     try:
-        for i in range(150):
+        for i in range(100):
             usual = SamplingParams(temperature=float(i % 4 == 0), max_tokens=12, seed=i)
             given = usual if i % 2 else features.random_params(rng)
             prompt = rng.integers(0, 9, rng.integers(1, 30)).tolist()

@@ -10,7 +10,6 @@ from test_drafts_driver import joined
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.sampling_params import RequestOutputKind
-from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from tests.support import small_llm, tiny
@@ -107,7 +106,7 @@ def joined_parts(parts: list[tuple[str, list[int]]]) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("keeps", [False, True], ids=["cut", "kept"])
 def test_stop_strings_cut_text_and_tokens_where_they_do_without_drafts(plain, drafting, keeps):
     free = completions(plain, GREEDY)[0][1]
-    for at in (20, 27, 34, 41, 45, 50):
+    for at in (20, 34, 45):
         params = replace(GREEDY, stop=[free[at : at + 3]], include_stop_str_in_output=keeps)
         want = completions(plain, params)
         assert completions(drafting, params) == want and want[0][3] == "stop"
@@ -127,11 +126,3 @@ def test_each_completion_of_n_is_that_without_drafts(plain, drafting):
     params = SamplingParams(n=3, seed=5, temperature=0.9, max_tokens=24)
     want = completions(plain, params)
     assert completions(drafting, params) == want and len({text for _, text, *_ in want}) == 3
-
-
-def test_beams_are_those_without_drafts(plain, drafting):
-    params = BeamSearchParams(beam_width=3, max_tokens=8)
-    (want,), (got,) = (llm.beam_search([TEXT], params, use_tqdm=False) for llm in (plain, drafting))
-    assert [s.tokens for s in got.sequences] == [s.tokens for s in want.sequences]
-    ours, theirs = ([s.score for s in found.sequences] for found in (got, want))
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)

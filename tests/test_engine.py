@@ -76,20 +76,14 @@ def alone(kind: str) -> list[list[int]]:
     [
         pytest.param({}, id="batched"),
         pytest.param(dict(async_depth=1), id="sync"),
-        pytest.param(dict(async_depth=3), id="three steps ahead"),
         pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunks of 5"),
-        pytest.param(dict(long_prefill_token_threshold=3), id="at most 3 of a request"),
         pytest.param(dict(num_blocks=13), id="preempted"),
         pytest.param(dict(num_blocks=13, policy="priority"), id="preempted by priority"),
         pytest.param(dict(max_num_seqs=2, decode_buckets=(2,)), id="queued"),
         pytest.param(dict(decode_buckets=(2, 5), token_buckets=(8, 32)), id="buckets"),
         pytest.param(dict(block_size=16, num_blocks=15), id="large blocks"),
-        pytest.param(dict(num_decode_steps=4), id="4 steps a launch"),
         pytest.param(dict(num_decode_steps=3, num_blocks=13), id="3 steps, preempted"),
-        pytest.param(dict(num_decode_steps=8, async_depth=3), id="8 steps, 3 launches ahead",
-                     marks=pytest.mark.slow),
-        pytest.param(dict(num_decode_steps=5, max_num_seqs=2, decode_buckets=(2,)),
-                     id="5 steps, queued", marks=pytest.mark.slow),
+        pytest.param(dict(num_decode_steps=8, async_depth=3), id="8 steps, 3 launches ahead"),
     ],
 )  # fmt: skip
 def test_tokens_depend_on_the_request_alone(changes):
@@ -104,13 +98,12 @@ def test_tokens_depend_on_the_request_alone(changes):
 
 
 def test_a_long_prompt_takes_no_more_of_a_step_than_it_may():
-    e = engine(long_prefill_token_threshold=3)
-    e.add("a", range(1, 11), params_of("greedy", 0))
-    drain(e)
+    e, params = engine(long_prefill_token_threshold=3), params_of("greedy", 0)
+    assert run(e, PROMPTS[:1], [params]) == alone("greedy")[:1]
     assert max(e.runner.traffic[0]) == 3
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_order_of_arrival_changes_nothing(seed):
     order = np.random.default_rng(seed).permutation(len(PROMPTS)).tolist()
     params = [params_of("sampled", i) for i in range(len(PROMPTS))]
@@ -266,8 +259,7 @@ def test_closing_gives_the_state_back():
 @pytest.mark.parametrize(
     "dtype,kv_dtype,tolerance",
     [
-        pytest.param("float16", "float16", 0.01, marks=pytest.mark.slow),
-        ("bfloat16", "bfloat16", 0.1),
+        ("float16", "float16", 0.01),
         ("float32", "bfloat16", 0.05),
     ],
 )

@@ -42,7 +42,6 @@ def finished(served: tuple[Model, Any], sampling: SamplingParams, **changes) -> 
     while e.has_unfinished:
         e.step()
     assert all(len(r.output_token_ids) == sampling.max_tokens for r in requests)
-    assert not changes.get("num_blocks") or e.scheduler.num_preemptions > 0
     return requests
 
 
@@ -61,8 +60,6 @@ def ours(greedy: bool) -> list[Request]:
     [
         pytest.param({}, id="batched"),
         pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunked prefill"),
-        pytest.param(dict(num_blocks=13), id="preempted", marks=pytest.mark.slow),
-        pytest.param(dict(num_decode_steps=4), id="4 steps a launch", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_equal_those_of_our_own_decoder(make, changes):

@@ -1,6 +1,10 @@
-"""The tiny model with drafters of each kind, of random weights, and requests for it."""
+"""The tiny model with drafters of each kind, of random weights, and requests for it.
+
+Each is made once: engines of equal models share what is lowered.
+"""
 
 from dataclasses import replace
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +45,7 @@ def random_like(cls, dims, seed):
     return pytree.build(make, cls, dims | {"param": jnp.float32})
 
 
+@functools.cache
 def with_itself():
     """Returns the tiny model drafted by itself: every draft is right."""
     config, params = tiny.model_and_params()
@@ -49,6 +54,7 @@ def with_itself():
     return model, drafted, Drafted(params, params)
 
 
+@functools.cache
 def with_another():
     """Returns it drafted by a model of other sizes, and so with a cache group of its own."""
     config, params = tiny.model_and_params()
@@ -58,6 +64,7 @@ def with_another():
     return model, drafted, Drafted(params, tiny.random_params(other, seed=5))
 
 
+@functools.cache
 def with_eagle(**changes):
     """Returns it drafted by an EAGLE head of random weights."""
     config, params = tiny.model_and_params()
@@ -67,6 +74,7 @@ def with_eagle(**changes):
     return model, drafted, Drafted(params, random_like(heads.Params, own.dims, 3))
 
 
+@functools.cache
 def with_eagle3():
     """Returns it drafted by an EAGLE-3 head of random weights, for some of the tokens alone."""
     config, params = tiny.model_and_params()
@@ -79,6 +87,7 @@ def with_eagle3():
     return model, drafted, Drafted(params, weights)
 
 
+@functools.cache
 def with_mtp():
     """Returns it drafted by a layer of multi-token prediction of random weights."""
     config, params = tiny.model_and_params()
@@ -93,6 +102,7 @@ DRAFTERS = dict(
 )  # fmt: skip
 
 
+@functools.cache
 def probabilistic(drafter, rejection):
     """Returns the tiny model with one of `DRAFTERS`, which draws with noise of its own."""
     _, config, params = DRAFTERS[drafter]()
@@ -104,6 +114,7 @@ def probabilistic(drafter, rejection):
     return model._replace(speculator=model.speculator._replace(rejection=rejection)), both, params
 
 
+@functools.cache
 def with_ngrams():
     """Returns it drafted by what followed its last tokens before."""
     config, params = tiny.model_and_params()
