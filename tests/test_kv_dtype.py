@@ -30,6 +30,9 @@ ATTENTION = {"int8": 0.03, "float8_e4m3fn": 0.05}
 LOGITS = {"int8": 0.01, "fp8": 0.04}
 
 
+quantize = jax.jit(reference.quantize, static_argnums=1)
+
+
 def heavy(rng, *shape):
     """Student's t with three degrees of freedom: rare values are many times the others."""
     return rng.standard_t(3, shape).astype(np.float32)
@@ -39,7 +42,7 @@ def heavy(rng, *shape):
 def test_a_row_is_rounded_to_the_nearest_step(dtype):
     x = heavy(np.random.default_rng(0), 500, 3, 64) * np.float32(0.01)
     x[7], x[8, 1] = 0.0, 1e-38
-    low, scale = reference.quantize(jnp.asarray(x), jnp.dtype(dtype))
+    low, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
     back = np.asarray(low, np.float64) * np.asarray(scale, np.float64)[..., None]
     of_row, of_value = STEPS[dtype]
     # The scale has eight bits, so a step may be 2**-8 wider, or the largest be cut by as much.
@@ -55,7 +58,7 @@ def test_a_row_is_rounded_to_the_nearest_step(dtype):
 def test_what_is_not_finite_still_shows(dtype, value):
     x = np.ones((2, 8), np.float32)
     x[1, 3] = value
-    low, scale = reference.quantize(jnp.asarray(x), jnp.dtype(dtype))
+    low, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
     with np.errstate(invalid="ignore"):
         back = np.asarray(low, np.float32) * np.asarray(scale)[..., None]
     assert np.isfinite(back[0]).all() and not np.isfinite(back[1]).all()
@@ -74,7 +77,7 @@ class Problem(test_reference.Problem):
         low, scale = bits.view(jnp.dtype(kv_dtype)), np.full((2, N, K, S), np.nan, np.float32)
         values, scales = (
             np.asarray(x)
-            for x in reference.quantize(jnp.asarray(self.history), jnp.dtype(kv_dtype))
+            for x in quantize(jnp.asarray(self.history), jnp.dtype(kv_dtype))
         )
         for b in range(len(self.counts)):
             for p in range(self.computed[b]):
