@@ -177,7 +177,7 @@ def snapshot(tree):
 def test_padding_touches_nothing(temperature):
     params = SamplingParams(temperature=temperature)
     states, outputs = [], []
-    for rows in (2, 3, 5):
+    for rows in (2, 5):
         runner = tiny.runner(decode_buckets=(rows,), token_buckets=(8 * rows,))
         poison = jax.tree.map(lambda x: jnp.full_like(x, 7.0), runner.state.kv)
         runner.state = replace(runner.state, kv=poison)
@@ -188,7 +188,7 @@ def test_padding_touches_nothing(temperature):
         states.append(snapshot(runner.state))
         outputs.append(out)
     chex.assert_trees_all_equal(*outputs)
-    chex.assert_trees_all_equal(states[0].requests, states[1].requests, states[2].requests)
+    chex.assert_trees_all_equal(*(state.requests for state in states))
     for state in states:  # rounding may differ from bucket to bucket, which cells are written not
         chex.assert_trees_all_close(state.kv, states[0].kv, atol=1e-5)
         for cache in state.kv:
