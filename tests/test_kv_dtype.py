@@ -76,8 +76,7 @@ class Problem(test_reference.Problem):
         bits = np.full((2, N, K, S, D), 0x7F, np.int8)  # NaN in e4m3
         low, scale = bits.view(jnp.dtype(kv_dtype)), np.full((2, N, K, S), np.nan, np.float32)
         values, scales = (
-            np.asarray(x)
-            for x in quantize(jnp.asarray(self.history), jnp.dtype(kv_dtype))
+            np.asarray(x) for x in quantize(jnp.asarray(self.history), jnp.dtype(kv_dtype))
         )
         for b in range(len(self.counts)):
             for p in range(self.computed[b]):

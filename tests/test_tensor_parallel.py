@@ -141,10 +141,10 @@ def test_an_llm_on_two_devices(small, tmp_path: Path):
 
 @pytest.mark.slow
 def test_an_llm_with_drafts_on_two_devices():
-    tokens = []
-    rule = SamplingParams(temperature=0.7, seed=3, max_tokens=20)
+    rule, tokens = SamplingParams(temperature=0.7, seed=3, max_tokens=20), []
     config = dict(method="eagle3", model=str(embedded.EAGLE3_PATH), num_speculative_tokens=2)
-    for extra in ({}, dict(tensor_parallel_size=2, speculative_config=config)):
+    drafting: dict[str, Any] = dict(tensor_parallel_size=2, speculative_config=config)
+    for extra in ({}, drafting):
         with LLM(str(embedded.PATH), **LLM_SIZES, **extra) as llm:
             outputs = llm.generate(["import os\n", "def f(x):"], rule, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])

@@ -30,8 +30,8 @@ def save(folder: Path) -> Path:
 
 def start(folder: Path, **options: Any) -> LLM:
     """Returns an `LLM` of few small programs."""
-    sizes = processes.SIZES | dict(tokenizer=processes.tokenizer(), generation_config="vllm")
-    return LLM(str(folder), **sizes | options)
+    own: dict[str, Any] = dict(tokenizer=processes.tokenizer(), generation_config="vllm")
+    return LLM(str(folder), **processes.SIZES | own | options)
 
 
 def tokens(llm: LLM) -> list[list[int]]:
