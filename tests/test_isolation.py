@@ -1,6 +1,6 @@
 """What a request is answered depends on no other request, whatever these use and do."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,19 @@ from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
 from tests.support import features, tiny
 
-NUM_TRIALS = 250
+NUM_TRIALS = 100
 
 
 def engine(**changes) -> Engine:
     config, params = tiny.model_and_params()
     sizes = tiny.engine_config(**changes)
     return Engine(llama, config, sizes, params, make_compiler=features.ParityCompiler)
+
+
+@pytest.fixture(scope="module")
+def solo() -> Engine:
+    """Returns the engine that answers one request at a time."""
+    return engine(enable_prefix_caching=False)
 
 
 @dataclass
@@ -67,15 +73,10 @@ def prompt_of(rng: np.random.Generator) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [{}, dict(num_blocks=16, max_num_batched_tokens=13, token_buckets=(13,), async_depth=3)],
-    ids=["room for all", "preempted, in chunks, three ahead"],
-)
-def test_a_request_is_answered_as_if_it_were_alone(changes):
+def test_a_request_is_answered_as_if_it_were_alone(solo):
     """Of many requests each is compared; those around it join, leave, abort and end."""
     rng = np.random.default_rng(7)
-    e, solo = engine(**changes), engine(enable_prefix_caching=False)
+    e = engine(num_blocks=16, max_num_batched_tokens=13, token_buckets=(13,), async_depth=3)
     told: dict[str, Told] = {}
     asked: dict[str, tuple[list[int], SamplingParams]] = {}
     aborted = set()
@@ -101,29 +102,28 @@ def test_a_request_is_answered_as_if_it_were_alone(changes):
         assert got.keys() == wanted.keys(), (name, params)
         for place, values in wanted.items():
             np.testing.assert_allclose(got[place], values, atol=1e-4)
-    if changes:
-        assert e.scheduler.num_preemptions > 10
+    assert e.scheduler.num_preemptions > 10
 
 
-def test_tokens_of_every_feature_survive_the_bucket_and_the_depth():
+def test_tokens_of_every_feature_survive_the_bucket_and_the_depth(solo):
     rng = np.random.default_rng(3)
     asked = [(prompt_of(rng), features.random_params(rng)) for _ in range(12)]
-    seen = []
-    others = dict(async_depth=1), dict(decode_buckets=(2, 5), num_decode_steps=4)
-    for changes in ({}, *others):
-        e = engine(**changes)
-        told = {str(i): add(e, str(i), *one) for i, one in enumerate(asked)}
-        while e.has_unfinished:
-            step(e, told)
-        seen.append([summary(told[name]) for name in told])
-    assert all(one == seen[0] for one in seen[1:])
+    e = engine(async_depth=1, decode_buckets=(2, 5), num_decode_steps=4)
+    told = {str(i): add(e, str(i), *one) for i, one in enumerate(asked)}
+    while e.has_unfinished:
+        step(e, told)
+    assert [summary(one) for one in told.values()] == [summary(alone(solo, *one)) for one in asked]
 
 
-def test_a_slot_keeps_nothing_of_the_request_before():
+def test_a_slot_keeps_nothing_of_the_request_before(solo):
     rng = np.random.default_rng(5)
-    e = engine(max_num_seqs=1, decode_buckets=(1,))
-    plain = SamplingParams(max_tokens=6, seed=4)
-    want = summary(alone(e, [3, 1, 4], plain))
+    plain, slots = SamplingParams(max_tokens=6, seed=4), set()
+    want = summary(alone(solo, [3, 1, 4], plain))
     for i in range(10):
-        alone(e, prompt_of(rng), features.random_params(rng))
-        assert summary(alone(e, [3, 1, 4], replace(plain, n=1))) == want, i
+        for prompt, params in ((prompt_of(rng), features.random_params(rng)), ([3, 1, 4], plain)):
+            told = add(solo, "a", prompt, params)
+            while solo.has_unfinished:
+                step(solo, {"a": told})
+                slots |= {slot.index for slot in solo.runner.requests._slots.values()}
+        assert summary(told) == want, i
+    assert len(slots) == 1

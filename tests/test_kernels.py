@@ -171,20 +171,30 @@ def test_layers_of_mixed_batches_equal_plain_jax(make_batch, kv_dtype):
         np.testing.assert_allclose(oracles.wide(held), oracles.wide(wanted), rtol=2**-7, atol=1e-5)
 
 
+attend = jax.jit(reference.attend, static_argnames="spec")  # else each operation is compiled
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def add(x, residual, weight, **options):
+    whole = residual if residual.ndim == 2 else residual.sum(0).astype(x.dtype)
+    return add_rms_norm(x, whole, weight, **options)
+
+
+@jax.jit
+def rotate_and_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None):
+    q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, 1e-6))
+    batch = batch_of(1, [0, 0], [0], np.zeros((1, 1), np.int32), k.shape)
+    cache = LayerCache(k, v, None, None)
+    cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)
+    return q, cache.k, cache.v
+
+
 def plain_jax(case: Case, *args):
     """Runs the specification of a kernel."""
     if case.kernel == "add_rms_norm":
-        x, residual, weight = args
-        whole = residual if residual.ndim == 2 else residual.sum(0).astype(x.dtype)
-        return add_rms_norm(x, whole, weight, **case.options)
+        return add(*args, **case.options)
     if case.kernel == "rope_write":
-        qkv, cos, sin, k, v, at, *norms = args
-        q_norm, k_norm = norms or (None, None)
-        q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, 1e-6))
-        batch = batch_of(1, [0, 0], [0], jnp.zeros((1, 1), jnp.int32), k.shape)
-        cache = LayerCache(k, v, None, None)
-        cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)
-        return q, cache.k, cache.v
+        return rotate_and_write(*args)
     q, k, v, blocks, *rows = args
     Q = case.options.get("query_len", 1)
     starts = jnp.arange(0, len(q) + 1, Q) if case.kernel == "decode_attention" else rows.pop(0)
@@ -192,7 +202,7 @@ def plain_jax(case: Case, *args):
     several = dict(query_len=Q, num=np.asarray(rows.pop(0))) if Q > 1 else {}
     batch = batch_of(len(q), starts, lens, blocks, k.shape, **several)
     spec = AttentionSpec(0, case.options["window"], case.options["scale"])
-    out = reference.attend(batch, q, LayerCache(k, v, *(rows or (None, None))), spec)
+    out = attend(batch, q, LayerCache(k, v, *(rows or (None, None))), spec=spec)
     # Places without a token have anything here, zeros in the kernels.
     return jnp.where((batch.row < len(lens))[:, None, None], out, 0) if several else out
 
@@ -254,13 +264,18 @@ def test_kernels_lower_for_cuda(case: Case):
     assert "mosaic_gpu" in text
 
 
+planned = jax.jit(
+    plan, static_argnums=(2, 3, 4), static_argnames=("skip_empty", "query_len")
+)  # else each operation is compiled
+
+
 @pytest.mark.parametrize("skip_empty", [False, True])
 def test_rows_without_tokens_cost_an_item_only_where_zeros_are_wanted(skip_empty):
     lens, blocks = jnp.array([0, 300, 0, 0, 5, 0]), jnp.zeros((6, 8), jnp.int32)
-    items = plan(lens, blocks, (9, 2, 64, 64), None, TuningConfig(), skip_empty=skip_empty)
+    items = planned(lens, blocks, (9, 2, 64, 64), None, TuningConfig(), skip_empty=skip_empty)
     rows = np.asarray(items.row)
     assert set(rows[rows < 6].tolist()) == ({1, 4} if skip_empty else set(range(6)))
-    nothing = plan(lens * 0, blocks, (9, 2, 64, 64), None, TuningConfig(), skip_empty=skip_empty)
+    nothing = planned(lens * 0, blocks, (9, 2, 64, 64), None, TuningConfig(), skip_empty=skip_empty)
     assert (np.asarray(nothing.row) < 6).sum() == (0 if skip_empty else 6)
 
 
@@ -268,8 +283,8 @@ def test_a_plan_reads_the_keys_of_a_row_s_first_query_in_a_window():
     """Its window starts before that of the last: at a tile's edge, in the tile before."""
     lens, blocks = jnp.array([256, 0, 259]), jnp.zeros((3, 8), jnp.int32)
     shape, sizes = (9, 2, 64, 64), dict(skip_empty=True)
-    one = plan(lens, blocks, shape, 64, TuningConfig(), **sizes)
-    four = plan(lens, blocks, shape, 64, TuningConfig(), query_len=4, **sizes)
+    one = planned(lens, blocks, shape, 64, TuningConfig(), **sizes)
+    four = planned(lens, blocks, shape, 64, TuningConfig(), query_len=4, **sizes)
     first = {int(r): int(f) for r, f in zip(one.row[::-1], one.first[::-1], strict=True)}
     before = {int(r): int(f) for r, f in zip(four.row[::-1], four.first[::-1], strict=True)}
     assert (first[0], before[0]) == (3, 2) and first[2] == before[2] == 3

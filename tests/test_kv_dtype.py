@@ -30,6 +30,9 @@ ATTENTION = {"int8": 0.03, "float8_e4m3fn": 0.05}
 LOGITS = {"int8": 0.01, "fp8": 0.04}
 
 
+quantize = jax.jit(reference.quantize, static_argnums=1)
+
+
 def heavy(rng, *shape):
     """Student's t with three degrees of freedom: rare values are many times the others."""
     return rng.standard_t(3, shape).astype(np.float32)
@@ -39,7 +42,7 @@ def heavy(rng, *shape):
 def test_a_row_is_rounded_to_the_nearest_step(dtype):
     x = heavy(np.random.default_rng(0), 500, 3, 64) * np.float32(0.01)
     x[7], x[8, 1] = 0.0, 1e-38
-    low, scale = reference.quantize(jnp.asarray(x), jnp.dtype(dtype))
+    low, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
     back = np.asarray(low, np.float64) * np.asarray(scale, np.float64)[..., None]
     of_row, of_value = STEPS[dtype]
     # The scale has eight bits, so a step may be 2**-8 wider, or the largest be cut by as much.
@@ -55,7 +58,7 @@ def test_a_row_is_rounded_to_the_nearest_step(dtype):
 def test_what_is_not_finite_still_shows(dtype, value):
     x = np.ones((2, 8), np.float32)
     x[1, 3] = value
-    low, scale = reference.quantize(jnp.asarray(x), jnp.dtype(dtype))
+    low, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
     with np.errstate(invalid="ignore"):
         back = np.asarray(low, np.float32) * np.asarray(scale)[..., None]
     assert np.isfinite(back[0]).all() and not np.isfinite(back[1]).all()
@@ -73,8 +76,7 @@ class Problem(test_reference.Problem):
         bits = np.full((2, N, K, S, D), 0x7F, np.int8)  # NaN in e4m3
         low, scale = bits.view(jnp.dtype(kv_dtype)), np.full((2, N, K, S), np.nan, np.float32)
         values, scales = (
-            np.asarray(x)
-            for x in reference.quantize(jnp.asarray(self.history), jnp.dtype(kv_dtype))
+            np.asarray(x) for x in quantize(jnp.asarray(self.history), jnp.dtype(kv_dtype))
         )
         for b in range(len(self.counts)):
             for p in range(self.computed[b]):
@@ -85,8 +87,9 @@ class Problem(test_reference.Problem):
 
 @test_reference.BOTH
 @pytest.mark.parametrize("case", test_reference.CASES)
-@pytest.mark.parametrize("dtype,window", [("float32", None), ("bfloat16", 5)])
-@pytest.mark.parametrize("kv_dtype", ATTENTION)
+@pytest.mark.parametrize(
+    "kv_dtype,dtype,window", [("int8", "bfloat16", 5), ("float8_e4m3fn", "float32", None)]
+)
 def test_attention_is_near_its_oracle(kv_dtype, dtype, window, case, attention):
     problem = Problem(case, dtype, kv_dtype)
     spec = AttentionSpec(0, window, problem.q.shape[2] ** -0.5)
@@ -120,25 +123,33 @@ def params() -> list[SamplingParams]:
 
 
 @functools.cache
+def shared(kv_cache_dtype: str) -> Engine:
+    """Returns an engine that forgets prefixes after each use."""
+    return engine(kv_cache_dtype)
+
+
+def forgetting(kv_cache_dtype: str, prompt: list[int], one: SamplingParams) -> list[int]:
+    """Returns the tokens of a request that finds nothing in the engine."""
+    e = shared(kv_cache_dtype)
+    (output,) = test_engine.run(e, [prompt], [one])
+    assert e.scheduler.reset_prefix_cache()
+    return output
+
+
+@functools.cache
 def alone(kv_cache_dtype: str) -> list[list[int]]:
     """Each prompt's tokens when nothing else is in the engine."""
-    e = engine(kv_cache_dtype, enable_prefix_caching=False)
     pairs = zip(test_engine.PROMPTS, params(), strict=True)
-    return [test_engine.run(e, [prompt], [p])[0] for prompt, p in pairs]
-
-
-CHUNKS = dict(max_num_batched_tokens=5, token_buckets=(5,))
+    return [forgetting(kv_cache_dtype, prompt, p) for prompt, p in pairs]
 
 
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "changes"),
     [
-        pytest.param("int8", {}, id="int8, batched"),
-        pytest.param("int8", CHUNKS, id="int8, chunks of 5", marks=pytest.mark.slow),
         pytest.param("int8", dict(num_blocks=13), id="int8, preempted"),
-        pytest.param("fp8", {}, id="fp8, batched", marks=pytest.mark.slow),
-        pytest.param("fp8", CHUNKS, id="fp8, chunks of 5"),
-        pytest.param("fp8", dict(num_blocks=13), id="fp8, preempted", marks=pytest.mark.slow),
+        pytest.param(
+            "fp8", dict(max_num_batched_tokens=5, token_buckets=(5,)), id="fp8, chunks of 5"
+        ),
     ],
 )
 def test_tokens_depend_on_the_request_alone(kv_cache_dtype, changes):
@@ -149,38 +160,32 @@ def test_tokens_depend_on_the_request_alone(kv_cache_dtype, changes):
 
 @pytest.mark.parametrize("kv_cache_dtype", LOGITS)
 def test_a_cached_prefix_changes_nothing(kv_cache_dtype):
-    e = engine(kv_cache_dtype)
-    hits = []
+    want, e, hits = alone(kv_cache_dtype), shared(kv_cache_dtype), []
     for _ in range(2):
         requests: list[Request] = [
             e.add(f"{i}", prompt, p)
             for i, (prompt, p) in enumerate(zip(test_engine.PROMPTS, params(), strict=True))
         ]
         test_engine.drain(e)
-        assert [r.output_token_ids for r in requests] == alone(kv_cache_dtype)
+        assert [r.output_token_ids for r in requests] == want
         hits.append(requests[0].num_cached_tokens)
-    assert hits[0] == 0 < hits[1]
+    assert hits[0] == 0 < hits[1] and e.scheduler.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", LOGITS)
 def test_copied_blocks_bring_their_scales(kv_cache_dtype):
-    program = engine(kv_cache_dtype).runner.program
-    state = make_state(program)
-    sizes = {x.dtype.itemsize for x in jax.tree.leaves(state.kv)}
-    assert sizes == {1, 4} and len(jax.tree.leaves(state.kv)) == 4 * program.dims["Y"]
+    e = shared(kv_cache_dtype)
+    kv, num_layers = e.runner.state.kv, e.runner.program.dims["Y"]
+    sizes = {x.dtype.itemsize for x in jax.tree.leaves(kv)}
+    assert sizes == {1, 4} and len(jax.tree.leaves(kv)) == 4 * num_layers
     params = [SamplingParams(temperature=1.0, max_tokens=8, seed=i) for i in range(4)]
     prompt = test_engine.PROMPTS[0][:10]  # ends within a block: followers copy it
-    outputs = []
-    for leads in (False, True):
-        e = engine(kv_cache_dtype, enable_prefix_caching=leads)
-        first = e.add("0", prompt, params[0])
-        rest = [
-            e.add(f"{i}", prompt, p, leader=first if leads else None)
-            for i, p in enumerate(params[1:], 1)
-        ]
-        test_engine.drain(e)
-        outputs.append([r.output_token_ids for r in (first, *rest)])
-    assert outputs[0] == outputs[1]
+    want = [forgetting(kv_cache_dtype, prompt, p) for p in params]
+    first = e.add("0", prompt, params[0])
+    rest = [e.add(f"{i}", prompt, p, leader=first) for i, p in enumerate(params[1:], 1)]
+    test_engine.drain(e)
+    assert [r.output_token_ids for r in (first, *rest)] == want
+    assert e.scheduler.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", LOGITS)

@@ -34,50 +34,49 @@ def huggingface():
     return huggingface
 
 
-def generate(engine, params):
-    requests = [engine.add(f"{i}", prompt, params) for i, prompt in enumerate(PROMPTS)]
-    while engine.has_unfinished:
-        engine.step()
-    return requests
-
-
-QUICK = "llama", "llama, dynamic rope", "mistral", "qwen2, some windows", "qwen3"
-
-
-# The others differ from these in weights and angles alone, which their logits show.
-SLOW = "llama, tied", "llama, one key", "mimo", "mistral, no window"
-
-
-@pytest.mark.parametrize(
-    "variant", [*QUICK, *(pytest.param(variant, marks=pytest.mark.slow) for variant in SLOW)]
-)
-def test_greedy_tokens_equal_those_of_transformers(variant, huggingface):
+def greedy(variant: str) -> list[list[int]]:
+    """Returns what all prompts at once are answered, the same with cached prefixes."""
     model, config, params = families.model_and_params(variant)
     sizes: dict[str, Any] = dict(max_model_len=128, num_blocks=400, block_size=8, max_num_seqs=16,
                  max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,))  # fmt: skip
-    engine = Engine(model, config, EngineConfig(**sizes), params)
-    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    first = generate(engine, greedy)
-    requests = generate(engine, greedy)  # most of each prompt is found in the prefix cache
-    assert [r.output_token_ids for r in first] == [r.output_token_ids for r in requests]
-    assert requests[-1].num_cached_tokens > 40
+    engine, outputs = Engine(model, config, EngineConfig(**sizes), params), []
+    for num_cached in (0, 56):
+        rule = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+        requests = [engine.add(f"{i}", prompt, rule) for i, prompt in enumerate(PROMPTS)]
+        while engine.has_unfinished:
+            engine.step()
+        assert requests[-1].num_cached_tokens == num_cached
+        outputs.append([request.output_token_ids for request in requests])
+    assert outputs[0] == outputs[1]
+    return outputs[0]
+
+
+# The others differ from these in weights and angles alone, which their logits show.
+@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2, some windows", "qwen3"])
+def test_greedy_tokens_equal_those_of_transformers(variant, huggingface):
+    """Each is the likeliest one after those before it: by induction, what its `generate` gives."""
+    outputs = greedy(variant)
+    rows = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    padded = [row + [0] * (max(map(len, rows)) - len(row)) for row in rows]  # no token sees these
     reference = huggingface.model(variant)
-    for i, request in enumerate(requests):
-        prompt, output = request.prompt_token_ids, request.output_token_ids
+    logits = reference(huggingface.torch.tensor(padded)).logits
+    likeliest = logits.detach().numpy().argmax(-1)
+    for prompt, output, after in zip(PROMPTS, outputs, likeliest, strict=True):
         assert len(output) == NEW_TOKENS
-        if i % (3 if "dynamic" in variant else 8) == 2:
-            assert output == huggingface.greedy(reference, prompt, NEW_TOKENS)
-        if "dynamic" in variant:
-            continue  # whose angles change with the length
-        # Each token is the likeliest one after those before it: by induction, what generate gives.
-        logits = huggingface.logits(reference, prompt + output)
-        assert output == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert output == after[len(prompt) - 1 :][:NEW_TOKENS].tolist()
+
+
+def test_angles_that_change_with_the_length_are_those_of_transformers(huggingface):
+    outputs = greedy("llama, dynamic rope")
+    reference = huggingface.model("llama, dynamic rope")
+    for i in (2, 11, 14):  # of 3 tokens, 31 and 51; the angles change from 33 on
+        assert outputs[i] == huggingface.greedy(reference, PROMPTS[i], NEW_TOKENS)
 
 
 @pytest.mark.parametrize("variant", families.VARIANTS)
 def test_logits_match_transformers(variant, huggingface):
     _, config, params = families.model_and_params(variant)
-    ids = families.ids(100, seed=1)
+    ids = families.ids(64, seed=1)  # more than the lengths from which scaled angles change
     reference = huggingface.model(variant)
     got, want = tiny.dense_logits(config, params, ids), huggingface.logits(reference, ids)
     np.testing.assert_allclose(got, want, atol=1e-4)

@@ -1,5 +1,6 @@
 """Several decode steps of one launch, by an engine."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from test_custom import poisoned
@@ -33,21 +34,27 @@ def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
     assert sizes == [MultiStepBucket(6, SampleSize(5))]
 
 
-@pytest.mark.parametrize("lengths,count", [((2, 5), 4), ((9, 9), 6)])
-def test_a_launch_ends_when_all_its_requests_have(monkeypatch, lengths, count):
+def test_a_launch_ends_when_all_its_requests_have(monkeypatch):
     """The first token is of the prefill; a launch has six steps at most, of which two are here."""
-    e = engine(num_decode_steps=6, async_depth=1, enforce_eager=True)
     steps, step = [], device.step
-    monkeypatch.setattr(
-        device, "step", lambda *a, size, **k: steps.append(size) or step(*a, size=size, **k)
-    )
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
-    for i, each in enumerate(params):
-        e.add(str(i), PROMPTS[i][:2], each)
-    e.step()
-    del steps[:]
-    e.step()
-    assert len(steps) == count
+
+    def counted(*args, **kwargs):
+        jax.debug.callback(lambda: steps.append(1))
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(device, "step", counted)
+    e = engine(num_decode_steps=6, async_depth=1, enable_prefix_caching=False)  # of this test alone
+    for lengths, count in (((2, 5), 4), ((9, 9), 6)):
+        for i, n in enumerate(lengths):
+            rule = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+            e.add(str(i), PROMPTS[i][:2], rule)
+        e.step()
+        del steps[:]
+        e.step()
+        jax.effects_barrier()
+        assert len(steps) == count
+        while e.has_unfinished:
+            e.step()
 
 
 def test_many_steps_are_few_launches():

@@ -24,7 +24,7 @@ def test_drafts_change_no_token(tmp_path):
         checkpoint.greedy(16),
         SamplingParams(temperature=0.4, seed=3, max_tokens=16, detokenize=False),
         SamplingParams(temperature=1.0, top_k=3, seed=4, max_tokens=9, n=2, detokenize=False),
-        checkpoint.greedy(12, repetition_penalty=1.1, logprobs=2),
+        checkpoint.greedy(12),
     ]
     with checkpoint.start(plain) as llm:
         want = checkpoint.answers(llm, prompts, asked)

@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.api.sampling_params import StructuredOutputsParams
+from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.heads.head import Head
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.parallel.pipeline import deal, homes
+from jaxrunner.runner.pipeline_programs import PipelinePrograms
 from jaxrunner.runner.program_table import ProgramTable
 from jaxrunner.runner.step_handle import ModelRunnerOutput
 from jaxrunner.scheduling.request import Request
 from jaxrunner.worker.worker import Worker
-from tests.support import tiny
+from tests.support import small_checkpoint, tiny
 from tests.support.features import ParityCompiler, random_params
 
 QWEN: dict[str, Any] = dict(
@@ -32,6 +33,7 @@ LLM_SIZES: dict[str, Any] = dict(
     max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,),
     max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False,
 )  # fmt: skip
+NGRAM = dict(method="ngram", num_speculative_tokens=2)
 NUM_REQUESTS = 24
 
 
@@ -94,13 +96,15 @@ def wanted(weights):
     return answers(engine(weights, num_blocks=60), 1)
 
 
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_one_device(weights, wanted, num):
     e, aborted = engine(weights, num), {3, 8, 9, 15, 20}
-    if num == 2:
-        e.warm_up(all_rules=True)
-        e.runner.programs.strict = True  # nothing is compiled from here on
     got = answers(e, 1, aborted=aborted)
+    runner, programs = e.runner, e.runner.programs
+    assert isinstance(programs, PipelinePrograms)
+    keys = program_keys(runner.program, runner.buckets, all_rules=True)
+    for table in programs._tables:  # nothing is compiled but what warm-up compiles
+        assert {one.key for one in table.ledger} <= set(programs._of(table, keys))
     assert e.scheduler.num_preemptions and any(r.num_cached_tokens for r in got)
     for one, want in zip(got, wanted, strict=True):
         tokens = one.output_token_ids
@@ -146,34 +150,11 @@ def test_a_stage_begins_with_others_before_it_hears_of_a_token(weights, monkeypa
     )
 
 
-NGRAM = dict(method="ngram", num_speculative_tokens=2)
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-GREEDY, RULES = SamplingParams(temperature=0, max_tokens=14), StructuredOutputsParams(json=SCHEMA)
-PARAMS = [
-    GREEDY,
-    SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9, logprobs=2),
-    SamplingParams(temperature=0, max_tokens=24, structured_outputs=RULES),
-]
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(
-        ["import os\n", "class A:\n    def", "def f(x):"], PARAMS, use_tqdm=False
-    )
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with LLM(str(embedded.PATH), **LLM_SIZES) as llm:
-        return tokens(llm), llm.memory_plan
-
-
-def test_an_llm_of_two_stages_on_two_devices_each(alone, tmp_path):
-    want, memory = alone
-    with LLM(
-        str(embedded.PATH), pipeline_parallel_size=2, tensor_parallel_size=2, **LLM_SIZES
-    ) as llm:
+def test_an_llm_of_two_stages_on_two_devices_each(tmp_path):
+    folder, tokens = small_checkpoint.save(tmp_path / "checkpoint"), small_checkpoint.tokens
+    with small_checkpoint.start(folder) as llm:
+        want, memory = tokens(llm), llm.memory_plan
+    with small_checkpoint.start(folder, pipeline_parallel_size=2, tensor_parallel_size=2) as llm:
         assert tokens(llm) == want
         assert llm.memory_plan.weights < 0.35 * memory.weights
         runner = llm.engine.runner
@@ -189,7 +170,7 @@ def test_an_llm_of_two_stages_on_two_devices_each(alone, tmp_path):
         assert tokens(llm) != want
         llm.reload_weights()
         assert tokens(llm) == want
-        llm.save_sharded_state(tmp_path)
+        llm.save_sharded_state(tmp_path / "shards")
         with pytest.raises(ValueError, match="parallel_size=2 does not go with save_state: gen"):
             llm.save_state(tmp_path / "state")
         with pytest.raises(ValueError, match="does not go with restore_state: take tensor_par"):

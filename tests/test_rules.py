@@ -100,14 +100,15 @@ def check_kind(kind: str, seed: int, size: int, num_drafts: int) -> None:
             assert out[kept].tobytes() == logits[i, j][kept].tobytes()
 
 
-@pytest.mark.parametrize("size", [V, 501])
-@pytest.mark.parametrize("seed", OF_SEED, ids=OF_SEED.get)
+@pytest.mark.parametrize("size,seed", [*((V, seed) for seed in OF_SEED), (501, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_equals_its_oracle_among_other_rules_and_behind_drafts(kind, seed, size):
     check_kind(kind, seed, size, num_drafts=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["grammar", "allowed ids", "penalties", "min-p, top-p", "top-k, top-p", "all"]
+)
 def test_a_rule_equals_its_oracle_at_the_width_of_a_real_vocabulary(kind):
     check_kind(kind, 0, WIDE, num_drafts=0)
 
@@ -133,7 +134,7 @@ def test_top_p_stops_where_it_should_in_a_flat_distribution(p, scale):
     run = rules.processor(rules.program())
     out = rules.run(run, [Row(SamplingParams(top_p=p))], logits[None, None], J=1, size=1)
     out = out[0].logits[0]
-    order = sorted(range(WIDE), key=lambda t: (-logits[t], t))
+    order = np.argsort(-logits, kind="stable").tolist()
     count = int((out > -np.inf).sum())
     assert set(np.flatnonzero(out > -np.inf)) == set(order[:count])
     mass = np.exp(np.sort(logits.astype(np.float64))[::-1])

@@ -56,7 +56,7 @@ def one(logits, **settings):
 def test_draws_follow_the_exact_distribution(kind, all_rules):
     settings = KINDS[kind]
     params = SamplingParams(**settings)
-    count, rounds = 1000, 100
+    count, rounds = 1000, 40
     drawn = rules.draws(LOGITS, params, range(count), range(rounds), all_rules=all_rules).ravel()
     expected = oracle(LOGITS, **settings) * count * rounds
     seen = np.bincount(drawn, minlength=len(LOGITS))
@@ -79,7 +79,7 @@ def test_rules_equal_their_oracle(kind, seed):
     np.testing.assert_allclose(np.asarray(jax.nn.softmax(jnp.asarray(out))), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 33])
+@pytest.mark.parametrize("rows", [1, 33])
 def test_ties_of_top_k_go_to_the_lower_id_at_every_batch_size(rows):
     params = [SamplingParams(top_k=2)] * rows
     kept = rules.processed([[3, 2, 2, 1]] * rows, params) > -np.inf
@@ -115,9 +115,9 @@ def test_noise_depends_on_seed_and_position_alone():
     alone = [rules.draw(logits, params, [s], 5)[0] for s in range(6)]
     assert rules.draw(logits, params, list(range(6)), 5).tolist() == alone
     assert rules.draw(logits, params, [5, 4, 3, 2, 1, 0], 5).tolist() == alone[::-1]
-    at_5, at_6 = (rules.draw(logits, params, range(40), p) for p in (5, 6))
+    at_5, at_6 = (rules.draw(logits, params, range(6), p) for p in (5, 6))
     assert (at_5 != at_6).any()
-    wide = [2**63 + 1, 1]  # both words of a seed count
+    wide = [2**63 + 1, 1] * 3  # both words of a seed count
     many = np.stack([rules.draw(logits, params, wide, p) for p in range(20)])
     assert (many[:, 0] != many[:, 1]).any()
 
@@ -169,17 +169,17 @@ def test_more_rules_in_the_program_change_no_bit():
     logits = rng.normal(size=(3, 61)).astype(np.float32)
     batch = rules.batched(rules.requests(3), range(3), [4, 5, 6])
     tables = rules.tables(params)
+    run = jax.jit(
+        functools.partial(rules.process, program=rules.program()), static_argnames="all_rules"
+    )
     few, many = (
-        rules.process(
-            jnp.asarray(logits), batch, tables, program=rules.program(), all_rules=all_rules
-        )
-        for all_rules in (False, True)
+        run(jnp.asarray(logits), batch, tables, all_rules=all_rules) for all_rules in (False, True)
     )
     np.testing.assert_array_equal(few.logits, many.logits)
     np.testing.assert_array_equal(few.kept_mass, many.kept_mass)
 
 
-@pytest.mark.parametrize("num", [64, 1000, 4096, 32000])
+@pytest.mark.parametrize("num", [64, 32000])
 def test_a_row_with_one_nan_is_not_finite(num):
     logits = np.tile(np.linspace(-3, 3, num, dtype=np.float32), (8, 1))
     logits[5, num // 3] = np.nan

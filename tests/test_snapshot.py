@@ -68,7 +68,6 @@ def finish(e: Engine, requests: dict[str, Request]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("steps", "changes"),
     [
-        pytest.param(5, {}, id="batched"),
         pytest.param(8, dict(num_blocks=13), id="preempted"),
         pytest.param(2, dict(num_decode_steps=4), id="4 steps a launch"),
     ],

@@ -26,17 +26,15 @@ def engine(model, **changes) -> Engine:
     ("rule", "changes"),
     [
         (dict(temperature=0.0), {}),
-        (dict(temperature=0.5, logprobs=2) | RULED, dict(num_decode_steps=3, async_depth=3)),
-        (dict(temperature=0.7), dict(num_decode_steps=4, num_blocks=14, async_depth=3)),
+        (
+            dict(temperature=0.5, logprobs=2) | RULED,
+            dict(num_decode_steps=3, num_blocks=14, async_depth=3),
+        ),
     ],
-    ids=[
-        "greedy",
-        "steps and rules",
-        "steps and preempted",
-    ],
+    ids=["greedy", "steps, rules and preempted"],
 )
 def test_drafts_change_no_token(rule, changes):
-    want, plain_steps, _ = run(llama, *tiny.model_and_params(), rule, **changes)
+    want, plain_steps, _ = run(llama, *tiny.model_and_params(), rule)
     got, steps, e = run(MODEL, *tiny.model_and_params(), rule, **changes)
     assert got == want
     if changes.get("num_blocks"):

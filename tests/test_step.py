@@ -18,6 +18,8 @@ from tests.support import tiny
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 DIMS = dict(R=4, L=32, X=3, M=8, G=1)
+# Else each operation is compiled.
+prepare_inputs, advance = jax.jit(step.prepare_inputs, static_argnums=(2, 3)), jax.jit(step.advance)
 
 
 def table(**changes) -> Requests:
@@ -38,7 +40,7 @@ def plan(slots, counts) -> Plan:
 
 def prepare(requests, plan_, tokens, num_drafts=0, query_len=0):
     bucket = Bucket(tokens, plan_.slot.size, query_len, num_drafts)
-    return step.prepare_inputs(requests, plan_, bucket, [(32, 4)])
+    return prepare_inputs(requests, plan_, bucket, ((32, 4),))
 
 
 def test_after_a_step_one_token_is_not_yet_computed():
@@ -112,7 +114,7 @@ def test_accepted_drafts_advance_the_request():
     assert batch.inputs.positions.tolist() == [20, 21, 22, 23]
     assert (batch.logits_indices.tolist(), rows.num_drafts.tolist()) == ([[0, 1, 2, 3]], [3])
     sampled = jnp.array([[21, 22, 50, 51]])  # two drafts stand, then another token
-    requests, num_sampled, *_ = step.advance(requests, rows, sampled)
+    requests, num_sampled, *_ = advance(requests, rows, sampled)
     assert num_sampled.tolist() == [3]
     assert (requests.num_computed[2], requests.total_len[2]) == (23, 24)
     assert requests.token_ids[2, 21:24].tolist() == [21, 22, 50]
@@ -130,7 +132,7 @@ def test_rows_with_and_without_drafts_share_a_batch():
     assert rows.num_drafts.tolist() == [0, 3, 0]
     assert rows.samples.tolist() == [True, True, False]
     sampled = jnp.array([[40, 0, 0, 0], [12, 41, 0, 0], [42, 0, 0, 0]])
-    after, num_sampled, *_ = step.advance(requests, rows, sampled)
+    after, num_sampled, *_ = advance(requests, rows, sampled)
     assert num_sampled.tolist() == [1, 2, 0]
     assert after.num_computed.tolist() == [9, 13, 5, 0]
     assert after.token_ids[2].tolist() == ids[2].tolist()
@@ -140,11 +142,13 @@ def test_rows_with_and_without_drafts_share_a_batch():
 
 def test_a_reused_slot_keeps_nothing_of_its_last_request():
     strange = SamplingParams(temperature=2.0, top_k=3, min_tokens=9, stop_token_ids=[1, 2, 3])
-    runner = tiny.runner(max_num_seqs=1, decode_buckets=(), token_buckets=(32,))
+    runner = tiny.runner()
     first = tiny.new_request("x", PROMPT, blocks=range(8), params=strange)
     second = tiny.new_request("y", PROMPT[:7], blocks=range(8, 16))
     runner.step(tiny.scheduled({"x": 10}, [first]))
+    slot = runner.requests["x"]
     runner.step(tiny.scheduled({"y": 7}, [second], finished_req_ids={"x"}))
+    assert runner.requests["y"] == slot
     got = [runner.step(tiny.scheduled({"y": 1})).get().sampled_token_ids[0][0] for _ in range(5)]
     alone = tiny.generate(tiny.runner(), second, 6)
     assert got == alone[1:]
@@ -177,8 +181,8 @@ def snapshot(tree):
 def test_padding_touches_nothing(temperature):
     params = SamplingParams(temperature=temperature)
     states, outputs = [], []
-    for rows in (2, 3, 5):
-        runner = tiny.runner(decode_buckets=(rows,), token_buckets=(8 * rows,))
+    for rows, tokens in ((2, 16), (5, 32)):
+        runner = tiny.runner(decode_buckets=(rows,), token_buckets=(tokens,))
         poison = jax.tree.map(lambda x: jnp.full_like(x, 7.0), runner.state.kv)
         runner.state = replace(runner.state, kv=poison)
         new = [tiny.new_request(n, PROMPT[:k], blocks=range(4 * k, 4 * k + 4), params=params)
@@ -188,7 +192,7 @@ def test_padding_touches_nothing(temperature):
         states.append(snapshot(runner.state))
         outputs.append(out)
     chex.assert_trees_all_equal(*outputs)
-    chex.assert_trees_all_equal(states[0].requests, states[1].requests, states[2].requests)
+    chex.assert_trees_all_equal(*(state.requests for state in states))
     for state in states:  # rounding may differ from bucket to bucket, which cells are written not
         chex.assert_trees_all_close(state.kv, states[0].kv, atol=1e-5)
         for cache in state.kv:
@@ -281,7 +285,7 @@ def test_min_tokens_and_stop_ids_agree_with_the_length():
                      stop_ids=[[8, 61, 61]] * 4)  # fmt: skip
     plan_ = plan([0, 1, 2, 3], [1, 1, 1, 1])
     _, rows = prepare(requests, plan_, 4, query_len=1)
-    after, *_, finished = step.advance(requests, rows, jnp.array([[8], [8], [8], [9]]))
+    after, *_, finished = advance(requests, rows, jnp.array([[8], [8], [8], [9]]))
     assert finished.tolist() == [False, True, True, True]
     assert after.done.tolist() == [False, True, True, True]
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.api.sampling_params import StructuredOutputsParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.models.llama import llama
@@ -18,7 +17,7 @@ from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.speculators.drafter import DraftedConfig
 from jaxrunner.speculators.eagle import eagle
-from tests.support import tiny
+from tests.support import small_checkpoint, tiny
 from tests.support.drafters import with_eagle
 
 SIZES: dict[str, Any] = dict(
@@ -27,11 +26,10 @@ SIZES: dict[str, Any] = dict(
 BIASES = dict(architectures=["LlamaForCausalLM"], attention_bias=True, mlp_bias=True)
 KINDS: dict[str, dict[str, Any]] = {
     "few KV heads": SIZES | BIASES | dict(num_key_value_heads=2),
-    "a KV head each": SIZES | dict(num_key_value_heads=8, tie_word_embeddings=True),
     "windows": SIZES
     | dict(
         architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=6,
-        num_key_value_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 PARAMS = [
@@ -46,8 +44,6 @@ LLM_SIZES: dict[str, Any] = dict(
     max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,),
     max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False,
 )  # fmt: skip
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-PROMPTS = ["import os\n", "class A:\n    def", "def f(x):"]
 
 
 def answers(model, config, params, **sizes):
@@ -71,7 +67,7 @@ def saved(request, tmp_path_factory):
     return folder, config, answers(llama, config, params, num_blocks=24, num_decode_steps=2)
 
 
-CUTS = [("few KV heads", 2), ("few KV heads", 8), ("a KV head each", 4), ("windows", 2)]
+CUTS = [("few KV heads", 8), ("windows", 2)]  # a head on several devices, several on one
 
 
 @pytest.mark.parametrize(("saved", "num"), CUTS, indirect=["saved"])
@@ -90,7 +86,7 @@ def test_tokens_are_those_of_one_device(saved, num):
     assert cache.shape[1] == heads and cache.sharding.shard_shape(cache.shape)[1] == heads // num
 
 
-@pytest.mark.parametrize("saved", ["few KV heads", "a KV head each"], indirect=True)
+@pytest.mark.parametrize("saved", ["few KV heads", "windows"], indirect=True)
 def test_weights_are_saved_as_they_were_read(saved, tmp_path):
     folder, config, _ = saved
     model, on_mesh = shard(llama, config, make_mesh(8))
@@ -114,55 +110,45 @@ def test_copied_heads_and_merged_ones_are_inverse():
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Returns what one device answers."""
-    with LLM(str(embedded.PATH), **LLM_SIZES) as llm:
-        return tokens(llm)
+def small(tmp_path_factory):
+    """Returns a checkpoint, what one device answers, and its memory plan."""
+    folder = small_checkpoint.save(tmp_path_factory.mktemp("small"))
+    with small_checkpoint.start(folder) as llm:
+        return folder, small_checkpoint.tokens(llm), llm.memory_plan
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    rules = [*PARAMS[:2], SamplingParams(
-        temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(json=SCHEMA)
-    )]  # fmt: skip
-    outputs = llm.generate(PROMPTS, rules, on_error="raise", use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@pytest.mark.parametrize("drafts", [None, pytest.param("eagle3", marks=pytest.mark.slow)])
-def test_an_llm_on_two_devices(alone, drafts):
-    folder = embedded.EAGLE3_PATH if drafts == "eagle3" else embedded.PATH
-    config = dict(method=drafts, model=str(folder), num_speculative_tokens=2)
-    extra: dict[str, Any] = {} if drafts is None else dict(speculative_config=config)
-    with LLM(str(embedded.PATH), tensor_parallel_size=2, **LLM_SIZES, **extra) as llm:
-        assert tokens(llm) == alone
-        if drafts:
-            return
+def test_an_llm_on_two_devices(small, tmp_path: Path):
+    """What sleeps wakes as it was; a snapshot of shards goes on; a plan is that of a device."""
+    folder, want, memory = small
+    with small_checkpoint.start(folder, tensor_parallel_size=2) as llm:
+        assert small_checkpoint.tokens(llm) == want
         llm.sleep(level=1)
         llm.wake_up()
-        assert tokens(llm) == alone
+        assert small_checkpoint.tokens(llm) == want
         held = {x.sharding.num_devices for x in jax.tree.leaves(llm.engine.runner.params)}
         assert held == {2}
-
-
-def test_a_plan_of_memory_is_that_of_a_device():
-    sizes: dict[str, Any] = LLM_SIZES | dict(num_blocks=64)
-    weights, kv = [], []
-    for num in (1, 2):
-        with LLM(str(embedded.PATH), tensor_parallel_size=num, **sizes) as llm:
-            weights.append(llm.memory_plan.weights)
-            kv.append(llm.memory_plan.kv)
-    assert kv[0] == 2 * kv[1] and weights[1] < 0.51 * weights[0]
-
-
-def test_a_snapshot_of_shards_goes_on(alone, tmp_path: Path):
-    with LLM(str(embedded.PATH), tensor_parallel_size=2, **LLM_SIZES) as llm:
-        parts = llm.stream(PROMPTS[:1], PARAMS[0])  # its end would abort the request
+        assert memory.kv == 2 * llm.memory_plan.kv
+        assert llm.memory_plan.weights < 0.55 * memory.weights
+        # Its end would abort the request.
+        parts = llm.stream([*small_checkpoint.PROMPTS[:1]], small_checkpoint.PARAMS[0])
         next(parts)
         llm.save_state(tmp_path / "state")
-    with LLM(str(embedded.PATH), tensor_parallel_size=2, **LLM_SIZES) as llm:
+    with small_checkpoint.start(folder, tensor_parallel_size=2) as llm:
         *_, last = llm.restore_state(tmp_path / "state")
         assert last.finished and llm.engine.runner.state.kv[0].k.sharding.num_devices == 2
-        assert last.outputs[0].token_ids == alone[0][-len(last.outputs[0].token_ids) :]
+        assert last.outputs[0].token_ids == want[0][-len(last.outputs[0].token_ids) :]
+
+
+@pytest.mark.slow
+def test_an_llm_with_drafts_on_two_devices():
+    rule, tokens = SamplingParams(temperature=0.7, seed=3, max_tokens=20), []
+    config = dict(method="eagle3", model=str(embedded.EAGLE3_PATH), num_speculative_tokens=2)
+    drafting: dict[str, Any] = dict(tensor_parallel_size=2, speculative_config=config)
+    for extra in ({}, drafting):
+        with LLM(str(embedded.PATH), **LLM_SIZES, **extra) as llm:
+            outputs = llm.generate(["import os\n", "def f(x):"], rule, use_tqdm=False)
+            tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""A tiny checkpoint that meshes of up to four devices can cut, and an `LLM` of it."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxrunner import LLM, SamplingParams
+from jaxrunner.api.sampling_params import StructuredOutputsParams
+from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.llama import llama
+from tests.support import processes, tiny
+
+SETTINGS: dict[str, Any] = tiny.SETTINGS | dict(
+    hidden_size=24, intermediate_size=32, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
+    vocab_size=64, eos_token_id=63,
+)  # fmt: skip
+PROMPTS = "ABBA", "XYZ", "Q" * 9  # of the 64 characters that `processes.tokenizer` knows
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9, logprobs=2),
+    SamplingParams(structured_outputs=StructuredOutputsParams(choice=["ABBA", "BAAB"]), seed=1),
+]
+
+
+def save(folder: Path) -> Path:
+    """Writes random weights and returns their folder."""
+    config = tiny.config(**SETTINGS)
+    save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), SETTINGS)
+    return folder
+
+
+def start(folder: Path, **options: Any) -> LLM:
+    """Returns an `LLM` of few small programs."""
+    own: dict[str, Any] = dict(tokenizer=processes.tokenizer(), generation_config="vllm")
+    return LLM(str(folder), **processes.SIZES | own | options)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    """Returns what it answers `PROMPTS`."""
+    outputs = llm.generate([*PROMPTS], PARAMS, on_error="raise", use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
