@@ -21,6 +21,7 @@ class AttentionSpec(NamedTuple):
     group: int  # cache group of the layer
     window: int | None  # keys a token sees, itself included; None for all before it
     scale: float  # of the scores
+    soft_cap: float | None = None  # that scores bend towards, by a tanh
 
 
 class RopeAndNorm(NamedTuple):

@@ -1,0 +1,60 @@
+"""Gemma 2 and 3, texts: four norms a layer, caps, windows. arXiv:2408.00118, arXiv:2503.19786."""
+
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.blocks.description import BlockConfig, Names
+from jaxrunner.models.blocks.reading import block, read_block, read_cap, read_kinds, read_scale
+from jaxrunner.models.rope import read_rope, read_two_ropes
+
+NAMES = Names(
+    attn_end_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_end_norm="post_feedforward_layernorm",
+)
+
+
+def read_2(settings: Settings) -> BlockConfig:
+    """Reads a Gemma 2 config."""
+    settings = settings.renamed(hidden_activation="hidden_act")
+    rope = read_rope(settings, *_sizes(settings))
+    return _read(settings, rope=rope, kinds=read_kinds(settings, 2), caps=(50.0, 30.0))
+
+
+def read_3(settings: Settings) -> BlockConfig:
+    """Reads a Gemma 3 config of its text model."""
+    settings = settings.renamed(hidden_activation="hidden_act")
+    local = "rope_local_base_freq", 1e4
+    rope = read_two_ropes(settings, *_sizes(settings), theta=1e6, local=local)
+    pattern = settings.size("_sliding_window_pattern", settings.size("sliding_window_pattern", 6))
+    kinds = read_kinds(settings, pattern)
+    # transformers, too, reads a cap of scores, and caps none.
+    settings.expect("attn_logit_softcapping", None)
+    return _read(settings, rope=rope, kinds=kinds, caps=(None, None), qk_norm=True)
+
+
+def _sizes(settings: Settings) -> tuple[int, int]:
+    return settings.size("head_dim", 256), settings.size("max_position_embeddings", 8192)
+
+
+def _read(settings: Settings, *, caps: tuple[float | None, float | None], **traits) -> BlockConfig:
+    settings.expect("use_bidirectional_attention", False)
+    bias = settings.take("attention_bias", bool, False)
+    return read_block(
+        settings,
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        window=4096,
+        norm="rms of 1 + w",
+        qkv_bias=bias,
+        o_bias=bias,
+        score_scale=read_scale(settings, "query_pre_attn_scalar", 256.0) ** -0.5,
+        score_cap=read_cap(settings, "attn_logit_softcapping", caps[0]),
+        logit_cap=read_cap(settings, "final_logit_softcapping", caps[1]),
+        embed_scale=settings.size("hidden_size") ** 0.5,
+        names=NAMES,
+        **traits,
+    )
+
+
+gemma2 = block._replace(read=read_2)
+gemma3 = block._replace(read=read_3)

@@ -1,0 +1,95 @@
+"""Tiny random checkpoints of the families of `models.dense`, saved by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=36, intermediate_size=44, num_hidden_layers=4,
+    num_attention_heads=6, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+WIDE = dict(hidden_size=48, head_dim=None)  # of families whose heads have hidden_size / heads
+FOUR = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+PAIRS = [1.0 + 0.5 * i for i in range(3)]
+LONG = dict(
+    rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, short_factor=PAIRS,
+    long_factor=[4 * x for x in PAIRS],
+)  # fmt: skip
+LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=16)  # fmt: skip
+SCALES = dict(embedding_multiplier=3.0, attention_multiplier=0.5, residual_multiplier=0.3,
+              logits_scaling=1.7)  # fmt: skip
+TWO = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=10000.0))
+GPT2 = dict(n_embd=48, n_head=6, n_layer=3, n_positions=128, vocab_size=61)
+# Name: (what classes of transformers begin with, changes of the config's keys).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma 2": ("Gemma2", dict(sliding_window=9, query_pre_attn_scalar=12, attn_logit_softcapping=3.0,
+                               final_logit_softcapping=5.0)),
+    "gemma 3": ("Gemma3", dict(sliding_window=9, query_pre_attn_scalar=12,
+                               sliding_window_pattern=3)),
+    "gemma 3, scaled, capped logits": ("Gemma3", dict(
+        sliding_window=9, layer_types=FOUR, final_logit_softcapping=5.0, rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0)))),
+    "phi 3": ("Phi3", WIDE | dict(sliding_window=9)),
+    "phi 4 mini": ("Phi3", WIDE | dict(rope_parameters=LONG, tie_word_embeddings=True,
+                                       original_max_position_embeddings=32)),
+    "olmo 2": ("Olmo2", dict(attention_bias=True)),
+    "glm 4": ("Glm", {}),
+    "glm 4, 0414": ("Glm4", dict(rms_norm_eps=1e-3)),
+    "smollm 3": ("SmolLM3", dict(no_rope_layers=[1, 0, 1, 0])),
+    "granite 3": ("Granite", WIDE | SCALES),
+    "command r": ("Cohere", WIDE),
+    "command r7b": ("Cohere2", WIDE | dict(sliding_window=9, logit_scale=0.3)),
+    "exaone 4": ("Exaone4", dict(sliding_window=9, rope_parameters=LLAMA3)),
+    "exaone 4, no window": ("Exaone4", dict(sliding_window=None, tie_word_embeddings=True,
+                                            layer_types=["full_attention"] * 4)),
+    "starcoder 2": ("Starcoder2", WIDE | dict(sliding_window=9)),
+    "gpt 2": ("GPT2", GPT2),
+    "pythia": ("GPTNeoX", WIDE | dict(num_key_value_heads=None, rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25))),
+    "neox, one after the other": ("GPTNeoX", WIDE | dict(
+        num_key_value_heads=None, use_parallel_residual=False, tie_word_embeddings=True)),
+    "olmo 3": ("Olmo3", dict(sliding_window=9, rope_parameters=TWO)),
+    "ministral 3": ("Ministral3", dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.7))),
+}  # fmt: skip
+CLASSES = dict(GPT2="GPT2LMHeadModel")
+CONFIGS = dict(Gemma3="Gemma3TextConfig")
+
+
+def model(variant: str) -> Any:
+    """Returns a variant's module of transformers, with random weights."""
+    family, changes = VARIANTS[variant]
+    values = (changes if family == "GPT2" else SIZES | changes) | dict(
+        bos_token_id=None, eos_token_id=None
+    )
+    values = {
+        k: v
+        for k, v in values.items()
+        if v is not None or k not in ("head_dim", "num_key_value_heads")
+    }
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**values)
+    config._attn_implementation = "eager"
+    made = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
+    torch.manual_seed(len(variant))
+    for name, weight in made.named_parameters():
+        norm = "norm" in name or ".ln_" in name
+        torch.nn.init.normal_(weight, mean=1.0 if norm else 0.0, std=0.2 if norm else 0.3)
+    return made
+
+
+def save(variant: str, folder: Path) -> Any:
+    """Writes a variant's checkpoint. Returns its module."""
+    made = model(variant)
+    made.save_pretrained(folder)
+    return made
+
+
+def logits(module: Any, ids: list[int]) -> np.ndarray:
+    """Returns the logits of every position of one sequence, [T, V], in the module's dtype."""
+    with torch.no_grad():
+        return module(torch.tensor([ids]), use_cache=False).logits[0].numpy()
