@@ -1,17 +1,36 @@
 """Dense families against transformers: tokens, logits, chunks, cached prefixes, shards."""
 
+import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams, check
-from tests.support import dense_families
-from tests.support.checkpoints import NEEDS_TORCH
+from jaxrunner import LLM, SamplingParams, check, pytree
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.blocks.description import BlockConfig
+from jaxrunner.models.registry import read_model
+from jaxrunner.ops import backends
+from jaxrunner.ops.backends import dense
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
+from tests.support import dense_families, tiny
+from tests.support.lowering import cuda, lowers
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 14, 15, 16, 33, 35, 40, 51, 60)
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
 LONG = {"gemma 2": 64, "command r7b": 64}  # new tokens of a request; of others 16
+# These differ from the others by what a test of few tokens tells already.
+SLOW = "gemma 3, scaled, capped logits", "glm 4", "command r", "neox, one after the other"
+QUICK = [name for name in dense_families.VARIANTS if name not in SLOW]
+SLOW_ON_SHARDS = "gemma 3", "phi 4 mini", "glm 4, 0414", "granite 3", "starcoder 2", "pythia"
+LARGE = dict(
+    hidden_size=1024, n_embd=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128,
+    num_key_value_heads=4,
+)  # fmt: skip
 SIZES: dict[str, Any] = dict(
     skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=8, num_blocks=400,
     max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,),
@@ -29,9 +48,10 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("variant", dense_families.VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [*QUICK, *(pytest.param(variant, marks=pytest.mark.slow) for variant in SLOW)]
+)
 def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
-    pytest.importorskip("torch", reason=NEEDS_TORCH)
     module = dense_families.save(variant, tmp_path)
     with LLM(tmp_path, **SIZES) as llm:  # 318 tokens of prompts, in chunks of 64 and less
         first = tokens(generate(llm, LONG.get(variant, 16)))
@@ -47,3 +67,128 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     (exact,) = dense_families.logits(module.double(), PROMPTS[-1:])
     (got,) = check.ours(tmp_path, PROMPTS[-1:], None)
     np.testing.assert_allclose(got.logits, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("gemma 2", "command r7b", "gpt 2"),
+        *(pytest.param(v, marks=pytest.mark.slow) for v in SLOW_ON_SHARDS),
+    ],
+)
+def test_two_devices_tell_the_tokens_of_one(variant, tmp_path):
+    dense_families.save(variant, tmp_path)
+    found = []
+    for devices in (1, 2):
+        with LLM(tmp_path, tensor_parallel_size=devices, **SIZES) as llm:
+            found.append(tokens(generate(llm, 16)))
+    assert found[0] == found[1]
+
+
+def test_norms_over_all_heads_are_not_cut(tmp_path):
+    dense_families.save("olmo 2", tmp_path)
+    with pytest.raises(ValueError, match="wants a model that runs on shards, Olmo2ForCausalLM"):
+        LLM(tmp_path, tensor_parallel_size=2, **SIZES)
+
+
+# What runs an operation on a GPU, in bfloat16, for 64 requests; "" where it is not asked for.
+ROPE, NORM, MLP = "rope_write", "add_rms_norm", "gated_mlp"
+RUNS = {
+    "phi 3": (ROPE, NORM, MLP),
+    "granite 3": (ROPE, NORM, MLP),
+    "olmo 2": ("", NORM, MLP),  # whose one norm is that behind the last layer
+    "ministral 3": ("", NORM, MLP),
+    "command r7b": (ROPE, "", MLP),
+    "gemma 2": (ROPE, "", ""),
+    "gemma 3": ("", "", ""),
+    "pythia": (ROPE, "", ""),
+}
+
+
+@lowers
+@pytest.mark.parametrize("variant", RUNS)
+def test_kernels_run_where_their_maths_is_the_familys(variant):
+    model, config = read_model(Settings(dense_families.settings(variant) | LARGE))
+    assert isinstance(config, BlockConfig)
+    engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+    program = Program(model, config, engine, backends.fused, RULES)
+    with cuda():
+        told = operations(program, params, Key("step", Bucket(64, 64, 1)))
+    names = {one.operation: one.name for one in told}
+    assert tuple(names.get(x, "") for x in ("rotate and write", "add_norm", "mlp")) == RUNS[variant]
+    assert names["attention"] == "decode_attention"
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("granite 3", dict(hidden_act="mish"), "hidden_act must be one of .*got 'mish'"),
+    "kinds": ("gemma 2", dict(layer_types=["chunked_attention"] * 2), "layer_types must name full"),
+    "cap": ("gemma 2", dict(final_logit_softcapping=-1.0), r"capping must be over 0, got -1\.0"),
+    "cap of nothing": ("gemma 3", dict(attn_logit_softcapping=50.0), "attn_logit_.*not supported"),
+    "scale": ("granite 3", dict(logits_scaling=0.0), r"logits_scaling must be over 0, got 0\.0"),
+    "both ways": ("gemma 2", dict(use_bidirectional_attention=True), "use_bidir.*not supported"),
+    "share": ("glm 4", dict(rope_parameters=dict(partial_rotary_factor=0.4)), "of whole pairs"),
+    "odd heads": ("gpt 2", dict(n_embd=42), "head_dim=7 must be even"),
+    "factors": (
+        "phi 4 mini",
+        dict(rope_parameters=dense_families.LONG | dict(long_factor=[1.0])),
+        r"long_factor must be 3 factors over 0, got \[1\.0\]",
+    ),
+    "turned layers": ("smollm 3", dict(no_rope_layers=[1]), "must have a number for 2 layers"),
+    "norms of queries": ("command r", dict(use_qk_norm=True), "use_qk_norm=True is not supported"),
+    "layers unlike": (
+        "gpt 2",
+        dict(scale_attn_by_inverse_layer_idx=True),
+        "scale_attn_by_inverse_layer_idx=True is not supported",
+    ),
+    "unknown": ("starcoder 2", dict(expert_count=3), "1 unknown setting: expert_count=3"),
+    "pattern": (
+        "exaone 4",
+        dict(sliding_window_pattern="LLLG", layer_types=None),
+        "no 'layer_types'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "changes", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_would_change_the_outputs_is_refused(variant, changes, words):
+    with pytest.raises(ValueError, match=words):
+        read_model(Settings(dense_families.settings(variant) | changes))
+
+
+def test_unknown_extras_are_refused():
+    model, config = read_model(Settings(dense_families.settings("gemma 2")))
+    params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("float32")))
+    run = functools.partial(model.layers, config, kv=(), inputs=None, ops=dense(1), extras=("x",))
+    with pytest.raises(ValueError, match=r"extras .* are none of these layers': take some of"):
+        run(params, None)
+
+
+SCALING = {key: value for key, value in dense_families.YARN.items() if key != "rope_theta"}
+OLD = {  # config.json as the hub has it, and what transformers makes of it today
+    "gemma 3": (
+        dict(rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=2),
+        ("rope_parameters", "layer_types", "_sliding_window_pattern"),
+    ),
+    "olmo 3": (
+        dict(rope_theta=1e4, rope_scaling=SCALING),
+        ("rope_parameters",),
+    ),
+    "pythia": (dict(rotary_pct=0.25, rotary_emb_base=10000), ("rope_parameters",)),
+    "phi 4 mini": (
+        dict(rope_theta=1e4, partial_rotary_factor=0.75, rope_scaling=dict(
+            type="longrope", short_factor=dense_families.PAIRS,
+            long_factor=dense_families.LONG["long_factor"])),
+        ("rope_parameters",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", OLD)
+def test_old_keys_say_the_same(variant):
+    values, (old, gone) = dense_families.settings(variant), OLD[variant]
+    want, got = (
+        read_model(Settings(v))[1]
+        for v in (values, {k: v for k, v in values.items() if k not in gone} | old)
+    )
+    assert got == want

@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def embed(config: BlockConfig, params: Params, inputs: Inputs) -> Array:
-    """Returns the embeddings of the tokens, [T, E], and of their positions where those are learned."""
+    """Returns the embeddings of the tokens, [T, E], with learned positions where there are some."""
     x = params.embed[inputs.token_ids]
     if config.embed_scale != 1:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
@@ -88,7 +88,7 @@ def _layer(
     config: BlockConfig, ops: Ops, x: Array, residual: Array, w: Layer, cache: Any,
     turn: tuple[Array, Array, Array | None], *, spec: AttentionSpec,
 ) -> tuple[Array, Array, Any]:  # fmt: skip
-    """Runs a layer on x + residual. Returns the next x, what is to be added to it, and the cache."""
+    """Runs a layer on x + residual. Returns the next x, what it is to gain, and the cache."""
     x, h = _add_norm(config, ops, x, residual, w.attn_norm)
     out, cache = _attend(config, ops, h, w, cache, turn, spec)
     attended = _ended(config, ops.project(out, w.o), x, w.attn_end_norm)

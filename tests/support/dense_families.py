@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from tests.support.checkpoints import NEEDS_TORCH
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=36, intermediate_size=44, num_hidden_layers=2,
+    vocab_size=62, hidden_size=36, intermediate_size=44, num_hidden_layers=2,
     num_attention_heads=6, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
 )  # fmt: skip
 NO_IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -23,11 +26,12 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_facto
 SCALES = dict(embedding_multiplier=3.0, attention_multiplier=0.5, residual_multiplier=0.3,
               logits_scaling=1.7)  # fmt: skip
 TWO = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=10000.0))
-GPT2 = dict(n_embd=48, n_head=6, n_layer=2, n_positions=128, vocab_size=61)
+GPT2 = dict(n_embd=48, n_head=6, n_layer=2, n_positions=128, vocab_size=62)
 # Name: (what classes of transformers begin with, changes of the config's keys).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma 2": ("Gemma2", dict(sliding_window=9, query_pre_attn_scalar=12, attn_logit_softcapping=3.0,
-                               final_logit_softcapping=5.0)),
+    "gemma 2": ("Gemma2", dict(
+        sliding_window=9, query_pre_attn_scalar=12, attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0)),
     "gemma 3": ("Gemma3", dict(sliding_window=9, query_pre_attn_scalar=12,
                                sliding_window_pattern=2)),
     "gemma 3, scaled, capped logits": ("Gemma3", dict(
@@ -57,22 +61,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo 3": ("Olmo3", dict(sliding_window=9, rope_parameters=TWO, layer_types=BOTH)),
     "ministral 3": ("Ministral3", dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.7))),
 }  # fmt: skip
-CLASSES = dict(GPT2="GPT2LMHeadModel")
 CONFIGS = dict(Gemma3="Gemma3TextConfig")
 
 
-def model(variant: str) -> Any:
-    """Returns a variant's module of transformers, with random weights."""
-    import torch
-    import transformers
-
+def config(variant: str) -> Any:
+    """Returns a variant's config of transformers."""
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     family, changes = VARIANTS[variant]
     values = changes if family == "GPT2" else SIZES | changes
     derived = ("head_dim", "num_key_value_heads")
     values = {k: v for k, v in values.items() if v is not None or k not in derived}
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**values | NO_IDS)
-    config._attn_implementation = "eager"
-    made = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
+    return getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**values | NO_IDS)
+
+
+def settings(variant: str) -> dict[str, Any]:
+    """Returns the keys of a variant's `config.json`."""
+    family = VARIANTS[variant][0]
+    return config(variant).to_dict() | dict(architectures=[class_of(family)])
+
+
+def class_of(family: str) -> str:
+    """Returns the class of transformers that computes logits."""
+    return "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+
+
+def model(variant: str) -> Any:
+    """Returns a variant's module of transformers, with random weights."""
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
+    found = config(variant)
+    found._attn_implementation = "eager"
+    made = getattr(transformers, class_of(VARIANTS[variant][0]))(found).eval()
     torch.manual_seed(len(variant))
     for name, weight in made.named_parameters():
         norm = "norm" in name or ".ln_" in name
