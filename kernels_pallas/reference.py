@@ -188,7 +188,7 @@ def dense_attention(
     window = None if spec.window is None else (spec.window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         if spec.soft_cap is not None:
-            return _capped_attention(*split, spec).reshape(q.shape), None
+            return _capped_attention(split[0], split[1], split[2], spec).reshape(q.shape), None
         out = jax.nn.dot_product_attention(
             *split, scale=spec.scale, is_causal=True, local_window_size=window
         )

@@ -124,9 +124,10 @@ def read_decoder(settings: Settings, *, head_dim: int = 0, **flags: Any) -> Deco
     """
     fields = read_sizes(settings, head_dim)
     settings.expect("hidden_act", "silu", "swish")
-    rope = read_rope(settings, fields["head_dim"], fields["max_position_embeddings"])
+    max_len = fields["max_position_embeddings"]
+    fields["rope"] = read_rope(settings, fields["head_dim"], max_len)
     settings.finish()
-    return DecoderConfig(**fields | dict(rope=rope) | flags)
+    return DecoderConfig(**fields | flags)
 
 
 def read_sizes(settings: Settings, head_dim: int = 0, eps: float = 1e-6) -> dict[str, Any]:

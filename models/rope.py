@@ -249,7 +249,7 @@ def _longrope(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: in
         if len(factors) != pairs or min(factors) <= 0:
             raise ValueError(f"{name} must be {pairs} factors over 0, got {shown(factors)}")
         base = np.float32(theta) ** (np.arange(0, 2 * pairs, 2, dtype=np.float32) / (2 * pairs))
-        sets.append(1 / (np.float32(factors) * base))
+        sets.append(1 / (np.asarray(factors, np.float32) * base))
     long = Long(_floats(sets[1]), old_len)
     return sets[0], {"scale": scaling.take("attention_factor", float, gain), "long": long}
 

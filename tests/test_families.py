@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams, check, pytree
+from jaxrunner import LLM, SamplingParams, pytree
+from jaxrunner.check import compare as check
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
@@ -27,10 +28,7 @@ LONG = {"gemma 2": 64, "command r7b": 64}  # new tokens of a request; of others 
 SLOW = "gemma 3, scaled, capped logits", "glm 4", "command r", "neox, one after the other"
 QUICK = [name for name in dense_families.VARIANTS if name not in SLOW]
 SLOW_ON_SHARDS = "gemma 3", "phi 4 mini", "glm 4, 0414", "granite 3", "starcoder 2", "pythia"
-LARGE = dict(
-    hidden_size=1024, n_embd=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128,
-    num_key_value_heads=4,
-)  # fmt: skip
+LARGE = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128)
 SIZES: dict[str, Any] = dict(
     skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=8, num_blocks=400,
     max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,),
@@ -108,7 +106,8 @@ RUNS = {
 @lowers
 @pytest.mark.parametrize("variant", RUNS)
 def test_kernels_run_where_their_maths_is_the_familys(variant):
-    model, config = read_model(Settings(dense_families.settings(variant) | LARGE))
+    keys = LARGE | dict(num_key_value_heads=8 if variant == "pythia" else 4)
+    model, config = read_model(Settings(dense_families.settings(variant) | keys))
     assert isinstance(config, BlockConfig)
     engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16")
     params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
@@ -127,7 +126,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "cap of nothing": ("gemma 3", dict(attn_logit_softcapping=50.0), "attn_logit_.*not supported"),
     "scale": ("granite 3", dict(logits_scaling=0.0), r"logits_scaling must be over 0, got 0\.0"),
     "both ways": ("gemma 2", dict(use_bidirectional_attention=True), "use_bidir.*not supported"),
-    "share": ("glm 4", dict(rope_parameters=dict(partial_rotary_factor=0.4)), "of whole pairs"),
+    "share": (
+        "glm 4",
+        dict(rope_parameters=dict(partial_rotary_factor=0.4)),
+        r"partial_rotary_factor=0\.4 must be a share of head_dim=8 of whole pairs",
+    ),
     "odd heads": ("gpt 2", dict(n_embd=42), "head_dim=7 must be even"),
     "factors": (
         "phi 4 mini",

@@ -13,6 +13,7 @@ from jaxrunner.models.blocks.weights import Params
 from jaxrunner.models.llama import read_sizes
 from jaxrunner.models.rope import Rope, no_rope, read_rope
 
+MAX_LEN = "max_position_embeddings"
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu",
@@ -47,7 +48,7 @@ def read_block(
     if named not in ACTIVATIONS:
         raise ValueError(f"hidden_act must be one of {sorted(ACTIVATIONS)}, got {shown(named)}")
     kinds = kinds or (FULL,) * layers
-    rope = rope or read_rope(settings, D, fields["max_position_embeddings"])
+    rope = rope or read_rope(settings, D, fields[MAX_LEN])
     if not isinstance(rope, dict):
         rope = {FULL: rope, SLIDING: rope}
     window = settings.size("sliding_window", 0 if "sliding_window" in settings else window, least=0)
@@ -108,6 +109,15 @@ def read_over_0(key: str, value: float) -> float:
     if value <= 0:
         raise ValueError(f"{key} must be over 0, got {value}")
     return value
+
+
+def rope_sizes(settings: Settings, head_dim: int = 0) -> tuple[int, int]:
+    """Returns what a rotation is read for: the size of heads, and the longest sequence.
+
+    `head_dim` is the family's default, 0 where it is derived from the hidden size.
+    """
+    heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
+    return settings.size("head_dim", head_dim or hidden // heads), settings.size(MAX_LEN)
 
 
 def no_ropes(rope: Rope, head_dim: int, turned: Sequence[Any]) -> tuple[Rope, ...]:

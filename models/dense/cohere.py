@@ -9,6 +9,7 @@ from jaxrunner.models.blocks.reading import (
     read_block,
     read_kinds,
     read_scale,
+    rope_sizes,
 )
 from jaxrunner.models.rope import read_rope
 
@@ -36,13 +37,10 @@ def _read(settings: Settings, kinds: list[str] | None = None) -> BlockConfig:
     for key, usual in USUAL.items():
         settings.expect(key, usual)
     settings = settings.renamed(layer_norm_eps="rms_norm_eps")
-    heads, max_len = (settings.size(f) for f in ("num_attention_heads", "max_position_embeddings"))
-    head_dim = settings.size("hidden_size") // heads
+    head_dim, max_len = rope_sizes(settings)
     rope = read_rope(settings, head_dim, max_len)
-    bias, traits = settings.take("attention_bias", bool, False), {}
-    if kinds is not None:
-        turned = [kind == SLIDING for kind in kinds]
-        traits = dict(kinds=kinds, window=4096, ropes=no_ropes(rope, head_dim, turned))
+    bias = settings.take("attention_bias", bool, False)
+    turned = [kind == SLIDING for kind in kinds or (SLIDING,) * settings.size("num_hidden_layers")]
     return read_block(
         settings,
         eps=1e-5,
@@ -55,7 +53,9 @@ def _read(settings: Settings, kinds: list[str] | None = None) -> BlockConfig:
         parallel=True,
         logit_scale=read_scale(settings, "logit_scale", 0.0625),
         names=NAMES,
-        **traits,
+        kinds=kinds or (),
+        window=4096,
+        ropes=no_ropes(rope, head_dim, turned),
     )
 
 

@@ -2,15 +2,21 @@
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig
-from jaxrunner.models.blocks.reading import SLIDING, block, no_ropes, read_block, read_kinds
+from jaxrunner.models.blocks.reading import (
+    SLIDING,
+    block,
+    no_ropes,
+    read_block,
+    read_kinds,
+    rope_sizes,
+)
 from jaxrunner.models.dense.olmo import NAMES
 from jaxrunner.models.rope import read_rope
 
 
 def read(settings: Settings) -> BlockConfig:
     """Reads an EXAONE 4 config; without a window all layers see all tokens, and turn."""
-    heads, max_len = (settings.size(f) for f in ("num_attention_heads", "max_position_embeddings"))
-    head_dim = settings.size("head_dim", settings.size("hidden_size") // heads)
+    head_dim, max_len = rope_sizes(settings)
     rope = read_rope(settings, head_dim, max_len)
     absent = 0 if "sliding_window" in settings else 4096
     window = settings.size("sliding_window", absent, least=0)
@@ -20,9 +26,16 @@ def read(settings: Settings) -> BlockConfig:
         pattern = 0
     kinds = read_kinds(settings, pattern if window else 0)
     turned = [not window or kind == SLIDING for kind in kinds]
-    ropes = no_ropes(rope, head_dim, turned)
-    traits = dict(rope=rope, ropes=ropes, kinds=kinds, qk_norm=True, names=NAMES)
-    return read_block(settings, eps=1e-5, window=4096, **traits)
+    return read_block(
+        settings,
+        eps=1e-5,
+        window=4096,
+        rope=rope,
+        ropes=no_ropes(rope, head_dim, turned),
+        kinds=kinds,
+        qk_norm=True,
+        names=NAMES,
+    )
 
 
 exaone4 = block._replace(read=read)

@@ -1,5 +1,7 @@
 """Gemma 2 and 3, texts: four norms a layer, caps, windows. arXiv:2408.00118, arXiv:2503.19786."""
 
+from typing import Any
+
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
 from jaxrunner.models.blocks.reading import block, read_block, read_cap, read_kinds, read_scale
@@ -35,7 +37,9 @@ def _sizes(settings: Settings) -> tuple[int, int]:
     return settings.size("head_dim", 256), settings.size("max_position_embeddings", 8192)
 
 
-def _read(settings: Settings, *, caps: tuple[float | None, float | None], **traits) -> BlockConfig:
+def _read(
+    settings: Settings, *, caps: tuple[float | None, float | None], **traits: Any
+) -> BlockConfig:
     settings.expect("use_bidirectional_attention", False)
     bias = settings.take("attention_bias", bool, False)
     return read_block(

@@ -2,7 +2,7 @@
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
-from jaxrunner.models.blocks.reading import block, read_block
+from jaxrunner.models.blocks.reading import block, read_block, rope_sizes
 from jaxrunner.models.rope import read_rope
 
 NAMES = Names(gate_up=("mlp.gate_up_proj",))
@@ -24,12 +24,11 @@ def read_0414(settings: Settings) -> BlockConfig:
 
 
 def _read(settings: Settings, names: Names) -> BlockConfig:
-    sizes = settings.size("head_dim", 128), settings.size("max_position_embeddings")
     return read_block(
         settings,
         head_dim=128,
         eps=1.5625e-7,
-        rope=read_rope(settings, *sizes, turned=0.5),
+        rope=read_rope(settings, *rope_sizes(settings, 128), turned=0.5),
         neighbours=True,
         qkv_bias=settings.take("attention_bias", bool, True),
         names=names,

@@ -5,7 +5,7 @@ arXiv:2204.06745, arXiv:2304.01373.
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
-from jaxrunner.models.blocks.reading import block, read_block
+from jaxrunner.models.blocks.reading import block, read_block, rope_sizes
 from jaxrunner.models.rope import read_rope
 
 KEYS = dict(
@@ -27,15 +27,13 @@ NAMES = Names(
 def read(settings: Settings) -> BlockConfig:
     """Reads a GPT-NeoX config."""
     settings = settings.renamed(**KEYS)
-    heads, max_len = (settings.size(f) for f in ("num_attention_heads", "max_position_embeddings"))
-    head_dim = settings.size("hidden_size") // heads
-    settings.expect("num_key_value_heads", heads)
+    settings.expect("num_key_value_heads", settings.size("num_attention_heads"))
     bias = settings.take("attention_bias", bool, True)
     return read_block(
         settings,
         eps=1e-5,
         activation="gelu",
-        rope=read_rope(settings, head_dim, max_len, turned=0.25),
+        rope=read_rope(settings, *rope_sizes(settings), turned=0.25),
         parallel=settings.take("use_parallel_residual", bool, True),
         qkv_bias=bias,
         o_bias=bias,

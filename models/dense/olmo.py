@@ -1,8 +1,10 @@
 """OLMo 2 and 3: norms behind each half, and of whole queries and keys. arXiv:2501.00656."""
 
+from typing import Any
+
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
-from jaxrunner.models.blocks.reading import block, read_block, read_kinds
+from jaxrunner.models.blocks.reading import block, read_block, read_kinds, rope_sizes
 from jaxrunner.models.rope import read_two_ropes
 
 NAMES = Names(
@@ -20,17 +22,23 @@ def read_2(settings: Settings) -> BlockConfig:
 
 def read_3(settings: Settings) -> BlockConfig:
     """Reads an OLMo 3 config, which scales the rotation of layers without a window alone."""
-    heads, max_len = (settings.size(f) for f in ("num_attention_heads", "max_position_embeddings"))
-    head_dim = settings.size("head_dim", settings.size("hidden_size") // heads)
-    rope = read_two_ropes(settings, head_dim, max_len, theta=5e5, local=("rope_theta", 5e5))
+    local = "rope_theta", 5e5
+    rope = read_two_ropes(settings, *rope_sizes(settings), theta=5e5, local=local)
     return _read(settings, rope=rope, kinds=read_kinds(settings, 4), window=4096)
 
 
-def _read(settings: Settings, **traits) -> BlockConfig:
+def _read(settings: Settings, **traits: Any) -> BlockConfig:
     settings.expect("clip_qkv", None)
     bias = settings.take("attention_bias", bool, False)
-    flags = dict(qkv_bias=bias, o_bias=bias, qk_width_norm=True, names=NAMES)
-    return read_block(settings, eps=1e-5, **flags | traits)
+    return read_block(
+        settings,
+        eps=1e-5,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_width_norm=True,
+        names=NAMES,
+        **traits,
+    )
 
 
 # A device has a part of the heads, and the norm of queries is over all.

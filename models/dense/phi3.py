@@ -2,7 +2,7 @@
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
-from jaxrunner.models.blocks.reading import SLIDING, block, read_block
+from jaxrunner.models.blocks.reading import SLIDING, block, read_block, rope_sizes
 from jaxrunner.models.rope import read_rope
 
 NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
@@ -14,12 +14,10 @@ def read(settings: Settings) -> BlockConfig:
         settings.expect(key, usual)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         settings.expect(key, False)
-    heads, max_len = (settings.size(f) for f in ("num_attention_heads", "max_position_embeddings"))
-    head_dim = settings.size("head_dim", settings.size("hidden_size") // heads)
     return read_block(
         settings,
         eps=1e-5,
-        rope=read_rope(settings, head_dim, max_len, turned=1.0),
+        rope=read_rope(settings, *rope_sizes(settings), turned=1.0),
         kinds=(SLIDING,) * settings.size("num_hidden_layers"),
         names=NAMES,
     )

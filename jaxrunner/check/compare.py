@@ -192,7 +192,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     status, text = report(rows, [len(ids) for ids in prompts], args.tolerance)
     print(text)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
