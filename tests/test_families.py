@@ -1,17 +1,21 @@
 """Dense families against transformers: tokens, logits, chunks, cached prefixes, shards."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxrunner import LLM, SamplingParams, pytree
 from jaxrunner.check import compare as check
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
+from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
@@ -195,3 +199,30 @@ def test_old_keys_say_the_same(variant):
         for v in (values, {k: v for k, v in values.items() if k not in gone} | old)
     )
     assert got == want
+
+
+def read_file(folder: Path) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("variant", ["gpt 2", "pythia", "glm 4, 0414", "phi 3", "olmo 2"])
+def test_weights_are_saved_as_they_were_read(variant, tmp_path):
+    """Turned dimensions lie in another order here, and products are packed."""
+    dense_families.save(variant, tmp_path)
+    model, config = read_model(Settings(dense_families.settings(variant)))
+    params = load_params(tmp_path, model, config, dtype="float32", progress=False)
+    save_checkpoint(tmp_path / "again", model, config, params, {})
+    want, got = read_file(tmp_path), read_file(tmp_path / "again")
+    assert want.keys() == got.keys() and all((want[name] == got[name]).all() for name in want)
+
+
+def test_names_without_their_beginning_and_masks_are_read(tmp_path):
+    """As the first checkpoints of GPT-2 have them."""
+    dense_families.save("gpt 2", tmp_path)
+    model, config = read_model(Settings(dense_families.settings("gpt 2")))
+    want = load_params(tmp_path, model, config, dtype="float32", progress=False)
+    short = {name.removeprefix("transformer."): x for name, x in read_file(tmp_path).items()}
+    short |= {f"h.{i}.attn.bias": np.ones((1, 1, 128, 128), np.uint8) for i in range(2)}
+    safetensors.numpy.save_file(short, tmp_path / "model.safetensors")
+    got = load_params(tmp_path, model, config, dtype="float32", progress=False)
+    assert all(map(np.array_equal, jax.tree.leaves(want), jax.tree.leaves(got)))
