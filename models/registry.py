@@ -6,7 +6,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.dense.cohere import cohere, cohere2
 from jaxrunner.models.dense.exaone4 import exaone4
-from jaxrunner.models.dense.gemma import gemma2, gemma3
+from jaxrunner.models.dense.gemma import gemma2, gemma3, gemma3_of_two
 from jaxrunner.models.dense.glm import glm, glm4
 from jaxrunner.models.dense.gpt2 import gpt2
 from jaxrunner.models.dense.gpt_neox import gpt_neox
@@ -30,6 +30,7 @@ FAMILIES: dict[str, Model] = {
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_of_two,
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,

@@ -29,7 +29,13 @@ LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 14, 15, 16, 33, 35, 40, 51, 60)
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
 LONG = {"gemma 2": 64, "command r7b": 64}  # new tokens of a request; of others 16
 # These differ from the others by what a test of few tokens tells already.
-SLOW = "gemma 3, scaled, capped logits", "glm 4", "command r", "neox, one after the other"
+SLOW = (
+    "gemma 3, beside a tower",
+    "gemma 3, scaled, capped logits",
+    "glm 4",
+    "command r",
+    "neox, one after the other",
+)
 QUICK = [name for name in dense_families.VARIANTS if name not in SLOW]
 SLOW_ON_SHARDS = "gemma 3", "phi 4 mini", "glm 4, 0414", "granite 3", "starcoder 2", "pythia"
 LARGE = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128)

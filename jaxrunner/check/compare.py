@@ -91,8 +91,9 @@ def theirs(folder: Path, prompts: Sequence[Sequence[int]]) -> list[States]:
 
 def _hooked(model: Any, ids: Any) -> tuple[list[Any], Any]:
     """Runs a module of transformers. Returns what its layers read and gave, and the logits."""
-    lists = (m for m in model.modules() if type(m).__name__ == "ModuleList")
-    layers = next(m for m in lists if len(m) == model.config.num_hidden_layers)
+    num = model.config.get_text_config().num_hidden_layers  # there may be a tower beside the text
+    lists = (m for m in model.get_decoder().modules() if type(m).__name__ == "ModuleList")
+    layers = next(m for m in lists if len(m) == num)
     found: list[Any] = []
 
     def keep(*passed: Any) -> None:

@@ -1,5 +1,6 @@
 """Gemma 2 and 3, texts: four norms a layer, caps, windows. arXiv:2408.00118, arXiv:2503.19786."""
 
+from dataclasses import replace
 from typing import Any
 
 from jaxrunner.hf_config import Settings
@@ -12,6 +13,18 @@ NAMES = Names(
     mlp_norm="pre_feedforward_layernorm",
     mlp_end_norm="post_feedforward_layernorm",
 )
+
+NAMES_OF_TWO = replace(
+    NAMES,
+    layer="language_model.model.layers.{}.",
+    embed="language_model.model.embed_tokens",
+    norm="language_model.model.norm",
+    head="language_model.lm_head",
+)
+TEXT_DEFAULTS = dict(  # of transformers, which published configs leave out
+    vocab_size=262208, num_attention_heads=8, num_key_value_heads=4,
+    max_position_embeddings=131072,
+)  # fmt: skip
 
 
 def read_2(settings: Settings) -> BlockConfig:
@@ -31,6 +44,25 @@ def read_3(settings: Settings) -> BlockConfig:
     # transformers, too, reads a cap of scores, and caps none.
     settings.expect("attn_logit_softcapping", None)
     return _read(settings, rope=rope, kinds=kinds, caps=(None, None), qk_norm=True)
+
+
+def read_3_of_two(settings: Settings) -> BlockConfig:
+    """Reads a Gemma 3 config that has a vision tower beside the text model, and nothing of the
+    tower: prompts are texts."""
+    text = settings.section("text_config") or Settings({}, settings.source, "text_config")
+    for key, value in TEXT_DEFAULTS.items():
+        text = text if key in text else text.with_value(key, value)
+    for key in ("architectures", "dtype", "torch_dtype", "eos_token_id", "bos_token_id"):
+        if key in settings:  # what is outside counts for the whole
+            text = text.with_value(key, settings.take(key, object))
+    settings.take("vision_config", dict, {})
+    for key in ("boi", "eoi", "image"):
+        settings.take(f"{key}_token_index", int, 0)
+    settings.take("mm_tokens_per_image", int, 0)
+    tied = settings.take("tie_word_embeddings", bool, True)
+    settings.finish()
+    config = read_3(text.with_value("tie_word_embeddings", tied))
+    return replace(config, names=NAMES_OF_TWO)
 
 
 def _sizes(settings: Settings) -> tuple[int, int]:
@@ -62,3 +94,6 @@ def _read(
 
 gemma2 = block._replace(read=read_2)
 gemma3 = block._replace(read=read_3)
+gemma3_of_two = block._replace(
+    read=read_3_of_two, spare=("vision_tower.", "multi_modal_projector.")
+)

@@ -37,6 +37,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3, scaled, capped logits": ("Gemma3", dict(
         sliding_window=9, layer_types=BOTH, final_logit_softcapping=5.0, rope_parameters=dict(
             full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0)))),
+    "gemma 3, beside a tower": ("Gemma3Vision", dict(
+        sliding_window=9, query_pre_attn_scalar=12, layer_types=BOTH)),
     "phi 3": ("Phi3", WIDE | dict(sliding_window=9)),
     "phi 4 mini": ("Phi3", WIDE | dict(rope_parameters=LONG, tie_word_embeddings=True,
                                        original_max_position_embeddings=32)),
@@ -61,6 +63,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo 3": ("Olmo3", dict(sliding_window=9, rope_parameters=TWO, layer_types=BOTH)),
     "ministral 3": ("Ministral3", dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.7))),
 }  # fmt: skip
+TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+             image_size=8, patch_size=4, model_type="siglip_vision_model")  # fmt: skip
+TOWER_IDS = dict(image_token_index=61, boi_token_index=61, eoi_token_index=61)
 CONFIGS = dict(Gemma3="Gemma3TextConfig")
 
 
@@ -69,6 +74,10 @@ def config(variant: str) -> Any:
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     family, changes = VARIANTS[variant]
     values = changes if family == "GPT2" else SIZES | changes
+    if family == "Gemma3Vision":
+        text = {**SIZES, **changes, **NO_IDS}
+        both = dict(text_config=text, vision_config=TOWER, mm_tokens_per_image=1)
+        return transformers.Gemma3Config(**both | TOWER_IDS)
     derived = ("head_dim", "num_key_value_heads")
     values = {k: v for k, v in values.items() if v is not None or k not in derived}
     return getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**values | NO_IDS)
@@ -82,7 +91,8 @@ def settings(variant: str) -> dict[str, Any]:
 
 def class_of(family: str) -> str:
     """Returns the class of transformers that computes logits."""
-    return "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    own = dict(GPT2="GPT2LMHeadModel", Gemma3Vision="Gemma3ForConditionalGeneration")
+    return own.get(family, f"{family}ForCausalLM")
 
 
 def model(variant: str) -> Any:
