@@ -177,6 +177,50 @@ def test_unknown_extras_are_refused():
         run(params, None)
 
 
+PUBLISHED = {  # keys beside those that transformers writes today
+    "command r7b": dict(
+        cache_implementation="hybrid", layer_switch=4, position_embedding_type="rope_gptj",
+        order_of_interleaved_layers="local_attn_first", rotary_pct=1.0, sliding_window_pattern=4,
+        use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
+        use_parallel_embedding=False, use_qk_norm=False, head_dim=8,
+    ),
+    "exaone 4": dict(sliding_window_pattern="LLLG"),
+    "gemma 2": dict(hidden_act="gelu", cache_implementation="hybrid"),
+    "gpt 2": dict(n_ctx=128, task_specific_params={"text-generation": dict(max_length=50)}),
+    "phi 3": dict(full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False),
+    "smollm 3": dict(max_window_layers=28, pretraining_tp=2),
+    "starcoder 2": dict(
+        activation_function="gelu", attention_softmax_in_fp32=True, layer_norm_epsilon=1e-5,
+        mlp_type="default", norm_type="layer_norm", scale_attention_softmax_in_fp32=True,
+        scale_attn_weights=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_keys_of_published_configs_change_nothing(variant):
+    values = dense_families.settings(variant)
+    want, got = (read_model(Settings(v))[1] for v in (values, values | PUBLISHED[variant]))
+    assert got == want
+
+
+def test_a_published_config_may_leave_out_what_is_usual():
+    text = dict(hidden_size=2560, intermediate_size=10240, model_type="gemma3_text",
+                num_hidden_layers=34, rope_scaling=dict(factor=8.0, rope_type="linear"),
+                sliding_window=1024)  # fmt: skip
+    both = dict(architectures=["Gemma3ForConditionalGeneration"], eos_token_id=[1, 106],
+                boi_token_index=255999, eoi_token_index=256000, image_token_index=262144,
+                mm_tokens_per_image=256, vision_config=dict(hidden_size=1152),
+                torch_dtype="bfloat16", text_config=text)  # fmt: skip
+    config = read_model(Settings(both))[1]
+    assert isinstance(config, BlockConfig)
+    assert config.windows[:7] == (1024,) * 5 + (None, 1024) and config.dtype == "bfloat16"
+    assert (config.vocab_size, config.head_dim, config.num_key_value_heads) == (262208, 256, 4)
+    full, sliding = config.ropes[5].inv_freq[1], config.ropes[0].inv_freq[1]
+    np.testing.assert_allclose([full, sliding], [1e6 ** (-2 / 256) / 8, 1e4 ** (-2 / 256)], 1e-6)
+    assert config.eos_token_ids == (1, 106) and config.tie_word_embeddings
+
+
 SCALING = {key: value for key, value in dense_families.YARN.items() if key != "rope_theta"}
 OLD = {  # config.json as the hub has it, and what transformers makes of it today
     "gemma 3": (

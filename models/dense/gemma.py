@@ -54,7 +54,7 @@ def read_3_of_two(settings: Settings) -> BlockConfig:
         text = text if key in text else text.with_value(key, value)
     for key in ("architectures", "dtype", "torch_dtype", "eos_token_id", "bos_token_id"):
         if key in settings:  # what is outside counts for the whole
-            text = text.with_value(key, settings.take(key, object))
+            text = text.with_value(key, settings.take(key, object, None))
     settings.take("vision_config", dict, {})
     for key in ("boi", "eoi", "image"):
         settings.take(f"{key}_token_index", int, 0)

@@ -8,6 +8,8 @@ from jaxrunner.models.rope import read_rope
 
 def read(settings: Settings) -> BlockConfig:
     """Reads a SmolLM3 config; `no_rope_layers` has a 0 for each layer that turns nothing."""
+    settings = settings.with_value("pretraining_tp", 1)  # of its training, and says 2
+    settings.take("max_window_layers", int, 0)
     layers, (head_dim, max_len) = settings.size("num_hidden_layers"), rope_sizes(settings)
     rope = read_rope(settings, head_dim, max_len, theta=2e6)
     every = settings.size("no_rope_layer_interval", 4)

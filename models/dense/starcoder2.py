@@ -14,6 +14,8 @@ def read(settings: Settings) -> BlockConfig:
         settings.expect(key, value)
     for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
         settings.take(key, bool, True)  # softmax is in float32 whatever they say
+    for key in ("activation_function", "layer_norm_epsilon"):
+        settings.take(key, (str, float), "")  # `hidden_act` and `norm_epsilon` count
     bias = settings.take("use_bias", bool, True)
     return read_block(
         settings.renamed(norm_epsilon="rms_norm_eps"),
