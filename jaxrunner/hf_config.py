@@ -46,7 +46,8 @@ _SAMPLING = """diversity_penalty do_sample early_stopping length_penalty max_len
     min_length num_beam_groups num_beams num_return_sequences temperature top_k top_p typical_p"""
 # Of other heads and other kinds of models.
 _OTHERS = """finetuning_task id2label is_decoder is_encoder_decoder label2id layer_norm_eps
-    num_labels problem_type task_specific_params tie_encoder_decoder"""
+    num_labels problem_type summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj task_specific_params tie_encoder_decoder"""
 HARMLESS = frozenset(" ".join((_ORIGIN, _TRAINING, _RUNNING, _TEXT, _SAMPLING, _OTHERS)).split())
 MOST_NAMED = 30  # settings in one message
 MISSING = object()
@@ -118,11 +119,27 @@ class Settings:
         value = self.take(key, dict, {})
         return Settings(value, self.source, key) if value else None
 
+    def with_value(self, key: str, value: Any) -> "Settings":
+        """Returns the same with another value of one key."""
+        return self._with(self._values | {key: value})
+
+    def renamed(self, **names: str) -> "Settings":
+        """Returns the same with keys under the names that most families have for them.
+
+        names: new name of each key; what has the new name already is dropped where both are there.
+        """
+        here = {old: new for old, new in names.items() if old in self._values}
+        values = {k: v for k, v in self._values.items() if k not in {*here, *here.values()}}
+        return self._with(values | {new: self._values[old] for old, new in here.items()})
+
     def without(self, *keys: str) -> "Settings":
         """Returns these settings but for some, which have been read."""
-        kept = Settings({k: v for k, v in self._values.items() if k not in keys}, self.source)
-        kept._taken |= self._taken
-        return kept
+        return self._with({k: v for k, v in self._values.items() if k not in keys})
+
+    def _with(self, values: dict[str, Any]) -> "Settings":
+        other = Settings(values, self.source.removesuffix(f": {self._key}"), self._key)
+        other._taken |= self._taken
+        return other
 
     def finish(self) -> None:
         """Refuses keys that nobody took; null, false and empty ones say nothing."""

@@ -24,6 +24,7 @@ class AttentionSpec(NamedTuple):
     window: int | None  # keys a token sees, itself included; None for all before it
     scale: float  # of the scores
     sinks: Array | None = None  # [H], scores of no key: they take weight and give nothing
+    soft_cap: float | None = None  # that scores bend towards, by a tanh
 
 
 class RopeAndNorm(NamedTuple):

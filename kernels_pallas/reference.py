@@ -147,7 +147,7 @@ def online_softmax(
         # A weight of zero does not silence a NaN: what no query sees may hold another's junk.
         v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.zeros((), v.dtype))
         scores = jnp.einsum("ikgqd,ikcd->ikgqc", q, k, precision=precision)
-        scores = scores.astype(jnp.float32) * spec.scale
+        scores = capped(scores.astype(jnp.float32) * spec.scale, spec.soft_cap)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         new_best = jnp.maximum(best, scores.max(-1))
         shift = jnp.where(new_best == -jnp.inf, 0.0, new_best)
@@ -177,6 +177,11 @@ def online_softmax(
     return jnp.concatenate([out, (best + jnp.log(total))[..., None]], -1)
 
 
+def capped(x: Array, soft_cap: float | None) -> Array:
+    """Returns x, float32, bent towards a cap that it never passes. arXiv:2408.00118."""
+    return x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+
+
 def dense_attention(
     batch_size: int, q: Array, k: Array, v: Array, cache: None, spec: AttentionSpec
 ) -> tuple[Array, None]:
@@ -189,6 +194,8 @@ def dense_attention(
         return _dense_with_sinks(split, spec).reshape(q.shape), None
     window = None if spec.window is None else (spec.window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        if spec.soft_cap is not None:
+            return _capped_attention(split[0], split[1], split[2], spec).reshape(q.shape), None
         out = jax.nn.dot_product_attention(
             *split, scale=spec.scale, is_causal=True, local_window_size=window
         )
@@ -213,3 +220,16 @@ def _dense_with_sinks(qkv: list[Array], spec: AttentionSpec) -> Array:
     weights = jax.nn.softmax(scores, -1)[..., :-1].reshape(N, k.shape[2], -1, L, L)
     out = jnp.einsum("nkgls,nskd->nlkgd", weights.astype(q.dtype), v, precision=precision)
     return out.reshape(q.shape)
+
+
+def _capped_attention(q: Array, k: Array, v: Array, spec: AttentionSpec) -> Array:
+    """Attends q, [N, L, H, D], of N sequences causally, with a cap of scores, to k and v."""
+    N, L, H, D = q.shape
+    q_NLKGD = q.reshape(N, L, k.shape[2], -1, D)
+    scores_NKGLM = jnp.einsum("nlkgd,nmkd->nkglm", q_NLKGD, k).astype(jnp.float32)
+    scores_NKGLM = capped(scores_NKGLM * spec.scale, spec.soft_cap)
+    age = jnp.arange(L)[:, None] - jnp.arange(L)[None]
+    seen = (age >= 0) & (age < (L if spec.window is None else spec.window))
+    scores_NKGLM = jnp.where(seen[None, None, None], scores_NKGLM, -jnp.inf)
+    weights_NKGLM = jax.nn.softmax(scores_NKGLM, axis=-1).astype(v.dtype)
+    return jnp.einsum("nkglm,nmkd->nlkgd", weights_NKGLM, v).reshape(N, L, H, D)

@@ -59,7 +59,4 @@ class DecoderConfig:
 
     def cache_salt(self, prompt_len: int) -> bytes:
         """What, besides the tokens before it, a cached key depends on."""
-        dynamic = self.rope.dynamic
-        # Past `max_len`, dynamic scaling turns all of a prompt's keys by the prompt's length.
-        over = dynamic is not None and prompt_len > dynamic.max_len
-        return prompt_len.to_bytes(8, "little") if over else b""
+        return self.rope.cache_salt(prompt_len)

@@ -146,7 +146,20 @@ def read_decoder(
     """Reads what all Llama-like decoders have in common; `flags` are the family's own fields.
 
     `head_dim` is the family's default, 0 where it is derived from the hidden size.
-    partial_rotary: as `read_rope` takes it.
+    partial_rotary: the `turned` of `read_rope`.
+    """
+    fields = read_sizes(settings, head_dim)
+    settings.expect("hidden_act", "silu", "swish")
+    max_len = fields["max_position_embeddings"]
+    fields["rope"] = read_rope(settings, fields["head_dim"], max_len, turned=partial_rotary)
+    settings.finish()
+    return DecoderConfig(**fields | flags)
+
+
+def read_sizes(settings: Settings, head_dim: int = 0, eps: float = 1e-6) -> dict[str, Any]:
+    """Returns what decoders of all kinds have in common: fields of a `DecoderConfig`, not `rope`.
+
+    `head_dim` is as for `read_decoder`, `eps` what norms have where the config does not say.
     """
     heads = settings.size("num_attention_heads")
     kv_heads = settings.size("num_key_value_heads", heads)
@@ -155,15 +168,12 @@ def read_decoder(
         raise ValueError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
-    head_dim = settings.size("head_dim", head_dim or hidden // heads)
-    max_len = settings.size("max_position_embeddings")
-    settings.expect("hidden_act", "silu", "swish")
     settings.expect("pretraining_tp", 1)
     settings.expect("quantization_config", None)
-    bos, eps = read_token_ids(settings, "bos_token_id"), settings.take("rms_norm_eps", float, 1e-6)
+    bos, eps = read_token_ids(settings, "bos_token_id"), settings.take("rms_norm_eps", float, eps)
     if not 0 <= eps < 1:
         raise ValueError(f"rms_norm_eps must be from 0 to 1, got {eps}: it keeps a norm from zero")
-    fields = dict(
+    return dict(
         architecture=settings.take("architectures", list, ["?"])[0],
         vocab_size=settings.size("vocab_size"),
         hidden_size=hidden,
@@ -171,18 +181,15 @@ def read_decoder(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_len,
+        head_dim=settings.size("head_dim", head_dim or hidden // heads),
+        max_position_embeddings=settings.size("max_position_embeddings"),
         rms_norm_eps=eps,
-        rope=read_rope(settings, head_dim, max_len, partial_rotary),
         windows=(None,) * layers,
         tie_word_embeddings=settings.take("tie_word_embeddings", bool, False),
         dtype=read_dtype(settings),
         eos_token_ids=read_token_ids(settings, "eos_token_id"),
         bos_token_id=bos[0] if bos else None,
     )
-    settings.finish()
-    return DecoderConfig(**fields | flags)
 
 
 def read(settings: Settings) -> DecoderConfig:
@@ -259,7 +266,7 @@ def packed_source(names: dict[str, int], join: Join, width: int, *, bias: bool =
 
     def of(part: str, *inner: int) -> Source:
         shapes = tuple((rows, *inner) for rows in names.values())
-        split = functools.partial(_unpack, join, shapes)
+        split = functools.partial(unpack, join, shapes)
         return Source(tuple(f"{name}.{part}" for name in names), shapes, join, split)
 
     return linear_source(of("weight", width), of("bias") if bias else None)
@@ -270,7 +277,7 @@ def linear_source(weight: Source | None, bias: Source | None = None, *, num_in: 
     return host_value(Linear, weight=weight, bias=bias, num_in=num_in)
 
 
-def _unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndarray):
+def unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndarray):
     """Splits a packed weight, by packing indices in its place."""
     ends = np.cumsum([np.prod(shape) for shape in shapes])
     index = [np.arange(e - np.prod(s), e).reshape(s) for e, s in zip(ends, shapes, strict=True)]

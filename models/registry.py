@@ -4,6 +4,18 @@ from jaxrunner.api.validation import shown
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
+from jaxrunner.models.dense.cohere import cohere, cohere2
+from jaxrunner.models.dense.exaone4 import exaone4
+from jaxrunner.models.dense.gemma import gemma2, gemma3, gemma3_of_two
+from jaxrunner.models.dense.glm import glm, glm4
+from jaxrunner.models.dense.gpt2 import gpt2
+from jaxrunner.models.dense.gpt_neox import gpt_neox
+from jaxrunner.models.dense.granite import granite
+from jaxrunner.models.dense.ministral3 import ministral3
+from jaxrunner.models.dense.olmo import olmo2, olmo3
+from jaxrunner.models.dense.phi3 import phi3
+from jaxrunner.models.dense.smollm3 import smollm3
+from jaxrunner.models.dense.starcoder2 import starcoder2
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
@@ -18,18 +30,35 @@ from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Model] = {
+    "Cohere2ForCausalLM": cohere2,
+    "CohereForCausalLM": cohere,
+    "Exaone4ForCausalLM": exaone4,
+    "GPT2LMHeadModel": gpt2,
+    "GPTNeoXForCausalLM": gpt_neox,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_of_two,
+    "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
+    "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
+    "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,
+    "Ministral3ForCausalLM": ministral3,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
     "OlmoeForCausalLM": olmoe,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "SmolLM3ForCausalLM": smollm3,
+    "Starcoder2ForCausalLM": starcoder2,
 }
 
 

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.api.validation import shown
 from jaxrunner.hf_config import Settings
 from jaxrunner.types import Array, Inputs
 
+OLD_LEN = "original_max_position_embeddings"
 Scaled: TypeAlias = tuple[np.ndarray, dict[str, Any]]  # frequencies, and the rest of a `Rope`
 
 
@@ -24,12 +26,29 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
+class Long:
+    """What turns sequences of more than `max_len` tokens. LongRoPE, arXiv:2402.13753."""
+
+    inv_freq: tuple[float, ...]
+    max_len: int
+
+
+@dataclass(frozen=True)
 class Rope:
     """Angles a position turns each pair of dimensions by, and what scales sine and cosine."""
 
-    inv_freq: tuple[float, ...]  # [D / 2], radians a token
+    inv_freq: tuple[float, ...]  # of the pairs that are turned, radians a token
     scale: float = 1.0
     dynamic: Dynamic | None = None
+    long: Long | None = None
+    still: int = 0  # pairs behind them that are never turned
+
+    def cache_salt(self, prompt_len: int) -> bytes:
+        """What a prompt's turned keys depend on besides the tokens before them."""
+        if self.dynamic is not None and prompt_len > self.dynamic.max_len:
+            return prompt_len.to_bytes(8, "little")
+        # Past `max_len` all of a prompt is turned otherwise, by whatever length.
+        return b"long" if self.long is not None and prompt_len > self.long.max_len else b""
 
 
 def rotation(rope: Rope, inputs: Inputs) -> tuple[Array, Array]:
@@ -37,8 +56,14 @@ def rotation(rope: Rope, inputs: Inputs) -> tuple[Array, Array]:
     inv_freq = jnp.asarray(rope.inv_freq, jnp.float32)[None]
     if rope.dynamic is not None:
         inv_freq = _stretched(rope.dynamic, inputs.rope_len, 2 * len(rope.inv_freq), inv_freq)
+    if rope.long is not None:
+        long = jnp.asarray(rope.long.inv_freq, jnp.float32)[None]
+        inv_freq = jnp.where(inputs.rope_len[:, None] > rope.long.max_len, long, inv_freq)
     angle = (inputs.positions.astype(jnp.float32)[:, None] * inv_freq)[:, None]
     turn = jnp.cos(angle) * rope.scale, jnp.sin(angle) * rope.scale
+    if rope.still:
+        rest = (0, 0), (0, 0), (0, rope.still)
+        turn = jnp.pad(turn[0], rest, constant_values=1), jnp.pad(turn[1], rest)
     here, elsewhere = _materialized, lambda _, *turn: turn
     return jax.lax.platform_dependent(inputs.positions, *turn, cpu=here, default=elsewhere)
 
@@ -63,48 +88,105 @@ def _stretched(dynamic: Dynamic, rope_len: Array, dim: int, inv_freq: Array) -> 
     return jnp.where(rope_len[:, None] > dynamic.max_len, stretched, inv_freq)
 
 
+def no_rope(head_dim: int) -> Rope:
+    """Returns the rotation of layers that turn nothing.
+
+    Raises:
+      ValueError: the size of heads is odd.
+    """
+    _check_even(head_dim)
+    return Rope((), still=head_dim // 2)
+
+
 def read_rope(
-    settings: Settings, head_dim: int, max_len: int, partial: float | None = None
-) -> Rope:
+    settings: Settings, head_dim: int, max_len: int,
+    *, turned: float | None = None, theta: float = 10000.0,
+) -> Rope:  # fmt: skip
     """Reads `rope_parameters` (new style) or `rope_theta` and `rope_scaling` (old style).
 
-    partial: the share of a head that the family rotates if none is set; None where it must be all
-    of it. What is not rotated turns by 0.
+    turned: the share of a head that is turned where the config does not say; None where a family
+        turns whole heads. theta: the base where the config does not say.
 
     Raises:
       ValueError: a scaling that is unknown or lacks a parameter.
     """
-    theta = settings.take("rope_theta", float, 10000.0)
+    theta = settings.take("rope_theta", float, theta)
     scaling = settings.section("rope_scaling")
     scaling = settings.section("rope_parameters") or scaling or Settings({}, key="rope_scaling")
+    if turned is None:
+        settings.expect("partial_rotary_factor", 1.0, 1)
+    else:
+        turned = settings.take("partial_rotary_factor", float, turned)
+        kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
+        if (old_len := settings.size(OLD_LEN, 0, least=0)) and kind in (
+            "llama3",
+            "longrope",
+            "yarn",
+        ):
+            scaling = scaling.with_value(OLD_LEN, old_len)  # the outer one counts
+    return _rope_of(scaling, head_dim, max_len, turned, theta)
+
+
+def read_two_ropes(
+    settings: Settings, head_dim: int, max_len: int, *, theta: float, local: tuple[str, float]
+) -> dict[str, Rope]:
+    """Reads what layers turn by, by their kind, as `layer_types` names it.
+
+    theta: the base of full layers where the config does not say. local: what an old config calls
+        the base of layers with a window, which it does not scale, and its default.
+
+    Raises:
+      ValueError: as `read_rope`.
+    """
+    kinds, local_theta = (
+        ("full_attention", "sliding_attention"),
+        settings.take(local[0], float, local[1]),
+    )
+    both = settings.section("rope_parameters")
+    if both is None or not any(kind in both for kind in kinds):
+        full = read_rope(settings, head_dim, max_len, theta=theta)
+        plain = _rope_of(Settings({}), head_dim, max_len, None, local_theta)
+        return dict(zip(kinds, (full, plain), strict=True))
+    ropes = {}
+    for kind, default in zip(kinds, (theta, local_theta), strict=True):
+        scaling = both.section(kind) or Settings({}, key=kind)
+        ropes[kind] = _rope_of(scaling, head_dim, max_len, None, default)
+    both.finish()
+    return ropes
+
+
+def _rope_of(
+    scaling: Settings, head_dim: int, max_len: int, turned: float | None, theta: float
+) -> Rope:
+    """Reads one group of parameters. turned: as `read_rope` has it."""
     theta = scaling.take("rope_theta", float, theta)
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
-    whole_dim, head_dim = head_dim, _rotary_dim(settings, scaling, head_dim, partial)
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be even: rotary positions turn pairs")
+    if turned is None:
+        scaling.expect("partial_rotary_factor", 1.0, 1)
+    share = scaling.take("partial_rotary_factor", float, 1.0 if turned is None else turned)
+    _check_even(head_dim)
+    if not 0 <= share <= 1 or (dim := int(head_dim * share)) % 2:
+        raise ValueError(
+            f"partial_rotary_factor={share} must be a share of head_dim={head_dim} of whole pairs"
+        )
     if theta <= 1:
         raise ValueError(f"rope_theta must be over 1, got {theta}")
     if kind not in SCALINGS:
         raise ValueError(f"rope_type must be one of {sorted(SCALINGS)}, got {kind!r}")
     # In float32, as models were trained: at long positions the last bit shows.
-    inv_freq = 1 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    inv_freq = 1 / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     inv_freq, rest = SCALINGS[kind](scaling, inv_freq, theta, max_len)
     scaling.finish()
-    inv_freq = np.pad(inv_freq, (0, (whole_dim - head_dim) // 2))
-    return Rope(tuple(float(np.float32(f)) for f in inv_freq), **rest)
+    return Rope(_floats(inv_freq), still=(head_dim - dim) // 2, **rest)
 
 
-def _rotary_dim(settings: Settings, scaling: Settings, head_dim: int, partial: float | None) -> int:
-    """Returns how many dimensions of a head are rotated."""
-    name = "partial_rotary_factor"
-    if partial is None:
-        settings.expect(name, 1.0, 1)
-        scaling.expect(name, 1.0, 1)
-        return head_dim
-    share = scaling.take(name, float, settings.take(name, float, partial))
-    if not 0 < share <= 1:
-        raise ValueError(f"{name} must be over 0 and at most 1, got {share}")
-    return int(head_dim * share)
+def _check_even(head_dim: int) -> None:
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even: rotary positions turn pairs")
+
+
+def _floats(inv_freq: np.ndarray) -> tuple[float, ...]:
+    return tuple(float(np.float32(f)) for f in inv_freq)
 
 
 def _default(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
@@ -117,7 +199,7 @@ def _linear(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int)
 
 def _dynamic(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     """NTK-aware interpolation with a base that follows the length, as Hugging Face defines it."""
-    scaling.expect("original_max_position_embeddings", max_len)  # Hugging Face ignores it
+    scaling.expect(OLD_LEN, max_len)  # Hugging Face ignores it
     return inv_freq, {"dynamic": Dynamic(theta, _factor(scaling), max_len)}
 
 
@@ -127,7 +209,7 @@ def _llama3(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int)
     low, high = (scaling.take(f"{end}_freq_factor", float) for end in ("low", "high"))
     if not 0 < low < high:
         raise ValueError(f"low_freq_factor={low} must be over 0 and below high_freq_factor={high}")
-    turns = scaling.size("original_max_position_embeddings") * inv_freq / (2 * math.pi)
+    turns = scaling.size(OLD_LEN) * inv_freq / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return inv_freq * (kept + (1 - kept) / factor), {}
 
@@ -135,7 +217,7 @@ def _llama3(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int)
 def _yarn(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     """YaRN. arXiv:2309.00071."""
     dim, factor = 2 * len(inv_freq), _factor(scaling)
-    old_len = scaling.size("original_max_position_embeddings", max_len)
+    old_len = scaling.size(OLD_LEN, max_len)
 
     def dim_of(turns: float) -> float:
         return dim * math.log(old_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -156,6 +238,22 @@ def _yarn(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -
     return inv_freq * ((1 - slowed) + slowed / factor), {"scale": scale}
 
 
+def _longrope(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
+    """LongRoPE: a factor for each pair, one set for short sequences and one for long ones."""
+    pairs, old_len = len(inv_freq), scaling.size(OLD_LEN, max_len)
+    factor = scaling.take("factor", float, max_len / old_len)
+    gain = math.sqrt(1 + math.log(factor) / math.log(old_len)) if factor > 1 else 1.0
+    sets = []
+    for name in ("short_factor", "long_factor"):
+        factors = [float(f) for f in scaling.take(name, list)]
+        if len(factors) != pairs or min(factors) <= 0:
+            raise ValueError(f"{name} must be {pairs} factors over 0, got {shown(factors)}")
+        base = np.float32(theta) ** (np.arange(0, 2 * pairs, 2, dtype=np.float32) / (2 * pairs))
+        sets.append(1 / (np.asarray(factors, np.float32) * base))
+    long = Long(_floats(sets[1]), old_len)
+    return sets[0], {"scale": scaling.take("attention_factor", float, gain), "long": long}
+
+
 def _factor(scaling: Settings) -> float:
     factor = scaling.take("factor", float)
     if factor < 1:
@@ -168,5 +266,6 @@ SCALINGS = {
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }

@@ -58,6 +58,13 @@ def test_a_family_that_reads_a_config_is_that_of_transformers(folder):
     run("check_seed_oss.py")
 
 
+def test_a_family_of_a_described_layer_is_that_of_transformers(folder):
+    pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
+    pytest.importorskip("transformers", reason="the reference needs transformers")
+    write("add_a_model.md", folder)
+    run("check_stablelm.py")
+
+
 def test_a_family_of_its_own_layers_is_that_of_numpy(folder):
     write("add_a_model.md", folder)
     run("check_parallel.py")

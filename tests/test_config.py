@@ -205,9 +205,9 @@ def test_harmless_keys_change_nothing(family):
 
 REFUSED = {
     "unknown architecture": (
-        dict(architectures=["GPT2LMHeadModel"]),
-        r"config\.json: architectures must be one of \['.*'LlamaForCausalLM'.*\], got "
-        r"\['GPT2LMHeadModel'\]",
+        dict(architectures=["T5ForConditionalGeneration"]),
+        r"config\.json: architectures must be one of \[.*'Qwen3ForCausalLM'.*\], got "
+        r"\['T5ForConditionalGeneration'\]",
     ),
     "no architecture": (dict(architectures=...), r"architectures must be one of .*, got \[\]"),
     "two": (dict(architectures=["LlamaForCausalLM"] * 2), r"architectures must be one of"),

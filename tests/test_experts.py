@@ -93,10 +93,13 @@ def test_bits_depend_on_the_token_alone(dtype):
 def test_padding_is_no_experts():
     """A bucket's padding makes no tile, and so costs no product."""
     batch: Any = SimpleNamespace(row=jnp.asarray([0, 2, 1, 2]), seq_lens=jnp.ones(2))
-    router, logits = Router(None, None, None, None), -jnp.ones((4, 1)) * jnp.arange(X, dtype=jnp.float32)
+    router, logits = (
+        Router(None, None, None, None),
+        jnp.tile(-jnp.arange(X, dtype=jnp.float32), (4, 1)),
+    )
     found = route(batch, RouterConfig(X, K), router, logits, note=unnoted, plain=True)
     assert found.experts[:, 0].tolist() == [0, X, 0, X] and not found.weights[1::2].any()
-    assert int(grouping.cut_tiles(grouping.group(found.experts, X).sizes, 4 * K, 8).num) == 1
+    assert int(grouping.cut_tiles(grouping.group(found.experts, X).sizes, 4 * K, 8).num) == K
 
 
 @pytest.mark.parametrize("tokens", [5, T, 700], ids=["few", "some", "sorted"])

@@ -89,7 +89,7 @@ def test_dynamic_scaling_follows_each_tokens_own_length(rope_len):
 
 
 REFUSED = {
-    "unknown": (dict(rope_type="longrope"), r"rope_type must be one of .*, got 'longrope'"),
+    "unknown": (dict(rope_type="su"), r"rope_type must be one of .*, got 'su'"),
     "of several axes": (dict(type="mrope", mrope_section=[1]), r"rope_type must .*, got 'mrope'"),
     "partial": (
         dict(rope_type="default", partial_rotary_factor=0.5),

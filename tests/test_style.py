@@ -28,7 +28,7 @@ LAYERS = (
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "text", "scheduling",
     "program", "shapes", "sampling", "kernels_pallas", "step", "device", "ops", "models",
     "speculators", "parallel", "loading", "runner", "worker", "engine", "llm", "sampling_params",
-    "embedded", "__init__", "lm_eval", "bench", "train", "__main__",
+    "embedded", "__init__", "lm_eval", "bench", "check", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")

@@ -10,8 +10,10 @@ from jaxrunner.loading.safetensors_file import Tensor, read_header
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# May be there unwanted: the config says the first, the second is the tied embedding again.
-SPARE = ("rotary_emb.inv_freq", "lm_head.weight")
+# May be there unwanted: the config says the first, the second is the tied embedding again, and
+# the rest are masks of GPT-2 and GPT-NeoX.
+SPARE = ("rotary_emb.inv_freq", "lm_head.weight", ".attn.bias", ".attn.masked_bias",
+         ".attention.bias", ".attention.masked_bias")  # fmt: skip
 MOST_NAMED = 5  # problems in one message
 
 
@@ -48,6 +50,7 @@ def find(
             found[name] = path, tensor
     if index is not None:
         problems += _check_index(index, found)
+    found = _with_beginnings(found, wanted)
     problems += _check_tensors(wanted, found, spare)
     if problems:
         more = len(problems) - MOST_NAMED
@@ -125,6 +128,14 @@ def _check_index(index: Mapping[str, str], found: Mapping[str, tuple[Path, Tenso
     for name in found.keys() - index.keys():
         problems.append(f"{name} is in {found[name][0].name}, but not in {INDEX}")
     return sorted(problems)
+
+
+def _with_beginnings(
+    found: dict[str, tuple[Path, Tensor]], wanted: Mapping[str, Wanted]
+) -> dict[str, tuple[Path, Tensor]]:
+    """Returns what was found, its names as wanted: files without a head may leave out "model."."""
+    short = {name.partition(".")[2]: name for name in wanted.keys() - found.keys()}
+    return {name if name in wanted else short.get(name, name): at for name, at in found.items()}
 
 
 def _check_tensors(

@@ -54,7 +54,8 @@ def _blocks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> tuple[Array
 
 def _sizes(cache: LayerCache, spec: AttentionSpec) -> dict[str, Any]:
     scales = dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
-    return dict(scale=spec.scale, window=spec.window, sinks=spec.sinks) | scales
+    own = dict(scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, sinks=spec.sinks)
+    return own | scales
 
 
 # (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, [T, H, D].

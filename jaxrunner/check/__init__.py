@@ -1,0 +1,1 @@
+"""Is a checkpoint computed as transformers computes it?"""

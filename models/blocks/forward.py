@@ -1,0 +1,200 @@
+"""Runs decoders with layers of `blocks`.
+
+Operations that kernels fuse are called where a family's maths is theirs exactly: RMSNorm behind a
+sum, SwiGLU, and norms of heads before their rotation. All else is plain JAX.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.caches.cache_group import layer_groups
+from jaxrunner.kernels_pallas.reference import capped
+from jaxrunner.linear import Linear
+from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
+from jaxrunner.models.blocks.description import BlockConfig
+from jaxrunner.models.blocks.weights import Layer, Norm, Params
+from jaxrunner.models.rope import rotation
+from jaxrunner.ops.plain import rms_norm, rotate
+from jaxrunner.types import Array, Inputs
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+def embed(config: BlockConfig, params: Params, inputs: Inputs) -> Array:
+    """Returns the embeddings of the tokens, [T, E], with learned positions where there are some."""
+    x = params.embed[inputs.token_ids]
+    if config.embed_scale != 1:
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
+    return x if params.positions is None else x + params.positions[inputs.positions]
+
+
+def layers(
+    config: BlockConfig, params: Params, x: Array, kv: tuple[Any, ...], inputs: Inputs, ops: Ops,
+    *, first: int = 0, last: int | None = None, extras: tuple[str, ...] = (),
+) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
+    """Runs layers `first` to `last`, to the end by default, on x, [T, E].
+
+    Does what `llama.layers` does, extras included.
+
+    Raises:
+      ValueError: there is no such extra among these layers; names it.
+    """
+    num = config.num_hidden_layers
+    last = num if last is None else last
+    known = [f"residual.{i}" for i in range(first, last + (last == num))]
+    if unknown := sorted(set(extras) - set(known)):
+        raise ValueError(f"extras {unknown} are none of these layers': take some of {known}")
+    groups, scale = layer_groups(config.cache_kinds), config.score_scale or config.head_dim**-0.5
+    # One jit for all layers: equal layers are traced once.
+    layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
+    turns = {rope: rotation(rope, inputs) for rope in dict.fromkeys(config.ropes[first:last])}
+    growth, caches, found = _query_growth(config, inputs), [], {}
+    residual = jnp.zeros_like(x)  # what the layers before one have not added to x yet
+    for i, cache in zip(range(first, last), kv, strict=True):
+        if (name := f"residual.{i}") in extras:
+            found[name] = x + _whole(residual, x)
+        spec = AttentionSpec(groups[i], config.windows[i], scale, config.score_cap)
+        turn = *turns[config.ropes[i]], growth
+        x, residual, cache = layer(x, residual, params.layers[i], cache, turn, spec=spec)
+        caches.append(cache)
+    if last < num:
+        return x + _whole(residual, x), tuple(caches), found
+    x, hidden = _add_norm(config, ops, x, residual, params.norm)
+    if (name := f"residual.{num}") in extras:
+        found[name] = x
+    return hidden, tuple(caches), found
+
+
+def logits(config: BlockConfig, params: Params, hidden: Array) -> Array:
+    """Scores every token of the vocabulary: hidden [..., E] -> [..., V], in its dtype."""
+    head = Linear(params.embed, None) if params.head is None else params.head
+    scores = head.product(hidden)
+    if config.logit_scale == 1 and config.logit_cap is None:
+        return scores
+    scores = scores.astype(jnp.float32) * config.logit_scale
+    return capped(scores, config.logit_cap).astype(hidden.dtype)
+
+
+def _layer(
+    config: BlockConfig, ops: Ops, x: Array, residual: Array, w: Layer, cache: Any,
+    turn: tuple[Array, Array, Array | None], *, spec: AttentionSpec,
+) -> tuple[Array, Array, Any]:  # fmt: skip
+    """Runs a layer on x + residual. Returns the next x, what it is to gain, and the cache."""
+    x, h = _add_norm(config, ops, x, residual, w.attn_norm)
+    out, cache = _attend(config, ops, h, w, cache, turn, spec)
+    attended = _ended(config, ops.project(out, w.o), x, w.attn_end_norm)
+    if config.parallel:
+        h = h if w.mlp_norm is None else _normed(config, x, w.mlp_norm)
+    else:
+        x, h = _add_norm(config, ops, x, attended, w.mlp_norm)
+    added = _ended(config, _mlp(config, ops, h, w), x, w.mlp_end_norm)
+    if config.parallel:
+        added = _whole(attended, x) + _whole(added, x)
+    return x, added, cache
+
+
+def _attend(
+    config: BlockConfig, ops: Ops, h: Array, w: Layer, cache: Any,
+    turn: tuple[Array, Array, Array | None], spec: AttentionSpec,
+) -> tuple[Array, Any]:  # fmt: skip
+    """Attends with h, [T, E]. Returns the attended values, [T, H, D], and the cache."""
+    eps, qkv, (cos, sin, growth) = config.rms_norm_eps, ops.linear(h, w.qkv), turn
+    normed_else = w.q_width_norm is not None or (w.q_norm is not None and config.norm != "rms")
+    if not normed_else and growth is None:
+        return ops.rotate_attend(qkv, RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
+    T, K, P, D = qkv.shape
+    q, k, v = qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]
+    if w.q_width_norm is not None and w.k_width_norm is not None:
+        q, k = (
+            rms_norm(x.reshape(T, -1), weight.reshape(-1), eps).reshape(x.shape)
+            for x, weight in ((q, w.q_width_norm), (k, w.k_width_norm))
+        )
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = (
+            NORMS[config.norm](q, w.q_norm, None, eps),
+            NORMS[config.norm](k, w.k_norm, None, eps),
+        )
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return ops.attend(q if growth is None else q * growth.astype(q.dtype), k, v, cache, spec)
+
+
+def _mlp(config: BlockConfig, ops: Ops, h: Array, w: Layer) -> Array:
+    """Returns what the MLP adds to the residual, as `Ops.project` does."""
+    if config.gated and config.activation == "silu":
+        return ops.mlp(h, w.gate_up, w.down)
+    act, parts = ACTIVATIONS[config.activation], jnp.moveaxis(ops.linear(h, w.gate_up), 1, 0)
+    return ops.project(act(parts[0]) * parts[1] if config.gated else act(parts[0]), w.down)
+
+
+def _add_norm(
+    config: BlockConfig, ops: Ops, x: Array, residual: Array, norm: Norm | None
+) -> tuple[Array, Array]:
+    """Returns x + residual and its norm, which is itself where there is none."""
+    if norm is not None and config.norm == "rms":
+        return ops.add_norm(x, residual, norm.norm_weight, config.rms_norm_eps)
+    total = x + _whole(residual, x)
+    return total, total if norm is None else _normed(config, total, norm)
+
+
+def _ended(config: BlockConfig, residual: Array, x: Array, norm: Norm | None) -> Array:
+    """Returns what is added to x: the residual, or its norm, scaled."""
+    if norm is not None:
+        residual = _normed(config, _whole(residual, x), norm)
+    if config.residual_scale == 1:
+        return residual
+    return (_whole(residual, x).astype(jnp.float32) * config.residual_scale).astype(x.dtype)
+
+
+def _whole(residual: Array, x: Array) -> Array:
+    """Returns a residual, [T, E] or parts of it, as an array like x."""
+    return (residual if residual.ndim == 2 else residual.sum(0)).astype(x.dtype)
+
+
+def _normed(config: BlockConfig, x: Array, norm: Norm) -> Array:
+    return NORMS[config.norm](x, norm.norm_weight, norm.norm_bias, config.rms_norm_eps)
+
+
+def _query_growth(config: BlockConfig, inputs: Inputs) -> Array | None:
+    """Returns what queries are multiplied by, [T, 1, 1], float32."""
+    if config.query_growth is None:
+        return None
+    beta, length = config.query_growth
+    turns = (inputs.positions // length).astype(jnp.float32)
+    return (1 + beta * jnp.log1p(turns))[:, None, None]
+
+
+def _rms(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    return rms_norm(x, weight, eps)
+
+
+def _rms_of_one_more(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """RMSNorm whose weights are apart from 1; the sum would lose bits in a dtype of 16."""
+    return rms_norm(x.astype(jnp.float32), 1 + weight.astype(jnp.float32), eps).astype(x.dtype)
+
+
+def _layer_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """LayerNorm over the last axis, computed in float32. arXiv:1607.06450."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, -1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    x32 = x32 * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
+    if bias is not None:
+        x32 = x32 + jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
+    return x32.astype(x.dtype)
+
+
+# (x, weight, bias, eps) -> the norm over the last axis of x.
+NORMS: dict[str, Callable[[Array, Array, Array | None, float], Array]] = {
+    "rms": _rms,
+    "rms of 1 + w": _rms_of_one_more,
+    "layer": _layer_norm,
+}
