@@ -51,6 +51,8 @@ class LLM(LLMNames):
         reads what `save_sharded_state` wrote, from files named as `model_loader_extra_config` may
         say: {"pattern": ...}.
     hf_overrides: keys of config.json to replace; None removes one.
+    quantization: "fp8" or "int8" rounds the weights of a float checkpoint to 8 bits while they are
+        read; that of another checkpoint is in its config.json.
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.
@@ -90,6 +92,7 @@ class LLM(LLMNames):
         load_format: str = "auto",
         model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
+        quantization: str | None = None,
         generation_config: str = "auto",
         override_generation_config: dict[str, Any] | None = None,
         max_logprobs: int | None = None,
@@ -109,7 +112,7 @@ class LLM(LLMNames):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token, cache_dir=cache_dir,
             tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
-            logits_fn=logits_fn, speculative_config=speculative_config,
+            logits_fn=logits_fn, speculative_config=speculative_config, quantization=quantization,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,

@@ -78,13 +78,15 @@ class Source(NamedTuple):
     `join` makes it of the named tensors, in the shape and dtype that its class declares. Tensors of
     a weight in a dtype that is computed in come in that one, those of any other weight as they are
     stored. `split` is its inverse; None where a weight does not hold its tensors, as one of 8 bits.
-    Both see numpy arrays.
+    Both see numpy arrays. dtypes: what each tensor may be stored in; where empty, any that is
+    computed in, or for a weight in none of these any at all.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     join: Callable[[list[np.ndarray]], np.ndarray]
     split: Callable[[np.ndarray], list[np.ndarray]] | None
+    dtypes: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def whole(cls, name: str, *shape: int, held: tuple[int, ...] = ()) -> "Source":

@@ -51,9 +51,10 @@ def wanted_tensors(model: Stored, config: StoredConfig) -> dict[str, Wanted]:
     leaves = jax.tree.leaves(_params(model, config))
     for source, leaf in zip(sources_of(model, config), leaves, strict=True):
         kinds = DTYPES if leaf.dtype.name in DTYPES else None
-        for name, shape in zip(source.names, source.shapes, strict=True):
-            if name not in wanted or kinds is None:
-                wanted[name] = Wanted(shape, kinds)
+        said = source.dtypes or (kinds,) * len(source.names)
+        for name, shape, own in zip(source.names, source.shapes, said, strict=True):
+            if name not in wanted or own is None:
+                wanted[name] = Wanted(shape, own)
     return wanted
 
 

@@ -16,6 +16,7 @@ from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
+from jaxrunner.quantization.per_channel import of_floats
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.worker import lifecycle_arguments as arguments
@@ -52,7 +53,8 @@ class WeightUpdates(NotHere, abc.ABC):
     def update_params(self, params: Any) -> None:
         """Takes new weights, a tree like `params`, between two steps; nothing is compiled anew.
 
-        Arrays of the device are used as they are. Requests at work go on with the new weights;
+        Arrays of the device are used as they are; float weights of products that are held in 8 bits
+        are rounded to these, as `quantization` did with the first ones. Requests at work go on with the new weights;
         none to come shares what the prefix cache of an `LLM` has of the old ones.
 
         Raises:
@@ -60,6 +62,7 @@ class WeightUpdates(NotHere, abc.ABC):
             not finite; names where.
         """
         self.status.check()
+        params = of_floats(params, self.runner.params_spec)
         if self.load_config.check_nan:
             params = like(params, self.runner.params_spec)
             check_leaves(params)
