@@ -88,6 +88,11 @@ class Source(NamedTuple):
     split: Callable[[np.ndarray], list[np.ndarray]] | None
     dtypes: tuple[tuple[str, ...], ...] = ()
 
+    def beside(self, other: "Source") -> "Source":
+        """Returns a source of the tensors of both, whose `join` sees those of `other` last."""
+        names, shapes = self.names + other.names, self.shapes + other.shapes
+        return Source(names, shapes, self.join, None, self.dtypes + other.dtypes)
+
     @classmethod
     def whole(cls, name: str, *shape: int, held: tuple[int, ...] = ()) -> "Source":
         """Returns the source of a weight that is one tensor, `held` by us in another shape."""

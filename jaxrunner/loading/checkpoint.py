@@ -10,8 +10,9 @@ from jaxrunner.loading.safetensors_file import Tensor, read_header
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# May be there unwanted: the config says the first, the second is the tied embedding again.
-SPARE = ("rotary_emb.inv_freq", "lm_head.weight")
+# May be there unwanted: the config says the first, the second is the tied embedding again. A cache
+# of 8 bits has scales of its own, by token and head.
+SPARE = ("rotary_emb.inv_freq", "lm_head.weight", ".k_scale", ".v_scale")
 MOST_NAMED = 5  # problems in one message
 
 
@@ -139,7 +140,7 @@ def _check_tensors(
             problems.append(f"{name} {list(shape)} is missing")
             continue
         path, tensor = found[name]
-        if tensor.shape != shape:
+        if tensor.shape != shape and (shape, tensor.shape) != ((), (1,)):  # a scalar, either way
             problems.append(f"{name} in {path.name} must be {list(shape)}, is {list(tensor.shape)}")
         if dtypes is not None and tensor.dtype.name not in dtypes:
             kinds = ", ".join(dtypes)

@@ -58,6 +58,12 @@ def wanted_tensors(model: Stored, config: StoredConfig) -> dict[str, Wanted]:
     return wanted
 
 
+def own_dtypes(model: Stored, config: StoredConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the dtypes of tensors that a checkpoint holds in none that is computed in."""
+    wanted = wanted_tensors(model, config).items()
+    return {name: kinds for name, (_, kinds) in wanted if kinds not in (None, DTYPES)}
+
+
 def named_leaves(params: Any) -> list[tuple[str, Any]]:
     """Returns the leaves of params, with their names in messages."""
     pairs = jax.tree.leaves_with_path(params)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 import functools
-from typing import Any
 
 import numpy as np
 

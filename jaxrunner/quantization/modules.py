@@ -49,6 +49,8 @@ def is_named(module: str, names: Sequence[str]) -> bool:
     """
     dotted = f".{module}."
     return any(
-        pattern(name).match(module) is not None if name.startswith(PATTERN) else f".{name}." in dotted
+        pattern(name).match(module) is not None
+        if name.startswith(PATTERN)
+        else f".{name}." in dotted
         for name in names
     )

@@ -131,3 +131,21 @@ def build(held: QuantizedLinear, bias: Any, **leaves: Any) -> QuantizedLinear:
     names = ("weight", "scale", "zero", "order", "input_scale")
     values: dict[str, Any] = dict.fromkeys(names) | leaves
     return QuantizedLinear(**values, bias=bias, scheme=held.scheme, num_in=held.num_in)
+
+
+def read_order(placing: Placing, names: tuple[str, ...], parts: Arrays) -> np.ndarray:
+    """Returns the leaf `order` of what each module's tensor says of its inputs' groups.
+
+    Raises:
+      ValueError: a group that is none, or modules that are joined differ.
+    """
+    held = placing.held
+    ids = whole(parts, "g_idx", names)
+    assert held.order is not None
+    num = held.scale.shape[-1]
+    if ids.min() < 0 or ids.max() >= num:
+        raise ValueError(
+            f"{names[0]} must name groups from 0 to {num - 1}, got {ids.min()} to {ids.max()}: "
+            "download the checkpoint again"
+        )
+    return ids.astype(np.int32).reshape(held.order.shape)

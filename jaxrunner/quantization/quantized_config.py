@@ -135,7 +135,11 @@ def _scheme(method: Method, source: Any) -> Scheme | None:
             return None  # no module of a published checkpoint
         module = name.removesuffix(".weight")
         found[module] = method.scheme(module, (rows, rest[0]))
-    if len(set(found.values())) > 1:
-        one, other = next((m for m in found if found[m] != found[n]) for n in [*found][:1])
-        raise ValueError(f"{one} and {other} differ")
-    return next(iter(found.values()))
+    first, *others = found
+    for other in others:
+        if found[other] != found[first]:
+            raise ValueError(
+                f"{first} and {other} must be quantised alike, as one product computes both, got "
+                f"{found[first] or 'float'} and {found[other] or 'float'}: name both or none"
+            )
+    return found[first]

@@ -49,7 +49,8 @@ class QuantizedLinear:
         dtype, x_scale = x.dtype, None
         if (activation := w.scheme.activation) is not None:
             x, x_scale = rounded(x, activation, w.input_scale, w.across)
-        if w.scheme.block[1] or (x_scale is not None and x_scale.shape[-1:] != (1,)):
+        by_groups = x_scale is not None and x_scale.shape[-1] > 1
+        if by_groups or w.scheme.is_grouped:
             values = w.values(dtype)
             if x_scale is not None:
                 x, x_scale = _times(x, x_scale, dtype), None

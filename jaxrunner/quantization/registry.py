@@ -5,14 +5,20 @@ from typing import Any
 
 from jaxrunner.api.validation import shown
 from jaxrunner.hf_config import Settings
+from jaxrunner.quantization.awq import AWQ
+from jaxrunner.quantization.compressed_tensors import CompressedTensors
 from jaxrunner.quantization.fp8 import Fp8
+from jaxrunner.quantization.gptq import GPTQ
 from jaxrunner.quantization.per_channel import OF_NAME, PerChannel
 from jaxrunner.quantization.quantized_config import Method
 
 KEY = "quantization_config"
 OLD_KEY = "compression_config"  # of early compressed-tensors
 FORMATS: dict[str, Callable[[Settings], Method]] = {
+    "awq": AWQ.read,
+    "compressed-tensors": CompressedTensors.read,
     "fp8": Fp8.read,
+    "gptq": GPTQ.read,
 }
 
 

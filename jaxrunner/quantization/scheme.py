@@ -44,6 +44,11 @@ class Scheme:
     scale: str = "float32"  # dtype of scales; "uint8" is the exponent of a power of two, plus 127
     activation: Activation | None = None
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether an output's weights are more than its numbers times one scale."""
+        return bool(self.block[1] or self.has_zero or CODES[self.code].packed > 1)
+
     def declare(self, given: Given, dims: Given) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what is given for `QuantizedLinear` and its dims, from what is for `Linear`.
 
@@ -57,9 +62,10 @@ class Scheme:
                 f"{self.code} holds {code.packed} weights in a byte, got {dims[inputs[-1]]} inputs "
                 f"along {inputs[-1]}: take a checkpoint of 8 bits"
             )
-        own = dict(
+        static = self.activation is not None and self.activation.static
+        own: dict[str, Any] = dict(
             stored_dtype=code.stored, scale_dtype=self.scale, scheme_zero=self.has_zero,
-            scheme_order=self.has_order, static_inputs=bool(self.activation and self.activation.static),
+            scheme_order=self.has_order, static_inputs=static,
         )  # fmt: skip
         if self.has_order:
             own["groups"] = -(-math.prod(dims[axis] for axis in inputs) // cols)
@@ -73,7 +79,7 @@ class Scheme:
 
 
 def _runs(axes: list[str], length: int, dims: Given) -> list[str]:
-    """Returns axes of scales, one for `length` inputs in a row or for as many as divide the axes."""
+    """Returns axes of scales: one for `length` inputs in a row, or for as many as divide axes."""
     if length == 0:
         return []
     *outer, last = axes
