@@ -1,72 +1,30 @@
 """Formats of quantised checkpoints: what is loaded, and what a product of it gives."""
 
-import json
-from typing import Any
-import zlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxrunner.linear import Linear
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
-from tests.outside import checkpoint
 from tests.support import quantized
-from tests.support.quantized import E4M3, FORMATS
+from tests.support.quantized import E4M3, FORMATS, SETTINGS
 
-SETTINGS: dict[str, Any] = dict(
-    architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-    num_attention_heads=6, num_key_value_heads=2, head_dim=16, vocab_size=61, dtype="float32",
-    max_position_embeddings=64, tie_word_embeddings=False,
-)  # fmt: skip
-H, K, D, E, F = 6 * 16, 2 * 16, 16, 64, 96
-MODULES = dict(
-    q_proj=(H, E), k_proj=(K, E), v_proj=(K, E), o_proj=(E, H), gate_proj=(F, E), up_proj=(F, E),
-    down_proj=(E, F),
-)  # fmt: skip
-
-
-def module(name, layer=0):
-    part = "self_attn" if name[0] in "qkvo" else "mlp"
-    return f"model.layers.{layer}.{part}.{name}"
-
-
-def written(format_, settings=SETTINGS):
-    """Returns config.json, the tensors of a checkpoint, and the float ones that they stand for."""
-    config, writer = FORMATS[format_]
-    tensors, floats = {}, {}
-    for layer in range(settings["num_hidden_layers"]):
-        for name, (N, columns) in MODULES.items():
-            full = module(name, layer)
-            rng = np.random.default_rng(zlib.crc32(full.encode()))
-            made, weight = writer(rng, N, columns)
-            tensors |= {f"{full}.{suffix}": tensor for suffix, tensor in made.items()}
-            floats[f"{full}.weight"] = weight
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            floats[f"model.layers.{layer}.{norm}.weight"] = checkpoint.weight("norm", (E,))
-    for name, shape in dict(embed_tokens=(61, E), norm=(E,)).items():
-        floats[f"model.{name}.weight"] = checkpoint.weight(name, shape)
-    floats["lm_head.weight"] = checkpoint.weight("lm_head", (61, E))
-    kept = {n: t for n, t in floats.items() if not n.rpartition(".")[0].endswith("proj")}
-    return settings | dict(quantization_config=config), tensors | kept, floats
+E = SETTINGS["hidden_size"]
 
 
 def load(folder, settings, tensors, **kwargs):
     """Returns the params of a checkpoint that is written to a folder."""
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(settings))
+    quantized.save(folder, settings, tensors)
     model, config = read_quantized(settings, "config.json", **kwargs)
     return load_params(folder, model, config, dtype="float32", progress=False)
 
 
 def both(tmp_path, format_):
     """Returns the products of a quantised checkpoint, and those of what it stands for, by name."""
-    settings, tensors, floats = written(format_)
+    settings, tensors, floats = quantized.written(format_)
     trees = load(tmp_path / "few", settings, tensors), load(tmp_path / "float", SETTINGS, floats)
     return [
         {name: getattr(tree.layers[0], name) for name in ("qkv", "o", "gate_up", "down")}
