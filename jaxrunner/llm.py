@@ -29,6 +29,7 @@ from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.requirements import describe
+from jaxrunner.quantization.quantized_config import describe as describe_weights
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
@@ -92,7 +93,6 @@ class LLM(LLMNames):
         load_format: str = "auto",
         model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
-        quantization: str | None = None,
         generation_config: str = "auto",
         override_generation_config: dict[str, Any] | None = None,
         max_logprobs: int | None = None,
@@ -112,7 +112,7 @@ class LLM(LLMNames):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token, cache_dir=cache_dir,
             tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
-            logits_fn=logits_fn, speculative_config=speculative_config, quantization=quantization,
+            logits_fn=logits_fn, speculative_config=speculative_config,
         )  # fmt: skip
         loaded = worker.read_checkpoint(
             tokenizer=None if skip_tokenizer_init else model if tokenizer is None else tokenizer,
@@ -136,6 +136,7 @@ class LLM(LLMNames):
         replicas = self.engine.report() if isinstance(self.engine, Replicas) else ""
         return (
             f"{_devices(runner.program.mesh)}\n{replicas}"
+            f"{describe_weights(runner.program.config)}"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
             f"{self._report_drafts()}"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 T = TypeVar("T")
+Given = Mapping[str, str | int] | None
 Dims = Mapping[str, Any]  # axis letters to sizes, names of dtypes to dtypes, flags to bools
 
 
@@ -75,11 +76,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def build(
-    make: Callable[..., Any],
-    cls: Any,
-    dims: Dims,
-    given: Mapping[str, Any] | None = None,
-    path: tuple[str, ...] = (),
+    make: Callable[..., Any], cls: Any, dims: Dims, given: Given = None, path: tuple[str, ...] = ()
 ) -> Any:
     """Builds a `cls` by calling `make(axes, shape, dtype)` for each array field.
 
@@ -89,11 +86,7 @@ def build(
     their place, or to functions (path, given, dims) that return such a class, and its given and
     dims.
     """
-    kind = dims.get("kinds", {}).get(cls, cls)
-    if isinstance(kind, type):
-        cls = kind
-    else:
-        cls, given, dims = kind(".".join(path), given, dims)
+    cls, given, dims = _stand_in(cls, dims, given, path)
     names = given or {}
 
     def is_on(flag: str) -> bool:
@@ -130,6 +123,12 @@ def build(
         return tuple(one({**dims, **part}, str(i)) for i, part in enumerate(parts))
 
     return cls(**{field.name: value(field) for field in dataclasses.fields(cls)})
+
+
+def _stand_in(cls: Any, dims: Dims, given: Given, path: tuple[str, ...]) -> tuple[Any, Given, Dims]:
+    """Returns what is built in the place of a class, with what is given for it and its dims."""
+    kind = dims.get("kinds", {}).get(cls, cls)
+    return (kind, given, dims) if isinstance(kind, type) else kind(".".join(path), given, dims)
 
 
 def size(dims: Dims, axis: str) -> int:

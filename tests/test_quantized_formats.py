@@ -10,7 +10,8 @@ from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.support import quantized
-from tests.support.quantized import E4M3, FORMATS, SETTINGS
+from tests.support.quantized import SETTINGS
+from tests.support.quantized_formats import E4M3, FORMATS
 
 E = SETTINGS["hidden_size"]
 

@@ -21,7 +21,7 @@ from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.worker.memory_plan import num_bytes
 from tests.outside import checkpoint, float64_llama
 from tests.support import quantized
-from tests.support.quantized import E4M3
+from tests.support.quantized_formats import E4M3
 
 SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(architectures=["LlamaForCausalLM"])
 PROMPTS = checkpoint.prompts(5, 18, 9)

@@ -4,6 +4,7 @@ A family declares `Linear`, and where float tensors lie. A method says which of 
 holds otherwise, and of what their leaves are made.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 import functools
 from typing import Any, Protocol, cast
@@ -105,6 +106,17 @@ def sources(config: QuantizedConfig) -> Any:
 def plain_config(config: Any) -> Any:
     """Returns a model's own config, whether its products are quantised or not."""
     return config.plain if isinstance(config, QuantizedConfig) else config
+
+
+def describe(config: Any) -> str:
+    """Returns the line of a report that says how weights are held; none where all are floats."""
+    schemes = Counter(scheme for _, scheme in getattr(config, "schemes", ()))
+    if not schemes:
+        return ""
+    said = "; ".join(
+        f"{count} products in {scheme.describe()}" for scheme, count in schemes.items()
+    )
+    return f"weights: {config.method.name}, {said}; each is widened when it is multiplied with\n"
 
 
 def _made(config: QuantizedConfig, path: str, node: Any, held: Any) -> Any:

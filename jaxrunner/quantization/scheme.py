@@ -44,6 +44,14 @@ class Scheme:
     scale: str = "float32"  # dtype of scales; "uint8" is the exponent of a power of two, plus 127
     activation: Activation | None = None
 
+    def describe(self) -> str:
+        """Returns it in words, for a report."""
+        rows, cols = self.block
+        of = f"{rows} x {cols or 'all'}"
+        zero, order = " with zero points" * self.has_zero, " in an order" * self.has_order
+        inputs = f", inputs in {self.activation.code}" if self.activation else ""
+        return f"{self.code} with a scale for {of} weights{zero}{order}{inputs}"
+
     @property
     def is_grouped(self) -> bool:
         """Whether an output's weights are more than its numbers times one scale."""
