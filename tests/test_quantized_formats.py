@@ -1,5 +1,6 @@
 """Formats of quantised checkpoints: what is loaded, and what a product of it gives."""
 
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from jaxrunner.linear import Linear
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
+from jaxrunner.ops import products
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.support import quantized
 from tests.support.quantized import SETTINGS
@@ -63,3 +65,52 @@ def test_weights_and_products_are_those_of_the_definition(tmp_path, format_):
         got = jax.jit(lambda x, w: w.product(x))(jnp.asarray(x), w)
         product = flat @ want.reshape(-1, flat.shape[1]).T
         np.testing.assert_allclose(np.asarray(got).reshape(3, -1), product, rtol=2e-5, atol=2e-4)
+
+
+def test_transformers_means_the_same_by_blocks_and_by_mxfp4(tmp_path):
+    torch = pytest.importorskip("torch")
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    few = load_few(tmp_path / "blocks", "fp8 blocks")
+    _, tensors, _ = quantized.written("fp8 blocks")
+    name = "model.layers.0.mlp.down_proj.weight"
+    numbers = torch.tensor(tensors[name].view(np.uint8)).view(torch.float8_e4m3fn)
+    scale = torch.tensor(tensors[f"{name}_scale_inv"])
+    means = fp8.Fp8Dequantize(None)._dequantize_one
+    np.testing.assert_array_equal(few.down.values(), means(numbers, scale, torch.float32))
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    few = load_few(tmp_path / "mxfp4", "compressed mxfp4")
+    _, tensors, _ = quantized.written("compressed mxfp4")
+    packed = torch.tensor(tensors[f"{name}_packed"]).reshape(1, E, -1, 16)
+    scale = torch.tensor(tensors[f"{name}_scale"])[None]
+    wanted = mxfp4.convert_moe_packed_tensors(packed, scale, dtype=torch.float32)[0].T
+    np.testing.assert_array_equal(few.down.values(), wanted)
+
+
+def load_few(folder, format_):
+    """Returns the layer of a checkpoint in a format."""
+    settings, tensors, _ = quantized.written(format_)
+    return load(folder, settings, tensors).layers[0]
+
+
+def test_what_runs_a_product_is_told_with_the_reason(tmp_path):
+    few, found = load_few(tmp_path, "awq"), []
+    x = jax.ShapeDtypeStruct((3, E), jnp.float32)
+    jax.eval_shape(lambda x, w: products.linear(x, w, note=found.append), x, few.qkv)
+    jax.eval_shape(
+        lambda x, w, v: products.mlp(x, w, v, note=found.append), x, few.gate_up, few.down
+    )
+    assert {chosen.name for chosen in found} == {"plain JAX", "two products"}
+    reason = "wants weights that are Linear, got QuantizedLinear"
+    assert all(reason in chosen.refused.values() for chosen in found if chosen.refused)
+    assert found[0].refused == {"matmul": reason}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("format_", ["awq", "compressed int8 channels", "fp8 blocks"])
+def test_products_in_half_precision_are_near(tmp_path, format_, dtype):
+    w = load_few(tmp_path, format_).qkv
+    x = np.random.default_rng(0).normal(size=(3, E)).astype(np.float32)
+    want = np.asarray(w.product(jnp.asarray(x)))
+    got = w.product(jnp.asarray(x, dtype))
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got.astype(np.float32), want, atol=0.02 * abs(want).max())
