@@ -63,7 +63,7 @@ def measure(folder: Path, **settings: Any) -> dict[str, Any]:
         scores = llm.score_tokens(prompts, use_tqdm=False)
         loss = -np.concatenate([score.logprobs for score in scores]).astype(np.float64)
         return dict(
-            loss=round(loss.mean(), 4), perplexity=round(float(np.exp(loss.mean())), 3),
+            loss=round(float(loss.mean()), 4), perplexity=round(float(np.exp(loss.mean())), 3),
             tokens=loss.size, weight_bytes=llm.memory_plan.weights,
         )  # fmt: skip
 

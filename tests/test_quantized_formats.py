@@ -1,5 +1,6 @@
 """Formats of quantised checkpoints: what is loaded, and what a product of it gives."""
 
+import re
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +115,19 @@ def test_products_in_half_precision_are_near(tmp_path, format_, dtype):
     got = w.product(jnp.asarray(x, dtype))
     assert got.dtype == dtype
     np.testing.assert_allclose(got.astype(np.float32), want, atol=0.02 * abs(want).max())
+
+
+def test_a_loop_widens_weights_in_each_turn(tmp_path):
+    """Once for all turns would hold the model there whole, as floats."""
+    few = load_few(tmp_path, "compressed packed 4 bits")
+
+    def run(x, w, v):
+        def back(_, x):
+            return v.product(jax.nn.relu(w.product(x))[:, 0])
+
+        return jax.lax.fori_loop(0, 4, back, x)
+
+    program = jax.jit(run).lower(jnp.ones((3, E)), few.gate_up, few.down).compile().as_text()
+    before, after = program.split("\nENTRY")
+    assert re.search(r"f32\[2,96,64\]|f32\[192,64\]", before)
+    assert not re.search(r"f32\[2,96,64\]|f32\[192,64\]", after.partition("\n}")[0])

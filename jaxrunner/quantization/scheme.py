@@ -77,24 +77,14 @@ class Scheme:
         )  # fmt: skip
         if self.has_order:
             own["groups"] = -(-math.prod(dims[axis] for axis in inputs) // cols)
+        runs = [*inputs[:-1], _run(inputs[-1], cols, dims)] if cols else []
         axes = dict(
             stored=" ".join([*inputs[:-1], _run(inputs[-1], code.packed)]),
             scale_outputs=" ".join([*outputs[:-1], _run(outputs[-1], rows, dims)]),
-            scale_inputs="groups" if self.has_order else " ".join(_runs(inputs, cols, dims)),
+            scale_inputs="groups" if self.has_order else " ".join(runs),
         )
         flags = dict(zero="scheme_zero", order="scheme_order", input_scale="static_inputs")
         return {**given, **axes, **flags, "scheme": self}, {**dims, **own}
-
-
-def _runs(axes: list[str], length: int, dims: Given) -> list[str]:
-    """Returns axes of scales: one for `length` inputs in a row, or for as many as divide axes."""
-    if length == 0:
-        return []
-    *outer, last = axes
-    size = dims[last]
-    if outer and length > size and length % size == 0 and dims[outer[-1]] % (length // size) == 0:
-        return [*outer[:-1], _run(outer[-1], length // size), _run(last, size)]
-    return [*outer, _run(last, length, dims)]
 
 
 def _run(axis: str, length: int, dims: Given | None = None) -> str:
