@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 T = TypeVar("T")
-Given = Mapping[str, str | int] | None
+Given = Mapping[str, Any] | None
 Dims = Mapping[str, Any]  # axis letters to sizes, names of dtypes to dtypes, flags to bools
 
 

@@ -87,6 +87,25 @@ def test_transformers_means_the_same_by_blocks_and_by_mxfp4(tmp_path):
     np.testing.assert_array_equal(few.down.values(), wanted)
 
 
+@pytest.mark.parametrize("format_", ["gptq v1", "compressed int8 channels"])
+def test_a_head_that_is_no_embedding_is_quantised_too(tmp_path, format_):
+    own = SETTINGS | dict(vocab_size=64)
+    settings, tensors, floats = quantized.written(format_, own, head=True)
+    asked = dict(lm_head=True) if format_ == "gptq v1" else dict(ignore=["re:.*self_attn.*"])
+    settings["quantization_config"] = settings["quantization_config"] | asked
+    for name in [*tensors] * (format_ != "gptq v1"):
+        if "self_attn" in name:
+            del tensors[name]
+    tensors |= {n: t for n, t in floats.items() if format_ != "gptq v1" and "self_attn" in n}
+    params = load(tmp_path, settings, tensors)
+    np.testing.assert_array_equal(params.head.values(), floats["lm_head.weight"])
+    kinds = {type(params.layers[0].qkv), type(params.layers[0].down)}
+    assert len(kinds) == 1 + (format_ != "gptq v1")
+    tied = {n: t for n, t in tensors.items() if "lm_head" not in n}
+    params = load(tmp_path / "tied", settings | dict(tie_word_embeddings=True), tied)
+    assert params.head is None and isinstance(params.layers[0].down, QuantizedLinear)
+
+
 def load_few(folder, format_):
     """Returns the layer of a checkpoint in a format."""
     settings, tensors, _ = quantized.written(format_)
@@ -128,6 +147,7 @@ def test_a_loop_widens_weights_in_each_turn(tmp_path):
         return jax.lax.fori_loop(0, 4, back, x)
 
     program = jax.jit(run).lower(jnp.ones((3, E)), few.gate_up, few.down).compile().as_text()
+    assert program is not None
     before, after = program.split("\nENTRY")
     assert re.search(r"f32\[2,96,64\]|f32\[192,64\]", before)
     assert not re.search(r"f32\[2,96,64\]|f32\[192,64\]", after.partition("\n}")[0])

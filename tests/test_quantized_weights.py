@@ -17,6 +17,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.parallel.mesh import TENSOR, make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.parallel.whole import merge
+from jaxrunner.quantization import per_channel
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.worker.memory_plan import num_bytes
 from tests.outside import checkpoint, float64_llama
@@ -172,3 +173,13 @@ def test_a_quantised_model_drafts_for_one(saved, tmp_path):
     with checkpoint.start(saved[0], quantization="int8", speculative_config=asked) as llm:
         assert answers(llm) == wanted(saved[1], int8)
         assert is_few(llm.params.target.layers[0].qkv) and is_few(llm.params.drafter.layers[0].qkv)
+
+
+def test_rounding_to_fp8_is_that_of_numpy():
+    every = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+    every = every[np.isfinite(every)]
+    middles = (every[:, None] + every).ravel() / 2  # where two are as near, and just beside
+    near = (np.nextafter(middles, np.float32(end)) for end in (-500, 500))
+    values = np.concatenate([middles, *near, [np.nan]]).astype(np.float32)
+    got, want = per_channel._to_fp8(values), values.astype(E4M3)
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))

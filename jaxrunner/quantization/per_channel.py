@@ -57,7 +57,27 @@ def _rounded(placing: Placing, leaf: str, parts: Arrays) -> np.ndarray:
     numbers = wide / scale[:, None]
     if code.stored == "int8":
         return np.round(numbers).astype(np.int8).reshape(joined.shape)
-    return numbers.astype(ml_dtypes.float8_e4m3fn).reshape(joined.shape)
+    return _to_fp8(numbers).reshape(joined.shape)
+
+
+def _to_fp8(numbers: np.ndarray) -> np.ndarray:
+    """Rounds float32 to the nearest e4m3, thrice as fast as numpy does: by their upper halves.
+
+    A lower half that is not zero sets the last bit of the upper one, which keeps what is just past
+    the middle of two numbers there.
+    """
+    bits = numbers.view(np.uint32)
+    upper = (bits >> 16).astype(np.uint16)
+    upper |= (bits & 0xFFFF) != 0
+    return _fp8_of_halves()[upper]
+
+
+@functools.cache
+def _fp8_of_halves() -> np.ndarray:
+    """Returns what each upper half of a float32 is as e4m3, [65536]."""
+    halves = np.arange(1 << 16, dtype=np.uint32) << 16
+    with np.errstate(invalid="ignore"):  # infinity is NaN
+        return halves.view(np.float32).astype(ml_dtypes.float8_e4m3fn)
 
 
 def of_floats(params: Any, like: Any) -> Any:

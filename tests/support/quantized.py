@@ -34,20 +34,24 @@ def modules(settings: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def written(
-    format_: str, settings: dict[str, Any] = SETTINGS
+    format_: str, settings: dict[str, Any] = SETTINGS, *, head: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns config.json, the tensors of a checkpoint, and the float ones that they stand for."""
+    """Returns config.json, the tensors of a checkpoint, and the float ones that they stand for.
+
+    head: whether it is written in the format too.
+    """
     config, writer = FORMATS[format_]
     E, V = settings["hidden_size"], settings["vocab_size"]
     shapes = {"model.embed_tokens": (V, E), "model.norm": (E,)}
-    if not settings["tie_word_embeddings"]:
+    few = modules(settings) | ({"lm_head": (V, E)} if head else {})
+    if not settings["tie_word_embeddings"] and not head:
         shapes["lm_head"] = V, E
     for i in range(settings["num_hidden_layers"]):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{i}.{norm}"] = (E,)
     floats = {f"{name}.weight": checkpoint.weight(name, shape) for name, shape in shapes.items()}
     tensors = dict(floats)
-    for name, (N, K) in modules(settings).items():
+    for name, (N, K) in few.items():
         made, weight = writer(np.random.default_rng(zlib.crc32(name.encode())), N, K)
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in made.items()}
         floats[f"{name}.weight"] = weight
