@@ -105,7 +105,9 @@ def channels(weight: Array) -> dict[str, Array]:
 
 def packed(numbers: Array) -> Array:
     """Packs numbers of 4 bits, [n, m], along the last axis."""
-    words = numbers.astype(np.uint32).reshape(len(numbers), -1, 8) << np.arange(0, 32, 4, np.uint32)
+    words = numbers.astype(np.uint32).reshape(len(numbers), -1, 8) << np.arange(
+        0, 32, 4, dtype=np.uint32
+    )
     return np.bitwise_or.reduce(words, -1).view(np.int32)
 
 

@@ -106,6 +106,18 @@ def test_a_head_that_is_no_embedding_is_quantised_too(tmp_path, format_):
     assert params.head is None and isinstance(params.layers[0].down, QuantizedLinear)
 
 
+def test_a_user_may_leave_inputs_as_they_are(tmp_path):
+    settings, tensors, floats = quantized.written("fp8 tensor, static")
+    tensors |= {"model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}  # of a cache
+    settings["quantization_config"] = settings["quantization_config"] | dict(
+        activation_scheme="none"
+    )
+    w = load(tmp_path, settings, tensors).layers[0].down
+    x = np.random.default_rng(0).normal(size=(3, 96)).astype(np.float32)
+    want = x @ floats["model.layers.0.mlp.down_proj.weight"].T
+    np.testing.assert_allclose(w.product(jnp.asarray(x)), want, rtol=2e-5, atol=2e-4)
+
+
 def load_few(folder, format_):
     """Returns the layer of a checkpoint in a format."""
     settings, tensors, _ = quantized.written(format_)

@@ -11,8 +11,8 @@ from jaxrunner.loading.safetensors_file import Tensor, read_header
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # May be there unwanted: the config says the first, the second is the tied embedding again. A cache
-# of 8 bits has scales of its own, by token and head.
-SPARE = ("rotary_emb.inv_freq", "lm_head.weight", ".k_scale", ".v_scale")
+# of 8 bits has scales of its own, by token and head; inputs are rounded where settings say so.
+SPARE = ("rotary_emb.inv_freq", "lm_head.weight", ".k_scale", ".v_scale", ".input_scale")
 MOST_NAMED = 5  # problems in one message
 
 
