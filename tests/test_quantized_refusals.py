@@ -203,7 +203,8 @@ def test_a_zero_point_past_8_bits_is_refused(tmp_path):
 def test_blocks_that_devices_would_cut_are_refused():
     settings, *_ = quantized.written(BLOCK, SETTINGS | dict(num_attention_heads=8, vocab_size=64))
     model, config = read_quantized(settings, "config.json")
-    with pytest.raises(ValueError, match="size=2 cuts intermediate_size=96 within runs of 32 w"):
+    words = "tensor_parallel_size=2 cuts intermediate_size=96 within runs of 32 weights that share"
+    with pytest.raises(ValueError, match=words):
         shard(model, config, make_mesh(2))
 
 

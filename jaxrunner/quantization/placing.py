@@ -22,7 +22,6 @@ Arrays = list[np.ndarray]
 class Placing:
     """One product's weights: where a float checkpoint has them, and how they are held."""
 
-    path: str  # in the params
     source: Source  # of float weights
     num_in: int
     held: QuantizedLinear  # of shapes

@@ -94,13 +94,8 @@ def quantize(model: Model, config: ModelConfig, method: Method) -> tuple[Model, 
 def sources(config: QuantizedConfig) -> Any:
     """Returns where each weight lies in a checkpoint."""
     held = pytree.abstract(config.family.params, config.dims | {"param": "float32"})
-    flat, treedef = jax.tree.flatten_with_path(
-        config.family.sources(config.plain), is_leaf=_is_whole
-    )
-    leaves = treedef.flatten_up_to(held)
-    made = [_made(config, _name(path), node, own)
-            for (path, node), own in zip(flat, leaves, strict=True)]  # fmt: skip
-    return jax.tree.unflatten(treedef, made)
+    floats, made = config.family.sources(config.plain), functools.partial(_made, config)
+    return jax.tree.map(made, floats, held, is_leaf=_is_whole)
 
 
 def plain_config(config: Any) -> Any:
@@ -119,10 +114,10 @@ def describe(config: Any) -> str:
     return f"weights: {config.method.name}, {said}; each is widened when it is multiplied with\n"
 
 
-def _made(config: QuantizedConfig, path: str, node: Any, held: Any) -> Any:
+def _made(config: QuantizedConfig, node: Any, held: Any) -> Any:
     if not isinstance(held, QuantizedLinear):
         return node
-    return config.method.sources(Placing(path, node.weight, node.num_in, held), node.bias)
+    return config.method.sources(Placing(node.weight, node.num_in, held), node.bias)
 
 
 def _linears(model: Model, config: ModelConfig) -> list[tuple[str, Any]]:
