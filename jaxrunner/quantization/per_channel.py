@@ -90,9 +90,11 @@ def of_floats(params: Any, like: Any) -> Any:
       ValueError: weights in a format that is read from checkpoints alone.
     """
     held, treedef = jax.tree.flatten(like, is_leaf=_is_quantized)
+    if not any(map(_is_quantized, held)):
+        return params
     try:
         given = treedef.flatten_up_to(params)
-    except (TypeError, ValueError):  # another tree: who compares the two says where
+    except Exception:  # of JAX, and of objects in another tree: who compares the two says where
         return params
     at = [i for i, (old, new) in enumerate(zip(held, given, strict=True)) if _is_float(new, old)]
     if not at:
@@ -121,6 +123,8 @@ def _is_float(new: Any, old: Any) -> bool:
         isinstance(old, QuantizedLinear)
         and isinstance(new, Linear)
         and isinstance(new.weight, jax.Array | np.ndarray)
+        and not (isinstance(new.weight, jax.Array) and new.weight.is_deleted())
+        and new.weight.shape == old.weight.shape
         and jnp.issubdtype(new.weight.dtype, jnp.floating)
         and new.num_in == old.num_in
     )
