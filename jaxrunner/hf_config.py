@@ -114,6 +114,10 @@ class Settings:
                 "running without it would change the model's outputs"
             )
 
+    def ignore(self, *keys: str) -> None:
+        """Takes keys that change nothing of the maths, whatever their values."""
+        self._taken |= {*keys}
+
     def section(self, key: str) -> "Settings | None":
         """Returns a nested group of keys, None where it is absent."""
         value = self.take(key, dict, {})

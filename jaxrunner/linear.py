@@ -16,7 +16,11 @@ from jaxrunner.types import Array
 
 
 class Weights(Protocol):
-    """What products ask of the pytree that holds their weights."""
+    """What products ask of the pytree that holds their weights.
+
+    One that must know that it has some of the inputs alone, the others being on other devices, has
+    a method `on_shard(axis of the mesh)`, which returns what takes its place there.
+    """
 
     kernels: ClassVar[tuple[Operation, ...]]  # (x, w) -> `product`: asked before plain JAX runs
 

@@ -29,6 +29,7 @@ from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.requirements import describe
+from jaxrunner.quantization.quantized_config import describe as describe_weights
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
@@ -51,6 +52,8 @@ class LLM(LLMNames):
         reads what `save_sharded_state` wrote, from files named as `model_loader_extra_config` may
         say: {"pattern": ...}.
     hf_overrides: keys of config.json to replace; None removes one.
+    quantization: "fp8" or "int8" rounds the weights of a float checkpoint to 8 bits while they are
+        read; that of another checkpoint is in its config.json.
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.
@@ -133,6 +136,7 @@ class LLM(LLMNames):
         replicas = self.engine.report() if isinstance(self.engine, Replicas) else ""
         return (
             f"{_devices(runner.program.mesh)}\n{replicas}"
+            f"{describe_weights(runner.program.config)}"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
             f"{self._report_drafts()}"

@@ -89,15 +89,21 @@ class Source(NamedTuple):
     stored. `split` is its inverse; None where a weight does not hold its tensors, as one of 8 bits.
     Both see numpy arrays.
 
-    stored: dtypes of the tensors, where those are not ones that are computed in: `join` then gets
-    them as they are, and what it makes is rounded to the weight's.
+    dtypes: what each tensor may be stored in; where empty, any that is computed in, or for a weight
+    in none of these any at all. Where no tensor may be in one that is computed in, `join` gets them
+    as they are, and what it makes is rounded to the weight's.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     join: Callable[[list[np.ndarray]], np.ndarray]
     split: Callable[[np.ndarray], list[np.ndarray]] | None
-    stored: tuple[str, ...] = ()
+    dtypes: tuple[tuple[str, ...], ...] = ()
+
+    def beside(self, other: "Source") -> "Source":
+        """Returns a source of the tensors of both, whose `join` sees those of `other` last."""
+        names, shapes = self.names + other.names, self.shapes + other.shapes
+        return Source(names, shapes, self.join, None, self.dtypes + other.dtypes)
 
     @classmethod
     def whole(cls, name: str, *shape: int, held: tuple[int, ...] = ()) -> "Source":

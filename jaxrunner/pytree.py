@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 T = TypeVar("T")
+Given = Mapping[str, Any] | None
 Dims = Mapping[str, Any]  # axis letters to sizes, names of dtypes to dtypes, flags to bools
 
 
@@ -75,16 +76,18 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def build(
-    make: Callable[..., Any], cls: Any, dims: Dims, given: Mapping[str, Any] | None = None
+    make: Callable[..., Any], cls: Any, dims: Dims, given: Given = None, path: tuple[str, ...] = ()
 ) -> Any:
     """Builds a `cls` by calling `make(axes, shape, dtype)` for each array field.
 
-    given: what is left open in `cls`, as `nested` has it. The size of an axis of `each` is a count,
-    or the dims of each of its parts. `dims["kinds"]`, where it is there, maps classes to those that
-    are built in their place.
+    given: what is left open in `cls`, as `nested` has it. path: names of fields, and indices, down
+    to it. The size of an axis of `each` is a count, or the dims of each of its parts; that of
+    "F/2" is half of F. `dims["kinds"]`, where it is there, maps classes to those that are built in
+    their place, or to functions (path, given, dims) that return such a class, and its given and
+    dims.
     """
+    cls, given, dims = _stand_in(cls, dims, given, path)
     names = given or {}
-    cls = dims.get("kinds", {}).get(cls, cls)
 
     def is_on(flag: str) -> bool:
         return dims[names.get(flag, flag)] if given is None or flag in names else False
@@ -97,29 +100,41 @@ def build(
             return {}
         if meta.get("part"):
             own, more = dims[meta["part"]]
-            return build(make, own, {**dims, **more})
+            return build(make, own, {**dims, **more})  # a tree of its own, with paths of its own
         if meta.get("when") and not is_on(meta["when"]):
             return None
         if "axes" not in meta:
             element = typing.get_args(hint)[0] if "each" in meta or meta.get("when") else hint
 
-            def one(dims: Dims) -> Any:
-                return build(make, element, dims, meta.get("given"))
+            def one(dims: Dims, *at: str) -> Any:
+                return build(make, element, dims, meta.get("given"), (*path, field.name, *at))
 
         else:
             axes = tuple(" ".join(names.get(axis, axis) for axis in meta["axes"]).split())
             dtype = dims[meta["dtype"]] if isinstance(meta["dtype"], str) else meta["dtype"]
 
-            def one(dims: Dims) -> Any:
-                return make(axes, tuple(dims[axis] for axis in axes), jnp.dtype(dtype))
+            def one(dims: Dims, *at: str) -> Any:
+                return make(axes, tuple(size(dims, axis) for axis in axes), jnp.dtype(dtype))
 
         if not meta.get("each"):
             return one(dims)
         count = dims[meta["each"]]
         parts = [{}] * count if isinstance(count, int) else count
-        return tuple(one({**dims, **part}) for part in parts)
+        return tuple(one({**dims, **part}, str(i)) for i, part in enumerate(parts))
 
     return cls(**{field.name: value(field) for field in dataclasses.fields(cls)})
+
+
+def _stand_in(cls: Any, dims: Dims, given: Given, path: tuple[str, ...]) -> tuple[Any, Given, Dims]:
+    """Returns what is built in the place of a class, with what is given for it and its dims."""
+    kind = dims.get("kinds", {}).get(cls, cls)
+    return (kind, given, dims) if isinstance(kind, type) else kind(".".join(path), given, dims)
+
+
+def size(dims: Dims, axis: str) -> int:
+    """Returns the size of an axis; that of "F/128" is how many runs of 128 make up F."""
+    name, _, run = axis.partition("/")
+    return dims[name] // int(run or 1)
 
 
 def abstract(cls: type[T], dims: Dims) -> T:

@@ -240,7 +240,10 @@ SETTINGS = dict(
             GLM | dict(topk_group=4, n_group=3),
             "topk_group=4 groups, of n_group=3 equal groups",
         ),
-        (GLM | dict(partial_rotary_factor=1.5), "partial_rotary_factor must be over 0 and at most"),
+        (
+            GLM | dict(partial_rotary_factor=1.5),
+            "partial_rotary_factor=1.5 must be a share of head_dim",
+        ),
     ],
     ids=lambda value: [*value][-1] if isinstance(value, dict) else None,
 )

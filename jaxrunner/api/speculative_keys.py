@@ -10,7 +10,7 @@ _AS_TARGET = "drafts are made as the target is run: leave it out"
 ELSEWHERE: dict[str, Elsewhere] = {
     "draft_tensor_parallel_size": Elsewhere(_WITH_TARGET, (1, None)),
     "enforce_eager": Elsewhere("set enforce_eager of the engine"),
-    "quantization": Elsewhere("take a checkpoint in bfloat16 or float16"),
+    "quantization": Elsewhere("the drafter's config.json says how its weights are held"),
     "kv_cache_dtype": Elsewhere(_AS_TARGET),
     "attention_backend": Elsewhere(_AS_TARGET),
     "max_model_len": Elsewhere(_AS_TARGET),

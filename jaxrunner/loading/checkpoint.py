@@ -10,10 +10,12 @@ from jaxrunner.loading.safetensors_file import Tensor, read_header
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# May be there unwanted: the config says the first, the second is the tied embedding again, and
-# the rest are masks of GPT-2 and GPT-NeoX.
+# May be there unwanted: the config says the first, the second is the tied embedding again. Masks of
+# GPT-2 and GPT-NeoX. A cache of 8 bits has scales of its own, by token and head; inputs are rounded
+# where settings say so.
 SPARE = ("rotary_emb.inv_freq", "lm_head.weight", ".attn.bias", ".attn.masked_bias",
-         ".attention.bias", ".attention.masked_bias")  # fmt: skip
+         ".attention.bias", ".attention.masked_bias", ".k_scale", ".v_scale",
+         ".input_scale")  # fmt: skip
 MOST_NAMED = 5  # problems in one message
 
 
@@ -150,7 +152,7 @@ def _check_tensors(
             problems.append(f"{name} {list(shape)} is missing")
             continue
         path, tensor = found[name]
-        if tensor.shape != shape:
+        if tensor.shape != shape and (shape, tensor.shape) != ((), (1,)):  # a scalar, either way
             problems.append(f"{name} in {path.name} must be {list(shape)}, is {list(tensor.shape)}")
         if dtypes is not None and tensor.dtype.name not in dtypes:
             kinds = ", ".join(dtypes)

@@ -50,11 +50,18 @@ def wanted_tensors(model: Stored, config: StoredConfig) -> dict[str, Wanted]:
     wanted: dict[str, Wanted] = {}
     leaves = jax.tree.leaves(_params(model, config))
     for source, leaf in zip(sources_of(model, config), leaves, strict=True):
-        kinds = source.stored or (DTYPES if leaf.dtype.name in DTYPES else None)
-        for name, shape in zip(source.names, source.shapes, strict=True):
-            if name not in wanted or kinds is None:
-                wanted[name] = Wanted(shape, kinds)
+        kinds = DTYPES if leaf.dtype.name in DTYPES else None
+        said = source.dtypes or (kinds,) * len(source.names)
+        for name, shape, own in zip(source.names, source.shapes, said, strict=True):
+            if name not in wanted or own is None:
+                wanted[name] = Wanted(shape, own)
     return wanted
+
+
+def own_dtypes(model: Stored, config: StoredConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the dtypes of tensors that a checkpoint holds in none that is computed in."""
+    wanted = wanted_tensors(model, config).items()
+    return {name: kinds for name, (_, kinds) in wanted if kinds not in (None, DTYPES)}
 
 
 def named_leaves(params: Any) -> list[tuple[str, Any]]:

@@ -19,10 +19,11 @@ def join(where: str, source: Source, parts: dict[str, np.ndarray], leaf: Any) ->
       ValueError: values that the dtype does not hold, or `source` makes another shape or dtype.
     """
     dtype = np.dtype(leaf.dtype)
-    as_stored = bool(source.stored) or dtype.name not in DTYPES
+    packed = bool(source.dtypes) and not set(DTYPES).intersection(sum(source.dtypes, ()))
+    as_stored = packed or dtype.name not in DTYPES
     arrays = list(parts.values()) if as_stored else _rounded(parts, dtype)
     made = source.join(arrays)
-    if source.stored:
+    if packed and dtype.name in DTYPES:
         (made,) = _rounded({where: made}, dtype)
     if (made.shape, made.dtype) != (tuple(leaf.shape), dtype):
         raise ValueError(

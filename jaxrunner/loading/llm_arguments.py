@@ -29,6 +29,7 @@ MODEL: dict[str, Bound] = {  # and its weights
     "load_format": TEXT,
     "model_loader_extra_config": DICT_OR_NONE,
     "hf_overrides": DICT_OR_NONE,
+    "quantization": TEXT_OR_NONE,
     "speculative_config": DICT_OR_NONE,
     "tensor_parallel_size": Bound(int, 1, 1024),
     "decode_context_parallel_size": Bound(int, 1, 1024),
@@ -116,10 +117,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "trust_remote_code": Elsewhere(
         f"code of a checkpoint is never run; {_OUT}, architectures that are known need none",
         (False,),
-    ),
-    "quantization": Elsewhere(
-        "weights of 8 or 4 bits are not read; take a checkpoint in bfloat16 or float16, and "
-        "kv_cache_dtype='fp8' for a cache of half the size"
     ),
     "enable_chunked_prefill": Elsewhere(
         f"long prompts are always computed in chunks; {_OUT}", (True, None)

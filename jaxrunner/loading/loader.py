@@ -13,9 +13,9 @@ from jaxrunner.loading import llm_arguments, sharded_state
 from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.dtypes import choose_dtype
 from jaxrunner.loading.hub import resolve
+from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
 from jaxrunner.model import Model, Stored, StoredConfig
-from jaxrunner.models.registry import read_model
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
@@ -123,6 +123,7 @@ def load(
     load_format: str = "auto",
     model_loader_extra_config: dict[str, Any] | None = None,
     hf_overrides: dict[str, Any] | None = None,
+    quantization: str | None = None,
     generation_config: str = "auto",
     check_nan: bool = False,
     download_dir: str | Path | None = None,
@@ -133,6 +134,7 @@ def load(
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
+    quantization: what `quantization.registry.read_method` takes.
     parallel: over which devices the model is cut.
 
     Raises:
@@ -145,7 +147,7 @@ def load(
     )  # fmt: skip
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
-    model, config = read_model(Settings(settings, str(folder / "config.json")))
+    model, config = read_quantized(settings, str(folder / "config.json"), quantization)
     model, config = parallel.cut(model, config)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):

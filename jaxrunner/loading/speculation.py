@@ -11,10 +11,11 @@ from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.loading import checkpoint
 from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import Loaded
-from jaxrunner.models.registry import read_model
+from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.parallel.drafter import shard_drafter
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.pipeline import refuse
+from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.speculators import mimo_mtp
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
@@ -105,7 +106,7 @@ def read_mtp(target: ModelConfig) -> tuple[Drafter, DrafterConfig]:
             f"{', '.join(MTP)}, got {name}: take 'ngram' or 'eagle3'"
         )
     family, read = MTP[name]
-    return family, read(target)
+    return family, read(plain_config(target))
 
 
 def read_drafter(
@@ -113,7 +114,8 @@ def read_drafter(
 ) -> tuple[Drafter, DrafterConfig]:
     """Returns the family and the config of a drafter's checkpoint; raises as `with_speculator`."""
     path = folder / "config.json"
-    settings = Settings(read_json(path), str(path))
+    values = read_json(path)
+    settings = Settings(values, str(path))
     family = HEADS.get(method) if isinstance(method, str) else method
     if family is not None:
         if family.read is None:
@@ -122,7 +124,7 @@ def read_drafter(
             )
         names = checkpoint.names(folder) if has_weights else frozenset()
         return family, family.read(settings, target, names)
-    model, config = read_model(settings)
+    model, config = read_quantized(values, str(path))
     if config.vocab_size != target.vocab_size:
         raise ValueError(
             f"{path}: vocab_size of a draft model must be the target's, {target.vocab_size}, got "

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 import sys
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -10,16 +11,20 @@ import numpy as np
 from jaxrunner.api.validation import shown
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+NO_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 WANTED = "a dict from names in a checkpoint to arrays, or pairs of them"
 
 
-def read(name: str, tensors: Any) -> dict[str, np.ndarray]:
+def read(
+    name: str, tensors: Any, kinds: Mapping[str, tuple[str, ...]] = NO_KINDS
+) -> dict[str, np.ndarray]:
     """Returns copies of tensors, by their names; name: of the argument they are.
 
-    Torch's may be of any device, require gradients, and be bfloat16.
+    Torch's may be of any device, require gradients, and be bfloat16 or fp8. kinds: dtypes of those
+    tensors that are to be no usual floating-point numbers.
 
     Raises:
-      TypeError: what is no name or no array of floating-point numbers; names it.
+      TypeError: what is no name or no array in such a dtype; names it.
       ValueError: a name that comes twice.
     """
     found: dict[str, np.ndarray] = {}
@@ -32,7 +37,7 @@ def read(name: str, tensors: Any) -> dict[str, np.ndarray]:
             raise TypeError(f"{name} must be {WANTED}, got among them {_told(pair)}")
         if pair[0] in found:
             raise ValueError(f"{name} names {pair[0]!r} twice: give each tensor once")
-        found[pair[0]] = _array(pair[0], pair[1])
+        found[pair[0]] = _array(pair[0], pair[1], kinds.get(pair[0], FLOATS))
     return found
 
 
@@ -44,26 +49,28 @@ def _read(name: str, pairs: Iterator[Any]) -> Iterator[Any]:
         raise TypeError(f"{name} cannot be read to its end: {type(error).__name__}") from error
 
 
-def _array(name: str, tensor: Any) -> np.ndarray:
+def _array(name: str, tensor: Any, kinds: tuple[str, ...]) -> np.ndarray:
     """Returns a copy: its owner may write to the tensor before the copy is used."""
     try:
         array = _of_torch(tensor) if hasattr(tensor, "detach") else np.asarray(tensor)
     except Exception as error:  # of whatever class the tensor is
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
-    if array.dtype.name not in FLOATS:
+    if array.dtype.name not in kinds:
         raise TypeError(
-            f"{name} must be an array of {', '.join(FLOATS)}, got {array.dtype} of {_told(tensor)}"
+            f"{name} must be an array of {', '.join(kinds)}, got {array.dtype} of {_told(tensor)}"
         )
     return np.array(array)
 
 
 def _of_torch(tensor: Any) -> np.ndarray:
     here = tensor.detach().cpu()
-    if str(here.dtype) != "torch.bfloat16":
-        return here.numpy()
-    # Numpy has no such dtype of its own, so torch gives its bits only. Who made the tensor has
+    # Numpy has no such dtypes of its own, so torch gives their bits only. Who made the tensor has
     # imported torch.
-    return here.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
+    if (kind := str(here.dtype)) == "torch.bfloat16":
+        return here.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
+    if kind == "torch.float8_e4m3fn":
+        return here.view(sys.modules["torch"].uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    return here.numpy()
 
 
 def _told(value: Any) -> str:

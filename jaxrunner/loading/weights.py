@@ -93,13 +93,13 @@ def check_checkpoint(
 def random_params(model: Stored, config: StoredConfig, dtype: str, seed: int) -> Any:
     """Returns params made on the device: norms one, all else normal with deviation 0.02.
 
-    Integers are any of their dtype.
+    Integers are any of their dtype; scales make about that deviation of numbers of 8 bits.
     """
     key = jax.random.key(seed)
     leaves, treedef = jax.tree.flatten_with_path(abstract_params(model, config, dtype))
     made = [
-        jnp.ones(leaf.shape, leaf.dtype)
-        if "norm" in str(path[-1])
+        jnp.full(leaf.shape, fill, leaf.dtype)
+        if (fill := _fill(str(path[-1]), leaf.dtype)) is not None
         else _normal(jax.random.fold_in(key, i), shape=leaf.shape, dtype=leaf.dtype)
         for i, (path, leaf) in enumerate(leaves)
     ]
@@ -265,9 +265,18 @@ def save_checkpoint(
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
+def _fill(name: str, dtype: Any) -> float | None:
+    """Returns what fills a leaf whose values are not random; None for one whose values are."""
+    if "norm" in name or name == ".input_scale":
+        return 1.0
+    if name == ".scale":
+        return 2.0**-12 if jnp.issubdtype(dtype, jnp.floating) else 121.0  # 2^-6 of 4 bits
+    return 0.0 if name == ".order" else None
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
     if jnp.issubdtype(dtype, jnp.integer):
         return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max, dtype)
-    made = dtype if dtype.name in DTYPES else jnp.float32
-    return (jax.random.normal(key, shape, made) * 0.02).astype(dtype)
+    made, deviation = (dtype, 0.02) if dtype.name in DTYPES else (jnp.float32, 64.0)
+    return (jax.random.normal(key, shape, made) * deviation).astype(dtype)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.model import Source, Stored, StoredConfig
+from jaxrunner.parallel.mesh import mesh_axis
 
 # Of the model's axes, those that are cut, in config.json's words.
 NAMES = dict(H="num_attention_heads", F="intermediate_size", V="vocab_size")
@@ -40,6 +41,27 @@ def check_sizes(config: StoredConfig, num: int, axes: str = "HFV") -> None:
         )
 
 
+def check_runs(cls: type, dims: Mapping[str, Any], num: int) -> None:
+    """Checks that no run of weights that share a scale is cut, where "F/128" is runs of F.
+
+    Raises:
+      ValueError: one is; names the axis.
+    """
+
+    def make(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> None:
+        for axis, size in zip(axes, shape, strict=True):
+            if mesh_axis(axis) is not None and size % num:
+                name, _, run = axis.partition("/")
+                whole = dims[name]
+                good = ", ".join(str(n) for n in range(1, 65) if size % n == 0 and whole % n == 0)
+                raise ValueError(
+                    f"tensor_parallel_size={num} cuts {NAMES.get(name, name)}={whole} within runs "
+                    f"of {run} weights that share a scale or a byte: take one of {good}"
+                )
+
+    pytree.build(make, cls, {**dims, "param": "float32"})
+
+
 def copied_dims(dims: Mapping[str, Any], num: int) -> dict[str, Any]:
     """Returns sizes of axes with at least a KV head for each of `num` devices."""
     K = max(dims["K"], num)
@@ -56,13 +78,13 @@ def copied_sources(model: Stored, config: StoredConfig, num: int) -> Any:
     flat, treedef = jax.tree.flatten(sources, **is_source)
     names = treedef.flatten_up_to(axes)
     made = [
-        _copied(source, num) if isinstance(source, Source) and of[:2] == ("K", "P") else source
+        _copied(source, K, num) if isinstance(source, Source) and of[:2] == ("K", "P") else source
         for source, of in zip(flat, names, strict=True)
     ]
     return jax.tree.unflatten(treedef, made)
 
 
-def _copied(source: Source, num: int) -> Source:
+def _copied(source: Source, K: int, num: int) -> Source:
     """Returns the source of a packed weight, [K, P, ...], as one of `num` KV heads."""
 
     def join(arrays: list[np.ndarray]) -> np.ndarray:
@@ -71,8 +93,6 @@ def _copied(source: Source, num: int) -> Source:
     def split(packed: np.ndarray, of: Any) -> list[np.ndarray]:
         return of(merge_heads(packed, K))
 
-    # How many there were, as the packed weight does not tell any more.
-    K = source.join([np.empty(shape, np.int8) for shape in source.shapes]).shape[0]
     undo = None if source.split is None else functools.partial(split, of=source.split)
     return source._replace(join=join, split=undo)
 

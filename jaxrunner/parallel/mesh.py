@@ -55,9 +55,14 @@ def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
     """Returns where each array of a pytree lies that is declared by axes."""
 
     def one(axes: tuple[str, ...], *_: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(MESH_AXES.get(axis) for axis in axes)))
+        return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, axes)))
 
     return pytree.build(one, cls, dims)
+
+
+def mesh_axis(axis: str) -> str | None:
+    """Returns the axis of the mesh that one of an array is cut over; runs of "F/2" go with F."""
+    return MESH_AXES.get(axis.partition("/")[0])
 
 
 def spec_of(leaf: Any) -> PartitionSpec:

@@ -19,7 +19,7 @@ from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.context import check_context
-from jaxrunner.parallel.kv_heads import check_sizes, copied_dims, copied_sources
+from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.requirements import check_mesh
 from jaxrunner.types import Array, Batch, Inputs
@@ -74,6 +74,7 @@ def shard(
         )
     check_mesh(mesh)
     check_sizes(config, mesh.shape[TENSOR])
+    check_runs(model.params, copied_dims(config.dims, mesh.shape[TENSOR]), mesh.shape[TENSOR])
     check_context(config, mesh.shape[TENSOR], interleave)
     sharded = model._replace(
         embed=_embed, logits=_logits, layers=_layers, sources=sources, own_logits=_own_logits
@@ -86,13 +87,13 @@ def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
     ops = make(batch, note=note)
 
     def project(x: Array, w: Weights) -> Array:
-        return _all_reduce(ops.project(x, _bias_once(w)))
+        return _all_reduce(ops.project(x, _on_shard(w)))
 
     def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
-        return _all_reduce(ops.mlp(x, gate_up, _bias_once(down)))
+        return _all_reduce(ops.mlp(x, gate_up, _on_shard(down)))
 
     def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
-        return _all_reduce(ops.experts(x, routes, _bias_once(w, "down_bias")))
+        return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")))
 
     return replace(ops, project=project, mlp=mlp, experts=experts)
 
@@ -110,8 +111,10 @@ def _all_reduce(residual: Array) -> Array:
     return jax.lax.psum(residual, TENSOR)
 
 
-def _bias_once(w: Any, name: str = "bias") -> Any:
-    """Returns weights whose bias one device alone adds."""
+def _on_shard(w: Any, name: str = "bias") -> Any:
+    """Returns weights of some of the inputs, whose bias one device alone adds."""
+    if hasattr(w, "on_shard"):
+        w = w.on_shard(TENSOR)
     if (bias := getattr(w, name, None)) is None:
         return w
     return replace(w, **{name: jnp.where(jax.lax.axis_index(TENSOR) == 0, bias, 0)})

@@ -20,6 +20,7 @@ from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
 from jaxrunner.program import Program
+from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.rule import Rule
 from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.sampling import RULES
@@ -145,8 +146,8 @@ def _code(program: Program, params: Any) -> tuple[Any, ...]:
     kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
     weights = _classes(params)
     return (
-        model.embed, model.layers, model.logits, type(config), *tables, *heads, *drafts,
-        *chain(*kinds), *weights, *_code_on_shards(config),
+        model.embed, model.layers, model.logits, type(plain_config(config)), *tables, *heads,
+        *drafts, *chain(*kinds), *weights, *_code_on_shards(config),
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _code_on_shards(config: Any) -> tuple[Any, ...]:
     parts = config, getattr(config, "target", None), drafter, getattr(drafter, "config", None)
     found = [part for part in parts if isinstance(part, ShardedConfig)]
     of = [(part.family.embed, part.family.layers, part.family.logits) for part in found]
-    return *chain(*of), *(type(part.whole) for part in found)
+    return *chain(*of), *(type(plain_config(part.whole)) for part in found)
 
 
 def _code_of_parts(config: Any) -> tuple[Any, ...]:

@@ -122,7 +122,6 @@ class DraftedConfig:
     @functools.cached_property
     def dims(self) -> dict[str, Any]:
         """Those of the model, and those of both parts of `Drafted`."""
-        parts = dict(
-            target=(self.model.params, {}), drafter=(self.family.params, self.drafter.dims)
-        )
+        own = {"kinds": {}} | self.drafter.dims  # no stand-ins of the model's
+        parts = dict(target=(self.model.params, {}), drafter=(self.family.params, own))
         return self.target.dims | parts

@@ -12,10 +12,12 @@ import jax
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
+from jaxrunner.loading.declared import own_dtypes
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
+from jaxrunner.quantization.per_channel import of_floats
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.worker import lifecycle_arguments as arguments
@@ -52,14 +54,16 @@ class WeightUpdates(NotHere, abc.ABC):
     def update_params(self, params: Any) -> None:
         """Takes new weights, a tree like `params`, between two steps; nothing is compiled anew.
 
-        Arrays of the device are used as they are. Requests at work go on with the new weights;
-        none to come shares what the prefix cache of an `LLM` has of the old ones.
+        Arrays of the device are used as they are; float weights of products that `quantization`
+        holds in 8 bits are rounded to these. Requests at work go on with the new weights; none to
+        come shares what the prefix cache of an `LLM` has of the old ones.
 
         Raises:
           ValueError, TypeError: they are not like the old ones, which stay, or with `check_nan`
             not finite; names where.
         """
         self.status.check()
+        params = of_floats(params, self.runner.params_spec)
         if self.load_config.check_nan:
             params = like(params, self.runner.params_spec)
             check_leaves(params)
@@ -84,7 +88,8 @@ class WeightUpdates(NotHere, abc.ABC):
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """Copies tensors, by their names in a checkpoint, for the end of the update.
 
-        weights: arrays of numpy, JAX or torch, of any device, in float32, 64, 16 or bfloat16.
+        weights: arrays of numpy, JAX or torch, of any device, in float32, 64, 16 or bfloat16, or
+            as a quantised checkpoint stores them.
 
         Raises:
           RuntimeError: none has begun.
@@ -225,7 +230,8 @@ class WeightUpdates(NotHere, abc.ABC):
     def _read(self, name: str, given: Any) -> dict[str, Any]:
         """Returns tensors that are the model's, and with `check_nan` finite."""
         self._awake()
-        found, program = tensors.read(name, given), self.runner.program
+        program = self.runner.program
+        found = tensors.read(name, given, own_dtypes(program.model, program.config))
         check_tensors(program.model, program.config, found)
         if self.load_config.check_nan:
             check_finite(found)

@@ -61,6 +61,7 @@ class Worker(WorkerSteps):
         load_format: str = "auto",
         model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
+        quantization: str | None = None,
         check_nan: bool = False,
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
@@ -85,7 +86,7 @@ class Worker(WorkerSteps):
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            parallel=ParallelConfig(
+            quantization=quantization, parallel=ParallelConfig(
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
             ),

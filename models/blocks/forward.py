@@ -62,7 +62,7 @@ def layers(
     for i, cache in zip(range(first, last), kv, strict=True):
         if (name := f"residual.{i}") in extras:
             found[name] = x + _whole(residual, x)
-        spec = AttentionSpec(groups[i], config.windows[i], scale, config.score_cap)
+        spec = AttentionSpec(groups[i], config.windows[i], scale, soft_cap=config.score_cap)
         turn = *turns[config.ropes[i]], growth
         x, residual, cache = layer(x, residual, params.layers[i], cache, turn, spec=spec)
         caches.append(cache)

@@ -132,7 +132,9 @@ def _packed(name: str, shape: tuple[int, int, int], split: Any, joined: Any) -> 
     X, out, inner = shape
     runs = X, out, inner // RUN
     names, shapes = (f"{name}_blocks", f"{name}_scales"), ((*runs, RUN // 2), runs)
-    return Source(names, shapes, lambda arrays: split(dequantized(*arrays)), None, ("uint8",))
+    return Source(
+        names, shapes, lambda arrays: split(dequantized(*arrays)), None, (("uint8",),) * 2
+    )
 
 
 def _same(weight: np.ndarray) -> np.ndarray:

@@ -1,0 +1,39 @@
+"""Rounding of a product's inputs to 8 bits, as checkpoints ask for it."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.quantization.scheme import CODES, Activation
+from jaxrunner.types import Array
+
+LEAST = 1e-12  # of a scale: a token of zeros has none
+
+
+def rounded(
+    x: Array, how: Activation, scale: Array | None, across: str | None
+) -> tuple[Array, Array]:
+    """Returns x, [..., inputs], as whole numbers of 8 bits in its dtype, and their scales.
+
+    scale: of all inputs, where the checkpoint has one; else each token has one, for each group of
+    its inputs. Scales: [..., groups or 1], float32. across: an axis of a mesh that inputs are cut
+    over, whose devices share a token's scale.
+    """
+    most = CODES[how.code].most
+    size = how.group or x.shape[-1]
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, size)
+    if scale is None:
+        largest = jnp.abs(wide).max(-1)
+        if across is not None and not how.group:
+            largest = jax.lax.pmax(largest, across)
+        scales = jnp.maximum(largest / most, LEAST)
+    else:
+        scales = jnp.broadcast_to(scale, wide.shape[:-1])
+    numbers = wide / scales[..., None]
+    least = -most - (how.code == "int8" and scale is not None)
+    numbers = jnp.clip(numbers, least, most)
+    if how.code == "int8":
+        numbers = jnp.round(numbers)
+    else:
+        # Else XLA may take rounding there and back for excess precision, and drop it.
+        numbers = jax.lax.optimization_barrier(numbers.astype(jnp.float8_e4m3fn))
+    return numbers.reshape(x.shape).astype(x.dtype), scales

@@ -1,0 +1,113 @@
+"""Checkpoints in fp8: with blocks (`weight_scale_inv`), or a scale a tensor or an output."""
+
+from dataclasses import dataclass
+import functools
+
+import numpy as np
+
+from jaxrunner.api.validation import shown
+from jaxrunner.config import DTYPES
+from jaxrunner.hf_config import Settings
+from jaxrunner.model import Source
+from jaxrunner.quantization.modules import HEAD, is_named, read_names
+from jaxrunner.quantization.placing import Arrays, Placing, build, finite, whole
+from jaxrunner.quantization.quantized_linear import QuantizedLinear
+from jaxrunner.quantization.scheme import Activation, Scheme
+
+E4M3 = "float8_e4m3fn"
+SCHEMES = (None, "none", "dynamic", "static")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Settings of `quant_method: fp8`, as DeepSeek, Qwen and AutoFP8 have it."""
+
+    activation_scheme: str | None
+    weight_block_size: tuple[int, int] | None
+    ignored: tuple[str, ...]
+    name: str = "fp8"
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Fp8":
+        """Reads quantization_config.
+
+        Raises:
+          ValueError: a setting that is not supported; names it.
+        """
+        settings.expect("fmt", "e4m3", "float8_e4m3fn")
+        settings.expect("scale_fmt", "float32", "ue8m0")  # powers of two, in float32 too
+        settings.expect("is_checkpoint_fp8_serialized", True)
+        settings.expect("modules_to_convert")
+        block = tuple(settings.each("weight_block_size", int, []))
+        if block and (len(block) != 2 or min(block) < 1):
+            raise ValueError(
+                f"weight_block_size must be two numbers over 0, got {shown(list(block))}"
+            )
+        scheme = settings.take("activation_scheme", str, None)
+        if scheme not in SCHEMES or (block and scheme == "static"):
+            known = SCHEMES[:-1] if block else SCHEMES
+            raise ValueError(f"activation_scheme must be one of {known}, got {shown(scheme)}")
+        ignored = read_names(settings, "modules_to_not_convert", "ignored_layers")
+        settings.finish()
+        return cls(scheme if scheme != "none" else None, block or None, ignored)
+
+    def scheme(self, module: str, shape: tuple[int, int]) -> Scheme | None:
+        """Returns how a module is held; None for a head, which stays as it is."""
+        if is_named(module, (*self.ignored, HEAD)):
+            return None
+        block = self.weight_block_size or (1, 0)
+        if self.activation_scheme == "dynamic" and block[1] and shape[1] % block[1]:
+            raise ValueError(
+                f"activation_scheme='dynamic' wants inputs in blocks of {block[1]}, {module} has "
+                f"{shape[1]}: set activation_scheme to 'none' in hf_overrides"
+            )
+        static = self.activation_scheme == "static"
+        asked = self.activation_scheme and Activation(E4M3, static, block[1])
+        return Scheme(E4M3, block, activation=asked or None)
+
+    def sources(self, placing: Placing, bias: Source | None) -> QuantizedLinear:
+        """Returns where a product's leaves come from."""
+        leaves = {"weight": float_numbers(placing)}
+        if self.weight_block_size is None:
+            ones = [()] * len(placing.modules)
+            join = functools.partial(_per_tensor, placing)
+            leaves["scale"] = placing.tensors("weight_scale", join, *ones, dtypes=DTYPES)
+        else:
+            rows, cols = self.weight_block_size
+            shapes = [(-(-n // rows), -(-k // cols)) for n, k in placing.shapes]
+            join = functools.partial(_by_blocks, placing, rows)
+            leaves["scale"] = placing.tensors("weight_scale_inv", join, *shapes, dtypes=DTYPES)
+        if self.activation_scheme == "static":
+            leaves["input_scale"] = input_scale(placing, ())
+        return build(placing.held, bias, **leaves)
+
+
+def float_numbers(placing: Placing) -> Source:
+    """Returns the source of weights that are stored as the numbers that we hold."""
+    source, kind = placing.source, (placing.held.weight.dtype.name,)
+    return source._replace(dtypes=(kind,) * len(source.names))
+
+
+def input_scale(placing: Placing, shape: tuple[int, ...]) -> Source:
+    """Returns the source of a scale of inputs that the checkpoint has."""
+    names = placing.modules
+
+    def join(parts: Arrays) -> np.ndarray:
+        scale = whole(finite(parts, names), "input_scale", names).reshape(())
+        if not scale > 0:
+            raise ValueError(f"input_scale of {names[0]} must be over 0, got {scale}")
+        return scale
+
+    return placing.tensors("input_scale", join, *[shape] * len(names), dtypes=DTYPES)
+
+
+def _per_tensor(placing: Placing, parts: Arrays) -> np.ndarray:
+    """Returns scales of outputs, of those of whole tensors."""
+    pairs = zip(finite(parts, placing.modules), placing.shapes, strict=True)
+    return placing.scales([np.full((rows, 1), part.reshape(())) for part, (rows, _) in pairs])
+
+
+def _by_blocks(placing: Placing, rows: int, parts: Arrays) -> np.ndarray:
+    """Returns scales of runs, of those of blocks."""
+    pairs = zip(finite(parts, placing.modules), placing.shapes, strict=True)
+    return placing.scales([np.repeat(part, rows, axis=0)[:n] for part, (n, _) in pairs])

@@ -1,0 +1,150 @@
+"""Tensors of a quantised checkpoint, [outputs, inputs] each, in the layout of a family's weights.
+
+A family says how float tensors are joined: which output comes where. Numbers and scales of few bits
+follow the same way. Sees numpy arrays alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.model import Source
+from jaxrunner.quantization.quantized_linear import QuantizedLinear
+from jaxrunner.quantization.scheme import CODES
+
+Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Placing:
+    """One product's weights: where a float checkpoint has them, and how they are held."""
+
+    source: Source  # of float weights
+    num_in: int
+    held: QuantizedLinear  # of shapes
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the modules that are joined."""
+        return tuple(name.removesuffix(".weight") for name in self.source.names)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of each module."""
+        return tuple((rows, math.prod(rest)) for rows, *rest in self.source.shapes)
+
+    def tensors(
+        self,
+        name: str,
+        join: Callable[[Arrays], np.ndarray],
+        *shapes: Sequence[int],
+        dtypes: tuple[str, ...],
+        split: Callable[[np.ndarray], Arrays] | None = None,
+    ) -> Source:
+        """Returns the source of what is made of one tensor of each module, named `name`."""
+        names = tuple(f"{module}.{name}" for module in self.modules)
+        return Source(names, tuple(map(tuple, shapes)), join, split, (dtypes,) * len(names))
+
+    def numbers(self, parts: Arrays) -> np.ndarray:
+        """Returns the leaf `weight` of what each module's weights are: [outputs, inputs] numbers.
+
+        Those of 4 bits, in bytes, come from 0 to 15.
+        """
+        shaped = [a.reshape(shape) for a, shape in zip(parts, self.source.shapes, strict=True)]
+        joined = self.source.join(shaped)
+        if CODES[self.held.scheme.code].packed == 1:
+            return joined
+        return joined[..., ::2] | joined[..., 1::2] << 4
+
+    def scales(self, parts: Arrays) -> np.ndarray:
+        """Returns the leaf `scale`, or `zero`, of what the outputs of each module have.
+
+        parts: [outputs, runs of inputs], of as many inputs as `scheme.block` says.
+        """
+        every = np.concatenate(parts)
+        outputs, (_, length) = self.outputs, self.held.scheme.block
+        rows = self._rows()[..., :: outputs[-1] // self.held.scale.shape[len(outputs) - 1]]
+        placed = every[rows]  # [outputs, runs]
+        target = self.held.scale.shape[len(outputs) :]
+        if length and not self.held.scheme.has_order:
+            count = math.prod(target)
+            runs = np.arange(count) * (self.shapes[0][1] // count) // length
+            placed = placed[..., runs]
+        return placed.reshape(self.held.scale.shape)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The shape of the outputs, as they are held."""
+        shape = self.held.weight.shape
+        return shape[: len(shape) - self.num_in]
+
+    def _rows(self) -> np.ndarray:
+        """Returns which output of the modules, counted through, each one that is held is."""
+        counts = [rows for rows, _ in self.shapes]
+        ids = np.split(np.arange(sum(counts), dtype=np.int32), np.cumsum(counts)[:-1])
+        try:  # one column tells
+            rows = self.source.join([own[:, None] for own in ids])
+        except ValueError:  # to a join that knows how many there are
+            wide = [np.broadcast_to(own[:, None], (len(own), self.shapes[0][1])) for own in ids]
+            shaped = [a.reshape(s) for a, s in zip(wide, self.source.shapes, strict=True)]
+            rows = self.source.join(shaped)
+        return rows.reshape(*self.outputs, -1)[..., 0]
+
+
+def whole(parts: Arrays, what: str, names: tuple[str, ...]) -> np.ndarray:
+    """Returns what must be equal in modules that are joined, as they read the same inputs.
+
+    Raises:
+      ValueError: it is not.
+    """
+    for name, part in zip(names, parts, strict=True):
+        if not np.array_equal(part, parts[0]):
+            raise ValueError(
+                f"{what} of {name} and {names[0]} must be equal, as one product computes both, "
+                "got others: quantise them with one setting"
+            )
+    return parts[0]
+
+
+def finite(parts: Arrays, names: tuple[str, ...]) -> Arrays:
+    """Returns scales in float32.
+
+    Raises:
+      ValueError: one is NaN or infinite; names its tensor.
+    """
+    for name, part in zip(names, parts, strict=True):
+        bad = part.size - np.count_nonzero(np.isfinite(part))
+        if bad:
+            raise ValueError(
+                f"{name} holds {bad} of {part.size} scales that are NaN or infinite: download the "
+                "checkpoint again"
+            )
+    return [part.astype(np.float32, copy=False) for part in parts]
+
+
+def build(held: QuantizedLinear, bias: Any, **leaves: Any) -> QuantizedLinear:
+    """Returns the sources of a product's weights."""
+    names = ("weight", "scale", "zero", "order", "input_scale")
+    values: dict[str, Any] = dict.fromkeys(names) | leaves
+    return QuantizedLinear(**values, bias=bias, scheme=held.scheme, num_in=held.num_in)
+
+
+def read_order(placing: Placing, names: tuple[str, ...], parts: Arrays) -> np.ndarray:
+    """Returns the leaf `order` of what each module's tensor says of its inputs' groups.
+
+    Raises:
+      ValueError: a group that is none, or modules that are joined differ.
+    """
+    held = placing.held
+    ids = whole(parts, "g_idx", names)
+    assert held.order is not None
+    num = held.scale.shape[-1]
+    if ids.min() < 0 or ids.max() >= num:
+        raise ValueError(
+            f"{names[0]} must name groups from 0 to {num - 1}, got {ids.min()} to {ids.max()}: "
+            "download the checkpoint again"
+        )
+    return ids.astype(np.int32).reshape(held.order.shape)

@@ -1,0 +1,152 @@
+"""A model whose products have weights of few bits, as a model that the rest knows no difference of.
+
+A family declares `Linear`, and where float tensors lie. A method says which of them a checkpoint
+holds otherwise, and of what their leaves are made.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+import functools
+from typing import Any, Protocol, cast
+
+import jax
+
+from jaxrunner import pytree
+from jaxrunner.config import ModelConfig
+from jaxrunner.linear import Linear
+from jaxrunner.model import Model, Source
+from jaxrunner.quantization.placing import Placing
+from jaxrunner.quantization.quantized_linear import QuantizedLinear
+from jaxrunner.quantization.scheme import Given, Scheme
+
+
+class Method(Protocol):
+    """A format of quantised weights, with the settings of one checkpoint. Hashable."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages, and in `LLM(quantization=...)`."""
+        ...
+
+    def scheme(self, module: str, shape: tuple[int, int]) -> Scheme | None:
+        """Returns how the weights of a module, [outputs, inputs], are held; None for as floats."""
+        ...
+
+    def sources(self, placing: Placing, bias: Source | None) -> QuantizedLinear:
+        """Returns where the leaves of a product's weights come from."""
+        ...
+
+
+@dataclass(frozen=True)
+class QuantizedConfig:
+    """The config of a model, with how its products are held."""
+
+    family: Model = field(repr=False)
+    plain: Any  # its own config
+    method: Any  # a `Method`
+    schemes: tuple[tuple[str, Scheme], ...]  # by path in the params
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "plain":  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.plain, name)
+
+    @functools.cached_property
+    def dims(self) -> dict[str, Any]:
+        """Those of the model, and what stands in for `Linear`."""
+        kinds = self.plain.dims.get("kinds", {})
+        stand_in = functools.partial(_stand_in, dict(self.schemes))
+        return self.plain.dims | dict(kinds=kinds | {Linear: stand_in})
+
+
+def _stand_in(
+    schemes: dict[str, Scheme], path: str, given: Given | None, dims: Given
+) -> tuple[type, Given | None, Given]:
+    """Returns what is built in the place of `Linear` at a path, as `pytree.build` asks."""
+    if path not in schemes:
+        return Linear, given, dims
+    assert given is not None
+    return QuantizedLinear, *schemes[path].declare(given, dims)
+
+
+def quantize(model: Model, config: ModelConfig, method: Method) -> tuple[Model, ModelConfig]:
+    """Returns a model whose products are held as a method says.
+
+    Raises:
+      ValueError: modules that one product computes are held in several ways, or sizes that the
+        method does not hold; names them.
+    """
+    schemes = tuple(
+        (path, scheme)
+        for path, linear in _linears(model, config)
+        if (scheme := _scheme(method, linear.weight)) is not None
+    )
+    if not schemes:
+        raise ValueError(
+            f"quantization={method.name!r} leaves all products of {config.architecture} as they "
+            "are: leave it out"
+        )
+    quantized = QuantizedConfig(model, config, method, schemes)
+    pytree.abstract(model.params, quantized.dims | {"param": "float32"})  # refuses sizes by name
+    return model._replace(sources=sources), cast(ModelConfig, quantized)
+
+
+def sources(config: QuantizedConfig) -> Any:
+    """Returns where each weight lies in a checkpoint."""
+    held = pytree.abstract(config.family.params, config.dims | {"param": "float32"})
+    floats, made = config.family.sources(config.plain), functools.partial(_made, config)
+    return jax.tree.map(made, floats, held, is_leaf=_is_whole)
+
+
+def plain_config(config: Any) -> Any:
+    """Returns a model's own config, whether its products are quantised or not."""
+    return config.plain if isinstance(config, QuantizedConfig) else config
+
+
+def describe(config: Any) -> str:
+    """Returns the line of a report that says how weights are held; none where all are floats."""
+    schemes = Counter(scheme for _, scheme in getattr(config, "schemes", ()))
+    if not schemes:
+        return ""
+    said = "; ".join(
+        f"{count} products in {scheme.describe()}" for scheme, count in schemes.items()
+    )
+    return f"weights: {config.method.name}, {said}; each is widened when it is multiplied with\n"
+
+
+def _made(config: QuantizedConfig, node: Any, held: Any) -> Any:
+    if not isinstance(held, QuantizedLinear):
+        return node
+    return config.method.sources(Placing(node.weight, node.num_in, held), node.bias)
+
+
+def _linears(model: Model, config: ModelConfig) -> list[tuple[str, Any]]:
+    """Returns the sources of a model's products, by path."""
+    nodes = jax.tree.leaves_with_path(model.sources(config), is_leaf=_is_whole)
+    return [(_name(path), node) for path, node in nodes if isinstance(node, Linear)]
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, Linear | Source)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _scheme(method: Method, source: Any) -> Scheme | None:
+    """Returns how the modules of one product are held."""
+    found = {}
+    for name, (rows, *rest) in zip(source.names, source.shapes, strict=True):
+        if len(rest) != 1 or not name.endswith(".weight"):
+            return None  # no module of a published checkpoint
+        module = name.removesuffix(".weight")
+        found[module] = method.scheme(module, (rows, rest[0]))
+    first, *others = found
+    for other in others:
+        if found[other] != found[first]:
+            raise ValueError(
+                f"{first} and {other} must be quantised alike, as one product computes both, got "
+                f"{found[first] or 'float'} and {found[other] or 'float'}: name both or none"
+            )
+    return found[first]

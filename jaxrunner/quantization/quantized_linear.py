@@ -1,0 +1,116 @@
+"""Weights of few bits as a product takes them, and what it computes in plain JAX."""
+
+from dataclasses import replace
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.operation import Operation
+from jaxrunner.pytree import leaf, pytree, static
+from jaxrunner.quantization.activations import rounded
+from jaxrunner.quantization.scheme import CODES, Scheme
+from jaxrunner.types import Array
+
+E8M0_BIAS, FLOAT32_MANTISSA = 127, 23
+
+
+@pytree
+class QuantizedLinear:
+    """Stands in for `Linear`: (weight - zero) * scale is what it multiplies with.
+
+    The axes of scales are those of weights, in runs that share one; `scheme` says of what.
+    """
+
+    weight: Array = leaf("outputs stored", "stored_dtype")
+    scale: Array = leaf("scale_outputs scale_inputs", "scale_dtype")
+    zero: Array | None = leaf("scale_outputs scale_inputs", jnp.int8, when="zero")
+    order: Array | None = leaf("inputs", jnp.int32, when="order")  # the group of each input
+    input_scale: Array | None = leaf("", jnp.float32, when="input_scale")
+    bias: Array | None = leaf("outputs", "param", when="bias")
+    scheme: Scheme = static(default=Scheme("int8"))
+    num_in: int = static(default=1)  # axes of `inputs`
+    across: str | None = static(default=None)  # axis of a mesh that inputs are cut over
+    kernels: ClassVar[tuple[Operation, ...]] = ()
+
+    def product(self, x: Array) -> Array:
+        """Multiplies x, [..., *inputs]. Returns [..., *outputs].
+
+        The sum is of float32. Weights with a scale for several runs of inputs are multiplied with
+        it first, in the dtype of x; those with one for all inputs are as exact as they are stored.
+        """
+        # Tied to x, so that no compiler widens weights before their turn, or once for all turns of
+        # a loop: the model would lie there whole.
+        x, w = jax.lax.optimization_barrier((x, self))
+        outputs = w.weight.shape[: w.weight.ndim - w.num_in]
+        axes = tuple(range(x.ndim - w.num_in, x.ndim))
+        x, rows = x.reshape(*x.shape[: axes[0]], -1), x.shape[: axes[0]]
+        dtype, x_scale = x.dtype, None
+        if (activation := w.scheme.activation) is not None:
+            x, x_scale = rounded(x, activation, w.input_scale, w.across)
+        by_groups = x_scale is not None and x_scale.shape[-1] > 1
+        if by_groups or w.scheme.is_grouped:
+            values = w.values(dtype)
+            if x_scale is not None:
+                x, x_scale = _times(x, x_scale, dtype), None
+            y = _dot(x, values.reshape(-1, values.shape[-1]))
+        else:
+            y = _dot(x, w.weight.reshape(-1, x.shape[-1]).astype(dtype))
+            y = y * jnp.broadcast_to(w.scale.reshape(-1), y.shape)
+        if x_scale is not None:
+            y = y * jnp.broadcast_to(x_scale, y.shape)
+        y = y.astype(dtype).reshape(*rows, *outputs)
+        return y if w.bias is None else y + jnp.broadcast_to(w.bias, y.shape)
+
+    def values(self, dtype: Any = jnp.float32) -> Array:
+        """Returns the weights that the numbers stand for, [*outputs, inputs], inputs flat."""
+        numbers = self._numbers()
+        scale, zero = self._spread(self.scale), self.zero
+        if self.scheme.scale == "uint8":
+            scale = jnp.ldexp(jnp.float32(1), scale.astype(jnp.int32) - E8M0_BIAS)
+        if zero is not None:
+            numbers = numbers - self._spread(zero).astype(jnp.float32)
+        return (numbers * scale).astype(dtype)
+
+    def _numbers(self) -> Array:
+        """Returns the numbers themselves in float32, [*outputs, inputs]."""
+        flat = self.weight.reshape(*self.weight.shape[: self.weight.ndim - self.num_in], -1)
+        if CODES[self.scheme.code].packed == 1:
+            return flat.astype(jnp.float32)
+        halves = jnp.stack([flat & 15, flat >> 4], -1).reshape(*flat.shape[:-1], -1)
+        if self.scheme.code == "int4":
+            return halves.astype(jnp.float32) - 8.0
+        return jnp.asarray(E2M1, jnp.float32)[halves]
+
+    def _spread(self, scale: Array) -> Array:
+        """Returns scales, [*outputs, inputs], of runs."""
+        outputs = self.weight.shape[: self.weight.ndim - self.num_in]
+        size = math.prod(self.weight.shape[len(outputs) :]) * CODES[self.scheme.code].packed
+        scale = scale.reshape(*scale.shape[: len(outputs)], -1)
+        scale = jnp.repeat(scale, outputs[-1] // scale.shape[-2], axis=-2)
+        if self.order is not None:
+            return scale[..., self.order.reshape(-1)]
+        return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
+
+    def on_shard(self, axis: str) -> "QuantizedLinear":
+        """Returns the weights of a device that has some of the inputs of a product."""
+        return replace(self, across=axis)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def _dot(x: Array, weight: Array) -> Array:
+    """Multiplies x, [..., inputs], with weight, [outputs, inputs], into float32."""
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contracted = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, contracted, precision=exact, preferred_element_type=jnp.float32
+    )
+
+
+def _times(x: Array, scale: Array, dtype: Any) -> Array:
+    """Returns x, [..., inputs], times its scales, [..., groups]."""
+    wide = jnp.repeat(scale, x.shape[-1] // scale.shape[-1], axis=-1)
+    return (x.astype(jnp.float32) * wide).astype(dtype)

@@ -1,0 +1,67 @@
+"""Checkpoint folders in each format of quantised weights, and the float ones they stand for."""
+
+import json
+from pathlib import Path
+from typing import Any
+import zlib
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.outside import checkpoint
+from tests.support.quantized_formats import FORMATS
+
+SETTINGS: dict[str, Any] = dict(
+    architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+    num_attention_heads=6, num_key_value_heads=2, head_dim=16, vocab_size=61, dtype="float32",
+    max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-5,
+)  # fmt: skip
+
+
+def modules(settings: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Returns the shape of each product's module, by name."""
+    E, F, D = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
+    H, K = (settings[f"num_{kind}_heads"] * D for kind in ("attention", "key_value"))
+    attn = dict(q_proj=(H, E), k_proj=(K, E), v_proj=(K, E), o_proj=(E, H))
+    mlp = dict(gate_proj=(F, E), up_proj=(F, E), down_proj=(E, F))
+    layers = range(settings["num_hidden_layers"])
+    return {
+        f"model.layers.{i}.{part}.{name}": shape
+        for i in layers
+        for part, names in dict(self_attn=attn, mlp=mlp).items()
+        for name, shape in names.items()
+    }
+
+
+def written(
+    format_: str, settings: dict[str, Any] = SETTINGS, *, head: bool = False
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns config.json, the tensors of a checkpoint, and the float ones that they stand for.
+
+    head: whether it is written in the format too.
+    """
+    config, writer = FORMATS[format_]
+    E, V = settings["hidden_size"], settings["vocab_size"]
+    shapes = {"model.embed_tokens": (V, E), "model.norm": (E,)}
+    few = modules(settings) | ({"lm_head": (V, E)} if head else {})
+    if not settings["tie_word_embeddings"] and not head:
+        shapes["lm_head"] = V, E
+    for i in range(settings["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{i}.{norm}"] = (E,)
+    floats = {f"{name}.weight": checkpoint.weight(name, shape) for name, shape in shapes.items()}
+    tensors = dict(floats)
+    for name, (N, K) in few.items():
+        made, weight = writer(np.random.default_rng(zlib.crc32(name.encode())), N, K)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in made.items()}
+        floats[f"{name}.weight"] = weight
+    return settings | dict(quantization_config=config), tensors, floats
+
+
+def save(folder: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    """Writes a checkpoint folder."""
+    folder.mkdir(exist_ok=True)
+    tensors = {name: np.asarray(tensor) for name, tensor in tensors.items()}  # scalars too
+    save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
