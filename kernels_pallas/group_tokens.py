@@ -29,9 +29,9 @@ class Groups(NamedTuple):
     x: Array  # [tiles * tile, E]; rows of no token are anything
     route: Array  # [tiles * tile], which of T * k routes a row is, where it has a token
     weight: Array  # [tiles * tile], what that route counts, float32
-    expert: Array  # [tiles], the expert of a tile; of the first `count[0]`
+    expert: Array  # [tiles], the expert of a tile; of the first `num_tiles[0]`
     rows: Array  # [tiles], how many of a tile's rows have tokens
-    count: Array  # [1]
+    num_tiles: Array  # [1]
 
     @property
     def tile(self) -> int:

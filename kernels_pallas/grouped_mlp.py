@@ -140,7 +140,7 @@ def grouped_mlp(
         kernel_name="grouped_mlp", compiler_params=COMPILER,
     )(
         groups.x, gate_up.reshape(-1, E), down.reshape(-1, F), groups.expert, groups.rows,
-        groups.count, groups.route, groups.weight, jnp.zeros((1,), jnp.int32), units, out,
+        groups.num_tiles, groups.route, groups.weight, jnp.zeros((1,), jnp.int32), units, out,
     )  # fmt: skip
     return jax.freeze(out)
 

@@ -94,7 +94,7 @@ def test_padding_is_no_experts():
     """A bucket's padding makes no tile, and so costs no product."""
     batch: Any = SimpleNamespace(row=jnp.asarray([0, 2, 1, 2]), seq_lens=jnp.ones(2))
     router, logits = (
-        Router(None, None, None, None),
+        Router(jnp.zeros((X, E)), None, None, None),
         jnp.tile(-jnp.arange(X, dtype=jnp.float32), (4, 1)),
     )
     found = route(batch, RouterConfig(X, K), router, logits, note=unnoted, plain=True)

@@ -1,5 +1,7 @@
 """Which experts and tokens the kernels of a mixture are given, and what they refuse."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,14 +10,14 @@ import pytest
 from jaxrunner.experts import Experts, Routes
 from jaxrunner.kernels_pallas import group_tokens, grouped_mlp, router
 from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
-from jaxrunner.ops import experts, grouped_experts
+from jaxrunner.ops import grouped_experts
 from jaxrunner.ops.routing import Router, RouterConfig, choose
 from tests.support.lowering import lowers
 
 BF16 = jnp.bfloat16
 
 
-def shaped(*shape, dtype=BF16):
+def shaped(*shape, dtype=BF16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -27,14 +29,14 @@ def routes_of(tokens: int, num_experts: int, k: int, seed: int = 0) -> Routes:
     return Routes(jnp.asarray(order), jnp.asarray(rng.random((tokens, k)), jnp.float32))
 
 
-def router_of(**more) -> Router:
-    return Router(**dict(weight=None, bias=None, choice_bias=None, replayed=None) | more)
+def router_of(**more: Any) -> Router:
+    return Router(**dict[str, Any](weight=None, bias=None, choice_bias=None, replayed=None) | more)
 
 
 def check_groups(groups: Groups, x, routes: Routes, num_experts: int, tile: int) -> None:
     """Each route has a row of a tile of its expert, in the order of tokens; nothing else has."""
     flat, k = np.asarray(routes.experts).ravel(), routes.experts.shape[1]
-    num, seen = int(groups.count[0]), []
+    num, seen = int(groups.num_tiles[0]), []
     assert num <= max_tiles(flat.size, num_experts, tile) and groups.tile == tile
     for i in range(num):
         rows = slice(i * tile, i * tile + int(groups.rows[i]))
@@ -114,7 +116,8 @@ def test_kernels_refuse_in_words():
     with pytest.raises(ValueError, match="scatter_rows wants tokens in bfloat16 or float16"):
         group_tokens.scatter_rows(jnp.ones((2, 256)), routes.experts, 8)
     assert "routes" in str(group_tokens.refuses(shaped(999, 256), shaped(999, 8), 8))
-    groups = Groups(jnp.ones((8, 256), BF16), *[jnp.ones(8)] * 2, *[jnp.ones(1)] * 3)
+    row, one = jnp.ones(8), jnp.ones(1)
+    groups = Groups(jnp.ones((8, 256), BF16), row, row, one, one, one)
     with pytest.raises(ValueError, match="grouped_mlp wants units of a multiple of 64"):
         grouped_mlp.grouped_mlp(
             groups, jnp.ones((8, 2, 32, 256), BF16), jnp.ones((8, 256, 32), BF16), (2, 2)
@@ -156,12 +159,11 @@ def test_routers_of_other_kinds_are_plain_jax(config, more, words):
 
 
 def test_experts_of_other_kinds_are_plain_jax():
-    w, routes = [shaped(8, 2, 64, 256), shaped(8, 256, 64)], routes_of(3, 8, 2)
-    x = shaped(3, 256)
-    for other, words in (
-        (Experts(*w, shaped(8, 2, 64), None), "without bias"),
-        (Experts(*w, None, None, "clamped_swiglu"), "wants SwiGLU, got clamped_swiglu"),
+    gate_up, down, routes = shaped(8, 2, 64, 256), shaped(8, 256, 64), routes_of(3, 8, 2)
+    others: list[tuple[Any, str]] = [
+        (Experts(gate_up, down, shaped(8, 2, 64), None), "without bias"),
+        (Experts(gate_up, down, None, None, "clamped_swiglu"), "SwiGLU, got clamped_swiglu"),
         (object(), "weights that are Experts, got object"),
-    ):
-        assert words in str(grouped_experts._refuses_experts(x, routes, other))
-    assert experts.GROUPED and experts.ROUTE
+    ]
+    for other, words in others:
+        assert words in str(grouped_experts._refuses_experts(shaped(3, 256), routes, other))

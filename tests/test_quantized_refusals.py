@@ -152,7 +152,7 @@ BAD_TENSORS = {
     ),
     "inputs of scale 0": (
         "fp8 tensor, static", {f"{DOWN}.input_scale": lambda x: x * 0},
-        f"input_scale of {DOWN} must be over 0, got 0.0",
+        "input_scale of model.layers.0.mlp.down_proj must be over 0, got 0.0",
     ),
     "a shape": (
         "compressed packed 4 bits", {f"{UP}.weight_shape": lambda x: x[::-1].copy()},

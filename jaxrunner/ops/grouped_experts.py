@@ -37,12 +37,12 @@ def _refuses_route(config: RouterConfig, w: Router, logits: Array, real: Array) 
 
 
 def _experts(x: Array, routes: Routes, w: Experts) -> Array:
-    tile, config = _sizes(x, routes, w)
+    (T, k), (tile, config) = routes.experts.shape, _sizes(x, routes, w)
     if group_tokens.refuses(x, routes.experts, w.num_experts) is None:
         groups = group_tokens.group_tokens(x, *routes, w.num_experts, tile=tile)
     else:
         groups = group_many(x, routes, w.num_experts, tile)
-    return grouped_mlp.grouped_mlp(groups, w.gate_up, w.down, routes.experts.shape, config)
+    return grouped_mlp.grouped_mlp(groups, w.gate_up, w.down, (T, k), config)
 
 
 def _refuses_experts(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
