@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="the reference is tran
 
 ROPE = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(
-    architectures=["Glm4ForCausalLM"], rope_parameters=ROPE, attention_bias=True
+    architectures=["OutsideForCausalLM"], rope_parameters=ROPE, attention_bias=True
 )
 
 
@@ -37,7 +37,7 @@ def generated(model, prompt: list[int], count: int) -> list[int]:
 
 def test_a_family_of_others_answers_as_transformers_does(tmp_path):
     """In chunks of 8 tokens, with prompts that begin alike, and too few blocks for all."""
-    register_model("Glm4ForCausalLM", glm4)
+    register_model("OutsideForCausalLM", glm4)
     tensors = checkpoint.write(tmp_path, glm4, SETTINGS)
     prompts = checkpoint.prompts(3, 21, 9, 14, 2)
     prompts += [prompts[1][:13] + prompts[0], prompts[3]]
@@ -50,14 +50,14 @@ def test_a_family_of_others_answers_as_transformers_does(tmp_path):
             {"prompt_token_ids": prompts[1]}, checkpoint.greedy(14), use_tqdm=False
         )
         assert list(again[0].outputs[0].token_ids) == want[1] and again[0].num_cached_tokens >= 12
-        assert "Glm4ForCausalLM" in repr(llm)
+        assert "OutsideForCausalLM" in repr(llm)
     assert len({tuple(tokens) for tokens in want}) >= 6
 
 
 def test_an_architecture_has_one_model():
-    register_model("Glm4ForCausalLM", glm4)
-    register_model("Glm4ForCausalLM", glm4)
-    with pytest.raises(ValueError, match="architecture 'Glm4ForCausalLM' is served by another"):
-        register_model("Glm4ForCausalLM", llama)
+    register_model("OutsideForCausalLM", glm4)
+    register_model("OutsideForCausalLM", glm4)
+    with pytest.raises(ValueError, match="architecture 'OutsideForCausalLM' is served by another"):
+        register_model("OutsideForCausalLM", llama)
     with pytest.raises(ValueError, match="'LlamaForCausalLM' is served by another"):
         register_model("LlamaForCausalLM", glm4)

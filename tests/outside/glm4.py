@@ -93,7 +93,7 @@ def read(settings: Settings) -> Config:
     theta = np.float32(rope.take("rope_theta", float, 10000.0))
     inv_freq = 1 / theta ** (np.arange(0, turned, 2, dtype=np.float32) / turned)
     config = Config(
-        architecture="Glm4ForCausalLM",
+        architecture="OutsideForCausalLM",
         vocab_size=size("vocab_size"),
         hidden_size=size("hidden_size"),
         intermediate_size=size("intermediate_size"),
