@@ -57,8 +57,9 @@ class LLM(LLMNames):
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.
-    tensor_parallel_size: devices of this process that each have a shard of the model.
-    decode_context_parallel_size: of these, devices that each keep a part of a KV head's tokens,
+    tensor_parallel_size: devices of this process that each have a shard of the model; of a mixture
+        whole experts with `enable_expert_parallel`, else units of each.
+    decode_context_parallel_size: of these, those that each keep a part of a KV head's tokens,
         `cp_kv_cache_interleave_size` in turn; they would keep copies.
     data_parallel_size: engines with `tensor_parallel_size` devices each, which share the requests.
     pipeline_parallel_size: stages, with some of the layers and `tensor_parallel_size` devices each.

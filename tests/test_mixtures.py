@@ -274,10 +274,3 @@ def test_experts_that_do_not_divide_are_refused():
     words = "does not divide Qwen3Moe.*moe_intermediate_size=15"
     with pytest.raises(ValueError, match=words):
         shard(model, config, make_mesh(2))
-
-
-@pytest.mark.parametrize("name", ["enable_expert_parallel", "enable_eplb"])
-def test_whole_experts_on_devices_are_refused(name):
-    asked: dict[str, Any] = {name: True}
-    with pytest.raises(ValueError, match=f"{name}=True.*tensor_parallel_size cuts every"):
-        LLM("none", **asked)

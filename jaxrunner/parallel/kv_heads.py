@@ -10,23 +10,32 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.model import Source, Stored, StoredConfig
-from jaxrunner.parallel.mesh import mesh_axis
+from jaxrunner.parallel.mesh import EXPERTS, UNITS, mesh_axis
 
 # Of the model's axes, those that are cut, in config.json's words.
 NAMES = dict(H="num_attention_heads", F="intermediate_size", V="vocab_size")
-OF_EXPERTS = dict(
-    expert_units="moe_intermediate_size", shared_units="shared_expert_intermediate_size"
-)
+OF_EXPERTS = {
+    UNITS: "moe_intermediate_size",
+    EXPERTS: "num_experts",
+    "shared_units": "shared_expert_intermediate_size",
+}
 
 
-def check_sizes(config: StoredConfig, num: int, axes: str = "HFV") -> None:
-    """Checks that `axes` of a model can be cut into `num` shards.
+def check_sizes(
+    config: StoredConfig, num: int, axes: str = "HFV", *, expert_parallel: bool = False
+) -> None:
+    """Checks that `axes` of a model can be cut into `num` shards, experts whole or by units.
 
     Raises:
       ValueError: a size is no multiple; names it, and the numbers that would do.
     """
     sizes = {NAMES[axis]: config.dims[axis] for axis in axes}
-    sizes |= {name: config.dims[axis] for axis, name in OF_EXPERTS.items() if axis in config.dims}
+    other = UNITS if expert_parallel else EXPERTS
+    sizes |= {
+        name: config.dims[axis]
+        for axis, name in OF_EXPERTS.items()
+        if axis in config.dims and axis != other
+    }
     K = config.dims["K"]
 
     def fits(n: int) -> bool:
@@ -50,7 +59,7 @@ def check_runs(cls: type, dims: Mapping[str, Any], num: int) -> None:
 
     def make(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> None:
         for axis, size in zip(axes, shape, strict=True):
-            if mesh_axis(axis) is not None and size % num:
+            if mesh_axis(axis, dims) is not None and size % num:
                 name, _, run = axis.partition("/")
                 whole = dims[name]
                 good = ", ".join(str(n) for n in range(1, 65) if size % n == 0 and whole % n == 0)

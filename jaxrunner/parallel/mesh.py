@@ -13,9 +13,10 @@ import numpy as np
 from jaxrunner import pytree
 
 TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabulary
-# By the axes that `leaf` names.
-MESH_AXES: dict[str, str] = dict.fromkeys("KHFV", TENSOR)
-MESH_AXES |= dict(expert_units=TENSOR, shared_units=TENSOR)
+# Of the axes that `leaf` names, those that are cut; of a mixture's experts, their units or, where
+# `EXPERT_PARALLEL` is a flag of the dims, the experts themselves.
+CUT = frozenset((*"KHFV", "shared_units"))
+UNITS, EXPERTS, EXPERT_PARALLEL = "expert_units", "experts", "expert_parallel"
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -55,14 +56,15 @@ def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
     """Returns where each array of a pytree lies that is declared by axes."""
 
     def one(axes: tuple[str, ...], *_: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, axes)))
+        return NamedSharding(mesh, PartitionSpec(*(mesh_axis(axis, dims) for axis in axes)))
 
     return pytree.build(one, cls, dims)
 
 
-def mesh_axis(axis: str) -> str | None:
+def mesh_axis(axis: str, dims: Mapping[str, Any]) -> str | None:
     """Returns the axis of the mesh that one of an array is cut over; runs of "F/2" go with F."""
-    return MESH_AXES.get(axis.partition("/")[0])
+    own = EXPERTS if dims.get(EXPERT_PARALLEL) else UNITS
+    return TENSOR if axis.partition("/")[0] in (*CUT, own) else None
 
 
 def spec_of(leaf: Any) -> PartitionSpec:

@@ -21,17 +21,26 @@ class ParallelConfig:
     rank: int | None = None  # the stage that this process has alone; None for all of them
     devices: Sequence[Any] | None = None  # those to take of; None for the first of this process
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
+    enable_expert_parallel: bool = False  # whether devices have whole experts, not units of each
 
     def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the model and its config as they run on these devices; raises as what cuts."""
-        N, P = self.tensor_parallel_size, self.pipeline_parallel_size
+        N, P, whole = (
+            self.tensor_parallel_size, self.pipeline_parallel_size, self.enable_expert_parallel
+        )  # fmt: skip
+        if whole and "experts" not in config.dims:
+            raise ValueError(
+                f"enable_expert_parallel=True wants a mixture of experts, {config.architecture} is "
+                "none: leave it out"
+            )
         if P > 1 or self.rank:
             if self.interleave != WHOLE:
                 raise ValueError(
                     f"pipeline_parallel_size={P} does not go with decode_context_parallel_size="
                     f"{self.interleave.parts}: set one of them to 1"
                 )
-            return deal(model, config, P, N, self.devices, self.rank)
+            return deal(model, config, P, N, self.devices, self.rank, expert_parallel=whole)
         if N > 1 or self.devices is not None or self.interleave != WHOLE:
-            return shard(model, config, make_mesh(N, self.devices), self.interleave)
+            mesh = make_mesh(N, self.devices)
+            return shard(model, config, mesh, self.interleave, expert_parallel=whole)
         return model, config

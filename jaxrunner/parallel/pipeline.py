@@ -91,6 +91,8 @@ def deal(
     tensor_parallel_size: int = 1,
     devices: Sequence[Any] | None = None,
     rank: int | None = None,
+    *,
+    expert_parallel: bool = False,
 ) -> tuple[Model, ModelConfig]:
     """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
     of the last stage, and tells the others.
@@ -123,7 +125,7 @@ def deal(
             f"{len(devices)} ({devices[0].device_kind}): lower one"
         )
     meshes = [make_mesh(N, devices[N * s : N * (s + 1)]) for s in range(here)] * (num // here)
-    sharded = [shard(model, config, mesh) for mesh in meshes]
+    sharded = [shard(model, config, mesh, expert_parallel=expert_parallel) for mesh in meshes]
     shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
     stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)
     spare = model.spare if rank is None else ("",)  # others read what is left

@@ -1,7 +1,8 @@
 """Tensor parallelism: a model on shards, as a model that the rest knows no difference of.
 
 Megatron-LM's cut (arXiv:1909.08053): each device has some heads, MLP units and tokens of the
-vocabulary; what attention and MLP add to the residual is summed over the devices.
+vocabulary; what attention and MLP add to the residual is summed over the devices. Of a mixture each
+has units of every expert or, under expert parallelism (arXiv:2006.16668), some whole experts.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.context import check_context
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
-from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.parallel.mesh import EXPERT_PARALLEL, TENSOR
 from jaxrunner.parallel.requirements import check_mesh
 from jaxrunner.types import Array, Batch, Inputs
 
@@ -33,6 +34,7 @@ class ShardedConfig:
     whole: Any  # its config for one device
     mesh: Mesh
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
+    expert_parallel: bool = False  # whether devices have whole experts, not units of each
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "whole":  # asked while it is unpickled
@@ -42,7 +44,8 @@ class ShardedConfig:
     @functools.cached_property
     def dims(self) -> dict[str, Any]:
         """Sizes of axes over all devices, copies of KV heads counted in."""
-        return copied_dims(self.whole.dims, self.mesh.shape[TENSOR])
+        flag = {EXPERT_PARALLEL: True} if self.expert_parallel else {}
+        return copied_dims(self.whole.dims, self.mesh.shape[TENSOR]) | flag
 
 
 def sources(config: ShardedConfig) -> Any:
@@ -58,9 +61,12 @@ def sources_on_mesh(model: Stored, config: Any) -> Any:
 
 
 def shard(
-    model: Model, config: ModelConfig, mesh: Mesh, interleave: Interleave = WHOLE
-) -> tuple[Model, ModelConfig]:
+    model: Model, config: ModelConfig, mesh: Mesh, interleave: Interleave = WHOLE,
+    *, expert_parallel: bool = False,
+) -> tuple[Model, ModelConfig]:  # fmt: skip
     """Returns a model whose functions run on each device of a mesh, under `shard_map`.
+
+    expert_parallel: whether devices have whole experts, not units of each.
 
     Raises:
       ValueError: the model does not run on shards, or a size is no multiple of the devices; says
@@ -73,16 +79,19 @@ def shard(
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
     check_mesh(mesh)
-    check_sizes(config, mesh.shape[TENSOR])
-    check_runs(model.params, copied_dims(config.dims, mesh.shape[TENSOR]), mesh.shape[TENSOR])
+    check_sizes(config, mesh.shape[TENSOR], expert_parallel=expert_parallel)
+    made = ShardedConfig(model, config, mesh, interleave, expert_parallel)
+    check_runs(model.params, made.dims, mesh.shape[TENSOR])
     check_context(config, mesh.shape[TENSOR], interleave)
     sharded = model._replace(
         embed=_embed, logits=_logits, layers=_layers, sources=sources, own_logits=_own_logits
     )
-    return sharded, cast(ModelConfig, ShardedConfig(model, config, mesh, interleave))
+    return sharded, cast(ModelConfig, made)
 
 
-def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
+def all_reduce_ops(
+    make: MakeOps, batch: Batch, *, expert_parallel: bool = False, note: Note = unnoted
+) -> Ops:
     """Makes the operations of a layer on shards: what is added to the residual is summed."""
     ops = make(batch, note=note)
 
@@ -93,15 +102,29 @@ def all_reduce_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         return _all_reduce(ops.mlp(x, gate_up, _on_shard(down)))
 
     def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
-        return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")))
+        if not expert_parallel:
+            return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")))
+        own = _own_routes(routes, w.num_experts)
+        residual = ops.experts(x, own, w)
+        if residual.ndim == 3:  # parts of no expert are anything
+            here = (own.experts < w.num_experts).T[..., None]
+            residual = jnp.where(here, residual, 0)
+        return _all_reduce(residual)
 
     return replace(ops, project=project, mlp=mlp, experts=experts)
 
 
+def _own_routes(routes: Routes, num: int) -> Routes:
+    """Returns the routes to a device's own experts, `num` of them, by their numbers there."""
+    own = routes.experts - jax.lax.axis_index(TENSOR) * num
+    here = (own >= 0) & (own < num)
+    return Routes(jnp.where(here, own, num), jnp.where(here, routes.weights, 0.0))
+
+
 @functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
-def all_reduced(make: MakeOps) -> MakeOps:
+def all_reduced(make: MakeOps, expert_parallel: bool = False) -> MakeOps:
     """Returns `all_reduce_ops` of what makes the operations of one device."""
-    return functools.partial(all_reduce_ops, make)
+    return functools.partial(all_reduce_ops, make, expert_parallel=expert_parallel)
 
 
 def _all_reduce(residual: Array) -> Array:

@@ -94,7 +94,8 @@ def build(
     _check_together(model, model_config, config)
     choice = deal_out(choice, model_config, config)
     if (mesh := mesh_of(model_config)) is not None:
-        choice = choice._replace(ops=all_reduced(choice.ops))
+        whole_experts = getattr(model_config, "expert_parallel", False)
+        choice = choice._replace(ops=all_reduced(choice.ops, whole_experts))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None

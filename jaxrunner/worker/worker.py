@@ -69,6 +69,7 @@ class Worker(WorkerSteps):
         decode_context_parallel_size: int = 1,
         cp_kv_cache_interleave_size: int = 1,
         pipeline_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
         rank: int | None = None,
         devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
@@ -89,6 +90,7 @@ class Worker(WorkerSteps):
             quantization=quantization, parallel=ParallelConfig(
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
+                enable_expert_parallel,
             ),
         )  # fmt: skip
         self._devices, asked = devices, speculative_config

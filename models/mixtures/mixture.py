@@ -47,8 +47,9 @@ class MixtureConfig(DecoderConfig):
             for sparse in self.sparse
         )  # fmt: skip
         return super().dims | dict(
-            Y=of_layer, experts=r.num_experts, expert_units=self.moe_intermediate_size,
-            shared_units=shared, one=1, expert_bias=self.expert_bias, router_bias=self.router_bias,
+            Y=of_layer, experts=r.num_experts, candidates=r.num_experts,
+            expert_units=self.moe_intermediate_size, shared_units=shared, one=1,
+            expert_bias=self.expert_bias, router_bias=self.router_bias,
             choice_bias=self.choice_bias, routes=r.num_experts_per_tok,
         )  # fmt: skip
 
@@ -60,7 +61,7 @@ class MixtureLayer(Attention):
     gate_up: Linear | None = nested(outputs="gate_up F", inputs="E", bias="mlp_bias", when="dense")
     down: Linear | None = nested(outputs="E", inputs="F", bias="mlp_bias", when="dense")
     router: Router | None = nested(
-        X="experts", bias="router_bias", choice_bias="choice_bias", when="sparse"
+        X="candidates", bias="router_bias", choice_bias="choice_bias", when="sparse"
     )
     experts: Experts | None = nested(X="experts", F="expert_units", when="sparse")
     shared_gate_up: Linear | None = nested(
