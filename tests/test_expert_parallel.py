@@ -71,10 +71,10 @@ def test_parts_of_other_devices_experts_count_nothing():
         return jnp.where(own < w.num_experts, own.astype(jnp.float32) + 1, jnp.nan)
 
     def make(batch: Batch, *, note: Note = unnoted) -> Ops:
-        fields: dict[str, Any] = dict.fromkeys(
-            ("attend", "rotate_attend", "linear", "project", "mlp", "route", "add_norm")
-        )
-        return Ops(**fields | dict(experts=parts))
+        names = "attend", "rotate_attend", "linear", "project", "mlp", "route", "add_norm"
+        fields: dict[str, Any] = dict.fromkeys(names)
+        fields["experts"] = parts
+        return Ops(**fields)
 
     def run(experts: jax.Array) -> jax.Array:
         batch: Any = None
