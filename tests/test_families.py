@@ -77,6 +77,10 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     np.testing.assert_allclose(got.logits, exact, atol=1e-4)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__[:2] == (0, 11) and jax.default_backend() == "cpu",
+    reason="XLA of JAX 0.11 ends the process while it compiles some of these for a CPU",
+)
 @pytest.mark.parametrize(
     "variant",
     [
