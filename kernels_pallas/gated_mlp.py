@@ -232,16 +232,16 @@ def _fetch(
     plgpu.griddepcontrol_launch_dependents()
     for step in range(min(s.stages, s.first)):
         first_tokens(step)
-    _each(s.stages, s.first, ring.wait, first_weights, first_tokens)
+    each(s.stages, s.first, ring.wait, first_weights, first_tokens)
     ahead = min(s.first + s.stages, total)
-    _each(max(s.first, s.stages), ahead, ring.wait, second_weights)
+    each(max(s.first, s.stages), ahead, ring.wait, second_weights)
     mosaic.barrier_wait(told)
     grid_barrier.wait(counter)
-    _each(s.first, ahead, second_tokens)
-    _each(ahead, total, ring.wait, second_weights, second_tokens)
+    each(s.first, ahead, second_tokens)
+    each(ahead, total, ring.wait, second_weights, second_tokens)
 
 
-def _each(first: int, last: int, *actions: Callable[[Array], None]) -> None:
+def each(first: Index, last: Index, *actions: Callable[[Array], None]) -> None:
     """Does all of some steps."""
 
     def body(step: Array, _: None) -> None:

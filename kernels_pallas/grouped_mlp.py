@@ -20,13 +20,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import grid_barrier, mosaic
+from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.group_tokens import Groups
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_columns, put_routed
 from jaxrunner.types import Array
 
-SMEM_BYTES = 225 * 1024  # of a block, less what barriers need
 TILES = (8, 16, 32, 64, 128)  # rows of a tile of tokens
 REGISTERS = 232, 40  # of a thread that computes, and of one that copies, where two warpgroups do
 HELD = 32  # rows of a tile whose routes stay in registers during a product
@@ -247,24 +247,13 @@ def _fetch(
     total = half + s.second.rounds(s, ring.block, count) * s.second.steps
     ahead = jnp.minimum(half + s.stages, total)
     weights, tokens = ring.copies(s.first, 0, x, gate_up)
-    _each(0, half, ring.wait, weights, tokens)
+    each(0, half, ring.wait, weights, tokens)
     weights, tokens = ring.copies(s.second, half, units, down)
-    _each(half, ahead, ring.wait, weights)
+    each(half, ahead, ring.wait, weights)
     mosaic.barrier_wait(told)
     grid_barrier.wait(counter)
-    _each(half, ahead, tokens)
-    _each(ahead, total, ring.wait, weights, tokens)
-
-
-def _each(first: Index, last: Array, *actions: Callable[[Array], None]) -> None:
-    """Does all of some steps."""
-
-    def body(step: Array, _: None) -> None:
-        for act in actions:
-            act(step)
-        return _
-
-    lax.fori_loop(first, last, body, None)
+    each(half, ahead, tokens)
+    each(ahead, total, ring.wait, weights, tokens)
 
 
 def _compute(

@@ -52,7 +52,7 @@ def _differentiable(x: Array, routes: Routes, w: ExpertWeights) -> Array:
     return w.differentiable(x, routes)
 
 
-# (x [T, E], routes, w) -> the weighted sum of a token's experts, as a residual.
 PLAIN_ROUTE = Operation("plain JAX", _choose)
+# (x [T, E], routes, w) -> the weighted sum of a token's experts, as a residual.
 PLAIN = Operation("plain JAX", _product)
 TRAINED = Operation("plain JAX", _differentiable)
