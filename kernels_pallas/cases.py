@@ -19,6 +19,7 @@ from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.mixture_case import mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
+from jaxrunner.kernels_pallas.quantized_case import quantized_products
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
@@ -260,6 +261,11 @@ TESTS: tuple[Case, ...] = (
     mixtures(1, 128, 8, 512, 256, tile=8), mixtures(9, 8, 2, 512, 256, tile=8),
     mixtures(64, 60, 4, 1024, 384, tile=16), mixtures(200, 160, 6, 512, 128, tile=32),
     mixtures(70, 4, 1, 512, 128, tile=64), mixtures(300, 16, 4, 512, 256, tile=128, consumers=2),
+    quantized_products(8, 512, 96, "float8_e4m3fn", run=32, group=128),
+    quantized_products(1, 512, 200, "int8"), quantized_products(24, 512, 96, "int4", group=64),
+    quantized_products(64, 1024, 352, "int4", group=128, zero=True),
+    quantized_products(128, 768, 64, "float4_e2m1fn", group=256, max_parts=8),
+    quantized_products(256, 2048, 512, "int8", max_parts=8),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
@@ -281,6 +287,10 @@ BENCH: tuple[Case, ...] = (
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
     *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
     *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
+    *(quantized_products(T, E, F, code, **of, max_parts=parts) for code, of in
+      (("float8_e4m3fn", dict(run=128, group=128)), ("int4", dict(group=128)))
+      for E, F, parts in ((4096, 6144, 1), (4096, 4096, 8), (4096, 28672, 1), (14336, 4096, 8))
+      for T in (1, 8, 64, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"),

@@ -92,6 +92,23 @@ def put_columns(x: Array, ref: Ref, num: Array) -> None:
     write(x, ref, num)
 
 
+def put_transposed(x: Array, ref: Ref) -> None:
+    """Writes the first rows and columns of x from registers as columns and rows of ref."""
+
+    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
+        sizes = [mgpu.c(n, ir.IndexType.get()) for n in ir.MemRefType(ref.type).shape]
+        for row, column, value in _elements(x):
+            inside = [
+                arith.cmpi(arith.CmpIPredicate.ult, *pair)
+                for pair in zip((column, row), sizes, strict=True)
+            ]
+            with mgpu.when(arith.andi(*inside)):
+                memref.store(value, ref, [column, row])
+
+    write(x, ref)
+
+
 def put_routed(x: Array, route: Array, ref: Ref, num: Array, first: Array) -> None:
     """Writes the first `num` columns of x, [64, n], from registers to the routes that they are.
 

@@ -72,6 +72,12 @@ def few_executables():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU, and JAX runs on {jax.default_backend()} here")
+    for mark in item.iter_markers("devices"):
+        (needed,) = mark.args
+        if isinstance(needed, str):
+            needed = item.callspec.params[needed]
+        if needed > len(jax.devices()):
+            pytest.skip(f"needs {needed} devices, there are {len(jax.devices())}")
 
 
 @pytest.fixture(autouse=True)

@@ -80,6 +80,7 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
         yield Engine(model, own, tiny.engine_config(**sizes | kv | given), params)
 
 
+@pytest.mark.devices("num")
 @pytest.mark.parametrize(
     "kv_heads,num,interleave,changes",
     [
@@ -103,6 +104,7 @@ def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_
     assert pool.block_size == interleave[0] * config.block_size
 
 
+@pytest.mark.devices(4)
 def test_a_snapshot_goes_on_with_the_same_tokens(tmp_path):
     one, several = one_and_several(tmp_path, 2, 4, Interleave(2, 2))
     wanted = add(one)
@@ -191,6 +193,7 @@ LLM_SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+@pytest.mark.devices(4)
 def test_an_llm_drafts_and_sleeps_and_keeps_more_tokens_in_as_many_bytes(tmp_path):
     settings = tiny.SETTINGS | SIZES
     config = tiny.config(**settings)
@@ -223,6 +226,7 @@ def test_an_llm_drafts_and_sleeps_and_keeps_more_tokens_in_as_many_bytes(tmp_pat
     assert plans[1].kv == plans[0].kv
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize(
     "sizes,words",
     [

@@ -17,6 +17,7 @@ from jaxrunner.runner.step_handle import StepHandle
 from jaxrunner.worker.worker import Worker
 from tests.support import tiny
 
+pytestmark = pytest.mark.devices(4)
 MODEL: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
     num_key_value_heads=2,

@@ -82,7 +82,7 @@ def test_logits_of_a_tied_head_are_of_its_own_embedding(tmp_path):
     hidden = jax.random.normal(jax.random.key(0), (2, E))
     head = Linear(jnp.zeros((V, E)), None)
     scores = eagle3.logits(config, params, head, hidden)
-    np.testing.assert_allclose(scores, hidden @ w["embed_tokens.weight"].T, atol=1e-5)
+    np.testing.assert_allclose(scores, np.asarray(hidden) @ w["embed_tokens.weight"].T, atol=1e-5)
 
 
 def test_a_saved_head_is_the_one_that_is_read(tmp_path):

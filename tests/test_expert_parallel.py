@@ -45,6 +45,7 @@ def generate(llm: LLM) -> list[list[int]]:
 
 
 # gpt-oss: biases of experts; Qwen2: a shared expert, which is cut.
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("variant", ["gpt-oss", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_one_device(variant, tmp_path):
     from tests.support import mixtures
@@ -61,6 +62,7 @@ def test_tokens_are_those_of_one_device(variant, tmp_path):
             assert {shard.data.shape[0] for shard in array.addressable_shards} == {own}
 
 
+@pytest.mark.devices(2)
 def test_parts_of_other_devices_experts_count_nothing():
     """As a kernel leaves them: what is of no expert of a device is anything."""
     mesh, T, X = make_mesh(2), 5, 4
@@ -88,6 +90,7 @@ def test_parts_of_other_devices_experts_count_nothing():
     assert on_all(experts)[0, :, 0].tolist() == [3, 3, 3, 3, 0]
 
 
+@pytest.mark.devices(2)
 def test_what_cannot_be_is_refused():
     model, config = read_model(Settings(MIXTURE))
     with pytest.raises(ValueError, match=r"does not divide Qwen3Moe.*num_experts=7"):

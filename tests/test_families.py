@@ -77,6 +77,7 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     np.testing.assert_allclose(got.logits, exact, atol=1e-4)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.skipif(
     jax.__version_info__[:2] == (0, 11) and jax.default_backend() == "cpu",
     reason="XLA of JAX 0.11 ends the process while it compiles some of these for a CPU",
@@ -97,6 +98,7 @@ def test_two_devices_tell_the_tokens_of_one(variant, tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.devices(2)
 def test_norms_over_all_heads_are_not_cut(tmp_path):
     dense_families.save("olmo 2", tmp_path)
     with pytest.raises(ValueError, match="wants a model that runs on shards, Olmo2ForCausalLM"):

@@ -83,7 +83,7 @@ def test_bits_of_a_token_do_not_depend_on_the_others(tokens, T):
     gate_up, down, x = (jax.random.normal(*of, BF16) for of in zip(keys, shapes, strict=True))
     w, routes = Experts(gate_up, down, None, None), routes_of(T, 32, 4)
     run = jax.jit(lambda x, routes: grouped_experts._experts(x, routes, w))
-    few = Routes(jnp.minimum(routes.experts, 32) % 4 + 4 * jnp.arange(4), routes.weights)
+    few = Routes(jnp.minimum(routes.experts, 32) % 4 + 4 * jnp.arange(4)[None], routes.weights)
     mine = (jnp.arange(T) < tokens)[:, None]
     mixed = Routes(jnp.where(mine, routes.experts, few.experts), routes.weights)
     real = np.asarray(routes.experts[:tokens, 0] < 32)

@@ -21,6 +21,8 @@ from jaxrunner.runner.program_cache import OWN
 from jaxrunner.runner.program_table import LOADED, Key
 from tests.support import tiny
 
+pytestmark = pytest.mark.devices(6)
+
 SIZES = dict(hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4)
 SIZES |= dict(num_key_value_heads=4)
 KEY = Key("step", Bucket(5, 5, 1))

@@ -61,6 +61,7 @@ def test_old_versions_are_named(monkeypatch, of_jax, nccl, words):
             check_versions(info, requirements.find_nccl())
 
 
+@pytest.mark.devices(4)
 def test_a_peer_that_cannot_be_reached_is_named_before_weights_are_read(monkeypatch):
     sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=2)
     check_sum(make_mesh(4))

@@ -71,6 +71,7 @@ def leaves_on(made: Engine) -> set[int]:
     return {len(x.sharding.device_set) for x in jax.tree.leaves(made.runner.params)}
 
 
+@pytest.mark.devices("num")
 @pytest.mark.parametrize("num", [2, 4])
 def test_every_way_to_new_weights(saved, num):
     config, (old, new), (before, after) = saved
@@ -102,6 +103,7 @@ def test_every_way_to_new_weights(saved, num):
     assert all(where) and leaves_on(made) == {num}
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("one,other", [(1, 2), (2, 1), (2, 4), (4, 1)])
 def test_what_a_mesh_saves_another_reads(saved, one, other, tmp_path):
     config, (old, new), (before, after) = saved
@@ -129,6 +131,7 @@ def test_what_a_mesh_saves_another_reads(saved, one, other, tmp_path):
     assert cache.sharding.shard_shape(cache.shape)[1] == max(config.num_key_value_heads // other, 1)
 
 
+@pytest.mark.devices(4)
 def test_weights_of_the_host_are_placed(saved):
     config, (old, _), (before, _) = saved
     made = engine(config, old, 4)
@@ -142,6 +145,7 @@ def test_weights_of_the_host_are_placed(saved):
         Engine(model, on, made.config, {"embed": given})
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_a_drafter_has_its_own_heads_to_merge(method):
     config, mesh = tiny.config(**SIZES), make_mesh(4)

@@ -128,6 +128,7 @@ def test_logits_equal_those_in_float64(variant, saved):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize(
     "variant", ["gpt-oss", *(pytest.param(v, marks=pytest.mark.slow) for v in [*CUTS][1:])]
 )
@@ -141,6 +142,7 @@ def test_tokens_of_two_devices_are_those_of_one(variant, saved):
         assert output == want.tolist()
 
 
+@pytest.mark.devices(2)
 def test_norms_over_all_heads_are_not_cut(saved):
     with pytest.raises(ValueError, match="wants a model that runs on shards, OlmoeForCausalLM"):
         LLM(str(saved("olmoe").folder), tensor_parallel_size=2, **SIZES)
@@ -262,6 +264,7 @@ def test_plans_count_experts():
     pytree.check(made, config.dims | dict(param="float32"))
 
 
+@pytest.mark.devices(2)
 def test_experts_are_cut_by_their_units():
     model, config = shard(*read_model(Settings(SETTINGS)), make_mesh(2))
     experts = abstract_params(model, config, "float32").layers[0].experts
@@ -269,6 +272,7 @@ def test_experts_are_cut_by_their_units():
     assert cut == [(6, 2, 6, 36), (6, 36, 6)]
 
 
+@pytest.mark.devices(2)
 def test_experts_that_do_not_divide_are_refused():
     model, config = read_model(Settings(SETTINGS | dict(moe_intermediate_size=15)))
     words = "does not divide Qwen3Moe.*moe_intermediate_size=15"

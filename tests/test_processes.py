@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from jaxrunner import LLM
@@ -16,6 +17,9 @@ from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
 from tests.support import processes, tiny
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
+)
 SIZES = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
     num_key_value_heads=2, eos_token_id=63, num_hidden_layers=1,

@@ -200,6 +200,7 @@ def test_a_zero_point_past_8_bits_is_refused(tmp_path):
         read(quantized.save(tmp_path, settings, tensors), settings)
 
 
+@pytest.mark.devices(2)
 def test_blocks_that_devices_would_cut_are_refused():
     settings, *_ = quantized.written(BLOCK, SETTINGS | dict(num_attention_heads=8, vocab_size=64))
     model, config = read_quantized(settings, "config.json")

@@ -84,6 +84,7 @@ def check(num: int, rows: list[Row], logits: np.ndarray, *, mode: str, num_logpr
 SIZES = [(2, 64, "processed_logits"), (8, WIDE, "processed_logprobs")]
 
 
+@pytest.mark.devices("num")
 @pytest.mark.parametrize("seed", OF_SEED, ids=OF_SEED.get)
 @pytest.mark.parametrize(("num", "size", "mode"), SIZES)
 def test_every_rule_draws_and_tells_what_one_device_does(num, size, mode, seed):
@@ -99,6 +100,7 @@ def test_every_rule_draws_and_tells_what_one_device_does(num, size, mode, seed):
 
 
 # XLA's largest of many numbers forgets NaN on a CPU, on one device alike: rows are narrow here.
+@pytest.mark.devices(8)
 def test_ties_and_what_is_lost_may_lie_on_any_device(num=8, mode="raw_logits", size=64):
     own, best = size // num, np.full(size, -np.inf)
     flat, pair, lost = np.zeros(size), np.arange(size) * -1.0, np.zeros(size)
@@ -126,6 +128,7 @@ def test_ties_and_what_is_lost_may_lie_on_any_device(num=8, mode="raw_logits", s
     assert [i for i, row in enumerate(out) if row.no_choice.any()] == [17]
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 6.0])
 def test_any_cut_keeps_what_a_sorted_row_does(scale):
     """Rows that keep a few tokens, or nearly all; of all rows the same noise."""
@@ -180,6 +183,7 @@ def told_of(rules_: Any = RULES, speculator: Any = None) -> tuple[set[int], int]
     return {int(size) for shape in shapes for size in shape.split("x")}, 112 // 2
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize(
     ("rules_", "speculator", "is_gathered"),
     [

@@ -70,6 +70,7 @@ def saved(request, tmp_path_factory):
 CUTS = [("few KV heads", 8), ("windows", 2)]  # a head on several devices, several on one
 
 
+@pytest.mark.devices("num")
 @pytest.mark.parametrize(("saved", "num"), CUTS, indirect=["saved"])
 def test_tokens_are_those_of_one_device(saved, num):
     folder, config, (want, logprobs, _) = saved
@@ -86,6 +87,7 @@ def test_tokens_are_those_of_one_device(saved, num):
     assert cache.shape[1] == heads and cache.sharding.shard_shape(cache.shape)[1] == heads // num
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("saved", ["few KV heads", "windows"], indirect=True)
 def test_weights_are_saved_as_they_were_read(saved, tmp_path):
     folder, config, _ = saved
@@ -117,6 +119,7 @@ def small(tmp_path_factory):
         return folder, small_checkpoint.tokens(llm), llm.memory_plan
 
 
+@pytest.mark.devices(2)
 def test_an_llm_on_two_devices(small, tmp_path: Path):
     """What sleeps wakes as it was; a snapshot of shards goes on; a plan is that of a device."""
     folder, want, memory = small
@@ -139,6 +142,7 @@ def test_an_llm_on_two_devices(small, tmp_path: Path):
         assert last.outputs[0].token_ids == want[0][-len(last.outputs[0].token_ids) :]
 
 
+@pytest.mark.devices(2)
 @pytest.mark.slow
 def test_an_llm_with_drafts_on_two_devices():
     rule, tokens = SamplingParams(temperature=0.7, seed=3, max_tokens=20), []
@@ -151,6 +155,7 @@ def test_an_llm_with_drafts_on_two_devices():
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize(
     "sizes,words",
     [
@@ -158,7 +163,7 @@ def test_an_llm_with_drafts_on_two_devices():
             dict(tensor_parallel_size=3),
             r"tensor_parallel_size=3 does not divide .* take one of 1, 2",
         ),
-        (dict(tensor_parallel_size=16), r"=16 needs as many devices, there are \d+ \(cpu\): lower"),
+        (dict(tensor_parallel_size=16), r"=16 needs as many devices, there are \d+ \(.*\): lower"),
         (dict(tensor_parallel_size=0), r"tensor_parallel_size=0 is out of range"),
         (dict(tensor_parallel_size=2, enforce_eager=True), r"enforce_eager=True runs each operati"),
     ],
@@ -168,6 +173,7 @@ def test_what_cannot_be_cut_is_refused_by_name(sizes, words):
         LLM(str(embedded.PATH), **LLM_SIZES | sizes)
 
 
+@pytest.mark.devices(2)
 def test_models_and_drafters_say_whether_they_run_on_shards():
     other = llama._replace(tensor_parallel=False)
     with pytest.raises(ValueError, match="wants a model that runs on shards, LlamaForCausalLM"):

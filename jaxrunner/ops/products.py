@@ -24,7 +24,7 @@ def linear(x: Array, w: Weights, *, note: Note) -> Array:
 
 def project(x: Array, w: Weights, *, note: Note) -> Array:
     """Multiplies x, [T, *inputs]. Returns [T, E], or parts of it, [parts, T, E] in float32."""
-    return run_first("project", (*w.kernels, PARTS, PLAIN), x, w, note=note)
+    return run_first("project", (*w.part_kernels, *w.kernels, PARTS, PLAIN), x, w, note=note)
 
 
 def mlp(x: Array, gate_up: Weights, down: Weights, *, note: Note) -> Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrunner.operation import Operation
 from jaxrunner.pytree import leaf, pytree, static
+from jaxrunner.quantization import products
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.scheme import CODES, Scheme
 from jaxrunner.types import Array
@@ -32,7 +33,8 @@ class QuantizedLinear:
     scheme: Scheme = static(default=Scheme("int8"))
     num_in: int = static(default=1)  # axes of `inputs`
     across: str | None = static(default=None)  # axis of a mesh that inputs are cut over
-    kernels: ClassVar[tuple[Operation, ...]] = ()
+    kernels: ClassVar[tuple[Operation, ...]] = (products.WHOLE,)
+    part_kernels: ClassVar[tuple[Operation, ...]] = (products.IN_PARTS,)
 
     def product(self, x: Array) -> Array:
         """Multiplies x, [..., *inputs]. Returns [..., *outputs].

@@ -72,6 +72,24 @@ def matmul(x, weight):
     return wide(x) @ wide(weight).T
 
 
+def quantized_matmul(x, weight, scale, zero=None, *, code):
+    """Weights of float64: numbers, less their zero points, times their scales."""
+    packed, numbers = np.asarray(weight), wide(weight)
+    if code in ("int4", "float4_e2m1fn"):
+        halves = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+        table = np.arange(16) - 8.0 if code == "int4" else E2M1
+        numbers = table[halves]
+    rows, columns = (n // m for n, m in zip(numbers.shape, scale.shape, strict=True))
+    scale, zero = (
+        np.repeat(np.repeat(wide(s), rows, 0), columns, 1)
+        for s in (scale, np.zeros(scale.shape) if zero is None else zero)
+    )
+    return wide(x) @ ((numbers - zero) * scale).T
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
 def swiglu(x, gate_up):
     gate, up = (matmul(x, part) for part in gate_up)
     return gate / (1 + np.exp(-gate)) * up

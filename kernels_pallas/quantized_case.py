@@ -1,0 +1,43 @@
+"""Problems for products with weights of 8 and 4 bits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import widen
+from jaxrunner.kernels_pallas.case import Case
+from jaxrunner.kernels_pallas.quantized_matmul import quantized_matmul
+from jaxrunner.types import Array
+
+
+def quantized_products(
+    T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0, zero: bool = False,
+    max_parts: int = 1,
+) -> Case:  # fmt: skip
+    """T tokens times a weight, [F, E], of which `run` x `group` numbers, or all E, share a scale.
+
+    Where its sum is cut into parts, they are added up.
+    """
+    packed = widen.PACKED[code]
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 4)
+        stored, shape = (F, E // packed), (F // run, E // (group or E))
+        x = jax.random.normal(keys[0], (T, E), jnp.bfloat16)
+        weight: Any = jax.random.randint(keys[1], stored, -128, 128, jnp.int8)
+        if code == "float8_e4m3fn":
+            weight = jax.random.normal(keys[1], stored, jnp.bfloat16).astype(code)
+        elif packed > 1:
+            weight = weight.astype(jnp.uint8)
+        scale = jax.random.uniform(keys[2], shape, jnp.float32, 0.5, 1.5) * E**-0.5
+        zeros = [jax.random.randint(keys[3], shape, -8, 8, jnp.int8)] if zero else []
+        return x, weight, scale, *zeros
+
+    def run_it(x: Array, *weights: Array) -> Array:
+        y = quantized_matmul(x, *weights, code=code, max_parts=max_parts)
+        return y.sum(0).astype(x.dtype) if y.ndim == 3 else y
+
+    scales = f"{run} x {group or 'all'}" + ", zeros" * zero + ", parts" * (max_parts > 1)
+    name, options = f"{T} x {E} x {F}, {code}, {scales}", dict(code=code)
+    return Case("quantized_matmul", name, make, run_it, E * F / packed, "TB/s", options)

@@ -1,0 +1,333 @@
+"""Products of few tokens with weights of 8 or 4 bits, on Hopper (Mosaic GPU).
+
+Weights are the tall operand: a block of the grid takes some of their rows and some terms of the
+sum, one warpgroup copies them and the tokens into shared memory, step by step, and four others
+widen them in registers (`widen`) and multiply. Each of these has 64 rows, or every second or
+fourth step of the same ones; then their sums are added up. A sum of terms that share a scale is
+multiplied with it in float32, so weights are as exact as they are stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+import numpy as np
+
+from jaxrunner.kernels_pallas import mosaic, widen
+from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.stores import put, put_transposed
+from jaxrunner.types import Array
+
+STEP = 128  # bytes of a row of weights that a step takes: the widest swizzle
+TERMS = 64  # of a sum that a copy of tokens has: as many bytes
+CONSUMERS = 4  # warpgroups that compute
+REGISTERS = 112, 64  # of a thread that computes, and of one that copies
+TOKENS = 1, *range(8, 65, 8)  # of a block; more are several blocks
+MAX_PARTS = 8
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Sizes that change speed alone."""
+
+    num_ctas: int = 132  # no more than the device has multiprocessors: an H200's
+    stages: int = 16  # steps that are in shared memory, fewer where they do not fit
+    rows: int = 0  # of weights that a block takes; 0 for what costs least
+    parts: int = 0  # of a sum; 0 for what costs least
+
+
+class _Static(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    code: str
+    T: int  # tokens of a block
+    height: int  # rows of weights of a warpgroup
+    groups: int  # of warpgroups: each has rows of its own
+    tiles: int  # of rows
+    parts: int  # of a sum
+    steps: int  # of a part
+    sums: int  # of a step: each has a scale of its own
+    run: int  # rows that share a scale
+    spans: int  # steps that share a scale
+    stages: int
+
+    @property
+    def packed(self) -> int:
+        return widen.PACKED[self.code]
+
+    @property
+    def turns(self) -> int:
+        """Warpgroups that have the same rows, and steps in turn."""
+        return CONSUMERS // self.groups
+
+    @property
+    def writers(self) -> int:
+        """Warpgroups whose sums others add to their own."""
+        return CONSUMERS - self.groups
+
+
+def refuses(
+    x: Shaped, weight: Shaped, scale: Shaped, code: str, max_parts: int = 1,
+    config: TuningConfig = TuningConfig(),
+) -> str | None:  # fmt: skip
+    """Says why x, [T, E], weight, [F, E / packed], and scale, [F / run, G], are not served."""
+    T, E = x.shape
+    if jax.__version_info__ < (0, 11):
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if x.dtype != jnp.bfloat16 or scale.dtype != jnp.float32:
+        return f"wants tokens in bfloat16 and scales in float32, got {x.dtype} and {scale.dtype}"
+    if code not in widen.PAIRS:
+        return f"wants weights in one of {[*widen.PAIRS]}, got {code}"
+    if T not in TOKENS and (T % TOKENS[-1] or T > 4 * TOKENS[-1]):
+        return f"wants 1, 8, 16, 24, ... 64, 128, 192 or 256 tokens, got {T}"
+    fit = _fit(T, E, weight.shape[0], scale.shape, code, max_parts, config)
+    return fit if isinstance(fit, str) else None
+
+
+def _fit(
+    T: int, E: int, F: int, scale: tuple[int, ...], code: str, max_parts: int, config: TuningConfig
+) -> _Static | str:
+    """Shares the work out, or says why it cannot."""
+    packed = widen.PACKED[code]
+    terms, group = STEP * packed, E // scale[1]
+    if E % terms or F % 8:
+        return f"wants sums of a multiple of {terms} terms and outputs of 8, got {E} and {F}"
+    if E % scale[1] or F % scale[0] or (scale[1] > 1 and terms % group and group % terms):
+        return f"wants scales of runs that divide {terms} or that it divides, got {group}"
+    if group % TERMS:
+        return f"wants scales of a multiple of {TERMS} terms, got {group}"
+    # Of one token the copies read eight: what is not there is 0.
+    steps, chunk = E // terms, max(8, min(T, TOKENS[-1]))
+
+    def cost(rows: int, parts: int) -> tuple[float, int]:
+        """Bytes that a multiprocessor reads: of weights, and of tokens from a nearer memory."""
+        turns = -(-F // rows * parts * -(-T // chunk) // config.num_ctas)
+        turn = (rows + 8) * STEP + chunk * terms * 2
+        return turns * (steps // parts) * turn, parts
+
+    sizes = [
+        (cost(rows, parts), rows, parts)
+        for rows in ([config.rows] if config.rows else range(8, CONSUMERS * ROWS + 1, 8))
+        for parts in ([config.parts] if config.parts else range(1, max_parts + 1))
+        if F % rows == 0 and steps % parts == 0 and _height(rows)
+    ]
+    if not sizes:
+        return f"wants outputs that blocks can share in eights, got {F}"
+    _, rows, parts = min(sizes)
+    height = _height(rows)
+    groups, whole = rows // height, scale[1] == 1
+    sums = 1 if whole else max(1, terms // group)
+    spans = steps if whole else max(1, group // terms)
+    size = groups * ROWS * STEP + chunk * terms * 2
+    left = SMEM_BYTES - (CONSUMERS - groups) * ROWS * chunk * 4 - 2048
+    stages = min(config.stages, left // size)
+    if stages < 2:
+        return f"wants fewer tokens, got {T}"
+    return _Static(
+        code, chunk, height, groups, F // rows, parts, steps // parts, sums, F // scale[0], spans,
+        stages,
+    )  # fmt: skip
+
+
+def _height(rows: int) -> int:
+    """Returns the rows of a warpgroup, of those of a block; 0 where they cannot be shared out."""
+    for groups in (1, 2, 4):
+        if rows % (8 * groups) == 0 and rows // groups <= ROWS:
+            return rows // groups
+    return 0
+
+
+def quantized_matmul(
+    x: Array, weight: Array, scale: Array, zero: Array | None = None, *, code: str,
+    max_parts: int = 1, config: TuningConfig = TuningConfig(),
+) -> Array:  # fmt: skip
+    """Returns parts whose sum is x, [T, E], times the weights: [parts, T, F] in float32.
+
+    Of one part, [T, F] in the dtype of x.
+    weight: [F, E] in 8 bits, or [F, E / 2] with two numbers a byte, the first in the low half, of
+    int4 8 more than the number. scale: float32 [F / run, E / group], of runs of rows and of terms.
+    zero: int8, the same shape: what is taken from a number first.
+
+    Raises:
+      ValueError: what `refuses` says.
+    """
+    if why := refuses(x, weight, scale, code, max_parts, config):
+        raise ValueError(f"quantized_matmul {why}")
+    (T, E), F = x.shape, weight.shape[0]
+    s = _fit(T, E, F, scale.shape, code, max_parts, config)
+    assert isinstance(s, _Static)
+    one = s.parts == 1
+    shape = (T, F) if one else (s.parts, T, F)
+    layout = mosaic.tiled(STEP, 1), mosaic.tiled(TERMS, 2)
+    zeros = () if zero is None else (zero,)
+    return plgpu.kernel(
+        functools.partial(_kernel, s, bool(zeros)),
+        out_type=jax.ShapeDtypeStruct(shape, x.dtype if one else jnp.float32),
+        scratch_types=[
+            plgpu.SMEM((s.stages, s.groups, ROWS, STEP), weight.dtype, transforms=layout[0]),
+            plgpu.SMEM(
+                (s.stages, STEP * s.packed // TERMS, s.T, TERMS), x.dtype, transforms=layout[1]
+            ),
+            plgpu.SMEM((max(s.writers, 1), ROWS, s.T), jnp.float32),
+            plgpu.Barrier(num_arrivals=s.groups + STEP * s.packed // TERMS, num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=s.groups, num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=max(s.writers, 1)),
+        ],
+        grid=(-(-T // s.T), s.parts, s.tiles), grid_names=("chunk", "part", "tile"),
+        num_threads=CONSUMERS + 1, thread_name="wg",
+        kernel_name="quantized_matmul", compiler_params=COMPILER,
+    )(x, weight, scale, *zeros)  # fmt: skip
+
+
+def _kernel(s: _Static, has_zero: bool, x: Ref, w: Ref, scale: Ref, *refs: Any) -> None:
+    zero, (out, w_smem, x_smem, other, full, free, told) = (
+        (refs[0], refs[1:]) if has_zero else (None, refs)
+    )
+    wg, chunk, part, tile = (lax.axis_index(name) for name in ("wg", "chunk", "part", "tile"))
+
+    @pl.when(wg < CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        group, turn = lax.rem(wg, s.groups), lax.div(wg, s.groups)
+        first = (tile * s.groups + group) * s.height
+        total = _sum(s, group, turn, part, first, scale, zero, w_smem, x_smem, full, free)
+        if s.writers:
+
+            @pl.when(turn > 0)
+            def _() -> None:
+                put(other.at[wg - s.groups], total)
+                mosaic.barrier_arrive(told)
+
+        @pl.when(turn == 0)
+        def _() -> None:
+            y = total
+            if s.writers:
+                mosaic.barrier_wait(told)
+                for i in range(1, s.turns):
+                    at = other.at[group + (i - 1) * s.groups]
+                    y = y + mosaic.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
+            target = out if s.parts == 1 else out.at[part]
+            tokens, outputs = pl.ds(chunk * s.T, min(s.T, target.shape[0])), pl.ds(first, s.height)
+            put_transposed(y.astype(out.dtype), target.at[tokens, outputs])
+
+    @pl.when(wg == CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        _fetch(s, chunk, part, tile, x, w, w_smem, x_smem, full, free)
+
+
+def _fetch(
+    s: _Static, chunk: Array, part: Array, tile: Array, x: Ref, w: Ref, w_smem: Ref, x_smem: Ref,
+    full: Barrier, free: Barrier,
+) -> None:  # fmt: skip
+    """Copies weights and tokens, step by step."""
+
+    def wait(step: Array) -> None:
+        mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
+
+    def weights(step: Index) -> None:
+        slot, terms = lax.rem(step, s.stages), pl.ds((part * s.steps + step) * STEP, STEP)
+        for i in range(s.groups):
+            rows = pl.ds((tile * s.groups + i) * s.height, s.height)
+            target = w_smem.at[slot, i, pl.ds(0, s.height)]
+            mosaic.copy_gmem_to_smem(w.at[rows, terms], target, full.at[slot])
+
+    def tokens(step: Index) -> None:
+        slot, pieces = lax.rem(step, s.stages), STEP * s.packed // TERMS
+        for i in range(pieces):
+            terms = pl.ds(((part * s.steps + step) * pieces + i) * TERMS, TERMS)
+            source = x.at[pl.ds(chunk * s.T, s.T), terms]
+            mosaic.copy_gmem_to_smem(source, x_smem.at[slot, i], full.at[slot])
+
+    ahead = min(s.stages, s.steps)
+    each(0, ahead, weights)
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+    each(0, ahead, tokens)
+    each(ahead, s.steps, wait, weights, tokens)
+
+
+def _sum(
+    s: _Static, group: Array, turn: Array, part: Array, first: Array, scale: Ref,
+    zero: Ref | None, w_smem: Ref, x_smem: Ref, full: Barrier, free: Barrier,
+) -> Array:  # fmt: skip
+    """Returns the sum of a warpgroup's steps for its rows, [ROWS, T]."""
+    pieces = STEP * s.packed // TERMS
+    each_sum = pieces // s.sums
+    shape = ROWS, s.T
+    start = part * s.steps
+
+    def of_rows(ref: Ref, step: Index, i: int) -> Array:
+        return _by_row(ref, first, s.run, lax.div(start + step, s.spans) * s.sums + i)
+
+    def spread(rows: Array, shape: tuple[int, int]) -> Array:
+        wide = lax.broadcast_in_dim(rows, shape, [0])
+        return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+
+    def one(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        total, *scales = carry
+        step = turn + index * s.turns
+        slot = lax.rem(step, s.stages)
+        following = jnp.minimum(step + s.turns, s.steps - 1)
+        mosaic.barrier_wait(full.at[slot])
+        values = widen.load(w_smem.at[slot, group], s.code)
+        new = []
+        for i in range(s.sums):
+
+            def multiply(acc: Ref, i: int = i) -> tuple[Array, Array]:
+                for j in range(i * each_sum, (i + 1) * each_sum):
+                    piece = lax.slice(values, (0, j * TERMS), (ROWS, (j + 1) * TERMS))
+                    if zero is not None:
+                        z = of_rows(zero, step, i).astype(jnp.bfloat16)
+                        piece = piece - spread(z, (ROWS, TERMS))
+                    mosaic.wgmma(acc, piece, x_smem.at[slot, j].T)
+                later = of_rows(scale, following, i)
+                return acc[...], later
+
+            found, later = pl.run_scoped(multiply, mosaic.ACC(shape, jnp.float32))
+            total = total + found * spread(scales[i], shape)
+            new.append(later)
+        mosaic.barrier_arrive(free.at[slot])
+        return total, *new
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    begin = [of_rows(scale, turn, i) for i in range(s.sums)]
+    rounds = lax.div(s.steps - turn + s.turns - 1, s.turns)
+    total, *_ = lax.fori_loop(0, rounds, one, (zeros, *begin))
+    return total
+
+
+def _by_row(ref: Ref, first: Array, run: int, column: Array) -> Array:
+    """Reads what 64 rows from `first` on have in a column of ref, of which `run` share one."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    dtype = ref.dtype
+    out = plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=layout)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar), return_type=out)
+    def read(
+        _: Any, ref: ir.Value, first: mgpu.FragmentedArray, column: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
+        index, kind = ir.IndexType.get(), layout.to_mgpu()
+        start, place = (arith.index_cast(index, n.registers.item()) for n in (first, column))
+        last = mgpu.c(ir.MemRefType(ref.type).shape[0] - 1, index)
+        registers = np.empty(kind.registers_shape((ROWS,)), dtype=object)
+        for at, (row,) in zip(np.ndindex(registers.shape), kind.thread_idxs((ROWS,)), strict=True):
+            row = arith.divui(arith.addi(start, row), mgpu.c(run, index))
+            value = memref.load(ref, [arith.minui(row, last), place])
+            registers[at] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+        signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+        return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=signed)
+
+    return read(ref, first, column)
