@@ -32,7 +32,7 @@ from jaxrunner.types import Array
 STEP = 128  # bytes of a row of weights that a step takes: the widest swizzle
 TERMS = 64  # of a sum that a copy of tokens has: as many bytes
 CONSUMERS = 4  # warpgroups that compute
-REGISTERS = 112, 64  # of a thread that computes, and of one that copies
+REGISTERS = 112, 32  # of a thread that computes, and of one that copies: 480 for five warpgroups
 TOKENS = 1, *range(8, 65, 8)  # of a block; more are several blocks
 MAX_PARTS = 8
 
@@ -132,6 +132,7 @@ def _fit(
     size = groups * ROWS * STEP + chunk * terms * 2
     left = SMEM_BYTES - (CONSUMERS - groups) * ROWS * chunk * 4 - 2048
     stages = min(config.stages, left // size)
+    stages -= stages % (CONSUMERS // groups)  # a place is of one warpgroup's steps for ever
     if stages < 2:
         return f"wants fewer tokens, got {T}"
     return _Static(
@@ -302,7 +303,7 @@ def _sum(
         return total, *new
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    begin = [of_rows(scale, turn, i) for i in range(s.sums)]
+    begin = [of_rows(scale, jnp.minimum(turn, s.steps - 1), i) for i in range(s.sums)]
     rounds = lax.div(s.steps - turn + s.turns - 1, s.turns)
     total, *_ = lax.fori_loop(0, rounds, one, (zeros, *begin))
     return total
