@@ -25,16 +25,17 @@ import numpy as np
 from jaxrunner.kernels_pallas import mosaic, widen
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put, put_transposed
+from jaxrunner.kernels_pallas.widen import TERMS
 from jaxrunner.types import Array
 
 STEP = 128  # bytes of a row of weights that a step takes: the widest swizzle
-TERMS = 64  # of a sum that a copy of tokens has: as many bytes
 CONSUMERS = 4  # warpgroups that compute
 REGISTERS = 112, 32  # of a thread that computes, and of one that copies: 480 for five warpgroups
 TOKENS = 1, *range(8, 65, 8)  # of a block; more are several blocks
 MAX_PARTS = 8
+AT_ONCE = 16  # tokens whose sums of one scale are in registers
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ class _Static(NamedTuple):
     @property
     def packed(self) -> int:
         return widen.PACKED[self.code]
+
+    @property
+    def columns(self) -> int:
+        """Tokens whose sums of one scale are in registers at a time."""
+        return 8 if self.T % AT_ONCE else AT_ONCE
+
+    @property
+    def rows(self) -> int:
+        """Rows of weights of a block."""
+        return self.groups * self.height
 
     @property
     def turns(self) -> int:
@@ -113,7 +124,7 @@ def _fit(
     def cost(rows: int, parts: int) -> tuple[float, int]:
         """Bytes that a multiprocessor reads: of weights, and of tokens from a nearer memory."""
         turns = -(-F // rows * parts * -(-T // chunk) // config.num_ctas)
-        turn = (rows + 8) * STEP + chunk * terms * 2
+        turn = rows * STEP + chunk * terms * 2
         return turns * (steps // parts) * turn, parts
 
     sizes = [
@@ -129,8 +140,8 @@ def _fit(
     groups, whole = rows // height, scale[1] == 1
     sums = 1 if whole else max(1, terms // group)
     spans = steps if whole else max(1, group // terms)
-    size = groups * ROWS * STEP + chunk * terms * 2
-    left = SMEM_BYTES - (CONSUMERS - groups) * ROWS * chunk * 4 - 2048
+    size = rows * STEP + chunk * terms * 2
+    left = SMEM_BYTES - (CONSUMERS - groups) * ROWS * chunk * 4 - ROWS * STEP - 2048
     stages = min(config.stages, left // size)
     stages -= stages % (CONSUMERS // groups)  # a place is of one warpgroup's steps for ever
     if stages < 2:
@@ -176,12 +187,11 @@ def quantized_matmul(
         functools.partial(_kernel, s, bool(zeros)),
         out_type=jax.ShapeDtypeStruct(shape, x.dtype if one else jnp.float32),
         scratch_types=[
-            plgpu.SMEM((s.stages, s.groups, ROWS, STEP), weight.dtype, transforms=layout[0]),
-            plgpu.SMEM(
-                (s.stages, STEP * s.packed // TERMS, s.T, TERMS), x.dtype, transforms=layout[1]
-            ),
+            # A warpgroup reads 64 rows: behind its own are those of another.
+            plgpu.SMEM((s.stages * s.rows + ROWS, STEP), weight.dtype, transforms=layout[0]),
+            plgpu.SMEM((s.stages, s.T, STEP * s.packed), x.dtype, transforms=layout[1]),
             plgpu.SMEM((max(s.writers, 1), ROWS, s.T), jnp.float32),
-            plgpu.Barrier(num_arrivals=s.groups + STEP * s.packed // TERMS, num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
             plgpu.Barrier(num_arrivals=s.groups, num_barriers=s.stages),
             plgpu.Barrier(num_arrivals=max(s.writers, 1)),
         ],
@@ -202,25 +212,28 @@ def _kernel(s: _Static, has_zero: bool, x: Ref, w: Ref, scale: Ref, *refs: Any) 
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         group, turn = lax.rem(wg, s.groups), lax.div(wg, s.groups)
         first = (tile * s.groups + group) * s.height
-        total = _sum(s, group, turn, part, first, scale, zero, w_smem, x_smem, full, free)
+        totals = _sum(s, group, turn, part, first, scale, zero, w_smem, x_smem, full, free)
         if s.writers:
 
             @pl.when(turn > 0)
             def _() -> None:
-                put(other.at[wg - s.groups], total)
+                for n, total in enumerate(totals):
+                    put(other.at[wg - s.groups, :, pl.ds(n * s.columns, s.columns)], total)
                 mosaic.barrier_arrive(told)
 
         @pl.when(turn == 0)
         def _() -> None:
-            y = total
             if s.writers:
                 mosaic.barrier_wait(told)
+            for n, y in enumerate(totals):
                 for i in range(1, s.turns):
-                    at = other.at[group + (i - 1) * s.groups]
+                    columns = pl.ds(n * s.columns, s.columns)
+                    at = other.at[group + (i - 1) * s.groups, :, columns]
                     y = y + mosaic.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
-            target = out if s.parts == 1 else out.at[part]
-            tokens, outputs = pl.ds(chunk * s.T, min(s.T, target.shape[0])), pl.ds(first, s.height)
-            put_transposed(y.astype(out.dtype), target.at[tokens, outputs])
+                target = out if s.parts == 1 else out.at[part]
+                tokens = pl.ds(chunk * s.T + n * s.columns, min(s.columns, target.shape[0]))
+                outputs = target.at[tokens, pl.ds(first, s.height)]
+                put_transposed(y.astype(out.dtype), outputs)
 
     @pl.when(wg == CONSUMERS)
     def _() -> None:
@@ -239,17 +252,13 @@ def _fetch(
 
     def weights(step: Index) -> None:
         slot, terms = lax.rem(step, s.stages), pl.ds((part * s.steps + step) * STEP, STEP)
-        for i in range(s.groups):
-            rows = pl.ds((tile * s.groups + i) * s.height, s.height)
-            target = w_smem.at[slot, i, pl.ds(0, s.height)]
-            mosaic.copy_gmem_to_smem(w.at[rows, terms], target, full.at[slot])
+        target = w_smem.at[pl.ds(slot * s.rows, s.rows)]
+        mosaic.copy_gmem_to_smem(w.at[pl.ds(tile * s.rows, s.rows), terms], target, full.at[slot])
 
     def tokens(step: Index) -> None:
-        slot, pieces = lax.rem(step, s.stages), STEP * s.packed // TERMS
-        for i in range(pieces):
-            terms = pl.ds(((part * s.steps + step) * pieces + i) * TERMS, TERMS)
-            source = x.at[pl.ds(chunk * s.T, s.T), terms]
-            mosaic.copy_gmem_to_smem(source, x_smem.at[slot, i], full.at[slot])
+        slot, terms = lax.rem(step, s.stages), STEP * s.packed
+        source = x.at[pl.ds(chunk * s.T, s.T), pl.ds((part * s.steps + step) * terms, terms)]
+        mosaic.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot])
 
     ahead = min(s.stages, s.steps)
     each(0, ahead, weights)
@@ -264,54 +273,63 @@ def _sum(
     zero: Ref | None, w_smem: Ref, x_smem: Ref, full: Barrier, free: Barrier,
 ) -> Array:  # fmt: skip
     """Returns the sum of a warpgroup's steps for its rows, [ROWS, T]."""
-    pieces = STEP * s.packed // TERMS
-    each_sum = pieces // s.sums
-    shape = ROWS, s.T
-    start = part * s.steps
+    pieces, size = STEP * s.packed // TERMS // s.sums, TERMS // s.packed
+    start, columns = part * s.steps, s.columns
 
-    def of_rows(ref: Ref, step: Index, i: int) -> Array:
-        return _by_row(ref, first, s.run, lax.div(start + step, s.spans) * s.sums + i)
+    def of_rows(
+        ref: Ref, step: Index, i: int, layout: Layout = plgpu.Layout.WGMMA
+    ) -> Array:
+        column = lax.div(start + step, s.spans) * s.sums + i
+        return _by_row(ref, first, s.run, column, layout)
 
-    def spread(rows: Array, shape: tuple[int, int]) -> Array:
-        wide = lax.broadcast_in_dim(rows, shape, [0])
-        return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+    def zeros() -> Array:
+        return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
 
-    def one(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        total, *scales = carry
+    def one(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        totals, scales = carry
         step = turn + index * s.turns
         slot = lax.rem(step, s.stages)
         following = jnp.minimum(step + s.turns, s.steps - 1)
         mosaic.barrier_wait(full.at[slot])
-        values = widen.load(w_smem.at[slot, group], s.code)
-        new = []
+        raw = widen.load_weights(w_smem.at[pl.ds(slot * s.rows + group * s.height, ROWS)], s.packed)
+        later = []
         for i in range(s.sums):
-
-            def multiply(acc: Ref, i: int = i) -> tuple[Array, Array]:
-                for j in range(i * each_sum, (i + 1) * each_sum):
-                    piece = lax.slice(values, (0, j * TERMS), (ROWS, (j + 1) * TERMS))
-                    if zero is not None:
-                        z = of_rows(zero, step, i).astype(jnp.bfloat16)
-                        piece = piece - spread(z, (ROWS, TERMS))
-                    mosaic.wgmma(acc, piece, x_smem.at[slot, j].T)
-                later = of_rows(scale, following, i)
-                return acc[...], later
-
-            found, later = pl.run_scoped(multiply, mosaic.ACC(shape, jnp.float32))
-            total = total + found * spread(scales[i], shape)
-            new.append(later)
+            later.append(of_rows(scale, following, i))
+            values = []
+            for j in range(i * pieces, (i + 1) * pieces):
+                piece = lax.slice(raw, (0, j * size), (ROWS, (j + 1) * size))
+                values.append(widen.widen(piece, s.code))
+            if zero is not None:
+                less = of_rows(zero, step, i, widen.WIDE).astype(jnp.bfloat16)
+                less = lax.broadcast_in_dim(less, (ROWS, TERMS), [0])
+                values = [value - plgpu.layout_cast(less, widen.WIDE) for value in values]
+            mine = lax.broadcast_in_dim(scales[i], (ROWS, columns), [0])
+            mine = plgpu.layout_cast(mine, plgpu.Layout.WGMMA)
+            found = []
+            for n, total in enumerate(totals):
+                y = zeros()
+                for j, value in enumerate(values, i * pieces):
+                    tokens, terms = pl.ds(n * columns, columns), pl.ds(j * TERMS, TERMS)
+                    x = widen.load_tokens(x_smem.at[slot, tokens, terms])
+                    y = widen.multiply(y, value, x)
+                found.append(total + y * mine)
+            totals = found
         mosaic.barrier_arrive(free.at[slot])
-        return total, *new
+        return totals, later
 
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     begin = [of_rows(scale, jnp.minimum(turn, s.steps - 1), i) for i in range(s.sums)]
     rounds = lax.div(s.steps - turn + s.turns - 1, s.turns)
-    total, *_ = lax.fori_loop(0, rounds, one, (zeros, *begin))
-    return total
+    totals = [zeros() for _ in range(s.T // columns)]
+    totals, _ = lax.fori_loop(0, rounds, one, (totals, begin))
+    return totals
 
 
-def _by_row(ref: Ref, first: Array, run: int, column: Array) -> Array:
-    """Reads what 64 rows from `first` on have in a column of ref, of which `run` share one."""
-    layout = plgpu.Layout.WGMMA.reduce(1)
+def _by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout) -> Array:
+    """Reads what 64 rows from `first` on have in a column of ref, of which `run` share one.
+
+    layout: of the matrices, [64, n], whose rows they are.
+    """
+    layout = layout.reduce(1)
     dtype = ref.dtype
     out = plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=layout)
     scalar = plgpu.Layout.WG_SPLAT(())

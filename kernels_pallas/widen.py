@@ -1,81 +1,131 @@
-"""Weights of 8 or 4 bits, in registers, as numbers that a matrix product takes, on Hopper.
+"""Products of weights of 8 or 4 bits with bfloat16, in registers of a warpgroup, on Hopper.
 
-A thread reads four bytes at a time, which lie beside each other; a product wants them of threads
-beside each other, so they trade. What is left are integers and shifts: each number becomes the
-bits of a bfloat16, exactly.
+A thread reads 16 terms of a row that lie beside each other, of weights and of tokens, and gives
+them to the tensor cores four at a time: `mma` adds terms up in whatever order both have. So nothing
+is shuffled between threads; of a number some shifts make the bits of a bfloat16, exactly.
 """
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
-import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm, vector
 import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
+TERMS = 64  # of a sum that `multiply` takes
 Pair = Callable[[ir.Value, int], ir.Value]  # (32 bits, which of its pairs) -> two bfloat16
 
 
-def load(ref: Ref, code: str) -> Array:
-    """Reads weights, [64, n] in bytes, as bfloat16, [64, n] or twice as many."""
-    pair, layout = PAIRS[code], LAYOUTS[PACKED[code]]
-    raw = mosaic.load(ref, layout=layout)
-    shape = raw.shape[0], raw.shape[1] * PACKED[code]
-    out = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-
-    @mosaic.inline_mgpu(arg_types=(layout,), return_type=out)
-    def widen(_: Any, raw: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        return _widen(raw, shape, PACKED[code], pair)
-
-    return widen(raw)
+def load_weights(ref: Ref, packed: int) -> Array:
+    """Reads weights, [64, n] in bytes, `packed` numbers in each."""
+    return mosaic.load(ref, layout=_rows(packed), optimized=False)
 
 
-def _widen(
-    raw: mgpu.FragmentedArray, shape: tuple[int, int], packed: int, pair: Pair
-) -> mgpu.FragmentedArray:
-    layout = plgpu.Layout.WGMMA.to_mgpu()
-    i32 = ir.IntegerType.get_signless(32)
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    lane = arith.remui(mgpu.thread_idx(), mgpu.c(4, i32))
+def load_tokens(ref: Ref) -> Array:
+    """Reads tokens, [T, TERMS]; each warp has all."""
+    return mosaic.load(ref, layout=_TOKENS, optimized=False)
 
-    def bit(value: int) -> ir.Value:
-        masked = arith.andi(lane, mgpu.c(value, i32))
-        return arith.cmpi(arith.CmpIPredicate.eq, masked, mgpu.c(0, i32))
 
-    first, second = bit(1), bit(2)
-    for index, reg in np.ndenumerate(raw.registers):
-        word = utils.bitcast(reg, i32)
-        if packed == 2:
-            # Of 8 columns a thread, halves of 4 go to the thread two further.
-            word = _trade(word, 2, second, 0x5410, 0x3276)
-            # Of each half, the thread beside takes two.
-            word = _trade(word, 1, first, 0x6240, 0x3715)
-            # Bytes are pairs now.
-        else:
-            word = _trade(word, 1, first, 0x5410, 0x3276)
-        num = 2 * packed
-        for i in range(num):
-            place = (index[0], index[1] * num + i, *index[2:-1])
+def widen(raw: Array, code: str) -> Array:
+    """Returns weights, [64, TERMS] in bytes or half as many, as bfloat16."""
+    pair, packed = PAIRS[code], PACKED[code]
+    out = plgpu.ShapeDtypeStruct((raw.shape[0], TERMS), jnp.bfloat16, layout=WIDE)
+
+    @mosaic.inline_mgpu(arg_types=(_rows(packed),), return_type=out)
+    def convert(_: Any, raw: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        i32, kind = ir.IntegerType.get_signless(32), WIDE.to_mgpu()
+        registers = np.empty(kind.registers_shape(out.shape), dtype=object)
+        for place, (_, reg) in zip(np.ndindex(registers.shape), np.ndenumerate(raw.registers),
+                                   strict=True):  # fmt: skip
+            words = utils.bitcast(reg, ir.VectorType.get((4 // packed,), i32))
+            pairs = [
+                pair(_element(words, i), j) for i in range(4 // packed) for j in range(2 * packed)
+            ]
             registers[place] = utils.bitcast(
-                pair(word, i), ir.VectorType.get((2,), ir.BF16Type.get())
+                utils.vector_concat([vector.broadcast(_vector(1, i32), p) for p in pairs]),
+                _vector(16, ir.BF16Type.get()),
             )
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
+
+    return convert(raw)
 
 
-def _trade(word: ir.Value, mask: int, own: ir.Value, low: int, high: int) -> ir.Value:
-    """Blends the bytes of two threads, whose numbers differ by `mask`."""
-    i32 = ir.IntegerType.get_signless(32)
-    other = utils.shfl_bfly(word, mask)
-    return utils.prmt(word, other, arith.select(own, mgpu.c(low, i32), mgpu.c(high, i32)))
+def multiply(acc: Array, weights: Array, tokens: Array) -> Array:
+    """Returns acc, [64, T], plus weights, [64, TERMS], times tokens, [T, TERMS]."""
+    out = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA)
+
+    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, WIDE, _TOKENS), return_type=out)
+    def add(
+        _: Any, acc: mgpu.FragmentedArray, w: mgpu.FragmentedArray, x: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+
+        def words(register: ir.Value) -> list[ir.Value]:
+            [num] = ir.VectorType(register.type).shape
+            both = utils.bitcast(register, _vector(num // 2, i32))
+            return [_element(both, i) for i in range(num // 2)]
+
+        upper, lower = (words(register) for register in w.registers.flat)
+        mine = [words(register) for register in x.registers.flat]
+        found = np.empty_like(acc.registers)
+        for n in range(acc.shape[1] // 8):
+            terms = [word for part in mine[2 * n : 2 * n + 2] for word in part]
+            sums = [_element(r, i) for r in acc.registers[:, n].flat for i in range(2)]
+            for q in range(0, 8, 2):
+                rows = upper[q], lower[q], upper[q + 1], lower[q + 1]
+                sums = _mma(sums, [*rows, *terms[q : q + 2]])
+            f32 = ir.F32Type.get()
+            halves = [
+                utils.vector_concat([vector.broadcast(_vector(1, f32), s) for s in sums[i : i + 2]])
+                for i in (0, 2)
+            ]
+            found[:, n] = np.array(halves, dtype=object).reshape(found[:, n].shape)
+        return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
+
+    return add(acc, weights, tokens)
+
+
+def _mma(sums: list[ir.Value], operands: list[ir.Value]) -> list[ir.Value]:
+    f32 = ir.F32Type.get()
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, "
+        "{$8, $9}, {$10, $11, $12, $13};"
+    )
+    out = mosaic.inline_asm(
+        llvm.StructType.get_literal([f32] * 4), [*operands, *sums], text,
+        ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
+    )  # fmt: skip
+    return [llvm.extractvalue(f32, out, [i]) for i in range(4)]
+
+
+def _element(values: ir.Value, i: int) -> ir.Value:
+    return vector.extract(values, dynamic_position=[], static_position=[i])
+
+
+def _vector(num: int, kind: ir.Type) -> ir.Type:
+    return ir.VectorType.get((num,), kind)
+
+
+def _rows(packed: int) -> Layout:
+    """Lays out weights: a warp has 16 rows, a thread 16 terms of two of them."""
+    size = 16 // packed
+    tiling = plgpu.Tiling(((64, 4 * size), (16, 4 * size), (8, size)))
+    return plgpu.Layout.TILED(tiling, (-6,), (-2, -3), -1)
+
+
+WIDE = _rows(1)  # weights in bfloat16, [64, TERMS]
+# A thread has 16 terms of every eighth token, in two registers of 16 bytes.
+_TOKENS: Layout = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 64), (8, 16), (8,))), (plgpu.Replicated(4),), (-3, -4), -1
+)
 
 
 def _asm(word: ir.Value, text: str) -> ir.Value:
@@ -140,4 +190,3 @@ PAIRS: dict[str, Pair] = {
     "float8_e4m3fn": _e4m3, "int8": _int8, "int4": _int4, "float4_e2m1fn": _e2m1,
 }  # fmt: skip
 PACKED = {"float8_e4m3fn": 1, "int8": 1, "int4": 2, "float4_e2m1fn": 2}
-LAYOUTS: dict[int, Layout] = {1: plgpu.Layout.WGMMA_UPCAST_2X, 2: plgpu.Layout.WGMMA_8BIT}
