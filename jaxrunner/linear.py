@@ -23,7 +23,6 @@ class Weights(Protocol):
     """
 
     kernels: ClassVar[tuple[Operation, ...]]  # (x, w) -> `product`: asked before plain JAX runs
-    part_kernels: ClassVar[tuple[Operation, ...]]  # the same, in parts that are to be added up
 
     def product(self, x: Array) -> Array:
         """Multiplies x, [..., *inputs], in plain JAX. Returns [..., *outputs]."""
@@ -38,7 +37,6 @@ class Linear:
     bias: Array | None = leaf("outputs", "param", when="bias")
     num_in: int = static(default=1)  # axes of `inputs`
     kernels: ClassVar[tuple[Operation, ...]] = ()
-    part_kernels: ClassVar[tuple[Operation, ...]] = ()
 
     def product(self, x: Array) -> Array:
         """Multiplies x, [..., *inputs]. Returns [..., *outputs]."""

@@ -287,8 +287,8 @@ BENCH: tuple[Case, ...] = (
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
     *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
     *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
-    *(quantized_products(T, E, F, code, **of, max_parts=parts) for code, of in
-      (("float8_e4m3fn", dict(run=128, group=128)), ("int4", dict(group=128)))
+    *(quantized_products(T, E, F, code, run=run, group=128, max_parts=parts) for code, run in
+      (("float8_e4m3fn", 128), ("int4", 1))
       for E, F, parts in ((4096, 6144, 1), (4096, 4096, 8), (4096, 28672, 1), (14336, 4096, 8))
       for T in (1, 8, 64, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),

@@ -35,8 +35,10 @@ def quantized_products(
         return x, weight, scale, *zeros
 
     def run_it(x: Array, *weights: Array) -> Array:
-        y = quantized_matmul(x, *weights, code=code, max_parts=max_parts)
-        return y.sum(0).astype(x.dtype) if y.ndim == 3 else y
+        if max_parts == 1:
+            return quantized_matmul(x, *weights, code=code)
+        wide: Any = dict(max_parts=max_parts, dtype=jnp.float32)
+        return quantized_matmul(x, *weights, code=code, **wide).sum(0).astype(x.dtype)
 
     scales = f"{run} x {group or 'all'}" + ", zeros" * zero + ", parts" * (max_parts > 1)
     name, options = f"{T} x {E} x {F}, {code}, {scales}", dict(code=code)

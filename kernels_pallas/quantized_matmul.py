@@ -7,7 +7,6 @@ fourth step of the same ones; then their sums are added up. A sum of terms that 
 multiplied with it in float32, so weights are as exact as they are stored.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 import functools
 from typing import Any, NamedTuple
@@ -44,8 +43,6 @@ class TuningConfig:
 
     num_ctas: int = 132  # no more than the device has multiprocessors: an H200's
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
-    rows: int = 0  # of weights that a block takes; 0 for what costs least
-    parts: int = 0  # of a sum; 0 for what costs least
 
 
 class _Static(NamedTuple):
@@ -129,12 +126,10 @@ def _fit(
 
     sizes = [
         (cost(rows, parts), rows, parts)
-        for rows in ([config.rows] if config.rows else range(8, CONSUMERS * ROWS + 1, 8))
-        for parts in ([config.parts] if config.parts else range(1, max_parts + 1))
+        for rows in range(8, CONSUMERS * ROWS + 1, 8)
+        for parts in range(1, max_parts + 1)
         if F % rows == 0 and steps % parts == 0 and _height(rows)
     ]
-    if not sizes:
-        return f"wants outputs that blocks can share in eights, got {F}"
     _, rows, parts = min(sizes)
     height = _height(rows)
     groups, whole = rows // height, scale[1] == 1
@@ -144,8 +139,6 @@ def _fit(
     left = SMEM_BYTES - (CONSUMERS - groups) * ROWS * chunk * 4 - ROWS * STEP - 2048
     stages = min(config.stages, left // size)
     stages -= stages % (CONSUMERS // groups)  # a place is of one warpgroup's steps for ever
-    if stages < 2:
-        return f"wants fewer tokens, got {T}"
     return _Static(
         code, chunk, height, groups, F // rows, parts, steps // parts, sums, F // scale[0], spans,
         stages,
@@ -162,11 +155,11 @@ def _height(rows: int) -> int:
 
 def quantized_matmul(
     x: Array, weight: Array, scale: Array, zero: Array | None = None, *, code: str,
-    max_parts: int = 1, config: TuningConfig = TuningConfig(),
+    max_parts: int = 1, dtype: Any = None, config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
-    """Returns parts whose sum is x, [T, E], times the weights: [parts, T, F] in float32.
+    """Returns x, [T, E], times the weights: [T, F] in `dtype`, that of x if None.
 
-    Of one part, [T, F] in the dtype of x.
+    With `max_parts` over 1, parts that are to be added up: [parts, T, F], in float32 as a rule.
     weight: [F, E] in 8 bits, or [F, E / 2] with two numbers a byte, the first in the low half, of
     int4 8 more than the number. scale: float32 [F / run, E / group], of runs of rows and of terms.
     zero: int8, the same shape: what is taken from a number first.
@@ -179,13 +172,12 @@ def quantized_matmul(
     (T, E), F = x.shape, weight.shape[0]
     s = _fit(T, E, F, scale.shape, code, max_parts, config)
     assert isinstance(s, _Static)
-    one = s.parts == 1
-    shape = (T, F) if one else (s.parts, T, F)
+    shape = (T, F) if max_parts == 1 else (s.parts, T, F)
     layout = mosaic.tiled(STEP, 1), mosaic.tiled(TERMS, 2)
     zeros = () if zero is None else (zero,)
     return plgpu.kernel(
         functools.partial(_kernel, s, bool(zeros)),
-        out_type=jax.ShapeDtypeStruct(shape, x.dtype if one else jnp.float32),
+        out_type=jax.ShapeDtypeStruct(shape, dtype or x.dtype),
         scratch_types=[
             # A warpgroup reads 64 rows: behind its own are those of another.
             plgpu.SMEM((s.stages * s.rows + ROWS, STEP), weight.dtype, transforms=layout[0]),
@@ -230,7 +222,7 @@ def _kernel(s: _Static, has_zero: bool, x: Ref, w: Ref, scale: Ref, *refs: Any) 
                     columns = pl.ds(n * s.columns, s.columns)
                     at = other.at[group + (i - 1) * s.groups, :, columns]
                     y = y + mosaic.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
-                target = out if s.parts == 1 else out.at[part]
+                target = out if len(out.shape) == 2 else out.at[part]
                 tokens = pl.ds(chunk * s.T + n * s.columns, min(s.columns, target.shape[0]))
                 outputs = target.at[tokens, pl.ds(first, s.height)]
                 put_transposed(y.astype(out.dtype), outputs)
@@ -276,9 +268,7 @@ def _sum(
     pieces, size = STEP * s.packed // TERMS // s.sums, TERMS // s.packed
     start, columns = part * s.steps, s.columns
 
-    def of_rows(
-        ref: Ref, step: Index, i: int, layout: Layout = plgpu.Layout.WGMMA
-    ) -> Array:
+    def of_rows(ref: Ref, step: Index, i: int, layout: Layout = plgpu.Layout.WGMMA) -> Array:
         column = lax.div(start + step, s.spans) * s.sums + i
         return _by_row(ref, first, s.run, column, layout)
 

@@ -268,13 +268,14 @@ def test_decode_attention_of_a_part_is_what_the_reference_says(query_len, size, 
     batch = batch_of(B * query_len, starts, lens, blocks, whole, query_len=query_len, num=num)
     spec, cache = AttentionSpec(0, None, 0.3), LayerCache(k, v, None, None)
     # In float32, where the reference does not round queries times their scale.
-    wide = q.astype(jnp.float32), LayerCache(*(x.astype(jnp.float32) for x in (k, v)), None, None)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    exact = LayerCache(wide[1], wide[2], None, None)
     real = np.asarray(batch.row < B)
     for index in range(C):
         part = Part(C, size, index)
         args = batch, q, cache, spec, part
         assert context._refuses_decode(*args) is None
-        want = np.array(jax.jit(functools.partial(attend, batch, *wide, spec, part))())
+        want = np.array(jax.jit(functools.partial(attend, batch, wide[0], exact, spec, part))())
         got = np.array(jax.jit(functools.partial(context._decode, *args))())
         # No keys weigh nothing in both.
         want[..., -1], got[..., -1] = (np.maximum(x[..., -1], -1e4) for x in (want, got))

@@ -38,12 +38,17 @@ GPU_ENGINE = dict(
     token_buckets=(128, 512, 1024, 2048, 4096, 8192),
 )  # fmt: skip
 
+LLAMA8B = _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
+                  rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False)  # fmt: skip
+_FP8_BLOCKS = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128])
+_FP8_INPUTS = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic")
+_GPTQ = dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True)
+
 PRESETS = {
-    "llama8b": Preset(
-        _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
-                rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
-        GPU_ENGINE,
-    ),
+    "llama8b": Preset(LLAMA8B, GPU_ENGINE),
+    "llama8b_fp8": Preset(LLAMA8B | dict(quantization_config=_FP8_BLOCKS), GPU_ENGINE),
+    "llama8b_fp8_inputs": Preset(LLAMA8B | dict(quantization_config=_FP8_INPUTS), GPU_ENGINE),
+    "llama8b_4bit": Preset(LLAMA8B | dict(quantization_config=_GPTQ), GPU_ENGINE),
     "qwen06b": Preset(
         _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
                 rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
+from jaxrunner.ops import quantized_products
 from jaxrunner.ops.plain import multiply_parts, swiglu
+from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
 
 # Where XLA, too, cuts the sum of a product into parts: they are summed by the norm that follows.
@@ -19,12 +21,14 @@ BIG, FEW = 1 << 24, 128
 
 def linear(x: Array, w: Weights, *, note: Note) -> Array:
     """Multiplies x, [T, *inputs]. Returns [T, *outputs]."""
-    return run_first("linear", (*w.kernels, *LINEAR, PLAIN), x, w, note=note)
+    known = quantized_products.WHOLE if isinstance(w, QuantizedLinear) else LINEAR
+    return run_first("linear", (*w.kernels, *known, PLAIN), x, w, note=note)
 
 
 def project(x: Array, w: Weights, *, note: Note) -> Array:
     """Multiplies x, [T, *inputs]. Returns [T, E], or parts of it, [parts, T, E] in float32."""
-    return run_first("project", (*w.part_kernels, *w.kernels, PARTS, PLAIN), x, w, note=note)
+    known = quantized_products.IN_PARTS if isinstance(w, QuantizedLinear) else (PARTS,)
+    return run_first("project", (*w.kernels, *known, PLAIN), x, w, note=note)
 
 
 def mlp(x: Array, gate_up: Weights, down: Weights, *, note: Note) -> Array:
@@ -122,8 +126,9 @@ def _refuses_swiglu(x: Array, gate_up: Weights, down: Weights, note: Note) -> st
 
 
 def _two_products(x: Array, gate_up: Weights, down: Weights, note: Note) -> Array:
-    return project(swiglu(run_first("gate_up", (*gate_up.kernels, PLAIN), x, gate_up, note=note)),
-                   down, note=note)  # fmt: skip
+    known = quantized_products.WHOLE if isinstance(gate_up, QuantizedLinear) else ()
+    both = run_first("gate_up", (*gate_up.kernels, *known, PLAIN), x, gate_up, note=note)
+    return project(swiglu(both), down, note=note)
 
 
 PLAIN = Operation("plain JAX", _product)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxrunner.operation import Operation
 from jaxrunner.pytree import leaf, pytree, static
-from jaxrunner.quantization import products
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.scheme import CODES, Scheme
 from jaxrunner.types import Array
@@ -33,8 +32,7 @@ class QuantizedLinear:
     scheme: Scheme = static(default=Scheme("int8"))
     num_in: int = static(default=1)  # axes of `inputs`
     across: str | None = static(default=None)  # axis of a mesh that inputs are cut over
-    kernels: ClassVar[tuple[Operation, ...]] = (products.WHOLE,)
-    part_kernels: ClassVar[tuple[Operation, ...]] = (products.IN_PARTS,)
+    kernels: ClassVar[tuple[Operation, ...]] = ()
 
     def product(self, x: Array) -> Array:
         """Multiplies x, [..., *inputs]. Returns [..., *outputs].
@@ -45,25 +43,37 @@ class QuantizedLinear:
         # Tied to x, so that no compiler widens weights before their turn, or once for all turns of
         # a loop: the model would lie there whole.
         x, w = jax.lax.optimization_barrier((x, self))
-        outputs = w.weight.shape[: w.weight.ndim - w.num_in]
-        axes = tuple(range(x.ndim - w.num_in, x.ndim))
-        x, rows = x.reshape(*x.shape[: axes[0]], -1), x.shape[: axes[0]]
-        dtype, x_scale = x.dtype, None
-        if (activation := w.scheme.activation) is not None:
-            x, x_scale = rounded(x, activation, w.input_scale, w.across)
-        by_groups = x_scale is not None and x_scale.shape[-1] > 1
-        if by_groups or w.scheme.is_grouped:
+        dtype, (x, x_scale) = x.dtype, w.inputs(x)
+        if w.scheme.is_grouped:
             values = w.values(dtype)
-            if x_scale is not None:
-                x, x_scale = _times(x, x_scale, dtype), None
             y = _dot(x, values.reshape(-1, values.shape[-1]))
         else:
-            y = _dot(x, w.weight.reshape(-1, x.shape[-1]).astype(dtype))
-            y = y * jnp.broadcast_to(w.scale.reshape(-1), y.shape)
-        if x_scale is not None:
-            y = y * jnp.broadcast_to(x_scale, y.shape)
-        y = y.astype(dtype).reshape(*rows, *outputs)
-        return y if w.bias is None else y + jnp.broadcast_to(w.bias, y.shape)
+            y = w.scaled(_dot(x, w.weight.reshape(-1, x.shape[-1]).astype(dtype)))
+        return w.outputs(y, x_scale, dtype)
+
+    def inputs(self, x: Array) -> tuple[Array, Array | None]:
+        """Returns x, [..., *inputs], as [..., inputs], rounded where the scheme says so.
+
+        Also what its products are to be multiplied with, [..., 1] in float32, or None.
+        """
+        x = x.reshape(*x.shape[: x.ndim - self.num_in], -1)
+        if self.scheme.activation is None:
+            return x, None
+        numbers, scale = rounded(x, self.scheme.activation, self.input_scale, self.across)
+        if scale.shape[-1] > 1 or self.scheme.is_grouped:
+            return _times(numbers, scale, x.dtype), None
+        return numbers, scale
+
+    def scaled(self, y: Array) -> Array:
+        """Multiplies sums of numbers, [..., outputs], with the scales of outputs."""
+        return y * jnp.broadcast_to(self.scale.reshape(-1), y.shape)
+
+    def outputs(self, y: Array, x_scale: Array | None, dtype: Any) -> Array:
+        """Returns sums, [..., outputs], as [..., *outputs] with their bias, in `dtype`."""
+        y = y if x_scale is None else y * jnp.broadcast_to(x_scale, y.shape)
+        outputs = self.weight.shape[: self.weight.ndim - self.num_in]
+        y = y.astype(dtype).reshape(*y.shape[:-1], *outputs)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
 
     def values(self, dtype: Any = jnp.float32) -> Array:
         """Returns the weights that the numbers stand for, [*outputs, inputs], inputs flat."""

@@ -27,7 +27,6 @@ class Int8Linear:
     bias: Array | None = leaf("outputs", "param", when="bias")
     num_in: int = static(default=1)  # axes of `inputs`
     kernels: ClassVar[tuple[Operation, ...]] = ()
-    part_kernels: ClassVar[tuple[Operation, ...]] = ()
 
     def product(self, x: Array) -> Array:
         """Multiplies x, [..., *inputs]. Returns [..., *outputs]."""
