@@ -73,7 +73,8 @@ def test_parts_of_other_devices_experts_count_nothing():
 
     def make(batch: Batch, *, note: Note = unnoted) -> Ops:
         fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Ops))
-        return Ops(**fields | dict(experts=parts))
+        fields["experts"] = parts
+        return Ops(**fields)
 
     def run(experts: jax.Array) -> jax.Array:
         batch: Any = None

@@ -6,6 +6,7 @@ Shared experts, the first layers dense, experts of the best groups. arXiv:2405.0
 import functools
 from typing import Any
 
+from jaxrunner.api.validation import shown
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.mixtures.latent import (
     LatentConfig,
@@ -23,6 +24,7 @@ from jaxrunner.models.mixtures.mixture import (
 )
 from jaxrunner.ops.routing import RouterConfig
 
+KINDS = ("dense", "sparse")  # of a layer's MLP
 GREEDY, OF_GROUPS = "greedy", "group_limited_greedy"
 # The layers that draft follow the last one: of DeepSeek-V3, and of GLM-4.7-Flash.
 V3_DRAFTS, FLASH_DRAFTS = ("model.layers.61.",), ("model.layers.47.",)
@@ -39,21 +41,35 @@ def read_v2(settings: Settings) -> LatentConfig:
     ) if method == OF_GROUPS else {}  # fmt: skip
     settings.ignore("n_group", "topk_group")
     router = _router(settings, "softmax", ranking_experts=1, **groups)
-    return _read(settings, router, dense=settings.size("first_k_dense_replace", 0, least=0))
+    return _read(settings, router, _behind(settings, 0))
 
 
 def read_v3(settings: Settings) -> LatentConfig:
     """Reads a config of DeepSeek-V3's kind: Kimi-K2 and Moonlight, too."""
-    dense = settings.size("first_k_dense_replace", 3, least=0)
-    return _read(settings, _sigmoid_router(settings, 8, 4), dense=dense, choice_bias=True)
+    return _read(settings, _sigmoid_router(settings, 8, 4), _behind(settings, 3), choice_bias=True)
 
 
 def read_flash(settings: Settings) -> LatentConfig:
-    """Reads a config of GLM-4.7-Flash's kind."""
+    """Reads a config of GLM-4.7-Flash's kind.
+
+    Raises:
+      ValueError: `mlp_layer_types` names other kinds, or another number of them.
+    """
     num, dense = settings.size("num_hidden_layers"), settings.size("first_k_dense_replace", 1)
-    kinds = ["dense"] * dense + ["sparse"] * (num - dense)
-    settings.expect("mlp_layer_types", kinds)
-    return _read(settings, _sigmoid_router(settings, 1, 1), dense=dense, choice_bias=True)
+    default = [KINDS[i >= dense] for i in range(num)]
+    kinds = settings.each("mlp_layer_types", str, default)
+    if len(kinds) != num or not set(kinds) <= {*KINDS}:
+        raise ValueError(
+            f"mlp_layer_types must name {' or '.join(KINDS)} for {num} layers, got {shown(kinds)}"
+        )
+    sparse = tuple(kind == "sparse" for kind in kinds)
+    return _read(settings, _sigmoid_router(settings, 1, 1), sparse, choice_bias=True)
+
+
+def _behind(settings: Settings, default: int) -> tuple[bool, ...]:
+    """Returns which layers have experts: those behind the first few."""
+    dense = settings.size("first_k_dense_replace", default, least=0)
+    return tuple(i >= dense for i in range(settings.size("num_hidden_layers")))
 
 
 def _sigmoid_router(settings: Settings, groups: int, best: int) -> RouterConfig:
@@ -81,8 +97,10 @@ def _router(settings: Settings, scoring: str, **flags: Any) -> RouterConfig:
     )
 
 
-def _read(settings: Settings, router: RouterConfig, *, dense: int, **flags: Any) -> LatentConfig:
-    """Reads what all have in common. dense: layers without experts, which are the first."""
+def _read(
+    settings: Settings, router: RouterConfig, sparse: tuple[bool, ...], **flags: Any
+) -> LatentConfig:
+    """Reads what all have in common. sparse: which layers have experts."""
     settings.expect("moe_layer_freq", 1)
     settings.expect("mlp_bias", False)
     # Of training and of programs that serve; layers that draft are not read.
@@ -95,7 +113,7 @@ def _read(settings: Settings, router: RouterConfig, *, dense: int, **flags: Any)
         settings,
         router,
         kind=LatentConfig,
-        sparse=tuple(i >= dense for i in range(settings.size("num_hidden_layers"))),
+        sparse=sparse,
         head_dim=settings.size("qk_rope_head_dim"),
         shared_expert_intermediate_size=shared * settings.size("moe_intermediate_size"),
         **attention,
