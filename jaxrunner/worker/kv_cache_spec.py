@@ -9,7 +9,7 @@ from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.parallel.stages import held_layers, stages_of
 from jaxrunner.program import engine_groups
-from jaxrunner.worker.memory_plan import num_bytes
+from jaxrunner.worker.cache_costs import num_bytes
 
 
 class KVCacheSpec(NamedTuple):
