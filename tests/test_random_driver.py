@@ -55,9 +55,7 @@ LOADS = {
     "window of one": Load(depth=3, groups=(cache_group(2, window=1), FULL), num_blocks=16),
     "tightest window": Load(depth=2, groups=(cache_group(2, window=3),), num_blocks=5, budget=6),
     "window and full": Load(depth=2, groups=(FULL, WINDOW), policy="priority", num_blocks=16),
-    "fewer blocks of a window": Load(
-        depth=2, groups=(FULL, cache_group(4, window=5, num_blocks=12)), num_blocks=24
-    ),
+    "few blocks of a window": Load(depth=2, groups=(FULL, cache_group(4, 5, 12)), num_blocks=24),
     "two block sizes": Load(depth=3, groups=(cache_group(2, window=6), FULL), num_blocks=26),
     "no caching": Load(depth=2, num_blocks=14, caching=False),
     "filled sizes": Load(depth=2, num_blocks=16, sizes=(4, 8, 16), max_num_seqs=4),
