@@ -45,7 +45,7 @@ class CacheCosts:
             bytes_of[g] += num_bytes(layer) // groups[g].num_blocks * times
         few = self._groups(max_model_len, 1)
         of_slots = [g for g, one in enumerate(few) if one.num_blocks == groups[g].num_blocks]
-        slots = sum(bytes_of.pop(g) * groups[g].num_blocks for g in of_slots)
+        slots = sum(bytes_of.pop(g, 0) * groups[g].num_blocks for g in of_slots)
 
         def of_tokens(num_blocks: int) -> int:
             made = self._groups(max_model_len, num_blocks)
