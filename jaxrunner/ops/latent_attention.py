@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import functools
+from typing import Any
 
 import jax
 
@@ -15,7 +16,7 @@ from jaxrunner.types import Array, Batch
 
 def attend_latent(
     operations: Sequence[Operation], batch: Batch, note: Note,
-    q: Array, latents: Array, cache: LatentCache, spec: AttentionSpec,
+    q: Array, latents: Array, cache: Any, spec: AttentionSpec,
 ) -> tuple[Array, LatentCache]:  # fmt: skip
     """Writes latents, [T, D], then attends q, [T, H, D], by the first operation that serves it.
 
