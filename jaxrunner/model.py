@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxrunner.caches.latent import LatentCache
 from jaxrunner.config import ModelConfig
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
@@ -25,6 +26,7 @@ class AttentionSpec(NamedTuple):
     scale: float  # of the scores
     sinks: Array | None = None  # [H], scores of no key: they take weight and give nothing
     soft_cap: float | None = None  # that scores bend towards, by a tanh
+    value_dim: int | None = None  # numbers of a latent that are its value; None for other layers
 
 
 class RopeAndNorm(NamedTuple):
@@ -45,6 +47,8 @@ class Ops:
         keys and values where serving does, then attends; a trainer has no cache.
     rotate_attend: (qkv [T, K, P, D], heads, cache, spec) -> as `attend`, of packed projections
         that are to be normed and rotated first; `split_heads` and `attend`, in fewer launches.
+    attend_latent: (q [T, H, D], latents [T, D], cache, spec) -> (out [T, H, spec.value_dim],
+        cache). Stores latents as `attend` does keys, then attends: all heads to one key a token.
     linear: (x [T, *inputs], w) -> [T, *outputs].
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
     mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
@@ -63,6 +67,9 @@ class Ops:
     ]
     rotate_attend: Callable[
         [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
+    ]
+    attend_latent: Callable[
+        [Array, Array, LatentCache | None, AttentionSpec], tuple[Array, LatentCache | None]
     ]
     linear: Callable[[Array, Weights], Array]
     project: Callable[[Array, Weights], Array]

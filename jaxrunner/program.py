@@ -131,7 +131,8 @@ def pool_sizes(config: ModelConfig, engine: EngineConfig) -> PoolSizes:
     """Returns what an engine has room for; a block holds `block_size` tokens on each device that
     tokens are dealt out to."""
     e, parts = engine, interleave_of(config).parts
-    return PoolSizes(e.block_size * parts, e.num_blocks, e.max_model_len, e.max_num_seqs)
+    tokens = e.max_model_len, e.max_num_seqs, e.max_num_batched_tokens
+    return PoolSizes(e.block_size * parts, e.num_blocks, *tokens)
 
 
 class Bucket(NamedTuple):

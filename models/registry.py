@@ -19,6 +19,7 @@ from jaxrunner.models.dense.starcoder2 import starcoder2
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
+from jaxrunner.models.mixtures.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
 from jaxrunner.models.mixtures.glm4_moe import glm4_moe
 from jaxrunner.models.mixtures.gpt_oss import gpt_oss
 from jaxrunner.models.mixtures.granite_moe import granite_moe
@@ -32,6 +33,8 @@ from jaxrunner.models.qwen3 import qwen3
 FAMILIES: dict[str, Model] = {
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
     "Exaone4ForCausalLM": exaone4,
     "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
@@ -40,6 +43,7 @@ FAMILIES: dict[str, Model] = {
     "Gemma3ForConditionalGeneration": gemma3_of_two,
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,

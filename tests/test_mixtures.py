@@ -74,10 +74,14 @@ def logits_of(model, ids):
 
 
 # These differ from others in what their logits show.
-SLOW = "qwen3, dense layers, windows", "glm4, biases, all experts", "gpt-oss, one key"
+SLOW = (
+    "qwen3, dense layers, windows", "glm4, biases, all experts", "gpt-oss, one key",
+    "deepseek v2 lite", "deepseek v3, halves", "glm flash",
+)  # fmt: skip
 # What is cut, beside the experts.
 CUTS = {
     "gpt-oss": {},
+    "deepseek v3": {},
     "gpt-oss, one key": dict(decode_context_parallel_size=2),
     "qwen2": {},
 }
@@ -130,7 +134,7 @@ def test_logits_equal_those_in_float64(variant, saved):
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(
-    "variant", ["gpt-oss", *(pytest.param(v, marks=pytest.mark.slow) for v in [*CUTS][1:])]
+    "variant", [*[*CUTS][:2], *(pytest.param(v, marks=pytest.mark.slow) for v in [*CUTS][2:])]
 )
 def test_tokens_of_two_devices_are_those_of_one(variant, saved):
     """Every expert is cut; biases, shared experts and sinks count once."""

@@ -55,6 +55,7 @@ LOADS = {
     "window of one": Load(depth=3, groups=(cache_group(2, window=1), FULL), num_blocks=16),
     "tightest window": Load(depth=2, groups=(cache_group(2, window=3),), num_blocks=5, budget=6),
     "window and full": Load(depth=2, groups=(FULL, WINDOW), policy="priority", num_blocks=16),
+    "few blocks of a window": Load(depth=2, groups=(FULL, cache_group(4, 5, 12)), num_blocks=24),
     "two block sizes": Load(depth=3, groups=(cache_group(2, window=6), FULL), num_blocks=26),
     "no caching": Load(depth=2, num_blocks=14, caching=False),
     "filled sizes": Load(depth=2, num_blocks=16, sizes=(4, 8, 16), max_num_seqs=4),
@@ -108,7 +109,7 @@ class Driver:
         self.load, self.rng, self.seen = load, random.Random(seed), Counter()
         self.num_steps = num_steps
         self.pools = [
-            BlockPool(load.num_blocks, group.block_size, g, load.caching)
+            BlockPool(group.num_blocks or load.num_blocks, group.block_size, g, load.caching)
             for g, group in enumerate(load.groups)
         ]
         self.device = Device(load.groups, load.num_blocks, load.max_num_seqs)
@@ -276,7 +277,7 @@ def test_any_load_computes_what_each_request_would_alone(name):
     driver = Driver(load, seed=1)
     driver.run()
     assert not driver.requests and not driver.scheduler.running
-    assert all(pool.num_free == load.num_blocks for pool in driver.pools)
+    assert all(pool.num_free == pool.num_blocks for pool in driver.pools)
     # Everything that can go wrong was tried.
     seen = driver.seen
     seen["preempted"], seen["no-op"] = driver.scheduler.num_preemptions, driver.device.num_no_ops

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrunner import pytree
+from jaxrunner.bench.presets import PRESETS
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
+from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense, fused, paged, refuses
 from jaxrunner.program import Bucket, Program
 from jaxrunner.sampling import RULES
@@ -73,8 +75,8 @@ def test_states_are_part_of_the_plan_of_a_device(monkeypatch, enforce_eager):
     assert slot["tables"] - (plain[1] - plain[0]) == one_block_table + state
 
 
-def test_what_others_layers_take_is_measured(monkeypatch):
-    """The estimate is of our own layers alone, by the names of their axes."""
+def test_what_others_layers_and_latents_take_is_measured(monkeypatch):
+    """The estimate is of our own layers of keys and values alone, by the names of their axes."""
     whole, asked = sizing.build, []
 
     def with_kernels(*args: Any, **kwargs: Any):
@@ -90,6 +92,9 @@ def test_what_others_layers_take_is_measured(monkeypatch):
     monkeypatch.setattr(sizing, "measure", measure)
     assert plan(recurrent.read(Settings(LARGE)), gpu_memory_utilization=0.5).memory.program == 1000
     assert len(asked) == 1
+    model, config = read_model(Settings(PRESETS["deepseek_v2_lite"].config))
+    assert plan(config, model, max_model_len=512, gpu_memory_utilization=0.5).memory.program == 1000
+    assert len(asked) == 2
 
 
 def test_kernels_are_asked_about_each_group_that_they_read(monkeypatch):

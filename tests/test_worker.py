@@ -75,9 +75,9 @@ def test_memory_and_specs_say_how_many_blocks_fit():
     assert list(specs)[1] == "model.layers.1.self_attn.attn"
     assert len(specs) == config.num_hidden_layers
     K, D = config.dims["K"], config.dims["D"]
-    assert set(specs.values()) == {(16, K, D, "int8", None, 2 * 16 * K * (D + 4))}
     block = sum(spec.page_size_bytes for spec in specs.values())
     fitting = min((1 << 20) // block, 2 * 4)  # no slot needs more
+    assert set(specs.values()) == {(16, K, D, "int8", None, 2 * 16 * K * (D + 4), fitting)}
     assert worker.determine_available_memory() == fitting * block
     worker.initialize_from_config(worker.determine_available_memory() // block)
     state = worker.runner.state

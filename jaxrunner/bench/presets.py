@@ -63,6 +63,19 @@ PRESETS = {
         # So many small kernels cost the host more than a step of one request the GPU.
         GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
     ),
+    "deepseek_v2_lite": Preset(
+        _config("DeepseekV2ForCausalLM", "deepseek_v2", "2048 10944 27 16 16 102400",
+                rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False,
+                rope_scaling=dict(type="yarn", factor=40, mscale=0.707, mscale_all_dim=0.707,
+                                  beta_fast=32, beta_slow=1,
+                                  original_max_position_embeddings=4096),
+                kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2,
+                moe_intermediate_size=1408, first_k_dense_replace=1, moe_layer_freq=1,
+                topk_method="greedy", scoring_func="softmax", norm_topk_prob=False, n_group=1,
+                topk_group=1, routed_scaling_factor=1.0),
+        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
+    ),
     "tiny": Preset(
         _config("LlamaForCausalLM", "llama", "256 768 8 4 2 4096", head_dim=64,
                 rope_theta=10000.0, tie_word_embeddings=True),

@@ -9,9 +9,16 @@ class PoolSizes(NamedTuple):
     """What an engine has room for: tokens of a block, blocks of a pool, tokens and requests."""
 
     block_size: int
-    num_blocks: int
+    num_blocks: int  # of layers that keep all tokens
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
+    share: float = 1.0  # of the model's layers, those of this kind
+
+    @property
+    def full_blocks(self) -> int:
+        """Blocks of whole requests in all slots."""
+        return -(-self.max_model_len // self.block_size) * self.max_num_seqs
 
 
 class CacheKind(Protocol):
@@ -98,7 +105,8 @@ def layer_groups(kinds: Sequence[CacheKind]) -> tuple[int, ...]:
 
 def cache_groups(kinds: Sequence[CacheKind], sizes: PoolSizes) -> tuple[CacheGroup, ...]:
     """Returns the groups of an engine, given the kind of each layer."""
+    layers = {kind: tuple(i for i, k in enumerate(kinds) if k == kind) for kind in kinds}
     return tuple(
-        CacheGroup(kind, tuple(i for i, k in enumerate(kinds) if k == kind), *kind.pool(sizes))
-        for kind in distinct(kinds)
+        CacheGroup(kind, of, *kind.pool(sizes._replace(share=len(of) / len(kinds))))
+        for kind, of in layers.items()
     )

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxrunner.api.speculative_config import MAX_DRAFTS
+from jaxrunner.caches.cache_group import PoolSizes
 from jaxrunner.caches.kv_blocks import KVBlocks
+
+SPARE = 2  # windows for each slot: one of its request, and one of a prefix that may come again
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,23 @@ class SlidingWindow(KVBlocks):
                 f"window must be at least 1 token, got {self.window}: "
                 "give None for layers without a window"
             )
+
+    def pool(self, sizes: PoolSizes) -> tuple[int, int]:
+        """Returns the tokens of a block, and fewer blocks than layers have that keep all tokens.
+
+        There are as many as windows of all slots take, or where memory is short, the larger of two
+        shares: that of the slots whose whole requests the other layers hold, and one by which
+        short requests have half the tokens that they had if all layers had equally many blocks.
+        """
+        S, N = sizes[:2]
+        window = -(-(self.window - 1 + MAX_DRAFTS) // S) + 2  # it starts and ends inside a block
+        most = SPARE * (sizes.max_num_seqs * window + sizes.max_num_batched_tokens // S)
+        if sizes.share == 1:  # no other layers to share with
+            return S, min(N, most)
+        of_one = self.max_blocks(S, sizes.max_model_len, sizes.max_num_batched_tokens + MAX_DRAFTS)
+        # Half of n, where N - n in all other layers take what n - n / 2 do not take in these.
+        half = int(N * (1 - sizes.share) / (2 - sizes.share))
+        return S, min(N, most, max(of_one, half, most * N // sizes.full_blocks))
 
     def num_skipped_tokens(self, computed: int) -> int:
         """Returns how many of the first `computed` tokens no later token sees."""

@@ -20,7 +20,7 @@ from jaxrunner.kernels_pallas import (
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import cpu_attention, experts, products, routing
+from jaxrunner.ops import cpu_attention, experts, latent_attention, products, routing
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
@@ -41,15 +41,20 @@ def paged(batch: Batch, *, note: Note = unnoted) -> Ops:
     """Plain JAX over the paged cache of `batch`."""
     by_tiles = jax.default_backend() == "cpu" and not batch.query_len
     attention = cpu_attention if by_tiles else reference
-    return _plain(functools.partial(attention.paged_attention, batch), note, batch)
+    latent = functools.partial(latent_attention.attend_latent, latent_attention.PLAIN, batch, note)
+    return _plain(functools.partial(attention.paged_attention, batch), latent, note, batch)
 
 
 def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     """Plain JAX without a cache, for training: T is `batch_size` equal sequences."""
-    return _plain(functools.partial(reference.dense_attention, batch_size), note)
+    latent = functools.partial(latent_attention.trained, batch_size, note)
+    return _plain(functools.partial(reference.dense_attention, batch_size), latent, note)
 
 
-def _plain(attention: Callable[..., Any], note: Note, batch: Batch | None = None) -> Ops:
+def _plain(
+    attention: Callable[..., Any], attend_latent: Callable[..., Any], note: Note,
+    batch: Batch | None = None,
+) -> Ops:  # fmt: skip
     def attend(q: Array, k: Array, v: Array, cache: Any, spec: AttentionSpec) -> tuple[Array, Any]:
         return _only("attention", attention, q, k, v, cache, spec)
 
@@ -74,8 +79,9 @@ def _plain(attention: Callable[..., Any], note: Note, batch: Batch | None = None
         return run_first(operation, (Operation("plain JAX", run),), *args, note=note)
 
     return Ops(
-        attend=attend, rotate_attend=rotate_attend, linear=linear, project=linear, mlp=mlp,
-        route=run_route, experts=run_experts, add_norm=add_rms_norm, batch=batch,
+        attend=attend, rotate_attend=rotate_attend, attend_latent=attend_latent, linear=linear,
+        project=linear, mlp=mlp, route=run_route, experts=run_experts, add_norm=add_rms_norm,
+        batch=batch,
     )  # fmt: skip
 
 
@@ -96,6 +102,9 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
     return Ops(
         attend=attend,
         rotate_attend=rotate_attend,
+        attend_latent=functools.partial(
+            latent_attention.attend_latent, latent_attention.LATENT_ATTENTION, batch, note
+        ),
         linear=functools.partial(products.linear, note=note),
         project=functools.partial(products.project, note=note),
         mlp=functools.partial(products.mlp, note=note),
@@ -158,7 +167,7 @@ def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
 def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) -> str | None:
     """Says why kernels do not attend to what a cache group keeps; None if they do."""
     if group.kind.leaves is not LayerCache:
-        return None  # the model's own layers read it
+        return None  # `ops.latent_attention`, or the model's own layers, read it
     H, K, D = ((model.dims | group.kind.dims)[axis] for axis in "HKD")
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
     shape = group.num_blocks, K, group.block_size // interleave_of(model).parts, D

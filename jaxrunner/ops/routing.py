@@ -24,6 +24,7 @@ class RouterConfig:
     # Of `n_group` groups of neighbours, experts of the best `topk_group` may be chosen.
     n_group: int = 1
     topk_group: int = 1
+    ranking_experts: int = 2  # of a group: the sum of so many best scores ranks it
     routed_scaling_factor: float = 1.0
 
 
@@ -103,10 +104,10 @@ def weigh(config: RouterConfig, scores: Array, experts: Array) -> Routes:
 
 
 def _of_best_groups(config: RouterConfig, ranked: Array) -> Array:
-    """Returns scores, [T, X], -inf outside of the best groups: those whose two best sum highest."""
+    """Returns scores, [T, X], -inf outside of the best groups, by the sum of their best scores."""
     T, X = ranked.shape
     groups = ranked.reshape(T, config.n_group, X // config.n_group)
-    best = jax.lax.top_k(groups, min(2, groups.shape[2]))[0].sum(-1)
+    best = jax.lax.top_k(groups, min(config.ranking_experts, groups.shape[2]))[0].sum(-1)
     _, chosen = jax.lax.top_k(best, config.topk_group)
     kept = (chosen[:, :, None] == jnp.arange(config.n_group)[None, None]).any(1)
     return jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(T, X)

@@ -9,7 +9,7 @@ from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.parallel.stages import held_layers, stages_of
 from jaxrunner.program import engine_groups
-from jaxrunner.worker.memory_plan import num_bytes
+from jaxrunner.worker.cache_costs import num_bytes
 
 
 class KVCacheSpec(NamedTuple):
@@ -21,6 +21,7 @@ class KVCacheSpec(NamedTuple):
     dtype: str
     sliding_window: int | None  # keys a token sees, None for all before it
     page_size_bytes: int  # of one block, scales included
+    num_blocks: int  # that it has where the engine has those that were planned
 
 
 def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCacheSpec]:
@@ -33,7 +34,7 @@ def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCach
         page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
         spec = KVCacheSpec(
             group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,
-            getattr(group.kind, "window", None), page_bytes,
+            getattr(group.kind, "window", None), page_bytes, group.num_blocks,
         )  # fmt: skip
         specs |= dict.fromkeys(group.layers, spec)
     layers = sorted(specs)

@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrunner.caches.cache_group import PoolSizes, cache_groups
 from jaxrunner.config import EngineConfig
-from jaxrunner.program import Program, abstract_state, pool_sizes
+from jaxrunner.program import Program
+from jaxrunner.worker.cache_costs import CacheCosts, num_bytes
 from jaxrunner.worker.program_memory import ProgramMemory
 
 CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
 UTILIZATION = 0.9  # of what JAX may use, where nothing was asked for
 LOST = 1 << 27  # bytes that XLA's allocator may leave unused behind one block of memory
 GIB = 1 << 30
-SPAN = 1 << 10  # KV blocks by which their bytes are told: a pool may have one for several of them
 
 
 class Device(NamedTuple):
@@ -113,17 +112,6 @@ def read_device(params: Any, devices: Sequence[Any]) -> Device | None:
     return min(found, key=lambda device: device.free)
 
 
-def num_bytes(tree: Any) -> int:
-    """Returns the bytes of arrays, or of what stands for them, on each device."""
-
-    def one(x: Any) -> int:
-        at = getattr(x, "sharding", None)
-        shape = x.shape if at is None else at.shard_shape(x.shape)
-        return math.prod(shape) * x.dtype.itemsize
-
-    return sum(map(one, jax.tree.leaves(tree)))
-
-
 @dataclass(frozen=True)
 class SizeCosts:
     """What sizes of an engine cost. `program.engine` has all sizes but those that are sought."""
@@ -133,46 +121,14 @@ class SizeCosts:
     need: ProgramMemory
 
     @functools.cached_property
-    def block(self) -> int:
-        """Bytes of one KV block in all layers; twice where an eager step makes a new cache."""
-        few, many = (num_bytes(self._state(1, n * SPAN).kv) for n in (1, 2))
-        return -(-(many - few) // SPAN) * self._times
-
-    @property
-    def _times(self) -> int:
-        return 2 if self.program.engine.enforce_eager else 1
-
-    def num_blocks(self, kv_bytes: int, max_model_len: int) -> int:
-        """Returns the KV blocks that so many bytes hold, and no more than all slots own."""
-        useful = self.useful_blocks(max_model_len)
-        # No cache that is made for slots alone has more bytes for more blocks.
-        return max(0, min(kv_bytes // self.block, useful)) if self.block else useful
-
-    def request_blocks(self, max_model_len: int) -> int:
-        """Returns the fewest KV blocks, as `num_blocks` counts them, that hold one request."""
-        e, kinds = self.program.engine, self.program.config.cache_kinds
-
-        def fits(num_blocks: int) -> bool:
-            sizes = self._sizes._replace(num_blocks=num_blocks, max_model_len=max_model_len)
-            lens = max_model_len, e.max_num_batched_tokens
-            return all(g.max_blocks(*lens) <= g.num_blocks for g in cache_groups(kinds, sizes))
-
-        most = next((1 << i for i in range(31) if fits(1 << i)), 1 << 31)
-        return 1 + bisect.bisect_left(range(1, most), True, key=fits)
-
-    def useful_blocks(self, max_model_len: int) -> int:
-        """Returns what all slots own at full length."""
-        return -(-max_model_len // self._sizes.block_size) * self._sizes.max_num_seqs
-
-    @functools.cached_property
-    def _sizes(self) -> PoolSizes:
-        return pool_sizes(self.program.config, self.program.engine)
+    def caches(self) -> CacheCosts:
+        """What its caches cost."""
+        return CacheCosts(self.program)
 
     def plan(self, max_model_len: int, num_blocks: int, requested: int = 0) -> MemoryPlan:
         """Returns what an engine of these sizes takes."""
-        state, reserve = self._state(max_model_len), 0
-        # Of caches with blocks for slots, whatever the blocks for tokens are.
-        of_slots = num_bytes(state.kv) * self._times - SPAN * self.block
+        state, reserve = self.caches.state(max_model_len), 0
+        of_slots, of_tokens = self.caches.costs(max_model_len)
         if self.need.program:
             weights = map(num_bytes, jax.tree.leaves(self.params))
             reserve = self.need.waiting + max(weights, default=0) + LOST
@@ -180,17 +136,12 @@ class SizeCosts:
             requested=requested,
             weights=num_bytes(self.params),
             tables=num_bytes((state.requests, state.tables)) + of_slots,
-            kv=num_blocks * self.block,
+            kv=of_tokens(num_blocks),
             program=self.need.program,
             reserve=reserve,
-            num_tokens=num_blocks * self._sizes.block_size,
+            num_tokens=num_blocks * self.caches.block_size,
             largest=self.need.name,
         )
-
-    def _state(self, max_model_len: int, num_blocks: int = SPAN) -> Any:
-        """Returns the abstract state of an engine with so many KV blocks."""
-        engine = replace(self.program.engine, max_model_len=max_model_len, num_blocks=num_blocks)
-        return abstract_state(replace(self.program, engine=engine))
 
 
 def plan_memory(
@@ -204,6 +155,7 @@ def plan_memory(
       MemoryError: something does not fit; says what would.
     """
     requested, engine = _requested(size, device), costs.program.engine
+    caches = costs.caches
 
     def blocks(length: int) -> int:
         """Returns the blocks of a cache beside the tables that this length takes."""
@@ -212,10 +164,10 @@ def plan_memory(
         kv = size.value
         if size.name == "gpu_memory_utilization":
             kv = CPU_KV_BYTES if device is None else costs.plan(length, 0, requested).unused
-        return costs.num_blocks(int(kv or 0), length)
+        return caches.num_blocks(int(kv or 0), length)
 
     def too_long(length: int) -> bool:
-        return costs.request_blocks(length) > blocks(length)
+        return caches.request_blocks(length) > blocks(length)
 
     length = engine.max_model_len
     fitting = length
@@ -226,8 +178,8 @@ def plan_memory(
     length = fitting if shrink else length
     plan = costs.plan(length, blocks(length), requested)
     if plan.unused < 0:
-        most = (plan.kv + plan.unused) // costs.block if costs.block else 0
-        fits = most * (1 if size.name == "num_blocks" else costs.block)
+        most = caches.num_blocks(plan.kv + plan.unused, length)
+        fits = most if size.name == "num_blocks" else caches.num_bytes(most, length)
         cure = f"{size.name}={fits} would fit" if most > 0 else "free memory"
         raise MemoryError(
             f"{size.name}={size.value} makes {plan.total:,} bytes with all else, {requested:,} are "
@@ -268,9 +220,9 @@ def _too_small(
     costs: SizeCosts, size: CacheRequest, device: Device | None, num_blocks: int, fitting: int
 ) -> str:
     """Says that one request does not fit into the cache, and what would."""
-    length = costs.program.engine.max_model_len
-    wanted = costs.request_blocks(length) * costs.block
-    total = costs.plan(length, costs.request_blocks(length)).total
+    length, caches = costs.program.engine.max_model_len, costs.caches
+    wanted = caches.num_bytes(caches.request_blocks(length), length)
+    total = costs.plan(length, caches.request_blocks(length)).total
     cures = [f"max_model_len={fitting} would fit"] if fitting else []
     if device is None or size.name == "kv_cache_memory_bytes":
         cures.append(f"raise kv_cache_memory_bytes to {wanted}")
@@ -285,6 +237,6 @@ def _too_small(
         else name
     )
     return (
-        f"{name} leaves {num_blocks * costs.block:,} bytes for the KV cache, one request of "
-        f"max_model_len={length} needs {wanted:,}: {' or '.join(cures)}"
+        f"{name} leaves {caches.num_bytes(num_blocks, length):,} bytes for the KV cache, one "
+        f"request of max_model_len={length} needs {wanted:,}: {' or '.join(cures)}"
     )

@@ -18,6 +18,7 @@ from jaxrunner.parallel.processes import agreed_least
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
+from jaxrunner.types import LayerCache
 from jaxrunner.worker.memory_plan import (
     CacheRequest,
     Device,
@@ -134,7 +135,10 @@ def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) 
         return ProgramMemory("a step without a compiler", int(EAGER * device.limit))
     if size.name != "gpu_memory_utilization":
         return ProgramMemory()
-    if built.program.sample is not None and built.is_ours:  # it knows no layers of others
+    # It knows no layers of others, nor what attention without a kernel takes.
+    kinds = built.program.config.cache_kinds
+    known = built.is_ours and all(kind.leaves is LayerCache for kind in kinds)
+    if built.program.sample is not None and known:
         return estimate(built.program)
     return measure(built.program, params, built.cache)
 

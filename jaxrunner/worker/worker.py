@@ -207,7 +207,8 @@ class Worker(WorkerSteps):
     ) -> None:
         """Makes the runner, with its tables and KV caches.
 
-        num_blocks: of each layer; None for what `determine_available_memory` holds.
+        num_blocks: of layers that keep all tokens, others have what follows from it
+            (`runner.program.cache_groups`); None for what `determine_available_memory` holds.
         trusted: steps come from our own scheduler, and are not checked.
 
         Raises:

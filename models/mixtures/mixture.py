@@ -55,8 +55,8 @@ class MixtureConfig(DecoderConfig):
 
 
 @pytree
-class MixtureLayer(Attention):
-    """Weights of one layer: of an MLP, or of experts and what chooses among them."""
+class FeedForward:
+    """Weights of a layer behind its attention: of an MLP, or of experts and what chooses them."""
 
     gate_up: Linear | None = nested(outputs="gate_up F", inputs="E", bias="mlp_bias", when="dense")
     down: Linear | None = nested(outputs="E", inputs="F", bias="mlp_bias", when="dense")
@@ -89,6 +89,11 @@ class MixtureLayer(Attention):
             gate = jax.nn.sigmoid(self.shared_gate.product(h).astype(jnp.float32))
             shared *= jnp.broadcast_to(gate, shared.shape)
         return (_whole(residual) + shared).astype(h.dtype), told
+
+
+@pytree
+class MixtureLayer(FeedForward, Attention):
+    """Weights of one layer."""
 
 
 @pytree
@@ -142,12 +147,12 @@ def _check_router(router: RouterConfig) -> None:
 
 def sources(
     config: MixtureConfig, of_experts: Callable[..., dict[str, Any]], params: type = Params,
-    layer: type = MixtureLayer,
+    layer: type = MixtureLayer, of_attention: Callable[..., dict[str, Any]] = attention_sources,
 ) -> Any:  # fmt: skip
     """Returns where each weight lies in a Hugging Face checkpoint.
 
     of_experts: (config, prefix of a layer) -> the sources of the fields that a layer has more than
-    an MLP.
+    an MLP. of_attention: (config, prefix, width that is read) -> those before the MLP.
     """
     c, E = config, config.hidden_size
     names = [f"model.layers.{i}." for i in range(c.num_hidden_layers)]
@@ -156,7 +161,7 @@ def sources(
     def one(prefix: str, sparse: bool) -> Any:
         dense = functools.partial(mlp_sources, f"{prefix}mlp.", c.intermediate_size, E)
         own = of_experts(c, prefix) if sparse else dense(bias=c.mlp_bias)
-        return host_value(layer, **none | attention_sources(c, prefix, E) | own)
+        return host_value(layer, **none | of_attention(c, prefix, E) | own)
 
     outside = llama.outer_sources(c)
     return host_value(params, **outside, layers=tuple(map(one, names, c.sparse)))

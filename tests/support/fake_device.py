@@ -84,9 +84,9 @@ class Device:
     ):
         self.rng = random.Random(5)
         self.num_accepted = self.num_rejected = 0
-        self.groups, self.num_blocks, self.max_num_seqs = groups, num_blocks, max_num_seqs
+        self.groups, self.max_num_seqs = groups, max_num_seqs
         self.rows: dict[str, Row] = {}
-        sizes = [num_blocks * group.block_size for group in groups]
+        sizes = [(group.num_blocks or num_blocks) * group.block_size for group in groups]
         self.kv: list[list[int | None]] = [[None] * size for size in sizes]
         self.num_no_ops = 0  # requests that had ended before a step that was to compute them
 
@@ -141,7 +141,7 @@ class Device:
 
     def slot(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
         block = row.tables[g][position // group.block_size]
-        assert 0 <= block < self.num_blocks, "the null block is read"
+        assert 0 <= block < len(self.kv[g]) // group.block_size, "the null block is read"
         return block * group.block_size + position % group.block_size
 
     def sample(self, row: Row, n: int, num_proposed: int) -> list[int]:

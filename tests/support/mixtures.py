@@ -19,6 +19,11 @@ GLM = dict(
 )  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
             truncate=False, original_max_position_embeddings=16)  # fmt: skip
+LATENT = GLM | dict(
+    num_key_value_heads=6, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
+    qk_rope_head_dim=8, v_head_dim=5, rms_norm_eps=0.01,
+)  # fmt: skip
+GAINS = YARN | dict(mscale=0.7, mscale_all_dim=0.9)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Moe", FEW | dict(norm_topk_prob=True)),
     "qwen3, dense layers, windows": ("Qwen3Moe", FEW | dict(
@@ -32,6 +37,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         logits_scaling=2.0, tie_word_embeddings=True)),
     "glm4": ("Glm4Moe", GLM | dict(use_qk_norm=True, n_group=3, topk_group=2)),
     "glm4, biases, all experts": ("Glm4Moe", GLM | dict(attention_bias=True)),
+    "deepseek v2": ("DeepseekV2", LATENT | dict(
+        topk_method="group_limited_greedy", n_group=3, topk_group=2, rope_parameters=GAINS)),
+    "deepseek v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None)),
+    "deepseek v3": ("DeepseekV3", LATENT | dict(
+        n_group=3, topk_group=2, attention_bias=True, rope_parameters=GAINS)),
+    "deepseek v3, halves": ("DeepseekV3", LATENT | dict(
+        n_group=1, topk_group=1, q_lora_rank=None, rope_interleave=False)),
+    "glm flash": ("Glm4MoeLite", LATENT),
     "gpt-oss, one key": ("GptOss", LOCAL | dict(sliding_window=6, num_key_value_heads=1)),
     "gpt-oss": ("GptOss", LOCAL | dict(sliding_window=6, rope_parameters=YARN)),
 }  # fmt: skip

@@ -11,10 +11,10 @@ from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.scheduler import Scheduler
 
 
-def cache_group(block_size: int, window: int | None = None) -> CacheGroup:
-    """Returns a group whose pool is made elsewhere."""
+def cache_group(block_size: int, window: int | None = None, num_blocks: int = 0) -> CacheGroup:
+    """Returns a group whose pool is made elsewhere, of as many blocks as others where it is 0."""
     kind = FullAttention() if window is None else SlidingWindow(window)
-    return CacheGroup(kind, (), block_size, 0)
+    return CacheGroup(kind, (), block_size, num_blocks)
 
 
 def make(num_blocks=40, *, sizes=(4,), windows=(None,), **changes):

@@ -83,5 +83,5 @@ class ToyRemote:
         for kv, group, table in zip(self.device.kv, self.device.groups, job.tables, strict=True):
             for position in range(job.start, job.end):
                 block, offset = divmod(position, group.block_size)
-                if table[block] < self.device.num_blocks:  # not the null block
+                if table[block] < len(kv) // group.block_size:  # not the null block
                     yield kv, table[block] * group.block_size + offset, position

@@ -1,0 +1,53 @@
+"""What latent attention over the paged cache runs through, by the rows of a batch."""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+
+from jaxrunner.caches.latent import LatentCache
+from jaxrunner.kernels_pallas import latent_reference
+from jaxrunner.model import AttentionSpec
+from jaxrunner.operation import Note, Operation, run_first
+from jaxrunner.ops import cpu_attention
+from jaxrunner.types import Array, Batch
+
+
+def attend_latent(
+    operations: Sequence[Operation], batch: Batch, note: Note,
+    q: Array, latents: Array, cache: Any, spec: AttentionSpec,
+) -> tuple[Array, LatentCache]:  # fmt: skip
+    """Writes latents, [T, D], then attends q, [T, H, D], by the first operation that serves it.
+
+    Returns [T, H, spec.value_dim], and the cache, which is consumed.
+    """
+    cache = latent_reference.write_latents(batch, latents, cache, spec.group)
+    return run_first("attention", operations, batch, q, cache, spec, note=note), cache
+
+
+def trained(
+    batch_size: int, note: Note, q: Array, latents: Array, cache: None, spec: AttentionSpec
+) -> tuple[Array, None]:
+    """Does so of `batch_size` equal sequences, without a cache."""
+    run = functools.partial(latent_reference.dense, batch_size)
+    return run_first("attention", (Operation("plain JAX", run),), q, latents, spec, note=note), None
+
+
+def _refuses_tiles(batch: Batch, *_: object) -> str | None:
+    if jax.default_backend() != "cpu":
+        return "is for CPUs"
+    return "wants rows side by side" if batch.query_len else None
+
+
+# (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, of its latents'
+# values: [T, H, value_dim].
+PLAIN = (
+    Operation(
+        "plain JAX, by tiles",
+        functools.partial(latent_reference.attend, of_one_head=cpu_attention.attend),
+        _refuses_tiles,
+    ),
+    Operation("plain JAX", latent_reference.attend),
+)
+LATENT_ATTENTION = PLAIN  # a kernel for decode comes first here
