@@ -36,6 +36,7 @@ MODEL: dict[str, Bound] = {  # and its weights
     "cp_kv_cache_interleave_size": Bound(int, 1, 2**16),
     "pipeline_parallel_size": Bound(int, 1, 1024),
     "enable_expert_parallel": FLAG,
+    "enable_return_routed_experts": FLAG,
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }

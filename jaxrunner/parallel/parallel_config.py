@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
+from jaxrunner.mixtures.recorded_routes import routes_place
 from jaxrunner.model import Model
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.pipeline import deal
@@ -33,6 +34,8 @@ class ParallelConfig:
                 f"enable_expert_parallel=True wants a mixture of experts, {config.architecture} is "
                 "none: leave it out"
             )
+        if routes_place(config) is not None:
+            self._refuse_cuts("enable_return_routed_experts=True")
         if P > 1 or self.rank:
             if self.interleave != WHOLE:
                 raise ValueError(
@@ -44,3 +47,16 @@ class ParallelConfig:
             mesh = make_mesh(N, self.devices)
             return shard(model, config, mesh, self.interleave, expert_parallel=whole)
         return model, config
+
+    def _refuse_cuts(self, asked: str) -> None:
+        """Refuses devices that have some of the layers, or of the tokens."""
+        sizes = dict(
+            pipeline_parallel_size=self.pipeline_parallel_size + (self.rank or 0),
+            decode_context_parallel_size=self.interleave.parts,
+        )
+        for name, size in sizes.items():
+            if size > 1:
+                raise ValueError(
+                    f"{asked} wants all layers and tokens on each device, got {name}={size}: set "
+                    "it to 1"
+                )

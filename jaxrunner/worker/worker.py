@@ -70,6 +70,7 @@ class Worker(WorkerSteps):
         cp_kv_cache_interleave_size: int = 1,
         pipeline_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
+        enable_return_routed_experts: bool = False,
         rank: int | None = None,
         devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
@@ -87,7 +88,8 @@ class Worker(WorkerSteps):
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            quantization=quantization, parallel=ParallelConfig(
+            quantization=quantization, enable_return_routed_experts=enable_return_routed_experts,
+            parallel=ParallelConfig(
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
                 enable_expert_parallel,
