@@ -21,7 +21,7 @@ from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikeli
 from jaxrunner.engine.metrics import describe_drafts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
-from jaxrunner.engine.replicas import Replicas, make_engine
+from jaxrunner.engine.replicas import Replicas, engines_of, make_engine
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
@@ -137,6 +137,7 @@ class LLM(LLMNames):
             f"{describe_weights(runner.program.config)}"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
+            f"{''.join(e.balance.describe() for e in engines_of(self.engine))}"
             f"{describe_drafts(runner.program.model.speculator, self.completions.totals)}"
             f"programs: {runner.programs.report()}\n"
             f"memory:\n{self.memory_plan}"

@@ -14,6 +14,7 @@ from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.draft_policy import DraftPolicy
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.worker.expert_balance import ExpertBalance
 from jaxrunner.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Steps(abc.ABC):
     def __init__(self, worker: Worker, scheduler: Scheduler) -> None:
         self.worker, self.runner, self.status = worker, worker.runner, worker.status
         self.scheduler, self.routes = scheduler, RoutesReader(self.runner)
+        self.balance = ExpertBalance(self.runner)
         decode = [(b.num_rows, b.num_drafts) for b in self.runner.buckets if b.query_len]
         self._drafts = DraftPolicy(decode) if scheduler.adaptive else None
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
@@ -97,6 +99,7 @@ class Steps(abc.ABC):
         scheduled = self.scheduler.schedule(n)
         self.routes.preempt(scheduled, self.unfinished)
         try:
+            self.balance.step(scheduled.num_steps if scheduled.num_scheduled_tokens else 0)
             self.routes.give(scheduled)
             if self.grammars.is_due(scheduled.requests):
                 # It needs neither the tokens before nor the masks that follow from them.

@@ -22,8 +22,8 @@ def place(
 ) -> Placement:
     """Returns a placement for the tokens that each expert has computed, [layers, X].
 
-    num_places: P, copies of all experts in a layer. num_groups: of experts, which are kept on a node
-    each where they can be dealt out to nodes; else all experts are one group on one node.
+    num_places: P, copies of all experts in a layer. num_groups: of experts, each of which is kept
+    on a node where nodes divide them; else all experts are one group on one node.
 
     Raises:
       ValueError: places are fewer than experts, or devices do not divide them.

@@ -26,6 +26,7 @@ from jaxrunner.caches.interleave import Interleave
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
+from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.parallel.mesh import devices_of, mesh_of
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.parallel.requirements import check_sum
@@ -71,6 +72,8 @@ class Worker(WorkerSteps):
         pipeline_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         enable_return_routed_experts: bool = False,
+        enable_eplb: bool = False,
+        eplb_config: dict[str, Any] | None = None,
         rank: int | None = None,
         devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
@@ -92,7 +95,7 @@ class Worker(WorkerSteps):
             parallel=ParallelConfig(
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
-                enable_expert_parallel,
+                enable_expert_parallel, EplbConfig.read(eplb_config, enable_eplb=enable_eplb),
             ),
         )  # fmt: skip
         self._devices, asked = devices, speculative_config
