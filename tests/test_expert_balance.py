@@ -100,10 +100,8 @@ def test_a_snapshot_is_taken_between_placements(llm, tmp_path):
         next(stream)
     llm.save_state(tmp_path / "half")
     stream.close()
-    told = [
-        token for out in llm.restore_state(tmp_path / "half") for token in out.outputs[0].token_ids
-    ]
-    assert told == want[3].token_ids[7:]
+    rest = [out.outputs[0].token_ids for out in llm.restore_state(tmp_path / "half")]
+    assert sum(rest, []) == want[3].token_ids[7:]
 
 
 def test_rows_are_gathered_from_all_devices():
