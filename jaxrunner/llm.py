@@ -14,6 +14,7 @@ from typing import Any
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.outputs import RequestOutput, RequestOutputs
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.elastic import scale
 from jaxrunner.engine import beam
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.llm_names import LLMNames
@@ -121,7 +122,8 @@ class LLM(LLMNames):
         self._defaults = overridden(loaded.default_params, override_generation_config)
         with ExitStack() as undo:  # or it leaves nothing behind
             undo.callback(worker.shutdown)
-            worker.start(warm_up=WARM_UPS[warm_up] if warm_up else None, progress=use_tqdm)
+            self._warm_up = WARM_UPS[warm_up] if warm_up else None
+            worker.start(warm_up=self._warm_up, progress=use_tqdm)
             self.memory_plan = worker.memory_plan
             self.engine = make_engine(worker, make_compiler=_compiler_maker(loaded))
             self.completions = Completions(self.engine, self.tokenizer, loaded.eos_token_ids)
@@ -274,6 +276,12 @@ class LLM(LLMNames):
     def abort(self, request_id: str) -> None:
         """Ends a request at any phase; its output says so. Unknown ids are ignored."""
         self.completions.abort(request_id)
+
+    @checked(llm_arguments.SCALE)
+    def scale_elastic_ep(self, new_tensor_parallel_size: int) -> None:
+        """Moves whole experts, and all else, to another number of devices; requests go on."""
+        self.engine = scale(self.completions, new_tensor_parallel_size, warm_up=self._warm_up)
+        self.memory_plan = self.engine.worker.memory_plan
 
     def _or_defaults(self, params: Any) -> Any:
         return self._defaults if params is None else params

@@ -101,7 +101,7 @@ def test_a_snapshot_is_taken_between_placements(llm, tmp_path):
     llm.save_state(tmp_path / "half")
     stream.close()
     rest = [out.outputs[0].token_ids for out in llm.restore_state(tmp_path / "half")]
-    assert sum(rest, []) == want[3].token_ids[7:]
+    assert [token for ids in rest for token in ids] == want[3].token_ids[7:]
 
 
 def test_rows_are_gathered_from_all_devices():
@@ -116,7 +116,10 @@ def test_rows_are_gathered_from_all_devices():
     ("changes", "words"),
     [
         (dict(enable_expert_parallel=False), "enable_eplb=True spreads whole experts over several"),
-        (dict(eplb_config=dict(num_redundant_experts=1)), r"makes 7 experts, which .* take 0"),
+        (
+            dict(eplb_config=dict(num_redundant_experts=1)),
+            r"num_redundant_experts=1 makes 7 exp",
+        ),
         (dict(eplb_config=dict(window=3)), r"eplb_config may have .*, got \['window'\]"),
         (dict(eplb_config=dict(window_size=0)), r"eplb_config.window_size=0 is out of range"),
         (dict(eplb_config=dict(step_interval=9)), r"window_size=1000 is over step_interval=9"),

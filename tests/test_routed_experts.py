@@ -123,6 +123,7 @@ def test_a_stream_tells_routes_at_its_end(llm):
             assert len(told.routed_experts) == len(out.prompt_token_ids) + 5
 
 
+@pytest.mark.slow
 def test_a_snapshot_has_routes(llm, tmp_path):
     """Of what is at work; a request of half its tokens goes on and tells all of them."""
     (want,) = ask(llm, PROMPTS[3:4])

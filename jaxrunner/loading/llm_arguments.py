@@ -200,6 +200,7 @@ ON_ERROR: dict[str, Bound] = {"on_error": Bound(str, among=("return", "raise"))}
 METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}
 SCORE: dict[str, Bound] = METHODS | {"start": Bound(int, 0, COUNT)}
 GENERATE: dict[str, Bound] = METHODS | ON_ERROR
+SCALE: dict[str, Bound] = {"new_tensor_parallel_size": Bound(int, 2, 1024)}
 ABORT: dict[str, Bound] = {"request_id": TEXT}
 CHAT: dict[str, Bound] = {
     "use_tqdm": _TQDM,

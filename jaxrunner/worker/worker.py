@@ -23,6 +23,7 @@ from jaxrunner import pytree
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.speculative_config import SpeculativeConfig
 from jaxrunner.caches.interleave import Interleave
+from jaxrunner.config import EngineConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
@@ -70,17 +71,15 @@ class Worker(WorkerSteps):
         decode_context_parallel_size: int = 1,
         cp_kv_cache_interleave_size: int = 1,
         pipeline_parallel_size: int = 1,
-        enable_expert_parallel: bool = False,
-        enable_return_routed_experts: bool = False,
-        enable_eplb: bool = False,
-        eplb_config: dict[str, Any] | None = None,
+        enable_expert_parallel: bool = False, enable_return_routed_experts: bool = False,
+        enable_eplb: bool = False, eplb_config: dict[str, Any] | None = None,
         rank: int | None = None,
         devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         cache_dir: str | Path | None = "auto",
         **sizes: Any,
-    ):
+    ):  # fmt: skip
         """rank: the stage of a pipeline that this worker is, alone; all of them where None.
         devices: those to take of; None for the first of this process.
         sizes: fields of `EngineConfig`, or of `sizing.plan_engine`.
@@ -147,6 +146,26 @@ class Worker(WorkerSteps):
         self.load_model(progress=progress)
         if warm_up is not None:
             self.compile_or_warm_up_model(progress=progress, **warm_up)
+
+    def cut_anew(self, num: int) -> Loaded:
+        """Returns the checkpoint, but for its weights, for another `tensor_parallel_size`.
+
+        Raises:
+          ValueError: the model cannot be cut over so many, or there are fewer.
+        """
+        parallel = replace(self._load.keywords["parallel"], tensor_parallel_size=num)
+        loaded = self._load(parallel=parallel, generation_config="vllm")
+        return with_speculator(loaded, self._speculation) if self._speculation else loaded
+
+    def restart(self, loaded: Loaded, config: EngineConfig) -> None:
+        """Sets up what `cut_anew` returned, but for its weights, in place of the old one."""
+        self.shutdown()
+        other = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+        sizes = {name: x for name, x in self._plan.keywords.items() if name not in other}
+        sizes |= dict(num_blocks=config.num_blocks, max_model_len=config.max_model_len)
+        self._plan, self._checkpoint = partial(plan_engine, **sizes), loaded
+        self.init_device()
+        self.initialize_from_config(trusted=True)
 
     def init_device(self) -> None:
         """Takes the first of its devices, and tries whether it works.
