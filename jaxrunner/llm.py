@@ -14,7 +14,7 @@ from typing import Any
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.outputs import RequestOutput, RequestOutputs
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.elastic import scale
+from jaxrunner.elastic.scale import scale
 from jaxrunner.engine import beam
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.llm_names import LLMNames
@@ -122,8 +122,7 @@ class LLM(LLMNames):
         self._defaults = overridden(loaded.default_params, override_generation_config)
         with ExitStack() as undo:  # or it leaves nothing behind
             undo.callback(worker.shutdown)
-            self._warm_up = WARM_UPS[warm_up] if warm_up else None
-            worker.start(warm_up=self._warm_up, progress=use_tqdm)
+            worker.start(warm_up=WARM_UPS[warm_up] if warm_up else None, progress=use_tqdm)
             self.memory_plan = worker.memory_plan
             self.engine = make_engine(worker, make_compiler=_compiler_maker(loaded))
             self.completions = Completions(self.engine, self.tokenizer, loaded.eos_token_ids)
@@ -280,7 +279,7 @@ class LLM(LLMNames):
     @checked(llm_arguments.SCALE)
     def scale_elastic_ep(self, new_tensor_parallel_size: int) -> None:
         """Moves whole experts, and all else, to another number of devices; requests go on."""
-        self.engine = scale(self.completions, new_tensor_parallel_size, warm_up=self._warm_up)
+        self.engine = scale(self.completions, new_tensor_parallel_size)
         self.memory_plan = self.engine.worker.memory_plan
 
     def _or_defaults(self, params: Any) -> Any:

@@ -150,8 +150,8 @@ def _code(program: Program, params: Any) -> tuple[Any, ...]:
     kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
     weights = _classes(params)
     return (
-        model.embed, model.layers, model.logits, type(plain_config(config)), *tables, *heads, *written,
-        *drafts, *chain(*kinds), *weights, *_code_on_shards(config),
+        model.embed, model.layers, model.logits, type(plain_config(config)), *tables, *heads,
+        *written, *drafts, *chain(*kinds), *weights, *_code_on_shards(config),
     )  # fmt: skip
 
 

@@ -52,6 +52,8 @@ class Worker(WorkerSteps):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
+    warm_up: Mapping[str, Any] | None = None  # as `start` was told
+
     @checked(llm_arguments.WORKER, **llm_arguments.OF_WORKER)
     def __init__(
         self,
@@ -139,6 +141,7 @@ class Worker(WorkerSteps):
 
         warm_up: arguments of `compile_or_warm_up_model`; None compiles what is needed when it is.
         """
+        self.warm_up = warm_up
         self.init_device()
         self.initialize_from_config(trusted=True)
         if warm_up is not None:
@@ -160,10 +163,9 @@ class Worker(WorkerSteps):
     def restart(self, loaded: Loaded, config: EngineConfig) -> None:
         """Sets up what `cut_anew` returned, but for its weights, in place of the old one."""
         self.shutdown()
-        other = ("kv_cache_memory_bytes", "gpu_memory_utilization")
-        sizes = {name: x for name, x in self._plan.keywords.items() if name not in other}
-        sizes |= dict(num_blocks=config.num_blocks, max_model_len=config.max_model_len)
-        self._plan, self._checkpoint = partial(plan_engine, **sizes), loaded
+        sizes = dict(num_blocks=config.num_blocks, max_model_len=config.max_model_len)
+        sizes |= dict.fromkeys(("kv_cache_memory_bytes", "gpu_memory_utilization"))
+        self._plan, self._checkpoint = partial(self._plan, **sizes), loaded
         self.init_device()
         self.initialize_from_config(trusted=True)
 

@@ -1,6 +1,5 @@
 """An engine on another number of devices: its requests go on where they were, on a new mesh."""
 
-from collections.abc import Mapping
 from pathlib import Path
 import tempfile
 from typing import Any
@@ -13,12 +12,12 @@ from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import to_host
+from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.parallel.whole import copied, merge_one, whole_params
-from jaxrunner.speculators.drafter import DraftedConfig
 from jaxrunner.worker.expert_balance import in_order
 
 
-def scale(completions: Completions, num: int, *, warm_up: Mapping[str, Any] | None) -> Engine:
+def scale(completions: Completions, num: int) -> Engine:
     """Moves an engine whose devices have whole experts to the first `num` devices.
 
     Requests at work go on: their keys and values wait in files, weights on the host. Programs are
@@ -31,7 +30,7 @@ def scale(completions: Completions, num: int, *, warm_up: Mapping[str, Any] | No
     """
     loaded, old = _checked(completions.engine, num), completions.engine
     assert isinstance(old, Engine)
-    worker, program = old.worker, old.runner.program
+    worker, program, warm_up = old.worker, old.runner.program, old.worker.warm_up
     with completions._lock, tempfile.TemporaryDirectory() as folder:
         completions._hand_out(old.drain())
         save_engine(old, Path(folder, "engine"))
@@ -64,12 +63,11 @@ def _put(x: Any, spec: Any) -> jax.Array:
 def _checked(engine: Any, num: int) -> Loaded:
     """Returns the model for so many devices; raises as `scale`."""
     config = engine.model_config
-    if not (isinstance(engine, Engine) and getattr(config, "expert_parallel", False)):
+    is_cut = isinstance(config, ShardedConfig) and config.expert_parallel
+    if not (isinstance(engine, Engine) and is_cut):
         raise ValueError(
             "scale_elastic_ep moves one engine with enable_expert_parallel=True over several "
-            "devices: build the LLM so"
+            "devices, and without a drafter that has weights: build the LLM so"
         )
-    if isinstance(config, DraftedConfig):
-        raise ValueError("scale_elastic_ep wants an LLM without a drafter: leave one out")
     engine.status.check_awake()
     return engine.worker.cut_anew(num)
