@@ -18,6 +18,7 @@ from jaxrunner.mixtures.balanced import LOADS, PlacedExperts, maps, placed
 from jaxrunner.mixtures.placement import Placement, imbalance, in_turn, of_experts, place
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.placement import put
+from jaxrunner.parallel.processes import check_own
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.types import Array
@@ -34,6 +35,7 @@ class ExpertBalance:
         self._num_steps, self.num_moves = 0, 0  # since a placement, and placements
         if self.eplb is not None:
             mesh = runner.program.mesh
+            check_own(mesh, "enable_eplb=True", "leave it out")
             self._num_devices = 1 if mesh is None else mesh.shape[TENSOR]
             self._before: np.ndarray = np.zeros(0, np.uint32)
 

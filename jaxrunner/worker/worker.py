@@ -151,11 +151,7 @@ class Worker(WorkerSteps):
             self.compile_or_warm_up_model(progress=progress, **warm_up)
 
     def cut_anew(self, num: int) -> Loaded:
-        """Returns the checkpoint, but for its weights, for another `tensor_parallel_size`.
-
-        Raises:
-          ValueError: the model cannot be cut over so many, or there are fewer.
-        """
+        """Returns the checkpoint for other devices, as `read_checkpoint` does; raises as it."""
         parallel = replace(self._load.keywords["parallel"], tensor_parallel_size=num)
         loaded = self._load(parallel=parallel, generation_config="vllm")
         return with_speculator(loaded, self._speculation) if self._speculation else loaded
@@ -163,7 +159,9 @@ class Worker(WorkerSteps):
     def restart(self, loaded: Loaded, config: EngineConfig) -> None:
         """Sets up what `cut_anew` returned, but for its weights, in place of the old one."""
         self.shutdown()
-        sizes = dict(num_blocks=config.num_blocks, max_model_len=config.max_model_len)
+        sizes: dict[str, Any] = dict(
+            num_blocks=config.num_blocks, max_model_len=config.max_model_len
+        )
         sizes |= dict.fromkeys(("kv_cache_memory_bytes", "gpu_memory_utilization"))
         self._plan, self._checkpoint = partial(self._plan, **sizes), loaded
         self.init_device()
