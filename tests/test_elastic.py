@@ -33,8 +33,9 @@ def folder(tmp_path_factory):
     from tests.support import mixtures
 
     torch.manual_seed(0)
-    sizes = mixtures.BASE | mixtures.FEW | dict(num_attention_heads=8, vocab_size=64)
-    config = transformers.Qwen3MoeConfig(**sizes | dict(intermediate_size=44))
+    changes = mixtures.FEW | dict(num_attention_heads=8, vocab_size=64)
+    sizes: dict[str, Any] = mixtures.BASE | changes
+    config = transformers.Qwen3MoeConfig(**sizes)
     made = transformers.Qwen3MoeForCausalLM(config)
     for name, weight in made.named_parameters():
         middle, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
