@@ -11,24 +11,22 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
-
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.outputs import RequestOutput, RequestOutputs
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.elastic.scale import scale
 from jaxrunner.engine import beam
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.llm_names import LLMNames
 from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikelihood, score
-from jaxrunner.engine.metrics import draft_counts
+from jaxrunner.engine.metrics import describe_drafts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
-from jaxrunner.engine.replicas import Replicas, make_engine
+from jaxrunner.engine.replicas import Replicas, engines_of, make_engine
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
-from jaxrunner.parallel.requirements import describe
+from jaxrunner.parallel.requirements import report as report_devices
 from jaxrunner.quantization.quantized_config import describe as describe_weights
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
@@ -136,28 +134,15 @@ class LLM(LLMNames):
         alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
         replicas = self.engine.report() if isinstance(self.engine, Replicas) else ""
         return (
-            f"{_devices(runner.program.mesh)}\n{replicas}"
+            f"{report_devices(runner.program.mesh)}\n{replicas}"
             f"{describe_weights(runner.program.config)}"
             f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
             f"decode steps of a launch: {n}{alone}\n"
-            f"{self._report_drafts()}"
+            f"{''.join(e.balance.describe() for e in engines_of(self.engine))}"
+            f"{describe_drafts(runner.program.model.speculator, self.completions.totals)}"
             f"programs: {runner.programs.report()}\n"
             f"memory:\n{self.memory_plan}"
         )
-
-    def _report_drafts(self) -> str:
-        """Returns a line of what became of drafts in requests that have ended; none without."""
-        speculator = self.engine.runner.program.model.speculator
-        if speculator is None:
-            return ""
-        num, *accepted = draft_counts(self.completions.totals) or (0,)
-        said = "none verified yet"
-        if num:
-            by_position = " ".join(f"{count / num:.2f}" for count in accepted)
-            length = 1 + sum(accepted) / num
-            said = f"{length:.2f} tokens a step, accepted by position: {by_position}"
-        num = f"0 or {speculator.num_drafts}" if speculator.adaptive else speculator.num_drafts
-        return f"drafts: {num} by {speculator.name}, {said}\n"
 
     def __repr__(self) -> str:
         model, config = self.engine.model_config, self.engine.config
@@ -271,26 +256,34 @@ class LLM(LLMNames):
 
     @checked(llm_arguments.SCORE)
     def score_tokens(
-        self, prompts: Any, *, start: int = 1, use_tqdm: Bar = True
+        self,
+        prompts: Any,
+        *,
+        start: int = 1,
+        routed_experts: Sequence[Any] | None = None,
+        use_tqdm: Bar = True,
     ) -> list[TokenScores]:
-        """Returns the logprob of each token of prompts, from position `start` on, as arrays."""
-        prompts = parse_prompts(prompts)
-        return score(self.completions, prompts, [start] * len(prompts), use_tqdm=use_tqdm)
+        """Returns the logprob of each token of prompts, from position `start` on, as arrays.
+
+        routed_experts: of each prompt the experts to compute it, as `CompletionOutput` tells them.
+        """
+        prompts, asked = parse_prompts(prompts), dict(routed_experts=routed_experts)
+        starts = [start] * len(prompts)
+        return score(self.completions, prompts, starts, use_tqdm=use_tqdm, **asked)
 
     @checked(llm_arguments.ABORT)
     def abort(self, request_id: str) -> None:
         """Ends a request at any phase; its output says so. Unknown ids are ignored."""
         self.completions.abort(request_id)
 
+    @checked(llm_arguments.SCALE)
+    def scale_elastic_ep(self, new_tensor_parallel_size: int) -> None:
+        """Moves whole experts, and all else, to another number of devices; requests go on."""
+        self.engine = scale(self.completions, new_tensor_parallel_size)
+        self.memory_plan = self.engine.worker.memory_plan
+
     def _or_defaults(self, params: Any) -> Any:
         return self._defaults if params is None else params
-
-
-def _devices(mesh: Mesh | None) -> str:
-    """Returns the line of a report that names devices."""
-    if mesh is None:
-        return f"device: {jax.local_devices()[0].device_kind}"
-    return f"devices: {describe(mesh)}"
 
 
 def _compiler_maker(of: Loaded) -> Callable | None:

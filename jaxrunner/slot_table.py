@@ -24,6 +24,24 @@ class SlotTable(NamedTuple):
     dims: tuple[tuple[str, int], ...] = ()  # sizes of axes of its own, by their letters
     # Those of its axes whose arrays are no request's: a row has nothing for them, and they stay.
     shared: tuple[str, ...] = ()
+    # (table, extras by name, batch) -> the table behind the layers of a step, of a model's table
+    # that is told the `extras` of these. Layers do not read it.
+    observe: Callable[[Any, dict[str, Any], Any], Any] | None = None
+    extras: tuple[str, ...] = ()
+
+
+def partition(tables: Iterable[SlotTable]) -> tuple[list[SlotTable], list[SlotTable]]:
+    """Returns the tables that layers read, and those that are written behind them."""
+    every = list(tables)
+    return [t for t in every if t.observe is None], [t for t in every if t.observe is not None]
+
+
+def observed(
+    tables: Iterable[SlotTable], values: dict[str, Any], found: dict[str, Any], batch: Any
+) -> dict[str, Any]:
+    """Returns the values of tables behind the layers of a step, which told the extras `found`."""
+    pairs = [(t.name, t.observe) for t in tables]
+    return {name: of(values[name], found, batch) for name, of in pairs if of is not None}
 
 
 def cache_salt(tables: Iterable[SlotTable], params: SamplingParams) -> bytes:

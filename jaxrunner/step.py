@@ -15,6 +15,7 @@ from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.drafting import draw_coupled, draw_own
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.sampling.verification import verify
+from jaxrunner.slot_table import observed, partition
 from jaxrunner.speculators.speculator import DraftInputs, write_drafts
 from jaxrunner.types import (
     Array,
@@ -55,14 +56,18 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
     pools = [(group.num_blocks, group.block_size) for group in program.cache_groups]
     batch, rows = prepare_inputs(requests, plan, bucket, pools)
-    own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in program.model.tables}
-    inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
     model, config = program.model, program.config
+    read, written = partition(model.tables)
+    own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in read}
+    inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
     extras = () if model.speculator is None else model.speculator.extras
-    read = dict(extras=extras) if extras else {}  # a model need not have extras that nobody reads
+    every = tuple(dict.fromkeys((*extras, *(name for t in written for name in t.extras))))
+    asked = dict(extras=every) if every else {}  # a model need not have extras that nobody reads
     x = model.embed(config, params, inputs)
-    hidden, kv, found = model.layers(config, params, x, state.kv, inputs, ops, **read)
-    return replace(state, requests=requests, kv=kv), batch, rows, hidden, found
+    hidden, kv, found = model.layers(config, params, x, state.kv, inputs, ops, **asked)
+    tables = state.tables | observed(written, state.tables, found, batch)
+    found = {name: found[name] for name in extras}
+    return replace(state, requests=requests, kv=kv, tables=tables), batch, rows, hidden, found
 
 
 def compute_logits(params: Any, hidden: Array, batch: Batch, program: Program) -> Array:

@@ -98,6 +98,3 @@ def test_what_cannot_be_is_refused():
     dense = ParallelConfig(enable_expert_parallel=True)
     with pytest.raises(ValueError, match=r"True wants a mixture of experts, Llama.* is none"):
         dense.cut(*read_model(Settings(DENSE)))
-    asked: dict[str, Any] = dict(enable_eplb=True)
-    with pytest.raises(ValueError, match=r"enable_eplb=True.*experts stay on the devices"):
-        LLM("none", **asked)

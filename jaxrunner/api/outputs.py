@@ -27,6 +27,10 @@ class CompletionOutput:
     kept_mass: np.ndarray | None = None  # share that min-p, top-k, top-p left at its temperature
     # Of each step that gave tokens, what the model's heads said, by their names.
     heads: dict[str, list[np.ndarray]] | None = None
+    # Of all tokens of prompt and output but the last, the experts of a mixture that computed them,
+    # int16 [tokens, layers, k], -1 in layers without; with `enable_return_routed_experts`, told
+    # when it has ended.
+    routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
         """Whether no more tokens will come."""
@@ -54,6 +58,7 @@ class CompletionOutput:
             "raw_logprobs": _count(self.raw_logprobs, "values"),
             "processed_logprobs": _count(self.processed_logprobs, "values"),
             "kept_mass": _count(self.kept_mass, "values"),
+            "routed_experts": _count(self.routed_experts, "tokens"),
         }
         return _call("CompletionOutput", shown)
 

@@ -76,6 +76,7 @@ class Engine(Steps):
         prompt_logprobs_start: int | None = None,
         leader: Request | None = None,
         cache_salt: str | None = None,
+        routed_experts: Any = None,
     ) -> Request:
         """Queues a request.
 
@@ -83,6 +84,7 @@ class Engine(Steps):
         prompt_logprobs_start: position of the first prompt token with logprobs; 1 where None.
         leader: an unfinished request with this prompt, which is to be computed first and shared.
         cache_salt: it shares cached blocks only with requests of the same.
+        routed_experts: experts that are to compute the prompt; see `check_given`.
 
         Raises:
           TypeError, ValueError: a bad argument, or an id that is in use; names it.
@@ -93,6 +95,7 @@ class Engine(Steps):
             request_id, prompt_token_ids, params, of=self.runner.program,
             eos_token_ids=eos_token_ids, priority=priority, leader=leader,
             prompt_logprobs_start=prompt_logprobs_start, cache_salt=cache_salt,
+            routed_experts=routed_experts,
         )  # fmt: skip
         self.queue(request)
         return request
@@ -146,6 +149,7 @@ class Engine(Steps):
             self.read()
         while self.grammars.num_waiting:
             self._take_compiled(block=True)
+        self.routes.collect(wait=True)
         return self.take_gained()
 
     def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
@@ -157,7 +161,9 @@ class Engine(Steps):
         request_ids = check_ids(request_ids)
         check_reason(reason, stop_reason)
         self.grammars.drop(request_ids, reason, stop_reason)
+        live = [self.scheduler.requests.get(request_id) for request_id in request_ids]
         self.scheduler.finish(request_ids, reason, stop_reason)
+        self.routes.end(request for request in live if request is not None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests that nobody waits for any more; raises as `finish`."""

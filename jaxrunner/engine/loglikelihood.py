@@ -38,20 +38,28 @@ def score(
     prompts: Sequence[ParsedPrompt],
     starts: Sequence[int],
     *,
+    routed_experts: Sequence[Any] | None = None,
     use_tqdm: Bar = False,
 ) -> list[TokenScores]:
     """Scores the tokens of each prompt from its start on; the cache may hold those before it.
 
     The model's last layer runs on the tokens that are asked for, 256 at a time.
+    routed_experts: of each prompt those that are to compute it, as `check_given` takes them.
 
     Raises:
       TypeError, ValueError: a prompt is bad, or its logits are NaN.
     """
     starts = [validate("start", start, Bound(int, 0, NEVER)) for start in starts]
+    given = [None] * len(prompts) if routed_experts is None else [*routed_experts]
+    if len(given) != len(prompts):
+        raise ValueError(
+            f"routed_experts must be an array for each of {len(prompts)} prompts, got {len(given)}"
+        )
     states: list[RequestState] = []
     try:
-        for prompt, start in zip(prompts, starts, strict=True):
-            completions.add(prompt, SCORED, into=states, prompt_logprobs_start=start)
+        for prompt, start, routes in zip(prompts, starts, given, strict=True):
+            asked = dict(prompt_logprobs_start=start, routed_experts=routes)
+            completions.add(prompt, SCORED, into=states, **asked)
         completions.run(states, use_tqdm=use_tqdm)
     finally:
         completions.drop(states)

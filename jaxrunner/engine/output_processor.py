@@ -151,7 +151,16 @@ class RequestState:
             processed_logprobs=arrays.get("processed"),
             kept_mass=arrays.get("kept_mass"),
             heads=self._heads(delta=delta),
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> np.ndarray | None:
+        """Returns the experts of all tokens but the last, of a completion that has ended well."""
+        told = None if self.request is None or not self.finished else self.request.routed_experts
+        if told is None:
+            return None
+        routes = told if isinstance(told, np.ndarray) else told.get()
+        return routes[: len(self.prompt_token_ids or ()) + len(self.token_ids) - 1]
 
     def _heads(self, *, delta: bool) -> dict[str, list[np.ndarray]] | None:
         """Returns what the model's heads said so far, or with `delta` since the last such call."""

@@ -1,16 +1,19 @@
 """What a host asks of an engine, checked at the door, before anything changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, elements, shown, validate
+from jaxrunner.mixtures.given_routes import check_given
 from jaxrunner.program import MAX_STOP_IDS, Program
 from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request
 from jaxrunner.scheduling.stop import stop_ids
 from jaxrunner.slot_table import cache_salt
 from jaxrunner.text.prompts import check_prompt
 
+REPLAYED = b" with given routes"  # in the salt of requests that have some
 _ID = Bound(str)
 _TEXT = Bound(str, optional=True)
 _EOS = Bound(int, 0, 2**31 - 1)
@@ -29,16 +32,17 @@ def new_request(
     prompt_logprobs_start: int | None = None,
     leader: Request | None = None,
     cache_salt: str | None = None,
+    routed_experts: Any = None,
 ) -> Request:
     """Returns the request that an engine is asked for, with the seed of its parameters or 0.
 
     cache_salt: it shares cached blocks only with requests of the same.
+    routed_experts: what `given_routes.check_given` takes; it shares no cached blocks then.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range; names it.
     """
     vocab_size, max_len = of.config.vocab_size, of.engine.max_model_len
-    request_id = validate("request_id", request_id, _ID)
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
     params = params.clone()  # its user may set fields of the other
@@ -46,18 +50,16 @@ def new_request(
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
     _check_by_rules(params, of)
+    start = _first_scored(params, prompt_logprobs_start)
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
-    given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
-    eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
-    start = validate("prompt_logprobs_start", prompt_logprobs_start, _POSITION)
-    start = NEVER if params.prompt_logprobs is None else max(1, 1 if start is None else start)
-    wanted = max_len if params.max_tokens is None else params.max_tokens
-    return Request(
-        request_id=request_id,
+    given = enumerate(elements("eos_token_ids", eos_token_ids, _EOS.wanted))
+    eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in given]
+    request = Request(
+        request_id=validate("request_id", request_id, _ID),
         prompt_token_ids=prompt,
         params=params,
         seed=params.seed or 0,
-        max_len=min(len(prompt) + wanted, max_len),
+        max_len=min(len(prompt) + (params.max_tokens or max_len), max_len),
         stop_ids=stop_ids(params, eos, most=MAX_STOP_IDS),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         priority=validate("priority", priority, _PRIORITY),
@@ -68,6 +70,20 @@ def new_request(
         leader=leader,
         prompt_logprobs_start=start,
     )
+    return request if routed_experts is None else _replaying(request, routed_experts, of)
+
+
+def _first_scored(params: SamplingParams, asked: int | None) -> int:
+    """Returns the position of the first prompt token whose logprob is wanted."""
+    start = validate("prompt_logprobs_start", asked, _POSITION)
+    return NEVER if params.prompt_logprobs is None else max(1, 1 if start is None else start)
+
+
+def _replaying(request: Request, routed_experts: Any, of: Program) -> Request:
+    """Returns a request whose prompt given experts compute, and which shares no keys."""
+    given = check_given(routed_experts, len(request.prompt_token_ids), of.config)
+    salt = request.cache_salt + REPLAYED
+    return replace(request, given_routes=given, cache_salt=salt, cache_limit=0)
 
 
 def check_among(request: Request, live: Mapping[str, Request]) -> None:

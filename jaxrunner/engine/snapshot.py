@@ -41,6 +41,7 @@ from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request, Status
 from jaxrunner.types import Array, LayerCache
 from jaxrunner.version import __version__
+from jaxrunner.worker.expert_balance import in_order
 
 MOST_NAMED = 3  # differences in one message
 
@@ -265,7 +266,7 @@ def _context(engine: Engine) -> dict[str, str]:
     told |= dict(cache_groups=repr(pools))
     if (interleave := interleave_of(engine.model_config)) != WHOLE:
         told |= dict(interleave=f"{interleave} on {engine.runner.program.mesh}")
-    params = engine.runner.params
+    params = in_order(engine.runner)
     whole = whole_params(program.model.params, program.config)
     shapes = tuple(x.shape for x in jax.tree.leaves(whole))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]

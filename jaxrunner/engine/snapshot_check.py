@@ -14,6 +14,7 @@ from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.config import MAX_ID
 from jaxrunner.engine.engine import Engine
 from jaxrunner.errors import in_words
+from jaxrunner.mixtures.given_routes import check_given
 from jaxrunner.program import MAX_STOP_IDS
 from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.scheduling.block_pool import BlockPool
@@ -93,6 +94,8 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
     _must(r.finish_reason is None and in_flight == (0, 0), "an end, or tokens in flight")
     _must(type(r.max_len) is int and r.num_tokens < r.max_len, "max_len")
     r.check_lengths(engine.config.max_model_len)
+    if r.given_routes is not None:
+        check_given(r.given_routes, len(r.prompt_token_ids), config)
     r.params.check(config.vocab_size, extra_args=engine.runner.program.extra_args)
     _must(type(r.stop_ids) is frozenset, "stop_ids")
     _must(type(r.eos_token_ids) is tuple, "eos_token_ids")

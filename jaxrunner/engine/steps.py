@@ -9,10 +9,12 @@ from typing import Any
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
+from jaxrunner.runner.routed_experts import RoutesReader
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.draft_policy import DraftPolicy
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.worker.expert_balance import ExpertBalance
 from jaxrunner.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,8 @@ class Steps(abc.ABC):
 
     def __init__(self, worker: Worker, scheduler: Scheduler) -> None:
         self.worker, self.runner, self.status = worker, worker.runner, worker.status
-        self.scheduler = scheduler
+        self.scheduler, self.routes = scheduler, RoutesReader(self.runner)
+        self.balance = ExpertBalance(self.runner)
         decode = [(b.num_rows, b.num_drafts) for b in self.runner.buckets if b.query_len]
         self._drafts = DraftPolicy(decode) if scheduler.adaptive else None
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
@@ -94,7 +97,10 @@ class Steps(abc.ABC):
             waits = K and self.runner.would_wait(num_rows, K, n)
             self.scheduler.num_drafts = 0 if waits else K
         scheduled = self.scheduler.schedule(n)
+        self.routes.preempt(scheduled, self.unfinished)
         try:
+            self.balance.step(scheduled.num_steps if scheduled.num_scheduled_tokens else 0)
+            self.routes.give(scheduled)
             if self.grammars.is_due(scheduled.requests):
                 # It needs neither the tokens before nor the masks that follow from them.
                 self.runner.execute_model(scheduled)
@@ -146,6 +152,8 @@ class Steps(abc.ABC):
         output.share_prompt_logprobs(scheduled.requests)
         gained = self.scheduler.update(scheduled, sampled)
         output.share(gained)
+        self.routes.end(request for request, _ in gained)
+        self.routes.collect()
         self._gained += gained
         for request, tokens in gained:
             if request.grammar is not None and (reason := self.grammars.accept(request, tokens)):
@@ -176,6 +184,7 @@ class Steps(abc.ABC):
         self.scheduler.restart()
         try:
             self.runner.restart()
+            self.routes.forget()
         except Exception as cause:
             self.status.ended = of_engine(error, cause)
             left = dict(self.unfinished)

@@ -20,7 +20,7 @@ class StructuredOutputManager:
         in_step: other processes must be ready with the same requests, so all are waited for.
         """
         self._in_step = in_step
-        self._make_compiler, self._compiler = make_compiler, None
+        self.make_compiler, self._compiler = make_compiler, None
         self.requests: dict[str, Request] = {}  # whose grammar is not compiled yet
         self._futures: dict[str, Future] = {}
 
@@ -35,13 +35,13 @@ class StructuredOutputManager:
         Raises:
           ValueError: there is no tokenizer to compile it for, or llguidance is not installed.
         """
-        if self._make_compiler is None:
+        if self.make_compiler is None:
             raise ValueError(
                 "structured_outputs needs the tokenizer of the model: leave skip_tokenizer_init "
                 "out, or give the engine a GrammarCompiler"
             )
         if self._compiler is None:
-            self._compiler = self._made_compiler(self._make_compiler)
+            self._compiler = self._made_compiler(self.make_compiler)
         future = self._compiler.submit(request.params.structured_outputs)
         self.requests[request.request_id], self._futures[request.request_id] = request, future
 

@@ -36,6 +36,9 @@ MODEL: dict[str, Bound] = {  # and its weights
     "cp_kv_cache_interleave_size": Bound(int, 1, 2**16),
     "pipeline_parallel_size": Bound(int, 1, 1024),
     "enable_expert_parallel": FLAG,
+    "enable_return_routed_experts": FLAG,
+    "enable_eplb": FLAG,
+    "eplb_config": DICT_OR_NONE,
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }
@@ -95,7 +98,6 @@ _LORA = "adapters are not read: merge them into the weights of the checkpoint"
 _SERVER = f"there is no server; {_OUT}"
 _CONFIG = "pass hf_overrides, which replaces keys of config.json"
 _SAFETENSORS = "weights come from safetensors in a folder or on the hub; convert others first"
-_MOE = f"experts stay on the devices that enable_expert_parallel gives them; {_OUT}"
 _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
@@ -164,7 +166,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "mm_processor_cache_gb": Elsewhere(_TEXT_ALONE, (0, 0.0, None)),
     "disable_mm_preprocessor_cache": Elsewhere(_TEXT_ALONE, each=bool),
     "allowed_local_media_path": Elsewhere(_TEXT_ALONE, ("", None)),
-    "enable_eplb": Elsewhere(_MOE, (False, None)),
     "compilation_config": Elsewhere(_COMPILED, (None, {})),
     "optimization_level": Elsewhere(_COMPILED),
     "cudagraph_capture_sizes": Elsewhere(_COMPILED),
@@ -199,6 +200,7 @@ ON_ERROR: dict[str, Bound] = {"on_error": Bound(str, among=("return", "raise"))}
 METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}
 SCORE: dict[str, Bound] = METHODS | {"start": Bound(int, 0, COUNT)}
 GENERATE: dict[str, Bound] = METHODS | ON_ERROR
+SCALE: dict[str, Bound] = {"new_tensor_parallel_size": Bound(int, 2, 1024)}
 ABORT: dict[str, Bound] = {"request_id": TEXT}
 CHAT: dict[str, Bound] = {
     "use_tqdm": _TQDM,

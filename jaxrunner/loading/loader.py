@@ -15,6 +15,7 @@ from jaxrunner.loading.dtypes import choose_dtype
 from jaxrunner.loading.hub import resolve
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
+from jaxrunner.mixtures.recorded_routes import with_recorded_routes
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
@@ -129,13 +130,14 @@ def load(
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
     parallel: ParallelConfig = ONE_DEVICE,
+    enable_return_routed_experts: bool = False,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     quantization: what `quantization.registry.read_method` takes.
-    parallel: over which devices the model is cut.
+    parallel: over which devices the model is cut. enable_return_routed_experts: keeps its routes.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -148,7 +150,7 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     model, config = read_quantized(settings, str(folder / "config.json"), quantization)
-    model, config = parallel.cut(model, config)
+    model, config = parallel.cut(*_kept(model, config, enable_return_routed_experts))
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None
@@ -160,6 +162,10 @@ def load(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults, load_config)
+
+
+def _kept(model: Model, config: ModelConfig, routes: bool) -> tuple[Model, ModelConfig]:
+    return with_recorded_routes(model, config) if routes else (model, config)
 
 
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
+from jaxrunner.mixtures.balanced import with_balance
+from jaxrunner.mixtures.eplb_config import EplbConfig
+from jaxrunner.mixtures.recorded_routes import routes_place
 from jaxrunner.model import Model
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.pipeline import deal
@@ -22,6 +25,7 @@ class ParallelConfig:
     devices: Sequence[Any] | None = None  # those to take of; None for the first of this process
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
     enable_expert_parallel: bool = False  # whether devices have whole experts, not units of each
+    eplb: EplbConfig | None = None  # when whole experts are spread anew; None for never
 
     def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the model and its config as they run on these devices; raises as what cuts."""
@@ -33,6 +37,11 @@ class ParallelConfig:
                 f"enable_expert_parallel=True wants a mixture of experts, {config.architecture} is "
                 "none: leave it out"
             )
+        if routes_place(config) is not None:
+            self._refuse_cuts("enable_return_routed_experts=True")
+        if self.eplb is not None:
+            self._refuse_cuts("enable_eplb=True")
+            model, config = self._balanced(model, config, self.eplb)
         if P > 1 or self.rank:
             if self.interleave != WHOLE:
                 raise ValueError(
@@ -44,3 +53,34 @@ class ParallelConfig:
             mesh = make_mesh(N, self.devices)
             return shard(model, config, mesh, self.interleave, expert_parallel=whole)
         return model, config
+
+    def _refuse_cuts(self, asked: str) -> None:
+        """Refuses devices that have some of the layers, or of the tokens."""
+        sizes = dict(
+            pipeline_parallel_size=self.pipeline_parallel_size + (self.rank or 0),
+            decode_context_parallel_size=self.interleave.parts,
+        )
+        for name, size in sizes.items():
+            if size > 1:
+                raise ValueError(
+                    f"{asked} wants all layers and tokens on each device, got {name}={size}: set "
+                    "it to 1"
+                )
+
+    def _balanced(
+        self, model: Model, config: ModelConfig, eplb: EplbConfig
+    ) -> tuple[Model, ModelConfig]:
+        """Returns a mixture with copies of experts, which all devices have as many of."""
+        N = self.tensor_parallel_size
+        if N == 1 or not self.enable_expert_parallel:
+            raise ValueError(
+                "enable_eplb=True spreads whole experts over several devices: set "
+                "enable_expert_parallel and tensor_parallel_size too"
+            )
+        X, more = config.dims["experts"], eplb.num_redundant_experts
+        if (X + more) % N:
+            raise ValueError(
+                f"eplb_config.num_redundant_experts={more} makes {X + more} experts, which "
+                f"tensor_parallel_size={N} does not divide: take {-X % N}"
+            )
+        return with_balance(model, config, eplb)

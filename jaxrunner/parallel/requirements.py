@@ -28,6 +28,13 @@ def describe(mesh: Mesh) -> str:
     return ", ".join([*(f"{count} x {kind}" for kind, count in kinds.items()), *axes])
 
 
+def report(mesh: Mesh | None) -> str:
+    """Returns the line of `LLM.report` that names devices."""
+    if mesh is None:
+        return f"device: {jax.local_devices()[0].device_kind}"
+    return f"devices: {describe(mesh)}"
+
+
 def check_mesh(mesh: Mesh) -> None:
     """Checks the devices of a mesh, and on GPUs the versions of JAX and NCCL.
 

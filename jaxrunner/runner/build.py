@@ -11,6 +11,8 @@ import jax
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
+from jaxrunner.mixtures.balanced import BalancedConfig
+from jaxrunner.mixtures.recorded_routes import RecordedConfig
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
@@ -143,22 +145,35 @@ def _code(program: Program, params: Any) -> tuple[Any, ...]:
     own = () if speculator is None else speculator.tables
     tables = (table.params for table in (*model.tables, *own))
     heads = (head.run for head in model.heads)
+    written = (_function(table.observe) for table in model.tables if table.observe is not None)
     drafts = () if speculator is None else (_function(speculator.propose), *_code_of_parts(config))
     kinds = ((type(kind), kind.leaves) for kind in dict.fromkeys(config.cache_kinds))
     weights = _classes(params)
     return (
         model.embed, model.layers, model.logits, type(plain_config(config)), *tables, *heads,
-        *drafts, *chain(*kinds), *weights, *_code_on_shards(config),
+        *written, *drafts, *chain(*kinds), *weights, *_code_on_shards(config),
     )  # fmt: skip
 
 
 def _code_on_shards(config: Any) -> tuple[Any, ...]:
-    """Returns the functions and classes of models and drafters that shards run."""
+    """Returns the functions and classes of models and drafters that others run, as on shards."""
     drafter = getattr(config, "drafter", None)
     parts = config, getattr(config, "target", None), drafter, getattr(drafter, "config", None)
-    found = [part for part in parts if isinstance(part, ShardedConfig)]
-    of = [(part.family.embed, part.family.layers, part.family.logits) for part in found]
-    return *chain(*of), *(type(plain_config(part.whole)) for part in found)
+    found = [one for part in parts for one in _wrappers(part)]
+    of = [(one.family.embed, one.family.layers, one.family.logits) for one in found]
+    return *chain(*of), *(type(plain_config(_inner(one))) for one in found)
+
+
+def _wrappers(config: Any) -> list[Any]:
+    """Returns the configs of models that run another one, from the outside."""
+    inner = _inner(config)
+    return [] if inner is None else [config, *_wrappers(inner)]
+
+
+def _inner(config: Any) -> Any:
+    if isinstance(config, ShardedConfig):
+        return config.whole
+    return config.plain if isinstance(config, BalancedConfig | RecordedConfig) else None
 
 
 def _code_of_parts(config: Any) -> tuple[Any, ...]:

@@ -271,8 +271,9 @@ class ModelRunner:
         several = n > 1
         drafts = output.num_drafts
         each = [1 + drafts.get(r, 0) if several else counts[r] for r in req_ids]
+        all_tokens = [b for b in self.buckets if not (b.query_len and output.replays_routes)]
         bucket = choose(
-            self.buckets, each, lambda b: is_pending(step_key(b, n)), several=several,
+            all_tokens, each, lambda b: is_pending(step_key(b, n)), several=several,
             num_drafts=output.num_proposed,
         )  # fmt: skip
         self.traffic[bucket.query_len][sum(each)] += 1

@@ -66,6 +66,10 @@ class Request:
     heads: dict[str, list[np.ndarray]] = field(default_factory=dict)  # what these said, by step
     logprobs: list[Any] = field(default_factory=list)  # parts of outputs: `Logprobs`, [N]
     prompt_logprobs: list[Any] = field(default_factory=list)  # parts: positions, `Logprobs`
+    # Of all tokens but the last, int16 [tokens, layers, k]: what experts computed them, once it has
+    # ended, and given ones that are to compute its prompt.
+    routed_experts: Any = None
+    given_routes: np.ndarray | None = None
 
     def __post_init__(self):
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -174,6 +178,7 @@ class SchedulerOutput:
     # Of this launch. Of several, each computes a token of each request, and its drafts; then
     # `num_scheduled_tokens` are the most tokens that all of them give, `num_drafts` those of one.
     num_steps: int = 1
+    replays_routes: bool = False  # whether it has tokens with given routes, or may have
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -21,6 +21,7 @@ from jaxrunner.quantization.per_channel import of_floats
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.worker import lifecycle_arguments as arguments
+from jaxrunner.worker.expert_balance import in_order
 from jaxrunner.worker.status import WorkerStatus
 
 CHANGEABLE = dict(
@@ -216,7 +217,7 @@ class WeightUpdates(NotHere, abc.ABC):
         """Returns the weights that tensors are to be put among."""
         if self.params is None:
             raise RuntimeError("the weights sleep: wake_up first, or give all with update_params")
-        return self.params
+        return in_order(self.runner)
 
     def _check_own(self, asked: str) -> None:
         check_own(self.runner.program.mesh, asked, "reload_weights reads a checkpoint there too")

@@ -23,9 +23,11 @@ from jaxrunner import pytree
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.speculative_config import SpeculativeConfig
 from jaxrunner.caches.interleave import Interleave
+from jaxrunner.config import EngineConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
+from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.parallel.mesh import devices_of, mesh_of
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.parallel.requirements import check_sum
@@ -50,6 +52,8 @@ class Worker(WorkerSteps):
     methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
     """
 
+    warm_up: Mapping[str, Any] | None = None  # as `start` was told
+
     @checked(llm_arguments.WORKER, **llm_arguments.OF_WORKER)
     def __init__(
         self,
@@ -69,14 +73,15 @@ class Worker(WorkerSteps):
         decode_context_parallel_size: int = 1,
         cp_kv_cache_interleave_size: int = 1,
         pipeline_parallel_size: int = 1,
-        enable_expert_parallel: bool = False,
+        enable_expert_parallel: bool = False, enable_return_routed_experts: bool = False,
+        enable_eplb: bool = False, eplb_config: dict[str, Any] | None = None,
         rank: int | None = None,
         devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
         cache_dir: str | Path | None = "auto",
         **sizes: Any,
-    ):
+    ):  # fmt: skip
         """rank: the stage of a pipeline that this worker is, alone; all of them where None.
         devices: those to take of; None for the first of this process.
         sizes: fields of `EngineConfig`, or of `sizing.plan_engine`.
@@ -87,10 +92,11 @@ class Worker(WorkerSteps):
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            quantization=quantization, parallel=ParallelConfig(
+            quantization=quantization, enable_return_routed_experts=enable_return_routed_experts,
+            parallel=ParallelConfig(
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
-                enable_expert_parallel,
+                enable_expert_parallel, EplbConfig.read(eplb_config, enable_eplb=enable_eplb),
             ),
         )  # fmt: skip
         self._devices, asked = devices, speculative_config
@@ -135,6 +141,7 @@ class Worker(WorkerSteps):
 
         warm_up: arguments of `compile_or_warm_up_model`; None compiles what is needed when it is.
         """
+        self.warm_up = warm_up
         self.init_device()
         self.initialize_from_config(trusted=True)
         if warm_up is not None:
@@ -142,6 +149,23 @@ class Worker(WorkerSteps):
         self.load_model(progress=progress)
         if warm_up is not None:
             self.compile_or_warm_up_model(progress=progress, **warm_up)
+
+    def cut_anew(self, num: int) -> Loaded:
+        """Returns the checkpoint for other devices, as `read_checkpoint` does; raises as it."""
+        parallel = replace(self._load.keywords["parallel"], tensor_parallel_size=num)
+        loaded = self._load(parallel=parallel, generation_config="vllm")
+        return with_speculator(loaded, self._speculation) if self._speculation else loaded
+
+    def restart(self, loaded: Loaded, config: EngineConfig) -> None:
+        """Sets up what `cut_anew` returned, but for its weights, in place of the old one."""
+        self.shutdown()
+        sizes: dict[str, Any] = dict(
+            num_blocks=config.num_blocks, max_model_len=config.max_model_len
+        )
+        sizes |= dict.fromkeys(("kv_cache_memory_bytes", "gpu_memory_utilization"))
+        self._plan, self._checkpoint = partial(self._plan, **sizes), loaded
+        self.init_device()
+        self.initialize_from_config(trusted=True)
 
     def init_device(self) -> None:
         """Takes the first of its devices, and tries whether it works.

@@ -1,0 +1,1 @@
+"""An engine on other devices than it was built on."""

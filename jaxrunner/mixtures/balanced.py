@@ -1,0 +1,191 @@
+"""A mixture with copies of experts, as a model that the rest knows no difference of.
+
+Experts are numbered as the checkpoint has them; copies lie in places. Which place computes a token
+follows from its position: a request's tokens depend on no other request.
+"""
+
+from dataclasses import dataclass, field, replace
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.config import ModelConfig
+from jaxrunner.experts import Experts, Routes
+from jaxrunner.mixtures.eplb_config import EplbConfig
+from jaxrunner.mixtures.placement import Placement, in_turn
+from jaxrunner.model import Model, Ops, Source
+from jaxrunner.pytree import host_value, leaf, pytree, static
+from jaxrunner.slot_table import SlotTable
+from jaxrunner.types import Array, Batch, Inputs
+
+LOADS = "expert_loads"  # in `State.tables`
+
+
+@pytree
+class PlacedExperts:
+    """Weights of the copies of experts, and where these lie: differences from `in_turn`."""
+
+    gate_up: Array = leaf("X gate_up F E", "param")
+    down: Array = leaf("X E F", "param")
+    gate_up_bias: Array | None = leaf("X gate_up F", "param", when="bias")
+    down_bias: Array | None = leaf("X E", "param", when="bias")
+    moved: Array = leaf("candidates slots")  # places of copies
+    more: Array = leaf("candidates")  # copies
+    activation: str = static(default="swiglu")
+
+    @property
+    def weights(self) -> Experts:
+        """The copies, as experts."""
+        biases = self.gate_up_bias, self.down_bias
+        return Experts(self.gate_up, self.down, *biases, self.activation)
+
+    def place(self, routes: Routes, positions: Array, num_places: int) -> Routes:
+        """Returns the routes to the places of copies, which take turns by positions, [T]."""
+        (X, slots), experts = self.moved.shape, routes.experts
+        first = _first(X, num_places, slots)
+        known = jnp.minimum(experts, X - 1)
+        copies = (self.more + jnp.asarray(first.copies[0]))[known]
+        places = (self.moved + jnp.asarray(first.places[0]))[known, positions[:, None] % copies]
+        return Routes(jnp.where(experts < X, places, num_places), routes.weights)
+
+
+@pytree
+class ExpertLoads:
+    """Tokens that each expert has computed, modulo 2^32."""
+
+    counts: Array = leaf("layers candidates")
+
+
+@dataclass(frozen=True)
+class BalancedConfig:
+    """The config of a mixture, and how many copies its experts have."""
+
+    family: Model = field(repr=False)
+    plain: Any  # its own config
+    eplb: EplbConfig
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "plain":  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.plain, name)
+
+    @property
+    def num_places(self) -> int:
+        """Copies of all experts of a layer, P."""
+        return self.plain.router.num_experts + self.eplb.num_redundant_experts
+
+    @functools.cached_property
+    def dims(self) -> dict[str, Any]:
+        """Those of the model, with as many experts as places."""
+        dims = self.plain.dims
+        kinds = dims.get("kinds", {}) | {Experts: PlacedExperts}
+        slots = 1 + self.eplb.num_redundant_experts
+        return dims | dict(experts=self.num_places, slots=slots, kinds=kinds)
+
+
+def with_balance(model: Model, config: ModelConfig, eplb: EplbConfig) -> tuple[Model, ModelConfig]:
+    """Returns a mixture whose experts have copies, and whose steps count their loads."""
+    made = BalancedConfig(model, config, eplb)
+    names = tuple(f"routed_experts.{i}" if s else "" for i, s in enumerate(made.sparse))
+    table = SlotTable(
+        LOADS, ExpertLoads, None, dims=(("layers", len(names)),), extras=tuple(filter(None, names)),
+        observe=functools.partial(_count, names),
+    )  # fmt: skip
+    balanced = model._replace(
+        embed=_embed, layers=_layers, logits=_logits, sources=_sources,
+        tables=(*model.tables, table),
+    )  # fmt: skip
+    return balanced, cast(ModelConfig, made)
+
+
+def maps(placement: Placement, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `moved` and `more` of each layer, [layers, X, slots] and [layers, X]."""
+    Y, X, most = placement.places.shape
+    first = _first(X, placement.expert.shape[1], slots)
+    places = np.full((Y, X, slots), -1, np.int32)
+    places[:, :, : min(most, slots)] = placement.places[:, :, :slots]
+    return places - first.places, placement.copies - first.copies
+
+
+def placed(moved: np.ndarray, more: np.ndarray, num_places: int) -> np.ndarray:
+    """Returns whose copy lies at each place, [P], of one layer's `moved` and `more`."""
+    first = _first(more.size, num_places, moved.shape[1])
+    places, copies = moved + first.places[0], more + first.copies[0]
+    expert = np.zeros(num_places, np.int32)
+    for x, count in enumerate(copies.tolist()):
+        expert[places[x, :count]] = x
+    return expert
+
+
+@functools.lru_cache(maxsize=8)
+def _first(num_experts: int, num_places: int, slots: int) -> Placement:
+    """Returns `in_turn` of one layer, with places for `slots` copies."""
+    made = in_turn(1, num_experts, num_places)
+    places = np.full((1, num_experts, slots), -1, np.int32)
+    places[:, :, : made.places.shape[2]] = made.places
+    return made._replace(places=places)
+
+
+def _count(
+    names: tuple[str, ...], loads: ExpertLoads, found: dict[str, Array], batch: Batch
+) -> ExpertLoads:
+    """Adds the tokens of a step to the loads; those of padding have no expert."""
+    layers = np.array([i for i, name in enumerate(names) if name])
+    experts = jnp.stack([found[name] for name in names if name])
+    at = jnp.asarray(layers)[:, None, None], experts
+    return ExpertLoads(loads.counts.at[at].add(1, mode="drop"))
+
+
+def _embed(config: BalancedConfig, params: Any, inputs: Inputs) -> Array:
+    return config.family.embed(config.plain, params, inputs)
+
+
+def _logits(config: BalancedConfig, params: Any, hidden: Array) -> Array:
+    return config.family.logits(config.plain, params, hidden)
+
+
+def _layers(
+    config: BalancedConfig, params: Any, x: Array, kv: tuple[Any, ...], inputs: Inputs, ops: Ops,
+    **which: Any,
+) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
+    def experts(x: Array, routes: Routes, w: PlacedExperts) -> Array:
+        places = w.place(routes, inputs.positions, config.num_places)
+        return ops.experts(x, places, w.weights)
+
+    run, own = config.family.layers, replace(ops, experts=cast(Any, experts))
+    return run(config.plain, params, x, kv, inputs, own, **which)
+
+
+def _sources(config: BalancedConfig) -> Any:
+    """Returns where each weight lies in a checkpoint: the first experts are read twice."""
+    X, slots = config.router.num_experts, 1 + config.eplb.num_redundant_experts
+    order = _first(X, config.num_places, slots).expert[0]
+
+    def copied(source: Source | None) -> Source | None:
+        if source is None:
+            return None
+        join, split = source.join, source.split
+        undo = None if split is None else lambda packed: split(packed[:X])
+        return source._replace(join=lambda arrays: join(arrays)[order], split=undo)
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, Experts):
+            return node
+        names = "gate_up", "down", "gate_up_bias", "down_bias"
+        made = {name: copied(cast(Any, getattr(node, name))) for name in names}
+        shapes = dict(moved=(X, slots), more=(X,))
+        made |= {name: _zeros(shape) for name, shape in shapes.items()}
+        return host_value(PlacedExperts, **made, activation=node.activation)
+
+    def is_whole(node: Any) -> bool:
+        return isinstance(node, Experts | Source)
+
+    return jax.tree.map(one, config.family.sources(config.plain), is_leaf=is_whole)
+
+
+def _zeros(shape: tuple[int, ...]) -> Source:
+    """Returns the source of integers that no file has."""
+    return Source((), (), lambda _: np.zeros(shape, np.int32), lambda _: [])

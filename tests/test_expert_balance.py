@@ -1,0 +1,134 @@
+"""Experts spread anew over devices while requests run: loads, moves, and the same tokens."""
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, SamplingParams
+from jaxrunner.mixtures.placement import in_turn, place
+from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.worker.expert_balance import gather, move, placement_of
+
+pytest.importorskip("torch", reason="the checkpoints need PyTorch: install the hf extra")
+pytest.importorskip("transformers", reason="the checkpoints need transformers")
+
+Y, X, R = 2, 6, 2  # layers, experts, further copies
+PROMPTS = [np.random.default_rng(n).integers(1, 62, n).tolist() for n in (1, 5, 17, 40)]
+SIZES: dict[str, Any] = dict(
+    max_num_batched_tokens=64, max_num_seqs=8, max_model_len=128, block_size=8, num_blocks=200,
+    token_buckets=(64,), decode_buckets=(8,), skip_tokenizer_init=True, warm_up=False,
+    cache_dir=None, use_tqdm=False, enable_return_routed_experts=True,
+)  # fmt: skip
+TWO: dict[str, Any] = dict(tensor_parallel_size=2, enable_expert_parallel=True)
+EPLB = dict(num_redundant_experts=R, window_size=3, step_interval=5, log_balancedness=True)
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tests.support import mixtures
+
+    made = tmp_path_factory.mktemp("mixture")
+    mixtures.model("qwen3").save_pretrained(made)
+    return str(made)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, **SIZES, **TWO, enable_eplb=True, eplb_config=EPLB) as made:
+        yield made
+
+
+def ask(llm):
+    prompts = [dict(prompt_token_ids=p) for p in PROMPTS]
+    return [out.outputs[0] for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def test_tokens_are_the_same_across_placements(folder, llm, caplog):
+    """Four of them while 20 tokens come; nothing is compiled for it, and all tokens are counted."""
+    assert "experts: no token counted yet" in llm.report()
+    with LLM(folder, **SIZES) as other:
+        want = ask(other)
+    with caplog.at_level(logging.WARNING):
+        got = ask(llm)
+    assert [out.token_ids for out in got] == [out.token_ids for out in want]
+    assert llm.engine.balance.num_moves >= 3 and "of devices' loads" in caplog.text
+    assert len(llm.runner.programs.ready()) == 3  # a prefill's, a decode's, an admission's
+    assert (placement_of(llm.runner).expert != in_turn(Y, X, X + R).expert).any()
+    routes: list[Any] = [out.routed_experts for out in got]
+    every = np.concatenate(routes)
+    counts = [np.bincount(every[:, y].ravel(), minlength=X) for y in range(Y)]
+    np.testing.assert_array_equal(llm.engine.balance.loads(), counts)
+    assert "times the mean load" in llm.report()
+
+
+def test_copies_are_the_experts_that_the_router_means(llm):
+    """Wherever they move; a weight update finds them in the checkpoint's order."""
+    first = jax.tree.map(np.asarray, llm.engine.worker._awake())
+    loads = np.random.default_rng(0).integers(0, 99, (Y, X))
+    new = place(loads, X + R, 2)
+    move(llm.runner, new)
+    assert placement_of(llm.runner).expert.tolist() == new.expert.tolist()
+    for y, layer in enumerate(llm.params.layers):
+        for name in ("gate_up", "down"):
+            was = np.asarray(getattr(first.layers[y].experts, name))
+            np.testing.assert_array_equal(getattr(layer.experts, name), was[new.expert[y]])
+    back = jax.tree.map(np.asarray, llm.engine.worker._awake())
+    assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(first)))
+
+
+def test_new_weights_come_after_moves(folder, llm):
+    """Of one expert alone: all its copies change, and others stay."""
+    before, name = ask(llm), "model.layers.0.mlp.experts.1.down_proj.weight"
+    old = np.asarray(llm.engine.worker._awake().layers[0].experts.down)
+    llm.reload_weights({name: np.zeros(old.shape[1:], np.float32)})
+    own = placement_of(llm.runner).expert[0]
+    down = np.asarray(llm.params.layers[0].experts.down)
+    assert not down[own == 1].any() and np.abs(down[own != 1]).min(0).max() > 0
+    llm.reload_weights()
+    assert [out.token_ids for out in ask(llm)] == [out.token_ids for out in before]
+
+
+@pytest.mark.slow
+def test_a_snapshot_is_taken_between_placements(llm, tmp_path):
+    want = ask(llm)
+    stream = llm.stream([dict(prompt_token_ids=PROMPTS[3])], GREEDY)
+    for _ in range(7):
+        next(stream)
+    llm.save_state(tmp_path / "half")
+    stream.close()
+    rest = [out.outputs[0].token_ids for out in llm.restore_state(tmp_path / "half")]
+    assert [token for ids in rest for token in ids] == want[3].token_ids[7:]
+
+
+def test_rows_are_gathered_from_all_devices():
+    mesh = make_mesh(2)
+    rows = np.random.default_rng(0).normal(size=(6, 3, 2)).astype(np.float32)
+    index = np.array([5, 0, 0, 3, 2, 5], np.int32)
+    np.testing.assert_array_equal(gather(mesh)(rows, index), rows[index])
+    np.testing.assert_array_equal(gather(None)(rows, index), rows[index])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(enable_expert_parallel=False), "enable_eplb=True spreads whole experts over several"),
+        (
+            dict(eplb_config=dict(num_redundant_experts=1)),
+            "experts=1 makes 7 experts, which tensor_parallel_size=2 does not divide: take 0",
+        ),
+        (dict(eplb_config=dict(window=3)), r"eplb_config may have .*, got \['window'\]"),
+        (dict(eplb_config=dict(window_size=0)), r"eplb_config.window_size=0 is out of range"),
+        (dict(eplb_config=dict(step_interval=9)), r"window_size=1000 is over step_interval=9"),
+        (dict(enable_eplb=False), "eplb_config is of enable_eplb=True: set it, or leave this out"),
+        (dict(pipeline_parallel_size=2), r"enable_eplb=True wants all layers and tokens on each"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder, changes, words):
+    asked: dict[str, Any] = SIZES | TWO | dict(enable_eplb=True, eplb_config=EPLB) | changes
+    asked["enable_return_routed_experts"] = False
+    with pytest.raises(ValueError, match=words):
+        LLM(folder, **asked)
