@@ -1,5 +1,6 @@
 """vLLM's GPU model runner as compiled JAX. Start reading at `step.py`."""
 
+from jaxrunner.api.lora_request import LoRARequest
 from jaxrunner.api.outputs import (
     CompletionOutput,
     Interrupted,
@@ -23,6 +24,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Interrupted",
+    "LoRARequest",
     "Logprob",
     "RepetitionDetectionParams",
     "RequestOutput",

@@ -56,7 +56,8 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     pools = [(group.num_blocks, group.block_size) for group in program.cache_groups]
     batch, rows = prepare_inputs(requests, plan, bucket, pools)
     own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in program.model.tables}
-    inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
+    inputs = replace(batch.inputs, tables=own)
+    ops = program.ops(replace(batch, inputs=inputs))
     model, config = program.model, program.config
     extras = () if model.speculator is None else model.speculator.extras
     read = dict(extras=extras) if extras else {}  # a model need not have extras that nobody reads

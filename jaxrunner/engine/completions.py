@@ -134,9 +134,9 @@ class Completions:
         self, asked: Iterable[Asked], *, into: list[list[RequestState]], on_error: str
     ) -> None:
         """Adds prompts. into: gains a list of the completions of each."""
-        for prompt, params, priority in asked:
+        for prompt, params, rest in asked:
             into.append([])
-            self.add(prompt, params, into=into[-1], on_error=on_error, priority=priority)
+            self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
 
     def run(self, states: Sequence[RequestState], *, use_tqdm: Bar = False) -> None:
         """Steps until these completions are whole."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.api.arguments import forwarded
+from jaxrunner.api.lora_request import LoRARequest
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.engine.interrupts import deferred
@@ -60,7 +61,9 @@ class Engine(Steps):
     def _set_up(self, worker: Worker, make_compiler: Callable[[], Any] | None) -> None:
         program = worker.runner.program
         self.config, self.model_config = program.engine, program.config
-        self.pools, scheduler = make_scheduler(program)
+        adapters = worker.runner.adapters
+        self.pools, scheduler = make_scheduler(program, adapters and adapters.pinned)
+        worker.lora_users = lambda: {r.lora_id for r in self.unfinished.values()}
         super().__init__(worker, scheduler)
         self.grammars = StructuredOutputManager(make_compiler, in_step=program.is_shared)
         self._seeds = np.random.default_rng(self.config.seed)
@@ -76,6 +79,7 @@ class Engine(Steps):
         prompt_logprobs_start: int | None = None,
         leader: Request | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """Queues a request.
 
@@ -83,6 +87,7 @@ class Engine(Steps):
         prompt_logprobs_start: position of the first prompt token with logprobs; 1 where None.
         leader: an unfinished request with this prompt, which is to be computed first and shared.
         cache_salt: it shares cached blocks only with requests of the same.
+        lora_request: its adapter, which is read if it is not known.
 
         Raises:
           TypeError, ValueError: a bad argument, or an id that is in use; names it.
@@ -93,6 +98,7 @@ class Engine(Steps):
             request_id, prompt_token_ids, params, of=self.runner.program,
             eos_token_ids=eos_token_ids, priority=priority, leader=leader,
             prompt_logprobs_start=prompt_logprobs_start, cache_salt=cache_salt,
+            lora_id=self.worker.take_lora(lora_request),
         )  # fmt: skip
         self.queue(request)
         return request
@@ -141,7 +147,7 @@ class Engine(Steps):
     @deferred
     def drain(self) -> NewTokens:
         """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
-        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch, self.worker.lora_versions)
         while self._in_flight:
             self.read()
         while self.grammars.num_waiting:

@@ -52,6 +52,10 @@ class LLMNames(NotHere):
     stop_profile = forwarded("engine.worker", Lifecycle.stop_profile)
     profile = forwarded("engine.worker", Lifecycle.profile)
     check_health = forwarded("engine.worker", Lifecycle.check_health)
+    add_lora = forwarded("engine.worker", Lifecycle.add_lora)
+    remove_lora = forwarded("engine.worker", Lifecycle.remove_lora)
+    list_loras = forwarded("engine.worker", Lifecycle.list_loras)
+    pin_lora = forwarded("engine.worker", Lifecycle.pin_lora)
     get_supported_tasks = forwarded("engine.worker", Lifecycle.get_supported_tasks)
 
     @property

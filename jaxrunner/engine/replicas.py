@@ -89,6 +89,7 @@ class Replicas:
         self._check()
         self.status.check_awake()
         program = self.runner.program
+        asked["lora_id"] = self.worker.take_lora(asked.pop("lora_request", None))
         request = new_request(request_id, prompt_token_ids, params, of=program, **asked)
         if self._epoch != self.worker.cache_epoch:
             self._epoch = self.worker.cache_epoch

@@ -29,10 +29,11 @@ def new_request(
     prompt_logprobs_start: int | None = None,
     leader: Request | None = None,
     cache_salt: str | None = None,
+    lora_id: int = 0,
 ) -> Request:
     """Returns the request that an engine is asked for, with the seed of its parameters or 0.
 
-    cache_salt: it shares cached blocks only with requests of the same.
+    cache_salt: it shares cached blocks only with requests of the same. lora_id: of its adapter.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range; names it.
@@ -62,8 +63,9 @@ def new_request(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         priority=validate("priority", priority, _PRIORITY),
         cache_salt=_salt(
-            _model_salt(of, len(prompt), params), validate("cache_salt", cache_salt, _TEXT)
+            _model_salt(of, len(prompt), params, lora_id), validate("cache_salt", cache_salt, _TEXT)
         ),
+        lora_id=lora_id,
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
         leader=leader,
         prompt_logprobs_start=start,
@@ -117,9 +119,10 @@ def check_reason(reason: str, stop_reason: int | str | None) -> None:
         raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")
 
 
-def _model_salt(of: Program, prompt_len: int, params: SamplingParams) -> bytes:
+def _model_salt(of: Program, prompt_len: int, params: SamplingParams, lora_id: int) -> bytes:
     """Returns what keys depend on besides tokens."""
     salt, rows = of.config.cache_salt(prompt_len), cache_salt(of.model.tables, params)
+    rows = b"lora %d %s" % (lora_id, rows) if lora_id else rows
     return b"%d %s %s" % (len(salt), salt, rows) if rows else salt
 
 

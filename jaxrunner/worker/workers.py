@@ -19,6 +19,9 @@ class Workers(Lifecycle):
     def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__()
         self.workers = list(workers)
+        self.lora_users = self._loras_of_all
+        for worker in self.workers:  # whose engines look there
+            worker.lora_versions = self.lora_versions
 
     @property
     def live(self) -> list[Worker]:
@@ -72,6 +75,9 @@ class Workers(Lifecycle):
         """Gives the memory of all devices back."""
         for worker in self.workers:
             worker.shutdown()
+
+    def _loras_of_all(self) -> set[int]:
+        return {lora_id for worker in self.live for lora_id in worker.lora_users()}
 
     def _outdate(self, *, weights: bool) -> None:
         super()._outdate(weights=weights)

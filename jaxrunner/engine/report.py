@@ -1,0 +1,61 @@
+"""What `LLM.report` says of an engine: devices, what runs and why, drafts, programs, adapters."""
+
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.metrics import draft_counts
+from jaxrunner.engine.replicas import Replicas
+from jaxrunner.parallel.requirements import describe
+from jaxrunner.program import Program
+from jaxrunner.quantization.quantized_config import describe as describe_weights
+from jaxrunner.runner.device_adapters import DeviceAdapters
+
+
+def describe_engine(engine: Engine | Replicas, totals: Mapping[str, int]) -> str:
+    """Returns the lines; totals: of requests that have ended."""
+    runner, n = engine.runner, engine.config.num_decode_steps
+    alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
+    replicas = engine.report() if isinstance(engine, Replicas) else ""
+    return (
+        f"{_devices(runner.program.mesh)}\n{replicas}"
+        f"{describe_weights(runner.program.config)}"
+        f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
+        f"decode steps of a launch: {n}{alone}\n"
+        f"{_drafts(runner.program, totals)}{_adapters(runner.adapters)}"
+        f"programs: {runner.programs.report()}\n"
+    )
+
+
+def _drafts(program: Program, totals: Mapping[str, int]) -> str:
+    """Returns a line of what became of drafts in requests that have ended; none without."""
+    if (speculator := program.model.speculator) is None:
+        return ""
+    num, *accepted = draft_counts(totals) or (0,)
+    said = "none verified yet"
+    if num:
+        by_position = " ".join(f"{count / num:.2f}" for count in accepted)
+        length = 1 + sum(accepted) / num
+        said = f"{length:.2f} tokens a step, accepted by position: {by_position}"
+    num = f"0 or {speculator.num_drafts}" if speculator.adaptive else speculator.num_drafts
+    return f"drafts: {num} by {speculator.name}, {said}\n"
+
+
+def _adapters(adapters: DeviceAdapters | None) -> str:
+    """Returns a line of the adapters there are; none where an engine has none."""
+    if adapters is None:
+        return ""
+    here = [adapters.known[i].name for i in adapters.places if i]
+    return (
+        f"adapters: {len(adapters.known)}, of these on the device {len(here)} of at most "
+        f"{len(adapters.places)}: {', '.join(here) or 'none'}\n"
+    )
+
+
+def _devices(mesh: Mesh | None) -> str:
+    """Returns the line of a report that names devices."""
+    if mesh is None:
+        return f"device: {jax.local_devices()[0].device_kind}"
+    return f"devices: {describe(mesh)}"

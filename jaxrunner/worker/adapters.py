@@ -1,0 +1,134 @@
+"""Adapters of a worker by vLLM's method names: known to the host, brought to its device in turn."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrunner.api.lora_request import LoRARequest, check_lora_request
+from jaxrunner.api.validation import Bound, shown, validate
+from jaxrunner.loading.peft import read_adapter, read_folder
+from jaxrunner.lora.adapter import Adapter, pack
+from jaxrunner.lora.products import Places, places_of
+from jaxrunner.runner.device_adapters import DeviceAdapters
+from jaxrunner.worker.weight_updates import WeightUpdates
+
+_ID = Bound(int, 1, 2**31 - 1)
+
+
+class Adapters(WeightUpdates):
+    """The methods of a worker that are about adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # How often each adapter has changed; what a KV cache has of an earlier one is outdated.
+        self.lora_versions: dict[int, int] = {}
+        # Returns adapters that requests have; an engine tells those of all that are unfinished.
+        self.lora_users: Callable[[], Collection[int]] = self._running_loras
+        self._places: dict[str, Places] | None = None
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Takes an adapter, in place of one with its id; whether there was none.
+
+        Requests at work go on with the new one. Nothing is compiled.
+
+        Raises:
+          FileNotFoundError, ValueError: it is no adapter of this model, or none that is supported;
+            names what.
+          RuntimeError: the engine was not built with enable_lora=True.
+        """
+        request = check_lora_request(lora_request)
+        if request is None or not request.has_weights:
+            raise ValueError(
+                f"add_lora wants a LoRARequest with lora_path or lora_tensors, got {shown(request)}"
+            )
+        runners = self._adapted()
+        adapter = self._read(request)
+        is_new = adapter.lora_id not in runners[0].known
+        for adapters in runners:
+            adapters.register(adapter)
+        self.lora_versions[adapter.lora_id] = self.lora_versions.get(adapter.lora_id, 0) + 1
+        return is_new
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter; whether there was one.
+
+        Raises:
+          RuntimeError: unfinished requests have it.
+        """
+        runners = self._adapted()
+        if validate("lora_id", lora_id, _ID) not in runners[0].known:
+            return False
+        if lora_id in self.lora_users():
+            raise RuntimeError(f"requests have adapter {lora_id}: abort them, or let them end")
+        for adapters in runners:
+            adapters.forget(lora_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        """Returns the ids of all adapters, on the device or not."""
+        return set(self._adapted()[0].known)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Brings an adapter to the device, where it stays until it is removed.
+
+        Raises:
+          ValueError: there is no such adapter, or no place would be left for others.
+          RuntimeError: running requests have all places.
+        """
+        runners = self._adapted()
+        validate("lora_id", lora_id, _ID)
+        pinned = runners[0].pinned | {lora_id}
+        if len(pinned) >= len(runners[0].places):
+            raise ValueError(
+                f"pin_lora({lora_id}) would leave no place for other adapters, max_loras="
+                f"{len(runners[0].places)}: raise max_loras"
+            )
+        for runner, adapters in zip(self.runners, runners, strict=True):
+            adapters.pin(lora_id, runner.requests.lora_ids.values())
+        return True
+
+    def take_lora(self, lora_request: Any) -> int:
+        """Returns the id of a request's adapter, 0 for none; reads it if it is not known.
+
+        Raises what `add_lora` does.
+        """
+        request = check_lora_request(lora_request)
+        if request is None:
+            return 0
+        known = self._adapted()[0].known
+        if request.lora_int_id not in known:
+            if not request.has_weights:
+                raise ValueError(
+                    f"lora_request names adapter {request.lora_int_id}, which add_lora was not "
+                    f"given, it was given {sorted(known)}: set lora_path"
+                )
+            self.add_lora(request)
+        return request.lora_int_id
+
+    def _read(self, request: LoRARequest) -> Adapter:
+        runner = self.runners[0]
+        program = runner.program
+        source = f"adapter {request.lora_name!r}"
+        if request.lora_path is not None:
+            config, tensors = read_folder(request.lora_path)
+        else:
+            assert request.lora_config is not None and request.lora_tensors is not None
+            config, tensors = request.lora_config, request.lora_tensors
+        if self._places is None:
+            self._places = places_of(program.model, program.config)
+        matrices = pack(
+            program.lora, self._places, read_adapter(config, tensors, source),
+            dtype=jnp.dtype(program.engine.dtype), max_rank=program.engine.max_lora_rank,
+        )  # fmt: skip
+        return Adapter(request.lora_name, request.lora_int_id, matrices, request.lora_path)
+
+    def _running_loras(self) -> Collection[int]:
+        return {i for runner in self.runners for i in runner.requests.lora_ids.values()}
+
+    def _adapted(self) -> list[DeviceAdapters]:
+        """Returns the adapters of all runners."""
+        found = [runner.adapters for runner in self.runners]
+        if None in found:
+            raise RuntimeError("adapters want enable_lora=True: build the engine with it")
+        return [adapters for adapters in found if adapters is not None]
