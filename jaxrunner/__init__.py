@@ -1,6 +1,5 @@
 """vLLM's GPU model runner as compiled JAX. Start reading at `step.py`."""
 
-from jaxrunner.api.lora_request import LoRARequest
 from jaxrunner.api.outputs import (
     CompletionOutput,
     Interrupted,
@@ -16,6 +15,7 @@ from jaxrunner.api.sampling_params import (
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.llm import LLM
+from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.models.registry import register_model
 from jaxrunner.version import __version__
 

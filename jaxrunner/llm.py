@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrunner.api.arguments import checked
-from jaxrunner.api.lora_request import LoRARequest
 from jaxrunner.api.outputs import RequestOutput, RequestOutputs
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine import beam
@@ -22,10 +21,11 @@ from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikeli
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.replicas import make_engine
-from jaxrunner.engine.report import describe_engine
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.lora.lora_request import LoRARequest
+from jaxrunner.report import describe_engine
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler

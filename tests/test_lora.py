@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LoRARequest
+from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from tests.outside import checkpoint, float64_llama
 from tests.support import lora
@@ -67,7 +68,7 @@ def test_tokens_of_a_mixed_batch_are_those_of_merged_models(llm, saved):
 
 
 def test_logits_are_those_of_merged_models(llm, saved):
-    folder, base, requests, _ = saved
+    _, base, requests, _ = saved
     params = checkpoint.greedy(1, logprobs=-1)
     asked = [{"prompt_token_ids": ids} for ids in PROMPTS]
     outputs = llm.generate(asked, params, lora_request=requests, use_tqdm=False)
@@ -80,3 +81,45 @@ def test_logits_are_those_of_merged_models(llm, saved):
         got = np.array([entry[t].logprob for t in range(SETTINGS["vocab_size"])])
         wanted = float64_llama.logits(tensors, SETTINGS, prompt)[-1]
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_come_and_go_while_requests_run(saved, tmp_path):
+    """One place: all are brought there in turn, and the state goes on in another engine."""
+    folder, base, requests, want = saved
+    sizes = dict(enable_lora=True, max_loras=2, max_lora_rank=8, num_decode_steps=2, num_blocks=24)
+
+    with checkpoint.start(folder, **sizes, warm_up=True) as llm:
+        llm.engine.runner.programs.strict = True  # nothing is compiled any more
+        engine = llm.engine
+        found: dict[str, list[int]] = {}
+        for i, prompt in enumerate(PROMPTS * 2):
+            engine.add(f"{i}", prompt, checkpoint.greedy(9), lora_request=requests[i % 5])
+        for turn in range(200):
+            for request, new in engine.step():
+                found.setdefault(request.request_id, []).extend(new)
+            running = {r.lora_id for r in engine.scheduler.running if r.lora_id}
+            assert len(running) <= 2
+            if turn == 3:  # a newcomer, and one that leaves again
+                made = lora.make(base, 9, rank=2)
+                more = LoRARequest("more", 9, lora_tensors=made[0], lora_config=made[1])
+                assert llm.add_lora(more) and not llm.add_lora(more)
+                engine.add("more", PROMPTS[0], checkpoint.greedy(9), lora_request=more)
+                with pytest.raises(RuntimeError, match="requests have adapter 9: abort them"):
+                    llm.remove_lora(9)
+            if turn == 4:
+                save_engine(engine, tmp_path / "saved")
+                break
+        assert engine.has_unfinished
+    with checkpoint.start(folder, **sizes) as llm:
+        tensors, config = lora.make(base, 9, rank=2)
+        more = LoRARequest("more", 9, lora_tensors=tensors, lora_config=config)
+        for request in [*requests[:-1], more]:
+            llm.add_lora(request)
+        restore_engine(llm.engine, tmp_path / "saved")
+        while llm.engine.has_unfinished:
+            for request, _ in llm.engine.step():
+                found[request.request_id] = list(request.output_token_ids)
+        merged = tokens(lora.merge(base, tensors, config), PROMPTS[0])
+        assert [found[f"{i}"] for i in range(10)] == want * 2 and found["more"] == merged
+        assert llm.list_loras() == {1, 2, 3, 4, 9} and llm.remove_lora(9)
+        assert not llm.remove_lora(9)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.api.arguments import forwarded
-from jaxrunner.api.lora_request import LoRARequest
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.engine.interrupts import deferred
@@ -20,6 +19,7 @@ from jaxrunner.engine.make_scheduler import make_scheduler
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.engine.steps import Steps
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
+from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.model import Model
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner

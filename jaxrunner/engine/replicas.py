@@ -229,6 +229,8 @@ class Replicas:
         self._share_seeds(self.engines[0]._seeds)
         first, all_ = self.engines[0].worker, self.worker
         all_.weights_version, all_.cache_epoch = first.weights_version, first.cache_epoch
+        for worker in (all_, *all_.workers):
+            worker.lora_versions = first.lora_versions
         return restored
 
     def close(self) -> None:

@@ -47,9 +47,7 @@ def new_request(
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
     _check_by_rules(params, of)
-    # A tokenizer may have more ids than the model: those beyond it are never sampled.
-    given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
-    eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
+    eos = _read_eos(eos_token_ids)
     start = validate("prompt_logprobs_start", prompt_logprobs_start, _POSITION)
     start = NEVER if params.prompt_logprobs is None else max(1, 1 if start is None else start)
     wanted = max_len if params.max_tokens is None else params.max_tokens
@@ -124,6 +122,13 @@ def _model_salt(of: Program, prompt_len: int, params: SamplingParams, lora_id: i
     salt, rows = of.config.cache_salt(prompt_len), cache_salt(of.model.tables, params)
     rows = b"lora %d %s" % (lora_id, rows) if lora_id else rows
     return b"%d %s %s" % (len(salt), salt, rows) if rows else salt
+
+
+def _read_eos(eos_token_ids: Iterable[int]) -> list[int]:
+    """Returns ids that end a request."""
+    # A tokenizer may have more ids than the model: those beyond it are never sampled.
+    given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
+    return [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
 
 
 def _check_by_rules(params: SamplingParams, of: Program) -> None:

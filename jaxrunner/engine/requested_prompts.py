@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxrunner.api.lora_request import check_lora_request
 from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.api.validation import Bound, shown, validate
+from jaxrunner.lora.lora_request import check_lora_request
 from jaxrunner.text.prompts import ParsedPrompt, parse_prompts
 
 # The last are more arguments of `Engine.add`: priority and lora_request.

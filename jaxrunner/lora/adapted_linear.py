@@ -43,8 +43,8 @@ class AdaptedLinear:
         return replace(self, base=base)
 
 
-def delta(x: Array, stack: Stack, place: Array) -> Array:
-    """Returns what adapters add to a product of x, [T, *inputs]: [T, outputs] in float32, flat.
+def delta(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
+    """Returns what adapters add to a product of x, [T, *inputs]: [T, outputs] in `dtype`, flat.
 
     place: [T], of each token's adapter, plus one; 0 for none. Two products with the ranks of all
     adapters one behind the other: between them, those of other adapters become zero. Sums are of
@@ -53,16 +53,16 @@ def delta(x: Array, stack: Stack, place: Array) -> Array:
     (T, *_), (blocks, places, rank) = x.shape, stack.a.shape[:3]
     x = x.reshape(T, -1)
     a = stack.a.reshape(blocks * places * rank, -1)
-    low = _dot(x, a, (((1,), (1,)), ((), ()))).reshape(T, blocks, places, rank)
+    low = _dot(x, a, (((1,), (1,)), ((), ())), jnp.float32).reshape(T, blocks, places, rank)
     own = place[:, None] == 1 + jnp.arange(places)[None]
     low = jnp.where(own[:, None, :, None], low, 0).astype(x.dtype)
     low = low.reshape(T, blocks, places * rank)
     b = stack.b.reshape(blocks, places * rank, -1)
     if blocks == 1:
-        return _dot(low[:, 0], b[0], (((1,), (0,)), ((), ())))
-    return jnp.moveaxis(_dot(low, b, (((2,), (1,)), ((1,), (0,)))), 0, 1).reshape(T, -1)
+        return _dot(low[:, 0], b[0], (((1,), (0,)), ((), ())), dtype)
+    return jnp.moveaxis(_dot(low, b, (((2,), (1,)), ((1,), (0,))), dtype), 0, 1).reshape(T, -1)
 
 
-def _dot(x: Array, y: Array, dims: Any) -> Array:
+def _dot(x: Array, y: Array, dims: Any, dtype: Any) -> Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(x, y, dims, precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, y, dims, precision, preferred_element_type=dtype)

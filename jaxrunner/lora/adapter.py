@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+import functools
+import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,16 @@ class Adapter:
     lora_id: int
     matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
     source: Any = None  # a folder that it can be read from again; None where it came as arrays
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A text that any other matrices are unlikely to have."""
+        sums = hashlib.sha256()
+        for path, pair in sorted(self.matrices.items()):
+            sums.update(path.encode())
+            for part in pair:
+                sums.update(np.ascontiguousarray(part).view(np.uint8))
+        return sums.hexdigest()
 
 
 def pack(

@@ -22,22 +22,24 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
     """Makes operations that also take `AdaptedLinear`; `batch.inputs` has the table of adapters."""
     ops = make(batch, note=note)
 
-    def added(x: Array, w: AdaptedLinear) -> Array:
-        return delta(x, w.stack, batch.inputs.tables[ADAPTERS.name].place)
+    def add(y: Array, x: Array, w: AdaptedLinear) -> Array:
+        """Returns y, the base's product of x, with what adapters add: rounded once more."""
+        more = delta(x, w.stack, batch.inputs.tables[ADAPTERS.name].place, y.dtype)
+        total = y.astype(jnp.float32) + more.reshape(y.shape).astype(jnp.float32)
+        return total.astype(y.dtype)
 
     def linear(x: Array, w: Any) -> Array:
         if not isinstance(w, AdaptedLinear):
             return ops.linear(x, w)
-        y = ops.linear(x, w.base)
-        return (y.astype(jnp.float32) + added(x, w).reshape(y.shape)).astype(y.dtype)
+        return add(ops.linear(x, w.base), x, w)
 
     def project(x: Array, w: Any) -> Array:
         if not isinstance(w, AdaptedLinear):
             return ops.project(x, w)
-        y, more = ops.project(x, w.base), added(x, w)
-        if y.ndim == more.ndim:
-            return (y.astype(jnp.float32) + more).astype(y.dtype)
-        return jnp.concatenate([y[:1] + more[None].astype(y.dtype), y[1:]])  # parts of a sum
+        y = ops.project(x, w.base)
+        if y.ndim == 2:
+            return add(y, x, w)
+        return y.at[0].set(add(y[0], x, w))  # of the parts of a sum
 
     def mlp(x: Array, gate_up: Any, down: Any) -> Array:
         if not isinstance(gate_up, AdaptedLinear) and not isinstance(down, AdaptedLinear):

@@ -24,12 +24,12 @@ from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_spec import program_keys, step_key
 from jaxrunner.loading import orbax_io
+from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
 from jaxrunner.program import MultiStepBucket, make_state
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
-from jaxrunner.runner.device_adapters import device_adapters
 from jaxrunner.runner.grammar_masks import GrammarMasks
 from jaxrunner.runner.make_programs import in_order, make_programs
 from jaxrunner.runner.profiling import Profiler
@@ -119,6 +119,8 @@ class ModelRunner(RunnerWeights):
         """Gives the device memory of the state back."""
         self.programs.close()
         pytree.delete(vars(self).get("state"))  # made when first used
+        if self.adapters is not None:
+            self.adapters.sleep()
         self._closed = True
 
     def fork(self) -> "ModelRunner":
@@ -133,6 +135,7 @@ class ModelRunner(RunnerWeights):
         # Steps consume the state they are given.
         other.state, other.requests = jax.tree.map(jnp.copy, self.state), self.requests.copy()
         other._check = self._check and self._check.copy()
+        other.adapters = self.adapters and self.adapters.copy()
         awaited_at_exit(other)
         return other
 

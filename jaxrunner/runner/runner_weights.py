@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrunner.loading.weights import like
+from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.program import Program
-from jaxrunner.runner.device_adapters import DeviceAdapters
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.scheduling.request import NewRequest
 
@@ -18,7 +18,7 @@ class RunnerWeights(abc.ABC):
     program: Program
     requests: RequestTable
     params_spec: Any  # what new ones must be like
-    adapters: DeviceAdapters | None
+    adapters: DeviceAdapters | None = None
 
     @property
     def params(self) -> Any:
@@ -28,6 +28,8 @@ class RunnerWeights(abc.ABC):
     @params.setter
     def params(self, params: Any) -> None:
         self._params, self._placed = params, to_stages(self.program.config, params)
+        if self.adapters is not None:
+            self.adapters.sleep() if params is None else self.adapters.wake_up()
 
     def update_params(self, params: Any) -> None:
         """Takes new weights, for the steps launched from now on. Nothing is compiled anew.

@@ -10,11 +10,13 @@ class AdapterTurns:
     those it has end, as each has a most length, and its place is the next one to be free.
     """
 
+    SAVED = ("_users", "_draining")  # in a snapshot
+
     def __init__(self, max_loras: int, pinned: set[int]):
         """pinned: adapters that keep their places; who changes the set tells by it."""
         self.max_loras, self.pinned = max_loras, pinned
         self._users: dict[int, set[str]] = {}  # requests by adapter, the first to start first
-        self._draining: int | None = None
+        self._draining = 0  # an adapter, 0 for none
 
     def admits(self, request: Request) -> bool:
         """Whether a request may start, as far as adapters go."""
@@ -23,8 +25,8 @@ class AdapterTurns:
             return not wanted or wanted != self._draining
         if wanted in self.pinned or len(self._users.keys() | self.pinned) < self.max_loras:
             return True
-        if self._draining is None:
-            self._draining = next((i for i in self._users if i not in self.pinned), None)
+        if not self._draining:
+            self._draining = next((i for i in self._users if i not in self.pinned), 0)
         return False
 
     def start(self, request: Request) -> None:
@@ -39,4 +41,4 @@ class AdapterTurns:
         if request.lora_id in self._users and not users:
             del self._users[request.lora_id]
             if self._draining == request.lora_id:
-                self._draining = None
+                self._draining = 0

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrunner.api.lora_request import LoRARequest, check_lora_request
 from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.loading.peft import read_adapter, read_folder
 from jaxrunner.lora.adapter import Adapter, pack
+from jaxrunner.lora.device_adapters import DeviceAdapters
+from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.lora.products import Places, places_of
-from jaxrunner.runner.device_adapters import DeviceAdapters
 from jaxrunner.worker.weight_updates import WeightUpdates
 
 _ID = Bound(int, 1, 2**31 - 1)
@@ -18,6 +18,8 @@ _ID = Bound(int, 1, 2**31 - 1)
 
 class Adapters(WeightUpdates):
     """The methods of a worker that are about adapters."""
+
+    SAVED = (*WeightUpdates.SAVED, "lora_versions")  # in a snapshot
 
     def __init__(self) -> None:
         super().__init__()

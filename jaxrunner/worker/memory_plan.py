@@ -15,6 +15,7 @@ import jax
 
 from jaxrunner.caches.cache_group import PoolSizes, cache_groups
 from jaxrunner.config import EngineConfig
+from jaxrunner.lora.stacks import abstract_stacks
 from jaxrunner.program import Program, abstract_state, pool_sizes
 from jaxrunner.worker.program_memory import ProgramMemory
 
@@ -178,7 +179,7 @@ class SizeCosts:
             reserve = self.need.waiting + max(weights, default=0) + LOST
         return MemoryPlan(
             requested=requested,
-            weights=num_bytes(self.params),
+            weights=num_bytes(self.params) + self._adapters,
             tables=num_bytes((state.requests, state.tables)) + of_slots,
             kv=num_blocks * self.block,
             program=self.need.program,
@@ -186,6 +187,11 @@ class SizeCosts:
             num_tokens=num_blocks * self._sizes.block_size,
             largest=self.need.name,
         )
+
+    @property
+    def _adapters(self) -> int:
+        """Bytes of the adapters on the device."""
+        return num_bytes(abstract_stacks(self.program)) if self.program.lora else 0
 
     def _state(self, max_model_len: int, num_blocks: int = SPAN) -> Any:
         """Returns the abstract state of an engine with so many KV blocks."""

@@ -5,11 +5,14 @@ has, the one that was needed least recently gives way. Arrays are written in pla
 """
 
 from collections.abc import Collection, Iterable
+import copy
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner import pytree
 from jaxrunner.lora.adapter import Adapter
 from jaxrunner.lora.stacks import abstract_stacks, make_stacks, merged
 from jaxrunner.program import Program
@@ -19,6 +22,8 @@ from jaxrunner.scheduling.request import NewRequest
 class DeviceAdapters:
     """Adapters by id, and the stacks that hold `max_loras` of them."""
 
+    SAVED = ("placed",)  # in a snapshot
+
     def __init__(self, program: Program):
         self._program = program
         self.known: dict[int, Adapter] = {}  # on the host
@@ -26,8 +31,8 @@ class DeviceAdapters:
         # The adapter in each place, 0 for none; the place that was needed least recently first.
         self.places: list[int] = [0] * program.engine.max_loras
         self._order = list(range(program.engine.max_loras))
-        self._stacks = make_stacks(program)
-        self._merged: tuple[Any, Any, Any] = (None, None, None)
+        self._stacks: Any = make_stacks(program)
+        self._merged: tuple[Any, Any, Any] = (None, None, None)  # the last two, and both together
         where = jax.tree.map(lambda x: x.sharding, abstract_stacks(program))
         out = where if program.mesh is not None else None
         self._put = jax.jit(_put, donate_argnums=0, out_shardings=out)
@@ -36,6 +41,49 @@ class DeviceAdapters:
         """Compiles what writes an adapter, by writing none into a place that has none."""
         if 0 in self.places:
             self._write(self.places.index(0), None)
+
+    @property
+    def placed(self) -> list[list[int]]:
+        """The adapter in each place, and the places, the one needed least recently first."""
+        return [list(self.places), list(self._order)]
+
+    @placed.setter
+    def placed(self, placed: list[list[int]]) -> None:
+        self.places, self._order = map(list, placed)
+        for place, lora_id in enumerate(self.places):
+            self._write(place, self.known[lora_id] if lora_id else None)
+
+    def check_placed(self, placed: list[list[int]]) -> bool:
+        """Whether `placed` may be set: each place once, each adapter known and there once."""
+        places, order = placed
+        here = [lora_id for lora_id in places if lora_id]
+        alike = len(places) == len(self.places) and sorted(order) == sorted(self._order)
+        return alike and len({*here}) == len(here) and {*here} <= self.known.keys()
+
+    def describe(self) -> dict[str, str]:
+        """Says of each adapter what two that are alike have in common."""
+        return {f"adapter {i}": f"{of.name} {of.digest}" for i, of in self.known.items()}
+
+    def copy(self) -> "DeviceAdapters":
+        """Returns adapters that go their own way, for a runner that does; the host's are shared."""
+        other = copy.copy(self)
+        other.known, other.pinned = dict(self.known), set(self.pinned)
+        other.places, other._order = list(self.places), list(self._order)
+        other._stacks = jax.tree.map(jnp.copy, self._stacks)
+        return other
+
+    def sleep(self) -> None:
+        """Gives the device memory back; `wake_up` brings the adapters there again."""
+        pytree.delete(self._stacks)
+        self._stacks, self._merged = None, (None, None, None)
+
+    def wake_up(self) -> None:
+        """Brings the adapters back that a `sleep` took away; else nothing."""
+        if self._stacks is None:
+            self._stacks = make_stacks(self._program)
+            for place, lora_id in enumerate(self.places):
+                if lora_id:
+                    self._write(place, self.known[lora_id])
 
     def merged(self, params: Any) -> Any:
         """Returns weights with the adapters beside them, as programs with adapters take them."""
@@ -79,7 +127,7 @@ class DeviceAdapters:
     def register(self, adapter: Adapter) -> None:
         """Takes an adapter, in place of one with its id; at once where that is on the device."""
         self.known[adapter.lora_id] = adapter
-        if adapter.lora_id in self.places:
+        if adapter.lora_id in self.places and self._stacks is not None:
             self._write(self.places.index(adapter.lora_id), adapter)
 
     def forget(self, lora_id: int) -> None:

@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.replicas import Replicas
+from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.requirements import describe
 from jaxrunner.program import Program
 from jaxrunner.quantization.quantized_config import describe as describe_weights
-from jaxrunner.runner.device_adapters import DeviceAdapters
 
 
 def describe_engine(engine: Engine | Replicas, totals: Mapping[str, int]) -> str:
