@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -123,3 +124,58 @@ def test_adapters_come_and_go_while_requests_run(saved, tmp_path):
         assert [found[f"{i}"] for i in range(10)] == want * 2 and found["more"] == merged
         assert llm.list_loras() == {1, 2, 3, 4, 9} and llm.remove_lora(9)
         assert not llm.remove_lora(9)
+
+
+def test_prefixes_are_of_one_adapter_and_of_its_last_version(llm, saved):
+    _, base, requests, _ = saved
+    [prompt] = checkpoint.prompts(17, seed=5)
+
+    def cached(request):
+        asked = {"prompt_token_ids": prompt}
+        [output] = llm.generate(
+            asked, checkpoint.greedy(5), lora_request=request, use_tqdm=False, on_error="raise"
+        )
+        return output.num_cached_tokens, list(output.outputs[0].token_ids)
+
+    for seed in (21, 22):  # the second one takes the place of the first, as a trainer's would
+        tensors, config = lora.make(base, seed, rank=6)
+        trained = LoRARequest("trained", 7, lora_tensors=tensors, lora_config=config)
+        llm.add_lora(trained)
+        want = tokens(lora.merge(base, tensors, config), prompt, 5)
+        assert cached(trained) == (0, want)
+        assert cached(LoRARequest("trained", 7)) == (16, want)
+    want = tokens(base, prompt, 5)
+    assert cached(None) == (0, want) and cached(None) == (16, want)
+    assert cached(requests[0])[0] == 0 and llm.remove_lora(7)
+
+
+def test_an_adapter_is_merged_and_the_weights_come_back_to_the_bit(llm, saved):
+    _, base, requests, _ = saved
+    llm.add_lora(requests[3])
+    before = [np.asarray(x) for x in jax.tree.leaves(llm.params)]
+    llm.merge_lora(4)
+    merged = lora.merge(base, *lora.make(base, 4, **KINDS["patterns"]))
+    assert answers(llm, PROMPTS[:2], None) == [tokens(merged, p) for p in PROMPTS[:2]]
+    with pytest.raises(RuntimeError, match="an adapter is merged already: call unmerge_lora"):
+        llm.merge_lora(4)
+    llm.unmerge_lora()
+    for old, new in zip(before, jax.tree.leaves(llm.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+    with pytest.raises(RuntimeError, match="no adapter is merged, or the weights have changed"):
+        llm.unmerge_lora()
+
+
+def test_a_pinned_adapter_stays_and_a_sleep_changes_nothing(llm, saved):
+    _, _, requests, want = saved
+    llm.add_lora(requests[1])
+    assert llm.pin_lora(2)
+    for i in (0, 2, 3, 0):
+        assert answers(llm, [PROMPTS[i]], requests[i]) == [want[i]]
+        assert 2 in llm.runner.adapters.places
+    llm.sleep()
+    llm.wake_up()
+    assert answers(llm, PROMPTS, requests) == want
+    assert "adapters: 4, of these on the device 3 of at most 3" in llm.report()
+    other = llm.runner.fork()
+    assert other.adapters.places == llm.runner.adapters.places
+    other.close()

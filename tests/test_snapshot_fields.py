@@ -15,8 +15,8 @@ NOT_SAVED = dict(
     admission="_max_tokens _most_of_one _tables adapters queue remote",
     tables="_caching _groups _share_starts give_back lookahead lora_versions",
     chunks="_most _sizes",
-    worker="_checkpoint _device _engine_plan _host_params _places _runner _staged lora_users "
-    "status",
+    worker="_checkpoint _device _engine_plan _host_params _places _runner _staged _unmerged "
+    "lora_users status",
     slots="_admission_layout _no_plan _program",
     pool0="block_size enable_caching group null_block num_blocks",
 )

@@ -55,6 +55,8 @@ class LLMNames(NotHere):
     add_lora = forwarded("engine.worker", Lifecycle.add_lora)
     remove_lora = forwarded("engine.worker", Lifecycle.remove_lora)
     list_loras = forwarded("engine.worker", Lifecycle.list_loras)
+    merge_lora = forwarded("engine.worker", Lifecycle.merge_lora)
+    unmerge_lora = forwarded("engine.worker", Lifecycle.unmerge_lora)
     pin_lora = forwarded("engine.worker", Lifecycle.pin_lora)
     get_supported_tasks = forwarded("engine.worker", Lifecycle.get_supported_tasks)
 

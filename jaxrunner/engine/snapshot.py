@@ -255,11 +255,10 @@ def _context(engine: Engine) -> dict[str, str]:
     program = whole_program(engine.runner.program)  # any mesh can go on
     config = engine.model_config
     model = config.family if isinstance(config, ShardedConfig) else program.model
-    functions = dict(layers=model.layers, logits=model.logits).items()
-    told = {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions}
-    told |= dict(
-        jaxrunner=__version__, tables=repr([(t.name, t.extra_args) for t in program.tables])
-    )
+    functions = dict(layers=model.layers, logits=model.logits)
+    tables = [(table.name, table.extra_args) for table in program.tables]
+    told = dict(jaxrunner=__version__, tables=repr(tables))
+    told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
     told |= engine.runner.adapters.describe() if engine.runner.adapters else {}
     configs: tuple[Any, Any] = program.config, program.engine
     for config in configs:  # functions, which no other process has at one place, are no `repr`
@@ -293,8 +292,7 @@ def _sums(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[Arra
 
 
 def _check_context(folder: Path, saved: dict[str, str], own: dict[str, str]) -> None:
-    names = sorted(name for name in saved | own if saved.get(name) != own.get(name))
-    if names:
+    if names := sorted(name for name in saved | own if saved.get(name) != own.get(name)):
         pairs = [f"{n}={saved.get(n)}, not {own.get(n)}" for n in names[:MOST_NAMED]]
         raise ValueError(
             f"the engine saved in {folder} differs from this one in {len(names)} things, it had "

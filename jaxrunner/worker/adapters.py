@@ -10,6 +10,7 @@ from jaxrunner.loading.peft import read_adapter, read_folder
 from jaxrunner.lora.adapter import Adapter, pack
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
+from jaxrunner.lora.merging import merge, put_back
 from jaxrunner.lora.products import Places, places_of
 from jaxrunner.worker.weight_updates import WeightUpdates
 
@@ -28,6 +29,8 @@ class Adapters(WeightUpdates):
         # Returns adapters that requests have; an engine tells those of all that are unfinished.
         self.lora_users: Callable[[], Collection[int]] = self._running_loras
         self._places: dict[str, Places] | None = None
+        # Weights before a merge, and the version of the weights after it.
+        self._unmerged: tuple[dict[str, Any], int] | None = None
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Takes an adapter, in place of one with its id; whether there was none.
@@ -89,6 +92,43 @@ class Adapters(WeightUpdates):
         for runner, adapters in zip(self.runners, runners, strict=True):
             adapters.pin(lora_id, runner.requests.lora_ids.values())
         return True
+
+    def merge_lora(self, lora_id: int) -> None:
+        """Adds an adapter to the weights, for all requests: steps cost what they cost without.
+
+        What it changes is kept on the host for `unmerge_lora`. A request that names an adapter has
+        it besides.
+
+        Raises:
+          ValueError: there is no such adapter, or products of the model are quantised.
+          RuntimeError: one is merged already, or the weights sleep.
+        """
+        if self._is_merged:
+            raise RuntimeError("an adapter is merged already: call unmerge_lora first")
+        adapter = self._adapted()[0].known.get(validate("lora_id", lora_id, _ID))
+        if adapter is None:
+            raise ValueError(f"merge_lora({lora_id}): there is no such adapter, add_lora takes one")
+        params, before = merge(self._awake(), adapter)
+        self._set_params(params)
+        self._outdate(weights=True)
+        self._unmerged = before, self.weights_version
+
+    def unmerge_lora(self) -> None:
+        """Puts the weights back as they were before `merge_lora`, to the bit.
+
+        Raises:
+          RuntimeError: none is merged, or the weights have changed since, or sleep.
+        """
+        if not self._is_merged or self._unmerged is None:
+            raise RuntimeError("no adapter is merged, or the weights have changed since")
+        params = put_back(self._awake(), self._unmerged[0])
+        self._unmerged = None
+        self._set_params(params)
+        self._outdate(weights=True)
+
+    @property
+    def _is_merged(self) -> bool:
+        return self._unmerged is not None and self._unmerged[1] == self.weights_version
 
     def take_lora(self, lora_request: Any) -> int:
         """Returns the id of a request's adapter, 0 for none; reads it if it is not known.
