@@ -58,6 +58,16 @@ def places_of(model: Any, config: Any) -> dict[str, Places]:
     return found
 
 
+def module_shapes(model: Any, config: Any) -> dict[str, tuple[int, int]]:
+    """Returns the outputs and inputs of each module that adapters may change, by its name."""
+    kept, found = _shapes(model, config), dict[str, tuple[int, int]]()
+    for path, source in _linears(model, config):
+        if path in kept:
+            weight: Any = source.weight
+            found |= zip(modules_of(weight), weight.shapes, strict=True)
+    return found
+
+
 def modules_of(source: Source) -> tuple[str, ...]:
     """Returns the names of the modules whose tensors a weight is made of."""
     return tuple(name.removesuffix(WEIGHT) for name in source.names)

@@ -120,6 +120,10 @@ class Admission:
                 end = min(request.num_tokens, hit.num_tokens + self._max_tokens)
                 self._extend(request, self._tables.end_of_drafts(request, end))
                 self.remote.start(request, cached, hit)
+        if (
+            passed_over and not self.queue
+        ):  # those that wait for a place on the device wait for an end
+            self._no_room = not any(map(self._admits, passed_over))
         for request in passed_over:
             self.queue.add_request(request)
         return started
