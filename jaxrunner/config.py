@@ -104,6 +104,7 @@ class EngineConfig:
     enable_lora: bool = False  # whether requests may have adapters
     max_loras: int = 1  # adapters on the device, and of the requests of one step
     max_lora_rank: int = 16  # of each of them
+    max_cpu_loras: int | None = None  # on the host, those on the device among them; None for all
 
     def __post_init__(self):
         counts = ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -120,7 +121,7 @@ class EngineConfig:
             raise ValueError(
                 f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"
             )
-        check_lora(self.enable_lora, self.max_loras, self.max_lora_rank)
+        check_lora(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
         named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES, policy=POLICIES)
@@ -138,7 +139,9 @@ class EngineConfig:
         return self.kv_dtype in SCALED.values()
 
 
-def check_lora(enable_lora: bool, max_loras: int, max_lora_rank: int) -> None:
+def check_lora(
+    enable_lora: bool, max_loras: int, max_lora_rank: int, max_cpu_loras: int | None
+) -> None:
     """Checks how many adapters an engine has room for.
 
     Raises:
@@ -151,10 +154,12 @@ def check_lora(enable_lora: bool, max_loras: int, max_lora_rank: int) -> None:
         raise ValueError(
             f"max_lora_rank must be one of {LORA_RANKS}, got {max_lora_rank}: take the next larger"
         )
-    if not enable_lora and (max_loras, max_lora_rank) != (1, 16):
+    validate("max_cpu_loras", max_cpu_loras, Bound(int, max_loras, 2**20, optional=True))
+    if not enable_lora and (max_loras, max_lora_rank, max_cpu_loras) != (1, 16, None):
         raise ValueError(
-            f"max_loras={max_loras} and max_lora_rank={max_lora_rank} are of an engine with "
-            "adapters: set enable_lora=True, or leave them out"
+            f"max_loras={max_loras}, max_lora_rank={max_lora_rank} and max_cpu_loras="
+            f"{max_cpu_loras} are of an engine with adapters: set enable_lora=True, or leave them "
+            "out"
         )
 
 

@@ -18,19 +18,20 @@ from jaxrunner.engine import beam
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.llm_names import LLMNames
 from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikelihood, score
+from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
-from jaxrunner.engine.replicas import make_engine
+from jaxrunner.engine.replicas import Replicas, make_engine
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.lora.lora_request import LoRARequest
-from jaxrunner.report import describe_engine
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
 from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
+from jaxrunner.worker.report import describe_runner
 from jaxrunner.worker.workers import make_worker
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -129,7 +130,11 @@ class LLM(LLMNames):
 
     def report(self) -> str:
         """Says what runs on which device, and why, one line each, and what memory it takes."""
-        return f"{describe_engine(self.engine, self.completions.totals)}memory:\n{self.memory_plan}"
+        engine, drafts = self.engine, draft_counts(self.completions.totals)
+        replicas = engine.report() if isinstance(engine, Replicas) else ""
+        steps = engine.config.num_decode_steps
+        said = describe_runner(engine.runner, steps, drafts, replicas)
+        return f"{said}memory:\n{self.memory_plan}"
 
     def __repr__(self) -> str:
         model, config = self.engine.model_config, self.engine.config

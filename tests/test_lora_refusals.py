@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LoRARequest
+from jaxrunner.bench import adapters
 from jaxrunner.config import EngineConfig
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.models.llama import llama
@@ -58,7 +59,7 @@ TENSORS: dict[str, tuple[Any, str]] = {
                    "which is no lora_A or lora_B of a product: only these are supported"),
     "head": (named("lm_head.weight"), "has the tensor 'lm_head.weight', which is no lora_A"),
     "none": (lambda tensors: {}, "has no lora_A and lora_B: save the adapter again"),
-    "half": (lambda tensors: {A: tensors[A]}, "has lora_A of model.layers.0.mlp.up_proj alone"),
+    "half": (lambda tensors: {A: tensors[A]}, "has one of lora_A and lora_B alone of model.layers"),
     "no product": (lambda tensors: {n.replace("up_proj", "norm"): t for n, t in tensors.items()},
                    "which are no products of a layer of this model: it may change"),
     "a shape": (lambda tensors: tensors | {A: tensors[A][:, :5]},
@@ -103,9 +104,9 @@ def test_requests_name_adapters_that_there_are(llm, saved, tmp_path):
     with pytest.raises(ValueError, match=r"pin_lora\(2\) would leave no place for other adapters"):
         llm.pin_lora(2)
     with pytest.raises(RuntimeError, match=r"max_loras=2 adapters are in use, a request needs an"):
-        adapters: DeviceAdapters = llm.runner.adapters.copy()
-        adapters.known[3] = adapters.known[2]
-        adapters.admit([new(2), new(3)], [])
+        own: DeviceAdapters = llm.runner.adapters.copy()
+        own.known[3] = own.known[2]
+        own.admit([new(2), new(3)], [])
     for i in (1, 2):
         llm.remove_lora(i)
 
@@ -119,6 +120,21 @@ def new(lora_id) -> NewRequest:
     made = tiny.new_request(f"{lora_id}", [1], blocks=[0])
     made.lora_id = lora_id
     return made
+
+
+def test_adapters_on_the_host_are_few_if_asked(saved):
+    sizes: dict[str, Any] = dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2)
+    prompt = {"prompt_token_ids": [1, 2]}
+    with checkpoint.start(saved[0], **sizes) as llm:
+        for i in (1, 2):
+            llm.add_lora(LoRARequest("x", i, **told(saved[1])))
+        params = checkpoint.greedy(1)
+        llm.generate(prompt, params, lora_request=LoRARequest("x", 1), use_tqdm=False)
+        assert llm.add_lora(LoRARequest("x", 3, **told(saved[1]))) and llm.list_loras() == {1, 3}
+        for name, i in dict(a=1, b=3).items():
+            llm.engine.add(name, [1, 2], params, lora_request=LoRARequest("x", i))
+        with pytest.raises(RuntimeError, match="max_cpu_loras=2 adapters are all in use or pinned"):
+            llm.add_lora(LoRARequest("x", 4, **told(saved[1])))
 
 
 @pytest.mark.parametrize("fields, error, match", [
@@ -136,9 +152,14 @@ def test_a_request_for_an_adapter_is_whole(fields, error, match):
 
 def test_engines_without_adapters_say_so():
     sizes: dict[str, Any] = dict(max_model_len=8, num_blocks=2)
-    with pytest.raises(ValueError, match="max_loras=2 and max_lora_rank=16 are of an engine with"):
+    with pytest.raises(
+        ValueError, match="max_loras=2, max_lora_rank=16 and max_cpu_loras=None are of"
+    ):
         EngineConfig(**sizes, max_loras=2)
     with pytest.raises(ValueError, match=r"max_lora_rank must be one of \(8, 16, .*, got 12: take"):
         EngineConfig(**sizes, enable_lora=True, max_lora_rank=12)
     with pytest.raises(RuntimeError, match="adapters want enable_lora=True: build the engine with"):
         Worker.of(tiny.runner()).list_loras()
+    with pytest.raises(ValueError, match="--lora must be a number of adapters and their rank"):
+        adapters.read("8")
+    assert adapters.read("8x16") == (8, 16)

@@ -28,9 +28,8 @@ LAYERS = (
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "quantization", "text",
     "scheduling", "lora.lora_request", "lora.product", "lora.table", "lora.adapted_linear",
     "program", "lora.stacks", "shapes", "sampling", "kernels_pallas", "step", "device", "ops",
-    "models", "speculators", "parallel", "lora", "loading", "runner", "worker", "engine", "report",
-    "llm", "sampling_params", "embedded", "__init__", "lm_eval", "bench", "check", "train",
-    "__main__",
+    "models", "speculators", "parallel", "lora", "loading", "runner", "worker", "engine", "llm",
+    "sampling_params", "embedded", "__init__", "lm_eval", "bench", "check", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")

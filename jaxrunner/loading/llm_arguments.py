@@ -62,6 +62,7 @@ SIZES: dict[str, Bound] = {
     "enable_lora": FLAG,
     "max_loras": Bound(int, 1, 1024),
     "max_lora_rank": Bound(int, 1, 512),
+    "max_cpu_loras": Bound(int, 1, 2**20, optional=True),
 }
 TEXTS: dict[str, Bound] = {
     "tokenizer": Bound(str, optional=True, also=(Path, Tokenizer)),
@@ -157,7 +158,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     ),
     "calculate_kv_scales": Elsewhere("each token and head has a scale of its own", each=bool),
     "lora_dtype": Elsewhere("adapters have the dtype of the model", ("auto", None)),
-    "max_cpu_loras": Elsewhere("the host keeps all adapters until remove_lora"),
     "fully_sharded_loras": Elsewhere("adapters are cut as the weights are", (False,)),
     "enable_prompt_adapter": Elsewhere(_PROMPT_ADAPTERS, (False, None)),
     "enable_prompt_embeds": Elsewhere(_TEXT_ALONE, (False, None)),

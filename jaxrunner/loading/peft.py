@@ -72,7 +72,7 @@ def read_adapter(
     for module, of in parts.items():
         if of.keys() != {"A", "B"}:
             raise ValueError(
-                f"{source} has lora_{next(iter(of))} of {module} alone: save the adapter again"
+                f"{source} has one of lora_A and lora_B alone of {module}: save the adapter again"
             )
         rank, scale = _rank_and_scale(config, module)
         if of["A"].shape[0] != rank:

@@ -26,7 +26,7 @@ class DeviceAdapters:
 
     def __init__(self, program: Program):
         self._program = program
-        self.known: dict[int, Adapter] = {}  # on the host
+        self.known: dict[int, Adapter] = {}  # on the host, the one asked for least recently first
         self.pinned: set[int] = set()  # those that never give way
         # The adapter in each place, 0 for none; the place that was needed least recently first.
         self.places: list[int] = [0] * program.engine.max_loras

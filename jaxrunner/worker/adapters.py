@@ -40,7 +40,8 @@ class Adapters(WeightUpdates):
         Raises:
           FileNotFoundError, ValueError: it is no adapter of this model, or none that is supported;
             names what.
-          RuntimeError: the engine was not built with enable_lora=True.
+          RuntimeError: the engine was not built with enable_lora=True, or `max_cpu_loras` are in
+            use.
         """
         request = check_lora_request(lora_request)
         if request is None or not request.has_weights:
@@ -49,7 +50,10 @@ class Adapters(WeightUpdates):
             )
         runners = self._adapted()
         adapter = self._read(request)
-        is_new = adapter.lora_id not in runners[0].known
+        known = runners[0].known
+        is_new = adapter.lora_id not in known
+        if is_new and len(known) == self.runners[0].program.engine.max_cpu_loras:
+            self._give_way(runners)
         for adapters in runners:
             adapters.register(adapter)
         self.lora_versions[adapter.lora_id] = self.lora_versions.get(adapter.lora_id, 0) + 1
@@ -146,7 +150,21 @@ class Adapters(WeightUpdates):
                     f"given, it was given {sorted(known)}: set lora_path"
                 )
             self.add_lora(request)
+        for adapters in self._adapted():
+            adapters.known[request.lora_int_id] = adapters.known.pop(request.lora_int_id)
         return request.lora_int_id
+
+    def _give_way(self, runners: list[DeviceAdapters]) -> None:
+        """Forgets the adapter that was asked for least recently, of those that nobody has."""
+        held = {*self.lora_users(), *runners[0].pinned}
+        lora_id = next((i for i in runners[0].known if i not in held), None)
+        if lora_id is None:
+            raise RuntimeError(
+                f"max_cpu_loras={len(runners[0].known)} adapters are all in use or pinned: raise "
+                "it, or let requests end"
+            )
+        for adapters in runners:
+            adapters.forget(lora_id)
 
     def _read(self, request: LoRARequest) -> Adapter:
         runner = self.runners[0]

@@ -1,39 +1,42 @@
-"""What `LLM.report` says of an engine: devices, what runs and why, drafts, programs, adapters."""
+"""What a runner tells of itself: devices, what runs and why, drafts, adapters, programs."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
 
-from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.metrics import draft_counts
-from jaxrunner.engine.replicas import Replicas
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.requirements import describe
 from jaxrunner.program import Program
 from jaxrunner.quantization.quantized_config import describe as describe_weights
+from jaxrunner.runner.model_runner import ModelRunner
 
 
-def describe_engine(engine: Engine | Replicas, totals: Mapping[str, int]) -> str:
-    """Returns the lines; totals: of requests that have ended."""
-    runner, n = engine.runner, engine.config.num_decode_steps
+def describe_runner(
+    runner: ModelRunner, num_steps: int, drafts: Sequence[int], replicas: str = ""
+) -> str:
+    """Returns a line for each.
+
+    num_steps: of a launch that decodes. drafts: steps that verified some, of requests that have
+        ended, and how many accepted each. replicas: lines that follow the devices.
+    """
+    n = num_steps
     alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
-    replicas = engine.report() if isinstance(engine, Replicas) else ""
     return (
         f"{_devices(runner.program.mesh)}\n{replicas}"
         f"{describe_weights(runner.program.config)}"
         f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
         f"decode steps of a launch: {n}{alone}\n"
-        f"{_drafts(runner.program, totals)}{_adapters(runner.adapters)}"
+        f"{_drafts(runner.program, drafts)}{_adapters(runner.adapters)}"
         f"programs: {runner.programs.report()}\n"
     )
 
 
-def _drafts(program: Program, totals: Mapping[str, int]) -> str:
+def _drafts(program: Program, counts: Sequence[int]) -> str:
     """Returns a line of what became of drafts in requests that have ended; none without."""
     if (speculator := program.model.speculator) is None:
         return ""
-    num, *accepted = draft_counts(totals) or (0,)
+    num, *accepted = counts or (0,)
     said = "none verified yet"
     if num:
         by_position = " ".join(f"{count / num:.2f}" for count in accepted)
