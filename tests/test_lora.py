@@ -76,8 +76,9 @@ def test_logits_are_those_of_merged_models(llm, saved):
     for prompt, output, request, kind in zip(
         PROMPTS, outputs, requests, [*KINDS.values(), None], strict=True
     ):
-        made = kind and lora.make(base, request.lora_int_id, **kind)
-        tensors = lora.merge(base, *made) if made else base
+        tensors = base
+        if kind is not None:
+            tensors = lora.merge(base, *lora.make(base, request.lora_int_id, **kind))
         entry = output.outputs[0].logprobs[0]
         got = np.array([entry[t].logprob for t in range(SETTINGS["vocab_size"])])
         wanted = float64_llama.logits(tensors, SETTINGS, prompt)[-1]

@@ -111,7 +111,7 @@ def test_requests_name_adapters_that_there_are(llm, saved, tmp_path):
         llm.remove_lora(i)
 
 
-def told(base):
+def told(base) -> dict[str, Any]:
     made = request(base)
     return dict(lora_tensors=made.lora_tensors, lora_config=made.lora_config)
 
@@ -153,7 +153,7 @@ def test_a_request_for_an_adapter_is_whole(fields, error, match):
 def test_engines_without_adapters_say_so():
     sizes: dict[str, Any] = dict(max_model_len=8, num_blocks=2)
     with pytest.raises(
-        ValueError, match="max_loras=2, max_lora_rank=16 and max_cpu_loras=None are of"
+        ValueError, match="max_lora_rank=16 and max_cpu_loras=None are of an engine"
     ):
         EngineConfig(**sizes, max_loras=2)
     with pytest.raises(ValueError, match=r"max_lora_rank must be one of \(8, 16, .*, got 12: take"):

@@ -41,7 +41,7 @@ class Adapter:
         for path, pair in sorted(self.matrices.items()):
             sums.update(path.encode())
             for part in pair:
-                sums.update(np.ascontiguousarray(part).view(np.uint8))
+                sums.update(np.ascontiguousarray(part).tobytes())
         return sums.hexdigest()
 
 

@@ -37,7 +37,7 @@ def find_products(model: Any, config: Any) -> tuple[Product, ...]:
     kept = dict(_linears(model, config))
     shapes = _shapes(model, config)
     return tuple(
-        Product(path, modules_of(source.weight), _num_blocks(source, shapes[path]))
+        Product(path, modules_of(source), _num_blocks(source, shapes[path]))
         for path, source in kept.items()
         if path in shapes
     )
@@ -50,10 +50,9 @@ def places_of(model: Any, config: Any) -> dict[str, Places]:
     for path, source in _linears(model, config):
         if path not in shapes:
             continue
-        weight = source.weight
-        key = _key(weight.join), weight.shapes, shapes[path]
+        key = _key(source.join), source.shapes, shapes[path]
         if key not in known or key[0] is None:  # equal layers are joined alike
-            known[key] = _places(weight, shapes[path])
+            known[key] = _places(source, shapes[path])
         found[path] = known[key]
     return found
 
@@ -63,8 +62,9 @@ def module_shapes(model: Any, config: Any) -> dict[str, tuple[int, int]]:
     kept, found = _shapes(model, config), dict[str, tuple[int, int]]()
     for path, source in _linears(model, config):
         if path in kept:
-            weight: Any = source.weight
-            found |= zip(modules_of(weight), weight.shapes, strict=True)
+            found |= {
+                m: (s[0], s[1]) for m, s in zip(modules_of(source), source.shapes, strict=True)
+            }
     return found
 
 
@@ -73,8 +73,8 @@ def modules_of(source: Source) -> tuple[str, ...]:
     return tuple(name.removesuffix(WEIGHT) for name in source.names)
 
 
-def _linears(model: Any, config: Any) -> list[tuple[str, Linear]]:
-    """Returns the sources of a model's products, as they would lie in a float checkpoint."""
+def _linears(model: Any, config: Any) -> list[tuple[str, Source]]:
+    """Returns the sources of products' weights, as they would lie in a float checkpoint."""
     if isinstance(config, DraftedConfig):
         return [(TARGET + path, node) for path, node in _linears(config.model, config.target)]
     whole, family = getattr(config, "whole", config), model
@@ -91,7 +91,7 @@ def _linears(model: Any, config: Any) -> list[tuple[str, Linear]]:
         return isinstance(node, Linear | Source)
 
     nodes = jax.tree.leaves_with_path(sources, is_leaf=is_leaf)
-    return [(name_of(path), node) for path, node in nodes if _has_modules(node)]
+    return [(name_of(path), node.weight) for path, node in nodes if _has_modules(node)]
 
 
 def _has_modules(node: Any) -> bool:
@@ -123,10 +123,9 @@ def _shapes(model: Any, config: Any) -> dict[str, tuple[tuple[int, ...], tuple[i
     return found
 
 
-def _num_blocks(source: Any, shape: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+def _num_blocks(weight: Source, shape: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
     """Returns how many modules lie one behind the other along the first axis of outputs."""
-    weight, (outputs, _) = source.weight, shape
-    num = len(weight.names)
+    (outputs, _), num = shape, len(weight.names)
     if num == 1 or outputs[0] != num:
         return 1
     narrow = [np.full((rows, 1), i) for i, (rows, _) in enumerate(weight.shapes)]
@@ -151,7 +150,9 @@ def _places(source: Source, shape: tuple[tuple[int, ...], tuple[int, ...]]) -> P
     if len(source.names) == 1:
         module = np.zeros(outputs, np.int32)
     else:
-        module = joined([np.int32(i) for i in range(len(source.names))])[:, 0].reshape(outputs)
+        module = joined([np.full((1, 1), i) for i in range(len(source.names))])[:, 0].reshape(
+            outputs
+        )
     if rows.shape[0] > 1 and (rows[:, 0] == rows[0, 0]).all():  # stored with inputs first
         rows, columns = columns, rows
     return Places(module, rows[:, 0].reshape(outputs), columns[0].reshape(inputs))

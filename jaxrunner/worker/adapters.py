@@ -49,7 +49,7 @@ class Adapters(WeightUpdates):
                 f"add_lora wants a LoRARequest with lora_path or lora_tensors, got {shown(request)}"
             )
         runners = self._adapted()
-        adapter = self._read(request)
+        adapter = self._read_adapter(request)
         known = runners[0].known
         is_new = adapter.lora_id not in known
         if is_new and len(known) == self.runners[0].program.engine.max_cpu_loras:
@@ -166,7 +166,7 @@ class Adapters(WeightUpdates):
         for adapters in runners:
             adapters.forget(lora_id)
 
-    def _read(self, request: LoRARequest) -> Adapter:
+    def _read_adapter(self, request: LoRARequest) -> Adapter:
         runner = self.runners[0]
         program = runner.program
         source = f"adapter {request.lora_name!r}"

@@ -20,7 +20,9 @@ def make(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:  # fmt: skip
     """Returns an adapter's tensors and adapter_config.json, and checks nothing."""
     rng = np.random.default_rng(seed)
-    told = dict(peft_type="LORA", r=rank, lora_alpha=7, target_modules=list(targets), bias="none")
+    told: dict[str, Any] = dict(
+        peft_type="LORA", r=rank, lora_alpha=7, target_modules=list(targets), bias="none"
+    )
     told |= dict(lora_dropout=0.05, task_type="CAUSAL_LM", inference_mode=True) | config
     tensors = {}
     for name, weight in base.items():
