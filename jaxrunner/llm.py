@@ -232,7 +232,7 @@ class LLM(LLMNames):
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    @checked(llm_arguments.METHODS, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.METHODS, elsewhere=llm_arguments.OF_BEAMS)
     def beam_search(
         self, prompts: Any, params: beam.BeamSearchParams, *, use_tqdm: Bar = True
     ) -> list[beam.BeamSearchOutput]:

@@ -10,8 +10,9 @@ import pytest
 from jaxrunner import LoRARequest
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
+from jaxrunner.worker.worker import Worker
 from tests.outside import checkpoint, float64_llama
-from tests.support import lora
+from tests.support import lora, tiny
 
 SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(architectures=["LlamaForCausalLM"])
 KINDS: dict[str, dict[str, Any]] = {
@@ -180,3 +181,42 @@ def test_a_pinned_adapter_stays_and_a_sleep_changes_nothing(llm, saved):
     other = llm.runner.fork()
     assert other.adapters.places == llm.runner.adapters.places
     other.close()
+
+
+def test_a_host_with_a_scheduler_of_its_own_names_adapters(saved):
+    """`Worker` refuses what it does not know while nothing has changed."""
+    folder, base, requests, want = saved
+    worker = Worker(
+        str(folder), enable_lora=True, max_loras=2, max_lora_rank=8, dtype="float32",
+        max_num_seqs=3, max_num_batched_tokens=16, token_buckets=(16,), decode_buckets=(3,),
+        max_model_len=48, num_blocks=20, block_size=4, cache_dir=None,
+    )  # fmt: skip
+    worker.init_device()
+    worker.load_model()
+    worker.initialize_from_config()
+    for request in requests[:3]:
+        worker.add_lora(request)
+
+    def new(i, blocks, lora_id):
+        made = tiny.new_request(f"{i}", PROMPTS[i], blocks=blocks)
+        made.lora_id = lora_id
+        return made
+
+    both = [new(0, range(5), 1), new(1, range(5, 11), 2)]
+    third, unknown = new(2, range(11, 16), 3), new(2, range(11, 16), 8)
+    tokens = {"0": [], "1": []}
+    counts = {"0": len(PROMPTS[0]), "1": len(PROMPTS[1])}
+    for _ in range(4):
+        output = worker.runner.step(tiny.scheduled(counts, both)).get()
+        for name, gained in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            tokens[name] += gained
+        counts, both = {"0": 1, "1": 1}, []
+        with pytest.raises(RuntimeError, match="max_loras=2 adapters are in use, a request needs"):
+            worker.runner.step(tiny.scheduled({"2": 3}, [third]))
+        with pytest.raises(ValueError, match="lora_id=8 is no adapter that add_lora was given"):
+            worker.runner.step(tiny.scheduled({"2": 3}, [unknown]))
+    assert [tokens["0"], tokens["1"]] == [want[0][:4], want[1][:4]]
+    assert worker.list_loras() == {1, 2, 3} and base
+    with pytest.raises(RuntimeError, match="requests have adapter 2: abort them, or let them end"):
+        worker.remove_lora(2)
+    worker.shutdown()

@@ -52,11 +52,13 @@ PARTS: dict[str, dict[str, Any]] = {
         speculative_config=dict(method="draft_model", num_speculative_tokens=2),
     ),
     "fp8": dict(quantization="fp8"),
+    "two engines": dict(data_parallel_size=2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(p, marks=[pytest.mark.slow] * (p == "fp8")) for p in PARTS]
+    "part",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p in ("fp8", "two engines"))) for p in PARTS],
 )
 def test_tokens_are_those_of_merged_models(saved, part):
     folder, base, made = saved

@@ -100,23 +100,35 @@ class DeviceAdapters:
           ValueError: there is no such adapter.
           RuntimeError: all places are in use.
         """
-        new = [request for request in new if request.lora_id]
-        held = {*in_use, *(request.lora_id for request in new)} | self.pinned
+        new = list(new)
+        held = {*in_use, *(request.lora_id for request in new)} - {0}
+        self.check(held)
         for request in new:
-            request.lora_place = 1 + self._place_of(request.lora_id, held)
+            has_one = request.lora_id > 0
+            request.lora_place = 1 + self._place_of(request.lora_id, held) if has_one else 0
+
+    def check(self, lora_ids: Collection[int]) -> None:
+        """Checks that adapters may be on the device together, with the pinned ones.
+
+        Raises:
+          ValueError: there is no such adapter.
+          RuntimeError: these are more than there are places.
+        """
+        if unknown := sorted({*lora_ids} - self.known.keys()):
+            raise ValueError(f"lora_id={unknown[0]} is no adapter that add_lora was given: add it")
+        if len({*lora_ids} | self.pinned) > len(self.places):
+            raise RuntimeError(
+                f"max_loras={len(self.places)} adapters are in use, a request needs another: "
+                "schedule it later, or raise max_loras"
+            )
 
     def _place_of(self, lora_id: int, held: Collection[int]) -> int:
-        if lora_id not in self.known:
-            raise ValueError(f"lora_id={lora_id} is no adapter that add_lora was given: add it")
+        """Returns the place of an adapter, in that of one that is neither held nor pinned."""
         if lora_id in self.places:
             place = self.places.index(lora_id)
         else:
-            free = [place for place in self._order if self.places[place] not in held]
-            if not free:
-                raise RuntimeError(
-                    f"max_loras={len(self.places)} adapters are in use, a request needs another: "
-                    "schedule it later, or raise max_loras"
-                )
+            kept = {*held} | self.pinned
+            free = [place for place in self._order if self.places[place] not in kept]
             place = next((p for p in free if not self.places[p]), free[0])
             self._write(place, self.known[lora_id])
             self.places[place] = lora_id
@@ -139,7 +151,8 @@ class DeviceAdapters:
 
     def pin(self, lora_id: int, in_use: Collection[int]) -> None:
         """Brings an adapter to the device, where it stays; raises as `admit`."""
-        self._place_of(lora_id, {*self.pinned, *in_use})
+        self.check({lora_id, *in_use})
+        self._place_of(lora_id, in_use)
         self.pinned.add(lora_id)
 
     def _write(self, place: int, adapter: Adapter | None) -> None:

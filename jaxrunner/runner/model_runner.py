@@ -59,7 +59,7 @@ class ModelRunner(RunnerWeights):
         config = self.program.engine
         self.buckets = step_buckets(config, self.program.model.speculator)
         self.requests, self.adapters = RequestTable(self.program), device_adapters(self.program)
-        self._check = None if trusted else StepCheck(self.program)
+        self._check = None if trusted else StepCheck(self.program, self.adapters)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
         # Nothing there refers to the runner, so that its memory goes when it does.
         self.programs = make_programs(built)
@@ -142,7 +142,7 @@ class ModelRunner(RunnerWeights):
     def restart(self) -> None:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
         self.requests, self._forwarded = RequestTable(self.program), None
-        self._check = self._check and StepCheck(self.program)
+        self._check = self._check and StepCheck(self.program, self.adapters)
         if not pytree.is_alive(self.state):
             pytree.delete(self.state)
             # Waited for, as a device that has failed says so later.
