@@ -3,14 +3,24 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrunner import LoRARequest
+from jaxrunner import LoRARequest, pytree
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
+from jaxrunner.lora.products import find_products
+from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.models.llama import llama
+from jaxrunner.ops import backends
+from jaxrunner.ops.adapted import adapted
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
 from tests.outside import checkpoint, float64_llama
-from tests.support import lora
+from tests.support import lora, tiny
+from tests.support.lowering import cuda, lowers
 
 SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(
     architectures=["LlamaForCausalLM"], hidden_size=24, intermediate_size=32, vocab_size=64,
@@ -81,3 +91,29 @@ def test_tokens_are_those_of_merged_models(saved, part):
                 llm.merge_lora(1)
     want = [greedy(lora.merge(tensors, *of), p) for of, p in zip(made, PROMPTS, strict=False)]
     assert got == [*want, greedy(tensors, PROMPTS[2])]
+
+
+@lowers
+def test_base_products_stay_with_their_kernels():
+    """A step with adapters is the kernels of one without, but for the MLP's, which is split."""
+    sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, head_dim=128)
+    config = tiny.config(**sizes, num_key_value_heads=8)
+    engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16", **SIZES)
+    params = pytree.abstract(llama.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+    model = llama._replace(tables=(ADAPTERS,))
+    program = Program(
+        model, config, engine, adapted(backends.fused), RULES, lora=find_products(model, config)
+    )
+
+    def told(bucket: Bucket) -> dict[str, str]:
+        with cuda():
+            found = operations(program, params, Key("step", bucket))
+        return {one.operation: one.name for one in found}
+
+    without, adapters = told(Bucket(64, 64, 1)), told(Bucket(64, 64, 1, lora=True))
+    assert without == dict(
+        add_norm="add_rms_norm", linear="matmul", attention="decode_attention",
+        mlp="gated_mlp", project="plain JAX in parts",
+    ) | {"rotate and write": "rope_write"}  # fmt: skip
+    without.pop("mlp")
+    assert adapters == without
