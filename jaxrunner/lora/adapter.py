@@ -32,7 +32,6 @@ class Adapter:
     name: str
     lora_id: int
     matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    source: Any = None  # a folder that it can be read from again; None where it came as arrays
 
     @functools.cached_property
     def digest(self) -> str:

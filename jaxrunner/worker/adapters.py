@@ -181,7 +181,7 @@ class Adapters(WeightUpdates):
             program.lora, self._places, read_adapter(config, tensors, source),
             dtype=jnp.dtype(program.engine.dtype), max_rank=program.engine.max_lora_rank,
         )  # fmt: skip
-        return Adapter(request.lora_name, request.lora_int_id, matrices, request.lora_path)
+        return Adapter(request.lora_name, request.lora_int_id, matrices)
 
     def _running_loras(self) -> Collection[int]:
         return {i for runner in self.runners for i in runner.requests.lora_ids.values()}
