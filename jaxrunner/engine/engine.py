@@ -7,6 +7,7 @@ while engine.has_unfinished:
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.scheduler import Scheduler
 from jaxrunner.worker.worker import Worker
 
 
@@ -63,10 +65,11 @@ class Engine(Steps):
         self.config, self.model_config = program.engine, program.config
         adapters = worker.runner.adapters
         self.pools, scheduler = make_scheduler(program, adapters and adapters.pinned)
-        worker.lora_users = lambda: {r.lora_id for r in self.unfinished.values()}
         super().__init__(worker, scheduler)
         self.grammars = StructuredOutputManager(make_compiler, in_step=program.is_shared)
         self._seeds = np.random.default_rng(self.config.seed)
+        # Of these objects, as the worker must not refer to the engine that has it.
+        worker.lora_users = functools.partial(_adapters_of, scheduler, self.grammars)
 
     def add(
         self,
@@ -193,3 +196,8 @@ class Engine(Steps):
         self._in_flight.clear()
         self.grammars.close()
         self.worker.close()
+
+
+def _adapters_of(*queues: Scheduler | StructuredOutputManager) -> set[int]:
+    """Returns the adapters of unfinished requests."""
+    return {request.lora_id for queue in queues for request in queue.requests.values()}

@@ -26,8 +26,8 @@ class Adapters(WeightUpdates):
         super().__init__()
         # How often each adapter has changed; what a KV cache has of an earlier one is outdated.
         self.lora_versions: dict[int, int] = {}
-        # Returns adapters that requests have; an engine tells those of all that are unfinished.
-        self.lora_users: Callable[[], Collection[int]] = self._running_loras
+        # Returns adapters that unfinished requests have, where an engine tells it.
+        self.lora_users: Callable[[], Collection[int]] | None = None
         self._places: dict[str, Places] | None = None
         # Weights before a merge, and the version of the weights after it.
         self._unmerged: tuple[dict[str, Any], int] | None = None
@@ -68,7 +68,7 @@ class Adapters(WeightUpdates):
         runners = self._adapted()
         if validate("lora_id", lora_id, _ID) not in runners[0].known:
             return False
-        if lora_id in self.lora_users():
+        if lora_id in self.loras_in_use():
             raise RuntimeError(f"requests have adapter {lora_id}: abort them, or let them end")
         for adapters in runners:
             adapters.forget(lora_id)
@@ -156,7 +156,7 @@ class Adapters(WeightUpdates):
 
     def _give_way(self, runners: list[DeviceAdapters]) -> None:
         """Forgets the adapter that was asked for least recently, of those that nobody has."""
-        held = {*self.lora_users(), *runners[0].pinned}
+        held = {*self.loras_in_use(), *runners[0].pinned}
         lora_id = next((i for i in runners[0].known if i not in held), None)
         if lora_id is None:
             raise RuntimeError(
@@ -183,7 +183,10 @@ class Adapters(WeightUpdates):
         )  # fmt: skip
         return Adapter(request.lora_name, request.lora_int_id, matrices)
 
-    def _running_loras(self) -> Collection[int]:
+    def loras_in_use(self) -> Collection[int]:
+        """Returns the adapters of unfinished requests; without an engine, of those with a slot."""
+        if self.lora_users is not None:
+            return self.lora_users()
         return {i for runner in self.runners for i in runner.requests.lora_ids.values()}
 
     def _adapted(self) -> list[DeviceAdapters]:

@@ -19,7 +19,6 @@ class Workers(Lifecycle):
     def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__()
         self.workers = list(workers)
-        self.lora_users = self._loras_of_all
         for worker in self.workers:  # whose engines look there
             worker.lora_versions = self.lora_versions
 
@@ -76,8 +75,9 @@ class Workers(Lifecycle):
         for worker in self.workers:
             worker.shutdown()
 
-    def _loras_of_all(self) -> set[int]:
-        return {lora_id for worker in self.live for lora_id in worker.lora_users()}
+    def loras_in_use(self) -> set[int]:
+        """Returns the adapters of unfinished requests on all that live."""
+        return {lora_id for worker in self.live for lora_id in worker.loras_in_use()}
 
     def _outdate(self, *, weights: bool) -> None:
         super()._outdate(weights=weights)
