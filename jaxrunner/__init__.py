@@ -15,6 +15,7 @@ from jaxrunner.api.sampling_params import (
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.llm import LLM
+from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.models.registry import register_model
 from jaxrunner.version import __version__
 
@@ -23,6 +24,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Interrupted",
+    "LoRARequest",
     "Logprob",
     "RepetitionDetectionParams",
     "RequestOutput",

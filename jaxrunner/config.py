@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxrunner.api.validation import shown
+from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.hf_config import Settings
 
@@ -14,6 +14,8 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 NAN_POLICIES = ("error", "raise", "ignore")
 POLICIES = ("fcfs", "priority")
 MAX_ID = 2**31  # of a token: int32 on the device
+# Of places on the device: what a token adds up must not depend on where its adapter lies.
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
 ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
@@ -99,6 +101,10 @@ class EngineConfig:
     nan_policy: str = "error"  # of NaN or infinite logits: end the request, or raise, or go on
     attention_backend: str = "auto"  # kernels where they serve the model, or one by name
     enforce_eager: bool = False  # nothing is compiled: each operation runs by itself
+    enable_lora: bool = False  # whether requests may have adapters
+    max_loras: int = 1  # adapters on the device, and of the requests of one step
+    max_lora_rank: int = 16  # of each of them
+    max_cpu_loras: int | None = None  # on the host, those on the device among them; None for all
 
     def __post_init__(self):
         counts = ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -115,6 +121,7 @@ class EngineConfig:
             raise ValueError(
                 f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"
             )
+        check_lora(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
         named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES, policy=POLICIES)
@@ -130,6 +137,30 @@ class EngineConfig:
     def scaled(self) -> bool:
         """Whether keys and values are of 8 bits."""
         return self.kv_dtype in SCALED.values()
+
+
+def check_lora(
+    enable_lora: bool, max_loras: int, max_lora_rank: int, max_cpu_loras: int | None
+) -> None:
+    """Checks how many adapters an engine has room for.
+
+    Raises:
+      TypeError, ValueError: a size that cannot be, or one without `enable_lora`.
+    """
+    validate("enable_lora", enable_lora, Bound(bool))
+    validate("max_loras", max_loras, Bound(int, 1, 1024))
+    validate("max_lora_rank", max_lora_rank, Bound(int, 1, 512))
+    if max_lora_rank not in LORA_RANKS:
+        raise ValueError(
+            f"max_lora_rank must be one of {LORA_RANKS}, got {max_lora_rank}: take the next larger"
+        )
+    validate("max_cpu_loras", max_cpu_loras, Bound(int, max_loras, 2**20, optional=True))
+    if not enable_lora and (max_loras, max_lora_rank, max_cpu_loras) != (1, 16, None):
+        raise ValueError(
+            f"max_loras={max_loras}, max_lora_rank={max_lora_rank} and max_cpu_loras="
+            f"{max_cpu_loras} are of an engine with adapters: set enable_lora=True, or leave them "
+            "out"
+        )
 
 
 def check_dtype(name: str, value: Any, known: tuple[str, ...] = DTYPES) -> str:

@@ -19,22 +19,23 @@ from jaxrunner.engine import beam
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.llm_names import LLMNames
 from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikelihood, score
-from jaxrunner.engine.metrics import describe_drafts
+from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.replicas import Replicas, engines_of, make_engine
 from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
-from jaxrunner.parallel.requirements import report as report_devices
-from jaxrunner.quantization.quantized_config import describe as describe_weights
+from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
 from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
+from jaxrunner.worker.report import describe_runner
 from jaxrunner.worker.workers import make_worker
 
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 WARM_UPS = {True: {}, "all": dict(all_rules=True), "background": dict(background=True)}
 
 
@@ -130,19 +131,12 @@ class LLM(LLMNames):
 
     def report(self) -> str:
         """Says what runs on which device, and why, one line each, and what memory it takes."""
-        runner, n = self.engine.runner, self.engine.config.num_decode_steps
-        alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
-        replicas = self.engine.report() if isinstance(self.engine, Replicas) else ""
-        return (
-            f"{report_devices(runner.program.mesh)}\n{replicas}"
-            f"{describe_weights(runner.program.config)}"
-            f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
-            f"decode steps of a launch: {n}{alone}\n"
-            f"{''.join(e.balance.describe() for e in engines_of(self.engine))}"
-            f"{describe_drafts(runner.program.model.speculator, self.completions.totals)}"
-            f"programs: {runner.programs.report()}\n"
-            f"memory:\n{self.memory_plan}"
-        )
+        engine, drafts = self.engine, draft_counts(self.completions.totals)
+        replicas = engine.report() if isinstance(engine, Replicas) else ""
+        balances = "".join(e.balance.describe() for e in engines_of(engine))
+        steps = engine.config.num_decode_steps
+        said = describe_runner(engine.runner, steps, drafts, replicas, balances)
+        return f"{said}memory:\n{self.memory_plan}"
 
     def __repr__(self) -> str:
         model, config = self.engine.model_config, self.engine.config
@@ -166,12 +160,14 @@ class LLM(LLMNames):
         *,
         use_tqdm: Bar = True,
         priority: Sequence[int] | None = None,
+        lora_request: Adapters = None,
         on_error: str = "return",
     ) -> RequestOutputs:
         """Answers prompts, in their order.
 
         prompts: a str, {"prompt": str}, {"prompt_token_ids": [int]}, or a list of them.
         sampling_params: one for all prompts, or one for each; the model's defaults where None.
+        lora_request: an adapter for all prompts, or one or None for each.
         on_error: "return" gives a bad prompt an output with finish_reason="error" and its
             message, and answers the others; "raise" raises before any is answered.
 
@@ -179,7 +175,7 @@ class LLM(LLMNames):
           Interrupted: by Ctrl-C, a `KeyboardInterrupt` whose `outputs` have what there is so far.
         """
         asked = read_asked(
-            prompts, self._or_defaults(sampling_params), priority, whole=True,
+            prompts, self._or_defaults(sampling_params), priority, lora_request, whole=True,
             max_logprobs=self._max_logprobs,
         )  # fmt: skip
         return self.completions.answer(asked, on_error=on_error, use_tqdm=use_tqdm)
@@ -191,6 +187,7 @@ class LLM(LLMNames):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        lora_request: Adapters = None,
         on_error: str = "return",
     ) -> Iterator[RequestOutput]:
         """Answers prompts like `generate`, yielding what is new of each request as it comes.
@@ -200,7 +197,7 @@ class LLM(LLMNames):
         a prompt has `finished` set.
         """
         params, most = self._or_defaults(sampling_params), self._max_logprobs
-        asked = read_asked(prompts, params, priority, max_logprobs=most)
+        asked = read_asked(prompts, params, priority, lora_request, max_logprobs=most)
         groups: list[list[RequestState]] = []
         try:
             self.completions.queue(asked, into=groups, on_error=on_error)
@@ -220,6 +217,7 @@ class LLM(LLMNames):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: Adapters = None,
     ) -> RequestOutputs:
         """Answers one conversation, a list of messages, or several, a list of such lists."""
         tokenizer, prompts, many = self.get_tokenizer(), [], conversations(messages)
@@ -234,9 +232,9 @@ class LLM(LLMNames):
             # The template has written the special tokens itself.
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    @checked(llm_arguments.METHODS, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.METHODS, elsewhere=llm_arguments.OF_BEAMS)
     def beam_search(
         self, prompts: Any, params: beam.BeamSearchParams, *, use_tqdm: Bar = True
     ) -> list[beam.BeamSearchOutput]:

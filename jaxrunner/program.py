@@ -13,6 +13,7 @@ from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
 from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.lora.product import Product
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import TENSOR, mesh_of, placed, shardings
 from jaxrunner.parallel.stages import held_layers, is_last, joined, num_stages, stages_of
@@ -43,6 +44,7 @@ class Program:
     rules: tuple[Rule, ...] = ()
     num_drafts: int = 0  # K of a step, at most
     sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
+    lora: tuple[Product, ...] = ()  # what adapters may change
 
     @property
     def extra_args(self) -> list[str]:
@@ -142,6 +144,7 @@ class Bucket(NamedTuple):
     num_rows: int  # B
     query_len: int = 0  # tokens of every row, 0 if rows differ
     num_drafts: int = 0  # K, that each row may verify and is proposed
+    lora: bool = False  # whether a request has an adapter
 
 
 class SampleSize(NamedTuple):
@@ -158,6 +161,7 @@ class MultiStepBucket(NamedTuple):
 
     num_steps: int
     sample: SampleSize  # the draw of each step
+    lora: bool = False  # whether a request has an adapter
 
     @property
     def num_rows(self) -> int:
@@ -168,7 +172,7 @@ class MultiStepBucket(NamedTuple):
     def bucket(self) -> Bucket:
         """The size of each step."""
         B, K = self.num_rows, self.sample.num_drafts
-        return Bucket(B * (1 + K), B, 1 + K, K)
+        return Bucket(B * (1 + K), B, 1 + K, K, self.lora)
 
     @property
     def num_tokens(self) -> int:

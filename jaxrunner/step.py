@@ -59,7 +59,8 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     model, config = program.model, program.config
     read, written = partition(model.tables)
     own = {t.name: rows_of(state.tables[t.name], batch.slot) for t in read}
-    inputs, ops = replace(batch.inputs, tables=own), program.ops(batch)
+    inputs = replace(batch.inputs, tables=own)
+    ops = program.ops(replace(batch, inputs=inputs))
     extras = () if model.speculator is None else model.speculator.extras
     every = tuple(dict.fromkeys((*extras, *(name for t in written for name in t.extras))))
     asked = dict(extras=every) if every else {}  # a model need not have extras that nobody reads

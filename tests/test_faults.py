@@ -237,7 +237,7 @@ def answer(prompts: list[Any], params: SamplingParams, character: str) -> list[R
     tokenizer: Any = tiny.tokenizer()
     tokenizer.inner = failing.Tokenizer(tokenizer.inner, character)
     completions = Completions(e := engine(), tokenizer, ())
-    asked = [(ParsedPrompt(*prompt), params, 0) for prompt in prompts]
+    asked = [(ParsedPrompt(*prompt), params, {}) for prompt in prompts]
     outputs = completions.answer(asked, on_error="return", use_tqdm=False)
     assert not completions._states
     check_whole(e)

@@ -54,7 +54,7 @@ def interrupt():
 def test_no_interrupt_loses_a_state_or_an_output(interrupt):
     e, rng = engine(), random.Random(0)
     completions = Completions(e, None, ())
-    asked = [(ParsedPrompt(token_ids=prompt), KINDS["greedy"], 0) for prompt in PROMPTS[:2]]
+    asked = [(ParsedPrompt(token_ids=prompt), KINDS["greedy"], {}) for prompt in PROMPTS[:2]]
 
     def work() -> RequestOutputs:
         return completions.answer(asked, on_error="raise", use_tqdm=False)
@@ -107,7 +107,7 @@ def test_prompts_that_were_not_queued_have_outputs_too(monkeypatch, usual_handle
         return encode(text, **kwargs)
 
     monkeypatch.setattr(tokenizer, "encode", interrupted)
-    asked = [(ParsedPrompt(text=text), SamplingParams(n=2), 0) for text in "abcd"]
+    asked = [(ParsedPrompt(text=text), SamplingParams(n=2), {}) for text in "abcd"]
     with pytest.raises(Interrupted, match="0 of 4 prompts were answered; the `outputs`") as caught:
         completions.answer(asked, on_error="raise", use_tqdm=False)
     assert [output.prompt for output in caught.value.outputs] == list("abcd")

@@ -30,7 +30,7 @@ told = next(stream).outputs[0].token_ids
 
 held, go = threading.Event(), threading.Event()
 def hold():
-    with llm.completions._lock:
+    with llm.completions.lock:
         held.set()
         go.wait()
 thread = threading.Thread(target=hold)

@@ -12,10 +12,11 @@ NOT_SAVED = dict(
     scheduler="_most_drafts _most_tokens adaptive admission chunks max_model_len "
     "max_num_batched_tokens max_num_seqs num_drafts tables turns waiting",
     waiting="policy",
-    admission="_max_tokens _most_of_one _tables queue remote",
-    tables="_caching _groups _share_starts give_back lookahead",
+    admission="_max_tokens _most_of_one _tables adapters queue remote",
+    tables="_caching _groups _share_starts give_back lookahead lora_versions",
     chunks="_most _sizes",
-    worker="_checkpoint _device _engine_plan _host_params _runner _staged status",
+    worker="_checkpoint _device _engine_plan _host_params _places _runner _staged _unmerged "
+    "lora_users status",
     slots="_admission_layout _no_plan _program",
     pool0="block_size enable_caching group null_block num_blocks",
 )

@@ -26,9 +26,10 @@ LAYERS = (
     "logprobs", "config", "indexing", "operation", "heads", "ops.grouping", "linear",
     "experts", "ops.routing", "slot_table",
     "speculators.speculator", "speculators.draft_logits", "rule", "model", "quantization", "text",
-    "scheduling", "program", "shapes", "sampling", "kernels_pallas", "step", "device", "ops",
-    "models", "mixtures", "speculators", "parallel", "loading", "runner", "worker", "engine",
-    "elastic", "llm", "sampling_params",
+    "scheduling", "lora.lora_request", "lora.product", "lora.table", "lora.adapted_linear",
+    "program", "lora.stacks", "shapes", "sampling", "kernels_pallas", "step", "device", "ops",
+    "models", "mixtures", "speculators", "parallel", "lora", "loading", "runner", "worker",
+    "engine", "elastic", "llm", "sampling_params",
     "embedded", "__init__", "lm_eval", "bench", "check", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them

@@ -3,11 +3,13 @@
     python -m jaxrunner.bench llama8b --out result.json
     python -m jaxrunner.bench tiny --parts decode,host --repeats 3
     python -m jaxrunner.bench llama8b --speculative 2.5 --parts decode
+    python -m jaxrunner.bench llama8b --lora 8x16 --parts decode
     python -m jaxrunner.bench --kernels
 
 Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
 what one token more costs a batch that decodes together. With `--speculative` an EAGLE head of
-dummy weights drafts, and so many tokens a step are taken as right.
+dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each request has
+one of so many adapters of a rank, on all products.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.bench import host_time, kernels
+from jaxrunner.bench import adapters, host_time, kernels
 from jaxrunner.bench.presets import PRESETS, Preset
 from jaxrunner.engine.engine import Engine, NewTokens
 from jaxrunner.llm import LLM
@@ -38,21 +40,24 @@ class Bench:
     """Runs the workloads of one preset."""
 
     def __init__(
-        self, preset: Preset, *, speculative: tuple[int, float, bool] | None = None, **engine: Any
-    ):
+        self, preset: Preset, *, speculative: tuple[int, float, bool] | None = None,
+        lora: tuple[int, int] | None = None, **engine: Any,
+    ):  # fmt: skip
         """speculative: drafts of a step, the tokens that a step gives on average, and whether steps
-        may draft nothing."""
+        may draft nothing. lora: a number of adapters, and their rank."""
         self.preset, self._ids = preset, np.random.default_rng(0)
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(preset.config))
         if speculative is not None:
             engine["speculative_config"] = _drafted(preset, folder / "eagle", *speculative)
+        engine |= adapters.sizes(*lora) if lora else {}
         start = time.perf_counter()
         self.llm = LLM(
             str(folder), load_format="dummy", skip_tokenizer_init=True,
             enable_prefix_caching=False, **preset.engine | engine,
         )  # fmt: skip
         self.startup_s = time.perf_counter() - start
+        self.adapters = adapters.add(self.llm, *lora) if lora else [None]
 
     def decode(self) -> dict[str, dict[str, float]]:
         """Returns milliseconds of a decode step by batch size, greedy and sampled.
@@ -137,7 +142,10 @@ class Bench:
     def time(self, prompts: list, sampling_params: Any) -> float:
         """Returns the seconds of one `generate`."""
         start = time.perf_counter()
-        outputs = self.llm.generate(prompts, sampling_params, use_tqdm=False, on_error="raise")
+        each = [self.adapters[i % len(self.adapters)] for i in range(len(prompts))]
+        outputs = self.llm.generate(
+            prompts, sampling_params, lora_request=each, use_tqdm=False, on_error="raise"
+        )
         seconds = time.perf_counter() - start
         errors = [output.error for output in outputs if output.error is not None]
         assert not errors, errors[0]
@@ -237,6 +245,7 @@ def main() -> None:
     parser.add_argument("--speculative", type=float, metavar="LENGTH", help="tokens a step")
     parser.add_argument("--drafts", type=int, default=3, help="of a step, with --speculative")
     parser.add_argument("--adaptive", action="store_true", help="none where these do not pay")
+    parser.add_argument("--lora", type=adapters.read, metavar="8x16", help="adapters, their rank")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     if args.kernels:
@@ -245,10 +254,10 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
         return
     drafted = args.speculative and (args.drafts, args.speculative, args.adaptive)
-    bench = Bench(PRESETS[args.preset], speculative=drafted)
+    bench = Bench(PRESETS[args.preset], speculative=drafted, lora=args.lora)
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     result["programs"] = bench.llm.engine.runner.programs.report()
-    result["speculative"] = drafted
+    result["speculative"], result["lora"] = drafted, args.lora
     result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
     for part in args.parts.split(","):
         run: Callable[[], dict[str, Any]] = getattr(bench, part)

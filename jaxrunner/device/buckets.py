@@ -30,7 +30,7 @@ def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> 
     At each size a uniform one, as many tokens a row as it may verify and one, comes before the
     ragged one. Every batch within `max_num_seqs` and `max_num_batched_tokens` fits one of them;
     with adaptive drafts those that verify any fit the uniform ones alone, and these verify fewer
-    of each request where there are many.
+    of each request where there are many. Steps with adapters have buckets of their own.
     """
     R, T = config.max_num_seqs, config.max_num_batched_tokens
     rows = config.decode_buckets or powers(1, R, config.growth)
@@ -45,6 +45,8 @@ def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> 
         uniform = [(r, K) for r in _up_to(min(R, T // (1 + K)), rows)]
     buckets = [Bucket(r * (1 + k), r, 1 + k, k) for r, k in uniform]
     buckets += [Bucket(s, min(s, R), 0, 0 if adaptive else K) for s in _up_to(T, sizes)]
+    if config.enable_lora:
+        buckets += [bucket._replace(lora=True) for bucket in buckets]
     return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
 
 
@@ -55,11 +57,12 @@ def choose(
     *,
     several: bool = False,
     num_drafts: int = 0,
+    lora: bool = False,
 ) -> Bucket:
     """Returns the first bucket that holds rows of `counts` tokens; one not pending, if there is.
 
     several: of several steps in one launch, which run at uniform sizes alone.
-    num_drafts: that each row is to be proposed, at least.
+    num_drafts: that each row is to be proposed, at least. lora: whether one has an adapter.
 
     Raises:
       ValueError: none does.
@@ -72,6 +75,7 @@ def choose(
         and b.num_rows >= rows
         and (b.query_len >= most or not (b.query_len or several))
         and b.num_drafts >= num_drafts
+        and b.lora == lora
     ]
     if not fits:
         raise ValueError(

@@ -197,7 +197,9 @@ def _multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> 
     n = program.engine.num_decode_steps
     steps = [bucket for bucket in buckets if bucket.query_len and n > 1]
     return [
-        MultiStepBucket(n, SampleSize(bucket.num_rows, all_rules, C, bucket.num_drafts))
+        MultiStepBucket(
+            n, SampleSize(bucket.num_rows, all_rules, C, bucket.num_drafts), bucket.lora
+        )
         for bucket in steps
         for all_rules, C in samples
     ]

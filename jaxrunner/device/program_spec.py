@@ -9,6 +9,7 @@ import jax
 from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import entry_points_of
+from jaxrunner.lora.stacks import abstract_stacks, merged
 from jaxrunner.parallel.mesh import placed
 from jaxrunner.parallel.shards import on_shards
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
@@ -32,6 +33,8 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     `params` may be abstract.
     """
     entry, static = entry_points_of(program)[key.name], (("program", program), ("size", key.size))
+    if getattr(key.size, "lora", False):
+        params = merged(params, abstract_stacks(program))
     out, args = entry.output(program), entry.arguments(program, params, key.size)
     if program.mesh is not None:
         args = placed(args, program.mesh)
@@ -67,4 +70,4 @@ def step_key(bucket: Bucket, num_steps: int) -> Key:
     if num_steps == 1:
         return Key("step", bucket)
     sample = SampleSize(bucket.num_rows, num_drafts=bucket.num_drafts)
-    return Key("multi_step", MultiStepBucket(num_steps, sample))
+    return Key("multi_step", MultiStepBucket(num_steps, sample, bucket.lora))

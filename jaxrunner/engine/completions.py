@@ -38,7 +38,7 @@ class Completions:
         self.eos_token_ids = frozenset(token for token in eos_token_ids if token >= 0)
         self._states: dict[str, RequestState] = {}
         self._num_named = 0
-        self._lock = threading.RLock()  # threads may generate at once: each step serves all
+        self.lock = threading.RLock()  # threads may generate at once: each step serves all
         self._closed = False
         self.totals: Counter[str] = Counter()  # of completions that have ended; see `metrics`
 
@@ -72,7 +72,7 @@ class Completions:
             for state in states:
                 state.start(token_ids, self.tokenizer)
             params = encode_words(params, self.tokenizer)
-            with self._lock:
+            with self.lock:
                 for state in states:
                     leader = None if state is states[0] else states[0].request
                     self._add(state, token_ids, params, kwargs | {"leader": leader})
@@ -84,7 +84,7 @@ class Completions:
                 state.fail(str(error))
 
     def _new_states(self, prompt: ParsedPrompt, params: SamplingParams) -> list[RequestState]:
-        with self._lock:
+        with self.lock:
             name, self._num_named = str(self._num_named), self._num_named + 1
         states = [RequestState(name, params, i) for i in range(params.n)]
         for state in states:
@@ -134,9 +134,9 @@ class Completions:
         self, asked: Iterable[Asked], *, into: list[list[RequestState]], on_error: str
     ) -> None:
         """Adds prompts. into: gains a list of the completions of each."""
-        for prompt, params, priority in asked:
+        for prompt, params, rest in asked:
             into.append([])
-            self.add(prompt, params, into=into[-1], on_error=on_error, priority=priority)
+            self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
 
     def run(self, states: Sequence[RequestState], *, use_tqdm: Bar = False) -> None:
         """Steps until these completions are whole."""
@@ -154,7 +154,7 @@ class Completions:
     def step(self) -> None:
         """Runs one step of the engine for whoever waits, and hands out its tokens."""
         self.engine.status.check_process()  # a lock may have been forked while it was held
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return  # while this thread waited: all have ended
             self._hand_out(self.engine.step())
@@ -182,7 +182,7 @@ class Completions:
     def save(self, folder: str | Path) -> None:
         """Writes all that is unfinished, or not told yet, into a new folder; see `snapshot`."""
         self.engine.status.check_awake()
-        with self._lock:
+        with self.lock:
             self._hand_out(self.engine.drain())
             states = {name: state.saved() for name, state in self._states.items()}
             save_engines(self.engine, folder, states, num_named=self._num_named)
@@ -190,7 +190,7 @@ class Completions:
     def restore(self, folder: str | Path) -> list[list[RequestState]]:
         """Takes up what `save` wrote. Returns the completions of each prompt."""
         self.engine.status.check_awake()
-        with self._lock:
+        with self.lock:
             parts = [each.more for each in restore_engines(self.engine, folder, self._restored)]
             self._num_named = max(num_named for _, num_named in parts)
             states = [state for states, _ in parts for state in states]
@@ -214,7 +214,7 @@ class Completions:
     def abort(self, name: str) -> None:
         """Ends a prompt's completions at any phase; unknown names are ignored."""
         self.engine.status.check_process()
-        with self._lock:
+        with self.lock:
             for state in [state for state in self._states.values() if state.name == name]:
                 self.engine.abort([state.request_id])
                 state.abort()
@@ -224,7 +224,7 @@ class Completions:
         """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
         if self.engine.status.is_foreign:
             return
-        with self._lock:
+        with self.lock:
             for state in states:
                 known = self._states.pop(state.request_id, None) is not None
                 if known and not state.finished:
@@ -247,7 +247,7 @@ class Completions:
     def reset_prefix_cache(self, *, running: bool) -> bool:
         """Forgets cached prefixes; with `running` also of requests at work, which start again."""
         self.engine.status.check()
-        with self._lock:
+        with self.lock:
             if running:
                 self._hand_out(self.engine.drain())
                 for engine in engines_of(self.engine):
@@ -257,7 +257,7 @@ class Completions:
 
     def close(self) -> None:
         """Aborts all, and closes the engine. May be called twice."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             for state in self._states.values():
                 state.abort()

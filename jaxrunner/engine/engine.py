@@ -7,6 +7,7 @@ while engine.has_unfinished:
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from jaxrunner.engine.make_scheduler import make_scheduler
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.engine.steps import Steps
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
+from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.model import Model
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.scheduler import Scheduler
 from jaxrunner.worker.worker import Worker
 
 
@@ -60,10 +63,13 @@ class Engine(Steps):
     def _set_up(self, worker: Worker, make_compiler: Callable[[], Any] | None) -> None:
         program = worker.runner.program
         self.config, self.model_config = program.engine, program.config
-        self.pools, scheduler = make_scheduler(program)
+        adapters = worker.runner.adapters
+        self.pools, scheduler = make_scheduler(program, adapters and adapters.pinned)
         super().__init__(worker, scheduler)
         self.grammars = StructuredOutputManager(make_compiler, in_step=program.is_shared)
         self._seeds = np.random.default_rng(self.config.seed)
+        # Of these objects, as the worker must not refer to the engine that has it.
+        worker.lora_users = functools.partial(_adapters_of, scheduler, self.grammars)
 
     def add(
         self,
@@ -77,6 +83,7 @@ class Engine(Steps):
         leader: Request | None = None,
         cache_salt: str | None = None,
         routed_experts: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """Queues a request.
 
@@ -85,6 +92,7 @@ class Engine(Steps):
         leader: an unfinished request with this prompt, which is to be computed first and shared.
         cache_salt: it shares cached blocks only with requests of the same.
         routed_experts: experts that are to compute the prompt; see `check_given`.
+        lora_request: its adapter, which is read if it is not known.
 
         Raises:
           TypeError, ValueError: a bad argument, or an id that is in use; names it.
@@ -96,6 +104,7 @@ class Engine(Steps):
             eos_token_ids=eos_token_ids, priority=priority, leader=leader,
             prompt_logprobs_start=prompt_logprobs_start, cache_salt=cache_salt,
             routed_experts=routed_experts,
+            lora_id=self.worker.take_lora(lora_request),
         )  # fmt: skip
         self.queue(request)
         return request
@@ -144,7 +153,7 @@ class Engine(Steps):
     @deferred
     def drain(self) -> NewTokens:
         """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
-        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch, self.worker.lora_versions)
         while self._in_flight:
             self.read()
         while self.grammars.num_waiting:
@@ -193,3 +202,8 @@ class Engine(Steps):
         self._in_flight.clear()
         self.grammars.close()
         self.worker.close()
+
+
+def _adapters_of(*queues: Scheduler | StructuredOutputManager) -> set[int]:
+    """Returns the adapters of unfinished requests."""
+    return {request.lora_id for queue in queues for request in queue.requests.values()}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from jaxrunner.api.arguments import checked, forwarded
 from jaxrunner.api.not_here import NotHere
@@ -27,7 +27,20 @@ from jaxrunner.worker.lifecycle_arguments import (
     read_overrides,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
 CHANGEABLE = ("async_depth", "num_decode_steps")
+
+
+def _between_steps(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Returns a method that calls the worker's while no thread runs a step: it writes in place."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.completions.lock:
+            return method(self.engine.worker, *args, **kwargs)
+
+    return call
 
 
 class LLMNames(NotHere):
@@ -52,6 +65,12 @@ class LLMNames(NotHere):
     stop_profile = forwarded("engine.worker", Lifecycle.stop_profile)
     profile = forwarded("engine.worker", Lifecycle.profile)
     check_health = forwarded("engine.worker", Lifecycle.check_health)
+    add_lora = _between_steps(Lifecycle.add_lora)
+    remove_lora = _between_steps(Lifecycle.remove_lora)
+    list_loras = _between_steps(Lifecycle.list_loras)
+    pin_lora = _between_steps(Lifecycle.pin_lora)
+    merge_lora = _between_steps(Lifecycle.merge_lora)
+    unmerge_lora = _between_steps(Lifecycle.unmerge_lora)
     get_supported_tasks = forwarded("engine.worker", Lifecycle.get_supported_tasks)
 
     @property

@@ -3,12 +3,18 @@
 from jaxrunner.device.buckets import step_buckets
 from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program import Program
+from jaxrunner.scheduling.adapter_turns import AdapterTurns
 from jaxrunner.scheduling.block_pool import BlockPool, make_pools
 from jaxrunner.scheduling.scheduler import Scheduler
 
 
-def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
-    """Returns new block pools, one for each cache group, and a scheduler over them."""
+def make_scheduler(
+    program: Program, pinned: set[int] | None = None
+) -> tuple[list[BlockPool], Scheduler]:
+    """Returns new block pools, one for each cache group, and a scheduler over them.
+
+    pinned: adapters that keep their places; None where the engine has none.
+    """
     config, groups = program.engine, program.cache_groups
     speculator = program.model.speculator
     pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
@@ -25,4 +31,6 @@ def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
         num_stages=num_stages(program.config),
         step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
     )  # fmt: skip
+    if pinned is not None:
+        scheduler.admission.adapters = AdapterTurns(config.max_loras, pinned)
     return pools, scheduler

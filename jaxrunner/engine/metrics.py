@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.scheduler import Scheduler
@@ -83,17 +82,3 @@ def draft_counts(totals: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the steps that verified drafts, and how many of these accepted each; () without."""
     num = sum(name.startswith("drafts ") for name in totals)
     return tuple(totals[f"drafts {i}"] for i in range(num))
-
-
-def describe_drafts(speculator: Any, totals: Mapping[str, int]) -> str:
-    """Returns a line of what became of drafts in requests that have ended; none without."""
-    if speculator is None:
-        return ""
-    num, *accepted = draft_counts(totals) or (0,)
-    said = "none verified yet"
-    if num:
-        by_position = " ".join(f"{count / num:.2f}" for count in accepted)
-        length = 1 + sum(accepted) / num
-        said = f"{length:.2f} tokens a step, accepted by position: {by_position}"
-    num = f"0 or {speculator.num_drafts}" if speculator.adaptive else speculator.num_drafts
-    return f"drafts: {num} by {speculator.name}, {said}\n"

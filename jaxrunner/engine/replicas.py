@@ -89,6 +89,7 @@ class Replicas:
         self._check()
         self.status.check_awake()
         program = self.runner.program
+        asked["lora_id"] = self.worker.take_lora(asked.pop("lora_request", None))
         request = new_request(request_id, prompt_token_ids, params, of=program, **asked)
         if self._epoch != self.worker.cache_epoch:
             self._epoch = self.worker.cache_epoch
@@ -228,6 +229,8 @@ class Replicas:
         self._share_seeds(self.engines[0]._seeds)
         first, all_ = self.engines[0].worker, self.worker
         all_.weights_version, all_.cache_epoch = first.weights_version, first.cache_epoch
+        for worker in (all_, *all_.workers):
+            worker.lora_versions = first.lora_versions
         return restored
 
     def close(self) -> None:

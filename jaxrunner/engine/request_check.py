@@ -33,10 +33,11 @@ def new_request(
     leader: Request | None = None,
     cache_salt: str | None = None,
     routed_experts: Any = None,
+    lora_id: int = 0,
 ) -> Request:
     """Returns the request that an engine is asked for, with the seed of its parameters or 0.
 
-    cache_salt: it shares cached blocks only with requests of the same.
+    cache_salt: it shares cached blocks only with requests of the same. lora_id: of its adapter.
     routed_experts: what `given_routes.check_given` takes; it shares no cached blocks then.
 
     Raises:
@@ -51,9 +52,7 @@ def new_request(
     params.check(vocab_size, extra_args=of.extra_args)
     _check_by_rules(params, of)
     start = _first_scored(params, prompt_logprobs_start)
-    # A tokenizer may have more ids than the model: those beyond it are never sampled.
-    given = enumerate(elements("eos_token_ids", eos_token_ids, _EOS.wanted))
-    eos = [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in given]
+    eos = _read_eos(eos_token_ids)
     request = Request(
         request_id=validate("request_id", request_id, _ID),
         prompt_token_ids=prompt,
@@ -64,8 +63,9 @@ def new_request(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         priority=validate("priority", priority, _PRIORITY),
         cache_salt=_salt(
-            _model_salt(of, len(prompt), params), validate("cache_salt", cache_salt, _TEXT)
+            _model_salt(of, len(prompt), params, lora_id), validate("cache_salt", cache_salt, _TEXT)
         ),
+        lora_id=lora_id,
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
         leader=leader,
         prompt_logprobs_start=start,
@@ -133,10 +133,18 @@ def check_reason(reason: str, stop_reason: int | str | None) -> None:
         raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")
 
 
-def _model_salt(of: Program, prompt_len: int, params: SamplingParams) -> bytes:
+def _model_salt(of: Program, prompt_len: int, params: SamplingParams, lora_id: int) -> bytes:
     """Returns what keys depend on besides tokens."""
     salt, rows = of.config.cache_salt(prompt_len), cache_salt(of.model.tables, params)
+    rows = b"lora %d %s" % (lora_id, rows) if lora_id else rows
     return b"%d %s %s" % (len(salt), salt, rows) if rows else salt
+
+
+def _read_eos(eos_token_ids: Iterable[int]) -> list[int]:
+    """Returns ids that end a request."""
+    # A tokenizer may have more ids than the model: those beyond it are never sampled.
+    given = elements("eos_token_ids", eos_token_ids, _EOS.wanted)
+    return [validate(f"eos_token_ids[{i}]", token, _EOS) for i, token in enumerate(given)]
 
 
 def _check_by_rules(params: SamplingParams, of: Program) -> None:

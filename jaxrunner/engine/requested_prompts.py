@@ -6,9 +6,11 @@ from typing import Any
 
 from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.api.validation import Bound, shown, validate
+from jaxrunner.lora.lora_request import check_lora_request
 from jaxrunner.text.prompts import ParsedPrompt, parse_prompts
 
-Asked = tuple[ParsedPrompt, SamplingParams, int]  # the last one is the priority
+# The last are more arguments of `Engine.add`: priority and lora_request.
+Asked = tuple[ParsedPrompt, SamplingParams, dict[str, Any]]
 PRIORITY = Bound(int, -(2**62), 2**62)
 # Keys of generation_config.json, by our names.
 OVERRIDES = {
@@ -20,6 +22,7 @@ def read_asked(
     prompts: Any,
     sampling_params: SamplingParams | Sequence[SamplingParams],
     priority: Any,
+    lora_request: Any = None,
     *,
     whole: bool = False,
     max_logprobs: int | None = None,
@@ -48,10 +51,13 @@ def read_asked(
             _check_logprobs(param, max_logprobs)
     ranks = _one_each("priority", 0 if priority is None else priority, len(parsed))
     priorities = [validate(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
-    # Copies: who made them may set fields before a stream is read.
-    return [
-        (p, one.clone(), rank) for p, one, rank in zip(parsed, params, priorities, strict=False)
+    adapters = map(check_lora_request, _one_each("lora_request", lora_request, len(parsed)))
+    rest = [
+        dict(priority=rank, lora_request=adapter)
+        for rank, adapter in zip(priorities, adapters, strict=True)
     ]
+    # Copies: who made them may set fields before a stream is read.
+    return [(p, one.clone(), more) for p, one, more in zip(parsed, params, rest, strict=False)]
 
 
 def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> SamplingParams:

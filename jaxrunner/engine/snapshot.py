@@ -228,9 +228,10 @@ def _commit(engine: Engine, host: dict[str, Any], tables: tuple[Any, Any]) -> No
 
 def owners_of(engine: Engine) -> dict[str, Any]:
     """Returns what changes from step to step, by name; `SAVED` of each names its attributes."""
-    scheduler = engine.scheduler
-    pools = {f"pool{pool.group}": pool for pool in engine.pools}
-    return pools | dict(
+    scheduler, adapters = engine.scheduler, engine.runner.adapters
+    own = {f"pool{pool.group}": pool for pool in engine.pools}
+    own |= dict(adapters=adapters, turns=scheduler.admission.adapters) if adapters else {}
+    return own | dict(
         engine=engine, scheduler=scheduler, waiting=scheduler.waiting, chunks=scheduler.chunks,
         admission=scheduler.admission, tables=scheduler.tables, worker=engine.worker,
         slots=engine.runner.requests,
@@ -256,9 +257,10 @@ def _context(engine: Engine) -> dict[str, str]:
     config = engine.model_config
     model = config.family if isinstance(config, ShardedConfig) else program.model
     functions = dict(layers=model.layers, logits=model.logits)
-    told = dict(jaxrunner=__version__)
+    tables = [(table.name, table.extra_args) for table in program.tables]
+    told = dict(jaxrunner=__version__, tables=repr(tables))
     told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
-    told |= {"tables": repr([(table.name, table.extra_args) for table in program.tables])}
+    told |= engine.runner.adapters.describe() if engine.runner.adapters else {}
     configs: tuple[Any, Any] = program.config, program.engine
     for config in configs:  # functions, which no other process has at one place, are no `repr`
         told |= {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.repr}
@@ -291,8 +293,7 @@ def _sums(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[Arra
 
 
 def _check_context(folder: Path, saved: dict[str, str], own: dict[str, str]) -> None:
-    names = sorted(name for name in saved | own if saved.get(name) != own.get(name))
-    if names:
+    if names := sorted(name for name in saved | own if saved.get(name) != own.get(name)):
         pairs = [f"{n}={saved.get(n)}, not {own.get(n)}" for n in names[:MOST_NAMED]]
         raise ValueError(
             f"the engine saved in {folder} differs from this one in {len(names)} things, it had "

@@ -44,6 +44,7 @@ def check(
         _check_part(name, _check_request, engine, request, {*map(id, live)})
     _check_part("queues", _check_queues, engine, told["host"], live)
     _check_part("slots", _check_slots, engine, told["host"])
+    _check_part("adapters", _check_adapters, engine, told["host"], live)
     _check_part("blocks", _check_blocks, engine, told["host"], told["filled"])
 
 
@@ -167,6 +168,26 @@ def _check_slots(engine: Engine, host: Mapping[str, Any]) -> None:
     for request in host["scheduler.running"]:
         counts = [len(table) for table in request.blocks]
         _must(slots[request.request_id].num_blocks == counts, "other counts of blocks")
+
+
+def _check_adapters(engine: Engine, host: Mapping[str, Any], live: Sequence[Request]) -> None:
+    adapters, running = engine.runner.adapters, host["scheduler.running"]
+    _must(all(type(r.lora_id) is int and r.lora_id >= 0 for r in live), "lora_id")
+    wanted, of_slots = {r.lora_id for r in live if r.lora_id}, host["slots.lora_ids"]
+    _must(of_slots.keys() <= host["slots._slots"].keys(), "adapters of other slots")
+    counts = host["worker.lora_versions"]
+    _must(all(type(i) is type(n) is int for i, n in counts.items()), "versions of no numbers")
+    if adapters is None:
+        _must(not wanted and not of_slots, "requests with adapters")
+        return
+    _must(wanted <= adapters.known.keys(), f"adapters {sorted(wanted - adapters.known.keys())}")
+    _must(adapters.check_placed(host["adapters.placed"]), "others on the device")
+    here = {r.request_id: r.lora_id for r in running if r.lora_id}
+    _must(here.items() <= of_slots.items(), "slots of other adapters")
+    _must({*here.values()} <= {*host["adapters.placed"][0]}, "adapters that are not there")
+    users = {i: {name for name, of in here.items() if of == i} for i in here.values()}
+    _must(host["turns._users"] == users, "other users of adapters")
+    _must(host["turns._draining"] in {0, *users}, "an adapter that nobody has")
 
 
 def _check_blocks(engine: Engine, host: Mapping[str, Any], filled: list[list[int]]) -> None:

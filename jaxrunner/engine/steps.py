@@ -54,7 +54,7 @@ class Steps(abc.ABC):
           RuntimeError: the engine has ended; see `WorkerStatus`.
         """
         self.status.check()
-        self.scheduler.outdate_prefixes(self.worker.cache_epoch)
+        self.scheduler.outdate_prefixes(self.worker.cache_epoch, self.worker.lora_versions)
         self._take_compiled(block=block and not self.scheduler.has_unfinished)
         while self._unsampled is None and len(self._in_flight) < self.runner.program.num_launches:
             if not self._launch():

@@ -62,6 +62,10 @@ SIZES: dict[str, Bound] = {
     "nan_policy": TEXT,
     "attention_backend": TEXT,
     "enforce_eager": FLAG,
+    "enable_lora": FLAG,
+    "max_loras": Bound(int, 1, 1024),
+    "max_lora_rank": Bound(int, 1, 512),
+    "max_cpu_loras": Bound(int, 1, 2**20, optional=True),
 }
 TEXTS: dict[str, Bound] = {
     "tokenizer": Bound(str, optional=True, also=(Path, Tokenizer)),
@@ -94,7 +98,7 @@ _ONE_DEVICE = (
 )
 _TEXT_ALONE = f"prompts are text or token ids; {_OUT}"
 _COMPILED = "programs are compiled by size; see token_buckets, decode_buckets and enforce_eager"
-_LORA = "adapters are not read: merge them into the weights of the checkpoint"
+_PROMPT_ADAPTERS = "adapters of prompts are not read, those of weights are: see LoRARequest"
 _SERVER = f"there is no server; {_OUT}"
 _CONFIG = "pass hf_overrides, which replaces keys of config.json"
 _SAFETENSORS = "weights come from safetensors in a folder or on the hub; convert others first"
@@ -155,11 +159,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
         f"layers with a window have a cache of their own; {_OUT}", (False, None)
     ),
     "calculate_kv_scales": Elsewhere("each token and head has a scale of its own", each=bool),
-    "enable_lora": Elsewhere(_LORA, (False, None)),
-    **dict.fromkeys(
-        ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), Elsewhere(_LORA)
-    ),
-    "enable_prompt_adapter": Elsewhere(_LORA, (False, None)),
+    "lora_dtype": Elsewhere("adapters have the dtype of the model", ("auto", None)),
+    "fully_sharded_loras": Elsewhere("adapters are cut as the weights are", (False,)),
+    "enable_prompt_adapter": Elsewhere(_PROMPT_ADAPTERS, (False, None)),
     "enable_prompt_embeds": Elsewhere(_TEXT_ALONE, (False, None)),
     "limit_mm_per_prompt": Elsewhere(_TEXT_ALONE, (None, {})),
     "mm_processor_kwargs": Elsewhere(_TEXT_ALONE, (None, {})),
@@ -210,8 +212,7 @@ CHAT: dict[str, Bound] = {
     "chat_template_kwargs": DICT_OR_NONE,
 }
 PROMPTS_ELSEWHERE: dict[str, Elsewhere] = {
-    "lora_request": Elsewhere(_LORA),
-    "prompt_adapter_request": Elsewhere(_LORA),
+    "prompt_adapter_request": Elsewhere(_PROMPT_ADAPTERS),
     "mm_processor_kwargs": Elsewhere(_TEXT_ALONE, (None, {})),
     "tokenization_kwargs": Elsewhere(
         "SamplingParams has truncate_prompt_tokens, and token ids are taken as they are", (None, {})
@@ -222,4 +223,7 @@ PROMPTS_ELSEWHERE: dict[str, Elsewhere] = {
     "chat_template_content_format": Elsewhere(
         "contents reach the template as text", ("auto", "string")
     ),
+}
+OF_BEAMS: dict[str, Elsewhere] = PROMPTS_ELSEWHERE | {
+    "lora_request": Elsewhere("beams have no adapter: merge_lora adds one to the weights")
 }

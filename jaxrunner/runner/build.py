@@ -11,9 +11,13 @@ import jax
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
+from jaxrunner.lora.product import Product
+from jaxrunner.lora.products import find_products
+from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.mixtures.balanced import BalancedConfig
 from jaxrunner.mixtures.recorded_routes import RecordedConfig
 from jaxrunner.model import MakeOps, Model
+from jaxrunner.ops.adapted import adapted
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
 from jaxrunner.parallel.mesh import mesh_of
@@ -46,6 +50,7 @@ class Built(NamedTuple):
 
     def on(self, model: Model, config: ModelConfig, params: Any) -> "Built":
         """Returns the same for the same model on other devices."""
+        model = model._replace(tables=self.program.model.tables)
         program = replace(self.program, model=model, config=config)
         return self._replace(program=program, params=abstract(params))
 
@@ -95,6 +100,12 @@ def build(
         choice = choice._replace(name="given", ops=ops, reason="its operations were given")
     _check_together(model, model_config, config)
     choice = deal_out(choice, model_config, config)
+    products: tuple[Product, ...] = ()
+    if config.enable_lora:
+        refuse(model_config, "enable_lora", "leave it out, or take tensor_parallel_size")
+        products = find_products(model, model_config)
+        model = model._replace(tables=(*model.tables, ADAPTERS))
+        choice = choice._replace(ops=adapted(choice.ops))
     if (mesh := mesh_of(model_config)) is not None:
         whole_experts = getattr(model_config, "expert_parallel", False)
         choice = choice._replace(ops=all_reduced(choice.ops, whole_experts))
@@ -102,7 +113,7 @@ def build(
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES else None
     num_drafts = 0 if speculator is None else speculator.num_drafts
-    program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample)
+    program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample, products)
     check_names(program.tables)
     # What the code of others does is not known.
     ours = rules == RULES and ops is None and is_ours(*_code(program, params))

@@ -36,12 +36,13 @@ def in_order(
       ValueError: several processes run them, in which others would be there first.
     """
     check_own(program.mesh, "warm_up='background'", "take warm_up=True")
-    ragged = [b for b in buckets if not b.query_len][-1]
-    decode = max((b for b in buckets if b.query_len), key=lambda b: b.num_rows)
-    needed = [step_key(ragged, 1)]  # it can run any step
+    kinds = [[b for b in buckets if b.lora == lora] for lora in sorted({b.lora for b in buckets})]
+    ragged = [[b for b in own if not b.query_len][-1] for own in kinds]
+    decodes = [max((b for b in own if b.query_len), key=lambda b: b.num_rows) for own in kinds]
+    needed = [step_key(bucket, 1) for bucket in ragged]  # they can run any step
     if (several := program.engine.num_decode_steps) > 1:
-        needed.append(step_key(decode, several))
+        needed += [step_key(bucket, several) for bucket in decodes]
     entries = ENTRY_POINTS | BEFORE
     first = [key for key in keys if entries[key.name].is_small or key in needed]
     # Of the others the one that can run any decode step comes next.
-    return [*needed, step_key(decode, 1), *keys], first
+    return [*needed, *(step_key(bucket, 1) for bucket in decodes), *keys], first

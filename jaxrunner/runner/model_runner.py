@@ -24,8 +24,7 @@ from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_spec import program_keys, step_key
 from jaxrunner.loading import orbax_io
-from jaxrunner.loading.weights import like
-from jaxrunner.parallel.pipeline import to_stages
+from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
 from jaxrunner.program import MultiStepBucket, make_state
@@ -37,13 +36,14 @@ from jaxrunner.runner.profiling import Profiler
 from jaxrunner.runner.program_table import Key, Started
 from jaxrunner.runner.prompt_scores import launch_scores
 from jaxrunner.runner.request_table import RequestTable, Write
+from jaxrunner.runner.runner_weights import RunnerWeights
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
 from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
 from jaxrunner.shapes import output_spec
 
 
-class ModelRunner:
+class ModelRunner(RunnerWeights):
     """Owns the device state and the programs of one model."""
 
     def __init__(self, built: Built, params: Any, *, trusted: bool = False):
@@ -58,8 +58,8 @@ class ModelRunner:
         self.params = None if to_come else params
         config = self.program.engine
         self.buckets = step_buckets(config, self.program.model.speculator)
-        self.requests = RequestTable(self.program)
-        self._check = None if trusted else StepCheck(self.program)
+        self.requests, self.adapters = RequestTable(self.program), device_adapters(self.program)
+        self._check = None if trusted else StepCheck(self.program, self.adapters)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
         # Nothing there refers to the runner, so that its memory goes when it does.
         self.programs = make_programs(built)
@@ -72,15 +72,6 @@ class ModelRunner:
         self._masks = GrammarMasks(program)
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         awaited_at_exit(self)
-
-    @property
-    def params(self) -> Any:
-        """The weights; None until they come, and while they sleep."""
-        return self._params
-
-    @params.setter
-    def params(self, params: Any) -> None:
-        self._params, self._placed = params, to_stages(self.program.config, params)
 
     @functools.cached_property
     def state(self) -> Any:
@@ -114,27 +105,23 @@ class ModelRunner:
             if ENTRY_POINTS[key.name].is_rehearsed(key.size):
                 self._rehearse(key)
         jax.block_until_ready(self.state)
+        if self.adapters is not None:
+            self.adapters.warm_up()
         gc.collect()  # now, not in the midst of a step; the next one is far then
 
     def _rehearse(self, key: Key) -> None:
         """Runs a program without requests: the first run sets up a graph, longer than it runs."""
         none: tuple[list, ...] = tuple([] for _ in self.program.cache_groups)
         plan = self.requests.plan((), (), none, key.size)
-        self.state, *_ = self.programs[key](self._placed, self.state, plan)
+        self.state, *_ = self.programs[key](self.params_of(key.size), self.state, plan)
 
     def close(self) -> None:
         """Gives the device memory of the state back."""
         self.programs.close()
         pytree.delete(vars(self).get("state"))  # made when first used
+        if self.adapters is not None:
+            self.adapters.sleep()
         self._closed = True
-
-    def update_params(self, params: Any) -> None:
-        """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
-
-        Raises:
-          ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
-        """
-        self.params = like(params, self.params_spec)
 
     def fork(self) -> "ModelRunner":
         """Returns a runner that goes its own way: state and requests are copied, the rest shared.
@@ -148,13 +135,14 @@ class ModelRunner:
         # Steps consume the state they are given.
         other.state, other.requests = jax.tree.map(jnp.copy, self.state), self.requests.copy()
         other._check = self._check and self._check.copy()
+        other.adapters = self.adapters and self.adapters.copy()
         awaited_at_exit(other)
         return other
 
     def restart(self) -> None:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
         self.requests, self._forwarded = RequestTable(self.program), None
-        self._check = self._check and StepCheck(self.program)
+        self._check = self._check and StepCheck(self.program, self.adapters)
         if not pytree.is_alive(self.state):
             pytree.delete(self.state)
             # Waited for, as a device that has failed says so later.
@@ -198,7 +186,7 @@ class ModelRunner:
             self._forward(work)
             return self.sample_tokens()
         program = self.programs[Key("multi_step" if num_steps > 1 else "step", size)]
-        self.state, packed = program(self._placed, self.state, work.plan)
+        self.state, packed = program(self.params_of(size), self.state, work.plan)
         layout = self._output(work.size, num_steps)
         return StepHandle(work.req_ids, layout, packed)
 
@@ -233,7 +221,8 @@ class ModelRunner:
         if kept is not None:
             batch, extras = kept
             program = self.programs[Key("propose", work.bucket)]
-            self.state, drafts = program(self._placed, self.state, batch, rows, hidden, extras)
+            params = self.params_of(work.bucket)
+            self.state, drafts = program(params, self.state, batch, rows, hidden, extras)
         handle = StepHandle(work.req_ids, self._output(size), packed)
         if grammar_output is not None and drafts is not None:
             handle.expect_drafts(drafts)
@@ -244,7 +233,7 @@ class ModelRunner:
     def _forward(self, work: Work, *x: Any) -> jax.Array:
         """Launches the forward pass, and what scores prompt tokens. Returns hidden states."""
         program = self.programs[Key("forward", work.bucket)]
-        out = program(self._placed, self.state, work.plan, *x)
+        out = program(self.params_of(work.bucket), self.state, work.plan, *x)
         self.state, logits, rows, hidden, targets, heads, kept = out
         tables = replace(self.state, kv=())
         scores = launch_scores(
@@ -261,6 +250,7 @@ class ModelRunner:
         new, counts = output.scheduled_new_reqs, output.num_scheduled_tokens
         for request in new:
             self.requests.add(request)
+        lora = self._admit_adapters(new, counts)
         blocks = self.requests.append_blocks(output.new_block_ids)
         none: tuple[list, ...] = tuple([] for _ in blocks)
         req_ids = tuple(sorted(counts, key=counts.__getitem__))  # decodes first; stable
@@ -274,12 +264,12 @@ class ModelRunner:
         all_tokens = [b for b in self.buckets if not (b.query_len and output.replays_routes)]
         bucket = choose(
             all_tokens, each, lambda b: is_pending(step_key(b, n)), several=several,
-            num_drafts=output.num_proposed,
+            num_drafts=output.num_proposed, lora=lora,
         )  # fmt: skip
         self.traffic[bucket.query_len][sum(each)] += 1
         sample = self.requests.sample_size(req_ids, bucket)
         if several:
-            bucket = MultiStepBucket(n, sample)
+            bucket = MultiStepBucket(n, sample, lora)
         # A step's own tokens never need more blocks than its plan holds; foresight may.
         fits = self.requests.room(blocks, bucket)
         if new or not fits:

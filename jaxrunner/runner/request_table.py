@@ -33,13 +33,14 @@ Write = tuple[int, int, list[int]]  # row, first column, values
 class RequestTable:
     """Slots of running requests. The last one freed is the first one handed out."""
 
-    SAVED = ("_free", "_slots", "_unusual")
+    SAVED = ("_free", "_slots", "_unusual", "lora_ids")
 
     def __init__(self, program: Program):
         self._program = program
         self._free = list(range(program.engine.max_num_seqs))
         self._slots: dict[str, Slot] = {}
         self._unusual: set[str] = set()  # ids of those that are not `is_usual`
+        self.lora_ids: dict[str, int] = {}  # adapters of those that have one, by their ids
         self._no_plan = functools.cache(self._empty_plan)
         self._admission_layout = functools.cache(self._admission_spec)
 
@@ -76,7 +77,13 @@ class RequestTable:
         """Frees a request's slot; an unknown id is ignored."""
         if (slot := self._slots.pop(request_id, None)) is not None:
             self._free.append(slot.index)
+            self.lora_ids.pop(request_id, None)
             self._unusual.discard(request_id)
+
+    def note_adapter(self, request: NewRequest) -> None:
+        """Notes the adapter of a request that has a slot, if it has one."""
+        if request.lora_id:
+            self.lora_ids[request.request_id] = request.lora_id
 
     @property
     def num_taken(self) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jaxrunner.api.validation import shown
 from jaxrunner.caches.cache_group import CacheGroup
+from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.program import Program
 from jaxrunner.runner.step_fields import check_fields, check_ints, check_new
 from jaxrunner.scheduling.request import NewRequest, SchedulerOutput
@@ -24,6 +25,7 @@ class Row(NamedTuple):
     computed: int
     max_len: int
     tables: Tables
+    lora_id: int = 0
 
     @property
     def missing(self) -> int:
@@ -34,15 +36,15 @@ class Row(NamedTuple):
 class StepCheck:
     """The requests of a runner, as what it was told says."""
 
-    def __init__(self, program: Program):
-        self._program = program
+    def __init__(self, program: Program, adapters: DeviceAdapters | None = None):
+        self._program, self._adapters = program, adapters
         self._groups = program.cache_groups
         self._rows: dict[str, Row] = {}
         self._users = tuple(Counter[int]() for _ in self._groups)  # requests that have a block
 
     def copy(self) -> "StepCheck":
         """Returns one of the same requests, which go their own way."""
-        other = StepCheck(self._program)
+        other = StepCheck(self._program, self._adapters)
         other._rows, other._users = dict(self._rows), tuple(map(Counter, self._users))
         return other
 
@@ -51,7 +53,7 @@ class StepCheck:
 
         Raises:
           TypeError, ValueError: it contradicts itself or the steps before; names the field.
-          RuntimeError: more requests than there are slots.
+          RuntimeError: more requests than there are slots, or adapters than there are places.
         """
         check_fields(output)
         if in_two and output.num_steps > 1:
@@ -64,6 +66,8 @@ class StepCheck:
         for i, new in enumerate(output.scheduled_new_reqs):
             step.admit(f"scheduled_new_reqs[{i}]", new)
         step.advance(output)
+        if self._adapters is not None:
+            self._adapters.check({row.lora_id for row in step.rows.values()} - {0})
         self._rows = step.rows
         for users, change in zip(self._users, step.changes, strict=True):
             for block, count in change.items():
@@ -130,7 +134,9 @@ class _Step:
                 raise ValueError(f"{name}[{g}] has the null block where a token looks")
             self._check_own(f"{name}[{g}]", g, table, _first_written(group, new))
             self._count(g, table, 1)
-        self.rows[new.request_id] = Row(len(new.token_ids), computed, new.max_len, tables)
+        self.rows[new.request_id] = Row(
+            len(new.token_ids), computed, new.max_len, tables, new.lora_id
+        )
 
     def advance(self, output: SchedulerOutput) -> None:
         """Computes the tokens of the step."""
@@ -171,7 +177,7 @@ class _Step:
                     f"{len(table) * size}: give it {-(-end // size) - len(table)} blocks more"
                 )
         known = row.known + (count if num_steps > 1 else end == row.known)
-        return Row(known, end, row.max_len, self._seen(row.tables, end))
+        return row._replace(known=known, computed=end, tables=self._seen(row.tables, end))
 
     def _seen(self, tables: Tables, computed: int):
         """Returns tables in which blocks that no later token sees are null, for others to have."""

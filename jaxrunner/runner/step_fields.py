@@ -78,6 +78,8 @@ def check_new(where: str, new: NewRequest, program: Program) -> None:
         eos_token_ids=Bound(int, 0, _INT32, each=True, most=MAX_STOP_IDS),
         num_computed=Bound(int, 0, length - 1),
         prompt_logprobs_start=Bound(int, 0, NEVER),
+        lora_id=Bound(int, 0, _INT32 if program.engine.enable_lora else 0),
+        lora_place=Bound(int, 0, _INT32),
     )
     for name, bound in bounds.items():
         validate(f"{where}.{name}", getattr(new, name), bound)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
+from jaxrunner.scheduling.adapter_turns import AdapterTurns
 from jaxrunner.scheduling.block_tables import BlockTables, Hit
 from jaxrunner.scheduling.in_flight import count_planned
 from jaxrunner.scheduling.remote import RemoteRequests, RemoteSource
@@ -30,6 +31,7 @@ class Admission:
         self.remote = None if source is None else RemoteRequests(source, tables)
         self._max_tokens, self._most_of_one = max_tokens, most_of_one
         self._preempted: set[str] = set()  # unfinished requests that ever were
+        self.adapters: AdapterTurns | None = None  # whose turn it is, where requests have some
         self._no_room = False  # for the first that waits, since a request last gave blocks up
 
     @property
@@ -53,6 +55,8 @@ class Admission:
         """Queues a request that owns no blocks."""
         if preempted:
             self._preempted.add(request.request_id)
+            if self.adapters is not None:
+                self.adapters.end(request)
         request.status, self._no_room = Status.WAITING, False
         self.queue.add_request(request)
 
@@ -62,6 +66,8 @@ class Admission:
             self.queue.remove_requests(requests)
         for request in requests:
             self._preempted.discard(request.request_id)
+            if self.adapters is not None:
+                self.adapters.end(request)
             if self.remote is not None:
                 self.remote.end(request)
             elif request.blocks:
@@ -87,7 +93,7 @@ class Admission:
         # Those with blocks first: others wait for their blocks, and they need no more in this step.
         loaded = () if self.remote is None else sorted(self.remote.loaded, key=self.queue.order)
         for request in loaded[:num_slots]:
-            if self.remote is not None and budget > 0:
+            if self.remote is not None and budget > 0 and self._admits(request):
                 budget -= self._start(request, self.remote.take_loaded(request), output, budget)
                 started.append(request)
         passed_over = []
@@ -95,7 +101,8 @@ class Admission:
             request = self.queue.peek_request()
             if request.num_in_flight:
                 break  # it resumes with all its tokens, and some are not read yet
-            cached = None if awaits_prefix(request, output) else self._tables.find(request)
+            waits = awaits_prefix(request, output) or not self._admits(request)
+            cached = None if waits else self._tables.find(request)
             hit = cached and self._ask_remote(request, cached)
             if cached is None or hit is None:
                 passed_over.append(self.queue.pop_request())
@@ -113,9 +120,17 @@ class Admission:
                 end = min(request.num_tokens, hit.num_tokens + self._max_tokens)
                 self._extend(request, self._tables.end_of_drafts(request, end))
                 self.remote.start(request, cached, hit)
+        if (
+            passed_over and not self.queue
+        ):  # those that wait for a place on the device wait for an end
+            self._no_room = not any(map(self._admits, passed_over))
         for request in passed_over:
             self.queue.add_request(request)
         return started
+
+    def _admits(self, request: Request) -> bool:
+        """Whether a request's adapter has a place, or may be given one."""
+        return self.adapters is None or self.adapters.admits(request)
 
     def _ask_remote(self, request: Request, hit: Hit) -> Hit | None:
         """Returns what a request starts from: `hit`, or more if it is fetched; None: it waits."""
@@ -129,6 +144,8 @@ class Admission:
         n = min(request.num_tokens - hit.num_tokens, self._most_of_one, budget)
         self._extend(request, self._tables.end_of_drafts(request, hit.num_tokens + n))
         request.status, request.num_computed = Status.RUNNING, hit.num_tokens
+        if self.adapters is not None:
+            self.adapters.start(request)
         if request.request_id not in self._preempted:
             request.num_cached_tokens = hit.num_tokens
         output.scheduled_new_reqs.append(admitted(request, self._tables.copies(request, hit)))

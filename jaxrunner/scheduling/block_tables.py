@@ -1,6 +1,6 @@
 """The block tables of requests, in every cache group: prefix hits, growth, windows, release."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ class BlockTables:
         self._share_starts = all(group.kind.has_prefixes for group in groups)
         self._caching = [(g, pool) for g, pool in enumerate(pools) if pool.enable_caching]
         self.weights_version = 0  # what was computed under another is found no more
+        self.lora_versions: Mapping[int, int] = {}  # the same of adapters, by their ids
         for group, pool in self._groups:
             assert group.block_size == pool.block_size, "a pool and its group differ"
 
@@ -56,8 +57,10 @@ class BlockTables:
         """Returns the longest cached prefix of a request that leaves a token to compute."""
         if not self._caching:
             return Hit(0, tuple([] for _ in self._groups))
-        if request.weights_version != self.weights_version:
-            request.block_hashes, request.weights_version = (), self.weights_version
+        # Each count grows alone, so that their sum is another after any change.
+        version = self.weights_version + self.lora_versions.get(request.lora_id, 0)
+        if request.weights_version != version:
+            request.block_hashes, request.weights_version = (), version
         tokens = request.token_ids
         self._extend_hashes(request)
         lookups = [

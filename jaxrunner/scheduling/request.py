@@ -37,6 +37,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()  # ignored or not; the end at the first has no `stop_reason`
     priority: int = 0  # smaller runs first under the priority policy
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
+    lora_id: int = 0  # of its adapter, 0 for none
     cache_limit: int = NEVER  # most tokens whose KV may be taken from the prefix cache
     leader: "Request | None" = None  # one with the same prompt, to be computed first
     leads: bool = False  # whether others have this one as their leader
@@ -135,6 +136,8 @@ class NewRequest:
     eos_token_ids: tuple[int, ...] = ()  # banned below `min_tokens`, where they end nothing too
     copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
+    lora_id: int = 0  # of its adapter, 0 for none
+    lora_place: int = 0  # of its adapter on the device, plus one; a runner sets it
 
     @property
     def stop_row(self) -> list[int]:
@@ -159,6 +162,7 @@ def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewR
         eos_token_ids=request.eos_token_ids,
         copies=copies,
         cache_salt=request.cache_salt,
+        lora_id=request.lora_id,
     )
 
 

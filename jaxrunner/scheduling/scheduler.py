@@ -199,9 +199,9 @@ class Scheduler:
         """Forgets cached prefixes; False, and no change, while a request owns blocks."""
         return self.tables.reset()
 
-    def outdate_prefixes(self, epoch: int) -> None:
-        """Lets no request to come share what was computed in another epoch of the worker."""
-        self.tables.weights_version = epoch
+    def outdate_prefixes(self, epoch: int, of_loras: Mapping[int, int] | None = None) -> None:
+        """Lets no request to come share what other weights, or another adapter, computed."""
+        self.tables.weights_version, self.tables.lora_versions = epoch, of_loras or {}
 
     def _continue(self, output: SchedulerOutput, due: Sequence[Request], num_slots: int) -> int:
         """Plans running requests. Returns the tokens that are left of the step's budget.

@@ -10,12 +10,12 @@ from jaxrunner.parallel.requirements import check_sum
 from jaxrunner.program import make_state
 from jaxrunner.runner.profiling import Profiler, check_device
 from jaxrunner.worker import lifecycle_arguments as arguments
-from jaxrunner.worker.weight_updates import WeightUpdates
+from jaxrunner.worker.adapters import Adapters
 
 TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 
 
-class Lifecycle(WeightUpdates):
+class Lifecycle(Adapters):
     """The methods of vLLM's worker by their names there, but for its steps."""
 
     @checked(arguments.SLEEP)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrunner.config import EngineConfig
+from jaxrunner.lora.stacks import abstract_stacks
 from jaxrunner.program import Program
 from jaxrunner.worker.cache_costs import CacheCosts, num_bytes
 from jaxrunner.worker.program_memory import ProgramMemory
@@ -134,7 +135,7 @@ class SizeCosts:
             reserve = self.need.waiting + max(weights, default=0) + LOST
         return MemoryPlan(
             requested=requested,
-            weights=num_bytes(self.params),
+            weights=num_bytes(self.params) + self._adapters,
             tables=num_bytes((state.requests, state.tables)) + of_slots,
             kv=of_tokens(num_blocks),
             program=self.need.program,
@@ -142,6 +143,11 @@ class SizeCosts:
             num_tokens=num_blocks * self.caches.block_size,
             largest=self.need.name,
         )
+
+    @property
+    def _adapters(self) -> int:
+        """Bytes of the adapters on the device."""
+        return num_bytes(abstract_stacks(self.program)) if self.program.lora else 0
 
 
 def plan_memory(

@@ -44,6 +44,9 @@ def estimate(program: Program) -> ProgramMemory:
     layer = T * itemsize * (3 * dims["F"] + 2 * dims["E"] + dims["H"] * dims["D"]) * 5 // 4
     expert = itemsize * (3 * dims.get("expert_units", 0) + dims["E"]) + 8 * dims["E"]
     layer += T * dims.get("routes", 0) * expert
+    if program.lora:
+        # What they add to gate and up products, and in between a column for each of their ranks.
+        layer += T * (2 * itemsize * dims["F"] + 8 * 3 * e.max_loras * e.max_lora_rank)
     logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4
     # All tokens' logprobs and ids, of outputs and of prompts.
     return ProgramMemory(

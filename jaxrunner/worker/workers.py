@@ -19,6 +19,8 @@ class Workers(Lifecycle):
     def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__()
         self.workers = list(workers)
+        for worker in self.workers:  # whose engines look there
+            worker.lora_versions = self.lora_versions
 
     @property
     def live(self) -> list[Worker]:
@@ -72,6 +74,10 @@ class Workers(Lifecycle):
         """Gives the memory of all devices back."""
         for worker in self.workers:
             worker.shutdown()
+
+    def loras_in_use(self) -> set[int]:
+        """Returns the adapters of unfinished requests on all that live."""
+        return {lora_id for worker in self.live for lora_id in worker.loras_in_use()}
 
     def _outdate(self, *, weights: bool) -> None:
         super()._outdate(weights=weights)

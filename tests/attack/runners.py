@@ -48,6 +48,8 @@ NEW: dict[str, Kind] = dict(
     copies=Kind(empty,
                 (((20, 60),), ((-1, 20),), ((20,),), 3, None, ((0, 2**40),), (("a", "b"),), "ab")),
     cache_salt=Kind(lambda v: None if isinstance(v, bytes) else False, ("a", None, 3, [])),
+    lora_id=Kind(integer(0, 0).good, (1, -1, 2**31, None, "a", True, 0.0)),
+    lora_place=Kind(integer(0, 2**31 - 1).good, (-1, 2**31, None, "a", True, 1.5)),
 )  # fmt: skip
 COUNT = Kind(
     lambda v: integer(1, 8).good(v) and None, (0, -1, 9, 99, 2**31, 2**40, "1", 1.5, None, True)

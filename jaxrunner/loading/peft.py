@@ -1,0 +1,148 @@
+"""Adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors."""
+
+from collections.abc import Mapping
+import math
+from pathlib import Path
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.api.validation import shown
+from jaxrunner.hf_config import read_json
+from jaxrunner.loading import safetensors_file
+from jaxrunner.lora.adapter import LowRank
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PART = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(\.\w+)?\.weight")
+LONGEST = 1000  # characters of a pattern
+# What changes no outputs: of training, of how weights began, of what made them.
+HARMLESS = frozenset(
+    """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
+    exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern
+    layers_to_transform loftq_config lora_dropout lora_ga_config low_cpu_mem_usage
+    megatron_core peft_version qalora_group_size revision runtime_config target_modules
+    task_type""".split()
+)
+# What changes the base model too: PEFT computes the start of these adapters from its weights.
+CHANGING_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"}
+
+
+def read_folder(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the config and the tensors of an adapter.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing, or none that PEFT writes.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"lora_path must be a folder with {CONFIG}, got {folder}")
+    config, path = read_json(folder / CONFIG), folder / WEIGHTS
+    header = safetensors_file.read_header(path)
+    return config, {
+        name: safetensors_file.read(path, name, tensor) for name, tensor in header.items()
+    }
+
+
+def read_adapter(
+    config: Mapping[str, Any], tensors: Mapping[str, Any], source: str
+) -> dict[str, LowRank]:
+    """Returns what an adapter adds to each module, by its name in a checkpoint.
+
+    source: what it is called in messages.
+
+    Raises:
+      ValueError: a setting or a tensor that is not supported; names it.
+    """
+    _check_config(config, source)
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        found = PART.fullmatch(name.removeprefix(PREFIX))
+        if found is None or getattr(tensor, "ndim", 0) != 2:
+            raise ValueError(
+                f"{source} has the tensor {shown(name)}, which is no lora_A or lora_B of a product:"
+                " only these are supported, make the adapter without it"
+            )
+        parts.setdefault(found["module"], {})[found["part"]] = np.asarray(tensor)
+    if not parts:
+        raise ValueError(f"{source} has no lora_A and lora_B: save the adapter again")
+    made = {}
+    for module, of in parts.items():
+        if of.keys() != {"A", "B"}:
+            raise ValueError(
+                f"{source} has one of lora_A and lora_B alone of {module}: save the adapter again"
+            )
+        rank, scale = _rank_and_scale(config, module)
+        if of["A"].shape[0] != rank:
+            raise ValueError(
+                f"{source}: lora_A of {module} has {of['A'].shape[0]} rows, the config says "
+                f"r={rank}: save the adapter again"
+            )
+        b = of["B"].astype(np.float32) * np.float32(scale)
+        made[module] = LowRank(of["A"].astype(np.float32), b)
+    return made
+
+
+def _rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Returns the rank of a module's adapter, and what its product is scaled by."""
+    rank = _of(config.get("rank_pattern"), module, config["r"])
+    alpha = _of(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Returns the value of the first pattern that a module's name, or its end, matches."""
+    for pattern, value in (patterns or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+def _check_config(config: Mapping[str, Any], source: str) -> None:
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{source}: peft_type must be 'LORA', got {shown(kind)}")
+    if (bias := config.get("bias", "none")) != "none":
+        raise ValueError(
+            f"{source}: bias={shown(bias)} is not supported, only 'none': train without it"
+        )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGING_BASE):
+        raise ValueError(
+            f"{source}: init_lora_weights={shown(start)} changes the base model's weights too: "
+            "convert the adapter, with path_initial_model_for_weight_conversion of PEFT's "
+            "save_pretrained"
+        )
+    for name, value in config.items():
+        if name not in READ | HARMLESS and value not in (None, False, [], {}, ""):
+            raise ValueError(
+                f"{source}: {shown(name)}={shown(value)} is not supported: running without it "
+                "would change outputs"
+            )
+    _check_numbers(config, source)
+
+
+def _check_numbers(config: Mapping[str, Any], source: str) -> None:
+    """Checks ranks, and what scales are made of."""
+    if type(config.get("use_rslora", False)) is not bool:
+        raise ValueError(f"{source}: use_rslora must be true or false")
+    patterns = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    for name, given in patterns.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{source}: {name} must map patterns to numbers, got {shown(given)}")
+        for pattern in given:
+            try:
+                assert len(pattern) <= LONGEST
+                re.compile(pattern)
+            except (re.error, TypeError, AssertionError) as error:
+                raise ValueError(
+                    f"{source}: {name} has {shown(pattern)}, which is no pattern of at most "
+                    f"{LONGEST} characters"
+                ) from error
+    for rank in (config.get("r"), *patterns["rank_pattern"].values()):
+        if type(rank) is not int or not 1 <= rank <= 2**16:
+            raise ValueError(f"{source}: r must be a rank of at least 1, got {shown(rank)}")
+    for alpha in (config.get("lora_alpha", 8), *patterns["alpha_pattern"].values()):
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise ValueError(f"{source}: lora_alpha must be a number, got {shown(alpha)}")

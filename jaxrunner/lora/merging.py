@@ -1,0 +1,67 @@
+"""The weights of a model with one adapter merged into them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.linear import Linear
+from jaxrunner.lora.adapter import Adapter
+from jaxrunner.lora.stacks import is_weights, name_of
+
+
+def merge(params: Any, adapter: Adapter) -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns weights with an adapter merged, each sum rounded once, and the weights it changed.
+
+    Those are copied to the host, by path, so that they can be put back as they were.
+
+    Raises:
+      ValueError: a product has weights of few bits, to which nothing can be added.
+    """
+    before: dict[str, np.ndarray] = {}
+
+    def one(path: Any, node: Any) -> Any:
+        if (pair := adapter.matrices.get(name := name_of(path))) is None:
+            return node
+        if not isinstance(node, Linear):
+            raise ValueError(
+                f"{name} has weights of {type(node).__name__}, no adapter can be merged into them: "
+                "name it as lora_request"
+            )
+        before[name] = np.asarray(node.weight)
+        return replace(node, weight=_added(node.weight, *pair, num_in=node.num_in))
+
+    return jax.tree.map_with_path(one, params, is_leaf=is_weights), before
+
+
+def put_back(params: Any, before: Mapping[str, np.ndarray]) -> Any:
+    """Returns weights as they were before `merge`."""
+
+    def one(path: Any, node: Any) -> Any:
+        if (weight := before.get(name_of(path))) is None:
+            return node
+        return replace(node, weight=jax.device_put(weight, node.weight.sharding))
+
+    return jax.tree.map_with_path(one, params, is_leaf=is_weights)
+
+
+def _added(weight: jax.Array, a: np.ndarray, b: np.ndarray, *, num_in: int) -> jax.Array:
+    """Returns weight, [*outputs, *inputs], plus b a of all modules; see `Adapter.matrices`."""
+    add = jax.jit(functools.partial(_add, num_in=num_in), out_shardings=weight.sharding)
+    return add(weight, a, b)
+
+
+def _add(weight: jax.Array, a: jax.Array, b: jax.Array, *, num_in: int) -> jax.Array:
+    modules, rank = a.shape[:2]
+    a, b = (x.reshape(modules, rank, -1).astype(jnp.float32) for x in (a, b))
+    exact = jax.lax.Precision.HIGHEST
+    rows = weight.shape[: weight.ndim - num_in]
+    if np.prod(rows) == b.shape[2]:  # modules are mixed along the outputs
+        more = jnp.einsum("mro,mri->oi", b, a, precision=exact)
+    else:
+        more = jnp.einsum("mro,mri->moi", b, a, precision=exact)
+    return (weight.astype(jnp.float32) + more.reshape(weight.shape)).astype(weight.dtype)

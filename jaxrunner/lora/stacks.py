@@ -1,0 +1,80 @@
+"""The arrays of all adapters on the device, by the paths of the products that they belong to."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner import pytree
+from jaxrunner.linear import Linear
+from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack
+from jaxrunner.lora.product import Product
+from jaxrunner.parallel.mesh import shardings
+from jaxrunner.program import Program
+
+TARGET = "target."  # before paths in the params of a model with a drafter
+Stacks = dict[str, Stack]
+
+
+@functools.lru_cache(maxsize=8)  # every program with adapters asks for it
+def abstract_stacks(program: Program) -> Stacks:
+    """Returns the shapes and dtypes of the stacks, and on a mesh where each array lies."""
+    products = {product.path.removeprefix(TARGET): product for product in program.lora}
+    kind = functools.partial(_stand_in, products, program.engine.max_lora_rank)
+    kinds = program.dims.get("kinds", {}) | {Linear: kind}
+    dims = program.dims | dict(kinds=kinds, lora_places=program.engine.max_loras)
+    stacks = _by_path(pytree.abstract(program.model.params, dims))
+    if program.mesh is None:
+        return stacks
+    where = _by_path(shardings(program.model.params, dims, program.mesh))
+    return jax.tree.map(lambda x, at: x.update(sharding=at), stacks, where)
+
+
+def make_stacks(program: Program) -> Stacks:
+    """Returns the stacks of no adapter."""
+    spec = abstract_stacks(program)
+
+    def make() -> Stacks:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec)
+
+    if program.mesh is None:
+        return make()
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, spec))()
+
+
+def merged(params: Any, stacks: Stacks) -> Any:
+    """Returns weights, or what stands for them, with those that have a stack beside it."""
+
+    def one(path: Any, node: Any) -> Any:
+        stack = stacks.get(name_of(path))
+        return node if stack is None else AdaptedLinear(node, stack)
+
+    return jax.tree.map_with_path(one, params, is_leaf=is_weights)
+
+
+def is_weights(node: Any) -> bool:
+    """Whether a node of the params holds the weights of a product."""
+    return hasattr(node, "product")
+
+
+def name_of(path: Any) -> str:
+    """Returns the path of a node as text: "layers.0.qkv"."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _stand_in(
+    products: dict[str, Product], rank: int, path: str, given: Any, dims: Any
+) -> tuple[type, Any, Any]:
+    """Returns what is built in the place of `Linear` at a path, as `pytree.build` asks."""
+    if (product := products.get(path)) is None:
+        return Linear, given, dims
+    outputs, blocks = given["outputs"].split(), product.blocks
+    rest = " ".join(outputs if blocks == 1 else outputs[1:])
+    sizes = dict(lora_blocks=blocks, lora_rank=rank * len(product.modules) // blocks)
+    return Stack, {**given, "block_outputs": rest}, {**dims, **sizes}
+
+
+def _by_path(tree: Any) -> Stacks:
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Stack))
+    return {name_of(path): node for path, node in nodes if isinstance(node, Stack)}

@@ -1,0 +1,55 @@
+"""The weights of a runner, and what adapters lie beside them, as its programs take both."""
+
+import abc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxrunner.loading.weights import like
+from jaxrunner.lora.device_adapters import DeviceAdapters
+from jaxrunner.parallel.pipeline import to_stages
+from jaxrunner.program import Program
+from jaxrunner.runner.request_table import RequestTable
+from jaxrunner.scheduling.request import NewRequest
+
+
+class RunnerWeights(abc.ABC):
+    """The part of `ModelRunner` that knows the weights."""
+
+    program: Program
+    requests: RequestTable
+    params_spec: Any  # what new ones must be like
+    adapters: DeviceAdapters | None = None
+
+    @property
+    def params(self) -> Any:
+        """The weights; None until they come, and while they sleep."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        self._params, self._placed = params, to_stages(self.program.config, params)
+        if self.adapters is not None:
+            self.adapters.sleep() if params is None else self.adapters.wake_up()
+
+    def update_params(self, params: Any) -> None:
+        """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
+
+        Raises:
+          ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
+        """
+        self.params = like(params, self.params_spec)
+
+    def params_of(self, size: Any) -> Any:
+        """Returns what programs of a size take: the weights, with adapters where it says so."""
+        if self.adapters is None or not size.lora:
+            return self._placed
+        return self.adapters.merged(self._placed)
+
+    def _admit_adapters(self, new: Iterable[NewRequest], counts: Mapping[str, int]) -> bool:
+        """Gives new requests their adapters. Whether a request of a step has one."""
+        if self.adapters is None:
+            return False
+        self.adapters.admit(new, self.requests.lora_ids.values())
+        for request in new:
+            self.requests.note_adapter(request)
+        return not self.requests.lora_ids.keys().isdisjoint(counts)
