@@ -2,13 +2,10 @@
 
 from typing import Any
 
-_POOLING = "models generate text, and there is no pooling"
 _LORA = "adapters are not read: merge them into the weights of the checkpoint"
 _WEIGHTS = "see start_weight_update, update_weights, finish_weight_update and update_params"
 INSTEAD: dict[str, str] = {
     "save_tensorized_model": "save_sharded_state writes safetensors, save_params what orbax reads",
-    **dict.fromkeys(("encode", "embed", "classify", "reward"), _POOLING),
-    "score": f"{_POOLING}; loglikelihood and score_tokens tell logprobs of given tokens",
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),
     "init_weight_transfer_engine": _WEIGHTS,
     "enqueue": "stream answers prompts as others come, and Engine.add queues one",

@@ -17,6 +17,8 @@ from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import check_checkpoint, load_params, random_params
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.parallel.parallel_config import ParallelConfig
+from jaxrunner.pooling.params import PoolerConfig
+from jaxrunner.pooling.reading import read_pooling
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
@@ -129,6 +131,8 @@ def load(
     download_dir: str | Path | None = None,
     hf_token: str | bool | None = None,
     parallel: ParallelConfig = ONE_DEVICE,
+    runner: str = "auto",
+    pooler_config: Any = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
@@ -136,6 +140,7 @@ def load(
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     quantization: what `quantization.registry.read_method` takes.
     parallel: over which devices the model is cut.
+    runner, pooler_config: what `pooling.reading.read_pooling` takes.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -147,8 +152,11 @@ def load(
     )  # fmt: skip
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
-    model, config = read_quantized(settings, str(folder / "config.json"), quantization)
+    source, asked = str(folder / "config.json"), PoolerConfig.read(pooler_config)
+    pooling = read_pooling(runner, settings, folder, source, asked)
+    model, config = read_quantized(pooling.settings if pooling else settings, source, quantization)
     model, config = parallel.cut(model, config)
+    model, config = pooling.made(model, config) if pooling else (model, config)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None

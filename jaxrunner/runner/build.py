@@ -98,7 +98,7 @@ def build(
         choice = choice._replace(ops=all_reduced(choice.ops, whole_experts))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
-    sample = choice.sample if rules == RULES else None
+    sample = choice.sample if rules == RULES and model.samples else None
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample)
     check_names(program.tables)
@@ -148,7 +148,7 @@ def _code(program: Program, params: Any) -> tuple[Any, ...]:
     weights = _classes(params)
     return (
         model.embed, model.layers, model.logits, type(plain_config(config)), *tables, *heads,
-        *drafts, *chain(*kinds), *weights, *_code_on_shards(config),
+        *drafts, *chain(*kinds), *weights, *_code_on_shards(config), *getattr(config, "code", ()),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrunner.api.validation import Bound, validate
-from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
+from jaxrunner.config import EngineConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.mesh import devices_of
@@ -79,7 +79,7 @@ def plan_engine(
     if max_num_batched_tokens is not None:
         rest["max_num_batched_tokens"] = max_num_batched_tokens
     config = EngineConfig(
-        max_model_len=_checked_len(loaded.config, None if shrink else max_model_len),
+        max_model_len=_checked_len(loaded, None if shrink else max_model_len),
         num_blocks=_or(num_blocks, FEW),
         dtype=loaded.dtype,
         kv_dtype=read_kv_dtype(kv_cache_dtype, loaded.dtype),
@@ -156,8 +156,10 @@ def _one_size(**asked: Any) -> CacheRequest:
     return given[0] if given else CacheRequest()
 
 
-def _checked_len(model: ModelConfig, max_model_len: int | None) -> int:
-    longest = model.longest_len
+def _checked_len(loaded: Loaded, max_model_len: int | None) -> int:
+    longest = loaded.config.longest_len
+    if max_model_len is not None and not loaded.model.samples:
+        max_model_len += 1  # the token that ends a request has a place, and is not computed
     if max_model_len is not None and max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is over the model's {longest} positions: lower it"

@@ -1,0 +1,59 @@
+"""The layers that make scores of classes, by what a checkpoint is called. Also those of rewards."""
+
+from jaxrunner.heads.dense import DenseConfig
+from jaxrunner.hf_config import Settings
+
+GELUS = {"gelu": "gelu", "silu": "silu", "relu": "relu", "tanh": "tanh"}
+
+
+def classifier(base: str, settings: Settings, width: int) -> tuple[str, tuple[DenseConfig, ...]]:
+    """Returns the pooling and the layers of a model `ForSequenceClassification`.
+
+    base: the architecture of the model below; width: of its hidden states.
+
+    Raises:
+      ValueError: a setting that is not supported; names it.
+    """
+    num = num_labels(settings)
+    if base == "BertModel":
+        pooler = DenseConfig("bert.pooler.dense", width, width, activation="tanh")
+        return "CLS", (pooler, DenseConfig("classifier", width, num))
+    if base in ("RobertaModel", "XLMRobertaModel"):
+        inner = DenseConfig("classifier.dense", width, width, activation="tanh")
+        return "CLS", (inner, DenseConfig("classifier.out_proj", width, num))
+    if base == "ModernBertModel":
+        settings.expect("classifier_activation", *GELUS)
+        inner = DenseConfig(
+            "head.dense", width, width,
+            bias=settings.take("classifier_bias", bool, False),
+            activation=GELUS[settings.take("classifier_activation", str, "gelu")],
+            norm="head.norm",
+            norm_bias=settings.take("norm_bias", bool, False),
+            eps=settings.take("norm_eps", float, 1e-5),
+        )  # fmt: skip
+        settings.expect("classifier_pooling", "cls", "mean")
+        pooling = settings.take("classifier_pooling", str, "cls").upper()
+        return pooling, (inner, DenseConfig("classifier", width, num))
+    return "LAST", (DenseConfig("score", width, num, bias=False),)
+
+
+def rewards(architecture: str, settings: Settings, width: int) -> tuple[DenseConfig, ...]:
+    """Returns the layers of a model that scores each token, as Qwen2.5-Math's reward models."""
+    one = architecture.endswith("ForRewardModel")
+    num = settings.size("num_labels", 1 if one else 2)
+    return (
+        DenseConfig("score.0", width, width, activation="relu"),
+        DenseConfig("score.2", width, num),
+    )
+
+
+def token_classes(settings: Settings, width: int) -> tuple[DenseConfig, ...]:
+    """Returns the layer of a model `ForTokenClassification`, of an encoder or a decoder."""
+    name = "classifier" if "layer_norm_eps" in settings else "score"
+    return (DenseConfig(name, width, num_labels(settings)),)
+
+
+def num_labels(settings: Settings) -> int:
+    """Returns how many classes there are: 2 where a config does not say, as transformers does."""
+    named = settings.take("id2label", dict, {})
+    return settings.size("num_labels", len(named) or 2)

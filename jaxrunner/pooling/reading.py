@@ -1,0 +1,143 @@
+"""From a checkpoint's files to a model that pools."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrunner.api.validation import shown
+from jaxrunner.caches.encoder_only import EncoderOnly
+from jaxrunner.config import ModelConfig
+from jaxrunner.heads import classify
+from jaxrunner.heads.dense import DenseConfig
+from jaxrunner.heads.pooled import PooledConfig, pooled
+from jaxrunner.hf_config import Settings
+from jaxrunner.model import Model
+from jaxrunner.models.registry import FAMILIES
+from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.pooling import sentence_transformers
+from jaxrunner.pooling.params import PoolerConfig
+
+RUNNERS = ("auto", "generate", "pooling")
+# What names of architectures end with, and what such models are made for.
+TASKS = dict(
+    ForSequenceClassification="classify",
+    ForTokenClassification="token_classify",
+    ForRewardModel="token_classify",
+    ForProcessRewardModel="token_classify",
+    Model="embed",
+    ForMaskedLM="embed",
+    ForCausalLM="embed",
+)
+OWN_KEYS = ("sentence_transformers", "is_matryoshka", "matryoshka_dimensions")
+
+
+@dataclass(frozen=True)
+class PoolingFiles:
+    """What a checkpoint says of a model that pools."""
+
+    settings: dict[str, Any]  # of the model below, without an output layer
+    architecture: str
+    base: str  # the architecture of the model below
+    task: str
+    values: dict[str, Any]  # of config.json
+    folder: Path
+    source: str
+    asked: PoolerConfig
+
+    def made(self, model: Model, config: ModelConfig) -> tuple[Model, PooledConfig]:
+        """Returns the family and the config that pool, given those of the model below.
+
+        Raises:
+          ValueError: a setting that is not supported, or several devices.
+        """
+        if mesh_of(config) is not None:
+            raise ValueError(
+                "runner='pooling' runs a model on one device: leave tensor_parallel_size and "
+                "pipeline_parallel_size out, data_parallel_size may be set"
+            )
+        modules, asked = sentence_transformers.read(self.folder), self.asked
+        encodes = any(isinstance(kind, EncoderOnly) for kind in config.cache_kinds)
+        pooling, layers = self._head(config, modules, encodes=encodes)
+        task = asked.task or self.task
+        if asked.pooling_type is not None:
+            pooling = asked.pooling_type
+        if task.startswith("token") or pooling == "ALL":
+            task, pooling = f"token_{task.removeprefix('token_')}", "ALL"
+        activation, default = self._activation(task, layers, modules)
+        use = default if asked.use_activation is None else asked.use_activation
+        made = PooledConfig(
+            model, config, task, pooling, layers, activation, use, asked.dimensions, encodes
+        )
+        return pooled(model, made), made
+
+    def _head(
+        self, config: ModelConfig, modules: sentence_transformers.Modules, *, encodes: bool
+    ) -> tuple[str, tuple[DenseConfig, ...]]:
+        """Returns the pooling that the files say, and the layers behind it."""
+        settings, E = Settings(self.values, self.source), config.hidden_size
+        if self.task == "classify":
+            return classify.classifier(self.base, settings, E)
+        if self.architecture.endswith("ForTokenClassification"):
+            return "ALL", classify.token_classes(settings, E)
+        if self.task == "token_classify":
+            return "ALL", classify.rewards(self.architecture, settings, E)
+        return modules.pooling or ("CLS" if encodes else "LAST"), modules.layers
+
+    def _activation(
+        self, task: str, layers: tuple[DenseConfig, ...], modules: sentence_transformers.Modules
+    ) -> tuple[str, bool]:
+        """Returns what runs on what is pooled, and whether it does where nobody says."""
+        if task.endswith("embed"):
+            return "normalize", modules.normalize is not False
+        kinds = dict(regression="identity", multi_label_classification="sigmoid")
+        kind = kinds.get(self.values.get("problem_type") or "")
+        own = self.values.get("sentence_transformers") or {}
+        named = own.get("activation_fn", "") if isinstance(own, dict) else ""
+        if str(named).endswith(("Identity", "Sigmoid")):
+            kind = str(named).rpartition(".")[2].lower()
+        return kind or ("sigmoid" if layers[-1].outputs == 1 else "softmax"), True
+
+
+def read_pooling(
+    runner: str, values: Mapping[str, Any], folder: Path, source: str, asked: PoolerConfig
+) -> PoolingFiles | None:
+    """Returns what a checkpoint says of pooling; None where it is to generate tokens.
+
+    runner: "auto" pools where the architecture is one that does.
+
+    Raises:
+      ValueError: there is no such runner, or the architecture has no such use; names it.
+    """
+    if runner not in RUNNERS:
+        raise ValueError(f"runner must be one of {RUNNERS}, got {shown(runner)}")
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    found = _base(name) if isinstance(name, str) else None
+    generates = name in FAMILIES and FAMILIES[name].samples
+    if found is None or runner == "generate" or (runner == "auto" and generates):
+        if asked != PoolerConfig():
+            raise ValueError(
+                f"pooler_config is for models that pool, and {shown(name)} generates: pass "
+                "runner='pooling', or leave it out"
+            )
+        if runner == "pooling" or (found is not None and not generates):
+            raise ValueError(
+                f"runner={runner!r} does not go with architectures={shown(names)}: models that "
+                "pool are those of docs/pooling_models.md, others generate"
+            )
+        return None
+    base, task = found
+    settings = {key: value for key, value in values.items() if key not in OWN_KEYS}
+    settings |= dict(architectures=[base], tie_word_embeddings=True)  # it has no output layer
+    return PoolingFiles(settings, name, base, task, dict(values), folder, source, asked)
+
+
+def _base(name: str) -> tuple[str, str] | None:
+    """Returns the architecture below one that pools, and its task; None where there is none."""
+    for suffix, task in TASKS.items():
+        if name.endswith(suffix):
+            stem = name.removesuffix(suffix)
+            known = [name, f"{stem}Model", f"{stem}ForCausalLM"]
+            return next(((base, task) for base in known if base in FAMILIES), None)
+    return None
