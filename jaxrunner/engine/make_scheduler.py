@@ -10,7 +10,8 @@ from jaxrunner.scheduling.scheduler import Scheduler
 def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
     """Returns new block pools, one for each cache group, and a scheduler over them."""
     config, groups = program.engine, program.cache_groups
-    speculator = program.model.speculator
+    speculator, buckets = program.model.speculator, step_buckets(config)
+    whole = any(getattr(group.kind, "whole_prompts", False) for group in groups)
     pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         groups, pools,
@@ -23,6 +24,6 @@ def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
         adaptive=speculator is not None and speculator.adaptive,
         lookahead=0 if speculator is None else speculator.lookahead,
         num_stages=num_stages(program.config),
-        step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
+        step_sizes=() if whole else [b.num_tokens for b in buckets if not b.query_len],
     )  # fmt: skip
     return pools, scheduler

@@ -113,6 +113,8 @@ def build(
 def _check_together(model: Model, model_config: ModelConfig, config: EngineConfig) -> None:
     """Checks that model, devices and sizes of an engine go together; raises as `build`."""
     mesh, speculator = mesh_of(model_config), model.speculator
+    if any(getattr(kind, "whole_prompts", False) for kind in model_config.cache_kinds):
+        _check_whole(config)
     if mesh is not None and config.enforce_eager:
         raise ValueError(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
@@ -134,6 +136,17 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
         raise ValueError(
             f"a speculator needs caches in which a rejected token is written over, "
             f"{model_config.architecture} has {lost}: leave out speculative_config"
+        )
+
+
+def _check_whole(config: EngineConfig) -> None:
+    """Checks that a step holds the longest prompt; raises as `build`."""
+    longest, most = config.max_model_len - 1, config.max_num_batched_tokens
+    if longest > most or config.long_prefill_token_threshold:
+        raise ValueError(
+            f"an encoder reads a text in one step: max_num_batched_tokens={most} must be at least "
+            f"its {longest} tokens and long_prefill_token_threshold 0, got "
+            f"{config.long_prefill_token_threshold}: raise the first or lower max_model_len"
         )
 
 

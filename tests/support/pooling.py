@@ -9,16 +9,31 @@ import pytest
 from jaxrunner import LLM
 from tests.support.checkpoints import NEEDS_TORCH
 
-SIZES: dict[str, Any] = dict(
+DECODER: dict[str, Any] = dict(
     vocab_size=62, hidden_size=36, intermediate_size=44, num_hidden_layers=2,
     num_attention_heads=6, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
+ENCODER: dict[str, Any] = dict(
+    vocab_size=62, hidden_size=36, intermediate_size=44, num_hidden_layers=3,
+    num_attention_heads=6, max_position_embeddings=64,
+)  # fmt: skip
+GEMMA = DECODER | dict(
+    use_bidirectional_attention=True, sliding_window=8, query_pre_attn_scalar=12,
+    layer_types=["sliding_attention", "full_attention"],
+)  # fmt: skip
+MODERN = ENCODER | dict(local_attention=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+                        cls_token_id=1, sep_token_id=2)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = dict(
+    Bert=ENCODER, Roberta=ENCODER, XLMRoberta=ENCODER, ModernBert=MODERN, Gemma3Text=GEMMA
+)
 ENGINE: dict[str, Any] = dict(
     max_num_seqs=3, max_num_batched_tokens=16, token_buckets=(16,), decode_buckets=(3,),
     num_blocks=24, block_size=16, dtype="float32", use_tqdm=False, warm_up=False, cache_dir=None,
     skip_tokenizer_init=True,
 )  # fmt: skip
+# An encoder reads a text at once.
+WHOLE = dict(max_model_len=48, max_num_batched_tokens=64, token_buckets=(64,))
 PROMPTS = [np.random.default_rng(n).integers(5, 61, n).tolist() for n in (1, 5, 16, 17, 40)]
 
 
@@ -27,7 +42,8 @@ def save(folder: Path, name: str, **changes: Any) -> Any:
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     kind = getattr(transformers, name)
-    config = kind.config_class(**SIZES | changes)
+    sizes = next((KINDS[stem] for stem in KINDS if name.startswith(stem)), DECODER)
+    config = kind.config_class(**sizes | changes)
     config._attn_implementation = "eager"
     module = kind(config).eval()
     torch.manual_seed(len(name))
