@@ -1,12 +1,16 @@
 """Encoders against transformers: hidden states and classes of texts, whatever is beside them."""
 
+import json
+
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from jaxrunner.pooling.params import PoolingParams
 from tests.support import pooling
 from tests.support.pooling import PROMPTS
 
-EVERY = {"pooling_type": "ALL", "use_activation": False}
+EVERY = {"pooling_type": "ALL"}
 
 
 @pytest.mark.parametrize(
@@ -24,4 +28,90 @@ def test_every_token_sees_its_whole_text_and_no_other(tmp_path, name):
     with pooling.start(tmp_path, **pooling.WHOLE, pooler_config=EVERY) as llm:
         outputs = llm.encode(pooling.prompts(PROMPTS))
     for ids, output in zip(PROMPTS, outputs, strict=True):
-        np.testing.assert_allclose(output.outputs.data, pooling.hidden(module, ids), rtol=1e-5, atol=1e-5)
+        want = pooling.unit(pooling.hidden(module, ids))
+        np.testing.assert_allclose(output.outputs.data, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForSequenceClassification",
+        pytest.param("RobertaForSequenceClassification", marks=pytest.mark.slow),
+        "ModernBertForSequenceClassification",
+    ],
+)
+def test_classes_of_texts(tmp_path, name):
+    module = pooling.save(tmp_path, name, num_labels=3)
+    with pooling.start(tmp_path, **pooling.WHOLE) as llm:
+        outputs = llm.encode(
+            pooling.prompts(PROMPTS), PoolingParams(use_activation=False), pooling_task="classify"
+        )
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        want = pooling.scores(module, ids)
+        np.testing.assert_allclose(output.outputs.data, want, rtol=1e-5, atol=2e-5)
+
+
+def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
+    """The tokenizer separates them, and tokens of the second are of the other type."""
+    module = pooling.save(tmp_path, "BertForSequenceClassification", num_labels=1)
+    tokenizer = pooling.tokenizer()
+    with pooling.start(
+        tmp_path, **pooling.WHOLE, skip_tokenizer_init=False, tokenizer=tokenizer
+    ) as llm:
+        outputs = llm.score("abc", ["de", "f a"])
+        (swapped,) = llm.score(["de"], ["abc"], pooling_params=PoolingParams(use_activation=False))
+    for second, output in zip(["de", "f a"], outputs, strict=True):
+        found = tokenizer.inner.encode("abc", second)
+        types = torch_ids(found.type_ids)
+        (want,) = pooling.scores(module, found.ids, token_type_ids=types)
+        assert output.prompt_token_ids == found.ids and 1 in found.type_ids
+        np.testing.assert_allclose(output.outputs.score, 1 / (1 + np.exp(-want)), atol=1e-5)
+    found = tokenizer.inner.encode("de", "abc")
+    (want,) = pooling.scores(module, found.ids, token_type_ids=torch_ids(found.type_ids))
+    np.testing.assert_allclose(swapped.outputs.score, want, rtol=1e-5, atol=1e-5)
+
+
+def torch_ids(ids):
+    import torch
+
+    return torch.tensor([ids])
+
+
+def write_modules(folder, modules, **files):
+    """Writes modules.json, and a config.json in the folder of each module that has one."""
+    types = [dict(idx=i, name=str(i), path=at, type=f"a.b.{kind}") for i, (kind, at) in modules]
+    (folder / "modules.json").write_text(json.dumps(types))
+    for at, config in files.items():
+        (folder / at).mkdir(exist_ok=True)
+        (folder / at / "config.json").write_text(json.dumps(config))
+
+
+def test_sentence_transformers_files_say_what_comes_behind_the_model(tmp_path):
+    module = pooling.save(tmp_path, "BertModel")
+    modules = [("Transformer", ""), ("Pooling", "one"), ("Dense", "two"), ("Normalize", "three")]
+    tanh = dict(in_features=36, out_features=10, activation_function="torch.nn.Tanh")
+    mean = dict(pooling_mode_cls_token=False, pooling_mode_mean_tokens=True)
+    write_modules(tmp_path, enumerate(modules), one=mean, two=tanh)
+    weight = np.random.default_rng(0).normal(size=(10, 36)).astype(np.float32)
+    bias = np.random.default_rng(1).normal(size=10).astype(np.float32)
+    tensors = {"linear.weight": weight, "linear.bias": bias}
+    safetensors.numpy.save_file(tensors, tmp_path / "two" / "model.safetensors")
+    with pooling.start(tmp_path, **pooling.WHOLE) as llm:
+        outputs = llm.embed(pooling.prompts(PROMPTS))
+        a, b = (np.array(output.outputs.embedding) for output in outputs[2:4])
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        want = np.tanh(weight @ pooling.hidden(module, ids).mean(0) + bias)
+        np.testing.assert_allclose(output.outputs.embedding, pooling.unit(want), atol=1e-5)
+    assert abs(a @ b) < 0.999
+
+
+def test_late_interaction_is_the_sum_of_each_query_tokens_best_product(tmp_path):
+    pooling.save(tmp_path, "BertModel")
+    tokenizer = pooling.tokenizer()
+    own = dict(skip_tokenizer_init=False, tokenizer=tokenizer, pooler_config=EVERY)
+    with pooling.start(tmp_path, **pooling.WHOLE, **own) as llm:
+        query, *texts = (o.outputs.data for o in llm.encode(["abc", "de", "f a"]))
+        scores = [o.outputs.score for o in llm.score("abc", ["de", "f a"])]
+    assert query.shape == (5, 36)  # with two special tokens
+    want = [sum(max(float(q @ d) for d in text) for q in query) for text in texts]
+    np.testing.assert_allclose(scores, want, atol=1e-5)

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, elements, shown, validate
+from jaxrunner.pooling.params import PooledRequest
 from jaxrunner.program import MAX_STOP_IDS, Program
 from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request
 from jaxrunner.scheduling.stop import stop_ids
@@ -41,6 +42,11 @@ def new_request(
     request_id = validate("request_id", request_id, _ID)
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
+    if not of.model.samples and not isinstance(params, PooledRequest):
+        raise ValueError(
+            f"{of.config.architecture} pools and generates no tokens: call embed, encode, classify, "
+            "score or reward, or pass runner='generate' where the model can"
+        )
     params = params.clone()  # its user may set fields of the other
     most = params.most_prompt_tokens(max_len)
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)

@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.outputs import RequestOutput
-from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.progress import Bar
@@ -27,7 +26,7 @@ from jaxrunner.pooling.outputs import (
     ScoringRequestOutput,
 )
 from jaxrunner.pooling.pairs import Texts, max_sim, paired, read_pairs
-from jaxrunner.pooling.params import PoolingParams
+from jaxrunner.pooling.params import PooledRequest, PoolingParams
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 CHECKED = dict(elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
@@ -124,9 +123,7 @@ class PoolingMethods:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is read once
         outputs = self._pool(texts, pooling_params, use_tqdm, truncate_prompt_tokens)
         of = dict(zip(texts, outputs, strict=True))
-        return [
-            _scored(of[b], max_sim(of[a].outputs.data, of[b].outputs.data)) for a, b in pairs
-        ]
+        return [_scored(of[b], max_sim(of[a].outputs.data, of[b].outputs.data)) for a, b in pairs]
 
     def _pool(
         self, prompts: Any, params: Any, use_tqdm: Bar, truncate: int | None
@@ -137,7 +134,9 @@ class PoolingMethods:
         firsts = [None] * len(prompts)
         if prompts and isinstance(prompts[0], tuple):
             prompts, firsts = zip(*prompts, strict=True)
-        many = params if isinstance(params, Sequence) else [params or PoolingParams()] * len(prompts)
+        many = (
+            params if isinstance(params, Sequence) else [params or PoolingParams()] * len(prompts)
+        )
         if len(many) != len(prompts):
             raise ValueError(
                 f"pooling_params must be one, or one for each of {len(prompts)} prompts, got "
@@ -188,11 +187,11 @@ def _check(params: Any, config: PooledConfig) -> None:
         )
 
 
-def _sampling(params: PoolingParams, config: PooledConfig, first: int | None) -> SamplingParams:
+def _sampling(params: PoolingParams, config: PooledConfig, first: int | None) -> PooledRequest:
     """Returns what the engine is asked for: one token, whose step tells what is pooled."""
     skip = params.skip_reading_prefix_cache
     extra = None if first is None else dict(first_segment_len=float(first))
-    return SamplingParams(
+    return PooledRequest(
         max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         # What is of all tokens wants all of them computed.

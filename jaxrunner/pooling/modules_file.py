@@ -20,7 +20,9 @@ def read_modules(path: Path) -> list[tuple[str, str]]:
     try:
         modules: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must hold a list of modules, got {error}: fetch it again") from error
+        raise ValueError(
+            f"{path} must hold a list of modules, got {error}: fetch it again"
+        ) from error
     found = []
     for one in modules if isinstance(modules, list) else [modules]:
         kind, at = (one.get("type"), one.get("path")) if isinstance(one, dict) else (None, None)

@@ -5,6 +5,7 @@ import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, shown, validate
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
@@ -43,7 +44,9 @@ class PoolingParams:
             setattr(self, name, validate(name, getattr(self, name), bound))
         _check_task(self.task)
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens=0 would leave no prompt: take 1 or more, or -1")
+            raise ValueError(
+                "truncate_prompt_tokens=0 would leave no prompt: take 1 or more, or -1"
+            )
         if self.normalize is not None and self.use_activation not in (None, self.normalize):
             raise ValueError(
                 f"normalize={self.normalize} and use_activation={self.use_activation} say the "
@@ -58,6 +61,11 @@ class PoolingParams:
     def clone(self) -> "PoolingParams":
         """Returns a copy, whose fields may be set."""
         return copy.copy(self)
+
+
+@dataclass(kw_only=True)
+class PooledRequest(SamplingParams):
+    """What the engine is asked for: one token, whose step tells what is pooled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,4 @@ def read(settings: Settings) -> BlockConfig:
     return BothWays(**vars(read_3(settings.with_value("sliding_window", window))))
 
 
-gemma_embedding = gemma3._replace(
-    read=read, layers=layers, tensor_parallel=False, samples=False
-)
+gemma_embedding = gemma3._replace(read=read, layers=layers, tensor_parallel=False, samples=False)

@@ -56,18 +56,20 @@ def read(settings: Settings) -> ModernBertConfig:
         settings = settings.with_value("layer_types", default)
     bias, mlp_bias = (settings.take(f"{name}_bias", bool, False) for name in ("attention", "mlp"))
     reach = settings.size("local_attention", 128) // 2 + 1  # itself included
+    rope = read_two_ropes(settings, width, max_len, theta=160000.0, local=local)
+    kinds, norm_bias = read_kinds(settings, 0), settings.take("norm_bias", bool, False)
     config = read_block(
         settings.with_value("sliding_window", reach),
         eps=1e-5,
         activation="gelu",
         tied=True,
-        rope=read_two_ropes(settings, width, max_len, theta=160000.0, local=local),
-        kinds=read_kinds(settings, 0),
+        rope=rope,
+        kinds=kinds,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=mlp_bias,
         norm="layer",
-        norm_bias=settings.take("norm_bias", bool, False),
+        norm_bias=norm_bias,
         names=NAMES,
     )
     return ModernBertConfig(**vars(config), first_norm="model.embeddings.norm")

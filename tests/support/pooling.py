@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxrunner import LLM
+from jaxrunner.text.tokenizer import Tokenizer
 from tests.support.checkpoints import NEEDS_TORCH
 
 DECODER: dict[str, Any] = dict(
@@ -57,6 +59,20 @@ def save(folder: Path, name: str, **changes: Any) -> Any:
 def start(folder: Path, **options: Any) -> LLM:
     """Returns an `LLM` of few small programs, whose prompts go in chunks."""
     return LLM(str(folder), **ENGINE | options)
+
+
+def tokenizer() -> Tokenizer:
+    """Returns a tokenizer of letters that separates texts, [CLS] a [SEP] b [SEP]."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocab = {token: i for i, token in enumerate([*special, *"abcdef "])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return Tokenizer(inner)
 
 
 def prompts(texts: list[list[int]]) -> list[dict[str, list[int]]]:
