@@ -40,14 +40,7 @@ def new_request(
     """
     vocab_size, max_len = of.config.vocab_size, of.engine.max_model_len
     request_id = validate("request_id", request_id, _ID)
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
-    if not of.model.samples and not isinstance(params, PooledRequest):
-        raise ValueError(
-            f"{of.config.architecture} pools and generates no tokens: call embed, encode, classify, "
-            "score or reward, or pass runner='generate' where the model can"
-        )
-    params = params.clone()  # its user may set fields of the other
+    params = _params(params, of).clone()  # its user may set fields of the other
     most = params.most_prompt_tokens(max_len)
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
@@ -74,6 +67,18 @@ def new_request(
         leader=leader,
         prompt_logprobs_start=start,
     )
+
+
+def _params(params: SamplingParams, of: Program) -> SamplingParams:
+    """Returns parameters of the kind that a model takes."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
+    if not of.model.samples and not isinstance(params, PooledRequest):
+        raise ValueError(
+            f"{of.config.architecture} pools and generates no tokens: call embed, encode, "
+            "classify, score or reward, or pass runner='generate' where the model can"
+        )
+    return params
 
 
 def check_among(request: Request, live: Mapping[str, Request]) -> None:

@@ -86,7 +86,6 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "seed": {None: 0},
-    "runner": {None: "auto"},
 }
 _OUT = "leave it out"
 _ONE_DEVICE = (

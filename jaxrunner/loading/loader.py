@@ -18,7 +18,7 @@ from jaxrunner.loading.weights import check_checkpoint, load_params, random_para
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.pooling.params import PoolerConfig
-from jaxrunner.pooling.reading import read_pooling
+from jaxrunner.pooling.reading import PoolingFiles, read_pooling
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
@@ -140,7 +140,7 @@ def load(
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     quantization: what `quantization.registry.read_method` takes.
     parallel: over which devices the model is cut.
-    runner, pooler_config: what `pooling.reading.read_pooling` takes.
+    runner, pooler_config: of `pooling.reading.read_pooling`.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -152,11 +152,8 @@ def load(
     )  # fmt: skip
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
-    source, asked = str(folder / "config.json"), PoolerConfig.read(pooler_config)
-    pooling = read_pooling(runner, settings, folder, source, asked)
-    model, config = read_quantized(pooling.settings if pooling else settings, source, quantization)
-    model, config = parallel.cut(model, config)
-    model, config = pooling.made(model, config) if pooling else (model, config)
+    pooling = read_pooling(runner, settings, folder, PoolerConfig.read(pooler_config))
+    model, config = _read_model(pooling, settings, folder, quantization, parallel)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None
@@ -168,6 +165,17 @@ def load(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults, load_config)
+
+
+def _read_model(
+    pooling: PoolingFiles | None, settings: dict[str, Any], folder: Path,
+    quantization: str | None, parallel: ParallelConfig,
+) -> tuple[Model, ModelConfig]:  # fmt: skip
+    """Returns the family and the config that config.json and the devices ask for."""
+    settings = settings if pooling is None else pooling.settings
+    model, config = read_quantized(settings, str(folder / "config.json"), quantization)
+    model, config = parallel.cut(model, config)
+    return (model, config) if pooling is None else pooling.made(model, config)
 
 
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

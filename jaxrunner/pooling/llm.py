@@ -29,7 +29,6 @@ from jaxrunner.pooling.pairs import Texts, max_sim, paired, read_pairs
 from jaxrunner.pooling.params import PooledRequest, PoolingParams
 
 Params = PoolingParams | Sequence[PoolingParams] | None
-CHECKED = dict(elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
 
 
 class PoolingMethods:
@@ -38,7 +37,7 @@ class PoolingMethods:
     completions: Completions
     engine: Any
 
-    @checked(llm_arguments.POOLING, **CHECKED)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def encode(
         self, prompts: Any, pooling_params: Params = None, *, use_tqdm: Bar = True,
         pooling_task: str | None = None, truncate_prompt_tokens: int | None = None,
@@ -58,7 +57,7 @@ class PoolingMethods:
             )
         return self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
 
-    @checked(llm_arguments.POOLING, **CHECKED)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def embed(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -70,7 +69,7 @@ class PoolingMethods:
             _as(EmbeddingRequestOutput, o, EmbeddingOutput(o.outputs.data.tolist())) for o in found
         ]
 
-    @checked(llm_arguments.POOLING, **CHECKED)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def classify(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -83,7 +82,7 @@ class PoolingMethods:
             for o in found
         ]
 
-    @checked(llm_arguments.POOLING, **CHECKED)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def reward(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -96,7 +95,7 @@ class PoolingMethods:
         raw = PoolingParams(use_activation=False) if pooling_params is None else pooling_params
         return self._pool(prompts, raw, use_tqdm, truncate_prompt_tokens)
 
-    @checked(llm_arguments.POOLING, **CHECKED)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def score(
         self, data_1: Texts, data_2: Texts, *, use_tqdm: Bar = True,
         pooling_params: PoolingParams | None = None, truncate_prompt_tokens: int | None = None,

@@ -42,7 +42,6 @@ class PoolingFiles:
     task: str
     values: dict[str, Any]  # of config.json
     folder: Path
-    source: str
     asked: PoolerConfig
 
     def made(self, model: Model, config: ModelConfig) -> tuple[Model, PooledConfig]:
@@ -75,7 +74,7 @@ class PoolingFiles:
         self, config: ModelConfig, modules: sentence_transformers.Modules, *, encodes: bool
     ) -> tuple[str, tuple[DenseConfig, ...]]:
         """Returns the pooling that the files say, and the layers behind it."""
-        settings, E = Settings(self.values, self.source), config.hidden_size
+        settings, E = Settings(self.values, str(self.folder / "config.json")), config.hidden_size
         if self.task == "classify":
             return classify.classifier(self.base, settings, E)
         if self.architecture.endswith("ForTokenClassification"):
@@ -100,7 +99,7 @@ class PoolingFiles:
 
 
 def read_pooling(
-    runner: str, values: Mapping[str, Any], folder: Path, source: str, asked: PoolerConfig
+    runner: str, values: Mapping[str, Any], folder: Path, asked: PoolerConfig
 ) -> PoolingFiles | None:
     """Returns what a checkpoint says of pooling; None where it is to generate tokens.
 
@@ -130,7 +129,7 @@ def read_pooling(
     base, task = found
     settings = {key: value for key, value in values.items() if key not in OWN_KEYS}
     settings |= dict(architectures=[base], tie_word_embeddings=True)  # it has no output layer
-    return PoolingFiles(settings, name, base, task, dict(values), folder, source, asked)
+    return PoolingFiles(settings, str(name), base, task, dict(values), folder, asked)
 
 
 def _base(name: str) -> tuple[str, str] | None:

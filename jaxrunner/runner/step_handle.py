@@ -52,7 +52,7 @@ class ModelRunnerOutput:
     # Drafts that the next step verifies, by row, of a step with a grammar: one masks them by these.
     draft_token_ids: tuple[list[int], ...] = ()
     # Of the model's heads, by row: an array of the row, or one of its tokens.
-    heads: dict[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    heads: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
     token_heads: tuple[str, ...] = ()  # those that tell of tokens
 
     def failures(self, nan_policy: str) -> dict[str, str]:

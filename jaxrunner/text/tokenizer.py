@@ -113,7 +113,8 @@ class Tokenizer(HuggingFaceNames):
         Raises:
           TypeError, ValueError: one is not a text, or too long, or the tokenizer fails.
         """
-        self.encode(first), self.encode(second)  # checks them
+        for text in (first, second):
+            self.encode(text)  # which checks it
         found = self.inner.encode(str.__str__(first), str.__str__(second))
         return found.ids, found.type_ids.index(1) if 1 in found.type_ids else len(found.ids)
 

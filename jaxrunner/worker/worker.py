@@ -89,7 +89,8 @@ class Worker(WorkerSteps):
             load, model, revision=revision, dtype=dtype, seed=seed, load_format=load_format,
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
-            quantization=quantization, runner=runner, pooler_config=pooler_config, parallel=ParallelConfig(
+            quantization=quantization, runner=runner, pooler_config=pooler_config,
+            parallel=ParallelConfig(
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
                 enable_expert_parallel,
