@@ -106,12 +106,18 @@ def test_sentence_transformers_files_say_what_comes_behind_the_model(tmp_path):
 
 
 def test_late_interaction_is_the_sum_of_each_query_tokens_best_product(tmp_path):
-    pooling.save(tmp_path, "BertModel")
-    tokenizer = pooling.tokenizer()
-    own = dict(skip_tokenizer_init=False, tokenizer=tokenizer, pooler_config=EVERY)
-    with pooling.start(tmp_path, **pooling.WHOLE, **own) as llm:
-        query, *texts = (o.outputs.data for o in llm.encode(["abc", "de", "f a"]))
+    """Of a ColBERT: a BERT, and a product behind each token."""
+    module = pooling.save(tmp_path, "BertModel")
+    file, tokenizer = tmp_path / "model.safetensors", pooling.tokenizer()
+    weight = np.random.default_rng(0).normal(size=(128, 36)).astype(np.float32)
+    own = {"linear.weight": weight}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
+    options = dict(skip_tokenizer_init=False, tokenizer=tokenizer)
+    asked = dict(hf_overrides=dict(architectures=["HF_ColBERT"]))
+    with pooling.start(tmp_path, **pooling.WHOLE | options | asked) as llm:
         scores = [o.outputs.score for o in llm.score("abc", ["de", "f a"])]
-    assert query.shape == (5, 36)  # with two special tokens
+    states = [pooling.hidden(module, tokenizer.encode(text)) for text in ("abc", "de", "f a")]
+    query, *texts = (pooling.unit(x @ weight.T) for x in states)
+    assert query.shape == (5, 128)  # with two special tokens
     want = [sum(max(float(q @ d) for d in text) for q in query) for text in texts]
     np.testing.assert_allclose(scores, want, atol=1e-5)

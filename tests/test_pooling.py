@@ -103,3 +103,16 @@ def test_rewards_of_each_token(embedder, tmp_path):
         x = pooling.hidden(module, ids) @ own["score.0.weight"].T + own["score.0.bias"]
         want = np.maximum(x, 0) @ own["score.2.weight"].T + own["score.2.bias"]
         np.testing.assert_allclose(output.outputs.data, want, rtol=1e-5, atol=1e-4)
+
+
+def test_a_reranker_scores_by_two_of_its_tokens(tmp_path):
+    """What the logit of one has over that of the other, as a probability of two."""
+    module = pooling.save(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
+    asked = dict(architectures=["Qwen3ForSequenceClassification"], classifier_from_token=[7, 30])
+    with pooling.start(tmp_path, hf_overrides=asked) as llm:
+        outputs = llm.classify(pooling.prompts(PROMPTS))
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        no, yes = pooling.scores(module, ids)[-1, [7, 30]]
+        np.testing.assert_allclose(output.outputs.probs, [1 / (1 + np.exp(no - yes))], atol=1e-5)
+    with pytest.raises(ValueError, match="classifier_from_token must list two tokens of the voca"):
+        pooling.start(tmp_path, hf_overrides=asked | dict(classifier_from_token=[62, 1]))

@@ -29,7 +29,8 @@ LAYERS = (
     "scheduling",
     "program", "shapes", "sampling", "kernels_pallas", "step", "device", "ops", "models",
     "heads", "pooling", "speculators", "parallel", "loading", "runner", "worker", "engine",
-    "pooling.llm", "llm", "sampling_params", "embedded", "__init__", "lm_eval", "bench", "check", "train", "__main__",
+    "pooling.llm", "llm", "sampling_params", "embedded", "__init__", "lm_eval",
+    "bench", "check", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")

@@ -37,6 +37,20 @@ def classifier(base: str, settings: Settings, width: int) -> tuple[str, tuple[De
     return "LAST", (DenseConfig("score", width, num, bias=False),)
 
 
+def from_tokens(settings: Settings, ids: tuple[int, ...], width: int) -> tuple[DenseConfig, ...]:
+    """Returns the layer of a decoder that says its scores by tokens, "no" and "yes" of a reranker.
+
+    ids: the tokens; of two, the score is what the logit of the second has over that of the first.
+    """
+    tied = settings.take("tie_word_embeddings", bool, False)
+    return (
+        DenseConfig(
+            "model.embed_tokens" if tied else "lm_head", width, 1 if len(ids) == 2 else len(ids),
+            bias=False, rows=ids, vocab_size=settings.size("vocab_size"),
+        ),
+    )  # fmt: skip
+
+
 def rewards(architecture: str, settings: Settings, width: int) -> tuple[DenseConfig, ...]:
     """Returns the layers of a model that scores each token, as Qwen2.5-Math's reward models."""
     one = architecture.endswith("ForRewardModel")

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner.linear import Linear
 from jaxrunner.model import Source
@@ -37,6 +38,10 @@ class DenseConfig:
     norm: str = ""  # name of the LayerNorm behind the activation, "" for none
     norm_bias: bool = False
     eps: float = 1e-5
+    # Where the product is rows of an output layer, [V, inputs]: the rows, and V. One output of two
+    # rows is what the second has over the first.
+    rows: tuple[int, ...] = ()
+    vocab_size: int = 0
 
     @property
     def dims(self) -> dict[str, Any]:
@@ -86,4 +91,15 @@ def _layer(c: DenseConfig) -> Dense:
         weight = Source.whole(f"{c.norm}.weight", c.outputs)
         norm = host_value(Norm, norm_weight=weight, norm_bias=offset)
     weight = Source.whole(f"{c.name}.weight", c.outputs, c.inputs)
+    if c.rows:
+        shape = c.vocab_size, c.inputs
+        weight = Source((f"{c.name}.weight",), (shape,), functools.partial(_taken, c), None)
     return host_value(Dense, product=linear_source(weight, bias), norm=norm)
+
+
+def _taken(c: DenseConfig, arrays: list[np.ndarray]) -> np.ndarray:
+    """Returns the rows of an output layer that are scores, [outputs, inputs]."""
+    rows = arrays[0][list(c.rows)]
+    if c.outputs == len(c.rows):
+        return rows
+    return (rows[1:].astype(np.float32) - rows[:1].astype(np.float32)).astype(rows.dtype)

@@ -139,8 +139,7 @@ def load(
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     quantization: what `quantization.registry.read_method` takes.
-    parallel: over which devices the model is cut.
-    runner, pooler_config: of `pooling.reading.read_pooling`.
+    parallel: devices that the model is cut over. runner, pooler_config: of `read_pooling`.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.

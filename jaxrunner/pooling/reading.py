@@ -17,6 +17,7 @@ from jaxrunner.models.registry import FAMILIES
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.pooling import sentence_transformers
 from jaxrunner.pooling.params import PoolerConfig
+from jaxrunner.text.tokenizer import Tokenizer
 
 RUNNERS = ("auto", "generate", "pooling")
 # What names of architectures end with, and what such models are made for.
@@ -29,7 +30,12 @@ TASKS = dict(
     ForMaskedLM="embed",
     ForCausalLM="embed",
 )
-OWN_KEYS = ("sentence_transformers", "is_matryoshka", "matryoshka_dimensions")
+TOKENS = "classifier_from_token"
+OWN_KEYS = (
+    "sentence_transformers", "is_matryoshka", "matryoshka_dimensions", TOKENS,
+    "is_original_qwen3_reranker",
+)  # fmt: skip
+COLBERT, COLBERT_SIZE = "HF_ColBERT", 128  # the architecture, and numbers of a token's embedding
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,10 @@ class PoolingFiles:
     ) -> tuple[str, tuple[DenseConfig, ...]]:
         """Returns the pooling that the files say, and the layers behind it."""
         settings, E = Settings(self.values, str(self.folder / "config.json")), config.hidden_size
+        if self.task == "classify" and self.values.get(TOKENS):
+            return "LAST", classify.from_tokens(settings, self._tokens(config.vocab_size), E)
+        if self.architecture == COLBERT:
+            return "ALL", (DenseConfig("linear", E, COLBERT_SIZE, bias=False),)
         if self.task == "classify":
             return classify.classifier(self.base, settings, E)
         if self.architecture.endswith("ForTokenClassification"):
@@ -82,6 +92,21 @@ class PoolingFiles:
         if self.task == "token_classify":
             return "ALL", classify.rewards(self.architecture, settings, E)
         return modules.pooling or ("CLS" if encodes else "LAST"), modules.layers
+
+    def _tokens(self, vocab_size: int) -> tuple[int, ...]:
+        """Returns the ids of the tokens whose logits are scores."""
+        named: Any = self.values[TOKENS]
+        ids = named
+        if isinstance(named, list) and all(isinstance(token, str) for token in named):
+            tokenizer = Tokenizer.from_folder(self.folder)
+            ids = [tokenizer.inner.token_to_id(token) for token in named]
+        whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+        if not whole or len(ids) < 2:
+            raise ValueError(
+                f"{TOKENS} must list two tokens of the vocabulary or more, got {shown(named)}: "
+                "name them as tokenizer.json does, or by their ids"
+            )
+        return tuple(ids)
 
     def _activation(
         self, task: str, layers: tuple[DenseConfig, ...], modules: sentence_transformers.Modules
@@ -134,6 +159,8 @@ def read_pooling(
 
 def _base(name: str) -> tuple[str, str] | None:
     """Returns the architecture below one that pools, and its task; None where there is none."""
+    if name == COLBERT:
+        return "BertModel", "token_embed"
     for suffix, task in TASKS.items():
         if name.endswith(suffix):
             stem = name.removesuffix(suffix)
