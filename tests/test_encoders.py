@@ -1,13 +1,26 @@
 """Encoders against transformers: hidden states and classes of texts, whatever is beside them."""
 
 import json
+from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxrunner.pooling.params import PoolingParams
-from tests.support import pooling
+from jaxrunner import pytree
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.registry import read_model
+from jaxrunner.ops import backends
+from jaxrunner.pooling.params import PoolerConfig, PoolingParams
+from jaxrunner.pooling.reading import read_pooling
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
+from tests.support import pooling, tiny
+from tests.support.lowering import cuda, lowers
 from tests.support.pooling import PROMPTS
 
 EVERY = {"pooling_type": "ALL"}
@@ -18,7 +31,7 @@ EVERY = {"pooling_type": "ALL"}
     [
         "BertModel",
         pytest.param("RobertaModel", marks=pytest.mark.slow),
-        "XLMRobertaModel",
+        pytest.param("XLMRobertaModel", marks=pytest.mark.slow),
         "ModernBertModel",
         "Gemma3TextModel",
     ],
@@ -38,14 +51,14 @@ def test_every_token_sees_its_whole_text_and_no_other(tmp_path, name):
         "BertForSequenceClassification",
         pytest.param("RobertaForSequenceClassification", marks=pytest.mark.slow),
         "ModernBertForSequenceClassification",
+        pytest.param("ModernBertForTokenClassification", marks=pytest.mark.slow),
+        pytest.param("BertForTokenClassification", marks=pytest.mark.slow),
     ],
 )
 def test_classes_of_texts(tmp_path, name):
     module = pooling.save(tmp_path, name, num_labels=3)
     with pooling.start(tmp_path, **pooling.WHOLE) as llm:
-        outputs = llm.encode(
-            pooling.prompts(PROMPTS), PoolingParams(use_activation=False), pooling_task="classify"
-        )
+        outputs = llm.encode(pooling.prompts(PROMPTS), PoolingParams(use_activation=False))
     for ids, output in zip(PROMPTS, outputs, strict=True):
         want = pooling.scores(module, ids)
         np.testing.assert_allclose(output.outputs.data, want, rtol=1e-5, atol=2e-5)
@@ -121,3 +134,30 @@ def test_late_interaction_is_the_sum_of_each_query_tokens_best_product(tmp_path)
     assert query.shape == (5, 128)  # with two special tokens
     want = [sum(max(float(q @ d) for d in text) for q in query) for text in texts]
     np.testing.assert_allclose(scores, want, atol=1e-5)
+
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, head_dim=64, max_position_embeddings=64,
+)  # fmt: skip
+
+
+@lowers
+@pytest.mark.parametrize(
+    "name, attention",
+    [("Qwen3ForCausalLM", "prefill_attention"), ("BertModel", "")],
+    ids=["a decoder", "an encoder"],
+)
+def test_a_model_that_pools_lowers_for_a_gpu(name, attention):
+    """A decoder through its kernels; attention both ways is plain JAX."""
+    values = SIZES | dict(architectures=[name])
+    found = read_pooling("pooling", values, Path(), PoolerConfig())
+    assert found is not None
+    model, config = found.made(*read_model(Settings(found.settings)))
+    engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+    program = Program(model, config, engine, backends.fused, RULES)
+    with cuda():
+        told = operations(program, params, Key("step", Bucket(64, 4)))
+    names = {one.operation: one.name for one in told}
+    assert names.get("attention", "") == attention and "linear" in names

@@ -61,7 +61,7 @@ def test_the_last_tokens_of_a_prompt_that_is_cut(embedder):
     np.testing.assert_allclose(output.outputs.embedding, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["MEAN", "CLS", "ALL"])
+@pytest.mark.parametrize("kind", ["MEAN", pytest.param("CLS", marks=pytest.mark.slow), "ALL"])
 def test_what_is_pooled_of_chunks_is_that_of_the_prompt(embedder, kind):
     module, _, folder = embedder
     with pooling.start(folder, pooler_config=PoolerConfig(pooling_type=kind)) as llm:

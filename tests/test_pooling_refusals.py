@@ -94,6 +94,9 @@ def test_a_model_that_generates_does_not_pool():
     [
         (dict(runner="draft"), "runner must be one of .*, got 'draft'"),
         (dict(runner="generate"), "runner='generate' does not go with architectures=.'BertModel'"),
+        (dict(pooler_config=dict(dimensions=37)), "dimensions=37 must be at most the 36 of an emb"),
+        (dict(pooler_config=dict(dimensions=7), hf_overrides=dict(matryoshka_dimensions=[4, 8])),
+         "dimensions=7 must be one of matryoshka_dimensions in config.json, .4, 8.: others"),
         (dict(max_num_batched_tokens=47), "max_num_batched_tokens=47 must be at least its 48 tok"),
         (dict(tensor_parallel_size=2), "runner='pooling' runs a model on one device|parallel"),
         (dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),

@@ -1,4 +1,4 @@
-"""The layers that make scores of classes, by what a checkpoint is called. Also those of rewards."""
+"""The layers that make scores of classes, by what a checkpoint is called."""
 
 from jaxrunner.heads.dense import DenseConfig
 from jaxrunner.hf_config import Settings
@@ -49,22 +49,6 @@ def from_tokens(settings: Settings, ids: tuple[int, ...], width: int) -> tuple[D
             bias=False, rows=ids, vocab_size=settings.size("vocab_size"),
         ),
     )  # fmt: skip
-
-
-def rewards(architecture: str, settings: Settings, width: int) -> tuple[DenseConfig, ...]:
-    """Returns the layers of a model that scores each token, as Qwen2.5-Math's reward models."""
-    one = architecture.endswith("ForRewardModel")
-    num = settings.size("num_labels", 1 if one else 2)
-    return (
-        DenseConfig("score.0", width, width, activation="relu"),
-        DenseConfig("score.2", width, num),
-    )
-
-
-def token_classes(settings: Settings, width: int) -> tuple[DenseConfig, ...]:
-    """Returns the layer of a model `ForTokenClassification`, of an encoder or a decoder."""
-    name = "classifier" if "layer_norm_eps" in settings else "score"
-    return (DenseConfig(name, width, num_labels(settings)),)
 
 
 def num_labels(settings: Settings) -> int:

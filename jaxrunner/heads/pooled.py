@@ -42,6 +42,7 @@ class PooledConfig:
     use_activation: bool = True  # where a request does not say
     dimensions: int | None = None
     pairs: bool = False  # whether two texts are encoded as a pair, and not as one text
+    matryoshka: tuple[int, ...] = ()  # `dimensions` that the checkpoint names; any where empty
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "base":  # asked while it is unpickled
@@ -57,6 +58,25 @@ class PooledConfig:
     def num_out(self) -> int:
         """Numbers that are told of a prompt, or of a token."""
         return self.layers[-1].outputs if self.layers else self.base.hidden_size
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Checks that an embedding may be cut to its first `dimensions`.
+
+        Raises:
+          ValueError: it may not.
+        """
+        if dimensions is None:
+            return
+        if not self.task.endswith("embed") or dimensions > self.num_out:
+            raise ValueError(
+                f"dimensions={dimensions} must be at most the {self.num_out} of an embedding, and "
+                f"this LLM is for {self.task}: ask for fewer, or leave it out"
+            )
+        if self.matryoshka and dimensions not in self.matryoshka:
+            raise ValueError(
+                f"dimensions={dimensions} must be one of matryoshka_dimensions in config.json, "
+                f"{list(self.matryoshka)}: others were not trained"
+            )
 
     @property
     def dims(self) -> dict[str, Any]:

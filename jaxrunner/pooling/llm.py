@@ -12,6 +12,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.requested_prompts import read_asked
+from jaxrunner.heads.late_interaction import max_sim
 from jaxrunner.heads.pooled import POOLED, POSITIONS, PooledConfig
 from jaxrunner.loading import llm_arguments
 from jaxrunner.pooling.activations import ACTIVATIONS
@@ -25,7 +26,7 @@ from jaxrunner.pooling.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from jaxrunner.pooling.pairs import Texts, max_sim, paired, read_pairs
+from jaxrunner.pooling.pairs import Texts, paired, read_pairs
 from jaxrunner.pooling.params import PooledRequest, PoolingParams
 
 Params = PoolingParams | Sequence[PoolingParams] | None
@@ -177,13 +178,7 @@ def _check(params: Any, config: PooledConfig) -> None:
             f"PoolingParams.task={params.task!r} is not what this LLM was made for, which is "
             f"{config.task!r}: leave it out"
         )
-    if params.dimensions is None:
-        return
-    if not config.task.endswith("embed") or params.dimensions > config.num_out:
-        raise ValueError(
-            f"dimensions={params.dimensions} must be at most the {config.num_out} of an embedding, "
-            f"and this LLM is for {config.task}: ask for fewer, or leave it out"
-        )
+    config.check_dimensions(params.dimensions)
 
 
 def _sampling(params: PoolingParams, config: PooledConfig, first: int | None) -> PooledRequest:

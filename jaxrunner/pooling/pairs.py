@@ -1,9 +1,7 @@
-"""Pairs of texts: how they are read together, and how alike their arrays are. Knows no JAX."""
+"""Pairs of texts: how they are read together. Knows no JAX."""
 
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxrunner.api.validation import shown
 from jaxrunner.text.tokenizer import Tokenizer
@@ -52,11 +50,3 @@ def paired(
         return {"prompt": first + second}, None
     ids, num_first = tokenizer.encode_pair(first, second)
     return {"prompt_token_ids": ids}, num_first
-
-
-def max_sim(query: np.ndarray, document: np.ndarray) -> float:
-    """Returns the sum over a query's tokens, [n, X], of the largest product with one of a
-    document's, [m, X]; of one array each, [X], their product. arXiv:2004.12832."""
-    query, document = np.atleast_2d(query), np.atleast_2d(document)
-    products = query.astype(np.float32) @ document.astype(np.float32).T
-    return float(products.max(1).sum())

@@ -8,7 +8,7 @@ from typing import Any
 from jaxrunner.api.validation import shown
 from jaxrunner.caches.encoder_only import EncoderOnly
 from jaxrunner.config import ModelConfig
-from jaxrunner.heads import classify
+from jaxrunner.heads import classify, token_wise
 from jaxrunner.heads.dense import DenseConfig
 from jaxrunner.heads.pooled import PooledConfig, pooled
 from jaxrunner.hf_config import Settings
@@ -72,8 +72,18 @@ class PoolingFiles:
         activation, default = self._activation(task, layers, modules)
         use = default if asked.use_activation is None else asked.use_activation
         made = PooledConfig(
-            model, config, task, pooling, layers, activation, use, asked.dimensions, encodes
+            model,
+            config,
+            task,
+            pooling,
+            layers,
+            activation,
+            use,
+            asked.dimensions,
+            encodes,
+            tuple(Settings(self.values).each("matryoshka_dimensions", int, [])),
         )
+        made.check_dimensions(asked.dimensions)
         return pooled(model, made), made
 
     def _head(
@@ -88,9 +98,9 @@ class PoolingFiles:
         if self.task == "classify":
             return classify.classifier(self.base, settings, E)
         if self.architecture.endswith("ForTokenClassification"):
-            return "ALL", classify.token_classes(settings, E)
+            return "ALL", token_wise.token_classes(self.base, settings, E)
         if self.task == "token_classify":
-            return "ALL", classify.rewards(self.architecture, settings, E)
+            return "ALL", token_wise.rewards(self.architecture, settings, E)
         return modules.pooling or ("CLS" if encodes else "LAST"), modules.layers
 
     def _tokens(self, vocab_size: int) -> tuple[int, ...]:
