@@ -16,6 +16,7 @@ from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.llm import LLM
 from jaxrunner.models.registry import register_model
+from jaxrunner.pooling.params import PoolerConfig, PoolingParams
 from jaxrunner.version import __version__
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "CompletionOutput",
     "Interrupted",
     "Logprob",
+    "PoolerConfig",
+    "PoolingParams",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",

@@ -98,7 +98,6 @@ def test_a_model_that_generates_does_not_pool():
         (dict(pooler_config=dict(dimensions=7), hf_overrides=dict(matryoshka_dimensions=[4, 8])),
          "dimensions=7 must be one of matryoshka_dimensions in config.json, .4, 8.: others"),
         (dict(max_num_batched_tokens=47), "max_num_batched_tokens=47 must be at least its 48 tok"),
-        (dict(tensor_parallel_size=2), "runner='pooling' runs a model on one device|parallel"),
         (dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
          "runner='pooling' drafts no tokens: leave out speculative_config"),
     ],
@@ -106,6 +105,25 @@ def test_a_model_that_generates_does_not_pool():
 def test_what_an_encoder_cannot_be_made_with(folder, changes, words):
     with pytest.raises(ValueError, match=words):
         LLM(str(folder), **WHOLE | changes)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_a_model_that_pools_lies_on_one_device(tmp_path, sizes):
+    values = pooling.DECODER | dict(architectures=["LlamaForCausalLM"])
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ValueError, match=r"runner='pooling' runs a model on one device: leave tens"
+    ):
+        LLM(str(tmp_path), runner="pooling", load_format="dummy", **pooling.ENGINE | sizes)
+
+
+def test_an_encoder_has_steps_for_its_longest_text(folder):
+    sizes = dict(max_num_seqs=3, warm_up=False, cache_dir=None, use_tqdm=False)
+    changes = dict(max_position_embeddings=300)
+    with LLM(
+        str(folder), load_format="dummy", skip_tokenizer_init=True, hf_overrides=changes, **sizes
+    ) as llm:
+        assert llm.engine.config.max_num_batched_tokens == 300
 
 
 def test_what_has_no_use_but_to_generate_is_not_pooled():

@@ -21,15 +21,13 @@ PURE = (
 )  # fmt: skip
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = (
-    "errors", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary",
-    "version", "api", "hf_config", "types", "parallel.stages", "caches", "inputs", "outputs",
-    "logprobs", "config", "indexing", "operation", "ops.grouping", "linear",
-    "experts", "ops.routing", "slot_table", "heads.head",
-    "speculators.speculator", "speculators.draft_logits", "rule", "model", "quantization", "text",
-    "scheduling",
-    "program", "shapes", "sampling", "kernels_pallas", "step", "device", "ops", "models",
-    "heads", "pooling", "speculators", "parallel", "loading", "runner", "worker", "engine",
-    "pooling.llm", "llm", "sampling_params", "embedded", "__init__", "lm_eval",
+    "errors", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary", "version", "api",
+    "hf_config", "types", "parallel.stages", "caches", "inputs", "outputs", "logprobs", "config",
+    "indexing", "operation", "ops.grouping", "linear", "experts", "ops.routing", "slot_table",
+    "heads.head", "speculators.speculator", "speculators.draft_logits", "rule", "model",
+    "quantization", "text", "scheduling", "program", "shapes", "sampling", "kernels_pallas", "step",
+    "device", "ops", "models", "heads", "pooling", "speculators", "parallel", "loading", "runner",
+    "worker", "engine", "pooling.llm", "llm", "sampling_params", "embedded", "__init__", "lm_eval",
     "bench", "check", "train", "__main__",
 )  # fmt: skip
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them

@@ -1,5 +1,6 @@
 """The scheduler that an engine's sizes ask for."""
 
+from jaxrunner.caches.cache_group import reads_whole
 from jaxrunner.device.buckets import step_buckets
 from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program import Program
@@ -11,7 +12,7 @@ def make_scheduler(program: Program) -> tuple[list[BlockPool], Scheduler]:
     """Returns new block pools, one for each cache group, and a scheduler over them."""
     config, groups = program.engine, program.cache_groups
     speculator, buckets = program.model.speculator, step_buckets(config)
-    whole = any(getattr(group.kind, "whole_prompts", False) for group in groups)
+    whole = reads_whole(group.kind for group in groups)
     pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         groups, pools,

@@ -15,6 +15,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.registry import FAMILIES
 from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.stages import stages_of
 from jaxrunner.pooling import sentence_transformers
 from jaxrunner.pooling.params import PoolerConfig
 from jaxrunner.text.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ class PoolingFiles:
         Raises:
           ValueError: a setting that is not supported, or several devices.
         """
-        if mesh_of(config) is not None:
+        if mesh_of(config) is not None or stages_of(config):
             raise ValueError(
                 "runner='pooling' runs a model on one device: leave tensor_parallel_size and "
                 "pipeline_parallel_size out, data_parallel_size may be set"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrunner.caches.cache_group import reads_whole
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
@@ -113,7 +114,7 @@ def build(
 def _check_together(model: Model, model_config: ModelConfig, config: EngineConfig) -> None:
     """Checks that model, devices and sizes of an engine go together; raises as `build`."""
     mesh, speculator = mesh_of(model_config), model.speculator
-    if any(getattr(kind, "whole_prompts", False) for kind in model_config.cache_kinds):
+    if reads_whole(model_config.cache_kinds):
         _check_whole(config)
     if mesh is not None and config.enforce_eager:
         raise ValueError(

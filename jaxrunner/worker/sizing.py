@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrunner.api.validation import Bound, validate
+from jaxrunner.caches.cache_group import reads_whole
 from jaxrunner.config import EngineConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
@@ -73,13 +74,15 @@ def plan_engine(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     on_cpu, shrink = jax.default_backend() == "cpu", max_model_len == FITTING
-    usual: dict[str, Any] = (
-        CPU_SIZES if on_cpu else dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
-    )
+    on_gpu = dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
+    usual: dict[str, Any] = {**(CPU_SIZES if on_cpu else on_gpu)}
+    length = _checked_len(loaded, None if shrink else max_model_len)
     if max_num_batched_tokens is not None:
         rest["max_num_batched_tokens"] = max_num_batched_tokens
+    elif reads_whole(loaded.config.cache_kinds):
+        usual |= dict(max_num_batched_tokens=max(usual["max_num_batched_tokens"], length - 1))
     config = EngineConfig(
-        max_model_len=_checked_len(loaded, None if shrink else max_model_len),
+        max_model_len=length,
         num_blocks=_or(num_blocks, FEW),
         dtype=loaded.dtype,
         kv_dtype=read_kv_dtype(kv_cache_dtype, loaded.dtype),
