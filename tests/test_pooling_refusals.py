@@ -93,7 +93,7 @@ def test_a_model_that_generates_does_not_pool():
     "changes, words",
     [
         (dict(runner="draft"), "runner must be one of .*, got 'draft'"),
-        (dict(runner="generate"), "runner='generate' does not go with architectures=.'BertModel'"),
+        (dict(runner="generate"), "runner='generate' has no use for architectures=.'BertModel'"),
         (dict(pooler_config=dict(dimensions=37)), "dimensions=37 must be at most the 36 of an emb"),
         (dict(pooler_config=dict(dimensions=7), hf_overrides=dict(matryoshka_dimensions=[4, 8])),
          "dimensions=7 must be one of matryoshka_dimensions in config.json, .4, 8.: others"),
@@ -130,9 +130,7 @@ def test_what_has_no_use_but_to_generate_is_not_pooled():
     values = dict(architectures=["Qwen3ForCausalLM"])
     with pytest.raises(ValueError, match=r"pooler_config is for models that pool, and 'Qwen3ForC"):
         read_pooling("auto", values, Path(), PoolerConfig(pooling_type="LAST"))
-    with pytest.raises(
-        ValueError, match=r"runner='pooling' does not go with architectures=None: m"
-    ):
+    with pytest.raises(ValueError, match=r"runner='pooling' has no use for architectures=None: m"):
         read_pooling("pooling", {}, Path(), PoolerConfig())
     found = read_pooling("pooling", values, Path(), PoolerConfig())
     assert found is not None and found.task == "embed" and found.settings["tie_word_embeddings"]

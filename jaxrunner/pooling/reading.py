@@ -158,7 +158,7 @@ def read_pooling(
             )
         if runner == "pooling" or (found is not None and not generates):
             raise ValueError(
-                f"runner={runner!r} does not go with architectures={shown(names)}: models that "
+                f"runner={runner!r} has no use for architectures={shown(names)}: models that "
                 "pool are those of docs/pooling_models.md, others generate"
             )
         return None
