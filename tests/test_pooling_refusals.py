@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ BERT = dict(
     architectures=["BertModel"], vocab_size=62, hidden_size=36, num_hidden_layers=1,
     num_attention_heads=6, intermediate_size=44, max_position_embeddings=64,
 )  # fmt: skip
-WHOLE = pooling.ENGINE | pooling.WHOLE | dict(load_format="dummy")
+WHOLE: dict[str, Any] = pooling.ENGINE | pooling.WHOLE | dict(load_format="dummy")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_a_model_that_pools_lies_on_one_device(tmp_path, sizes):
 
 
 def test_an_encoder_has_steps_for_its_longest_text(folder):
-    sizes = dict(max_num_seqs=3, warm_up=False, cache_dir=None, use_tqdm=False)
+    sizes: dict[str, Any] = dict(max_num_seqs=3, warm_up=False, cache_dir=None, use_tqdm=False)
     changes = dict(max_position_embeddings=300)
     with LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, hf_overrides=changes, **sizes

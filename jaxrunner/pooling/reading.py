@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jaxrunner.api.validation import shown
 from jaxrunner.caches.encoder_only import EncoderOnly
@@ -51,7 +51,7 @@ class PoolingFiles:
     folder: Path
     asked: PoolerConfig
 
-    def made(self, model: Model, config: ModelConfig) -> tuple[Model, PooledConfig]:
+    def made(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the family and the config that pool, given those of the model below.
 
         Raises:
@@ -85,7 +85,7 @@ class PoolingFiles:
             tuple(Settings(self.values).each("matryoshka_dimensions", int, [])),
         )
         made.check_dimensions(asked.dimensions)
-        return pooled(model, made), made
+        return pooled(model, made), cast(ModelConfig, made)
 
     def _head(
         self, config: ModelConfig, modules: sentence_transformers.Modules, *, encodes: bool
@@ -107,7 +107,7 @@ class PoolingFiles:
     def _tokens(self, vocab_size: int) -> tuple[int, ...]:
         """Returns the ids of the tokens whose logits are scores."""
         named: Any = self.values[TOKENS]
-        ids = named
+        ids: Any = named
         if isinstance(named, list) and all(isinstance(token, str) for token in named):
             tokenizer = Tokenizer.from_folder(self.folder)
             ids = [tokenizer.inner.token_to_id(token) for token in named]

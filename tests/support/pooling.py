@@ -35,7 +35,7 @@ ENGINE: dict[str, Any] = dict(
     skip_tokenizer_init=True,
 )  # fmt: skip
 # An encoder reads a text at once.
-WHOLE = dict(max_model_len=48, max_num_batched_tokens=64, token_buckets=(64,))
+WHOLE: dict[str, Any] = dict(max_model_len=48, max_num_batched_tokens=64, token_buckets=(64,))
 PROMPTS = [np.random.default_rng(n).integers(5, 61, n).tolist() for n in (1, 5, 16, 17, 40)]
 
 
