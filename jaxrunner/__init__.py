@@ -17,6 +17,7 @@ from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.llm import LLM
 from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.models.registry import register_model
+from jaxrunner.pooling.params import PoolerConfig, PoolingParams
 from jaxrunner.version import __version__
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "Interrupted",
     "LoRARequest",
     "Logprob",
+    "PoolerConfig",
+    "PoolingParams",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrunner.types import Array, Writes
@@ -24,6 +25,11 @@ def take(table: Array, index: Any) -> Array:
 def write(table: Array, writes: Writes) -> Array:
     """Sets `table[row, col] = value`; padding is dropped."""
     return table.at[writes.row, writes.col].set(writes.value, mode="drop")
+
+
+def put_rows(table: Any, row: Array, new: Any) -> Any:
+    """Writes rows into all arrays of a table; padding is dropped."""
+    return jax.tree.map(lambda x, value: x.at[row].set(value, mode="drop"), table, new)
 
 
 def put_blocks(tables: tuple[Array, ...], writes: tuple[Writes, ...]) -> tuple[Array, ...]:

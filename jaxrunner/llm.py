@@ -1,8 +1,7 @@
 """The Python API: prompts in, text out.
 
 with LLM("path/to/checkpoint") as llm:
-    for output in llm.generate(["def fib(n):"], SamplingParams(temperature=0.7)):
-        print(output.outputs[0].text)
+    print(llm.generate(["def fib(n):"], SamplingParams(temperature=0.7))[0].outputs[0].text)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from jaxrunner.engine.requested_prompts import overridden, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.lora.lora_request import LoRARequest
+from jaxrunner.pooling.llm import PoolingMethods
 from jaxrunner.rule import Rule
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
@@ -39,7 +39,7 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 WARM_UPS = {True: {}, "all": dict(all_rules=True), "background": dict(background=True)}
 
 
-class LLM(LLMNames):
+class LLM(PoolingMethods, LLMNames):
     """A model that answers prompts, many at once.
 
     model: a folder with config.json, safetensors and tokenizer.json, or a name on the Hugging
@@ -51,8 +51,8 @@ class LLM(LLMNames):
         reads what `save_sharded_state` wrote, from files named as `model_loader_extra_config` may
         say: {"pattern": ...}.
     hf_overrides: keys of config.json to replace; None removes one.
-    quantization: "fp8" or "int8" rounds the weights of a float checkpoint to 8 bits while they are
-        read; that of another checkpoint is in its config.json.
+    quantization: "fp8" or "int8" rounds weights that are floats to 8 bits while they are read.
+    runner, pooler_config: "pooling" tells arrays in place of tokens; see docs/pooling_models.md.
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
     max_logprobs: the most that a request may ask for; None or -1 for all.

@@ -173,6 +173,8 @@ class Model(NamedTuple):
     # As `logits`, of a device's own tokens alone, [..., V / devices]; None where it is not cut.
     own_logits: Callable[..., Array] | None = None
     spare: tuple[str, ...] = ()  # beginnings of names of tensors in its files that are not read
+    # False: heads tell all, and `logits` are one column, 0, or NaN where hidden states are.
+    samples: bool = True
 
     def forward(
         self, config: ModelConfig, params: Any, kv: tuple[Any, ...], inputs: Inputs, ops: Ops

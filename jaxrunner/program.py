@@ -56,7 +56,8 @@ class Program:
         """What the state knows of each request beside its tokens: of rules, and of the model."""
         speculator = self.model.speculator
         drafts = () if speculator is None else speculator.tables
-        return [*(rule.table for rule in self.rules), *self.model.tables, *drafts]
+        kept = (head.table for head in self.model.heads if head.table is not None)
+        return [*(rule.table for rule in self.rules), *self.model.tables, *drafts, *kept]
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:

@@ -75,12 +75,17 @@ def prompt_logprobs_size(num_tokens: int, num_logprobs: int) -> PromptLogprobsSi
 
 
 @functools.lru_cache(maxsize=256)
-def output_spec(program: Program, size: SampleSize, num_steps: int = 1) -> StepOutput:
-    """Returns the abstract output of a step that draws so, or of several in one launch."""
+def output_spec(
+    program: Program, size: SampleSize, num_steps: int = 1, num_tokens: int = 0
+) -> StepOutput:
+    """Returns the abstract output of a step that draws so, or of several in one launch.
+
+    num_tokens: T, of which heads tell what is of each token.
+    """
     B, C, J = size.num_rows, size.num_logprobs, num_steps * (1 + size.num_drafts)
     dims = program.dims | dict(B=B, J=J, N=B * J, C=C, Z=int(C > 0))
     dims |= {"1+K": 1 + program.num_drafts, "drafts": program.num_drafts > 0}
-    return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, B))
+    return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, B, num_tokens))
 
 
 def logits_spec(program: Program, num_rows: int, num_each: int) -> jax.ShapeDtypeStruct:
@@ -92,9 +97,11 @@ def logits_spec(program: Program, num_rows: int, num_each: int) -> jax.ShapeDtyp
     return jax.ShapeDtypeStruct(shape, jnp.dtype(program.engine.dtype), sharding=at)
 
 
-def heads_spec(program: Program, num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the abstract arrays of a model's heads for so many rows."""
-    dims = program.dims | dict(B=num_rows)
+def heads_spec(
+    program: Program, num_rows: int, num_tokens: int = 0
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the abstract arrays of a model's heads for so many rows and tokens."""
+    dims = program.dims | dict(B=num_rows, T=num_tokens)
     return {
         head.name: jax.ShapeDtypeStruct(
             tuple(dims[axis] for axis in head.axes.split()), jnp.dtype(head.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrunner.indexing import find_rows, put_blocks, take
+from jaxrunner.indexing import find_rows, put_blocks, put_rows, take
 from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.drafting import draw_coupled, draw_own
@@ -41,7 +41,7 @@ def step(
     words = *logits.shape[:2], -(-program.dims["V"] // 32)
     mask = jnp.full(words, -1, jnp.int32) if size.all_rules else None  # without grammars
     drawn = draw(logits, state, rows, mask, program=program, size=size)
-    heads = run_heads(params, hidden, batch, program)
+    state, heads = run_heads(params, state, hidden, batch, rows, program=program)
     state, output = finish(state, rows, drawn, heads, program=program)
     drafting = functools.partial(propose, program=program, num_drafts=bucket.num_drafts)
     state, _ = drafting(params, state, batch, rows, hidden, extras)
@@ -76,11 +76,21 @@ def compute_logits(params: Any, hidden: Array, batch: Batch, program: Program) -
     return program.logits(params, take(hidden, batch.logits_indices))
 
 
-def run_heads(params: Any, hidden: Array, batch: Batch, program: Program) -> dict[str, Array]:
-    """Returns what the model's heads make of hidden, [T, E]: an array each, [B, ...]."""
-    return {
-        head.name: head.run(program.config, params, hidden, batch) for head in program.model.heads
-    }
+def run_heads(
+    params: Any, state: State, hidden: Array, batch: Batch, rows: SamplingMetadata,
+    *, program: Program,
+) -> tuple[State, dict[str, Array]]:  # fmt: skip
+    """Returns the state, and what the heads make of hidden, [T, E]: [B, ...] or [T, ...] each."""
+    told, tables = {}, dict(state.tables)
+    for head in program.model.heads:
+        run = functools.partial(head.run, program.config, params, hidden, batch)
+        if head.table is None:
+            told[head.name] = run()
+            continue
+        table = tables[head.table.name]
+        told[head.name], kept = run(rows_of(table, rows.slot))
+        tables[head.table.name] = put_rows(table, rows.slot, kept)
+    return replace(state, tables=tables), told
 
 
 def draw(

@@ -16,6 +16,9 @@ from jaxrunner.models.dense.olmo import olmo2, olmo3
 from jaxrunner.models.dense.phi3 import phi3
 from jaxrunner.models.dense.smollm3 import smollm3
 from jaxrunner.models.dense.starcoder2 import starcoder2
+from jaxrunner.models.encoders.bert import bert, roberta
+from jaxrunner.models.encoders.gemma_embedding import gemma_embedding
+from jaxrunner.models.encoders.modernbert import modernbert
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
@@ -31,6 +34,7 @@ from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Model] = {
+    "BertModel": bert,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
     "DeepseekV2ForCausalLM": deepseek_v2,
@@ -41,6 +45,7 @@ FAMILIES: dict[str, Model] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_of_two,
+    "Gemma3TextModel": gemma_embedding,
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite,
@@ -53,6 +58,7 @@ FAMILIES: dict[str, Model] = {
     "Ministral3ForCausalLM": ministral3,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "ModernBertModel": modernbert,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "OlmoeForCausalLM": olmoe,
@@ -61,8 +67,10 @@ FAMILIES: dict[str, Model] = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "RobertaModel": roberta,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
+    "XLMRobertaModel": roberta,
 }
 
 

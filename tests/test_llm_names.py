@@ -74,9 +74,8 @@ def test_functions_reach_the_worker_and_the_model(llm):
 
 @pytest.mark.parametrize(
     "name, words",
-    [("save_tensorized_model", "save_sharded_state writes"), ("embed", "there is no pooling"),
-     ("score", "loglikelihood")],
-)  # fmt: skip
+    [("save_tensorized_model", "save_sharded_state writes"), ("enqueue", "Engine.add queues one")],
+)
 def test_a_method_of_vllm_that_is_not_here_says_what_to_do(llm, name, words):
     assert not hasattr(llm, name)
     with pytest.raises(AttributeError, match=f"LLM has no '{name}': .*{words}"):

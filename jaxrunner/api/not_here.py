@@ -2,12 +2,9 @@
 
 from typing import Any
 
-_POOLING = "models generate text, and there is no pooling"
 _WEIGHTS = "see start_weight_update, update_weights, finish_weight_update and update_params"
 INSTEAD: dict[str, str] = {
     "save_tensorized_model": "save_sharded_state writes safetensors, save_params what orbax reads",
-    **dict.fromkeys(("encode", "embed", "classify", "reward"), _POOLING),
-    "score": f"{_POOLING}; loglikelihood and score_tokens tell logprobs of given tokens",
     "init_weight_transfer_engine": _WEIGHTS,
     "enqueue": "stream answers prompts as others come, and Engine.add queues one",
     "wait_for_completion": "stream answers prompts as others come, and Engine.step runs them",

@@ -29,6 +29,7 @@ class Preset:
     ttft: tuple[int, ...] = (128, 1024)
     offline: tuple[int, int, int] = (512, 512, 256)  # requests, tokens in, tokens out
     mixed: tuple[tuple[int, int], tuple[int, int]] = ((32, 1024), (32, 512))  # in, out
+    embed: tuple[int, int] = (512, 512)  # texts, tokens
     host_batches: tuple[int, ...] = (1, 8, 64, 256)
     host_steps: int = 100
 
@@ -83,6 +84,6 @@ PRESETS = {
              token_buckets=(64, 512), decode_buckets=(1, 16)),
         batches=(1, 16), sampled_batches=(1, 16), context=128, new=36,
         prefill=(4, 256), ttft=(64, 128), offline=(32, 64, 32), mixed=((8, 128), (8, 64)),
-        host_batches=(1, 16),
+        embed=(32, 64), host_batches=(1, 16),
     ),
 }  # fmt: skip

@@ -4,17 +4,19 @@
     python -m jaxrunner.bench tiny --parts decode,host --repeats 3
     python -m jaxrunner.bench llama8b --speculative 2.5 --parts decode
     python -m jaxrunner.bench llama8b --lora 8x16 --parts decode
+    python -m jaxrunner.bench qwen06b --parts embed
     python -m jaxrunner.bench --kernels
 
 Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
 what one token more costs a batch that decodes together. With `--speculative` an EAGLE head of
 dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each request has
-one of so many adapters of a rank, on all products.
+one of so many adapters of a rank, on all products. The part `embed` goes alone: its model pools.
 """
 
 import argparse
 from collections.abc import Callable
 import json
+import math
 from pathlib import Path
 import platform
 import statistics
@@ -33,6 +35,7 @@ from jaxrunner.llm import LLM
 
 SAMPLED = dict(temperature=0.8, top_k=50, top_p=0.95)
 PARTS = ("decode", "prefill", "ttft", "offline", "host")
+POOLS = "embed"  # the part whose model pools
 PERCENTILES = (50, 90, 99)
 
 
@@ -84,6 +87,17 @@ class Bench:
         self.run(batch // 2, length, 1)
         best = min(self.run(batch, length, 1) for _ in range(2))
         return {f"prefill_tok_s_{length}x{batch}": batch * length / best}
+
+    def embed(self) -> dict[str, float]:
+        """Returns tokens a second of texts that are embedded."""
+        num, length = self.preset.embed
+        prompts, best = [self.prompt(length) for _ in range(num)], math.inf
+        self.llm.embed(prompts[: num // 4], use_tqdm=False)
+        for _ in range(2):
+            start = time.perf_counter()
+            self.llm.embed(prompts, use_tqdm=False)
+            best = min(best, time.perf_counter() - start)
+        return {f"embed_tok_s_{num}x{length}": num * length / best}
 
     def ttft(self) -> dict[str, float]:
         """Returns milliseconds to the first token of one request, by prompt length."""
@@ -240,7 +254,9 @@ def main() -> None:
     )
     parser.add_argument("preset", choices=PRESETS, nargs="?", default="tiny")
     parser.add_argument("--kernels", action="store_true", help="time each kernel, and no model")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}, or {POOLS}"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="runs of each part, for medians")
     parser.add_argument("--speculative", type=float, metavar="LENGTH", help="tokens a step")
     parser.add_argument("--drafts", type=int, default=3, help="of a step, with --speculative")
@@ -254,12 +270,16 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
         return
     drafted = args.speculative and (args.drafts, args.speculative, args.adaptive)
-    bench = Bench(PRESETS[args.preset], speculative=drafted, lora=args.lora)
+    parts = args.parts.split(",")
+    if POOLS in parts and (len(parts) > 1 or drafted or args.lora):
+        parser.error(f"--parts {POOLS} goes alone, without drafts and adapters: its model pools")
+    engine = dict(runner="pooling", num_decode_steps=1) if POOLS in parts else {}
+    bench = Bench(PRESETS[args.preset], speculative=drafted, lora=args.lora, **engine)
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     result["programs"] = bench.llm.engine.runner.programs.report()
     result["speculative"], result["lora"] = drafted, args.lora
     result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
-    for part in args.parts.split(","):
+    for part in parts:
         run: Callable[[], dict[str, Any]] = getattr(bench, part)
         result |= medians([run() for _ in range(args.repeats)])
         if args.out:  # after each part: a run that is cut short leaves what it has

@@ -1,6 +1,6 @@
 """What a kind of cache is to the rest, and the layers that share block tables. Knows no device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -90,6 +90,11 @@ class CacheGroup:
     def longest_hit(self, is_cached: Callable[[int], bool], limit_tokens: int) -> int:
         """Returns the most tokens that need not be computed, as its kind says."""
         return self.kind.longest_hit(self.block_size, is_cached, limit_tokens)
+
+
+def reads_whole(kinds: Iterable[CacheKind]) -> bool:
+    """Whether a prompt is computed in one step, for layers of these kinds keep nothing of it."""
+    return any(getattr(kind, "whole_prompts", False) for kind in kinds)
 
 
 def distinct(kinds: Sequence[CacheKind]) -> tuple[CacheKind, ...]:

@@ -79,7 +79,7 @@ def forward_plan(params: Any, state: State, plan: Plan, *, program: Program, buc
     )
     logits = device.compute_logits(params, hidden, batch, program)
     targets = device.find_targets(state.requests, batch, rows)
-    heads = device.run_heads(params, hidden, batch, program)
+    state, heads = device.run_heads(params, state, hidden, batch, rows, program=program)
     # Sizes that are compiled in are no output.
     kept = None if program.model.speculator is None else (replace(batch, query_len=0), extras)
     return state, logits, rows, hidden, targets, heads, kept

@@ -1,5 +1,6 @@
 """The scheduler that an engine's sizes ask for."""
 
+from jaxrunner.caches.cache_group import reads_whole
 from jaxrunner.device.buckets import step_buckets
 from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program import Program
@@ -16,7 +17,8 @@ def make_scheduler(
     pinned: adapters that keep their places; None where the engine has none.
     """
     config, groups = program.engine, program.cache_groups
-    speculator = program.model.speculator
+    speculator, buckets = program.model.speculator, step_buckets(config)
+    whole = reads_whole(group.kind for group in groups)
     pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         groups, pools,
@@ -29,7 +31,7 @@ def make_scheduler(
         adaptive=speculator is not None and speculator.adaptive,
         lookahead=0 if speculator is None else speculator.lookahead,
         num_stages=num_stages(program.config),
-        step_sizes=[b.num_tokens for b in step_buckets(config) if not b.query_len],
+        step_sizes=() if whole else [b.num_tokens for b in buckets if not b.query_len],
     )  # fmt: skip
     if pinned is not None:
         scheduler.admission.adapters = AdapterTurns(config.max_loras, pinned)

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, elements, shown, validate
 from jaxrunner.mixtures.given_routes import check_given
+from jaxrunner.pooling.params import PooledRequest
 from jaxrunner.program import MAX_STOP_IDS, Program
 from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request
 from jaxrunner.scheduling.stop import stop_ids
@@ -44,9 +45,7 @@ def new_request(
       TypeError, ValueError: an argument is of the wrong type or out of range; names it.
     """
     vocab_size, max_len = of.config.vocab_size, of.engine.max_model_len
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
-    params = params.clone()  # its user may set fields of the other
+    params = _params(params, of).clone()  # its user may set fields of the other
     most = params.most_prompt_tokens(max_len)
     prompt = check_prompt(prompt_token_ids, vocab_size, max_len, most=most)
     params.check(vocab_size, extra_args=of.extra_args)
@@ -84,6 +83,18 @@ def _replaying(request: Request, routed_experts: Any, of: Program) -> Request:
     given = check_given(routed_experts, len(request.prompt_token_ids), of.config)
     salt = request.cache_salt + REPLAYED
     return replace(request, given_routes=given, cache_salt=salt, cache_limit=0)
+
+
+def _params(params: SamplingParams, of: Program) -> SamplingParams:
+    """Returns parameters of the kind that a model takes."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be a SamplingParams, got {shown(params)}: make one")
+    if not of.model.samples and not isinstance(params, PooledRequest):
+        raise ValueError(
+            f"{of.config.architecture} pools and generates no tokens: call embed, encode, "
+            "classify, score or reward, or pass runner='generate' where the model can"
+        )
+    return params
 
 
 def check_among(request: Request, live: Mapping[str, Request]) -> None:

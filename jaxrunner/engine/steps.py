@@ -149,7 +149,7 @@ class Steps(abc.ABC):
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
         for req_id in failed if scheduled.num_steps == 1 else ():
             del sampled[req_id]  # of several, those count that came before
-        output.share_prompt_logprobs(scheduled.requests)
+        output.share_tokens(scheduled.requests)
         gained = self.scheduler.update(scheduled, sampled)
         output.share(gained)
         self.routes.end(request for request, _ in gained)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array
 
 
@@ -16,8 +17,13 @@ class Head(NamedTuple):
     """
 
     name: str  # in `CompletionOutput.heads`
-    axes: str  # of what `run` returns, letters of `dims` from B on: "B E"
+    # Of what `run` returns, letters of `dims` from B or T on: "B E". What begins with T is of each
+    # token, and a request has those of all of its chunks.
+    axes: str
     # (config, params, hidden [T, E], batch) -> an array of these axes. The last token of row b, but
     # for drafts, is `batch.logits_indices[b, 0]`.
-    run: Callable[..., Array]
+    run: Callable[..., Array | tuple[Array, Any]]
     dtype: Any = jnp.float32  # of 32 bits
+    # What a request keeps from one chunk of its prompt to the next. `run` is then given its rows,
+    # `params` of the table with B in place of R, behind the batch, and returns new ones, too.
+    table: SlotTable | None = None

@@ -52,6 +52,7 @@ def find(
             found[name] = path, tensor
     if index is not None:
         problems += _check_index(index, found)
+    found |= _beside(folder, wanted)
     found = _with_beginnings(found, wanted)
     problems += _check_tensors(wanted, found, spare)
     if problems:
@@ -138,6 +139,17 @@ def _with_beginnings(
     """Returns what was found, its names as wanted: files without a head may leave out "model."."""
     short = {name.partition(".")[2]: name for name in wanted.keys() - found.keys()}
     return {name if name in wanted else short.get(name, name): at for name, at in found.items()}
+
+
+def _beside(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, tuple[Path, Tensor]]:
+    """Returns tensors of modules in folders of their own, called "folder/name" where wanted."""
+    found: dict[str, tuple[Path, Tensor]] = {}
+    for at in dict.fromkeys(name.partition("/")[0] for name in wanted if "/" in name):
+        path = folder / at / WHOLE
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: modules.json names its folder")
+        found |= {f"{at}/{name}": (path, tensor) for name, tensor in read_header(path).items()}
+    return found
 
 
 def _check_tensors(

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrunner.api.arguments import Elsewhere
 from jaxrunner.api.validation import Bound
+from jaxrunner.pooling.params import PoolerConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
 COUNT = 2**30
@@ -30,6 +31,8 @@ MODEL: dict[str, Bound] = {  # and its weights
     "model_loader_extra_config": DICT_OR_NONE,
     "hf_overrides": DICT_OR_NONE,
     "quantization": TEXT_OR_NONE,
+    "runner": TEXT,
+    "pooler_config": Bound(dict, optional=True, also=(PoolerConfig,)),
     "speculative_config": DICT_OR_NONE,
     "tensor_parallel_size": Bound(int, 1, 1024),
     "decode_context_parallel_size": Bound(int, 1, 1024),
@@ -133,11 +136,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "tokenizer_mode": Elsewhere(
         f"tokenizer.json alone is read; {_OUT}", ("auto", "hf", "fast", None)
     ),
-    "runner": Elsewhere("models generate text; there is no pooling", ("auto", "generate", None)),
-    "task": Elsewhere("models generate text; there is no pooling", ("auto", "generate", None)),
-    "convert": Elsewhere("models generate text; there is no pooling", ("auto", "none", None)),
-    "pooler_config": Elsewhere("models generate text; there is no pooling"),
-    "override_pooler_config": Elsewhere("models generate text; there is no pooling"),
+    "task": Elsewhere("runner='pooling' pools; see pooler_config", ("auto", "generate", None)),
+    "convert": Elsewhere("runner='pooling' pools what generates, too", ("auto", "none", None)),
+    "override_pooler_config": Elsewhere("pooler_config is what it is called here"),
     "max_num_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
     "max_long_partial_prefills": Elsewhere("prompts share a step as they fit", (1, None)),
     "num_scheduler_steps": Elsewhere("num_decode_steps=... is what it is called here", (1, None)),
@@ -203,6 +204,10 @@ METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}
 SCORE: dict[str, Bound] = METHODS | {"start": Bound(int, 0, COUNT)}
 GENERATE: dict[str, Bound] = METHODS | ON_ERROR
 SCALE: dict[str, Bound] = {"new_tensor_parallel_size": Bound(int, 2, 1024)}
+POOLING: dict[str, Bound] = METHODS | {
+    "pooling_task": TEXT_OR_NONE,
+    "truncate_prompt_tokens": Bound(int, -1, COUNT, optional=True),
+}
 ABORT: dict[str, Bound] = {"request_id": TEXT}
 CHAT: dict[str, Bound] = {
     "use_tqdm": _TQDM,

@@ -18,6 +18,8 @@ from jaxrunner.loading.weights import check_checkpoint, load_params, random_para
 from jaxrunner.mixtures.recorded_routes import with_recorded_routes
 from jaxrunner.model import Model, Stored, StoredConfig
 from jaxrunner.parallel.parallel_config import ParallelConfig
+from jaxrunner.pooling.params import PoolerConfig
+from jaxrunner.pooling.reading import PoolingFiles, read_pooling
 from jaxrunner.speculators.drafter import Drafted, DraftedConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
@@ -131,6 +133,8 @@ def load(
     hf_token: str | bool | None = None,
     parallel: ParallelConfig = ONE_DEVICE,
     enable_return_routed_experts: bool = False,
+    runner: str = "auto",
+    pooler_config: Any = None,
 ) -> Loaded:
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
@@ -138,6 +142,7 @@ def load(
         named. seed: of random weights. download_dir, hf_token: of what comes from the hub.
     quantization: what `quantization.registry.read_method` takes.
     parallel: over which devices the model is cut. enable_return_routed_experts: keeps its routes.
+    runner, pooler_config: of `read_pooling`.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint or an argument is bad; names it.
@@ -149,8 +154,10 @@ def load(
     )  # fmt: skip
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
-    model, config = read_quantized(settings, str(folder / "config.json"), quantization)
+    pooling = read_pooling(runner, settings, folder, PoolerConfig.read(pooler_config))
+    model, config = _read_model(pooling, settings, folder, quantization)
     model, config = parallel.cut(*_kept(model, config, enable_return_routed_experts))
+    model, config = (model, config) if pooling is None else pooling.made(model, config)
     dtype = choose_dtype(dtype, config.dtype)
     if isinstance(tokenizer, str | Path):
         same = tokenizer == name and tokenizer_revision is None
@@ -166,6 +173,14 @@ def load(
 
 def _kept(model: Model, config: ModelConfig, routes: bool) -> tuple[Model, ModelConfig]:
     return with_recorded_routes(model, config) if routes else (model, config)
+
+
+def _read_model(
+    pooling: PoolingFiles | None, settings: dict[str, Any], folder: Path, quantization: str | None
+) -> tuple[Model, ModelConfig]:
+    """Returns the family and the config that config.json asks for."""
+    settings = settings if pooling is None else pooling.settings
+    return read_quantized(settings, str(folder / "config.json"), quantization)
 
 
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

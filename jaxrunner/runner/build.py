@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrunner.caches.cache_group import reads_whole
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
@@ -111,7 +112,7 @@ def build(
         choice = choice._replace(ops=all_reduced(choice.ops, whole_experts))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
-    sample = choice.sample if rules == RULES else None
+    sample = choice.sample if rules == RULES and model.samples else None
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample, products)
     check_names(program.tables)
@@ -126,6 +127,8 @@ def build(
 def _check_together(model: Model, model_config: ModelConfig, config: EngineConfig) -> None:
     """Checks that model, devices and sizes of an engine go together; raises as `build`."""
     mesh, speculator = mesh_of(model_config), model.speculator
+    if reads_whole(model_config.cache_kinds):
+        _check_whole(config)
     if mesh is not None and config.enforce_eager:
         raise ValueError(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
@@ -138,6 +141,8 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
     if speculator is not None and speculator.adaptive:
         asked = "speculative_config.num_speculative_tokens='auto'"
         check_own(mesh, asked, "say a number, as 'auto' goes by measured times")
+    if speculator is not None and not model.samples:
+        raise ValueError("runner='pooling' drafts no tokens: leave out speculative_config")
     if config.num_decode_steps > 1 and model.heads:
         raise ValueError(
             f"num_decode_steps={config.num_decode_steps} needs a model without heads, "
@@ -147,6 +152,17 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
         raise ValueError(
             f"a speculator needs caches in which a rejected token is written over, "
             f"{model_config.architecture} has {lost}: leave out speculative_config"
+        )
+
+
+def _check_whole(config: EngineConfig) -> None:
+    """Checks that a step holds the longest prompt; raises as `build`."""
+    longest, most = config.max_model_len - 1, config.max_num_batched_tokens
+    if longest > most or config.long_prefill_token_threshold:
+        raise ValueError(
+            f"an encoder reads a text in one step: max_num_batched_tokens={most} must be at least "
+            f"its {longest} tokens and long_prefill_token_threshold 0, got "
+            f"{config.long_prefill_token_threshold}: raise the first or lower max_model_len"
         )
 
 
@@ -163,6 +179,7 @@ def _code(program: Program, params: Any) -> tuple[Any, ...]:
     return (
         model.embed, model.layers, model.logits, type(plain_config(config)), *tables, *heads,
         *written, *drafts, *chain(*kinds), *weights, *_code_on_shards(config),
+        *getattr(config, "code", ()),
     )  # fmt: skip
 
 

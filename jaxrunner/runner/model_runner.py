@@ -71,6 +71,8 @@ class ModelRunner(RunnerWeights):
         program = self.program
         self._masks = GrammarMasks(program)
         self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
+        heads = program.model.heads
+        self._token_heads = tuple(head.name for head in heads if head.axes.startswith("T"))
         awaited_at_exit(self)
 
     @functools.cached_property
@@ -187,8 +189,8 @@ class ModelRunner(RunnerWeights):
             return self.sample_tokens()
         program = self.programs[Key("multi_step" if num_steps > 1 else "step", size)]
         self.state, packed = program(self.params_of(size), self.state, work.plan)
-        layout = self._output(work.size, num_steps)
-        return StepHandle(work.req_ids, layout, packed)
+        layout = self._output(work.size, num_steps, size.num_tokens)
+        return StepHandle(work.req_ids, layout, packed, work.counts, self._token_heads)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *x: Any) -> jax.Array | None:
         """Starts the forward pass of a step, a single one; `sample_tokens` must follow.
@@ -223,7 +225,8 @@ class ModelRunner(RunnerWeights):
             program = self.programs[Key("propose", work.bucket)]
             params = self.params_of(work.bucket)
             self.state, drafts = program(params, self.state, batch, rows, hidden, extras)
-        handle = StepHandle(work.req_ids, self._output(size), packed)
+        layout = self._output(size, 1, work.bucket.num_tokens)
+        handle = StepHandle(work.req_ids, layout, packed, work.counts, self._token_heads)
         if grammar_output is not None and drafts is not None:
             handle.expect_drafts(drafts)
         if scores:
@@ -275,7 +278,9 @@ class ModelRunner(RunnerWeights):
         if new or not fits:
             self._admit(new, none if fits else blocks)
         plan = self.requests.plan(req_ids, each, blocks if fits else none, bucket)
-        return Work(req_ids, bucket, plan, sample, *self.requests.count_targets(counts))
+        return Work(
+            req_ids, bucket, plan, sample, *self.requests.count_targets(counts), counts=tuple(each)
+        )
 
     def _admit(self, new: list[NewRequest], blocks: Sequence[list[Write]]) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""

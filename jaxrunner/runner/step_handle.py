@@ -1,6 +1,6 @@
 """What the host reads of a step: the handle of one in flight, and what it sampled."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 import time
 from typing import Any, NamedTuple, cast
@@ -25,6 +25,7 @@ class Work(NamedTuple):
     size: SampleSize
     num_targets: int  # prompt tokens to score, at most
     target_columns: int
+    counts: tuple[int, ...] = ()  # tokens of each row, side by side where there is a head of them
 
 
 class PromptLogprobs(NamedTuple):
@@ -50,7 +51,9 @@ class ModelRunnerOutput:
     drafts: np.ndarray | None = None
     # Drafts that the next step verifies, by row, of a step with a grammar: one masks them by these.
     draft_token_ids: tuple[list[int], ...] = ()
-    heads: dict[str, np.ndarray] = field(default_factory=dict)  # of the model's heads, [B, ...]
+    # Of the model's heads, by row: an array of the row, or one of its tokens.
+    heads: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    token_heads: tuple[str, ...] = ()  # those that tell of tokens
 
     def failures(self, nan_policy: str) -> dict[str, str]:
         """Returns why requests got no token that counts, by their ids."""
@@ -84,11 +87,15 @@ class ModelRunnerOutput:
                 request.draft_counts = tuple(map(sum, zip(before, counts, strict=True)))
             if self.draft_token_ids and request.grammar is not None:
                 request.draft_token_ids = self.draft_token_ids[row]
-            for name, values in self.heads.items():
-                request.heads.setdefault(name, []).append(values[row].copy())
+            for name in self.heads.keys() - set(self.token_heads):
+                request.heads.setdefault(name, []).append(self.heads[name][row].copy())
 
-    def share_prompt_logprobs(self, requests: Mapping[str, Request]) -> None:
-        """Gives requests that have not ended those of their prompts' tokens."""
+    def share_tokens(self, requests: Mapping[str, Request]) -> None:
+        """Gives requests that have not ended what is told of their prompts' tokens."""
+        for row, req_id in enumerate(self.req_ids if self.token_heads else ()):
+            if (request := requests[req_id]).finish_reason is None:
+                for name in self.token_heads:
+                    request.heads.setdefault(name, []).append(self.heads[name][row].copy())
         for part in self.prompt_logprobs:
             request = requests[part.req_id]
             if request.finish_reason is None:
@@ -98,8 +105,12 @@ class ModelRunnerOutput:
 class StepHandle:
     """A step in flight."""
 
-    def __init__(self, req_ids: tuple[str, ...] = (), layout: Any = None, packed: Any = None):
+    def __init__(
+        self, req_ids: tuple[str, ...] = (), layout: Any = None, packed: Any = None,
+        counts: tuple[int, ...] = (), token_heads: tuple[str, ...] = (),
+    ):  # fmt: skip
         self.req_ids, self._layout, self._packed = req_ids, layout, packed
+        self._counts, self._token_heads = counts, token_heads
         self.launched_at = time.perf_counter()
         self._scores: list[tuple[Any, Any]] = []
         self._names: dict[int, str] = {}
@@ -153,8 +164,14 @@ class StepHandle:
             prompt_logprobs=tuple(self._prompt_logprobs()),
             drafts=out.drafts,
             draft_token_ids=tuple(() if self._drafts is None else self._drafts[:n].tolist()),
-            heads=dict(out.heads),
+            heads=dict(out.heads) | self._of_tokens(out.heads),
+            token_heads=self._token_heads,
         )
+
+    def _of_tokens(self, heads: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
+        """Returns what is told of tokens, [T, ...] by head, by row."""
+        ends = np.cumsum(self._counts) if self._token_heads else ()
+        return {name: np.split(heads[name], ends)[:-1] for name in self._token_heads}
 
     def _prompt_logprobs(self) -> Iterator[PromptLogprobs]:
         for layout, packed in self._scores:

@@ -99,6 +99,8 @@ class Admission:
         passed_over = []
         while self.queue and budget > 0 and len(started) < num_slots:
             request = self.queue.peek_request()
+            if self._tables.whole_prompts and request.num_tokens > budget:
+                break
             if request.num_in_flight:
                 break  # it resumes with all its tokens, and some are not read yet
             waits = awaits_prefix(request, output) or not self._admits(request)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import functools
 from typing import NamedTuple
 
-from jaxrunner.caches.cache_group import CacheGroup
+from jaxrunner.caches.cache_group import CacheGroup, reads_whole
 from jaxrunner.scheduling.block_pool import BlockPool, block_hashes, root_hash
 from jaxrunner.scheduling.prefix import find_prefix
 from jaxrunner.scheduling.request import NEVER, Request
@@ -30,6 +30,7 @@ class BlockTables:
         self.lookahead = lookahead
         self._groups = tuple(zip(groups, pools, strict=True))
         self.give_back = any(group.num_skipped_tokens(NEVER) for group in groups)  # of a request
+        self.whole_prompts = reads_whole(group.kind for group in groups)
         self._share_starts = all(group.kind.has_prefixes for group in groups)
         self._caching = [(g, pool) for g, pool in enumerate(pools) if pool.enable_caching]
         self.weights_version = 0  # what was computed under another is found no more

@@ -107,6 +107,17 @@ class Tokenizer(HuggingFaceNames):
                 f"the tokenizer cannot encode the text: {of_foreign_code(error)}"
             ) from error
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Returns the ids of two texts that are read together, and how many go with the first.
+
+        Raises:
+          TypeError, ValueError: one is not a text, or too long, or the tokenizer fails.
+        """
+        for text in (first, second):
+            self.encode(text)  # which checks it
+        found = self.inner.encode(str.__str__(first), str.__str__(second))
+        return found.ids, found.type_ids.index(1) if 1 in found.type_ids else len(found.ids)
+
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token by itself."""
         if token_id not in self._texts:

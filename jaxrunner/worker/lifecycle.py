@@ -83,4 +83,5 @@ class Lifecycle(Adapters):
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns what the model can be asked for."""
-        return ("generate",)
+        task = getattr(self.runner.program.config, "task", "generate")
+        return (task,)

@@ -9,7 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrunner.api.validation import Bound, validate
-from jaxrunner.config import EngineConfig, ModelConfig, read_kv_dtype
+from jaxrunner.caches.cache_group import reads_whole
+from jaxrunner.config import EngineConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.mesh import devices_of
@@ -74,13 +75,15 @@ def plan_engine(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     on_cpu, shrink = jax.default_backend() == "cpu", max_model_len == FITTING
-    usual: dict[str, Any] = (
-        CPU_SIZES if on_cpu else dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
-    )
+    on_gpu = dict(max_num_batched_tokens=8192, decode_buckets=GPU_SIZES)
+    usual: dict[str, Any] = {**(CPU_SIZES if on_cpu else on_gpu)}
+    length = _checked_len(loaded, None if shrink else max_model_len)
     if max_num_batched_tokens is not None:
         rest["max_num_batched_tokens"] = max_num_batched_tokens
+    elif reads_whole(loaded.config.cache_kinds):
+        usual |= dict(max_num_batched_tokens=max(usual["max_num_batched_tokens"], length - 1))
     config = EngineConfig(
-        max_model_len=_checked_len(loaded.config, None if shrink else max_model_len),
+        max_model_len=length,
         num_blocks=_or(num_blocks, FEW),
         dtype=loaded.dtype,
         kv_dtype=read_kv_dtype(kv_cache_dtype, loaded.dtype),
@@ -160,8 +163,10 @@ def _one_size(**asked: Any) -> CacheRequest:
     return given[0] if given else CacheRequest()
 
 
-def _checked_len(model: ModelConfig, max_model_len: int | None) -> int:
-    longest = model.longest_len
+def _checked_len(loaded: Loaded, max_model_len: int | None) -> int:
+    longest = loaded.config.longest_len
+    if max_model_len is not None and not loaded.model.samples:
+        max_model_len += 1  # the token that ends a request has a place, and is not computed
     if max_model_len is not None and max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is over the model's {longest} positions: lower it"

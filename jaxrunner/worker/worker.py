@@ -66,6 +66,8 @@ class Worker(WorkerSteps):
         model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
         quantization: str | None = None,
+        runner: str = "auto",
+        pooler_config: Any = None,
         check_nan: bool = False,
         download_dir: str | Path | None = None,
         hf_token: str | bool | None = None,
@@ -93,6 +95,7 @@ class Worker(WorkerSteps):
             model_loader_extra_config=model_loader_extra_config, hf_overrides=hf_overrides,
             check_nan=check_nan, download_dir=download_dir, hf_token=hf_token,
             quantization=quantization, enable_return_routed_experts=enable_return_routed_experts,
+            runner=runner, pooler_config=pooler_config,
             parallel=ParallelConfig(
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),

@@ -42,6 +42,7 @@ class BlockConfig(DecoderConfig):
     qk_width_norm: bool = False  # queries and keys are normed over all heads together
     norm: str = "rms"  # "rms", "rms of 1 + w" or "layer"
     norm_bias: bool = False
+    post_norm: bool = False  # a layer reads norms of sums, and adds to these
     parallel: bool = False  # attention and MLP read the same sum
     activation: str = "silu"
     gated: bool = True

@@ -90,12 +90,14 @@ def _layer(
 ) -> tuple[Array, Array, Any]:  # fmt: skip
     """Runs a layer on x + residual. Returns the next x, what it is to gain, and the cache."""
     x, h = _add_norm(config, ops, x, residual, w.attn_norm)
+    x = h if config.post_norm else x
     out, cache = _attend(config, ops, h, w, cache, turn, spec)
     attended = _ended(config, ops.project(out, w.o), x, w.attn_end_norm)
     if config.parallel:
         h = h if w.mlp_norm is None else _normed(config, x, w.mlp_norm)
     else:
         x, h = _add_norm(config, ops, x, attended, w.mlp_norm)
+        x = h if config.post_norm else x
     added = _ended(config, _mlp(config, ops, h, w), x, w.mlp_end_norm)
     if config.parallel:
         added = _whole(attended, x) + _whole(added, x)

@@ -25,7 +25,7 @@ def sources(config: BlockConfig) -> Params:
         Params,
         embed=Source.whole(f"{names.embed}.weight", V, E),
         positions=positions if names.positions else None,
-        norm=_norm(c, names.norm),
+        norm=norm_source(c, names.norm),
         head=None if c.tie_word_embeddings else head,
         layers=tuple(_layer(c, names.layer.format(i)) for i in range(c.num_hidden_layers)),
     )
@@ -37,7 +37,7 @@ def _layer(c: BlockConfig, at: str) -> Layer:
     order = head_order(c)
 
     def norm(name: str) -> Norm | None:
-        return _norm(c, at + name) if name else None
+        return norm_source(c, at + name) if name else None
 
     def of_heads(present: bool, name: str, *heads: int) -> Source | None:
         join = functools.partial(_ordered, order, (*heads, D))
@@ -97,7 +97,8 @@ def _source(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], join: J
     return Source(names, shapes, join, functools.partial(unpack, join, shapes))
 
 
-def _norm(c: BlockConfig, name: str) -> Norm:
+def norm_source(c: BlockConfig, name: str) -> Norm:
+    """Returns the source of a norm over hidden states."""
     weight, bias = (Source.whole(f"{name}.{part}", c.hidden_size) for part in ("weight", "bias"))
     return host_value(Norm, norm_weight=weight, norm_bias=bias if c.norm_bias else None)
 

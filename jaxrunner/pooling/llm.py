@@ -1,0 +1,222 @@
+"""The methods of an `LLM` whose model pools, in vLLM's names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.api.arguments import checked
+from jaxrunner.api.outputs import RequestOutput
+from jaxrunner.api.validation import shown
+from jaxrunner.engine.completions import Completions
+from jaxrunner.engine.progress import Bar
+from jaxrunner.engine.requested_prompts import read_asked
+from jaxrunner.heads.late_interaction import max_sim
+from jaxrunner.heads.pooled import POOLED, POSITIONS, PooledConfig
+from jaxrunner.loading import llm_arguments
+from jaxrunner.pooling.activations import ACTIVATIONS
+from jaxrunner.pooling.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from jaxrunner.pooling.pairs import Texts, paired, read_pairs
+from jaxrunner.pooling.params import PooledRequest, PoolingParams
+
+Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+class PoolingMethods:
+    """What an `LLM` with `runner="pooling"` is asked. Bad prompts raise before any is computed."""
+
+    completions: Completions
+    engine: Any
+
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    def encode(
+        self, prompts: Any, pooling_params: Params = None, *, use_tqdm: Bar = True,
+        pooling_task: str | None = None, truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput]:  # fmt: skip
+        """Returns what is pooled of each prompt: [X], or [tokens, X] of tasks `token_...`.
+
+        pooling_task: the one that the LLM was made for, or None.
+
+        Raises:
+          TypeError, ValueError: a prompt or a parameter is bad, or the LLM has another task.
+        """
+        config = _config(self.engine.model_config, "encode")
+        if pooling_task is not None and pooling_task != config.task:
+            raise ValueError(
+                f"pooling_task={shown(pooling_task)} is not what this LLM was made for, which is "
+                f"{config.task!r}: make one with pooler_config={{'task': ...}}"
+            )
+        return self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    def embed(
+        self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
+        """Returns the embedding of each prompt; raises as `encode`."""
+        _config(self.engine.model_config, "embed", "embed")
+        found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+        return [
+            _as(EmbeddingRequestOutput, o, EmbeddingOutput(o.outputs.data.tolist())) for o in found
+        ]
+
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    def classify(
+        self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:  # fmt: skip
+        """Returns how likely each class is of each prompt; raises as `encode`."""
+        _config(self.engine.model_config, "classify", "classify")
+        found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+        return [
+            _as(ClassificationRequestOutput, o, ClassificationOutput(o.outputs.data.tolist()))
+            for o in found
+        ]
+
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    def reward(
+        self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput]:  # fmt: skip
+        """Returns the reward of each prompt, [X], or of each of its tokens, [tokens, X].
+
+        They are the model's own scores where no parameters say otherwise. Raises as `encode`.
+        """
+        _config(self.engine.model_config, "reward", "classify", "token_classify")
+        raw = PoolingParams(use_activation=False) if pooling_params is None else pooling_params
+        return self._pool(prompts, raw, use_tqdm, truncate_prompt_tokens)
+
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    def score(
+        self, data_1: Texts, data_2: Texts, *, use_tqdm: Bar = True,
+        pooling_params: PoolingParams | None = None, truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:  # fmt: skip
+        """Returns the score of each pair: of one text with each of several, or of two lists.
+
+        A model with one class reads both texts of a pair; of embeddings it is the cosine, of those
+        of tokens MaxSim (arXiv:2004.12832). Raises as `encode`.
+        """
+        config = _config(self.engine.model_config, "score", "classify", "embed", "token_embed")
+        pairs = read_pairs(data_1, data_2)
+        if config.task == "classify":
+            if config.num_out != 1:
+                raise ValueError(
+                    f"score wants a model with one class, this one has {config.num_out}: call "
+                    "classify"
+                )
+            tokenizer = self.completions.tokenizer
+            prompts = [paired(tokenizer, *pair, as_pair=config.pairs) for pair in pairs]
+            found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+            return [_scored(one, float(one.outputs.data[0])) for one in found]
+        if pooling_params is None:
+            pooling_params = PoolingParams(use_activation=True)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is read once
+        outputs = self._pool(texts, pooling_params, use_tqdm, truncate_prompt_tokens)
+        of = dict(zip(texts, outputs, strict=True))
+        return [_scored(of[b], max_sim(of[a].outputs.data, of[b].outputs.data)) for a, b in pairs]
+
+    def _pool(
+        self, prompts: Any, params: Any, use_tqdm: Bar, truncate: int | None
+    ) -> list[PoolingRequestOutput]:
+        """Returns what is pooled of each prompt, activated as its parameters say."""
+        config = _config(self.engine.model_config, "encode")
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        firsts = [None] * len(prompts)
+        if prompts and isinstance(prompts[0], tuple):
+            prompts, firsts = zip(*prompts, strict=True)
+        many = (
+            params if isinstance(params, Sequence) else [params or PoolingParams()] * len(prompts)
+        )
+        if len(many) != len(prompts):
+            raise ValueError(
+                f"pooling_params must be one, or one for each of {len(prompts)} prompts, got "
+                f"{len(many)}"
+            )
+        for one in many:
+            _check(one, config)
+        if truncate is not None:
+            many = [replace(one, truncate_prompt_tokens=truncate) for one in many]
+        asked = [_sampling(one, config, f) for one, f in zip(many, firsts, strict=True)]
+        queued = read_asked(list(prompts), asked, None)
+        outputs = self.completions.answer(queued, on_error="raise", use_tqdm=use_tqdm)
+        return [_told(*pair, config) for pair in zip(outputs, many, strict=True)]
+
+
+def _config(config: Any, method: str, *tasks: str) -> PooledConfig:
+    """Returns the config of a model that pools.
+
+    Raises:
+      ValueError: it is none, or has none of the tasks.
+    """
+    if not isinstance(config, PooledConfig):
+        raise ValueError(
+            f"LLM.{method} wants a model that pools, this one generates: pass runner='pooling'"
+        )
+    if tasks and config.task not in tasks:
+        raise ValueError(
+            f"LLM.{method} wants a model for {' or '.join(tasks)}, this one is for {config.task}: "
+            "call encode, or pass pooler_config={'task': ...}"
+        )
+    return config
+
+
+def _check(params: Any, config: PooledConfig) -> None:
+    if not isinstance(params, PoolingParams):
+        raise TypeError(f"pooling_params must be PoolingParams, got {shown(params)}: make one")
+    if params.task not in (None, config.task):
+        raise ValueError(
+            f"PoolingParams.task={params.task!r} is not what this LLM was made for, which is "
+            f"{config.task!r}: leave it out"
+        )
+    config.check_dimensions(params.dimensions)
+
+
+def _sampling(params: PoolingParams, config: PooledConfig, first: int | None) -> PooledRequest:
+    """Returns what the engine is asked for: one token, whose step tells what is pooled."""
+    skip = params.skip_reading_prefix_cache
+    extra = None if first is None else dict(first_segment_len=float(first))
+    return PooledRequest(
+        max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra,
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        # What is of all tokens wants all of them computed.
+        skip_reading_prefix_cache=True if config.pooling != "LAST" else skip,
+    )  # fmt: skip
+
+
+def _told(
+    output: RequestOutput, params: PoolingParams, config: PooledConfig
+) -> PoolingRequestOutput:
+    heads, ids = output.outputs[0].heads, output.prompt_token_ids
+    if output.error is not None or heads is None or ids is None:
+        raise ValueError(f"prompt {output.request_id} cannot be pooled: {output.error}")
+    if config.pooling == "ALL":
+        values, positions = (np.concatenate(heads[name]) for name in (POOLED, POSITIONS))
+        data = np.empty((len(ids), values.shape[1]), np.float32)
+        data[positions] = values
+    else:
+        data = heads[POOLED][-1]
+    if config.task.endswith("embed"):
+        data = data[..., : params.dimensions or config.dimensions]
+    activates = config.use_activation if params.activates is None else params.activates
+    data = ACTIVATIONS[config.activation](data) if activates else data
+    return PoolingRequestOutput(
+        output.request_id, PoolingOutput(data), list(ids), output.num_cached_tokens
+    )
+
+
+def _as(kind: type, output: PoolingRequestOutput, outputs: Any) -> Any:
+    return kind(**vars(output) | dict(outputs=outputs))
+
+
+def _scored(output: PoolingRequestOutput, score: float) -> ScoringRequestOutput:
+    return _as(ScoringRequestOutput, output, ScoringOutput(score))

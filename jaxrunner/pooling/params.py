@@ -1,0 +1,118 @@
+"""How prompts are pooled, in vLLM's names. Knows no JAX."""
+
+from collections.abc import Mapping
+import copy
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.api.validation import Bound, shown, validate
+
+TASKS = ("embed", "classify", "token_embed", "token_classify")
+POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
+_FLAG = Bound(bool, optional=True)
+_DIMENSIONS = Bound(int, 1, 2**24, optional=True)
+_TASK = Bound(str, optional=True)
+BOUNDS: dict[str, Bound] = {
+    "dimensions": _DIMENSIONS,
+    "use_activation": _FLAG,
+    "normalize": _FLAG,
+    "truncate_prompt_tokens": Bound(int, -1, 2**30, optional=True),
+    "skip_reading_prefix_cache": _FLAG,
+    "task": _TASK,
+}
+
+
+@dataclass(kw_only=True)
+class PoolingParams:
+    """What is made of one prompt's pooled array. Checked when made.
+
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: a field is out of range, or two contradict each other.
+    """
+
+    dimensions: int | None = None  # first ones of an embedding that are kept (Matryoshka)
+    use_activation: bool | None = None  # norm of embeddings, softmax or sigmoid of classes
+    normalize: bool | None = None  # `use_activation` of embeddings, by its older name
+    truncate_prompt_tokens: int | None = None  # its last ones are taken; -1 is as many as fit
+    skip_reading_prefix_cache: bool | None = None
+    task: str | None = None  # of `TASKS`, the one that the LLM was made for
+
+    def __post_init__(self):
+        for name, bound in BOUNDS.items():
+            setattr(self, name, validate(name, getattr(self, name), bound))
+        _check_task(self.task)
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError(
+                "truncate_prompt_tokens=0 would leave no prompt: take 1 or more, or -1"
+            )
+        if self.normalize is not None and self.use_activation not in (None, self.normalize):
+            raise ValueError(
+                f"normalize={self.normalize} and use_activation={self.use_activation} say the "
+                "opposite of each other: give one"
+            )
+
+    @property
+    def activates(self) -> bool | None:
+        """Whether the model's activation runs; None for its default."""
+        return self.normalize if self.use_activation is None else self.use_activation
+
+    def clone(self) -> "PoolingParams":
+        """Returns a copy, whose fields may be set."""
+        return copy.copy(self)
+
+
+@dataclass(kw_only=True)
+class PooledRequest(SamplingParams):
+    """What the engine is asked for: one token, whose step tells what is pooled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolerConfig:
+    """How an LLM pools, where that is to differ from what its checkpoint says.
+
+    Raises:
+      TypeError, ValueError: a field is not one of those there are.
+    """
+
+    task: str | None = None  # of `TASKS`
+    pooling_type: str | None = None  # of `POOLING_TYPES`; "ALL" tells each token's array
+    use_activation: bool | None = None  # where a request does not say
+    dimensions: int | None = None
+
+    def __post_init__(self):
+        for name, bound in BOUNDS.items():
+            if name in vars(self):
+                validate(name, getattr(self, name), bound)
+        _check_task(self.task)
+        validate("pooling_type", self.pooling_type, Bound(str, optional=True))
+        if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
+            raise ValueError(
+                f"pooling_type must be one of {POOLING_TYPES}, got {shown(self.pooling_type)}"
+            )
+        if self.task is not None and self.pooling_type is not None:
+            if self.task.startswith("token") != (self.pooling_type == "ALL"):
+                raise ValueError(
+                    f"task={self.task!r} and pooling_type={self.pooling_type!r} contradict each "
+                    "other: arrays of tokens go with 'ALL'"
+                )
+
+    @classmethod
+    def read(cls, asked: Any) -> "PoolerConfig":
+        """Returns what a user passes: a `PoolerConfig`, a dict of its fields, or None."""
+        if isinstance(asked, cls):
+            return asked
+        if asked is not None and not isinstance(asked, Mapping):
+            raise TypeError(f"pooler_config must be a PoolerConfig or a dict, got {shown(asked)}")
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(asked or ()) - set(known)):
+            raise ValueError(
+                f"pooler_config has {shown(unknown)}, it may have {', '.join(known)}: leave it out"
+            )
+        return cls(**asked or {})
+
+
+def _check_task(task: str | None) -> None:
+    if task is not None and task not in TASKS:
+        raise ValueError(f"task must be one of {TASKS}, got {shown(task)}")

@@ -1,0 +1,180 @@
+"""From a checkpoint's files to a model that pools."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from jaxrunner.api.validation import shown
+from jaxrunner.caches.encoder_only import EncoderOnly
+from jaxrunner.config import ModelConfig
+from jaxrunner.heads import classify, token_wise
+from jaxrunner.heads.dense import DenseConfig
+from jaxrunner.heads.pooled import PooledConfig, pooled
+from jaxrunner.hf_config import Settings
+from jaxrunner.model import Model
+from jaxrunner.models.registry import FAMILIES
+from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.stages import stages_of
+from jaxrunner.pooling import sentence_transformers
+from jaxrunner.pooling.params import PoolerConfig
+from jaxrunner.text.tokenizer import Tokenizer
+
+RUNNERS = ("auto", "generate", "pooling")
+# What names of architectures end with, and what such models are made for.
+TASKS = dict(
+    ForSequenceClassification="classify",
+    ForTokenClassification="token_classify",
+    ForRewardModel="token_classify",
+    ForProcessRewardModel="token_classify",
+    Model="embed",
+    ForMaskedLM="embed",
+    ForCausalLM="embed",
+)
+TOKENS = "classifier_from_token"
+OWN_KEYS = (
+    "sentence_transformers", "is_matryoshka", "matryoshka_dimensions", TOKENS,
+    "is_original_qwen3_reranker",
+)  # fmt: skip
+COLBERT, COLBERT_SIZE = "HF_ColBERT", 128  # the architecture, and numbers of a token's embedding
+
+
+@dataclass(frozen=True)
+class PoolingFiles:
+    """What a checkpoint says of a model that pools."""
+
+    settings: dict[str, Any]  # of the model below, without an output layer
+    architecture: str
+    base: str  # the architecture of the model below
+    task: str
+    values: dict[str, Any]  # of config.json
+    folder: Path
+    asked: PoolerConfig
+
+    def made(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
+        """Returns the family and the config that pool, given those of the model below.
+
+        Raises:
+          ValueError: a setting that is not supported, or several devices.
+        """
+        if mesh_of(config) is not None or stages_of(config):
+            raise ValueError(
+                "runner='pooling' runs a model on one device: leave tensor_parallel_size and "
+                "pipeline_parallel_size out, data_parallel_size may be set"
+            )
+        modules, asked = sentence_transformers.read(self.folder), self.asked
+        encodes = any(isinstance(kind, EncoderOnly) for kind in config.cache_kinds)
+        pooling, layers = self._head(config, modules, encodes=encodes)
+        task = asked.task or self.task
+        if asked.pooling_type is not None:
+            pooling = asked.pooling_type
+        if task.startswith("token") or pooling == "ALL":
+            task, pooling = f"token_{task.removeprefix('token_')}", "ALL"
+        activation, default = self._activation(task, layers, modules)
+        use = default if asked.use_activation is None else asked.use_activation
+        made = PooledConfig(
+            model,
+            config,
+            task,
+            pooling,
+            layers,
+            activation,
+            use,
+            asked.dimensions,
+            encodes,
+            tuple(Settings(self.values).each("matryoshka_dimensions", int, [])),
+        )
+        made.check_dimensions(asked.dimensions)
+        return pooled(model, made), cast(ModelConfig, made)
+
+    def _head(
+        self, config: ModelConfig, modules: sentence_transformers.Modules, *, encodes: bool
+    ) -> tuple[str, tuple[DenseConfig, ...]]:
+        """Returns the pooling that the files say, and the layers behind it."""
+        settings, E = Settings(self.values, str(self.folder / "config.json")), config.hidden_size
+        if self.task == "classify" and self.values.get(TOKENS):
+            return "LAST", classify.from_tokens(settings, self._tokens(config.vocab_size), E)
+        if self.architecture == COLBERT:
+            return "ALL", (DenseConfig("linear", E, COLBERT_SIZE, bias=False),)
+        if self.task == "classify":
+            return classify.classifier(self.base, settings, E)
+        if self.architecture.endswith("ForTokenClassification"):
+            return "ALL", token_wise.token_classes(self.base, settings, E)
+        if self.task == "token_classify":
+            return "ALL", token_wise.rewards(self.architecture, settings, E)
+        return modules.pooling or ("CLS" if encodes else "LAST"), modules.layers
+
+    def _tokens(self, vocab_size: int) -> tuple[int, ...]:
+        """Returns the ids of the tokens whose logits are scores."""
+        named: Any = self.values[TOKENS]
+        ids: Any = named
+        if isinstance(named, list) and all(isinstance(token, str) for token in named):
+            tokenizer = Tokenizer.from_folder(self.folder)
+            ids = [tokenizer.inner.token_to_id(token) for token in named]
+        whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+        if not whole or len(ids) < 2:
+            raise ValueError(
+                f"{TOKENS} must list two tokens of the vocabulary or more, got {shown(named)}: "
+                "name them as tokenizer.json does, or by their ids"
+            )
+        return tuple(ids)
+
+    def _activation(
+        self, task: str, layers: tuple[DenseConfig, ...], modules: sentence_transformers.Modules
+    ) -> tuple[str, bool]:
+        """Returns what runs on what is pooled, and whether it does where nobody says."""
+        if task.endswith("embed"):
+            return "normalize", modules.normalize is not False
+        kinds = dict(regression="identity", multi_label_classification="sigmoid")
+        kind = kinds.get(self.values.get("problem_type") or "")
+        own = self.values.get("sentence_transformers") or {}
+        named = own.get("activation_fn", "") if isinstance(own, dict) else ""
+        if str(named).endswith(("Identity", "Sigmoid")):
+            kind = str(named).rpartition(".")[2].lower()
+        return kind or ("sigmoid" if layers[-1].outputs == 1 else "softmax"), True
+
+
+def read_pooling(
+    runner: str, values: Mapping[str, Any], folder: Path, asked: PoolerConfig
+) -> PoolingFiles | None:
+    """Returns what a checkpoint says of pooling; None where it is to generate tokens.
+
+    runner: "auto" pools where the architecture is one that does.
+
+    Raises:
+      ValueError: there is no such runner, or the architecture has no such use; names it.
+    """
+    if runner not in RUNNERS:
+        raise ValueError(f"runner must be one of {RUNNERS}, got {shown(runner)}")
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    found = _base(name) if isinstance(name, str) else None
+    generates = name in FAMILIES and FAMILIES[name].samples
+    if found is None or runner == "generate" or (runner == "auto" and generates):
+        if asked != PoolerConfig():
+            raise ValueError(
+                f"pooler_config is for models that pool, and {shown(name)} generates: pass "
+                "runner='pooling', or leave it out"
+            )
+        if runner == "pooling" or (found is not None and not generates):
+            raise ValueError(
+                f"runner={runner!r} has no use for architectures={shown(names)}: models that "
+                "pool are those of docs/pooling_models.md, others generate"
+            )
+        return None
+    base, task = found
+    settings = {key: value for key, value in values.items() if key not in OWN_KEYS}
+    settings |= dict(architectures=[base], tie_word_embeddings=True)  # it has no output layer
+    return PoolingFiles(settings, str(name), base, task, dict(values), folder, asked)
+
+
+def _base(name: str) -> tuple[str, str] | None:
+    """Returns the architecture below one that pools, and its task; None where there is none."""
+    if name == COLBERT:
+        return "BertModel", "token_embed"
+    for suffix, task in TASKS.items():
+        if name.endswith(suffix):
+            stem = name.removesuffix(suffix)
+            known = [name, f"{stem}Model", f"{stem}ForCausalLM"]
+            return next(((base, task) for base in known if base in FAMILIES), None)
+    return None

@@ -1,0 +1,163 @@
+"""Encoders against transformers: hidden states and classes of texts, whatever is beside them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxrunner import pytree
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.registry import read_model
+from jaxrunner.ops import backends
+from jaxrunner.pooling.params import PoolerConfig, PoolingParams
+from jaxrunner.pooling.reading import read_pooling
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
+from tests.support import pooling, tiny
+from tests.support.lowering import cuda, lowers
+from tests.support.pooling import PROMPTS
+
+EVERY = {"pooling_type": "ALL"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertModel",
+        pytest.param("RobertaModel", marks=pytest.mark.slow),
+        pytest.param("XLMRobertaModel", marks=pytest.mark.slow),
+        "ModernBertModel",
+        "Gemma3TextModel",
+    ],
+)
+def test_every_token_sees_its_whole_text_and_no_other(tmp_path, name):
+    module = pooling.save(tmp_path, name)
+    with pooling.start(tmp_path, **pooling.WHOLE, pooler_config=EVERY) as llm:
+        outputs = llm.encode(pooling.prompts(PROMPTS))
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        want = pooling.unit(pooling.hidden(module, ids))
+        np.testing.assert_allclose(output.outputs.data, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForSequenceClassification",
+        pytest.param("RobertaForSequenceClassification", marks=pytest.mark.slow),
+        "ModernBertForSequenceClassification",
+        pytest.param("ModernBertForTokenClassification", marks=pytest.mark.slow),
+        pytest.param("BertForTokenClassification", marks=pytest.mark.slow),
+    ],
+)
+def test_classes_of_texts(tmp_path, name):
+    module = pooling.save(tmp_path, name, num_labels=3)
+    with pooling.start(tmp_path, **pooling.WHOLE) as llm:
+        outputs = llm.encode(pooling.prompts(PROMPTS), PoolingParams(use_activation=False))
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        want = pooling.scores(module, ids)
+        np.testing.assert_allclose(output.outputs.data, want, rtol=1e-5, atol=2e-5)
+
+
+def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
+    """The tokenizer separates them, and tokens of the second are of the other type."""
+    module = pooling.save(tmp_path, "BertForSequenceClassification", num_labels=1)
+    tokenizer = pooling.tokenizer()
+    with pooling.start(
+        tmp_path, **pooling.WHOLE, skip_tokenizer_init=False, tokenizer=tokenizer
+    ) as llm:
+        outputs = llm.score("abc", ["de", "f a"])
+        (swapped,) = llm.score(["de"], ["abc"], pooling_params=PoolingParams(use_activation=False))
+    for second, output in zip(["de", "f a"], outputs, strict=True):
+        found = tokenizer.inner.encode("abc", second)
+        types = torch_ids(found.type_ids)
+        (want,) = pooling.scores(module, found.ids, token_type_ids=types)
+        assert output.prompt_token_ids == found.ids and 1 in found.type_ids
+        np.testing.assert_allclose(output.outputs.score, 1 / (1 + np.exp(-want)), atol=1e-5)
+    found = tokenizer.inner.encode("de", "abc")
+    (want,) = pooling.scores(module, found.ids, token_type_ids=torch_ids(found.type_ids))
+    np.testing.assert_allclose(swapped.outputs.score, want, rtol=1e-5, atol=1e-5)
+
+
+def torch_ids(ids):
+    import torch
+
+    return torch.tensor([ids])
+
+
+def write_modules(folder, modules, **files):
+    """Writes modules.json, and a config.json in the folder of each module that has one."""
+    types = [dict(idx=i, name=str(i), path=at, type=f"a.b.{kind}") for i, (kind, at) in modules]
+    (folder / "modules.json").write_text(json.dumps(types))
+    for at, config in files.items():
+        (folder / at).mkdir(exist_ok=True)
+        (folder / at / "config.json").write_text(json.dumps(config))
+
+
+def test_sentence_transformers_files_say_what_comes_behind_the_model(tmp_path):
+    module = pooling.save(tmp_path, "BertModel")
+    modules = [("Transformer", ""), ("Pooling", "one"), ("Dense", "two"), ("Normalize", "three")]
+    tanh = dict(in_features=36, out_features=10, activation_function="torch.nn.Tanh")
+    mean = dict(pooling_mode_cls_token=False, pooling_mode_mean_tokens=True)
+    write_modules(tmp_path, enumerate(modules), one=mean, two=tanh)
+    weight = np.random.default_rng(0).normal(size=(10, 36)).astype(np.float32)
+    bias = np.random.default_rng(1).normal(size=10).astype(np.float32)
+    tensors = {"linear.weight": weight, "linear.bias": bias}
+    safetensors.numpy.save_file(tensors, tmp_path / "two" / "model.safetensors")
+    with pooling.start(tmp_path, **pooling.WHOLE) as llm:
+        outputs = llm.embed(pooling.prompts(PROMPTS))
+        a, b = (np.array(output.outputs.embedding) for output in outputs[2:4])
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        want = np.tanh(weight @ pooling.hidden(module, ids).mean(0) + bias)
+        np.testing.assert_allclose(output.outputs.embedding, pooling.unit(want), atol=1e-5)
+    assert abs(a @ b) < 0.999
+
+
+def test_late_interaction_is_the_sum_of_each_query_tokens_best_product(tmp_path):
+    """Of a ColBERT: a BERT, and a product behind each token."""
+    module = pooling.save(tmp_path, "BertModel")
+    file, tokenizer = tmp_path / "model.safetensors", pooling.tokenizer()
+    weight = np.random.default_rng(0).normal(size=(128, 36)).astype(np.float32)
+    own = {"linear.weight": weight}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
+    options = dict(skip_tokenizer_init=False, tokenizer=tokenizer)
+    asked = dict(hf_overrides=dict(architectures=["HF_ColBERT"]))
+    with pooling.start(tmp_path, **pooling.WHOLE | options | asked) as llm:
+        scores = [o.outputs.score for o in llm.score("abc", ["de", "f a"])]
+    states = [pooling.hidden(module, tokenizer.encode(text)) for text in ("abc", "de", "f a")]
+    query, *texts = (pooling.unit(x @ weight.T) for x in states)
+    assert query.shape == (5, 128)  # with two special tokens
+    want = [sum(max(float(q @ d) for d in text) for q in query) for text in texts]
+    np.testing.assert_allclose(scores, want, atol=1e-5)
+
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, head_dim=64, max_position_embeddings=64,
+)  # fmt: skip
+
+
+@lowers
+@pytest.mark.parametrize(
+    "name, attention",
+    [("Qwen3ForCausalLM", "prefill_attention"), ("BertModel", "")],
+    ids=["a decoder", "an encoder"],
+)
+def test_a_model_that_pools_lowers_for_a_gpu(name, attention):
+    """A decoder through its kernels; attention both ways is plain JAX."""
+    values = SIZES | dict(architectures=[name])
+    found = read_pooling("pooling", values, Path(), PoolerConfig())
+    assert found is not None
+    model, config = found.made(*read_model(Settings(found.settings)))
+    engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+    program = Program(model, config, engine, backends.fused, RULES)
+    with cuda():
+        told = operations(program, params, Key("step", Bucket(64, 4)))
+    names = {one.operation: one.name for one in told}
+    assert names.get("attention", "") == attention and "linear" in names
