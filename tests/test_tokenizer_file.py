@@ -109,13 +109,20 @@ def split(regex: str) -> dict[str, Any]:
 
 
 BACKTRACKING = {
-    "exponential": (dict(pre_tokenizer=split("(x+x+)+y")), "pre_tokenizer fails .* for 'x'"),
+    "exponential": (
+        dict(pre_tokenizer=split("(x+x+)+y")),
+        "pre_tokenizer fails .* for 'x' repeated to 64 characters, its patterns backtrack: "
+        "fetch it again, or write them without",
+    ),
     "of a group": (dict(normalizer=replace("", Regex="((xy)+)+z")), "normalizer fails .* for 'xy'"),
     "cube": (
         dict(pre_tokenizer=split("x*x*[yz]")),
         "pre_tokenizer takes over 0.3 s for 'x'",
     ),
-    "long": (dict(pre_tokenizer=split("x" * 16385)), "a pattern of 16385 characters, it may have"),
+    "long": (
+        dict(pre_tokenizer=split("x" * 16385)),
+        "has a pattern of 16385 characters, it may have 16384: fetch it again",
+    ),
 }
 
 

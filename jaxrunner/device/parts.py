@@ -8,13 +8,15 @@ by one. A launch costs some 30 us, which the layers of large models hide.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-import pickle
+import io
+import json
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
 from jax.extend import core
+import jax.numpy as jnp
 import numpy as np
 
 # Calls that are worth an executable of their own: so many equal ones, of so many operations.
@@ -98,8 +100,15 @@ def serialize(executable: Any) -> bytes:
     """Returns what `load` reads, of a whole program or of one in parts."""
     if not isinstance(executable, Parts):
         return serialize_executable.serialize(executable)[0]
-    programs, *rest = executable.told
-    return MAGIC + pickle.dumps((list(map(serialize, programs)), *rest))
+    programs, wiring, constants = executable.told
+    bodies = [np.frombuffer(serialize(program), np.uint8) for program in programs]
+    kinds = [constant.dtype.name for constant in constants]
+    told = np.frombuffer(json.dumps((wiring, kinds)).encode(), np.uint8)
+    file = io.BytesIO()
+    raw = [np.frombuffer(constant.tobytes(), np.uint8) for constant in constants]
+    shapes = [np.array(constant.shape, np.int64) for constant in constants]
+    np.savez(file, told, *bodies, *raw, *shapes)
+    return MAGIC + file.getvalue()
 
 
 def load(data: bytes, takes: Any, gives: Any, devices: Sequence[Any]) -> Any:
@@ -111,12 +120,21 @@ def load(data: bytes, takes: Any, gives: Any, devices: Sequence[Any]) -> Any:
         return serialize_executable.deserialize_and_load(
             data, takes, gives, execution_devices=devices
         )
-    bodies, wiring, constants = pickle.loads(data[len(MAGIC) :])
-    launches = {launch.program: launch for launch in wiring.launches}
+    with np.load(io.BytesIO(data[len(MAGIC) :])) as file:
+        told, *arrays = (file[name] for name in file.files)
+    (launches, *rest), kinds = json.loads(told.tobytes())
+    wiring = Wiring(tuple(Launch(*launch) for launch in launches), *rest)
+    num = len(kinds)
+    raw, shapes = arrays[len(arrays) - 2 * num : len(arrays) - num], arrays[len(arrays) - num :]
+    constants = [
+        np.frombuffer(body.tobytes(), jnp.dtype(kind)).reshape(shape)
+        for body, kind, shape in zip(raw, kinds, shapes, strict=True)
+    ]
+    of = {launch.program: launch for launch in wiring.launches}
     programs = []
-    for i, body in enumerate(bodies):
-        own = jax.tree.structure((launches[i].takes, {})), jax.tree.structure([*launches[i].gives])
-        programs.append(load(body, *own, devices))
+    for i, body in enumerate(arrays[: len(arrays) - 2 * num]):
+        own = jax.tree.structure(((*of[i].takes,), {})), jax.tree.structure([*of[i].gives])
+        programs.append(load(body.tobytes(), *own, devices))
     return Parts(programs, wiring, constants, gives)
 
 
