@@ -16,7 +16,8 @@ from tests.support import tiny
 
 STEP = Key("step", Bucket(5, 5, 1))
 PROMPTS = [5, 3, 60, 2], [7] * 9
-GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+NUM = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM)
 __all__ = ["no_cache_of_jax"]  # a fixture of every test here
 
 
@@ -32,7 +33,7 @@ def few(monkeypatch):
 def greedy(prompt):
     """Returns the likeliest tokens, each by a pass over all before it."""
     ids = list(prompt)
-    while len(ids) < len(prompt) + GREEDY.max_tokens:
+    while len(ids) < len(prompt) + NUM:
         ids.append(int(tiny.dense_logits(*tiny.model_and_params(), ids)[-1].argmax()))
     return ids[len(prompt) :]
 
