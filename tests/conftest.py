@@ -1,5 +1,6 @@
 """What holds for every test: strict JAX, eight fake devices, no network."""
 
+import gc
 from importlib.metadata import version
 from importlib.util import find_spec
 import ipaddress
@@ -67,6 +68,13 @@ def few_executables():
     yield
     lowering._lower.cache_clear()
     jax.clear_caches()
+
+
+def pytest_collection_finish():
+    # Modules live until the end: a twentieth of the time went to looking through them for garbage.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_runtest_setup(item):

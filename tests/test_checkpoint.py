@@ -117,9 +117,9 @@ SHARD_LIES = {
     ),
     "tensor twice": (twice, ValueError, rf"{Q1} is in model-.* and again in model-"),
     "shard elsewhere": (
-        lambda folder, index, t: index.update({Q1: "../other.safetensors"}),
+        lambda folder, index, t: index.update({"x" * 9999: "../other.safetensors"}),
         ValueError,
-        rf"{Q1} must lie in a \*\.safetensors file of the same folder, got '\.\./other",
+        r"json: x{200} must lie in a \*\.safetensors file of the same folder, got '\.\./other",
     ),
     "shard a pickle": (
         lambda folder, index, t: index.update({Q1: "pytorch_model.bin"}),
@@ -207,11 +207,11 @@ def test_a_key_that_appears_twice_is_seen_although_safetensors_does_not(tmp_path
 def test_a_large_header_is_refused_at_once(tmp_path):
     none = json.dumps(dict(dtype="F32", shape=[0], data_offsets=[0, 0]))
     entries = ", ".join(f'"tensor.{i % 59_999}": {none}' for i in range(60_000))
-    path, start = tmp_path / "x.safetensors", time.monotonic()
+    path, start = tmp_path / "x.safetensors", time.thread_time()
     write_raw(path, "{" + entries + "}")
     with pytest.raises(ValueError, match=r"key 'tensor\.0' appears twice"):
         safetensors_file.read_header(path)
-    assert time.monotonic() - start < 4  # on a machine that has other work
+    assert time.thread_time() - start < 4
     path.write_bytes((2**25 + 1).to_bytes(8, "little") + b"{" + bytes(2**25))
     with pytest.raises(ValueError, match="has a header of 33554433 bytes, at most 32 MiB can"):
         safetensors_file.read_header(path)

@@ -3,14 +3,17 @@
 import base64
 import json
 from pathlib import Path
+import sys
 import time
 from typing import Any
+import unicodedata
 
 import pytest
 from tokenizers import decoders, normalizers
 
 from jaxrunner import embedded
 from jaxrunner.api import limits
+from jaxrunner.text import tokenizer_file
 from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.text.tokenizer_file import read
@@ -67,6 +70,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         dict(normalizer=dict(type="Precompiled", precompiled_charsmap=charsmap("a", "b" * 99))),
         LONG,
     ),
+    "normal forms": (
+        sequence("normalizer", dict(type="NFKC"), replace("\ufdfa", String=" "), dict(type="NFKD")),
+        LONG,
+    ),
     "many parts": (
         dict(post_processor=dict(type="TemplateProcessing", single=[{"A": 1}] * 10**4)),
         "post_processor has over 10000 parts: fetch it again",
@@ -81,6 +88,66 @@ def test_what_would_end_the_process_is_refused(changes, match, tmp_path: Path):
     with pytest.raises(ValueError, match=f"tokenizer.json: .*{match}"):
         Tokenizer.from_folder(tmp_path)
     assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("form", tokenizer_file.FORMS)
+def test_normal_forms_are_as_much_longer_as_said(form):
+    longest = max(len(unicodedata.normalize(form, chr(c))) for c in range(sys.maxunicode + 1))
+    assert longest == tokenizer_file.FORMS[form]
+
+
+def test_other_steps_are_at_most_as_much_longer_as_said():
+    steps = dict(Lowercase=normalizers.Lowercase(), BertNormalizer=normalizers.BertNormalizer())
+    steps |= dict(ByteLevel=normalizers.ByteLevel())
+    for name, step in steps.items():
+        chars = ("\u0130", "\u4e2d", "\U0001d160", "\U00020000", "a")
+        assert max(len(step.normalize_str(c)) for c in chars) <= tokenizer_file.LONGER[name], name
+
+
+def split(regex: str) -> dict[str, Any]:
+    return dict(type="Split", pattern=dict(Regex=regex), behavior="Isolated", invert=False)
+
+
+BACKTRACKING = {
+    "exponential": (
+        dict(pre_tokenizer=split("(x+x+)+y")),
+        "pre_tokenizer fails .* for 'x' repeated to 64 characters, its patterns backtrack: "
+        "fetch it again, or write them without",
+    ),
+    "of a group": (dict(normalizer=replace("", Regex="((xy)+)+z")), "normalizer fails .* for 'xy'"),
+    "cube": (
+        dict(pre_tokenizer=split("x*x*[yz]")),
+        "pre_tokenizer takes over 0.3 s for 'x'",
+    ),
+    "long": (
+        dict(pre_tokenizer=split("x" * 16385)),
+        "has a pattern of 16385 characters, it may have 16384: fetch it again",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "match"), BACKTRACKING.values(), ids=BACKTRACKING.keys())
+def test_patterns_that_backtrack_are_refused(changes, match, tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told() | changes))
+    start = time.thread_time()
+    with pytest.raises(ValueError, match=f"tokenizer.json: .*{match}"):
+        Tokenizer.from_folder(tmp_path)
+    assert time.thread_time() - start < 5
+
+
+def test_patterns_of_models_are_taken(tmp_path: Path):
+    of_llama3 = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    thousands = r"\d{1,3}(?=(?:\d{3})*\b)"
+    for pattern in (of_llama3, thousands):
+        (tmp_path / "tokenizer.json").write_text(
+            json.dumps(told() | dict(pre_tokenizer=split(pattern)))
+        )
+        start = time.thread_time()
+        assert Tokenizer.from_folder(tmp_path).encode("x = 1000")
+        assert time.thread_time() - start < 2
 
 
 FILES = {
@@ -100,7 +167,7 @@ def test_a_file_that_is_none_is_refused(data, match, tmp_path: Path):
 def test_what_tokenizers_of_models_do_is_taken(tmp_path: Path):
     usual = [
         normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.NFC(),
-        normalizers.Lowercase(), normalizers.Strip(),
+        normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip(),
     ]  # fmt: skip
     kept = [replace(" ", Regex=" {2,}"), replace("'", Regex="[\u2018\u2019]")] * 4
     steps = [json.loads(part.__getstate__()) for part in usual] + kept

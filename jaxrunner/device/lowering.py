@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
+from jaxrunner.device import parts
+
 # What changes how a function is traced; a lowering process is given them.
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans", "jax_default_prng_impl",
@@ -78,7 +80,9 @@ def _lower(spec: Spec, treedef: Any) -> Build:
     args = jax.tree.unflatten(treedef, spec.args)
     names = [name for name, _ in spec.static]
     jitted = jax.jit(spec.function, static_argnames=names, donate_argnames=spec.donated)
-    return Build(jitted.lower(*args, **dict(spec.static)), dict(spec.options))
+    traced = jitted.trace(*args, **dict(spec.static))
+    lowered = parts.cut(traced) if jax.default_backend() == "cpu" else None
+    return Build(lowered or traced.lower(), dict(spec.options))
 
 
 def run_eagerly(spec: Spec, *args: Any) -> Any:

@@ -107,12 +107,12 @@ def _read_index(path: Path) -> dict[str, str]:
         plain = isinstance(shard, str) and Path(shard).name == shard
         if not plain or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"{path}: {name} must lie in a *.safetensors file of the same folder, got "
+                f"{path}: {name:.200} must lie in a *.safetensors file of the same folder, got "
                 f"{shown(shard)}"
             )
     missing = [s for s in sorted(set(index.values())) if not (path.parent / s).is_file()]
     if missing:
-        names = ", ".join(missing[:MOST_NAMED])
+        names = ", ".join(f"{name:.200}" for name in missing[:MOST_NAMED])
         raise FileNotFoundError(
             f"{path} names {len(set(index.values()))} shards, {len(missing)} of them missing: "
             f"{names}. Download the checkpoint again"
@@ -125,11 +125,11 @@ def _check_index(index: Mapping[str, str], found: Mapping[str, tuple[Path, Tenso
     problems = []
     for name, shard in index.items():
         if name not in found:
-            problems.append(f"{name} is not in {shard}, where {INDEX} says it is")
+            problems.append(f"{name:.200} is not in {shard:.200}, where {INDEX} says it is")
         elif found[name][0].name != shard:
-            problems.append(f"{name} is in {found[name][0].name}, {INDEX} says {shard}")
+            problems.append(f"{name:.200} is in {found[name][0].name}, {INDEX} says {shard:.200}")
     for name in found.keys() - index.keys():
-        problems.append(f"{name} is in {found[name][0].name}, but not in {INDEX}")
+        problems.append(f"{name:.200} is in {found[name][0].name}, but not in {INDEX}")
     return sorted(problems)
 
 

@@ -91,9 +91,11 @@ def _stored(folder: Path) -> dict[str, str]:
             metadata = checkpointer.metadata(folder.absolute()).item_metadata
             stored = {x.name: f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(metadata)}
         except Exception as error:
-            raise ValueError(f"{folder} holds no arrays of orbax: {in_words(error)}") from error
+            raise ValueError(
+                f"folder={folder} holds no arrays of orbax: {in_words(error)}"
+            ) from error
     if metadata is None:
-        raise ValueError(f"{folder} holds no arrays of orbax, or its metadata are broken")
+        raise ValueError(f"folder={folder} holds no arrays of orbax, or its metadata are broken")
     return stored
 
 

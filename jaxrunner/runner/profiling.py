@@ -51,7 +51,8 @@ class Profiler:
             raise RuntimeError("no profile is recorded: call start_profile first")
         folder, self.folder = self.folder, None
         jax.profiler.stop_trace()
-        return max(folder.rglob("perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+        written = folder.glob("plugins/profile/*/perfetto_trace.json.gz")  # by JAX, a run each
+        return max(written, key=lambda path: path.stat().st_mtime)
 
     @checked(PROFILE)
     def profile(self, is_start: bool = True, profile_prefix: str | Path | None = None) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 import warnings
 
 import jax
-from jax.experimental import serialize_executable
 import jax.extend
 from jaxlib import version, xla_client
 
+from jaxrunner.device import parts
 from jaxrunner.device.lowering import SETTINGS
 
 MAGIC, SUFFIX = b"jaxrunner executable 1\n", ".executable"
@@ -96,9 +96,7 @@ class ProgramCache:
             if data[:HEAD] != MAGIC + hashlib.sha256(body).digest():
                 raise ValueError("its digest is not that of its contents")
             trees = jax.tree.structure((args, {})), jax.tree.structure(out)
-            loaded = serialize_executable.deserialize_and_load(
-                body, *trees, execution_devices=self._devices
-            )
+            loaded = parts.load(body, *trees, self._devices)
         except Exception as error:  # whatever a foreign file makes a library raise
             return _note(f"{path} is ignored", error)
         with contextlib.suppress(OSError):
@@ -110,7 +108,7 @@ class ProgramCache:
         if not self._keeps:
             return
         try:
-            body, *_ = serialize_executable.serialize(executable)
+            body = parts.serialize(executable)
             self._write(self._path(key), MAGIC + hashlib.sha256(body).digest() + body)
         except Exception as error:  # a full disk, or an executable that cannot be serialised
             self._keeps = False

@@ -11,7 +11,7 @@ import tokenizers
 from jaxrunner.api.limits import JSON_BYTES, check_bytes, check_text
 from jaxrunner.api.validation import check_unicode, shown
 from jaxrunner.errors import of_foreign_code
-from jaxrunner.text import tokenizer_file
+from jaxrunner.text import pattern_trial, tokenizer_file
 from jaxrunner.text.tokenizer_names import HuggingFaceNames
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
@@ -192,10 +192,12 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         )
     text = tokenizer_file.read(path)
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        inner = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:  # `tokenizers` raises bare Exceptions, and panics
         of_foreign_code(error)
         raise ValueError(f"{path} is not a tokenizer ({error!s:.300}): fetch it again") from error
+    pattern_trial.check(str(path), json.loads(text), inner)
+    return inner
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -24,6 +24,10 @@ from jaxrunner.api.validation import shown
 
 # What rewrites text; each may be one part, or a sequence of parts.
 SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+# How many characters become of one at most, by Unicode 17.
+FORMS = dict(NFC=3, NFD=4, NFKC=18, NFKD=18)
+LONGER = FORMS | dict(Lowercase=2, BertNormalizer=6, ByteLevel=4)
+WRITERS = "Replace", "Prepend", "Precompiled"
 MAX_ID = SIZES["vocab_size"]
 
 
@@ -76,13 +80,18 @@ def _tokens(told: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 def _check_section(where: str, section: Any) -> None:
     """Checks how much longer a section can make a text, all its steps together."""
-    growth, parts, count = 1, [section], 0
+    growth, parts, count, form = 1, [section], 0, 1
     while parts:
         part, count = parts.pop(), count + 1
         if count > TOKENIZER_PARTS:
             raise ValueError(f"{where} has over {TOKENIZER_PARTS} parts: fetch it again")
         if isinstance(part, dict):
-            growth *= _growth(part)
+            kind, longer = str(part.get("type")), _growth(part)
+            if kind in FORMS:  # a text that is in one of them becomes no longer by another
+                longer, form = max(1, math.ceil(longer / form)), max(form, longer)
+            elif longer > 1 or kind in WRITERS:
+                form = 1
+            growth *= longer
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         if growth > GROWTH:
             raise ValueError(
@@ -103,7 +112,7 @@ def _growth(part: dict[str, Any]) -> int:
         return max(1, len(part["prepend"]) // 4)
     if kind == "Precompiled" and isinstance(part.get("precompiled_charsmap"), str):
         return _longest_piece(part["precompiled_charsmap"])
-    return 1
+    return LONGER.get(kind, 1) if isinstance(kind, str) else 1
 
 
 def _may_be_empty(regex: Any) -> bool:

@@ -1,0 +1,293 @@
+"""A program in parts, for a device that is slow to compile: equal calls are compiled once.
+
+XLA inlines each call of a jitted function, or copies what is called, so that a step of 30 equal
+layers takes 30 times a layer to compile. Here the jaxpr is cut at such calls: what comes before
+them, one of them, and what comes behind are an executable each, and a run launches the layers one
+by one. A launch costs some 30 us, which the layers of large models hide.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+import io
+import json
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+# Calls that are worth an executable of their own: so many equal ones, of so many operations.
+LEAST_CALLS, LEAST_OPERATIONS = 12, 10
+MAGIC = b"parts\n"  # before several serialised executables
+MOST_REST = 4  # parts beside the calls; more of them cost more launches than they save
+
+
+class Launch(NamedTuple):
+    """One part of a run; a value has a number, as in `Wiring`."""
+
+    program: int
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    last: tuple[int, ...]  # values that nothing reads any more
+
+
+class Wiring(NamedTuple):
+    """How the parts hang together. Arguments are the first values, constants come next."""
+
+    launches: tuple[Launch, ...]
+    num_values: int
+    results: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """What one executable is compiled from."""
+
+    jaxpr: Any  # closed
+    donated: tuple[int, ...]  # of its arguments
+
+
+class LoweredParts:
+    """Lowered parts, in place of a `jax.stages.Lowered`."""
+
+    def __init__(self, parts: Iterable[Part], wiring: Wiring, constants: Sequence[Any], out: Any):
+        self._lowered = [_lower(part) for part in parts]
+        self._rest = wiring, constants, out
+
+    def compile(self, options: dict[str, str]) -> "Parts":
+        """Compiles each part."""
+        return Parts([lowered.compile(options) for lowered in self._lowered], *self._rest)
+
+
+class Parts:
+    """Compiled parts, called as the whole program would be."""
+
+    def __init__(self, programs: list[Any], wiring: Wiring, constants: Sequence[Any], out: Any):
+        """constants: values behind the arguments. out: the structure of what a call returns."""
+        self._programs, self._wiring, self._out = programs, wiring, out
+        self._constants = tuple(constants)
+
+    def __call__(self, *args: Any) -> Any:
+        """Launches the parts one behind the other."""
+        values: list[Any] = [*jax.tree.leaves(args), *self._constants]
+        values += [None] * (self._wiring.num_values - len(values))
+        for program, takes, gives, last in self._wiring.launches:
+            given = self._programs[program](*[values[i] for i in takes])
+            for i, value in zip(gives, given, strict=True):
+                values[i] = value
+            for i in last:
+                values[i] = None
+        return jax.tree.unflatten(self._out, [values[i] for i in self._wiring.results])
+
+    def memory_analysis(self) -> Any:
+        """Returns the bytes of the largest part, as XLA's analysis of a whole program has them."""
+        names = "temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"
+        found = [program.memory_analysis() for program in self._programs]
+        if None in found:
+            return None
+        largest = max(found, key=lambda m: sum(getattr(m, name) for name in names[:2]))
+        return SimpleNamespace(**{name: getattr(largest, name) for name in names})
+
+    @property
+    def told(self) -> tuple[list[Any], Wiring, Sequence[Any]]:
+        """The executables, how they hang together, and the constants."""
+        return self._programs, self._wiring, self._constants
+
+
+def serialize(executable: Any) -> bytes:
+    """Returns what `load` reads, of a whole program or of one in parts."""
+    if not isinstance(executable, Parts):
+        return serialize_executable.serialize(executable)[0]
+    programs, wiring, constants = executable.told
+    bodies = [np.frombuffer(serialize(program), np.uint8) for program in programs]
+    kinds = [constant.dtype.name for constant in constants]
+    told = np.frombuffer(json.dumps((wiring, kinds)).encode(), np.uint8)
+    file = io.BytesIO()
+    raw = [np.frombuffer(constant.tobytes(), np.uint8) for constant in constants]
+    shapes = [np.array(constant.shape, np.int64) for constant in constants]
+    np.savez(file, told, *bodies, *raw, *shapes)
+    return MAGIC + file.getvalue()
+
+
+def load(data: bytes, takes: Any, gives: Any, devices: Sequence[Any]) -> Any:
+    """Returns an executable that was serialised.
+
+    takes and gives: the structures of its arguments, as JAX has them, and of what it returns.
+    """
+    if not data.startswith(MAGIC):
+        return serialize_executable.deserialize_and_load(
+            data, takes, gives, execution_devices=devices
+        )
+    with np.load(io.BytesIO(data[len(MAGIC) :])) as file:
+        told, *arrays = (file[name] for name in file.files)
+    (launches, *rest), kinds = json.loads(told.tobytes())
+    wiring = Wiring(tuple(Launch(*launch) for launch in launches), *rest)
+    num = len(kinds)
+    raw, shapes = arrays[len(arrays) - 2 * num : len(arrays) - num], arrays[len(arrays) - num :]
+    constants = [
+        np.frombuffer(body.tobytes(), jnp.dtype(kind)).reshape(shape)
+        for body, kind, shape in zip(raw, kinds, shapes, strict=True)
+    ]
+    of = {launch.program: launch for launch in wiring.launches}
+    programs = []
+    for i, body in enumerate(arrays[: len(arrays) - 2 * num]):
+        own = jax.tree.structure(((*of[i].takes,), {})), jax.tree.structure([*of[i].gives])
+        programs.append(load(body.tobytes(), *own, devices))
+    return Parts(programs, wiring, constants, gives)
+
+
+def cut(traced: Any) -> LoweredParts | None:
+    """Returns a traced program in parts; None where it has too few equal calls.
+
+    traced: a `jax.stages.Traced`.
+    """
+    closed = traced.jaxpr
+    pieces = _pieces(closed.jaxpr)
+    if closed.effects or pieces is None:
+        return None
+    given = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    number = {var: i for i, var in enumerate(given)}
+    constants = [np.asarray(x) for x in closed.consts]
+    # A literal is a constant too, so that calls which differ in it are equal.
+    literals: dict[int, int] = {}
+    for var in _literals(pieces, closed.jaxpr.outvars):
+        literals[id(var)] = len(given) + len(literals)
+        constants.append(np.asarray(var.val, var.aval.dtype))
+    num_values = len(given) + len(literals)
+
+    def numbered(var: Any) -> int:
+        return literals[id(var)] if isinstance(var, core.Literal) else number[var]
+
+    bound: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
+    for piece in pieces:
+        takes = tuple(map(numbered, piece.takes))
+        number |= {var: num_values + i for i, var in enumerate(piece.gives)}
+        bound.append((piece, takes, tuple(number[var] for var in piece.gives)))
+        num_values += len(piece.gives)
+    results = tuple(map(numbered, closed.jaxpr.outvars))
+    read = Counter(i for _, takes, _ in bound for i in set(takes)) + Counter(results)
+    donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
+    free = {i for i in donated if i not in results}
+    return _joined(bound, read, free, constants, num_values, results, traced)
+
+
+class _Piece(NamedTuple):
+    """Equations that run together."""
+
+    closed: Any  # a jaxpr, the same object where calls are equal
+    takes: Sequence[Any]
+    gives: Sequence[Any]
+
+
+def _joined(
+    bound: list[tuple[_Piece, tuple[int, ...], tuple[int, ...]]], read: Counter, free: set[int],
+    constants: list[Any], num_values: int, results: tuple[int, ...], traced: Any,
+) -> LoweredParts:  # fmt: skip
+    """Returns pieces as parts, each given what it alone still reads of `free`."""
+    launches, index, donations = [], dict[int, int](), list[tuple[Any, set[int]]]()
+    for piece, takes, gives in bound:
+        read -= Counter(set(takes))
+        last = tuple(i for i in dict.fromkeys((*takes, *gives)) if not read[i])
+        program = index.setdefault(id(piece.closed), len(index))
+        launches.append(Launch(program, takes, gives, last))
+        given = {at for at, i in enumerate(takes) if i in free and i in last}
+        if program == len(donations):
+            donations.append((piece.closed, given))
+        else:
+            donations[program][1].intersection_update(given)
+    parts = [Part(closed, _in_place(closed.jaxpr, given)) for closed, given in donations]
+    wiring = Wiring(tuple(launches), num_values, results)
+    return LoweredParts(parts, wiring, constants, jax.tree.structure(traced.out_info))
+
+
+def _pieces(jaxpr: Any) -> list[_Piece] | None:
+    """Returns the parts of a jaxpr in the order to run them; None where few calls are equal."""
+    count = Counter(id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if _is_call(eqn))
+    often = {key for key, num in count.items() if num >= LEAST_CALLS}
+    # Each equation stands behind the last of the calls that it depends on.
+    behind: dict[Any, int] = {}
+    calls, rest = list[Any](), {0: list[Any]()}
+    for eqn in jaxpr.eqns:
+        at = max(
+            (behind.get(v, 0) for v in eqn.invars if not isinstance(v, core.Literal)), default=0
+        )
+        if _is_call(eqn) and id(eqn.params["jaxpr"]) in often:
+            calls.append(eqn)
+            at = len(calls)
+        else:
+            rest.setdefault(at, []).append(eqn)
+        behind |= dict.fromkeys(eqn.outvars, at)
+    if not calls or sum(map(bool, rest.values())) > MOST_REST:
+        return None
+    needed = _needed(jaxpr, calls, rest)
+    pieces = []
+    for at in range(len(calls) + 1):
+        if at:
+            eqn = calls[at - 1]
+            pieces.append(_Piece(eqn.params["jaxpr"], eqn.invars, eqn.outvars))
+        if eqns := rest.get(at):
+            pieces.append(_rest(jaxpr, eqns, needed[at]))
+    return pieces
+
+
+def _needed(jaxpr: Any, calls: list[Any], rest: dict[int, list[Any]]) -> dict[int, set[Any]]:
+    """Returns for each group of `rest` what others read."""
+    groups = {at: {v for eqn in eqns for v in _variables(eqn)} for at, eqns in rest.items()}
+    outside = {v for eqn in calls for v in _variables(eqn)}
+    outside |= {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    return {
+        at: outside | {v for other, read in groups.items() if other != at for v in read}
+        for at in groups
+    }
+
+
+def _rest(jaxpr: Any, eqns: list[Any], needed: set[Any]) -> _Piece:
+    """Returns equations as a jaxpr of their own, which gives what is needed of them."""
+    made = {v: None for eqn in eqns for v in eqn.outvars}
+    takes = list(dict.fromkeys(v for eqn in eqns for v in _variables(eqn) if v not in made))
+    gives = [v for v in made if v in needed]
+    own = jaxpr.replace(
+        constvars=[], invars=takes, outvars=gives, eqns=eqns, debug_info=_debug(jaxpr, takes, gives)
+    )
+    return _Piece(core.ClosedJaxpr(own, []), takes, gives)
+
+
+def _debug(jaxpr: Any, takes: list[Any], gives: list[Any]) -> Any:
+    info = jaxpr.debug_info
+    return info._replace(arg_names=("",) * len(takes), result_paths=("",) * len(gives))
+
+
+def _is_call(eqn: Any) -> bool:
+    return eqn.primitive.name in ("jit", "pjit") and (
+        len(eqn.params["jaxpr"].jaxpr.eqns) >= LEAST_OPERATIONS
+    )
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not isinstance(v, core.Literal)]
+
+
+def _literals(pieces: list[_Piece], outvars: Sequence[Any]) -> list[Any]:
+    found = [v for piece in pieces for v in piece.takes] + [*outvars]
+    return [v for v in found if isinstance(v, core.Literal)]
+
+
+def _in_place(jaxpr: Any, given: set[int]) -> tuple[int, ...]:
+    """Returns those of `given` arguments that an output can take the place of."""
+    room = Counter((v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
+    kept = []
+    for at in sorted(given):
+        kind = jaxpr.invars[at].aval.shape, jaxpr.invars[at].aval.dtype
+        if room[kind]:
+            room[kind] -= 1
+            kept.append(at)
+    return tuple(kept)
+
+
+def _lower(part: Part) -> Any:
+    avals = (v.aval for v in part.jaxpr.jaxpr.invars)
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    function = core.jaxpr_as_fun(part.jaxpr)
+    return jax.jit(function, donate_argnums=part.donated, keep_unused=True).lower(*specs)

@@ -1,0 +1,98 @@
+"""Programs in parts: what a cut program returns, donates and keeps is what the whole one does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_engine import run
+from test_program_cache import make, no_cache_of_jax, reasons
+
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device import lowering, parts
+from jaxrunner.device.program_key import Key
+from jaxrunner.program import Bucket
+from jaxrunner.runner.program_table import LOADED
+from tests.support import tiny
+
+STEP = Key("step", Bucket(5, 5, 1))
+PROMPTS = [5, 3, 60, 2], [7] * 9
+NUM = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM)
+__all__ = ["no_cache_of_jax"]  # a fixture of every test here
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Cuts programs at calls of which there are two; tiny models have no more."""
+    monkeypatch.setattr(parts, "LEAST_CALLS", 2)
+    lowering._lower.cache_clear()
+    yield
+    lowering._lower.cache_clear()
+
+
+def greedy(prompt):
+    """Returns the likeliest tokens, each by a pass over all before it."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + NUM:
+        ids.append(int(tiny.dense_logits(*tiny.model_and_params(), ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_tokens_and_later_starts_are_those_of_whole_programs(few, tmp_path):
+    for reason in ("warm-up", LOADED):
+        engine = make(tmp_path)
+        engine.warm_up()
+        assert isinstance(engine.runner.programs[STEP], parts.Parts)
+        assert reasons(engine) == {reason}
+        assert run(engine, PROMPTS, [GREEDY] * 2) == [greedy(prompt) for prompt in PROMPTS]
+
+
+def test_caches_are_updated_in_place(few):
+    runner = tiny.runner()
+    caches = jax.tree.leaves(runner.state.kv)
+    before = [cache.unsafe_buffer_pointer() for cache in caches]
+    tiny.generate(runner, tiny.new_request("a", [1, 2, 3], blocks=[1, 2, 3]), 2)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.state.kv)] == before
+    assert all(cache.is_deleted() for cache in caches)
+    assert runner.programs[STEP].memory_analysis().temp_size_in_bytes > 0
+
+
+@jax.jit
+def repeated(x, scale):
+    for _ in range(parts.LEAST_OPERATIONS):
+        x = jnp.sin(x) * scale
+    return x, x.sum()
+
+
+def chain(x, kept, spare, *, num):
+    """Calls with a literal, sums of which one is read by nobody, arguments that pass through."""
+    y, total = x + spare.sum(), jnp.zeros(())
+    for i in range(num):
+        y, part = repeated(y, 2.0)
+        total = total + part if i == num - 1 else total
+    return {"kept": kept, "x": y * kept, "total": total, "literal": 3}
+
+
+@pytest.mark.parametrize("num, is_cut", [(11, False), (12, True), (15, True)])
+def test_a_program_is_cut_at_calls_that_are_many(num, is_cut):
+    args = np.arange(4.0, dtype=np.float32), np.full(4, 0.5, np.float32), np.ones(4, np.float32)
+    traced = jax.jit(chain, static_argnames="num", donate_argnames="spare").trace(*args, num=num)
+    lowered = parts.cut(traced)
+    assert (lowered is not None) == is_cut
+    if lowered is None:
+        return
+    program = lowered.compile({})
+    assert len(program.told[0]) == 3  # what is before, one call, what is behind
+    want, got = chain(*args, num=num), program(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_program_with_much_between_its_calls_is_whole():
+    def between(x):
+        for _ in range(parts.LEAST_CALLS):
+            x = repeated(x, 1.5)[0] + 1
+        return x
+
+    assert parts.cut(jax.jit(between).trace(np.ones(3, np.float32))) is None
