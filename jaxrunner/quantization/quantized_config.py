@@ -111,7 +111,7 @@ def describe(config: Any) -> str:
     said = "; ".join(
         f"{count} products in {scheme.describe()}" for scheme, count in schemes.items()
     )
-    return f"weights: {config.method.name}, {said}; each is widened when it is multiplied with\n"
+    return f"weights: {config.method.name}, {said}\n"
 
 
 def _made(config: QuantizedConfig, node: Any, held: Any) -> Any:

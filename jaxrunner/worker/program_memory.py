@@ -37,7 +37,8 @@ def estimate(program: Program) -> ProgramMemory:
     By what XLA says of Llama-3-8B and Qwen3-0.6B on an H200: a step keeps the gate, the up product
     and what they make of a layer's tokens, here with a quarter more; rules that few requests want
     keep, where they sort, eleven float32 copies of the logits, here thirteen. Mixtures keep as much
-    of each of a token's experts, what goes in, and what comes out in float32, twice.
+    of each of a token's experts, what goes in, and what comes out in float32, twice. Weights of 8
+    and 4 bits are widened for many tokens, those of one product at a time, by way of float32.
     """
     e, dims = program.engine, program.dims
     T, itemsize = e.max_num_batched_tokens, jnp.dtype(e.dtype).itemsize
@@ -47,6 +48,8 @@ def estimate(program: Program) -> ProgramMemory:
     if program.lora:
         # What they add to gate and up products, and in between a column for each of their ranks.
         layer += T * (2 * itemsize * dims["F"] + 8 * 3 * e.max_loras * e.max_lora_rank)
+    if getattr(program.config, "schemes", ()):
+        layer += 2 * dims["F"] * dims["E"] * (itemsize + 4)
     logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4
     # All tokens' logprobs and ids, of outputs and of prompts.
     return ProgramMemory(
