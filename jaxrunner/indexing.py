@@ -35,3 +35,13 @@ def put_rows(table: Any, row: Array, new: Any) -> Any:
 def put_blocks(tables: tuple[Array, ...], writes: tuple[Writes, ...]) -> tuple[Array, ...]:
     """Writes into the block tables of all cache groups."""
     return tuple(write(table, w) for table, w in zip(tables, writes, strict=True))
+
+
+def cache_index(blocks: Array, row: Array, positions: Array, cache_shape: tuple[int, int]) -> Array:
+    """Returns where each token's KV goes, block * S + offset; N * S for padding.
+
+    blocks: [B, M]; row and positions: [T], row B for padding; cache_shape: (N, S).
+    """
+    (B, _), (N, S) = blocks.shape, cache_shape
+    block = take(blocks, (row, positions // S))
+    return jnp.where(row < B, block * S + positions % S, N * S)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrunner.indexing import find_rows, put_blocks, put_rows, take
+from jaxrunner.indexing import cache_index, find_rows, put_blocks, put_rows, take
 from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.drafting import draw_coupled, draw_own
@@ -247,16 +247,6 @@ def prepare_inputs(
     )
     samples = (num_tokens > 0) & (seq_lens >= total)
     return batch, SamplingMetadata(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
-
-
-def cache_index(blocks: Array, row: Array, positions: Array, cache_shape: tuple[int, int]) -> Array:
-    """Returns where each token's KV goes, block * S + offset; N * S for padding.
-
-    blocks: [B, M]; row and positions: [T], row B for padding; cache_shape: (N, S).
-    """
-    (B, _), (N, S) = blocks.shape, cache_shape
-    block = take(blocks, (row, positions // S))
-    return jnp.where(row < B, block * S + positions % S, N * S)
 
 
 def advance(

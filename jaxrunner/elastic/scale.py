@@ -31,7 +31,7 @@ def scale(completions: Completions, num: int) -> Engine:
     loaded, old = _checked(completions.engine, num), completions.engine
     assert isinstance(old, Engine)
     worker, program, warm_up = old.worker, old.runner.program, old.worker.warm_up
-    with completions._lock, tempfile.TemporaryDirectory() as folder:
+    with completions.lock, tempfile.TemporaryDirectory() as folder:
         completions._hand_out(old.drain())
         save_engine(old, Path(folder, "engine"))
         whole = whole_params(program.model.params, program.config)

@@ -28,13 +28,8 @@ from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.parallel.whole import (
-    copied,
-    merge,
-    merge_one,
-    merged_spec,
-    whole_params,
-    whole_program,
-)
+    copied, merge, merge_one, merged_spec, whole_params, whole_program,
+)  # fmt: skip
 from jaxrunner.program import abstract_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens

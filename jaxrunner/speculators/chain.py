@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.cache_group import distinct
-from jaxrunner.indexing import take
+from jaxrunner.indexing import cache_index, take
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.speculators.draft_logits import keep
 from jaxrunner.speculators.drafter import DraftedConfig, Drafter, Target
 from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
-from jaxrunner.step import cache_index
 from jaxrunner.types import Array, Batch, Inputs
 
 
