@@ -9,13 +9,13 @@ from test_engine import PROMPTS, run
 
 from jaxrunner import LLM, embedded
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device.switch_interval import INTERVAL_S
 from jaxrunner.engine.engine import Engine
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.runner.program_table import Key, ProgramTable
-from jaxrunner.runner.switch_interval import INTERVAL_S
 from tests.support import tiny
 
 SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))

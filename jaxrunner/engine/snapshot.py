@@ -13,7 +13,6 @@ import tempfile
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import pytree
@@ -28,8 +27,13 @@ from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.parallel.whole import (
-    copied, merge, merge_one, merged_spec, whole_params, whole_program,
-)  # fmt: skip
+    copied,
+    merge,
+    merged_spec,
+    sums_of,
+    whole_params,
+    whole_program,
+)
 from jaxrunner.program import abstract_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
@@ -267,24 +271,10 @@ def _context(engine: Engine) -> dict[str, str]:
     whole = whole_params(program.model.params, program.config)
     shapes = tuple(x.shape for x in jax.tree.leaves(whole))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
-    sums = jax.device_get(_sums(jax.tree.leaves(params), shapes))
+    sums = jax.device_get(sums_of(jax.tree.leaves(params), shapes))
     leaves = zip(jax.tree.leaves(params), shapes, sums, strict=True)
     values = [f"{x.dtype}{list(shape)} of sum {total:#x}" for x, shape, total in leaves]
     return told | {f"params{path}": value for path, value in zip(paths, values, strict=True)}
-
-
-@partial(jax.jit, static_argnums=1)
-def _sums(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Returns a number for each leaf, of a shape, that any other values are unlikely to have."""
-
-    def one(x: Array, shape: tuple[int, ...]) -> Array:
-        x = merge_one(x, shape)
-        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-        words = bits.astype(jnp.uint32).ravel()
-        odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1  # apart by their places
-        return jnp.sum(words * odd, dtype=jnp.uint32)
-
-    return [one(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
 
 
 def _check_context(folder: Path, saved: dict[str, str], own: dict[str, str]) -> None:

@@ -129,13 +129,11 @@ def load(
     quantization: str | None = None,
     generation_config: str = "auto",
     check_nan: bool = False,
-    download_dir: str | Path | None = None,
-    hf_token: str | bool | None = None,
+    download_dir: str | Path | None = None, hf_token: str | bool | None = None,
     parallel: ParallelConfig = ONE_DEVICE,
     enable_return_routed_experts: bool = False,
-    runner: str = "auto",
-    pooler_config: Any = None,
-) -> Loaded:
+    runner: str = "auto", pooler_config: Any = None,
+) -> Loaded:  # fmt: skip
     """Loads a checkpoint folder, or a name on the hub, but for its weights.
 
     tokenizer: None for none; its revision is the model's where it is the model's own and none is
@@ -155,14 +153,11 @@ def load(
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
     pooling = read_pooling(runner, settings, folder, PoolerConfig.read(pooler_config))
-    model, config = _read_model(pooling, settings, folder, quantization)
-    model, config = parallel.cut(*_kept(model, config, enable_return_routed_experts))
-    model, config = (model, config) if pooling is None else pooling.made(model, config)
+    model, config = _read_model(
+        pooling, settings, folder, quantization, parallel, enable_return_routed_experts
+    )
     dtype = choose_dtype(dtype, config.dtype)
-    if isinstance(tokenizer, str | Path):
-        same = tokenizer == name and tokenizer_revision is None
-        other = dict(model=tokenizer, revision=tokenizer_revision, name="tokenizer")
-        tokenizer = Tokenizer.from_folder(folder if same else load_config.folder(**other))
+    tokenizer = _read_tokenizer(tokenizer, tokenizer_revision, load_config, folder)
     eos_token_ids, defaults = _generation_defaults(folder, generation_config, config)
     load_config.check(model, config)  # before anything is compiled for it
     params = abstract_params(model, config, dtype)
@@ -171,16 +166,27 @@ def load(
     return Loaded(model, config, params, dtype, tokenizer, eos_token_ids, defaults, load_config)
 
 
-def _kept(model: Model, config: ModelConfig, routes: bool) -> tuple[Model, ModelConfig]:
-    return with_recorded_routes(model, config) if routes else (model, config)
+def _read_tokenizer(
+    tokenizer: str | Path | Tokenizer | None, revision: str | None, load: LoadConfig, folder: Path
+) -> Tokenizer | None:
+    """Returns the tokenizer that is named, which may be in the folder of the model."""
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    if tokenizer != load.model or revision is not None:
+        folder = load.folder(model=tokenizer, revision=revision, name="tokenizer")
+    return Tokenizer.from_folder(folder)
 
 
 def _read_model(
-    pooling: PoolingFiles | None, settings: dict[str, Any], folder: Path, quantization: str | None
-) -> tuple[Model, ModelConfig]:
-    """Returns the family and the config that config.json asks for."""
+    pooling: PoolingFiles | None, settings: dict[str, Any], folder: Path,
+    quantization: str | None, parallel: ParallelConfig, with_routes: bool,
+) -> tuple[Model, ModelConfig]:  # fmt: skip
+    """Returns the family and the config that config.json and the devices ask for."""
     settings = settings if pooling is None else pooling.settings
-    return read_quantized(settings, str(folder / "config.json"), quantization)
+    model, config = read_quantized(settings, str(folder / "config.json"), quantization)
+    model, config = with_recorded_routes(model, config) if with_routes else (model, config)
+    model, config = parallel.cut(model, config)
+    return (model, config) if pooling is None else pooling.made(model, config)
 
 
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -4,9 +4,11 @@ They differ where KV heads are copied, which is where shapes do.
 """
 
 from dataclasses import replace
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import pytree
@@ -18,6 +20,7 @@ from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.program import Program
 from jaxrunner.speculators.draft_model import DraftModelConfig
 from jaxrunner.speculators.drafter import DraftedConfig
+from jaxrunner.types import Array
 
 
 def whole_config(config: Any) -> Any:
@@ -81,3 +84,17 @@ def copied(tree: Any, spec: Any) -> Any:
         return put(np.repeat(x, spec.shape[1] // x.shape[1], axis=1), spec.sharding)
 
     return jax.tree.map(one, tree, spec)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def sums_of(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    """Returns a number for each leaf, of a shape, that any other values are unlikely to have."""
+
+    def one(x: Array, shape: tuple[int, ...]) -> Array:
+        x = merge_one(x, shape)
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        words = bits.astype(jnp.uint32).ravel()
+        odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1  # apart by their places
+        return jnp.sum(words * odd, dtype=jnp.uint32)
+
+    return [one(x, shape) for x, shape in zip(leaves, shapes, strict=True)]

@@ -22,8 +22,8 @@ from jaxrunner.device.lowering import (
     run_eagerly,
 )
 from jaxrunner.device.program_key import Key
+from jaxrunner.device.switch_interval import short_switch_interval
 from jaxrunner.runner.program_cache import ProgramCache
-from jaxrunner.runner.switch_interval import short_switch_interval
 
 logger = logging.getLogger(__name__)
 Started = dict[Key, Future[None]]
