@@ -263,8 +263,8 @@ def _fetch(
 def _sum(
     s: _Static, group: Array, turn: Array, part: Array, first: Array, scale: Ref,
     zero: Ref | None, w_smem: Ref, x_smem: Ref, full: Barrier, free: Barrier,
-) -> Array:  # fmt: skip
-    """Returns the sum of a warpgroup's steps for its rows, [ROWS, T]."""
+) -> list[Array]:  # fmt: skip
+    """Returns the sums of a warpgroup's steps for its rows, [ROWS, columns] of some tokens each."""
     pieces, size = STEP * s.packed // TERMS // s.sums, TERMS // s.packed
     start, columns = part * s.steps, s.columns
 

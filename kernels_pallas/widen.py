@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
+from jaxrunner.quantization.scheme import CODES
 from jaxrunner.types import Array
 
 TERMS = 64  # of a sum that `multiply` takes
@@ -159,12 +160,16 @@ def _int8(word: ir.Value, i: int) -> ir.Value:
     )
 
 
+def _halves(i: int) -> str:
+    """Moves the halves of byte i to the low ends of those of a1, with anything above them."""
+    return f"shr.u32 a0, $1, 4; prmt.b32 a1, $1, a0, {0xF0F0 | (i + 4) << 8 | i:#06x};"
+
+
 def _int4(word: ir.Value, i: int) -> ir.Value:
     """Two halves of a byte, which are 8 more than the numbers."""
     return _asm(
         word,
-        "shr.u32 a0, $1, 4;"
-        f"prmt.b32 a1, $1, a0, {0xF0F0 | (i + 4) << 8 | i:#06x};"
+        f"{_halves(i)}"
         "lop3.b32 a2, a1, 0x000f000f, 0x43004300, 0xea;"
         "mov.b32 a3, 0x43084308;"
         "sub.bf16x2 $0, a2, a3;",
@@ -175,8 +180,7 @@ def _e2m1(word: ir.Value, i: int) -> ir.Value:
     """Two numbers of fp4, in halves of a byte."""
     return _asm(
         word,
-        "shr.u32 a0, $1, 4;"
-        f"prmt.b32 a1, $1, a0, {0xF0F0 | (i + 4) << 8 | i:#06x};"
+        f"{_halves(i)}"
         "shl.b32 a2, a1, 6;"
         "shl.b32 a3, a1, 12;"
         "and.b32 a2, a2, 0x01c001c0;"
@@ -189,4 +193,4 @@ def _e2m1(word: ir.Value, i: int) -> ir.Value:
 PAIRS: dict[str, Pair] = {
     "float8_e4m3fn": _e4m3, "int8": _int8, "int4": _int4, "float4_e2m1fn": _e2m1,
 }  # fmt: skip
-PACKED = {"float8_e4m3fn": 1, "int8": 1, "int4": 2, "float4_e2m1fn": 2}
+PACKED = {code: CODES[code].packed for code in PAIRS}
