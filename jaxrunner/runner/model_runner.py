@@ -27,7 +27,7 @@ from jaxrunner.loading import orbax_io
 from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
-from jaxrunner.program import MultiStepBucket, make_state
+from jaxrunner.program import MultiStepBucket, SampleSize, make_state
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
 from jaxrunner.runner.grammar_masks import GrammarMasks
@@ -70,7 +70,7 @@ class ModelRunner(RunnerWeights):
         self._forwarded: tuple[Any, ...] | None = None
         program = self.program
         self._masks = GrammarMasks(program)
-        self._output = functools.cache(lambda *size: Layout(output_spec(program, *size)))
+        self._layout = functools.cache(lambda *size: Layout(output_spec(program, *size)))
         heads = program.model.heads
         self._token_heads = tuple(head.name for head in heads if head.axes.startswith("T"))
         awaited_at_exit(self)
@@ -189,8 +189,12 @@ class ModelRunner(RunnerWeights):
             return self.sample_tokens()
         program = self.programs[Key("multi_step" if num_steps > 1 else "step", size)]
         self.state, packed = program(self.params_of(size), self.state, work.plan)
-        layout = self._output(work.size, num_steps, size.num_tokens)
+        layout = self._output(work.size, num_steps, size)
         return StepHandle(work.req_ids, layout, packed, work.counts, self._token_heads)
+
+    def _output(self, size: SampleSize, num_steps: int, bucket: Any) -> Layout:
+        """Returns how an output is packed: by the tokens of a step where a head tells of each."""
+        return self._layout(size, num_steps, bucket.num_tokens if self._token_heads else 0)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *x: Any) -> jax.Array | None:
         """Starts the forward pass of a step, a single one; `sample_tokens` must follow.
@@ -225,7 +229,7 @@ class ModelRunner(RunnerWeights):
             program = self.programs[Key("propose", work.bucket)]
             params = self.params_of(work.bucket)
             self.state, drafts = program(params, self.state, batch, rows, hidden, extras)
-        layout = self._output(size, 1, work.bucket.num_tokens)
+        layout = self._output(size, 1, work.bucket)
         handle = StepHandle(work.req_ids, layout, packed, work.counts, self._token_heads)
         if grammar_output is not None and drafts is not None:
             handle.expect_drafts(drafts)
@@ -264,7 +268,9 @@ class ModelRunner(RunnerWeights):
         several = n > 1
         drafts = output.num_drafts
         each = [1 + drafts.get(r, 0) if several else counts[r] for r in req_ids]
-        all_tokens = [b for b in self.buckets if not (b.query_len and output.replays_routes)]
+        all_tokens = self.buckets
+        if output.replays_routes:
+            all_tokens = [b for b in self.buckets if not b.query_len]
         bucket = choose(
             all_tokens, each, lambda b: is_pending(step_key(b, n)), several=several,
             num_drafts=output.num_proposed, lora=lora,

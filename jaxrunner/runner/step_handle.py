@@ -76,6 +76,7 @@ class ModelRunnerOutput:
         if self.logprobs is None and self.drafts is None and not self.heads:
             return
         row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        of_rows = [name for name in self.heads if name not in self.token_heads]
         for request, tokens in gained:
             row, count = row_of[request.request_id], len(tokens)
             if self.logprobs is not None and request.params.num_logprobs is not None:
@@ -87,7 +88,7 @@ class ModelRunnerOutput:
                 request.draft_counts = tuple(map(sum, zip(before, counts, strict=True)))
             if self.draft_token_ids and request.grammar is not None:
                 request.draft_token_ids = self.draft_token_ids[row]
-            for name in self.heads.keys() - set(self.token_heads):
+            for name in of_rows:
                 request.heads.setdefault(name, []).append(self.heads[name][row].copy())
 
     def share_tokens(self, requests: Mapping[str, Request]) -> None:
