@@ -33,6 +33,7 @@ from jaxrunner.kernels_pallas.stores import put, put_rows
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: query tokens times the query heads of a KV head, padded
+IN_REGISTERS = 128  # the largest head_dim of which several tokens' queries stay in registers
 
 
 def refuses(
@@ -218,6 +219,10 @@ def _attend(
     def _() -> None:
         if query_len == 1:
             _copy(q_ref, (row * K + h) * padded, q_smem.at[pl.ds(0, max(padded, 8))], q_ready)
+            queries = q_smem
+        else:
+            start = row * (query_len * K) + h
+            queries = query_rows.load(q_ref, start, (ROWS, D), query_len, K)
 
         def fetch(tile: Array, stage: Index, block: Array) -> None:
             for part in range(max(1, C // S)):
@@ -238,10 +243,10 @@ def _attend(
 
         if query_len == 1:
             mosaic.barrier_wait(q_ready)
-        else:  # behind the copies of keys, which take longer
-            start = row * (query_len * K) + h
-            put(q_smem, query_rows.load(q_ref, start, (ROWS, D), query_len, K))
+        elif D > IN_REGISTERS:
+            put(q_smem, queries)
             plgpu.commit_smem()
+            queries = q_smem
         token, seen_by = query_rows.sight(ROWS, out_ref.shape[2], per_row, length, new)
 
         def tile_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -251,7 +256,7 @@ def _attend(
             mosaic.barrier_wait(k_ready.at[stage])
 
             def multiply(scores: Ref) -> Array:
-                mosaic.wgmma(scores, q_smem, k_smem.at[stage].T)
+                mosaic.wgmma(scores, queries, k_smem.at[stage].T)
                 return scores[...]
 
             scores = pl.run_scoped(multiply, mosaic.ACC((ROWS, C), jnp.float32)) * scale

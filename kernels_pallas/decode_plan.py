@@ -21,6 +21,7 @@ class TuningConfig:
     block_kv: int = 64  # keys of a tile
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
+    least: int = 2  # tiles of a part: as many as are in flight from its start
 
 
 DEFAULT = TuningConfig()
@@ -52,9 +53,12 @@ def plan(
         first = jnp.maximum(seq_lens - (window + query_len - 1), 0) // config.block_kv
     tiles = last - first
     share = (tiles.sum() * num_kv_heads + config.num_ctas - 1) // config.num_ctas
+    # A merge takes longer the more parts there are, and a part the more tiles it has.
+    share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
+    share = jnp.maximum(share, config.least)
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
     least = 0 if skip_empty else 1
-    parts = jnp.clip((tiles + share - 1) // jnp.maximum(share, 1), least, MAX_PARTS)
+    parts = jnp.clip((tiles + share - 1) // share, least, MAX_PARTS)
     rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + extra))
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)

@@ -19,7 +19,7 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Index, Layout, Ref
 from jaxrunner.types import Array
 
-FOURS = plgpu.Layout.WGMMA_UPCAST_2X  # a thread has four numbers in a row of a matrix
+LAYOUT = plgpu.Layout.WGMMA  # of the left operand of a product
 
 
 def num_queries(ref: Ref | None, row: Array) -> Index:
@@ -49,22 +49,22 @@ def sight(
 
 
 def load(ref: Ref, start: Array, shape: tuple[int, int], query_len: int, apart: int) -> Array:
-    """Loads queries, [rows, D], of `query_len` tokens into registers, laid out as `FOURS`.
+    """Loads queries, [rows, D], of `query_len` tokens into registers, laid out as `LAYOUT`.
 
     Arguments are those of `place`; shape: [rows, D].
     """
-    out = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=FOURS)
+    out = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=LAYOUT)
 
     @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=out)
     def read(_: Any, ref: ir.Value, start: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        layout, of = FOURS.to_mgpu(), ir.MemRefType(ref.type)
+        layout, of = LAYOUT.to_mgpu(), ir.MemRefType(ref.type)
         begin = arith.index_cast(ir.IndexType.get(), start.registers.item())
-        four = ir.VectorType.get((4,), of.element_type)
+        pair = ir.VectorType.get((2,), of.element_type)
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         places = layout.thread_idxs(shape)
         for at, (row, column) in zip(np.ndindex(registers.shape), places, strict=True):
             token, head = place(row, begin, of.shape[1], query_len, apart)
-            registers[at] = vector.load(four, ref, [token, head, column], alignment=8)
+            registers[at] = vector.load(pair, ref, [token, head, column], alignment=4)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return read(ref, start)
