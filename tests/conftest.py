@@ -24,12 +24,15 @@ if not Path("/dev/nvidiactl").exists():
 import jax
 import pytest
 
-from jaxrunner.device import lowering
+from jaxrunner.device import lowering, parts
 
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The embedded model has as many layers: one is compiled, a third of the time of all of them.
+parts.LEAST_CALLS = 8
 
 # `jaxrunner.lm_eval` cannot be imported without lm-eval, so neither can its tests.
 collect_ignore_glob = [] if find_spec("lm_eval") else ["test_lm_eval*.py"]

@@ -15,6 +15,7 @@ import pytest
 from jaxrunner.sampling.acceptance import Unverified, Verified, _emit, block, standard, synthetic
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise, uniforms
 
+slow = pytest.mark.slow
 B, V, N = 50_000, 3, 3
 P = np.array([[0.2, 0.5, 0.3], [0.55, 0.05, 0.4], [0.3, 0.3, 0.4]], np.float32)
 Q = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.05, 0.15, 0.8]], np.float32)
@@ -106,9 +107,10 @@ def is_share(seen: np.ndarray, expected: float) -> bool:
 @pytest.mark.parametrize(
     ("verify", "how", "few"),
     [
-        (standard, "likeliest", False), (standard, "coupled", True), (standard, "any", True),
-        (standard, "sampled", True), (block, "likeliest", False), (block, "any", True),
-        (block, "sampled", True),
+        (standard, "coupled", True), (standard, "sampled", True), (block, "sampled", True),
+        (block, "likeliest", False), pytest.param(standard, "likeliest", False, marks=slow),
+        pytest.param(standard, "any", True, marks=slow),
+        pytest.param(block, "any", True, marks=slow),
     ],
 )  # fmt: skip
 def test_sequences_are_distributed_as_the_target_says(verify: Any, how: str, few: bool):

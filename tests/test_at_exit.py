@@ -7,8 +7,9 @@ import sys
 import jax
 import pytest
 
-from tests.support.small_llm import SIZES
+from tests.support import small_llm
 
+SIZES = small_llm.SIZES | dict(load_format="dummy", hf_overrides=dict(num_hidden_layers=1))
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import atexit
@@ -18,14 +19,14 @@ from jaxrunner import LLM, embedded
 
 @jax.jit
 def slow(x):
-    y = jax.lax.fori_loop(0, 500, lambda i, y: y @ y / 512, jax.numpy.ones((512, 512)))
+    y = jax.lax.fori_loop(0, 100, lambda i, y: y @ y / 512, jax.numpy.ones((512, 512)))
     return x + y[0, 0].astype(x.dtype)
 
 llm = LLM(str(embedded.PATH), {sizes})
 state = llm.runner.state
 x = jax.tree.leaves(state)[0]
 x.block_until_ready()
-slow(x).block_until_ready()
+slow = slow.lower(x).compile()
 x = slow(x)
 print("works", not x.is_ready(), flush=True)
 llm.runner.state = jax.tree.unflatten(jax.tree.structure(state), [x] + jax.tree.leaves(state)[1:])

@@ -5,7 +5,6 @@ from dataclasses import replace
 import json
 import sys
 import time
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -13,15 +12,15 @@ import pytest
 from jaxrunner import LLM, SamplingParams, __main__, embedded
 from jaxrunner.bench import host_time, kernels, workloads
 from jaxrunner.kernels_pallas.cases import Case
-
-SIZES: dict[str, Any] = dict(
-    dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, num_blocks=8,
-    token_buckets=(32,), decode_buckets=(2,), use_tqdm=False, warm_up=False,
-)  # fmt: skip
+from tests.support.small_llm import SIZES
 
 
-def test_the_demo_streams_several_completions(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "sizes", [SIZES, pytest.param({}, marks=pytest.mark.slow)], ids=["small", "its own"]
+)
+def test_the_demo_streams_several_completions(sizes, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxrunner", "--max-tokens", "12"])
+    monkeypatch.setattr(__main__, "LLM", lambda model, **own: LLM(model, **own | sizes))
     __main__.main()
     shown = capsys.readouterr().out
     assert shown.splitlines()[0].startswith("jaxrunner ")
@@ -80,7 +79,7 @@ def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
         workloads.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, new=4,
         prefill=(2, 16), ttft=(4,), offline=(3, 4, 2), mixed=((2, 5), (2, 4)),
         host_batches=(1, 2), host_steps=3,
-        engine=SIZES | dict(warm_up=True),
+        engine=SIZES,
     )  # fmt: skip
     monkeypatch.setitem(workloads.PRESETS, "tiny", small)
     out = tmp_path / "tiny.json"

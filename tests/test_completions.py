@@ -10,8 +10,8 @@ from jaxrunner.api.sampling_params import RequestOutputKind
 from jaxrunner.text.bad_word_ids import encode_words
 
 SIZES: dict[str, Any] = dict(
-    dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64,
-    token_buckets=(64,), decode_buckets=(8,), block_size=16, use_tqdm=False, warm_up=False,
+    dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
+    token_buckets=(64,), decode_buckets=(4,), block_size=16, use_tqdm=False, warm_up=False,
 )  # fmt: skip
 TEXT = "def read(path):\n    with open(path) as f:\n        "
 

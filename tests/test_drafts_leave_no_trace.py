@@ -106,9 +106,16 @@ def rejected_behind(verifying: Engine, plain: Engine, got, want) -> bool:
     return bool((x[:, count] != y[:, count]).any())
 
 
-@pytest.mark.parametrize("drafter", ["another", "eagle3", "wide"])
-@pytest.mark.parametrize("changes", [{}, dict(max_num_batched_tokens=16, token_buckets=(16,))],
-                         ids=["whole", "in chunks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "drafter", ["another", "eagle3", pytest.param("wide", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="whole", marks=pytest.mark.slow),
+        pytest.param(dict(max_num_batched_tokens=16, token_buckets=(16,)), id="in chunks"),
+    ],
+)
 def test_the_drafter_s_cache_is_that_of_all_tokens_at_once(start, drafter, changes):
     whole = WHOLE | dict(enable_prefix_caching=False)
     decoding, dense = start(drafter, **changes), start(drafter, **whole)

@@ -50,7 +50,7 @@ def test_every_token_sees_its_whole_text_and_no_other(tmp_path, name):
     [
         "BertForSequenceClassification",
         pytest.param("RobertaForSequenceClassification", marks=pytest.mark.slow),
-        "ModernBertForSequenceClassification",
+        pytest.param("ModernBertForSequenceClassification", marks=pytest.mark.slow),
         pytest.param("ModernBertForTokenClassification", marks=pytest.mark.slow),
         pytest.param("BertForTokenClassification", marks=pytest.mark.slow),
     ],

@@ -113,7 +113,9 @@ def random_request(rng: np.random.Generator) -> tuple[list[int], SamplingParams]
     return rng.integers(0, 60, rng.integers(1, 20)).tolist(), features.random_params(rng, **PLAIN)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "depth", [2, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 3))]
+)
 def test_faults_at_random_change_no_token(fail, depth):
     """Each request has a prefix of its tokens; all of them, unless a step of it failed."""
     rng, dice, asked = np.random.default_rng(4), random.Random(depth), []

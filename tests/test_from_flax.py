@@ -54,12 +54,16 @@ def ours(greedy: bool) -> list[Request]:
     return finished((llama, tiny.random_params(CONFIG)), GREEDY if greedy else SAMPLED)
 
 
-@pytest.mark.parametrize("make", [nnx_model, linen_model])
+CHUNKS = dict(max_num_batched_tokens=5, token_buckets=(5,))
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "changes"),
     [
-        pytest.param({}, id="batched"),
-        pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunked prefill"),
+        pytest.param(nnx_model, CHUNKS, id="nnx, chunked prefill"),
+        pytest.param(linen_model, {}, id="linen, batched"),
+        pytest.param(nnx_model, {}, id="nnx, batched", marks=pytest.mark.slow),
+        pytest.param(linen_model, CHUNKS, id="linen, chunked prefill", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_equal_those_of_our_own_decoder(make, changes):

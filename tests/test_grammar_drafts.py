@@ -137,7 +137,14 @@ def num_accepted(requests: list[Request]) -> np.ndarray:
     return np.sum([r.draft_counts[1:] for r in requests if r.draft_counts], axis=0)
 
 
-@pytest.mark.parametrize("changes", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Preempted requests with grammars and drafts are in the loads of `test_drafts_driver.py`.
+        pytest.param(changes, id=name, marks=[pytest.mark.slow] * (name == "preempted"))
+        for name, changes in ENGINES.items()
+    ],
+)
 def test_drafts_change_no_token_of_a_request_with_a_grammar(changes):
     e = engine(*with_itself(), **changes)
     for temperature in (0.0, 1.0):
@@ -191,7 +198,12 @@ def test_a_step_ends_before_a_token_that_means_nothing(j, value):
 
 
 @pytest.mark.parametrize(
-    "verification", [("standard",), ("block",), ("synthetic", (1.0, 1.0, 1.0))], ids=lambda v: v[0]
+    "verification",
+    [
+        pytest.param(("standard",), id="standard", marks=pytest.mark.slow),
+        pytest.param(("block",), id="block"),
+        pytest.param(("synthetic", (1.0, 1.0, 1.0)), id="synthetic"),
+    ],
 )
 def test_a_grammar_holds_however_drafts_are_verified(verification):
     e = engine(*verified(*verification))

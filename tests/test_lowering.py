@@ -43,14 +43,18 @@ def process_of(made: Engine) -> LoweringProcess:
     return LoweringProcess(task)
 
 
-def test_a_process_lowers_what_this_one_lowers():
+def test_a_process_lowers_what_this_one_lowers_and_says_what_it_cannot():
     made = engine(num_processes=1)
     spec = spec_of(made, KEY)
     process = process_of(made)
     texts = [build._lowered.as_text() for build in (process.lower(KEY, spec), lower(spec))]
     for word in ("tf.aliasing_output", "stablehlo.dot_general", "stablehlo.scatter"):
         assert len({text.count(word) for text in texts}) == 1 and word in texts[0]
+    with pytest.raises(Died, match="KeyError: 'walk'"):
+        process.lower(Key("walk", KEY.size), spec)
     process.close()
+    with pytest.raises(Died, match="the process ended"):
+        process.lower(KEY, spec)
 
 
 def test_tokens_are_the_same_whoever_lowers(monkeypatch):
@@ -81,16 +85,6 @@ def test_what_a_process_that_died_would_have_lowered_is_lowered_here(monkeypatch
     made.runner.programs.strict = True
     assert run(made, PROMPTS[:2], PARAMS) == run(engine(), PROMPTS[:2], PARAMS)
     made.close()
-
-
-def test_a_program_that_cannot_be_lowered_says_so_from_its_process():
-    made = engine(num_processes=1)
-    process = process_of(made)
-    with pytest.raises(Died, match="KeyError: 'walk'"):
-        process.lower(Key("walk", KEY.size), spec_of(made, KEY))
-    process.close()
-    with pytest.raises(Died, match="the process ended"):
-        process.lower(KEY, spec_of(made, KEY))
 
 
 def test_closing_ends_processes_and_waits_for_none(monkeypatch):
