@@ -20,7 +20,7 @@ from tests.support import tiny
 pytestmark = pytest.mark.devices(4)
 MODEL: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
-    num_key_value_heads=2,
+    num_key_value_heads=2, num_hidden_layers=1,
 )  # fmt: skip
 SIZES: dict[str, Any] = dict(
     max_model_len=48, num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=32,
@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = dict(
     cache_dir=None, generation_config="vllm",
 )  # fmt: skip
 TWO: dict[str, Any] = dict(data_parallel_size=2)
+NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 REGEX = StructuredOutputsParams(regex="(A|B)[C-F]{3,9}")
 KINDS = [
@@ -66,7 +67,8 @@ def one(folder):
 
 @pytest.fixture(scope="module")
 def two(folder):
-    with open_llm(folder, **TWO, num_blocks=40) as llm:
+    """Returns two engines that draft, on two devices each."""
+    with open_llm(folder, **TWO, tensor_parallel_size=2, speculative_config=NGRAM) as llm:
         yield llm
 
 
@@ -94,22 +96,17 @@ def used(llm: LLM) -> list[int]:
     return [sum(sum(c.values()) for c in e.runner.traffic.values()) for e in llm.engine.engines]
 
 
-NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
-
-
-def test_tokens_are_those_of_one_engine(folder, want):
-    """Of two engines that draft, on two devices each."""
-    with open_llm(folder, **TWO, tensor_parallel_size=2, speculative_config=NGRAM) as llm:
-        assert answers(llm) == want
-        assert min(used(llm)) > 0 and llm.engine.router.work == [0, 0]
-        places = [
-            {d.id for x in jax.tree.leaves((r.params, r.state)) for d in x.devices()}
-            for r in llm.engine.worker.runners
-        ]
-        assert places == [{0, 1}, {2, 3}]
-        told = {m.labels["engine"] for m in llm.get_metrics()}
-        assert told == {"0", "1"} and "replica 1 on cpu" in llm.report()
-        assert sum(engine.scheduler.num_preemptions for engine in llm.engine.engines) > 0
+def test_tokens_are_those_of_one_engine(two, want):
+    assert answers(two) == want
+    assert min(used(two)) > 0 and two.engine.router.work == [0, 0]
+    places = [
+        {d.id for x in jax.tree.leaves((r.params, r.state)) for d in x.devices()}
+        for r in two.engine.worker.runners
+    ]
+    assert places == [{0, 1}, {2, 3}]
+    told = {m.labels["engine"] for m in two.get_metrics()}
+    assert told == {"0", "1"} and "replica 1 on cpu" in two.report()
+    assert sum(engine.scheduler.num_preemptions for engine in two.engine.engines) > 0
 
 
 def test_whatever_an_llm_is_asked(one, two):

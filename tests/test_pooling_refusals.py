@@ -118,6 +118,13 @@ def test_a_model_that_pools_lies_on_one_device(tmp_path, sizes):
         LLM(str(tmp_path), runner="pooling", load_format="dummy", **pooling.ENGINE | sizes)
 
 
+@pytest.mark.parametrize("name", [[], {}])
+def test_an_architecture_that_is_no_name_is_refused_by_its_key(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(BERT | dict(architectures=[name])))
+    with pytest.raises(ValueError, match=r"config\.json: architectures\[0\] must be str, got "):
+        LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True)
+
+
 def test_an_encoder_has_steps_for_its_longest_text(folder):
     sizes: dict[str, Any] = dict(max_num_seqs=3, warm_up=False, cache_dir=None, use_tqdm=False)
     changes = dict(max_position_embeddings=300)

@@ -36,6 +36,7 @@ def no_cache_of_jax():
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     lowering._lower.cache_clear()
+    jax.clear_caches()
     yield
     jax.config.update("jax_compilation_cache_dir", folder)
 

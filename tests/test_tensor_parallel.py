@@ -67,7 +67,8 @@ def saved(request, tmp_path_factory):
     return folder, config, answers(llama, config, params, num_blocks=24, num_decode_steps=2)
 
 
-CUTS = [("few KV heads", 8), ("windows", 2)]  # a head on several devices, several on one
+# A head on several devices, several on one: so does `test_an_llm_on_two_devices` too.
+CUTS = [("few KV heads", 8), pytest.param("windows", 2, marks=pytest.mark.slow)]
 
 
 @pytest.mark.devices("num")
@@ -88,7 +89,9 @@ def test_tokens_are_those_of_one_device(saved, num):
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize("saved", ["few KV heads", "windows"], indirect=True)
+@pytest.mark.parametrize(
+    "saved", ["few KV heads", pytest.param("windows", marks=pytest.mark.slow)], indirect=True
+)
 def test_weights_are_saved_as_they_were_read(saved, tmp_path):
     folder, config, _ = saved
     model, on_mesh = shard(llama, config, make_mesh(8))

@@ -148,7 +148,8 @@ def read_pooling(
         raise ValueError(f"runner must be one of {RUNNERS}, got {shown(runner)}")
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    found = _base(name) if isinstance(name, str) else None
+    name = name if isinstance(name, str) else None  # `read_model` refuses others by name
+    found = None if name is None else _base(name)
     generates = name in FAMILIES and FAMILIES[name].samples
     if found is None or runner == "generate" or (runner == "auto" and generates):
         if asked != PoolerConfig():
