@@ -186,6 +186,31 @@ def test_no_engine_waits_for_the_step_of_another(two, monkeypatch):
     assert len(requests[0].output_token_ids) == 6
 
 
+def test_a_replica_without_work_launches_nothing(two, monkeypatch):
+    # Ranks that one program couples would agree on a size; these have programs of their own.
+    engine, launched = two.engine, [list[int](), list[int]()]
+    for each, sizes in zip(engine.engines, launched, strict=True):
+        monkeypatch.setattr(each.runner, "step", noting(each.runner.step, sizes))
+    assert engine.step() == [] and launched == [[], []]  # nobody has work: nobody runs
+    engine.add("alone", [1, 2, 3], GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+    idle, busy = sorted(launched, key=len)
+    assert idle == [] and busy[0] == 3 and len(busy) >= 2
+
+
+def noting(step: Any, sizes: list[int]) -> Any:
+    """Returns a runner's `step`, which adds the tokens of each launch."""
+
+    def noted(output: Any) -> StepHandle:
+        handle = step(output)
+        if handle.req_ids:
+            sizes.append(output.total_num_scheduled_tokens)
+        return handle
+
+    return noted
+
+
 def test_an_abort_ends_requests_wherever_they_are(two):
     parts = two.stream(ids(PROMPTS[:4]), SamplingParams(max_tokens=30))
     next(parts)
