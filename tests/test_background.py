@@ -18,7 +18,7 @@ from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.runner.program_table import Key, ProgramTable
 from tests.support import tiny
 
-SIZES = dict(decode_buckets=(1, 2, 5), token_buckets=(8, 32))
+SIZES = dict(decode_buckets=(2, 5), token_buckets=(32,))
 FIRST = Key("step", Bucket(32, 5))
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]
 
@@ -64,7 +64,7 @@ def test_the_largest_size_serves_until_the_others_are_there(gate, monkeypatch):
     assert "state" in vars(engine.runner)  # a device that has no room says so now
     engine.runner.programs.strict = True
     keys = used(engine, monkeypatch)
-    assert "; 6 more to come" in engine.runner.programs.report()
+    assert "; 3 more to come" in engine.runner.programs.report()
     assert run(engine, PROMPTS[:2], PARAMS) == want
     assert {key for key in keys if key.name == "step"} == {FIRST}
     assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
@@ -124,7 +124,7 @@ def test_closing_ends_what_is_compiled_behind_and_does_not_wait(gate):
     programs = engine.runner.programs
     waiting = list(programs._pending.values())
     engine.close()
-    assert len(programs._pending) == 4 and not any(future.done() for future in waiting)
+    assert len(programs._pending) == 2 and not any(future.done() for future in waiting)
     gate.set()
     for future in waiting:  # the one that was lowered, and those that need not be any more
         with pytest.raises(RuntimeError, match="after shutdown"):

@@ -98,12 +98,12 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 
 
 QUICK = [
-    ("standard", "probabilistic", "in the usual way"),
     ("standard", "probabilistic", "preempted"),
     ("block", "probabilistic", "a token that is never drafted"),
 ]
 CASES = [
     *QUICK,
+    ("standard", "probabilistic", "in the usual way"),
     ("block", "greedy", "in the usual way"),
     ("standard", "probabilistic", "steps"),
 ]
@@ -138,7 +138,9 @@ def taking_the_likeliest(inputs: Any) -> Any:
     return chain.propose(inputs._replace(draw_own=draw))
 
 
-@pytest.mark.parametrize("propose", [forgetting, taking_the_likeliest])
+@pytest.mark.parametrize(
+    "propose", [pytest.param(forgetting, marks=pytest.mark.slow), taking_the_likeliest]
+)
 def test_drafts_that_are_verified_by_another_distribution_are_seen(propose: Any):
     """So that the test above can fail."""
     model, *rest = parts("standard", "probabilistic")
@@ -146,9 +148,9 @@ def test_drafts_that_are_verified_by_another_distribution_are_seen(propose: Any)
     assert difference(generate((model, *rest), NUM)[0]) > 10
 
 
-@pytest.mark.parametrize("rejection", ["standard", "block"])
+@pytest.mark.parametrize("rejection", [pytest.param("standard", marks=pytest.mark.slow), "block"])
 def test_all_drafts_of_the_model_itself_stand(rejection: str):
     """Draft and target are of one distribution, so what is kept of a draft is what it came from."""
     given = parts(rejection, "probabilistic", itself=True)
-    _, _, (steps, first, second) = generate(given, 300)
+    _, _, (steps, first, second) = generate(given, 100)
     assert first == second == steps

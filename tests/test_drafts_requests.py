@@ -66,9 +66,7 @@ def test_a_request_ends_amid_drafts_where_it_ends_without(engines, name, tempera
     assert len(last) > 2 or name in ("ignore_eos", "min_tokens")
 
 
-SIZES: dict[str, Any] = small_llm.SIZES | dict(
-    max_model_len=96, max_num_seqs=6, decode_buckets=(6,), num_blocks=64
-)
+SIZES: dict[str, Any] = small_llm.SIZES | dict(max_num_seqs=4, decode_buckets=(4,))
 TEXT = "class Stack:\n    def __init__(self"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 

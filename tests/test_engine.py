@@ -13,6 +13,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from tests.support import tiny
 
+slow = pytest.mark.slow
 PROMPTS = [
     [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9],
     [9, 2, 6],
@@ -75,15 +76,18 @@ def alone(kind: str) -> list[list[int]]:
     "changes",
     [
         pytest.param({}, id="batched"),
-        pytest.param(dict(async_depth=1), id="sync"),
-        pytest.param(dict(max_num_batched_tokens=5, token_buckets=(5,)), id="chunks of 5"),
+        pytest.param(dict(async_depth=1), id="sync", marks=slow),
+        pytest.param(
+            dict(max_num_batched_tokens=5, token_buckets=(5,), block_size=16, num_blocks=15),
+            id="chunks of 5, large blocks",
+        ),
         pytest.param(dict(num_blocks=13), id="preempted"),
-        pytest.param(dict(num_blocks=13, policy="priority"), id="preempted by priority"),
-        pytest.param(dict(max_num_seqs=2, decode_buckets=(2,)), id="queued"),
-        pytest.param(dict(decode_buckets=(2, 5), token_buckets=(8, 32)), id="buckets"),
-        pytest.param(dict(block_size=16, num_blocks=15), id="large blocks"),
+        pytest.param(dict(num_blocks=13, policy="priority"), id="by priority", marks=slow),
+        pytest.param(
+            dict(max_num_seqs=2, decode_buckets=(1, 2), token_buckets=(8, 32)), id="queued, buckets"
+        ),
         pytest.param(dict(num_decode_steps=3, num_blocks=13), id="3 steps, preempted"),
-        pytest.param(dict(num_decode_steps=8, async_depth=3), id="8 steps, 3 launches ahead"),
+        pytest.param(dict(num_decode_steps=8, async_depth=3), id="3 launches ahead", marks=slow),
     ],
 )  # fmt: skip
 def test_tokens_depend_on_the_request_alone(changes):
@@ -259,7 +263,7 @@ def test_closing_gives_the_state_back():
 @pytest.mark.parametrize(
     "dtype,kv_dtype,tolerance",
     [
-        ("float16", "float16", 0.01),
+        pytest.param("float16", "float16", 0.01, marks=slow),
         ("float32", "bfloat16", 0.05),
     ],
 )

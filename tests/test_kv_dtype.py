@@ -86,7 +86,13 @@ class Problem(test_reference.Problem):
 
 
 @test_reference.BOTH
-@pytest.mark.parametrize("case", test_reference.CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case in ("prefill", "block edges")))
+        for case in test_reference.CASES
+    ],
+)
 @pytest.mark.parametrize(
     "kv_dtype,dtype,window", [("int8", "bfloat16", 5), ("float8_e4m3fn", "float32", None)]
 )

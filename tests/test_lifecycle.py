@@ -54,7 +54,7 @@ def test_after_an_update_all_is_as_with_a_new_engine():
     assert (len(e.runner.programs.ledger), e.weights_version) == (ledger, 2)
 
 
-@pytest.mark.parametrize("blocks", [60, 14], ids=["room for all", "preemption"])
+@pytest.mark.parametrize("blocks", [60, 13], ids=["room for all", "preemption"])
 def test_no_request_to_come_shares_what_running_ones_computed(blocks: int):
     """Their blocks hold keys of old weights, and later ones keys of new weights upon those."""
     e = engine(num_blocks=blocks, async_depth=1)
