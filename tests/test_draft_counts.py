@@ -15,7 +15,7 @@ from jaxrunner.speculators.suffix import suffix
 from tests.support import tiny
 from tests.support.drafters import PROMPTS, K, adaptive, run, with_ngrams
 
-GREEDY = dict(temperature=0.0)
+GREEDY: dict[str, Any] = dict(temperature=0.0)
 
 
 def with_suffixes() -> tuple[Any, ...]:
@@ -39,7 +39,8 @@ def test_several_steps_a_launch_need_tokens_for_all_drafts_and_else_are_one(num_
 
 
 def test_drafts_that_were_not_there_are_not_counted():
-    e = Engine(*with_suffixes()[:2], tiny.engine_config(async_depth=1), tiny.model_and_params()[1])
+    model, config, params = with_suffixes()
+    e = Engine(model, config, tiny.engine_config(async_depth=1), params)
     request = e.add("a", PROMPTS["a"], SamplingParams(max_tokens=30, seed=3))
     steps = drafts = empty = 0
     while e.has_unfinished:

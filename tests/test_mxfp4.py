@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 import json
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from jaxrunner.experts import Experts
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.quantization.quantized_config import plain_config
 
 pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
 mixtures = pytest.importorskip("tests.support.mixtures", reason="it needs transformers")
@@ -70,9 +72,10 @@ def test_experts_in_4_bits_are_read(tmp_path):
         np.testing.assert_array_equal(both.values()[:, 1], gate_up[:, 1::2])
     ids = jnp.asarray(PROMPTS[5])
     got = run(loaded.model, loaded.config, loaded.read_params(progress=False), ids)
-    floats = loaded.config.plain, widened(loaded.read_params(progress=False))
+    floats = plain_config(loaded.config), widened(loaded.read_params(progress=False))
     np.testing.assert_allclose(got, run(loaded.model, *floats, ids), atol=1e-4, rtol=1e-4)
-    with LLM(str(tmp_path), **SIZES | dict(max_num_seqs=1, decode_buckets=(1,))) as llm:
+    sizes: dict[str, Any] = SIZES | dict(max_num_seqs=1, decode_buckets=(1,))
+    with LLM(str(tmp_path), **sizes) as llm:
         (output,) = tokens(greedy(llm, [PROMPTS[5]], 4))
     logits = run(loaded.model, *floats, jnp.asarray(PROMPTS[5] + output))
     assert output == logits[len(PROMPTS[5]) - 1 : -1].argmax(-1).tolist()

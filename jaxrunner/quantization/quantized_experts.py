@@ -32,8 +32,8 @@ class QuantizedExperts:
     @classmethod
     def of(cls, experts: Experts) -> "QuantizedExperts":
         """Returns experts as products of floats."""
-        products = {name: Linear(getattr(experts, name), None) for name in ("gate_up", "down")}
-        return cls(**vars(experts) | products)
+        products = Linear(experts.gate_up, None), Linear(experts.down, None)
+        return cls(*products, experts.gate_up_bias, experts.down_bias, experts.activation)
 
     @property
     def num_experts(self) -> int:
