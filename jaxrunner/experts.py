@@ -4,6 +4,7 @@ Another way to store them, in 4 bits with scales for example, is another class t
 `ExpertWeights` asks for.
 """
 
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import jax
@@ -62,25 +63,8 @@ class Experts:
         return self.gate_up.shape[0]
 
     def product(self, x: Array, routes: Routes) -> Array:
-        """Runs x, [T, E], through its experts. Returns their weighted sum, [T, E].
-
-        Tiles of one expert's rows follow each other; the time goes by the tiles that there are.
-        """
-        (T, k), X = routes.experts.shape, self.num_experts
-        block = rows_of_tile(T * k, X)
-        groups = group(routes.experts, X)
-        each = cut_tiles(groups.sizes, T * k, block)
-        rows = jnp.pad(x[groups.order // k], ((0, block), (0, 0)))
-
-        def run(i: Array, out: Array) -> Array:
-            # What a tile reaches beyond its rows is junk there, which the next tile overwrites.
-            some = jax.lax.dynamic_slice_in_dim(rows, each.first[i], block)
-            made = self._of_one(each.expert[i], some)
-            return jax.lax.dynamic_update_slice_in_dim(out, made, each.first[i], 0)
-
-        out = jnp.zeros((T * k + block, x.shape[1]), jnp.float32)
-        out = jax.lax.fori_loop(0, each.num, run, out)
-        return weighted_sum(out[groups.place], routes).astype(x.dtype)
+        """Runs x, [T, E], through its experts. Returns their weighted sum, [T, E]."""
+        return by_tiles(x, routes, self.num_experts, self._of_one)
 
     def differentiable(self, x: Array, routes: Routes) -> Array:
         """Does what `product` does by one ragged product of all rows, which has a gradient."""
@@ -108,6 +92,31 @@ class Experts:
             h += gate_up_bias.astype(jnp.float32)[None]
         out = _product(activate(h, self.activation).astype(x.dtype), down)
         return out if down_bias is None else out + down_bias.astype(jnp.float32)[None]
+
+
+def by_tiles(
+    x: Array, routes: Routes, num_experts: int, of_one: Callable[[Array, Array], Array]
+) -> Array:
+    """Runs x, [T, E], through experts by tiles. Returns their weighted sum, [T, E].
+
+    Tiles of one expert's rows follow each other; the time goes by the tiles that there are.
+    of_one: (expert, rows [block, E]) -> [block, E], float32.
+    """
+    T, k = routes.experts.shape
+    block = rows_of_tile(T * k, num_experts)
+    groups = group(routes.experts, num_experts)
+    each = cut_tiles(groups.sizes, T * k, block)
+    rows = jnp.pad(x[groups.order // k], ((0, block), (0, 0)))
+
+    def run(i: Array, out: Array) -> Array:
+        # What a tile reaches beyond its rows is junk there, which the next tile overwrites.
+        some = jax.lax.dynamic_slice_in_dim(rows, each.first[i], block)
+        made = of_one(each.expert[i], some)
+        return jax.lax.dynamic_update_slice_in_dim(out, made, each.first[i], 0)
+
+    out = jnp.zeros((T * k + block, x.shape[1]), jnp.float32)
+    out = jax.lax.fori_loop(0, each.num, run, out)
+    return weighted_sum(out[groups.place], routes).astype(x.dtype)
 
 
 def rows_of_tile(num_routes: int, num_experts: int) -> int:

@@ -22,7 +22,7 @@ from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.replicas import Replicas, engines_of, make_engine
-from jaxrunner.engine.requested_prompts import overridden, read_asked
+from jaxrunner.engine.requested_prompts import overridden, read_adapters, read_asked
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.lora.lora_request import LoRARequest
@@ -234,12 +234,17 @@ class LLM(PoolingMethods, LLMNames):
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    @checked(llm_arguments.METHODS, elsewhere=llm_arguments.OF_BEAMS)
+    @checked(llm_arguments.METHODS, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def beam_search(
-        self, prompts: Any, params: beam.BeamSearchParams, *, use_tqdm: Bar = True
-    ) -> list[beam.BeamSearchOutput]:
+        self, prompts: Any, params: beam.BeamSearchParams, *, lora_request: Adapters = None,
+        use_tqdm: Bar = True,
+    ) -> list[beam.BeamSearchOutput]:  # fmt: skip
         """Returns the `beam_width` likeliest continuations that a beam search finds, best first."""
-        return beam.search(self.completions, parse_prompts(prompts), params, use_tqdm=use_tqdm)
+        parsed = parse_prompts(prompts)
+        adapters = read_adapters(lora_request, len(parsed))
+        return beam.search(
+            self.completions, parsed, params, lora_requests=adapters, use_tqdm=use_tqdm
+        )
 
     @checked(llm_arguments.METHODS)
     def loglikelihood(

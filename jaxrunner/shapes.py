@@ -84,7 +84,7 @@ def output_spec(
     """
     B, C, J = size.num_rows, size.num_logprobs, num_steps * (1 + size.num_drafts)
     dims = program.dims | dict(B=B, J=J, N=B * J, C=C, Z=int(C > 0))
-    dims |= {"1+K": 1 + program.num_drafts, "drafts": program.num_drafts > 0}
+    dims |= {"3+K": 3 + program.num_drafts, "drafts": program.num_drafts > 0}
     return replace(pytree.abstract(StepOutput, dims), heads=heads_spec(program, B, num_tokens))
 
 

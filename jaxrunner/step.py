@@ -16,7 +16,7 @@ from jaxrunner.sampling.drafting import draw_coupled, draw_own
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.sampling.verification import verify
 from jaxrunner.slot_table import observed, partition
-from jaxrunner.speculators.speculator import DraftInputs, write_drafts
+from jaxrunner.speculators.speculator import DraftInputs, count_drafts, write_drafts
 from jaxrunner.types import (
     Array,
     Batch,
@@ -135,9 +135,8 @@ def finish(
         state.requests, rows, drawn.token_ids, drawn.num_accepted, most
     )
     drafts = None
-    if K := program.num_drafts:
-        verified = (rows.samples & (rows.num_drafts > 0))[:, None]
-        drafts = (verified & (jnp.arange(1 + K)[None] <= accepted[:, None])).astype(jnp.int32)
+    if program.num_drafts:
+        drafts = count_drafts(state.requests, rows, accepted, program.num_drafts)
     output = StepOutput(
         token_ids=drawn.token_ids,
         num_sampled=num_sampled,

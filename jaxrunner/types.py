@@ -172,6 +172,7 @@ class StepOutput:
     not_finite: Array = leaf("B", jnp.bool)  # NaN or infinite logits: the tokens mean nothing
     no_choice: Array = leaf("B", jnp.bool)  # rules left no token, so only the grammar counted
     logprobs: tuple[Logprobs, ...] = each("Z")  # one, or none
-    # Of the row, how many steps verified drafts, and how many of these accepted each draft.
-    drafts: Array | None = leaf("B 1+K", when="drafts")
+    # Of the row, how many steps were to verify drafts, how many of these had any (a drafter may
+    # find none), the drafts of all, and how many steps accepted each draft.
+    drafts: Array | None = leaf("B 3+K", when="drafts")
     heads: dict[str, Array] = by_name(default_factory=dict)  # of the model's heads, [B, ...]

@@ -23,6 +23,10 @@ def test_sizes_over_the_most_are_none():
     assert ChunkBudget((16, 512), 256).next(2, 600) == 16
 
 
+def test_decodes_with_many_drafts_are_held_to_the_most():
+    assert ChunkBudget((16, 32), 32).next(num_decodes=40, num_due=60) == 32
+
+
 def test_a_waiting_prompt_is_computed_after_some_steps():
     scheduler, _ = make(max_num_seqs=4, max_num_batched_tokens=16, step_sizes=(8, 16))
     for name in "abc":

@@ -29,7 +29,7 @@ class Machine:
         self.now += (self.verify if num_drafts else 1.0) + pause
         stands = self.rng.random((num_rows, K)) < self.accept
         accepted = np.cumprod(stands, axis=1)
-        drafts = np.concatenate([np.ones((num_rows, 1), int), accepted], 1)
+        drafts = np.concatenate([np.ones((num_rows, 3), int), accepted], 1)
         counts = {str(i): 1 + num_drafts for i in range(num_rows)}
         planned = dict.fromkeys(counts, num_drafts) if num_drafts else {}
         output = SchedulerOutput(

@@ -190,7 +190,7 @@ class Driver:
             compare(got, want)
             if got.draft_counts:
                 self.seen["drafted"] += got.draft_counts[0]
-                self.seen["accepted"] += sum(got.draft_counts[1:])
+                self.seen["accepted"] += sum(got.draft_counts[2:])
                 ruled = got.params.structured_outputs is not None
                 self.seen["drafted, grammar"] += got.draft_counts[0] if ruled else 0
         self.ended = []

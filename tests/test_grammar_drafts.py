@@ -134,7 +134,7 @@ def without_drafts(**changes: Any) -> list[Any]:
 
 
 def num_accepted(requests: list[Request]) -> np.ndarray:
-    return np.sum([r.draft_counts[1:] for r in requests if r.draft_counts], axis=0)
+    return np.sum([r.draft_counts[2:] for r in requests if r.draft_counts], axis=0)
 
 
 @pytest.mark.parametrize(

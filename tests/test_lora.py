@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LoRARequest
+from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from jaxrunner.worker.worker import Worker
@@ -59,6 +60,12 @@ def answers(llm, prompts, adapters, count=9):
     outputs = llm.generate(asked, checkpoint.greedy(count), lora_request=adapters, use_tqdm=False)
     assert not [o.error for o in outputs if o.error]
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def beams(llm, prompts, adapters):
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    found = llm.beam_search(prompts, params, lora_request=adapters, use_tqdm=False)
+    return [[sequence.tokens for sequence in one.sequences] for one in found]
 
 
 def test_tokens_of_a_mixed_batch_are_those_of_merged_models(llm, saved):
@@ -155,7 +162,11 @@ def test_an_adapter_is_merged_and_the_weights_come_back_to_the_bit(llm, saved):
     _, base, requests, _ = saved
     llm.add_lora(requests[3])
     before = [np.asarray(x) for x in jax.tree.leaves(llm.params)]
+    asked = [{"prompt_token_ids": ids} for ids in PROMPTS[:2]]
+    adapted = beams(llm, asked, [requests[3], None])
+    assert adapted[1] == beams(llm, asked[1:], None)[0] != adapted[0]
     llm.merge_lora(4)
+    assert beams(llm, asked[:1], None) == adapted[:1]
     merged = lora.merge(base, *lora.make(base, 4, **KINDS["patterns"]))
     assert answers(llm, PROMPTS[:2], None) == [tokens(merged, p) for p in PROMPTS[:2]]
     with pytest.raises(RuntimeError, match="an adapter is merged already: call unmerge_lora"):

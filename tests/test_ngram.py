@@ -51,7 +51,7 @@ def test_lookup_finds_what_a_search_finds(vocab_size: int, min_n: int, max_n: in
         for i in range(B):
             want = search(ids[i, : total_len[i]].tolist(), K, min_n, max_n)
             assert found[i] == bool(want)
-            assert drafts[i].tolist() == (want or [0] * K)
+            assert drafts[i].tolist() == (want or [-1] * K)
         seen += found.sum()
     assert seen > 0
 

@@ -72,7 +72,8 @@ class RequestMetrics:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_drafts: int = 0  # steps that verified drafts of its completions
-    # And how many of these accepted the first draft, the first two, and so on.
+    num_draft_tokens: int = 0  # the drafts of all these steps
+    # And how many steps accepted the first draft, the first two, and so on.
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
 
     @property

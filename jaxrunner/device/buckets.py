@@ -42,7 +42,7 @@ def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> 
         verified = [(r, min(K, MOST_VERIFIED // r - 1, T // r - 1)) for r in all_rows]
         uniform = [*((r, 0) for r in all_rows), *((r, k) for r, k in verified if k > 0)]
     else:
-        uniform = [(r, K) for r in _up_to(min(R, T // (1 + K)), rows)]
+        uniform = [(r, K) for r in _up_to(min(R, T // (1 + K)), rows) if r]
     buckets = [Bucket(r * (1 + k), r, 1 + k, k) for r, k in uniform]
     buckets += [Bucket(s, min(s, R), 0, 0 if adaptive else K) for s in _up_to(T, sizes)]
     if config.enable_lora:

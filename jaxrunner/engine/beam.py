@@ -12,6 +12,7 @@ from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar, progress_bar
+from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.prompts import ParsedPrompt
 from jaxrunner.text.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ class _Search:
 
     prompt_len: int
     cache_salt: str | None
+    lora_request: LoRARequest | None
     live: list[BeamSearchSequence]
     done: list[BeamSearchSequence] = field(default_factory=list)
 
@@ -85,9 +87,12 @@ def search(
     prompts: Sequence[ParsedPrompt],
     params: BeamSearchParams,
     *,
+    lora_requests: Sequence[LoRARequest | None],
     use_tqdm: Bar = False,
 ) -> list[BeamSearchOutput]:
     """Searches for each prompt, all at once, as transformers does with early_stopping=False.
+
+    lora_requests: the adapter of each prompt.
 
     Raises:
       TypeError, ValueError: a prompt is bad or leaves no room for `max_tokens`.
@@ -105,10 +110,16 @@ def search(
                 f"prompt {i} has {len(ids)} tokens, max_tokens={params.max_tokens} more exceed "
                 f"max_model_len={engine.config.max_model_len}: lower max_tokens"
             )
-    searches = [_Search(len(ids), salt, [BeamSearchSequence(list(ids))]) for ids, salt in starts]
+    searches = [
+        _Search(len(ids), salt, lora_request, [BeamSearchSequence(list(ids))])
+        for (ids, salt), lora_request in zip(starts, lora_requests, strict=True)
+    ]
     for _ in progress_bar(use_tqdm, iterable=range(params.max_tokens), desc="Beam search"):
         beams = [
-            ParsedPrompt(token_ids=beam.tokens, cache_salt=search.cache_salt)
+            (
+                ParsedPrompt(token_ids=beam.tokens, cache_salt=search.cache_salt),
+                search.lora_request,
+            )
             for search in searches
             for beam in search.live
         ]
@@ -121,12 +132,14 @@ def search(
 
 
 def _next_tokens(
-    completions: Completions, beams: list[ParsedPrompt], one: SamplingParams
+    completions: Completions,
+    beams: list[tuple[ParsedPrompt, LoRARequest | None]],
+    one: SamplingParams,
 ) -> list[Request]:
     states: list[RequestState] = []
     try:
-        for beam in beams:
-            completions.add(beam, one, into=states)
+        for beam, lora_request in beams:
+            completions.add(beam, one, into=states, lora_request=lora_request)
         completions.run(states)
     finally:
         completions.drop(states)

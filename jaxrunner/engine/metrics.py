@@ -47,10 +47,10 @@ def read_metrics(
     )
     found = [metric for i, engine in enumerate(engines) for metric in _of_engine(str(i), *engine)]
     found += [Counter(f"vllm:{name}", value=value) for name, value in counters.items()]
-    num_drafts, *accepted = draft_counts(totals) or (0,)
+    num_drafts, num_draft_tokens, *accepted = draft_counts(totals) or (0, 0)
     for name, value in dict(
         num_drafts=num_drafts,
-        num_draft_tokens=num_drafts * len(accepted),
+        num_draft_tokens=num_draft_tokens,
         num_accepted_tokens=sum(accepted),
     ).items():
         found.append(Counter(f"vllm:spec_decode_{name}", value=value))
@@ -79,6 +79,9 @@ def _of_engine(
 
 
 def draft_counts(totals: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the steps that verified drafts, and how many of these accepted each; () without."""
+    """Returns the steps that verified drafts, these drafts, and how many steps accepted each.
+
+    () without.
+    """
     num = sum(name.startswith("drafts ") for name in totals)
     return tuple(totals[f"drafts {i}"] for i in range(num))

@@ -280,8 +280,9 @@ def request_output(
         metrics["finished_s"] = max(state.times["finished_s"] for state in group)
     counts = [state.request.draft_counts for state in group if state.request]
     if drafted := [one for one in counts if one]:
-        num_drafts, *accepted = map(sum, zip(*drafted, strict=True))
-        metrics |= dict(num_drafts=num_drafts, num_accepted_tokens_per_pos=tuple(accepted))
+        num_drafts, tokens, *accepted = map(sum, zip(*drafted, strict=True))
+        metrics |= dict(num_drafts=num_drafts, num_draft_tokens=tokens)
+        metrics["num_accepted_tokens_per_pos"] = tuple(accepted)
     return RequestOutput(
         request_id=first.name,
         prompt=first.prompt,

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.api.validation import Bound, shown, validate
-from jaxrunner.lora.lora_request import check_lora_request
+from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.text.prompts import ParsedPrompt, parse_prompts
 
 # The last are more arguments of `Engine.add`: priority and lora_request.
@@ -51,10 +51,10 @@ def read_asked(
             _check_logprobs(param, max_logprobs)
     ranks = _one_each("priority", 0 if priority is None else priority, len(parsed))
     priorities = [validate(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
-    adapters = map(check_lora_request, _one_each("lora_request", lora_request, len(parsed)))
+    adapters = read_adapters(lora_request, len(parsed))
     rest = [
         dict(priority=rank, lora_request=adapter)
-        for rank, adapter in zip(priorities, adapters, strict=True)
+        for rank, adapter in zip(priorities, adapters, strict=False)  # none of no prompt
     ]
     # Copies: who made them may set fields before a stream is read.
     return [(p, one.clone(), more) for p, one, more in zip(parsed, params, rest, strict=False)]
@@ -78,6 +78,16 @@ def overridden(params: SamplingParams, overrides: Mapping[str, Any] | None) -> S
         return replace(params, **fields)
     except (TypeError, ValueError) as error:
         raise type(error)(f"override_generation_config: {error}") from error
+
+
+def read_adapters(lora_request: Any, count: int) -> list[LoRARequest | None]:
+    """Returns the adapter of each of `count` prompts, from one for all or one for each.
+
+    Raises:
+      TypeError, ValueError: it is no adapter, or not one for each prompt.
+    """
+    adapters = map(check_lora_request, _one_each("lora_request", lora_request, count))
+    return list(adapters)[:count]
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

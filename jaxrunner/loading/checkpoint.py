@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jaxrunner.api.validation import shown
 from jaxrunner.hf_config import read_json
 from jaxrunner.loading.safetensors_file import Tensor, read_header
+from jaxrunner.loading.stacked_experts import in_file
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -53,7 +54,15 @@ def find(
     if index is not None:
         problems += _check_index(index, found)
     found |= _beside(folder, wanted)
-    found = _with_beginnings(found, wanted)
+    parts: dict[str, tuple[Path, Tensor]] = {}
+    for name, (path, tensor) in _with_beginnings(found, wanted).items():
+        for own, part in in_file(name, tensor, wanted):
+            if own in parts:
+                problems.append(
+                    f"{own} is in {parts[own][0].name} and again in {path.name}: {name}"
+                )
+            parts[own] = path, part
+    found = parts
     problems += _check_tensors(wanted, found, spare)
     if problems:
         more = len(problems) - MOST_NAMED

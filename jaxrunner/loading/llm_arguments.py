@@ -229,6 +229,3 @@ PROMPTS_ELSEWHERE: dict[str, Elsewhere] = {
         "contents reach the template as text", ("auto", "string")
     ),
 }
-OF_BEAMS: dict[str, Elsewhere] = PROMPTS_ELSEWHERE | {
-    "lora_request": Elsewhere("beams have no adapter: merge_lora adds one to the weights")
-}

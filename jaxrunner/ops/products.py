@@ -1,6 +1,7 @@
 """What products of tokens and weights run through, by their sizes."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -19,21 +20,32 @@ TILES, TILE, MAX_PARTS = 256, (64, 128), 8
 BIG, FEW = 1 << 24, 128
 
 
+class Known(NamedTuple):
+    """What each operation asks before plain JAX for one class of weights, in this order."""
+
+    linear: tuple[Operation, ...]
+    project: tuple[Operation, ...]
+    gate_up: tuple[Operation, ...]  # of an MLP that is two products
+
+
 def linear(x: Array, w: Weights, *, note: Note) -> Array:
     """Multiplies x, [T, *inputs]. Returns [T, *outputs]."""
-    known = quantized_products.WHOLE if isinstance(w, QuantizedLinear) else LINEAR
-    return run_first("linear", (*w.kernels, *known, PLAIN), x, w, note=note)
+    return run_first("linear", (*w.kernels, *_known(w).linear, PLAIN), x, w, note=note)
 
 
 def project(x: Array, w: Weights, *, note: Note) -> Array:
     """Multiplies x, [T, *inputs]. Returns [T, E], or parts of it, [parts, T, E] in float32."""
-    known = quantized_products.IN_PARTS if isinstance(w, QuantizedLinear) else (PARTS,)
-    return run_first("project", (*w.kernels, *known, PLAIN), x, w, note=note)
+    return run_first("project", (*w.kernels, *_known(w).project, PLAIN), x, w, note=note)
 
 
 def mlp(x: Array, gate_up: Weights, down: Weights, *, note: Note) -> Array:
     """Runs a gated MLP on x, [T, E]. Returns what `project` does."""
     return run_first("mlp", MLP, x, gate_up, down, note, note=note)
+
+
+def _known(w: Weights) -> Known:
+    """Returns what is asked for weights; for those of an unknown class what says why it refuses."""
+    return KNOWN.get(type(w), KNOWN[Linear])
 
 
 def _gemv(x: Array, w: Linear) -> Array:
@@ -126,8 +138,8 @@ def _refuses_swiglu(x: Array, gate_up: Weights, down: Weights, note: Note) -> st
 
 
 def _two_products(x: Array, gate_up: Weights, down: Weights, note: Note) -> Array:
-    known = quantized_products.WHOLE if isinstance(gate_up, QuantizedLinear) else ()
-    both = run_first("gate_up", (*gate_up.kernels, *known, PLAIN), x, gate_up, note=note)
+    known = (*gate_up.kernels, *_known(gate_up).gate_up, PLAIN)
+    both = run_first("gate_up", known, x, gate_up, note=note)
     return project(swiglu(both), down, note=note)
 
 
@@ -139,3 +151,9 @@ MLP = (
     Operation("swiglu", _swiglu_mlp, _refuses_swiglu),
     Operation("two products", _two_products),
 )
+KNOWN: dict[type, Known] = {
+    Linear: Known(LINEAR, (PARTS,), ()),
+    QuantizedLinear: Known(
+        quantized_products.WHOLE, quantized_products.IN_PARTS, quantized_products.WHOLE
+    ),
+}

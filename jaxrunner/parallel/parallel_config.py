@@ -77,6 +77,11 @@ class ParallelConfig:
                 "enable_eplb=True spreads whole experts over several devices: set "
                 "enable_expert_parallel and tensor_parallel_size too"
             )
+        if any(".experts." in path for path, _ in getattr(config, "schemes", ())):
+            raise ValueError(
+                "enable_eplb=True moves experts of the dtype that is computed in, these are "
+                "quantised: leave it out, or take a checkpoint of float experts"
+            )
         X, more = config.dims["experts"], eplb.num_redundant_experts
         if (X + more) % N:
             raise ValueError(

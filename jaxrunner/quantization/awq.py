@@ -28,6 +28,7 @@ class AWQ:
     zero_point: bool
     ignored: tuple[str, ...]  # parts of names
     name: str = "awq"
+    stacks: Scheme | None = None
 
     @classmethod
     def read(cls, settings: Settings) -> "AWQ":

@@ -28,6 +28,7 @@ class CompressedTensors:
     groups: tuple[Group, ...]
     ignored: tuple[str, ...]
     name: str = "compressed-tensors"
+    stacks: Scheme | None = None
 
     @classmethod
     def read(cls, settings: Settings) -> "CompressedTensors":

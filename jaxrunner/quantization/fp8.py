@@ -26,6 +26,7 @@ class Fp8:
     weight_block_size: tuple[int, int] | None
     ignored: tuple[str, ...]
     name: str = "fp8"
+    stacks: Scheme | None = None
 
     @classmethod
     def read(cls, settings: Settings) -> "Fp8":

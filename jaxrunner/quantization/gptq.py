@@ -39,6 +39,7 @@ class GPTQ:
     lm_head: bool
     dynamic: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()  # patterns and overrides
     name: str = "gptq"
+    stacks: Scheme | None = None
 
     @classmethod
     def read(cls, settings: Settings) -> "GPTQ":

@@ -11,10 +11,12 @@ import ml_dtypes
 import numpy as np
 
 from jaxrunner.config import DTYPES
+from jaxrunner.experts import Experts
 from jaxrunner.linear import Linear
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named
 from jaxrunner.quantization.placing import Arrays, Placing, build
+from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import CODES, Scheme
 from jaxrunner.types import Array
@@ -34,6 +36,11 @@ class PerChannel:
     def scheme(self, module: str, shape: tuple[int, int]) -> Scheme | None:
         """Returns how a module is held; None for a head, which stays as it is."""
         return None if is_named(module, (HEAD,)) else Scheme(OF_NAME[self.name])
+
+    @property
+    def stacks(self) -> Scheme | None:
+        """How experts are held that a checkpoint has in one tensor."""
+        return Scheme(OF_NAME[self.name])
 
     def sources(self, placing: Placing, bias: Source | None) -> QuantizedLinear:
         """Returns where a product's leaves come from: number and scale of the same tensors."""
@@ -89,6 +96,7 @@ def of_floats(params: Any, like: Any) -> Any:
     Raises:
       ValueError: weights in a format that is read from checkpoints alone.
     """
+    params = _in_products(params, like)
     held, treedef = jax.tree.flatten(like, is_leaf=_is_quantized)
     if not any(map(_is_quantized, held)):
         return params
@@ -111,6 +119,27 @@ def of_floats(params: Any, like: Any) -> Any:
     for i, (weight, scale) in zip(at, made, strict=True):
         given[i] = replace(held[i], weight=weight, scale=scale, bias=given[i].bias)
     return jax.tree.unflatten(treedef, given)
+
+
+def _in_products(params: Any, like: Any) -> Any:
+    """Returns a tree of weights with experts as products where `like` has some of few bits."""
+
+    def is_experts(node: Any) -> bool:
+        return isinstance(node, QuantizedExperts)
+
+    held, treedef = jax.tree.flatten(like, is_leaf=is_experts)
+    if not any(map(is_experts, held)):
+        return params
+    try:
+        given = treedef.flatten_up_to(params)
+    except Exception:  # as in `of_floats`
+        return params
+    pairs = zip(held, given, strict=True)
+    made = [
+        QuantizedExperts.of(new) if is_experts(old) and isinstance(new, Experts) else new
+        for old, new in pairs
+    ]
+    return jax.tree.unflatten(treedef, made)
 
 
 def _is_quantized(node: Any) -> bool:

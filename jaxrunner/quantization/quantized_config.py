@@ -13,11 +13,17 @@ import jax
 
 from jaxrunner import pytree
 from jaxrunner.config import ModelConfig
+from jaxrunner.experts import Experts
 from jaxrunner.linear import Linear
 from jaxrunner.model import Model, Source
+from jaxrunner.pytree import host_value
 from jaxrunner.quantization.placing import Placing
+from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Given, Scheme
+
+OF_EXPERTS = "gate_up", "down"  # products of `Experts`
+EXPERTS = ".experts."  # in the names of their modules
 
 
 class Method(Protocol):
@@ -30,6 +36,11 @@ class Method(Protocol):
 
     def scheme(self, module: str, shape: tuple[int, int]) -> Scheme | None:
         """Returns how the weights of a module, [outputs, inputs], are held; None for as floats."""
+        ...
+
+    @property
+    def stacks(self) -> Scheme | None:
+        """How experts are held that a float checkpoint has in one tensor; None for as floats."""
         ...
 
     def sources(self, placing: Placing, bias: Source | None) -> QuantizedLinear:
@@ -56,7 +67,16 @@ class QuantizedConfig:
         """Those of the model, and what stands in for `Linear`."""
         kinds = self.plain.dims.get("kinds", {})
         stand_in = functools.partial(_stand_in, dict(self.schemes))
-        return self.plain.dims | dict(kinds=kinds | {Linear: stand_in})
+        experts = functools.partial(_stand_in_experts, dict(self.schemes))
+        return self.plain.dims | dict(kinds=kinds | {Linear: stand_in, Experts: experts})
+
+
+def _stand_in_experts(
+    schemes: dict[str, Scheme], path: str, given: Given | None, dims: Given
+) -> tuple[type, Given | None, Given]:
+    """Returns what is built in the place of `Experts` at a path; its products have their own."""
+    few = any(f"{path}.{name}" in schemes for name in OF_EXPERTS)
+    return (QuantizedExperts if few else Experts), given, dims
 
 
 def _stand_in(
@@ -79,7 +99,7 @@ def quantize(model: Model, config: ModelConfig, method: Method) -> tuple[Model, 
     schemes = tuple(
         (path, scheme)
         for path, linear in _linears(model, config)
-        if (scheme := _scheme(method, linear.weight)) is not None
+        if (scheme := _scheme(method, path, linear.weight)) is not None
     )
     if not schemes:
         raise ValueError(
@@ -115,6 +135,9 @@ def describe(config: Any) -> str:
 
 
 def _made(config: QuantizedConfig, node: Any, held: Any) -> Any:
+    if isinstance(held, QuantizedExperts):
+        own = {name: _made(config, w, getattr(held, name)) for name, w in _of_experts(node).items()}
+        return host_value(QuantizedExperts, **vars(node) | own)
     if not isinstance(held, QuantizedLinear):
         return node
     return config.method.sources(Placing(node.weight, node.num_in, held), node.bias)
@@ -123,19 +146,46 @@ def _made(config: QuantizedConfig, node: Any, held: Any) -> Any:
 def _linears(model: Model, config: ModelConfig) -> list[tuple[str, Any]]:
     """Returns the sources of a model's products, by path."""
     nodes = jax.tree.leaves_with_path(model.sources(config), is_leaf=_is_whole)
-    return [(_name(path), node) for path, node in nodes if isinstance(node, Linear)]
+    found = []
+    for path, node in nodes:
+        if isinstance(node, Linear):
+            found.append((_name(path), node))
+        elif isinstance(node, Experts):
+            found += [(f"{_name(path)}.{name}", w) for name, w in _of_experts(node).items()]
+    return found
+
+
+def _of_experts(node: Any) -> dict[str, Linear]:
+    """Returns the sources of experts' products, without their biases."""
+    names = {name: getattr(node, name) for name in OF_EXPERTS}
+    return {n: host_value(Linear, weight=source, bias=None) for n, source in names.items()}
 
 
 def _is_whole(node: Any) -> bool:
-    return isinstance(node, Linear | Source)
+    return isinstance(node, Linear | Experts | Source)
 
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _scheme(method: Method, source: Any) -> Scheme | None:
+def _check_stack(module: str, scheme: Scheme | None, num: int) -> None:
+    """Checks what experts, whose products lie in one array, have of their own."""
+    if scheme is None or EXPERTS not in module:
+        return
+    static = scheme.activation is not None and scheme.activation.static
+    for has, what in ((scheme.has_order, "an order of inputs"), (static, "a scale of inputs")):
+        if has:
+            raise ValueError(
+                f"{module} and {num - 1} others would each have {what} of its own, which experts "
+                "cannot have: take a checkpoint without actorder and static input scales"
+            )
+
+
+def _scheme(method: Method, path: str, source: Any) -> Scheme | None:
     """Returns how the modules of one product are held."""
+    if EXPERTS in path and len(source.names) == 1:
+        return method.stacks
     found = {}
     for name, (rows, *rest) in zip(source.names, source.shapes, strict=True):
         if len(rest) != 1 or not name.endswith(".weight"):
@@ -143,6 +193,7 @@ def _scheme(method: Method, source: Any) -> Scheme | None:
         module = name.removesuffix(".weight")
         found[module] = method.scheme(module, (rows, rest[0]))
     first, *others = found
+    _check_stack(first, found[first], len(found))
     for other in others:
         if found[other] != found[first]:
             raise ValueError(

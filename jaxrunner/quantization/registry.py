@@ -9,17 +9,18 @@ from jaxrunner.quantization.awq import AWQ
 from jaxrunner.quantization.compressed_tensors import CompressedTensors
 from jaxrunner.quantization.fp8 import Fp8
 from jaxrunner.quantization.gptq import GPTQ
+from jaxrunner.quantization.mxfp4 import Mxfp4
 from jaxrunner.quantization.per_channel import OF_NAME, PerChannel
 from jaxrunner.quantization.quantized_config import Method
 
 KEY = "quantization_config"
 OLD_KEY = "compression_config"  # of early compressed-tensors
-OF_FAMILIES = ("mxfp4",)  # of experts alone: families that have it read it themselves
 FORMATS: dict[str, Callable[[Settings], Method]] = {
     "awq": AWQ.read,
     "compressed-tensors": CompressedTensors.read,
     "fp8": Fp8.read,
     "gptq": GPTQ.read,
+    "mxfp4": Mxfp4.read,
 }
 
 
@@ -46,8 +47,6 @@ def read_method(
             )
         return rest, PerChannel(asked)
     method = told.get("quant_method") if isinstance(told, dict) else None
-    if method in OF_FAMILIES and asked is None:
-        return dict(values), None
     if method not in FORMATS:
         raise ValueError(
             f"{source}: {KEY} must have a quant_method among {sorted(FORMATS)}, got "

@@ -83,7 +83,7 @@ class ModelRunnerOutput:
                 one = jax.tree.map(lambda x, r=row, n=count: x[r, :n].copy(), self.logprobs)
                 request.logprobs.append(one)
             if self.drafts is not None:
-                counts = self.drafts[row].tolist()
+                counts = self.drafts[row, 1:].tolist()
                 before = request.draft_counts or (0,) * len(counts)
                 request.draft_counts = tuple(map(sum, zip(before, counts, strict=True)))
             if self.draft_token_ids and request.grammar is not None:

@@ -24,12 +24,12 @@ class ChunkBudget:
     def next(self, num_decodes: int, num_due: int) -> int:
         """Returns the most tokens of the next step.
 
-        num_decodes: requests that are due one token; num_due: tokens that could be computed, these
-        and those of requests for which there is a slot.
+        num_decodes: requests that are due one token, and their drafts; num_due: tokens that could
+        be computed, these and those of requests for which there is a slot.
         """
         size = max((size for size in self._sizes if size <= num_due), default=0)
         hold = num_decodes < num_due and size < WORTH * num_decodes and self._num_held < MAX_HELD
         self._num_held = self._num_held + 1 if hold else 0
         if hold:
-            return num_decodes
+            return min(num_decodes, self._most)  # with drafts they may be more
         return size if size > ENOUGH * num_decodes else self._most

@@ -71,12 +71,12 @@ class DraftPolicy:
         """Takes in a step that has just been read.
 
         launched_at: of `time.perf_counter`.
-        drafts: of each request the steps that verified drafts, and how many of these accepted each,
-            [B, 1 + K].
+        drafts: `StepOutput.drafts`, [B, 3 + K]. A step that was to verify drafts and had none
+            counts as one that accepted none.
         """
         began, self._read_at = max(launched_at, self._read_at), time.perf_counter()
         if drafts is not None:
-            verified, *accepted = drafts.sum(0).tolist()
+            verified, _, _, *accepted = drafts.sum(0).tolist()
             if verified:
                 most = max(output.num_drafts.values())  # what comes behind was not verified
                 for counts, new in ((self._verified, verified), (self._accepted, accepted[:most])):

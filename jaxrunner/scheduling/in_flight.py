@@ -6,6 +6,8 @@ and how many fewer they may be (`num_drafts_in_flight`). The device has the exac
 request that decodes it always misses one token, so the next step is right whatever was accepted.
 """
 
+from collections.abc import Sequence
+
 from jaxrunner.scheduling.block_tables import BlockTables
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 
@@ -49,6 +51,18 @@ def end_of(request: Request, most: int, num_steps: int, tables: BlockTables) -> 
     num_drafts = num_plannable(request, most, num_steps)
     end = min(request.num_computed + num_steps * (1 + num_drafts), request.max_len)
     return tables.end_of_drafts(request, end)
+
+
+def have_room(
+    due: Sequence[Request], num_steps: int, num_drafts: int, max_tokens: int, tables: BlockTables
+) -> bool:
+    """Whether `num_steps` steps at once have tokens and blocks for all of `due`, if there are any.
+
+    Each step verifies `num_drafts` of each request: all steps of a launch have one size.
+    """
+    if not 0 < len(due) * (1 + num_drafts) <= max_tokens:
+        return False
+    return tables.have_room(due, [end_of(r, num_drafts, num_steps, tables) for r in due])
 
 
 def count_planned(request: Request, n: int, tables: BlockTables) -> None:

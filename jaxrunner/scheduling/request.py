@@ -62,7 +62,7 @@ class Request:
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     error: str | None = None  # why it failed, with the finish reason "error"
     grammar: Any = None  # a `grammar_compiler.Grammar` that has seen all known output
-    # Steps that verified drafts of it, and how many of these accepted each of the drafts.
+    # Steps that verified drafts of it, these drafts, and how many steps accepted each of a step's.
     draft_counts: tuple[int, ...] = ()
     heads: dict[str, list[np.ndarray]] = field(default_factory=dict)  # what these said, by step
     logprobs: list[Any] = field(default_factory=list)  # parts of outputs: `Logprobs`, [N]

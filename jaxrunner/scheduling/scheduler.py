@@ -265,10 +265,10 @@ class Scheduler:
         return bool(self.running) and all(request.num_missing <= 1 for request in self.running)
 
     def _have_room(self, num_steps: int) -> bool:
-        """Whether a request is due a token, and blocks are free for `num_steps` steps of all."""
+        """Whether a request is due a token, and there is room for `num_steps` steps of all."""
         due = [request for request in self.running if request.num_missing]
-        ends = [in_flight.end_of(r, self.num_drafts, num_steps, self.tables) for r in due]
-        return bool(due) and self.tables.have_room(due, ends)
+        most = self.max_num_batched_tokens
+        return in_flight.have_room(due, num_steps, self.num_drafts, most, self.tables)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Takes a running request off the device. Returns the tokens it had in this step."""

@@ -43,7 +43,7 @@ def _propose(sizes: dict[str, int], inputs: DraftInputs) -> Proposal:
 def lookup(
     token_ids: Array, total_len: Array, *, num_drafts: int, min_n: int, max_n: int
 ) -> tuple[Array, Array]:
-    """Returns drafts, [B, K], and whether an n-gram was found, [B]; token 0 is drafted where not.
+    """Returns drafts, [B, K], and whether an n-gram was found, [B]; drafts are -1 where not.
 
     token_ids: [B, L], of which the first `total_len`, [B], count. An n-gram may overlap the last
     one. Drafts that would be of positions past the end are what follows once more, as if those
@@ -66,4 +66,4 @@ def lookup(
     start = jnp.where(found, L - rank % L, 0)[:, None]
     period = jnp.maximum(last + 1 - start, 1)
     drafts = jnp.take_along_axis(token_ids, start + jnp.arange(num_drafts)[None] % period, 1)
-    return jnp.where(found[:, None], drafts, 0), found
+    return jnp.where(found[:, None], drafts, -1), found

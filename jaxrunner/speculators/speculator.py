@@ -71,3 +71,18 @@ def write_drafts(requests: Requests, rows: SamplingMetadata, drafts: Array) -> R
     columns = jnp.where(rows.samples[:, None], at, L)
     token_ids = requests.token_ids.at[rows.slot[:, None], columns].set(drafts, mode="drop")
     return replace(requests, token_ids=token_ids)
+
+
+def count_drafts(
+    requests: Requests, rows: SamplingMetadata, accepted: Array, num_drafts: int
+) -> Array:
+    """Returns `StepOutput.drafts` of a step, [B, 3 + K].
+
+    requests: before the step's tokens are written; accepted: drafts of each row that stood, [B].
+    """
+    j = jnp.arange(num_drafts)[None]
+    drafts = take(requests.token_ids, (rows.slot[:, None], rows.next_pos[:, None] + j))
+    due = rows.samples & (rows.num_drafts > 0)
+    num = jnp.where(due, ((drafts >= 0) & (j < rows.num_drafts[:, None])).sum(1), 0)
+    counts = [due[:, None], num[:, None] > 0, num[:, None], due[:, None] & (j < accepted[:, None])]
+    return jnp.concatenate([count.astype(jnp.int32) for count in counts], axis=1)

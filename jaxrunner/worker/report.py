@@ -35,7 +35,7 @@ def _drafts(program: Program, counts: Sequence[int]) -> str:
     """Returns a line of what became of drafts in requests that have ended; none without."""
     if (speculator := program.model.speculator) is None:
         return ""
-    num, *accepted = counts or (0,)
+    num, _, *accepted = counts or (0, 0)
     said = "none verified yet"
     if num:
         by_position = " ".join(f"{count / num:.2f}" for count in accepted)

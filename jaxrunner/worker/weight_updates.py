@@ -12,8 +12,9 @@ import jax
 from jaxrunner.api.arguments import checked
 from jaxrunner.api.not_here import NotHere
 from jaxrunner.loading import orbax_io, sharded_state, tensors
-from jaxrunner.loading.declared import own_dtypes
+from jaxrunner.loading.declared import own_dtypes, wanted_tensors
 from jaxrunner.loading.loader import LoadConfig
+from jaxrunner.loading.stacked_experts import unstacked
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
@@ -233,6 +234,7 @@ class WeightUpdates(NotHere, abc.ABC):
         self._awake()
         program = self.runner.program
         found = tensors.read(name, given, own_dtypes(program.model, program.config))
+        found = unstacked(found, wanted_tensors(program.model, program.config))
         check_tensors(program.model, program.config, found)
         if self.load_config.check_nan:
             check_finite(found)

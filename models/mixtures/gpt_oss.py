@@ -1,9 +1,8 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, sinks, windows of every second layer.
 
-arXiv:2508.10925. Experts in MXFP4 become numbers of the engine's dtype as they are loaded.
+arXiv:2508.10925.
 """
 
-from dataclasses import dataclass
 import functools
 from typing import Any
 
@@ -23,17 +22,9 @@ from jaxrunner.models.mixtures.mixture import (
     router_source,
     sources,
 )
-from jaxrunner.models.mixtures.mxfp4 import RUN, dequantized
 from jaxrunner.models.windows import layer_windows
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class GptOssConfig(MixtureConfig):
-    """A mixture, and whether its experts are stored in 4 bits."""
-
-    mxfp4: bool = False
 
 
 @pytree
@@ -60,7 +51,7 @@ class GptOssParams(Params):
     layers: tuple[GptOssLayer, ...] = each("Y")
 
 
-def read(settings: Settings) -> GptOssConfig:
+def read(settings: Settings) -> MixtureConfig:
     """Reads a gpt-oss config."""
     router = read_router(settings, "num_local_experts", "num_experts", scoring="softmax_of_chosen")
     settings.expect("experts_per_token", router.num_experts_per_tok)
@@ -70,41 +61,27 @@ def read(settings: Settings) -> GptOssConfig:
     layers, bias = settings.size("num_hidden_layers"), settings.take("attention_bias", bool, True)
     window = settings.size("sliding_window", 0, least=0)
     windows = layer_windows(settings, window, [i % 2 == 0 for i in range(layers)])
-    mxfp4 = _read_mxfp4(settings.section("quantization_config"))
     return read_mixture(
-        settings.without("quantization_config"),
+        settings,
         router,
         units="intermediate_size",
-        kind=GptOssConfig,
         windows=windows,
         qkv_bias=bias,
         o_bias=bias,
         expert_bias=True,
         router_bias=True,
-        mxfp4=mxfp4,
         head_dim=64,
     )
 
 
-def _read_mxfp4(quantized: Settings | None) -> bool:
-    """Returns whether experts, and experts alone, are stored in MXFP4."""
-    if quantized is None:
-        return False
-    quantized.expect("quant_method", "mxfp4")
-    quantized.each("modules_to_not_convert", str, [])
-    quantized.finish()
-    return True
-
-
-def _experts(c: GptOssConfig, prefix: str) -> dict[str, Any]:
+def _experts(c: MixtureConfig, prefix: str) -> dict[str, Any]:
     at, X = f"{prefix}mlp.experts.", c.router.num_experts
     F, E = c.moe_intermediate_size, c.hidden_size
     bias = Source((f"{at}gate_up_proj_bias",), ((X, 2 * F),), _split_bias, _joined_bias)
-    kind = _packed if c.mxfp4 else _plain
     experts = host_value(
         Experts,
-        gate_up=kind(f"{at}gate_up_proj", (X, 2 * F, E), _split, _joined),
-        down=kind(f"{at}down_proj", (X, E, F), _same, _same),
+        gate_up=_plain(f"{at}gate_up_proj", (X, 2 * F, E), _split, _joined),
+        down=_plain(f"{at}down_proj", (X, E, F), _same, _same),
         gate_up_bias=bias,
         down_bias=Source.whole(f"{at}down_proj_bias", X, E),
         activation="clamped_swiglu",
@@ -124,16 +101,6 @@ def _plain(name: str, shape: tuple[int, int, int], split: Any, joined: Any) -> S
         ((X, inner, out),),
         lambda arrays: split(np.swapaxes(arrays[0], 1, 2)),
         lambda held: [np.ascontiguousarray(np.swapaxes(joined(held), 1, 2))],
-    )
-
-
-def _packed(name: str, shape: tuple[int, int, int], split: Any, joined: Any) -> Source:
-    """Returns the source of a weight, [X, out, in], that is stored in MXFP4."""
-    X, out, inner = shape
-    runs = X, out, inner // RUN
-    names, shapes = (f"{name}_blocks", f"{name}_scales"), ((*runs, RUN // 2), runs)
-    return Source(
-        names, shapes, lambda arrays: split(dequantized(*arrays)), None, (("uint8",),) * 2
     )
 
 

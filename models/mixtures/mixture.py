@@ -190,7 +190,7 @@ def stacked_source(c: MixtureConfig, prefix: str, gate: str, up: str, down: str)
     each = [f"{prefix}{i}." for i in range(X)]
     pairs = tuple(f"{one}{name}.weight" for one in each for name in (gate, up))
     gate_up = Source(
-        pairs, ((F, E),) * 2 * X, lambda a: np.stack(a).reshape(X, 2, F, E),
+        pairs, ((F, E),) * 2 * X, lambda a: np.stack(a).reshape(X, 2, F, -1),
         lambda a: [*a.reshape(2 * X, F, E)],
     )  # fmt: skip
     downs = tuple(f"{one}{down}.weight" for one in each)

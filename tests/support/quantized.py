@@ -24,6 +24,9 @@ def modules(settings: dict[str, Any]) -> dict[str, tuple[int, int]]:
     H, K = (settings[f"num_{kind}_heads"] * D for kind in ("attention", "key_value"))
     attn = dict(q_proj=(H, E), k_proj=(K, E), v_proj=(K, E), o_proj=(E, H))
     mlp = dict(gate_proj=(F, E), up_proj=(F, E), down_proj=(E, F))
+    experts = range(settings.get("num_experts", 0))
+    if experts:
+        mlp = {f"experts.{i}.{name}": shape for i in experts for name, shape in mlp.items()}
     layers = range(settings["num_hidden_layers"])
     return {
         f"model.layers.{i}.{part}.{name}": shape
@@ -49,6 +52,11 @@ def written(
     for i in range(settings["num_hidden_layers"]):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{i}.{norm}"] = (E,)
+        if "num_experts" in settings:
+            shapes[f"model.layers.{i}.mlp.gate"] = settings["num_experts"], E
+            shapes |= {
+                f"model.layers.{i}.self_attn.{x}_norm": (settings["head_dim"],) for x in "qk"
+            }
     floats = {f"{name}.weight": checkpoint.weight(name, shape) for name, shape in shapes.items()}
     tensors = dict(floats)
     for name, (N, K) in few.items():
