@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.latent_merge import Parts, merge
-from jaxrunner.kernels_pallas.latent_shares import Shares, share_out
+from jaxrunner.kernels_pallas.latent_shares import share_out
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
 from jaxrunner.kernels_pallas.stores import put, put_heads
@@ -118,7 +118,7 @@ class _Smem(NamedTuple):
     """What a block of the grid allocates. Two tiles, [2, ...], take turns."""
 
     q: Ref  # [2, 64, half]
-    q_rotated: Ref  # [64, 64]
+    q_rotated: Ref  # [1, 64, 64]
     values: Ref  # [2, 2, 64, half], halves of a tile's columns
     rotated: Ref  # [2, 64, 64], rotated numbers of a tile's keys, then the weights of all keys
     best: Ref  # [2, 64], each head's largest score up to a tile
@@ -137,7 +137,7 @@ def _scratch(s: _Static, dtype: Any, S: int) -> list[Any]:
     return list(
         _Smem(
             q=plgpu.SMEM((2, ROWS, s.half), dtype, transforms=tiled),
-            q_rotated=plgpu.SMEM((ROWS, KEYS), dtype, transforms=tiled),
+            q_rotated=plgpu.SMEM((1, ROWS, KEYS), dtype, transforms=tiled),
             values=plgpu.SMEM((2, 2, KEYS, s.half), dtype, transforms=tiled),
             rotated=plgpu.SMEM((2, KEYS, KEYS), dtype, transforms=tiled),
             best=plgpu.SMEM((2, ROWS), jnp.float32),
@@ -214,7 +214,7 @@ def _fetch(s: _Static, item: _Item, q: Ref, latents: Ref, blocks: Ref, ring: _Sm
     rows, to = pl.ds(head, s.rows), pl.ds(0, s.rows)
     for i in range(2):
         mosaic.copy_gmem_to_smem(q.at[rows, columns[i]], ring.q.at[i, to], ring.q_full)
-    mosaic.copy_gmem_to_smem(q.at[rows, rotated], ring.q_rotated.at[to], ring.q_full)
+    mosaic.copy_gmem_to_smem(q.at[rows, rotated], ring.q_rotated.at[0, to], ring.q_full)
 
     def body(j: Array, _: None) -> None:
         stage, token = lax.rem(j, 2), (item.first + j) * KEYS
@@ -244,10 +244,11 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
     other = 1 - wg
     mosaic.barrier_wait(ring.q_full)
 
-    def scores_of(ref: Ref) -> None:
+    def scores_of(ref: Ref, mine: Array) -> None:
+        zero = mine - wg
         for i in range(2):
-            mosaic.wgmma(ref, ring.q.at[i], ring.values.at[wg, i].T)
-        mosaic.wgmma(ref, ring.q_rotated, ring.rotated.at[wg].T)
+            mosaic.wgmma(ref, ring.q.at[zero + i], ring.values.at[mine, i].T)
+        mosaic.wgmma(ref, ring.q_rotated.at[zero], ring.rotated.at[mine].T)
 
     def weigh(scores: Array, j: Array, best: Array, total: Array) -> tuple[Array, ...]:
         """Leaves the weights of tile j for the other warpgroup; returns them, and the softmax."""
@@ -259,9 +260,9 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
         mosaic.barrier_arrive(ring.weighed.at[wg])
         return weights, best, total, kept
 
-    def take(weights: Array, acc: Array) -> Array:
+    def take(weights: Array, acc: Array, mine: Array) -> Array:
         """Adds the values of this warpgroup's tile."""
-        acc = _add(acc, weights, ring.values.at[wg, wg])
+        acc = _add(acc, weights, ring.values.at[mine, wg])
         mosaic.barrier_arrive(ring.free.at[wg])
         return acc
 
@@ -275,23 +276,24 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
         return acc * _wide(kept, acc), new_best, total * kept
 
     def begin(_: Array, carry: Carry) -> Carry:
-        acc, best, total = carry
+        (acc, best, total), mine = carry, _hidden(wg)
         mosaic.barrier_wait(ring.full.at[wg])
-        _silence(ring.values.at[wg], _limit(item, jnp.int32(0)))
-        scores = pl.run_state(scores_of)(mosaic.ACC.init(_full((ROWS, KEYS), 0.0)))
+        _silence(ring.values.at[mine], _limit(item, jnp.int32(0)))
+        product = pl.run_state(functools.partial(scores_of, mine=mine))
+        scores = product(mosaic.ACC.init(_full((ROWS, KEYS), 0.0)))
         weights, best, total, _ = weigh(scores, jnp.int32(0), best, total)
-        return take(weights, acc), best, total
+        return take(weights, acc, mine), best, total
 
     def body(i: Array, carry: Carry) -> Carry:
-        j = wg + 2 * i
+        j, mine = wg + 2 * i, _hidden(wg)
         mosaic.barrier_wait(ring.full.at[wg])
-        _silence(ring.values.at[wg], _limit(item, j))
+        _silence(ring.values.at[mine], _limit(item, j))
         acc, best, total = catch_up(carry)
 
         def products(refs: tuple[Ref, ...]) -> None:
             scores_ref, acc_ref, *result_refs = refs
-            scores_of(scores_ref)
-            mosaic.wgmma(acc_ref, ring.rotated.at[other], ring.values.at[other, wg])
+            scores_of(scores_ref, mine)
+            mosaic.wgmma(acc_ref, ring.rotated.at[1 - mine], ring.values.at[1 - mine, wg])
             scores = mosaic.wgmma_accumulator_load(scores_ref, wait_n=1)
             results = weigh(scores, j, best, total)
             for ref, result in zip(result_refs, results, strict=True):
@@ -303,11 +305,11 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
              total)
         )  # fmt: skip
         mosaic.barrier_arrive(ring.free.at[other])
-        return take(weights, acc * _wide(kept, acc)), best, total
+        return take(weights, acc * _wide(kept, acc), mine), best, total
 
     def finish(_: Array, carry: Carry) -> Carry:
-        acc, best, total = catch_up(carry)
-        acc = _add(acc, ring.rotated.at[other], ring.values.at[other, wg])
+        (acc, best, total), last = catch_up(carry), 1 - _hidden(wg)
+        acc = _add(acc, ring.rotated.at[last], ring.values.at[last, wg])
         mosaic.barrier_arrive(ring.free.at[other])
         return acc, best, total
 
@@ -333,7 +335,7 @@ def _leave(
     total += mosaic.load(ring.total.at[1 - wg], layout=PER_ROW, optimized=False)
     mosaic.barrier_arrive(ring.q_free)  # not before: now the other's part may be replaced
     total = jnp.maximum(total, 1e-30)
-    acc = acc / _wide(total, acc)
+    acc = acc * _wide(1 / total, acc)
     heads = pl.ds(lax.axis_index("tile") * s.heads, s.heads)
     columns = pl.ds(wg * s.half, s.half)
 
@@ -349,6 +351,14 @@ def _leave(
         def _() -> None:
             weight = lax.broadcast_in_dim(best + jnp.log2(total), (ROWS, 8), [0])
             put_heads(weight, parts.weight.at[item.place, heads])
+
+
+def _hidden(number: Array) -> Array:
+    """Hides from the compiler that a number is the same in all turns of a loop.
+
+    It would compute the descriptors of all products ahead of them, and run out of registers.
+    """
+    return lax.optimization_barrier(number)
 
 
 def _limit(item: _Item, j: Array) -> Array:
