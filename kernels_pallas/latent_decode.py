@@ -54,7 +54,7 @@ class _Static(NamedTuple):
     registers: tuple[int, int]
 
 
-def refuses(q: Shaped, latents: Shaped, rank: int, *, query_len: int = 1) -> str | None:
+def refuses(q: Shaped, latents: Shaped, rank: int) -> str | None:
     """Says why q, [B, H, D], and latents, [N, S, D], are not served; None if they are."""
     (_, H, D), (_, S, _) = q.shape, latents.shape
     if jax.__version_info__ < (0, 11):
@@ -62,15 +62,12 @@ def refuses(q: Shaped, latents: Shaped, rank: int, *, query_len: int = 1) -> str
     if q.dtype not in (jnp.bfloat16, jnp.float16) or latents.dtype != q.dtype:
         return f"wants one dtype, bfloat16 or float16, got {q.dtype} and {latents.dtype}"
     if rank % 128 or not 128 <= rank <= 512 or D - rank != KEYS:
-        return (
-            f"wants latents of 128, 256, 384 or 512 and {KEYS} numbers, got {rank} and {D - rank}"
-        )
+        want = f"values of 128, 256, 384 or 512 numbers, and {KEYS} more of a key"
+        return f"wants {want}, got {rank} and {D - rank}"
     if H > ROWS and H % ROWS:
         return f"wants at most {ROWS} heads or a multiple of that, got {H}"
     if S % 8 or (S % KEYS and KEYS % S):
         return f"wants a block_size that divides or is a multiple of {KEYS}, got {S}"
-    if query_len != 1:
-        return f"wants one token a row, got rows of query_len={query_len}"
     return None
 
 
