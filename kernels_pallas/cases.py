@@ -16,7 +16,7 @@ from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
-from jaxrunner.kernels_pallas.latent_decode import latent_decode
+from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.mixture_case import mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
@@ -123,9 +123,9 @@ def latents(rows: Attention, heads: int = 16, rank: int = 512) -> Case:
 
     run, keys = functools.partial(latent_decode, **options), float(rows.lens.sum())
     # Of many heads products take longer than to read their keys.
-    amount, unit = (
-        (2 * D * keys, "TB/s") if heads <= 64 else (4 * heads * (D - 32) * keys, "TFLOP/s")
-    )
+    amount, unit = 2 * D * keys, "TB/s"
+    if heads > ROWS:
+        amount, unit = 2 * heads * (D + rank) * keys, "TFLOP/s"
     return Case("latent_decode", f"{rows.name}, {heads} heads", make, run, amount, unit, options)
 
 
@@ -269,9 +269,7 @@ _P = [
     Attention("int8", (300, 30), (0, 77), 8, 2, kv_dtype="int8"),
 ]
 _L = [
-    latents(
-        Attention("edges", tuple(min(1, n) for n in EDGES), tuple(max(0, n - 1) for n in EDGES))
-    ),
+    latents(_D[0]),
     latents(Attention("split", (1,), (1087,)), 64),
     latents(Attention("skewed", (1,) * 40, (5000,) + (16,) * 39), 8),
     latents(Attention("two tiles of heads", (1, 0, 1), (299, 0, 776)), 128),
