@@ -99,8 +99,8 @@ def latent_decode(
             for width in (rank, 8)
         )
     )
-    # The last row's copy goes behind its heads where these are no multiple of 8.
-    queries = jnp.pad(q.reshape(B * H, -1), ((0, rows - heads), (0, 0)))
+    # A copy into tiles of 8 rows must not straddle them.
+    queries = jnp.pad(q, ((0, 0), (0, rows - heads), (0, 0))).reshape(B * tiles * rows, -1)
     plgpu.kernel(
         functools.partial(_kernel, s),
         out_type=(), scratch_types=_scratch(s, dtype, latents.shape[1]),
@@ -207,7 +207,7 @@ def _fetch(s: _Static, item: _Item, q: Ref, latents: Ref, blocks: Ref, ring: _Sm
     columns = [pl.ds(i * s.half, s.half) for i in range(2)]
     rotated = pl.ds(2 * s.half, KEYS)
     mosaic.barrier_wait(ring.q_free)
-    head = (item.row * s.tiles + lax.axis_index("tile")) * s.heads
+    head = (item.row * s.tiles + lax.axis_index("tile")) * s.rows
     rows, to = pl.ds(head, s.rows), pl.ds(0, s.rows)
     for i in range(2):
         mosaic.copy_gmem_to_smem(q.at[rows, columns[i]], ring.q.at[i, to], ring.q_full)
