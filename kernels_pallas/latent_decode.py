@@ -241,82 +241,49 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
     other = 1 - wg
     mosaic.barrier_wait(ring.q_full)
 
-    def scores_of(ref: Ref, mine: Array) -> None:
-        zero = mine - wg
-        for i in range(2):
-            mosaic.wgmma(ref, ring.q.at[zero + i], ring.values.at[mine, i].T)
-        mosaic.wgmma(ref, ring.q_rotated.at[zero], ring.rotated.at[mine].T)
+    def own(j: Array, carry: Carry) -> Carry:
+        """Finds the weights of tile j, leaves them for the other warpgroup, and adds values."""
+        (acc, best, total), mine = carry, _hidden(wg)
+        mosaic.barrier_wait(ring.full.at[wg])
+        limit = item.length - (item.first + j) * KEYS
+        _silence(ring.values.at[mine], limit)
 
-    def weigh(scores: Array, j: Array, best: Array, total: Array) -> tuple[Array, ...]:
-        """Leaves the weights of tile j for the other warpgroup; returns them, and the softmax."""
-        weights, best, total, kept = _softmax(s, scores, best, total, _limit(item, j))
+        def products(ref: Ref) -> None:
+            zero = mine - wg
+            for i in range(2):
+                mosaic.wgmma(ref, ring.q.at[zero + i], ring.values.at[mine, i].T)
+            mosaic.wgmma(ref, ring.q_rotated.at[zero], ring.rotated.at[mine].T)
+
+        scores = pl.run_state(products)(mosaic.ACC.init(_full((ROWS, KEYS), 0.0)))
+        weights, best, total, kept = _softmax(s, scores, best, total, limit)
         weights = weights.astype(out.dtype)
         put(ring.rotated.at[wg], weights)
         put(ring.best.at[wg], best)
         plgpu.commit_smem()
         mosaic.barrier_arrive(ring.weighed.at[wg])
-        return weights, best, total, kept
-
-    def take(weights: Array, acc: Array, mine: Array) -> Array:
-        """Adds the values of this warpgroup's tile."""
-        acc = _add(acc, weights, ring.values.at[mine, wg])
+        acc = _add(acc * _wide(kept, acc), weights, ring.values.at[mine, wg])
         mosaic.barrier_arrive(ring.free.at[wg])
-        return acc
+        return acc, best, total
 
-    def catch_up(carry: Carry) -> Carry:
-        """Waits for the weights of the other warpgroup's tile, and makes room for them."""
-        acc, best, total = carry
+    def others(carry: Carry) -> Carry:
+        """Adds values of the other warpgroup's tile by the weights that it has found."""
+        (acc, best, total), last = carry, 1 - _hidden(wg)
         mosaic.barrier_wait(ring.full.at[other])
         mosaic.barrier_wait(ring.weighed.at[other])
         new_best = mosaic.load(ring.best.at[other], layout=PER_ROW, optimized=False)
         kept = jnp.exp2(best - new_best)
-        return acc * _wide(kept, acc), new_best, total * kept
-
-    def begin(_: Array, carry: Carry) -> Carry:
-        (acc, best, total), mine = carry, _hidden(wg)
-        mosaic.barrier_wait(ring.full.at[wg])
-        _silence(ring.values.at[mine], _limit(item, jnp.int32(0)))
-        product = pl.run_state(functools.partial(scores_of, mine=mine))
-        scores = product(mosaic.ACC.init(_full((ROWS, KEYS), 0.0)))
-        weights, best, total, _ = weigh(scores, jnp.int32(0), best, total)
-        return take(weights, acc, mine), best, total
-
-    def body(i: Array, carry: Carry) -> Carry:
-        j, mine = wg + 2 * i, _hidden(wg)
-        mosaic.barrier_wait(ring.full.at[wg])
-        _silence(ring.values.at[mine], _limit(item, j))
-        acc, best, total = catch_up(carry)
-
-        def products(refs: tuple[Ref, ...]) -> None:
-            scores_ref, acc_ref, *result_refs = refs
-            scores_of(scores_ref, mine)
-            mosaic.wgmma(acc_ref, ring.rotated.at[1 - mine], ring.values.at[1 - mine, wg])
-            scores = mosaic.wgmma_accumulator_load(scores_ref, wait_n=1)
-            results = weigh(scores, j, best, total)
-            for ref, result in zip(result_refs, results, strict=True):
-                ref[...] = result
-
-        zeros = _full((ROWS, KEYS), 0.0)
-        _, acc, weights, best, total, kept = pl.run_state(products)(
-            (mosaic.ACC.init(zeros), mosaic.ACC.init(acc), zeros.astype(out.dtype), best, total,
-             total)
-        )  # fmt: skip
+        acc = _add(acc * _wide(kept, acc), ring.rotated.at[last], ring.values.at[last, wg])
         mosaic.barrier_arrive(ring.free.at[other])
-        return take(weights, acc * _wide(kept, acc), mine), best, total
-
-    def finish(_: Array, carry: Carry) -> Carry:
-        (acc, best, total), last = catch_up(carry), 1 - _hidden(wg)
-        acc = _add(acc, ring.rotated.at[last], ring.values.at[last, wg])
-        mosaic.barrier_arrive(ring.free.at[other])
-        return acc, best, total
+        return acc, new_best, total * kept
 
     # Loops of at most one turn stand for conditions: the first tile has none before it, and the
-    # last one may be the other warpgroup's.
+    # last one may be the other warpgroup's. Values come before the next scores: the sooner a tile
+    # is read, the sooner another one is on its way.
     carry = _full((ROWS, s.half), 0.0), *(_full((ROWS,), x, PER_ROW) for x in (NOTHING, 0.0))
-    carry = lax.fori_loop(0, 1 - wg, begin, carry)
-    mine = lax.div(item.num + 1 - wg, 2)
-    carry = lax.fori_loop(1 - wg, mine, body, carry)
-    carry = lax.fori_loop(0, lax.rem(item.num - 1 - wg + 2, 2), finish, carry)
+    carry = lax.fori_loop(0, 1 - wg, own, carry)
+    turns = lax.div(item.num + 1 - wg, 2)
+    carry = lax.fori_loop(1 - wg, turns, lambda i, c: own(wg + 2 * i, others(c)), carry)
+    carry = lax.fori_loop(0, lax.rem(item.num + 1 - wg, 2), lambda _, c: others(c), carry)
     _leave(s, item, carry, wg, ring, out, parts)
 
 
@@ -358,11 +325,6 @@ def _hidden(number: Array) -> Array:
     return lax.optimization_barrier(number)
 
 
-def _limit(item: _Item, j: Array) -> Array:
-    """Returns how many keys of tile j are there."""
-    return item.length - (item.first + j) * KEYS
-
-
 def _softmax(
     s: _Static, scores: Array, best: Array, total: Array, limit: Array
 ) -> tuple[Array, Array, Array, Array]:
@@ -388,7 +350,7 @@ def _mask(scores: Array, limit: Array) -> Array:
     parts = []
     for start in range(0, KEYS, 8):
         part = lax.slice(scores, (0, start), (ROWS, start + 8))
-        parts.append(jnp.where(column < limit - start, part, NOTHING))
+        parts.append(jnp.where(column < limit - start, part, -jnp.inf))
     return lax.concatenate(parts, 1)
 
 
