@@ -50,6 +50,7 @@ class _Static(NamedTuple):
     rows: int  # of queries that are copied: `heads`, and up to a multiple of 8
     tiles: int  # of heads
     half: int  # columns of a warpgroup's result
+    late: bool  # whether a tile's own warpgroup lets the other one's next scores go first
     scale: float
     registers: tuple[int, int]
 
@@ -89,7 +90,7 @@ def latent_decode(
     (B, H, _), dtype = q.shape, q.dtype
     heads, tiles, half = min(H, ROWS), -(-H // ROWS), rank // 2
     rows = -(-heads // 8) * 8
-    s = _Static(heads, rows, tiles, half, scale, config.registers)
+    s = _Static(heads, rows, tiles, half, tiles > 1, scale, config.registers)
     shares = share_out(seq_lens, KEYS, max(1, config.num_ctas // tiles))
     C = shares.first.shape[0]
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, H, rank), dtype))
@@ -122,15 +123,20 @@ class _Smem(NamedTuple):
     total: Ref  # [2, 64], each warpgroup's part of a row's sum of weights
     q_full: Any
     q_free: Any
-    full: Any  # a tile is there
-    free: Any  # a tile is read
+    # Of a tile, first the columns of the warpgroup that does not weigh it and the rotated numbers,
+    # which that one reads, too; then the columns of the other one.
+    full_first: Any  # these are there
+    full_last: Any
+    free_first: Any  # these are read
+    free_last: Any
+    scored: Any  # a tile's scores are found
     weighed: Any  # a tile's weights are there
     summed: Any  # a warpgroup's part of the sum is there
 
 
 def _scratch(s: _Static, dtype: Any, S: int) -> list[Any]:
     tiled = mosaic.tiled(64, 2)
-    copies = 3 * max(1, KEYS // S)
+    copies = max(1, KEYS // S)
     return list(
         _Smem(
             q=plgpu.SMEM((2, ROWS, s.half), dtype, transforms=tiled),
@@ -141,8 +147,11 @@ def _scratch(s: _Static, dtype: Any, S: int) -> list[Any]:
             total=plgpu.SMEM((2, ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=3),
             q_free=plgpu.Barrier(num_arrivals=2),
-            full=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
-            free=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            full_first=plgpu.Barrier(num_arrivals=2 * copies, num_barriers=2),
+            full_last=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+            free_first=plgpu.Barrier(num_barriers=2),
+            free_last=plgpu.Barrier(num_barriers=2),
+            scored=plgpu.Barrier(num_barriers=2),
             weighed=plgpu.Barrier(num_barriers=2),
             summed=plgpu.Barrier(num_barriers=2),
         )
@@ -180,8 +189,8 @@ def _kernel(
     def _() -> None:
         plgpu.set_max_registers(s.registers[0], action="increase")
         mosaic.barrier_arrive(ring.q_free)
-        for stage in range(2):
-            mosaic.barrier_arrive(ring.free.at[stage])
+        mosaic.barrier_arrive(ring.free_first.at[1 - wg])
+        mosaic.barrier_arrive(ring.free_last.at[wg])
 
         def attend(i: Array, _: None) -> None:
             _attend(s, item(i), wg, ring, out, Parts(value, weight))
@@ -219,15 +228,19 @@ def _fetch(s: _Static, item: _Item, q: Ref, latents: Ref, blocks: Ref, ring: _Sm
         at = [jnp.minimum(lax.div(token, S) + c, M - 1) for c in range(KEYS // size)]
         ids = [jnp.clip(blocks[item.row, c], 0, N - 1) for c in at]
         tokens = pl.ds(lax.rem(token, S) if S > KEYS else 0, size)
-        mosaic.barrier_wait(ring.free.at[stage])
-        full = ring.full.at[stage]
-        for c, block in enumerate(ids):
-            to = pl.ds(c * size, size)
-            for i in range(2):
-                target = ring.values.at[stage, i, to]
-                mosaic.copy_gmem_to_smem(latents.at[block, tokens, columns[i]], target, full)
-            target = ring.rotated.at[stage, to]
-            mosaic.copy_gmem_to_smem(latents.at[block, tokens, rotated], target, full)
+        half = 1 - stage
+
+        def copy(source: Any, target: Ref, full: Any) -> None:
+            for c, block in enumerate(ids):
+                to = target.at[pl.ds(c * size, size)]
+                mosaic.copy_gmem_to_smem(latents.at[block, tokens, source], to, full)
+
+        mosaic.barrier_wait(ring.free_first.at[stage])
+        first, last = ring.full_first.at[stage], ring.full_last.at[stage]
+        copy(pl.ds(half * s.half, s.half), ring.values.at[stage, half], first)
+        copy(rotated, ring.rotated.at[stage], first)
+        mosaic.barrier_wait(ring.free_last.at[stage])
+        copy(pl.ds(stage * s.half, s.half), ring.values.at[stage, stage], last)
         return _
 
     lax.fori_loop(0, item.num, body, None)
@@ -244,36 +257,41 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
     def own(j: Array, carry: Carry) -> Carry:
         """Finds the weights of tile j, leaves them for the other warpgroup, and adds values."""
         (acc, best, total), mine = carry, _hidden(wg)
-        mosaic.barrier_wait(ring.full.at[wg])
         limit = item.length - (item.first + j) * KEYS
-        _silence(ring.values.at[mine], limit)
 
         def products(ref: Ref) -> None:
-            zero = mine - wg
-            for i in range(2):
-                mosaic.wgmma(ref, ring.q.at[zero + i], ring.values.at[mine, i].T)
-            mosaic.wgmma(ref, ring.q_rotated.at[zero], ring.rotated.at[mine].T)
+            mosaic.barrier_wait(ring.full_first.at[wg])
+            mosaic.wgmma(ref, ring.q.at[1 - mine], ring.values.at[mine, 1 - mine].T)
+            mosaic.wgmma(ref, ring.q_rotated.at[mine - wg], ring.rotated.at[mine].T)
+            mosaic.barrier_wait(ring.full_last.at[wg])
+            mosaic.wgmma(ref, ring.q.at[mine], ring.values.at[mine, mine].T)
 
         scores = pl.run_state(products)(mosaic.ACC.init(_full((ROWS, KEYS), 0.0)))
+        if s.late:
+            pl.when(j > 0)(lambda: mosaic.barrier_arrive(ring.scored.at[wg]))
+        _silence(ring.values.at[mine], limit)
         weights, best, total, kept = _softmax(s, scores, best, total, limit)
         weights = weights.astype(out.dtype)
         put(ring.rotated.at[wg], weights)
         put(ring.best.at[wg], best)
         plgpu.commit_smem()
         mosaic.barrier_arrive(ring.weighed.at[wg])
-        acc = _add(acc * _wide(kept, acc), weights, ring.values.at[mine, wg])
-        mosaic.barrier_arrive(ring.free.at[wg])
+        acc = acc * _wide(kept, acc)
+        if s.late:
+            pl.when(j + 1 < item.num)(lambda: mosaic.barrier_wait(ring.scored.at[other]))
+        acc = _add(acc, weights, ring.values.at[mine, wg])
+        mosaic.barrier_arrive(ring.free_last.at[wg])
         return acc, best, total
 
     def others(carry: Carry) -> Carry:
         """Adds values of the other warpgroup's tile by the weights that it has found."""
         (acc, best, total), last = carry, 1 - _hidden(wg)
-        mosaic.barrier_wait(ring.full.at[other])
+        mosaic.barrier_wait(ring.full_first.at[other])
         mosaic.barrier_wait(ring.weighed.at[other])
         new_best = mosaic.load(ring.best.at[other], layout=PER_ROW, optimized=False)
         kept = jnp.exp2(best - new_best)
         acc = _add(acc * _wide(kept, acc), ring.rotated.at[last], ring.values.at[last, wg])
-        mosaic.barrier_arrive(ring.free.at[other])
+        mosaic.barrier_arrive(ring.free_first.at[other])
         return acc, new_best, total * kept
 
     # Loops of at most one turn stand for conditions: the first tile has none before it, and the
