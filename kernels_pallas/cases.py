@@ -16,6 +16,7 @@ from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
+from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.mixture_case import mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
@@ -109,6 +110,23 @@ def _attend(
     """Calls a kernel, the last arguments by their names."""
     first = len(args) - len(names)
     return kernel(*args[:first], **dict(zip(names, args[first:], strict=True)), **options)
+
+
+def latents(rows: Attention, heads: int = 16, rank: int = 512) -> Case:
+    """Latent attention of one token of each of `rows`. The sizes are DeepSeek-V2-Lite's."""
+    D, options = rank + 64, dict(scale=192**-0.5, rank=rank)
+    rows = rows._replace(heads=heads, kv_heads=1, head_dim=D)
+
+    def make(seed: int) -> tuple[Array, ...]:
+        q, k, _, *rest = rows.make(seed, decode=True)
+        return q, k[:, 0], *rest
+
+    run, keys = functools.partial(latent_decode, **options), float(rows.lens.sum())
+    # Of many heads products take longer than to read their keys.
+    amount, unit = 2 * D * keys, "TB/s"
+    if heads > ROWS:
+        amount, unit = 2 * heads * (D + rank) * keys, "TFLOP/s"
+    return Case("latent_decode", f"{rows.name}, {heads} heads", make, run, amount, unit, options)
 
 
 def norms(T: int, E: int, parts: int = 0) -> Case:
@@ -250,7 +268,14 @@ _P = [
     Attention("fp8", (300, 30), (0, 77), 8, 2, kv_dtype="float8_e4m3fn"),
     Attention("int8", (300, 30), (0, 77), 8, 2, kv_dtype="int8"),
 ]
+_L = [
+    latents(_D[0]),
+    latents(Attention("skewed, 2 tiles of heads", (1,) * 40, (5000,) + (16,) * 39), 128),
+    latents(Attention("blocks of 16", (1, 1), (99, 332), block_size=16), 20),
+    latents(Attention("float16", (1,), (1087,), block_size=256, dtype="float16"), 64, 256),
+]
 TESTS: tuple[Case, ...] = (
+    *_L,
     *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
@@ -282,6 +307,8 @@ BENCH: tuple[Case, ...] = (
     *(Attention(f"{B} x {L}", (L,) * B, (0,) * B).case(prefill_attention) for B, L in
       ((8, 4096), (8, 1024), (1, 1024))),
     Attention("4 x 256 upon 3840", (256,) * 4, (3840,) * 4).case(prefill_attention),
+    *(latents(Attention(f"{B} x {L}", (1,) * B, (L - 1,) * B), H) for H in (16, 128)
+      for B, L in ((1, 4096), (8, 4096), (64, 1024), (64, 4096), (256, 1024))),
     *(norms(T, E) for T, E in ((8, 4096), (8192, 4096))),
     *(products(T, 4096, 6144) for T in (64, 128)),
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),

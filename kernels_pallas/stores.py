@@ -44,6 +44,26 @@ def put_rows(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
     write(x, ref)
 
 
+def put_heads(x: Array, ref: Ref) -> None:
+    """Writes the first rows of x, [64, n], to ref, [rows, n], as `put_rows` does.
+
+    For large n: all numbers of a thread lie at constant distances from its first one.
+    """
+
+    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
+        index = ir.IndexType.get()
+        limit = mgpu.c(ir.MemRefType(ref.type).shape[0], index)
+        first, column = next(iter(x.layout.thread_idxs(x.shape)))
+        for half in range(2):  # a thread has numbers in two rows, eight apart
+            row = arith.addi(first, mgpu.c(8 * half, index))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row, limit)):
+                for i, value in enumerate(x.registers.flat[half::2]):
+                    vector.store(value, ref, [row, arith.addi(column, mgpu.c(8 * i, index))])
+
+    write(x, ref)
+
+
 def put_tokens(acc: Array, out: Ref, place: Ref, first: Array, low: Array, high: Array) -> None:
     """Writes acc, [64, D], to those of out, [T, D], from `first` on that are from `low` to `high`.
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxrunner.caches.latent import LatentCache
-from jaxrunner.kernels_pallas import latent_reference
+from jaxrunner.kernels_pallas import latent_decode, latent_reference
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Note, Operation, run_first
 from jaxrunner.ops import cpu_attention
@@ -34,6 +34,23 @@ def trained(
     return run_first("attention", (Operation("plain JAX", run),), q, latents, spec, note=note), None
 
 
+def _decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> Array:
+    blocks, rank = batch.blocks[spec.group], spec.value_dim or 0
+    return latent_decode.latent_decode(
+        q, cache.latents, blocks, batch.seq_lens, scale=spec.scale, rank=rank
+    )
+
+
+def _refuses_decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> str | None:
+    if batch.query_len != 1:
+        return "wants one token of every row"
+    if cache.scale is not None:
+        return f"wants latents without scales, got {cache.latents.dtype}"
+    if spec.window is not None or spec.soft_cap is not None or spec.sinks is not None:
+        return "wants attention to all keys, without a cap or sinks"
+    return latent_decode.refuses(q, cache.latents, spec.value_dim or 0)
+
+
 def _refuses_tiles(batch: Batch, *_: object) -> str | None:
     if jax.default_backend() != "cpu":
         return "is for CPUs"
@@ -50,4 +67,4 @@ PLAIN = (
     ),
     Operation("plain JAX", latent_reference.attend),
 )
-LATENT_ATTENTION = PLAIN  # a kernel for decode comes first here
+LATENT_ATTENTION = (Operation("latent_decode", _decode, _refuses_decode), *PLAIN)

@@ -57,6 +57,11 @@ def prefill_attention(q, k, v, blocks, starts, lens, k_scale=1.0, v_scale=1.0, *
     return out
 
 
+def latent_decode(q, latents, blocks, lens, *, scale, rank):
+    rows, none = latents[:, None], dict(window=None, soft_cap=None, sinks=None)
+    return decode_attention(q, rows, rows, blocks, lens, scale=scale, **none)[..., :rank]
+
+
 def rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 

@@ -1,0 +1,103 @@
+"""The decode kernel of latent attention: how keys are shared out, and what it refuses."""
+
+from dataclasses import replace
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.caches.latent import LatentCache
+from jaxrunner.kernels_pallas.latent_decode import latent_decode, refuses
+from jaxrunner.kernels_pallas.latent_shares import of_part, share_out
+from jaxrunner.model import AttentionSpec
+from jaxrunner.ops.latent_attention import LATENT_ATTENTION
+from tests.support.lowering import lowers
+from tests.test_reference import Problem
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def shares_and_places(lens, num_ctas):
+    shares = share_out(lens, 64, num_ctas)
+    part = jnp.arange(num_ctas)
+    return shares, of_part(shares.head[:, None], part[None])
+
+
+@pytest.mark.parametrize("num_ctas", [1, 7, 132])
+@pytest.mark.parametrize("B", [1, 6, 200])
+def test_blocks_read_each_tile_once_in_equal_shares(B, num_ctas):
+    """And what they leave of rows in parts lies where the block that ends a row looks for it."""
+    rng = np.random.default_rng()
+    for most in (3, 70, 5000):
+        lens = np.where(rng.random(B) < 0.2, 0, rng.integers(1, most, B))
+        found = shares_and_places(jnp.asarray(lens), num_ctas)
+        s, places = jax.tree.map(np.asarray, found)
+        tiles = np.maximum(-(-lens // 64), 1)
+        read, left, merged = np.zeros(tiles.sum(), int), {}, set()
+        for c in range(num_ctas):
+            low, high = s.first[c], s.last[c]
+            for row in range(s.row[c], s.row[c] + s.num_rows[c]):
+                a, b = max(s.start[row], low), min(s.end[row], high)
+                assert a < b
+                read[a:b] += 1
+                if (a, b) != (s.start[row], s.end[row]):
+                    left[2 * c + int(s.start[row] >= low)] = row
+            row = s.row[c]
+            if low < high and s.start[row] < low and s.end[row] <= high:
+                merged.add(row)
+                parts = places[c][: c - s.head[c] + 1]
+                assert sorted(k for k, v in left.items() if v == row) == sorted(parts)
+        assert (read == 1).all() and merged == set(left.values())
+        np.testing.assert_array_equal(s.end - s.start, tiles)
+        assert (s.last - s.first).max() == -(-tiles.sum() // num_ctas)
+
+
+def shaped(H=16, D=576, S=64, dtype="bfloat16", kept="bfloat16"):
+    return jax.ShapeDtypeStruct((2, H, D), dtype), jax.ShapeDtypeStruct((9, S, D), kept)
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("sizes", "rank", "words"),
+    [
+        (dict(kept="float8_e4m3fn"), 512, "wants one dtype, bfloat16 or float16, got bfloat16 and"),
+        (dict(dtype="float32", kept="float32"), 512, "got float32 and float32"),
+        (dict(D=544), 512, "wants values of 128, 256, 384 or 512 numbers, and 64 more of a key"),
+        (dict(D=164), 100, "got 100 and 64"),
+        (dict(H=96), 512, "wants at most 64 heads or a multiple of that, got 96"),
+        (dict(S=48), 512, "wants a block_size that divides or is a multiple of 64, got 48"),
+        (dict(S=4), 512, "wants a block_size"),
+    ],
+)
+def test_what_the_kernel_does_not_serve_is_refused_in_words(sizes, rank, words):
+    q, latents = shaped(**sizes)
+    assert words in str(refuses(q, latents, rank))
+    args = *(jnp.zeros(x.shape, x.dtype) for x in (q, latents)), jnp.zeros((2, 1), jnp.int32)
+    with pytest.raises(ValueError, match=f"latent_decode .*{words[-20:]}"):
+        latent_decode(*args, jnp.ones(2, jnp.int32), scale=1.0, rank=rank)
+
+
+@lowers
+@pytest.mark.parametrize("H", [1, 16, 20, 64, 128])
+def test_the_kernel_serves_heads_of_models(H):
+    assert refuses(*shaped(H), 512) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "kept", "changes", "words"),
+    [
+        ("prefill", "bfloat16", {}, "wants one token of every row"),
+        ("decode", "int8", {}, "wants latents without scales, got int8"),
+        ("decode", "bfloat16", dict(window=8), "wants attention to all keys"),
+        ("decode", "bfloat16", dict(soft_cap=8.0), "wants attention to all keys"),
+    ],
+)
+def test_the_operation_refuses_batches_and_layers_in_words(case, kept, changes, words):
+    batch = replace(Problem("prefill", "float32").batch, query_len=int(case == "decode"))
+    q, latents = shaped(kept=kept)
+    scale = jax.ShapeDtypeStruct((9, 64), jnp.float32) if kept == "int8" else None
+    spec = AttentionSpec(0, None, 1.0, value_dim=512)._replace(**changes)
+    kernel = LATENT_ATTENTION[0]
+    assert kernel.name == "latent_decode"
+    assert words in str(kernel.refuses(batch, q, LatentCache(latents, scale), spec))
