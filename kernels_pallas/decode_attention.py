@@ -170,11 +170,7 @@ def _scratch(dtype: DTypeLike, D: int, copies: int, config: TuningConfig) -> lis
     tiled = mosaic.tiled(plgpu.find_swizzle(D * 16) // 2, 2)
     kv = (config.stages, config.block_kv, D)
     # What is computed takes the place of the keys, all of which have been read.
-    keys = plgpu.RefUnion(
-        plgpu.SMEM(kv, dtype, transforms=tiled),
-        plgpu.SMEM((ROWS, D), dtype),
-        [plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((ROWS, 8), jnp.float32)],
-    )
+    keys = plgpu.RefUnion(plgpu.SMEM(kv, dtype, transforms=tiled), plgpu.SMEM((ROWS, D), dtype))
     return [
         plgpu.SMEM((ROWS, D), dtype, transforms=tiled),
         keys,
@@ -191,7 +187,7 @@ def _attend(
     blocks_ref: Ref, row_ref: Ref, first_ref: Ref, last_ref: Ref, part_of_ref: Ref,
     length_ref: Ref, block_ref: Ref, head_ref: Ref, parts_ref: Ref, sink_ref: Ref,
     counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref,
-    keys: tuple[Ref, Ref, tuple[Ref, Ref]], v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
+    keys: tuple[Ref, Ref], v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
     v_ready: Barrier, flag: Ref,
     *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
     weighed: bool,
@@ -308,21 +304,21 @@ def _attend(
                 part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag
             )
 
-        _leave((acc, best, safe), keys, mine, parts, part_of, None if weighed else merge)
+        _leave((acc, best, safe), keys[1], mine, parts, part_of, None if weighed else merge)
         plgpu.wait_smem_to_gmem(0)
 
 
 def _leave(
-    result: tuple[Array, Array, Array], keys: tuple[Ref, Ref, tuple[Ref, Ref]], out: Ref,
-    parts: tuple[Ref, Ref], part_of: Array, merge: Callable[[], None] | None,
+    result: tuple[Array, Array, Array], smem: Ref, out: Ref, parts: tuple[Ref, Ref],
+    part_of: Array, merge: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     """Writes what a row's only item found; or a part of it and its weight, and merges.
 
     Without `merge` what any item found is a part.
     """
-    acc, smem = result[0], keys[1]
+    acc = result[0]
     if merge is None:
-        _leave_part(result, keys[2], parts)
+        _leave_part(result, parts)
         return
 
     @pl.when(part_of == 0)
@@ -334,19 +330,16 @@ def _leave(
 
     @pl.when(part_of != 0)
     def _() -> None:
-        _leave_part(result, keys[2], parts)
-        plgpu.wait_smem_to_gmem(0)
+        _leave_part(result, parts)
         merge()
 
 
-def _leave_part(
-    result: tuple[Array, Array, Array], smem: tuple[Ref, Ref], parts: tuple[Ref, Ref]
-) -> None:
-    """Writes a part of what a row found, and its weight."""
+def _leave_part(result: tuple[Array, Array, Array], parts: tuple[Ref, Ref]) -> None:
+    """Writes a part of what a row found, and its weight: of few rows, so that registers do."""
     acc, best, total = result
-    _put(acc, smem[0], parts[0])
+    put_rows(acc, parts[0])
     weight = lax.broadcast_in_dim(best + jnp.log2(total), (ROWS, 8), [0])
-    _put(weight, smem[1], parts[1])
+    put_rows(plgpu.layout_cast(weight, plgpu.Layout.WGMMA), parts[1])
 
 
 def _copy(queries: Ref, start: Array, heads: Ref, ready: Barrier) -> None:
