@@ -172,8 +172,15 @@ def test_what_follows_the_last_draft_is_the_target_s_own_sample(verify: Any):
     assert (all_stood | (verify in (standard, block))).all()
 
 
-@pytest.mark.parametrize("how", ["any", "sampled"])
-@pytest.mark.parametrize("verify", [standard, block])
+@pytest.mark.parametrize(
+    ("verify", "how"),
+    [
+        (standard, "any"),
+        (block, "sampled"),
+        pytest.param(standard, "sampled", marks=slow),
+        pytest.param(block, "any", marks=slow),
+    ],
+)
 def test_greedy_requests_get_the_likeliest_tokens_whatever_is_drafted(verify: Any, how: str):
     def run(words: jax.Array, last: jax.Array) -> Any:
         given = draft(last, words, last + 9, 3, how)

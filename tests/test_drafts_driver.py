@@ -60,10 +60,9 @@ class Driver:
         self.sizes = tiny.engine_config(**load.sizes)
         self.engine = self.make(params)
         config, target = tiny.model_and_params()
-        self.plain = Engine(
-            llama, config, tiny.engine_config(num_blocks=100), target,
-            make_compiler=features.ParityCompiler,
-        )  # fmt: skip
+        self.plain = Engine(  # of the usual sizes, which other tests compile too
+            llama, config, tiny.engine_config(), target, make_compiler=features.ParityCompiler
+        )
         self.live: dict[str, Request] = {}
         self.ended: list[Request] = []
         self.bases = [self.tokens(n) for n in (9, 14, 23)]

@@ -61,8 +61,8 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def generate(llm: LLM, asked: list[list[int]], max_tokens: int, **params: Any) -> list[Any]:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)
-    return llm.generate([dict(prompt_token_ids=ids) for ids in asked], params, use_tqdm=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)
+    return llm.generate([dict(prompt_token_ids=ids) for ids in asked], greedy, use_tqdm=False)
 
 
 def tokens(outputs: list[Any]) -> list[list[int]]:
