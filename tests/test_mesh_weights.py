@@ -32,7 +32,7 @@ from tests.support import tiny
 # Two KV heads: on two devices each has one, on four both are copied.
 SIZES: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
-    num_key_value_heads=2, attention_bias=True,
+    num_key_value_heads=2, attention_bias=True, num_hidden_layers=1,
 )  # fmt: skip
 PROMPT, GREEDY = [3, 1, 4, 1, 5, 9, 2], SamplingParams(temperature=0, max_tokens=12)
 

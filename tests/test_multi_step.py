@@ -15,7 +15,7 @@ from tests.support import tiny
 
 
 def test_nothing_is_compiled_after_warm_up():
-    e = engine(num_decode_steps=3)
+    e = engine(num_decode_steps=4)
     e.warm_up()
     e.runner.programs.strict = True
     params = [SamplingParams(temperature=t, max_tokens=9) for t in (0.0, 1.0, 0.0)]
@@ -28,10 +28,10 @@ def test_nothing_is_compiled_after_warm_up():
 def test_steps_of_a_launch_need_no_rules_that_few_want(temperature):
     plain = SamplingParams(temperature=temperature, max_tokens=13, seed=3)
     want = run(engine(), PROMPTS[:3], [plain] * 3)
-    e = engine(num_decode_steps=6)
+    e = engine(num_decode_steps=4)
     assert run(e, PROMPTS[:3], [plain] * 3) == want
     sizes = [c.key.size for c in e.runner.programs.ledger if c.key.name == "multi_step"]
-    assert sizes == [MultiStepBucket(6, SampleSize(5))]
+    assert sizes == [MultiStepBucket(4, SampleSize(5))]
 
 
 def test_a_launch_ends_when_all_its_requests_have(monkeypatch):

@@ -19,7 +19,7 @@ from jaxrunner.worker import worker
 from tests.support.small_llm import SIZES, live_bytes
 
 ROOT = Path(__file__).parents[1]
-CYCLES, DROPPED = 6, 5
+CYCLES, DROPPED = 3, 3
 SCRIPT = """
 import os, signal, threading, warnings
 from jaxrunner import LLM, SamplingParams, embedded

@@ -108,7 +108,11 @@ def test_preemption_in_a_prompt_starts_anew():
     assert_close(entries(request), oracle(long))
 
 
-@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
+@pytest.mark.parametrize(
+    "mode",
+    ["processed_logits", *(pytest.param(mode, marks=pytest.mark.slow)
+                           for mode in ("raw_logits", "processed_logprobs"))],
+)  # fmt: skip
 def test_prompts_honour_the_mode(mode):  # vLLM gives raw logprobs whatever the mode
     e = engine(logprobs_mode=mode)
     request = run(e, "a", temperature=0.5, top_k=4, seed=1, logit_bias={7: 2.0})

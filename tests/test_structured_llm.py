@@ -18,7 +18,7 @@ from tests.support import features, tiny
 
 pytest.importorskip("llguidance")
 SIZES: dict[str, Any] = dict(
-    dtype="float32", max_model_len=192, max_num_seqs=4, max_num_batched_tokens=64,
+    dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
     token_buckets=(64,), decode_buckets=(4,), block_size=16, use_tqdm=False, warm_up=False,
 )  # fmt: skip
 SCHEMA = {
@@ -70,7 +70,7 @@ def check(kind: str, text: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
 def test_texts_are_valid(llm, kind, temperature):
-    outputs = ask(llm, kind, ["x = ", "def f():\n", "", "class A:"][:3], temperature=temperature)
+    outputs = ask(llm, kind, ["x = ", "def f():\n", ""], temperature=temperature)
     for output in outputs[:2]:
         assert output.outputs[0].finish_reason == "stop", output
         check(kind, output.outputs[0].text)
