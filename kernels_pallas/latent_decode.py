@@ -134,27 +134,25 @@ class _Smem(NamedTuple):
     summed: Any  # a warpgroup's part of the sum is there
 
 
-def _scratch(s: _Static, dtype: Any, S: int) -> list[Any]:
+def _scratch(s: _Static, dtype: Any, S: int) -> dict[str, Any]:
     tiled = mosaic.tiled(64, 2)
     copies = max(1, KEYS // S)
-    return list(
-        _Smem(
-            q=plgpu.SMEM((2, ROWS, s.half), dtype, transforms=tiled),
-            q_rotated=plgpu.SMEM((1, ROWS, KEYS), dtype, transforms=tiled),
-            values=plgpu.SMEM((2, 2, KEYS, s.half), dtype, transforms=tiled),
-            rotated=plgpu.SMEM((2, KEYS, KEYS), dtype, transforms=tiled),
-            best=plgpu.SMEM((2, ROWS), jnp.float32),
-            total=plgpu.SMEM((2, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_arrivals=3),
-            q_free=plgpu.Barrier(num_arrivals=2),
-            full_first=plgpu.Barrier(num_arrivals=2 * copies, num_barriers=2),
-            full_last=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
-            free_first=plgpu.Barrier(num_barriers=2),
-            free_last=plgpu.Barrier(num_barriers=2),
-            scored=plgpu.Barrier(num_barriers=2),
-            weighed=plgpu.Barrier(num_barriers=2),
-            summed=plgpu.Barrier(num_barriers=2),
-        )
+    return dict(
+        q=plgpu.SMEM((2, ROWS, s.half), dtype, transforms=tiled),
+        q_rotated=plgpu.SMEM((1, ROWS, KEYS), dtype, transforms=tiled),
+        values=plgpu.SMEM((2, 2, KEYS, s.half), dtype, transforms=tiled),
+        rotated=plgpu.SMEM((2, KEYS, KEYS), dtype, transforms=tiled),
+        best=plgpu.SMEM((2, ROWS), jnp.float32),
+        total=plgpu.SMEM((2, ROWS), jnp.float32),
+        q_full=plgpu.Barrier(num_arrivals=3),
+        q_free=plgpu.Barrier(num_arrivals=2),
+        full_first=plgpu.Barrier(num_arrivals=2 * copies, num_barriers=2),
+        full_last=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+        free_first=plgpu.Barrier(num_barriers=2),
+        free_last=plgpu.Barrier(num_barriers=2),
+        scored=plgpu.Barrier(num_barriers=2),
+        weighed=plgpu.Barrier(num_barriers=2),
+        summed=plgpu.Barrier(num_barriers=2),
     )
 
 
@@ -171,10 +169,11 @@ class _Item(NamedTuple):
 
 def _kernel(
     s: _Static, q: Ref, latents: Ref, blocks: Ref, start: Ref, end: Ref, length: Ref, first: Ref,
-    last: Ref, row: Ref, num_rows: Ref, head: Ref, out: Ref, value: Ref, weight: Ref, *smem: Any,
+    last: Ref, row: Ref, num_rows: Ref, head: Ref, out: Ref, value: Ref, weight: Ref, /,
+    **smem: Any,
 ) -> None:  # fmt: skip
     pdl.begin()
-    cta, wg, ring = lax.axis_index("cta"), lax.axis_index("wg"), _Smem(*smem)
+    cta, wg, ring = lax.axis_index("cta"), lax.axis_index("wg"), _Smem(**smem)
     low, high, first_row = first[cta], last[cta], row[cta]
 
     def item(i: Array) -> _Item:

@@ -73,9 +73,10 @@ def shaped(H=16, D=576, S=64, dtype="bfloat16", kept="bfloat16"):
 def test_what_the_kernel_does_not_serve_is_refused_in_words(sizes, rank, words):
     q, latents = shaped(**sizes)
     assert words in str(refuses(q, latents, rank))
-    args = *(jnp.zeros(x.shape, x.dtype) for x in (q, latents)), jnp.zeros((2, 1), jnp.int32)
+    held = [jnp.zeros(x.shape, x.dtype) for x in (q, latents)]
+    blocks, lens = jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
     with pytest.raises(ValueError, match=f"latent_decode .*{words[-20:]}"):
-        latent_decode(*args, jnp.ones(2, jnp.int32), scale=1.0, rank=rank)
+        latent_decode(held[0], held[1], blocks, lens, scale=1.0, rank=rank)
 
 
 @lowers
@@ -95,8 +96,8 @@ def test_the_kernel_serves_heads_of_models(H):
 )
 def test_the_operation_refuses_batches_and_layers_in_words(case, kept, changes, words):
     batch = replace(Problem("prefill", "float32").batch, query_len=int(case == "decode"))
-    q, latents = shaped(kept=kept)
-    scale = jax.ShapeDtypeStruct((9, 64), jnp.float32) if kept == "int8" else None
+    q, latents = (jnp.zeros(x.shape, x.dtype) for x in shaped(kept=kept))
+    scale = jnp.ones((9, 64)) if kept == "int8" else None
     spec = AttentionSpec(0, None, 1.0, value_dim=512)._replace(**changes)
     kernel = LATENT_ATTENTION[0]
     assert kernel.name == "latent_decode"
