@@ -19,6 +19,7 @@ from jaxrunner.models.dense.starcoder2 import starcoder2
 from jaxrunner.models.encoders.bert import bert, roberta
 from jaxrunner.models.encoders.gemma_embedding import gemma_embedding
 from jaxrunner.models.encoders.modernbert import modernbert
+from jaxrunner.models.hybrids.lfm2 import lfm2
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Model] = {
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
+    "Lfm2ForCausalLM": lfm2,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,
     "Ministral3ForCausalLM": ministral3,
