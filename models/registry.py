@@ -19,6 +19,8 @@ from jaxrunner.models.dense.starcoder2 import starcoder2
 from jaxrunner.models.encoders.bert import bert, roberta
 from jaxrunner.models.encoders.gemma_embedding import gemma_embedding
 from jaxrunner.models.encoders.modernbert import modernbert
+from jaxrunner.models.hybrids.bamba import bamba
+from jaxrunner.models.hybrids.granite_hybrid import granite_hybrid
 from jaxrunner.models.hybrids.lfm2 import lfm2
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
@@ -35,6 +37,7 @@ from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Model] = {
+    "BambaForCausalLM": bamba,
     "BertModel": bert,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
@@ -54,6 +57,7 @@ FAMILIES: dict[str, Model] = {
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
     "Lfm2ForCausalLM": lfm2,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,

@@ -163,7 +163,7 @@ def _one_size(**asked: Any) -> CacheRequest:
     return given[0] if given else CacheRequest()
 
 
-def _prefixes(loaded: Loaded, asked: bool | None) -> dict[str, bool]:
+def _prefixes(loaded: Loaded, asked: bool | None) -> dict[str, Any]:
     """Returns whether prefixes are cached: by default where all caches have some.
 
     Raises:

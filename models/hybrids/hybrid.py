@@ -15,10 +15,9 @@ from jaxrunner.caches.full import FullAttention
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.config import check_dtype
 from jaxrunner.hf_config import Settings
-from jaxrunner.linear import Linear
 from jaxrunner.model import Source
-from jaxrunner.pytree import each, leaf, nested, pytree
-from jaxrunner.types import Array
+from jaxrunner.models import llama
+from jaxrunner.pytree import each, pytree
 
 FULL = "full_attention"
 
@@ -37,12 +36,9 @@ class Hybrid:
 
 
 @pytree
-class Params:
+class Params(llama.Params):
     """Weights of a hybrid; the config's dims tell the class of each layer."""
 
-    embed: Array = leaf("V E", "param")
-    norm: Array = leaf("E", "param")
-    head: Linear | None = nested(outputs="V", inputs="E", when="untied")
     layers: tuple[Any, ...] = each("Y")
 
 

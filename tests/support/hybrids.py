@@ -9,17 +9,31 @@ import pytest
 from tests.support.checkpoints import NEEDS_TORCH
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=62, hidden_size=48, intermediate_size=44, num_hidden_layers=3,
+    vocab_size=62, hidden_size=48, intermediate_size=44, num_hidden_layers=2,
     num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=128,
     bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
-LFM2 = dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False)
+LFM2 = dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+MAMBA = dict(
+    mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=10, mamba_expand=2, mamba_d_conv=4,
+    mamba_chunk_size=16,
+)  # fmt: skip
+GRANITE = MAMBA | dict(
+    layer_types=["linear_attention", "full_attention"],
+    shared_intermediate_size=20, embedding_multiplier=3.0, attention_multiplier=0.2,
+    residual_multiplier=0.7, logits_scaling=2.0,
+)  # fmt: skip
 # Name: (what classes of transformers begin with, changes of the config's keys).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm 2": ("Lfm2", LFM2),
     "lfm 2, biases, wide": ("Lfm2", dict(
-        conv_bias=True, conv_L_cache=5, full_attn_idxs=[0], tie_word_embeddings=False,
+        conv_bias=True, conv_L_cache=5, full_attn_idxs=[1], num_hidden_layers=3, tie_word_embeddings=False,
         block_multiple_of=16)),
+    "bamba": ("Bamba", MAMBA | dict(attn_layer_indices=[1], mamba_proj_bias=True)),
+    "granite 4": ("GraniteMoeHybrid", GRANITE | dict(num_local_experts=6, num_experts_per_tok=2)),
+    "granite 4, dense, rotated": ("GraniteMoeHybrid", GRANITE | dict(
+        num_local_experts=0, position_embedding_type="rope", mamba_conv_bias=False)),
+
 }  # fmt: skip
 
 
@@ -45,9 +59,12 @@ def save(variant: str, folder: Path) -> Any:
     found = config(variant)
     found._attn_implementation = "eager"
     made = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")(found).eval()
+    if "num_local_experts" in VARIANTS[variant][1] or "num_experts" in VARIANTS[variant][1]:
+        made.set_experts_implementation("eager")  # others have no float64
     torch.manual_seed(len(variant))
+    of_products = 0.15 if "Qwen" in type(made).__name__ else 0.25  # as much as float32 tells apart
     for name, weight in made.named_parameters():
-        middle, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
+        middle, spread = (1.0, 0.2) if "norm" in name else (0.0, of_products)
         torch.nn.init.normal_(weight, middle, spread)
     made.save_pretrained(folder)
     return made
