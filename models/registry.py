@@ -22,6 +22,7 @@ from jaxrunner.models.encoders.modernbert import modernbert
 from jaxrunner.models.hybrids.bamba import bamba
 from jaxrunner.models.hybrids.granite_hybrid import granite_hybrid
 from jaxrunner.models.hybrids.lfm2 import lfm2
+from jaxrunner.models.hybrids.qwen3_next import qwen3_next
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
@@ -73,6 +74,7 @@ FAMILIES: dict[str, Model] = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
     "RobertaModel": roberta,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,

@@ -23,6 +23,7 @@ SLOW = (
     "lfm 2, biases, wide",
     "bamba",
     "granite 4",
+    "qwen 3 next, dense layers, biases",
 )
 QUICK = [name for name in hybrids.VARIANTS if name not in SLOW]
 
@@ -92,6 +93,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(position_embedding_type="alibi"),
         "position_embedding_type must be 'nope' or 'rope', got 'alibi'",
     ),
+    "shared": (
+        "qwen 3 next",
+        dict(linear_num_key_heads=3),
+        "linear_num_value_heads=4 must be a multiple of linear_num_key_heads=3",
+    ),
     "dtype": ("granite 4", dict(mamba_ssm_cache_dtype="int8"), "ssm_cache_dtype must be one of"),
 }
 
@@ -112,6 +118,9 @@ PUBLISHED = {  # keys beside those that transformers writes today
     "granite 4": dict(
         layer_types=["mamba", "attention"], position_embedding_type="nope",
         normalization_function="rmsnorm", init_method="mup", mamba_d_head=12,
+    ),
+    "qwen 3 next": dict(
+        full_attention_interval=4, mamba_ssm_dtype="float32", use_sliding_window=False
     ),
 }  # fmt: skip
 

@@ -23,6 +23,12 @@ GRANITE = MAMBA | dict(
     shared_intermediate_size=20, embedding_multiplier=3.0, attention_multiplier=0.2,
     residual_multiplier=0.7, logits_scaling=2.0,
 )  # fmt: skip
+QWEN = dict(
+    layer_types=["linear_attention", "full_attention"], head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+    linear_value_head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+)  # fmt: skip
 # Name: (what classes of transformers begin with, changes of the config's keys).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm 2": ("Lfm2", LFM2),
@@ -33,7 +39,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4": ("GraniteMoeHybrid", GRANITE | dict(num_local_experts=6, num_experts_per_tok=2)),
     "granite 4, dense, rotated": ("GraniteMoeHybrid", GRANITE | dict(
         num_local_experts=0, position_embedding_type="rope", mamba_conv_bias=False)),
-
+    "qwen 3 next": ("Qwen3Next", QWEN),
+    "qwen 3 next, dense layers, biases": ("Qwen3Next", QWEN | dict(
+        mlp_only_layers=[1], attention_bias=True, head_dim=16, linear_conv_kernel_dim=3)),
 }  # fmt: skip
 
 
