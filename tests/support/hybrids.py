@@ -33,8 +33,8 @@ QWEN = dict(
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm 2": ("Lfm2", LFM2),
     "lfm 2, biases, wide": ("Lfm2", dict(
-        conv_bias=True, conv_L_cache=5, full_attn_idxs=[1], num_hidden_layers=3, tie_word_embeddings=False,
-        block_multiple_of=16)),
+        conv_bias=True, conv_L_cache=5, full_attn_idxs=[1], num_hidden_layers=3,
+        tie_word_embeddings=False, block_multiple_of=16)),
     "bamba": ("Bamba", MAMBA | dict(attn_layer_indices=[1], mamba_proj_bias=True)),
     "granite 4": ("GraniteMoeHybrid", GRANITE | dict(num_local_experts=6, num_experts_per_tok=2)),
     "granite 4, dense, rotated": ("GraniteMoeHybrid", GRANITE | dict(
