@@ -134,6 +134,8 @@ def test_states_depend_on_the_request_alone(kind):
             np.testing.assert_allclose(jax.tree.leaves(cache)[1][block], state, atol=2e-5)
         others = [block for block in range(N) if block not in LENGTHS]
         assert np.isnan(jax.tree.leaves(cache)[1][np.array(others)]).all()
+    with jax.disable_jit():  # as with enforce_eager
+        assert (run(STEPS["decoding"], one, start)[0][4] - expected(of[4])[0] < 2e-5).all()
     # Half of the bytes: rounded after each chunk, computed in float32.
     short = StateCache(jnp.zeros((N, 1, 1)), jnp.full((N, H, P, K), jnp.nan, jnp.bfloat16))
     made, cache = run(STEPS["beside rows that decode"], one, short)

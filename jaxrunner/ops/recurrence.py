@@ -45,6 +45,7 @@ def _long_rows(
 
     def one(i: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
         states, out = carried
+        i = jnp.asarray(i)  # a number where nothing is compiled
         row = find_rows(ends, i[None])[0]
         nth = i - (ends[row] - num_chunks[row])
         offset = nth * C + jnp.arange(C)
