@@ -127,6 +127,10 @@ class Settings:
         """Returns the same with another value of one key."""
         return self._with(self._values | {key: value})
 
+    def with_defaults(self, **values: Any) -> "Settings":
+        """Returns the same with values of keys that are absent."""
+        return self._with(values | self._values)
+
     def renamed(self, **names: str) -> "Settings":
         """Returns the same with keys under the names that most families have for them.
 

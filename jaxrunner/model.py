@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxrunner.caches.latent import LatentCache
+from jaxrunner.caches.state import StateCache
 from jaxrunner.config import ModelConfig
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
@@ -29,6 +30,19 @@ class AttentionSpec(NamedTuple):
     value_dim: int | None = None  # numbers of a latent that are its value; None for other layers
 
 
+class Recurrence(NamedTuple):
+    """How matrices of a request follow from token to token, those of all heads at once.
+
+    Inputs are a pytree of [T, ...]; of padding all are 0, which must leave the matrices as they
+    are. Matrices are float32.
+    """
+
+    matrices: tuple[int, ...]  # (heads, rows, columns)
+    step: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of a token) -> both
+    chunk: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of C tokens) -> both
+    chunk_size: int = 64  # C
+
+
 class RopeAndNorm(NamedTuple):
     """What makes queries and keys of packed projections: norms of each head, then a rotation."""
 
@@ -49,6 +63,10 @@ class Ops:
         that are to be normed and rotated first; `split_heads` and `attend`, in fewer launches.
     attend_latent: (q [T, H, D], latents [T, D], cache, spec) -> (out [T, H, spec.value_dim],
         cache). Stores latents as `attend` does keys, then attends: all heads to one key a token.
+    convolve: (x [T, C], weight [C, W], bias [C] or None, cache, group) -> (y [T, C], cache). Each
+        channel's sum over a token and the W - 1 before it, which a `StateCache` holds.
+    recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
+        `StateCache` on over tokens, as a `Recurrence` says.
     linear: (x [T, *inputs], w) -> [T, *outputs].
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
     mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
@@ -71,6 +89,10 @@ class Ops:
     attend_latent: Callable[
         [Array, Array, LatentCache | None, AttentionSpec], tuple[Array, LatentCache | None]
     ]
+    convolve: Callable[
+        [Array, Array, Array | None, StateCache | None, int], tuple[Array, StateCache | None]
+    ]
+    recur: Callable[[Recurrence, Any, StateCache | None, int], tuple[Array, StateCache | None]]
     linear: Callable[[Array, Weights], Array]
     project: Callable[[Array, Weights], Array]
     mlp: Callable[[Array, Weights, Weights], Array]

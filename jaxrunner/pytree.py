@@ -81,10 +81,10 @@ def build(
     """Builds a `cls` by calling `make(axes, shape, dtype)` for each array field.
 
     given: what is left open in `cls`, as `nested` has it. path: names of fields, and indices, down
-    to it. The size of an axis of `each` is a count, or the dims of each of its parts; that of
-    "F/2" is half of F. `dims["kinds"]`, where it is there, maps classes to those that are built in
-    their place, or to functions (path, given, dims) that return such a class, and its given and
-    dims.
+    to it. The size of an axis of `each` is a count, or the dims of each of its parts, of which
+    "class" is the part's own; that of "F/2" is half of F. `dims["kinds"]`, where it is there, maps
+    classes to those that are built in their place, or to functions (path, given, dims) that return
+    such a class, and its given and dims.
     """
     cls, given, dims = _stand_in(cls, dims, given, path)
     names = given or {}
@@ -107,7 +107,9 @@ def build(
             element = typing.get_args(hint)[0] if "each" in meta or meta.get("when") else hint
 
             def one(dims: Dims, *at: str) -> Any:
-                return build(make, element, dims, meta.get("given"), (*path, field.name, *at))
+                own = dims.get("class", element)
+                dims = {name: size for name, size in dims.items() if name != "class"}
+                return build(make, own, dims, meta.get("given"), (*path, field.name, *at))
 
         else:
             axes = tuple(" ".join(names.get(axis, axis) for axis in meta["axes"]).split())

@@ -19,6 +19,10 @@ from jaxrunner.models.dense.starcoder2 import starcoder2
 from jaxrunner.models.encoders.bert import bert, roberta
 from jaxrunner.models.encoders.gemma_embedding import gemma_embedding
 from jaxrunner.models.encoders.modernbert import modernbert
+from jaxrunner.models.hybrids.bamba import bamba
+from jaxrunner.models.hybrids.granite_hybrid import granite_hybrid
+from jaxrunner.models.hybrids.lfm2 import lfm2
+from jaxrunner.models.hybrids.qwen3_next import qwen3_next
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
 from jaxrunner.models.mistral import mistral
@@ -34,6 +38,7 @@ from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Model] = {
+    "BambaForCausalLM": bamba,
     "BertModel": bert,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
@@ -53,6 +58,8 @@ FAMILIES: dict[str, Model] = {
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "Lfm2ForCausalLM": lfm2,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,
     "Ministral3ForCausalLM": ministral3,
@@ -67,6 +74,7 @@ FAMILIES: dict[str, Model] = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
     "RobertaModel": roberta,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,

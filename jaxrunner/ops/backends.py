@@ -20,7 +20,15 @@ from jaxrunner.kernels_pallas import (
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import cpu_attention, experts, latent_attention, products, routing
+from jaxrunner.ops import (
+    cpu_attention,
+    experts,
+    latent_attention,
+    products,
+    recurrence,
+    routing,
+    short_conv,
+)
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
@@ -42,18 +50,31 @@ def paged(batch: Batch, *, note: Note = unnoted) -> Ops:
     by_tiles = jax.default_backend() == "cpu" and not batch.query_len
     attention = cpu_attention if by_tiles else reference
     latent = functools.partial(latent_attention.attend_latent, latent_attention.PLAIN, batch, note)
-    return _plain(functools.partial(attention.paged_attention, batch), latent, note, batch)
+    attend = functools.partial(attention.paged_attention, batch)
+    return _plain(attend, latent, _states(batch), note, batch)
 
 
 def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     """Plain JAX without a cache, for training: T is `batch_size` equal sequences."""
     latent = functools.partial(latent_attention.trained, batch_size, note)
-    return _plain(functools.partial(reference.dense_attention, batch_size), latent, note)
+    states = dict(
+        convolve=functools.partial(short_conv.trained, batch_size),
+        recur=functools.partial(recurrence.trained, batch_size),
+    )
+    return _plain(functools.partial(reference.dense_attention, batch_size), latent, states, note)
+
+
+def _states(batch: Batch) -> dict[str, Any]:
+    """Returns the operations that carry states of requests on, in plain JAX."""
+    return dict(
+        convolve=functools.partial(short_conv.convolve, batch),
+        recur=functools.partial(recurrence.recur, batch),
+    )
 
 
 def _plain(
-    attention: Callable[..., Any], attend_latent: Callable[..., Any], note: Note,
-    batch: Batch | None = None,
+    attention: Callable[..., Any], attend_latent: Callable[..., Any], states: dict[str, Any],
+    note: Note, batch: Batch | None = None,
 ) -> Ops:  # fmt: skip
     def attend(q: Array, k: Array, v: Array, cache: Any, spec: AttentionSpec) -> tuple[Array, Any]:
         return _only("attention", attention, q, k, v, cache, spec)
@@ -81,7 +102,7 @@ def _plain(
     return Ops(
         attend=attend, rotate_attend=rotate_attend, attend_latent=attend_latent, linear=linear,
         project=linear, mlp=mlp, route=run_route, experts=run_experts, add_norm=add_rms_norm,
-        batch=batch,
+        batch=batch, **states,
     )  # fmt: skip
 
 
@@ -112,6 +133,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         experts=functools.partial(experts.experts, note=note),
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
+        **_states(batch),
     )
 
 

@@ -1,16 +1,9 @@
-"""GLM-4.5 to 4.7: DeepSeek-V3's router, and heads of which a half is rotated. arXiv:2508.06471.
-
-Which dimensions of a head are which does not change a score, as long as queries and keys agree. So
-the rotated ones are held where Llama's rotation finds its pairs, and the others turn by no angle.
-"""
+"""GLM-4.5 to 4.7: DeepSeek-V3's router, and heads of which a half is rotated. arXiv:2508.06471."""
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxrunner.hf_config import Settings
-from jaxrunner.model import Source
 from jaxrunner.models.mixtures.mixture import (
     MixtureConfig,
     mixture,
@@ -19,6 +12,7 @@ from jaxrunner.models.mixtures.mixture import (
     read_router,
     sources,
 )
+from jaxrunner.models.partial_rotary import reordered_heads
 
 # The layers that draft, of GLM-4.5-Air and of the larger ones, follow the last one.
 DRAFTS = ("model.layers.46.", "model.layers.92.")
@@ -51,57 +45,14 @@ def read(settings: Settings) -> MixtureConfig:
     )
 
 
-def held_dims(head_dim: int, turned: int) -> np.ndarray:
-    """Returns the dimension of a checkpoint's head that each of ours is.
-
-    Of `head_dim` the first `turned` are rotated, in pairs that are `turned` / 2 apart; ours are
-    `head_dim` / 2 apart.
-    """
-    pairs, rest = np.arange(turned).reshape(2, -1), np.arange(turned, head_dim).reshape(2, -1)
-    return np.concatenate([pairs, rest], 1).ravel()
-
-
 def _own(c: MixtureConfig, prefix: str) -> dict[str, Any]:
     return qwen_experts(c, prefix, shared="shared_experts")
 
 
 def _sources(c: MixtureConfig) -> Any:
     """Returns where each weight lies, queries, keys and their norms in our order of dimensions."""
-    dims = held_dims(c.head_dim, 2 * sum(freq != 0 for freq in c.rope.inv_freq))
     made = sources(c, _own)
-
-    def one(layer: Any) -> Any:
-        weight, bias = layer.qkv.weight, layer.qkv.bias
-        qkv = replace(
-            layer.qkv,
-            weight=_reordered(weight, dims, packed=True),
-            bias=None if bias is None else _reordered(bias, dims, packed=True),
-        )
-        if not c.qk_norm:
-            return replace(layer, qkv=qkv)
-        norms = {name: _reordered(getattr(layer, name), dims) for name in ("q_norm", "k_norm")}
-        return replace(layer, qkv=qkv, **norms)
-
-    return replace(made, layers=tuple(map(one, made.layers)))
-
-
-def _reordered(source: Source, dims: np.ndarray, *, packed: bool = False) -> Source:
-    """Returns a source whose heads have their dimensions in another order.
-
-    packed: whether the weight is [K, P, D, ...], of which values, the last of P, keep theirs.
-    """
-
-    def order(weight: np.ndarray, dims: np.ndarray) -> np.ndarray:
-        if not packed:
-            return weight[dims]
-        return np.concatenate([weight[:, :-1, dims], weight[:, -1:]], 1)
-
-    assert source.split is not None
-    split = source.split
-    return source._replace(
-        join=lambda arrays: order(source.join(arrays), dims),
-        split=lambda held: split(order(held, np.argsort(dims))),
-    )
+    return replace(made, layers=tuple(reordered_heads(layer, c) for layer in made.layers))
 
 
 glm4_moe = mixture._replace(read=read, sources=_sources, spare=DRAFTS)

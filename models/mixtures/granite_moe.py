@@ -10,6 +10,7 @@ from jaxrunner.model import AttentionSpec, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.llama import Turn
 from jaxrunner.models.mixtures.mixture import (
+    FeedForward,
     MixtureConfig,
     MixtureLayer,
     Params,
@@ -38,7 +39,19 @@ class GraniteMoeConfig(MixtureConfig):
 
 
 @pytree
-class GraniteMoeLayer(MixtureLayer):
+class ScaledFeedForward(FeedForward):
+    """Weights behind the attention of a layer whose residuals are scaled."""
+
+    def feed_forward(
+        self, config: GraniteMoeConfig, ops: Ops, h: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """Returns what the experts or the MLP add to the residual, given h, [T, E]; and extras."""
+        residual, told = super().feed_forward(config, ops, h)
+        return residual * config.residual_multiplier, told
+
+
+@pytree
+class GraniteMoeLayer(ScaledFeedForward, MixtureLayer):
     """Weights of one layer, whose residuals are scaled."""
 
     def attend(
@@ -49,13 +62,6 @@ class GraniteMoeLayer(MixtureLayer):
         spec = spec._replace(scale=config.attention_multiplier)
         residual, cache = super().attend(config, ops, h, turn, cache, spec)
         return residual * config.residual_multiplier, cache
-
-    def feed_forward(
-        self, config: GraniteMoeConfig, ops: Ops, h: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        """Returns what the experts add to the residual, given h, [T, E]; and extras."""
-        residual, told = super().feed_forward(config, ops, h)
-        return residual * config.residual_multiplier, told
 
 
 @pytree
@@ -69,11 +75,20 @@ def read(settings: Settings) -> GraniteMoeConfig:
     """Reads a Granite-MoE config."""
     router = read_router(settings, "num_local_experts", scoring="softmax_of_chosen")
     bias = settings.take("attention_bias", bool, False)
-    flags: dict[str, Any] = dict(qkv_bias=bias, o_bias=bias)
-    flags |= {name: settings.take(name, float, 1.0) for name in MULTIPLIERS}
-    if not flags["logits_scaling"]:
-        raise ValueError("logits_scaling divides the logits, so it must not be 0")
+    flags: dict[str, Any] = dict(qkv_bias=bias, o_bias=bias) | read_multipliers(settings)
     return read_mixture(settings, router, units="intermediate_size", kind=GraniteMoeConfig, **flags)
+
+
+def read_multipliers(settings: Settings) -> dict[str, float]:
+    """Returns the scalars of a config.
+
+    Raises:
+      ValueError: logits would be divided by 0.
+    """
+    found = {name: settings.take(name, float, 1.0) for name in MULTIPLIERS}
+    if not found["logits_scaling"]:
+        raise ValueError("logits_scaling divides the logits, so it must not be 0")
+    return found
 
 
 def embed(config: GraniteMoeConfig, params: Any, inputs: Inputs) -> Array:
@@ -86,7 +101,8 @@ def logits(config: GraniteMoeConfig, params: Any, hidden: Array) -> Array:
     return llama.logits(config, params, hidden) / config.logits_scaling
 
 
-def _experts(c: MixtureConfig, prefix: str) -> dict[str, Any]:
+def granite_experts(c: MixtureConfig, prefix: str) -> dict[str, Any]:
+    """Returns the sources of the experts of a layer whose names begin with `prefix`."""
     at, X = f"{prefix}block_sparse_moe.", c.router.num_experts
     F, E = c.moe_intermediate_size, c.hidden_size
     experts = host_value(
@@ -103,6 +119,6 @@ def _experts(c: MixtureConfig, prefix: str) -> dict[str, Any]:
 granite_moe = mixture._replace(
     read=read, params=GraniteMoeParams, embed=embed, logits=logits,
     sources=functools.partial(
-        sources, of_experts=_experts, params=GraniteMoeParams, layer=GraniteMoeLayer
+        sources, of_experts=granite_experts, params=GraniteMoeParams, layer=GraniteMoeLayer
     ),
 )  # fmt: skip

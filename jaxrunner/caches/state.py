@@ -1,0 +1,47 @@
+"""The state of each request in layers that carry one on from token to token, in place of keys.
+
+A short convolution keeps its last inputs; Mamba-2 and gated delta nets keep a matrix a head too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from jaxrunner.caches.one_block import OneBlock
+from jaxrunner.pytree import leaf, pytree
+from jaxrunner.types import Array
+
+
+@pytree
+class StateCache:
+    """States of all requests, in one layer."""
+
+    conv: Array = leaf("N taps channels", "param")  # inputs of the last tokens, the oldest first
+    recurrent: Array | None = leaf("N heads rows columns", "state", when="recurs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentState(OneBlock):
+    """A block is the state of a request, which starts anew with its first token.
+
+    taps: tokens before one that its convolution reads. channels: numbers of a token that it reads.
+    matrices: (heads, rows, columns) of what recurs, empty for none. dtype: that they are kept in;
+        they are computed in float32.
+    """
+
+    taps: int
+    channels: int
+    matrices: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    leaves: ClassVar[type] = StateCache
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Sizes of the axes of its leaves."""
+        heads, rows, columns = self.matrices or (0, 0, 0)
+        return dict(
+            taps=self.taps, channels=self.channels, recurs=bool(self.matrices), heads=heads,
+            rows=rows, columns=columns, state=jnp.dtype(self.dtype),
+        )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Causal convolutions of a few tokens, each channel by itself, over the rows of a step.
+
+What a row's first tokens read of those before them lies in the state of their request.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrunner.caches.state import StateCache
+from jaxrunner.indexing import take
+from jaxrunner.ops.state_rows import StateRows, state_rows
+from jaxrunner.types import Array, Batch
+
+
+def convolve(
+    batch: Batch, x: Array, weight: Array, bias: Array | None, cache: StateCache, group: int
+) -> tuple[Array, StateCache]:
+    """Returns the convolution of x, [T, C], and the cache with the last inputs of each row.
+
+    weight: [C, W], that of the token itself last; bias: [C]. Sums are float32.
+    """
+    rows, taps = state_rows(batch, group, cache.conv.shape[0]), cache.conv.shape[1]
+    old = rows.of_rows(cache.conv)
+    y = _summed(x, weight, bias, old, batch.row, rows)
+    i = rows.num[:, None] + jnp.arange(taps)[None]  # of the last inputs, among old and new ones
+    kept = jnp.take_along_axis(old, jnp.minimum(i, taps - 1)[:, :, None], 1)
+    new = take(x, jnp.maximum(rows.start[:, None] + i - taps, 0))
+    last = jnp.where((i < taps)[:, :, None], kept, new.astype(old.dtype))
+    conv = cache.conv.at[rows.block].set(last, mode="drop")
+    return y, replace(cache, conv=conv)
+
+
+def trained(
+    batch_size: int, x: Array, weight: Array, bias: Array | None, cache: Any, group: int
+) -> tuple[Array, Any]:
+    """Returns the convolution of x, [T, C], `batch_size` equal sequences; and the cache."""
+    T, channels = x.shape
+    row = jnp.repeat(jnp.arange(batch_size), T // batch_size, total_repeat_length=T)
+    start = jnp.arange(batch_size) * (T // batch_size)
+    num = jnp.full(batch_size, T // batch_size)
+    rows = StateRows(row[:0], start, num, jnp.ones(batch_size, bool))
+    old = jnp.zeros((batch_size, weight.shape[1] - 1, channels), x.dtype)
+    return _summed(x, weight, bias, old, row, rows), cache
+
+
+def _summed(
+    x: Array, weight: Array, bias: Array | None, old: Array, row: Array, rows: StateRows
+) -> Array:
+    """Returns the sums over the inputs of each token and of those before it, [T, C].
+
+    old: inputs before each row, [B, W - 1, C].
+    """
+    (T, channels), taps = x.shape, weight.shape[1] - 1
+    t = jnp.arange(T)
+    offset = t - take(rows.start, row)
+    w = weight.astype(jnp.float32)
+    y = jnp.zeros((T, channels), jnp.float32)
+    for back in range(taps, -1, -1):
+        here = x if not back else take(x, jnp.maximum(t - back, 0))
+        if back:
+            before = take(old, (row, taps - back + offset))  # 0 where that is in the row
+            here = jnp.where((offset >= back)[:, None], here, before.astype(x.dtype))
+        y = y + here.astype(jnp.float32) * w[:, taps - back][None]
+    y = y if bias is None else y + bias.astype(jnp.float32)[None]
+    return y.astype(x.dtype)

@@ -1,0 +1,117 @@
+"""Gated delta nets: a short convolution, a delta rule and a gated norm. arXiv:2412.06464."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.caches.state import RecurrentState
+from jaxrunner.hf_config import Settings
+from jaxrunner.linear import Linear
+from jaxrunner.model import Ops
+from jaxrunner.models.hybrids.hybrid import read_state_dtype
+from jaxrunner.ops.delta_rule import DeltaRuleInputs, delta_rule
+from jaxrunner.ops.plain import rms_norm
+from jaxrunner.pytree import leaf, nested, pytree
+from jaxrunner.types import Array
+
+EPS = 1e-6  # of the lengths of queries and keys
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Sizes of a gated delta net; groups of value heads share a query and a key."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    conv_width: int
+    state_dtype: str
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that the convolution reads: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.inner
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a token's values in all heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> RecurrentState:
+        """What a layer keeps of a request."""
+        matrices = self.value_heads, self.key_dim, self.value_dim
+        return RecurrentState(
+            taps=self.conv_width - 1, channels=self.channels, matrices=matrices,
+            dtype=self.state_dtype,
+        )  # fmt: skip
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes and flags for `pytree`."""
+        return dict(
+            mixed=self.channels + self.inner, channels=self.channels, conv_width=self.conv_width,
+            inner=self.inner, value_dim=self.value_dim, mixer_heads=self.value_heads, rates=2,
+        )  # fmt: skip
+
+
+@pytree
+class DeltaNet:
+    """Weights of a gated delta net."""
+
+    mix_in: Linear = nested(outputs="mixed", inputs="E")  # queries, keys, values, gates
+    rates: Linear = nested(outputs="rates mixer_heads", inputs="E")  # of what is moved, of decay
+    conv_weight: Array = leaf("channels conv_width", "param")
+    step_offset: Array = leaf("mixer_heads", jnp.float32)
+    log_rate: Array = leaf("mixer_heads", jnp.float32)
+    mix_norm: Array = leaf("value_dim", "param")
+    mix_out: Linear = nested(outputs="E", inputs="inner")
+
+    def mix(self, config: Any, ops: Ops, h: Array, cache: Any, group: int) -> tuple[Array, Any]:
+        """Returns what the net adds to the residual, given h, [T, E]; and the cache.
+
+        config: has the sizes as `mixer`.
+        """
+        m, T, f32 = config.mixer, h.shape[0], jnp.float32
+        x, gate = jnp.split(ops.linear(h, self.mix_in), [m.channels], -1)
+        x, cache = ops.convolve(x, self.conv_weight, None, cache, group)
+        keys = m.key_heads * m.key_dim
+        q, k, v = jnp.split(jax.nn.silu(x.astype(f32)), [keys, 2 * keys], -1)
+        q, k = (_of_length_1(y.reshape(T, m.key_heads, -1)) for y in (q, k))
+        rates = ops.linear(h, self.rates).astype(f32)
+        decay = jax.nn.softplus(rates[:, 1] + self.step_offset[None])
+        inputs = DeltaRuleInputs(
+            q=q * m.key_dim**-0.5, k=k, v=v.reshape(T, m.value_heads, -1),
+            decay=-jnp.exp(self.log_rate)[None] * decay, beta=jax.nn.sigmoid(rates[:, 0]),
+        )  # fmt: skip
+        rule = delta_rule(m.value_heads, m.key_dim, m.value_dim)
+        out, cache = ops.recur(rule, inputs, cache, group)
+        out = rms_norm(out.astype(h.dtype), self.mix_norm, config.rms_norm_eps).reshape(T, -1)
+        out = (out.astype(f32) * jax.nn.silu(gate.astype(f32))).astype(h.dtype)
+        return ops.project(out, self.mix_out), cache
+
+
+def _of_length_1(x: Array) -> Array:
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS)
+
+
+def read_delta_net(settings: Settings) -> DeltaNetConfig:
+    """Reads the sizes of gated delta nets, under Qwen's names.
+
+    Raises:
+      ValueError: heads that cannot be shared.
+    """
+    heads = settings.size("linear_num_key_heads", 16), settings.size("linear_num_value_heads", 32)
+    if heads[1] % heads[0]:
+        raise ValueError(
+            f"linear_num_value_heads={heads[1]} must be a multiple of "
+            f"linear_num_key_heads={heads[0]}: correct config.json"
+        )
+    return DeltaNetConfig(
+        *heads, settings.size("linear_key_head_dim", 128),
+        settings.size("linear_value_head_dim", 128), settings.size("linear_conv_kernel_dim", 4),
+        read_state_dtype(settings),
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Mamba-2 mixers: a short convolution, a state space and a gated norm. arXiv:2405.21060."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.api.validation import shown
+from jaxrunner.caches.state import RecurrentState
+from jaxrunner.hf_config import Settings
+from jaxrunner.linear import Linear
+from jaxrunner.model import Ops, Source
+from jaxrunner.models.hybrids.hybrid import conv_source, read_state_dtype
+from jaxrunner.models.llama import linear_source
+from jaxrunner.ops.state_space import StateSpaceInputs, state_space
+from jaxrunner.pytree import leaf, nested, pytree
+from jaxrunner.types import Array
+
+INFINITY = {"__float__": "Infinity"}  # as transformers writes it
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """Sizes of a Mamba-2 mixer."""
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads that share b and c
+    state_size: int
+    conv_width: int
+    conv_bias: bool
+    bias: bool  # of its products
+    time_step_limit: tuple[float, float]
+    state_dtype: str
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a token in all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that the convolution reads: x, b and c."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def state(self) -> RecurrentState:
+        """What a layer keeps of a request."""
+        matrices = self.heads, self.head_dim, self.state_size
+        return RecurrentState(
+            taps=self.conv_width - 1, channels=self.channels, matrices=matrices,
+            dtype=self.state_dtype,
+        )  # fmt: skip
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes and flags for `pytree`."""
+        return dict(
+            mixed=self.inner + self.channels + self.heads, channels=self.channels,
+            conv_width=self.conv_width, inner=self.inner, mixer_heads=self.heads,
+            conv_bias=self.conv_bias, mixer_bias=self.bias,
+        )  # fmt: skip
+
+
+@pytree
+class Mixer:
+    """Weights of a Mamba-2 mixer."""
+
+    mix_in: Linear = nested(outputs="mixed", inputs="E", bias="mixer_bias")
+    conv_weight: Array = leaf("channels conv_width", "param")
+    conv_offset: Array | None = leaf("channels", "param", when="conv_bias")
+    step_offset: Array = leaf("mixer_heads", jnp.float32)
+    log_rate: Array = leaf("mixer_heads", jnp.float32)
+    skip: Array = leaf("mixer_heads", jnp.float32)
+    mix_norm: Array = leaf("inner", "param")
+    mix_out: Linear = nested(outputs="E", inputs="inner", bias="mixer_bias")
+
+    def mix(self, config: Any, ops: Ops, h: Array, cache: Any, group: int) -> tuple[Array, Any]:
+        """Returns what the mixer adds to the residual, given h, [T, E]; and the cache.
+
+        config: has the sizes as `mixer`.
+        """
+        m, T, f32 = config.mixer, h.shape[0], jnp.float32
+        cuts = m.inner, m.inner + m.channels
+        gate, x, step = jnp.split(ops.linear(h, self.mix_in), cuts, -1)
+        x, cache = ops.convolve(x, self.conv_weight, self.conv_offset, cache, group)
+        cuts = m.inner, m.inner + m.groups * m.state_size
+        x, b, c = jnp.split(jax.nn.silu(x.astype(f32)), cuts, -1)
+        x, (b, c) = x.reshape(T, m.heads, -1), (y.reshape(T, m.groups, -1) for y in (b, c))
+        step = jax.nn.softplus(step.astype(f32) + self.step_offset[None])
+        step = jnp.clip(step, *m.time_step_limit)
+        decay = -jnp.exp(self.log_rate)[None] * step
+        inputs = StateSpaceInputs(x * step[:, :, None], decay, b, c)
+        rule = state_space(m.heads, m.head_dim, m.state_size)
+        y, cache = ops.recur(rule, inputs, cache, group)
+        y = (y + self.skip[None, :, None] * x).reshape(T, -1)
+        y = y * jax.nn.silu(gate.astype(f32))
+        parts = y.reshape(T, m.groups, -1)
+        scale = jax.lax.rsqrt((parts * parts).mean(-1, keepdims=True) + config.rms_norm_eps)
+        y = (parts * scale).reshape(T, -1).astype(h.dtype) * self.mix_norm[None]
+        return ops.project(y, self.mix_out), cache
+
+
+def read_mixer(settings: Settings) -> MixerConfig:
+    """Reads the sizes of mixers, under the names that Bamba gave them.
+
+    Raises:
+      ValueError: heads that cannot be.
+    """
+    inner = settings.size("mamba_expand", 2) * settings.size("hidden_size")
+    heads, groups = settings.size("mamba_n_heads", 128), settings.size("mamba_n_groups", 1)
+    given = settings.take("mamba_d_head", (int, str), "auto")
+    head_dim = inner // heads if given == "auto" else given
+    if heads * head_dim != inner or heads % groups:
+        raise ValueError(
+            f"mamba_n_heads={heads} heads of mamba_d_head={head_dim} must be mamba_expand * "
+            f"hidden_size={inner} numbers, in mamba_n_groups={groups} equal groups: "
+            "correct config.json"
+        )
+    limits = settings.take("time_step_limit", (list, tuple), (0.0, math.inf))
+    settings.ignore("mamba_chunk_size", "time_step_floor", "time_step_max", "time_step_min",
+                    "time_step_rank")  # fmt: skip
+    return MixerConfig(
+        heads, head_dim, groups, settings.size("mamba_d_state", 256),
+        settings.size("mamba_d_conv", 4), settings.take("mamba_conv_bias", bool, True),
+        settings.take("mamba_proj_bias", bool, False), _read_limits(limits),
+        read_state_dtype(settings),
+    )  # fmt: skip
+
+
+def _read_limits(given: Sequence[Any]) -> tuple[float, float]:
+    """Returns the least and the most of a step, of which JSON may have a name: `INFINITY`."""
+    found = tuple(math.inf if one == INFINITY else one for one in given)
+    if len(found) != 2 or not all(type(one) in (int, float) for one in found):
+        raise ValueError(f"time_step_limit must be two numbers, got {shown(given)}")
+    return float(found[0]), float(found[1])
+
+
+def mixer_sources(m: MixerConfig, prefix: str, hidden: int) -> dict[str, Any]:
+    """Returns where the fields of a `Mixer` lie, by their names; those of tensors begin alike."""
+
+    def product(name: str, outputs: int, inputs: int) -> Linear:
+        bias = Source.whole(f"{prefix}{name}.bias", outputs) if m.bias else None
+        return linear_source(Source.whole(f"{prefix}{name}.weight", outputs, inputs), bias)
+
+    of_heads = dict(step_offset="dt_bias", log_rate="A_log", skip="D")
+    return dict(
+        mix_in=product("in_proj", m.inner + m.channels + m.heads, hidden),
+        conv_weight=conv_source(f"{prefix}conv1d", m.channels, m.conv_width),
+        conv_offset=Source.whole(f"{prefix}conv1d.bias", m.channels) if m.conv_bias else None,
+        mix_norm=Source.whole(f"{prefix}norm.weight", m.inner),
+        mix_out=product("out_proj", hidden, m.inner),
+    ) | {field: Source.whole(prefix + name, m.heads) for field, name in of_heads.items()}

@@ -1,0 +1,216 @@
+"""Qwen3-Next: gated delta nets in three layers of four, gated attention in the others, experts.
+
+Norms are by 1 + w, that of the delta nets but. https://qwenlm.github.io/blog/qwen3_next
+"""
+
+from dataclasses import dataclass, replace
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.hf_config import Settings
+from jaxrunner.linear import Linear
+from jaxrunner.model import AttentionSpec, Model, Ops, Source
+from jaxrunner.models import llama
+from jaxrunner.models.hybrids.delta_net import DeltaNet, DeltaNetConfig, read_delta_net
+from jaxrunner.models.hybrids.hybrid import FULL, Hybrid, Params, conv_source, read_attends
+from jaxrunner.models.llama import Turn, linear_source, packed_source, unpack
+from jaxrunner.models.mixtures.mixture import (
+    OF_EXPERTS,
+    FeedForward,
+    MixtureConfig,
+    qwen_experts,
+    read_mixture,
+    read_router,
+)
+from jaxrunner.models.mixtures.qwen3_moe import read_sparse
+from jaxrunner.models.partial_rotary import held_dims
+from jaxrunner.ops.plain import rms_norm, rotate
+from jaxrunner.pytree import host_value, leaf, nested, pytree
+from jaxrunner.types import Array, Inputs
+
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(Hybrid, MixtureConfig):
+    """A mixture, and the gated delta nets in place of attention."""
+
+    mixer: DeltaNetConfig
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Axis sizes and flags for `pytree`."""
+        dims, classes = super().dims, (DeltaNetLayer, GatedAttentionLayer)
+        pairs = zip(dims["Y"], self.attends, strict=True)
+        of_layer = tuple(flags | {"class": classes[attends]} for flags, attends in pairs)
+        return dims | self.mixer.dims | dict(Y=of_layer, query_and_gate=2)
+
+
+@pytree
+class DeltaNetLayer(FeedForward, DeltaNet):
+    """Weights of a layer with a gated delta net."""
+
+    attn_norm: Array = leaf("E", "param")
+    mlp_norm: Array = leaf("E", "param")
+
+    def attend(
+        self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
+    ) -> tuple[Array, Any]:
+        """Returns what the net adds to the residual, given h, [T, E]; and the cache."""
+        return self.mix(config, ops, h, cache, spec.group)
+
+
+@pytree
+class GatedAttentionLayer(FeedForward):
+    """Weights of a layer whose attention is gated by what its queries come with."""
+
+    attn_norm: Array = leaf("E", "param")
+    q: Linear = nested(outputs="query_and_gate H D", inputs="E", bias="qkv_bias")
+    kv: Linear = nested(outputs="query_and_gate K D", inputs="E", bias="qkv_bias")
+    q_norm: Array = leaf("D", "param")
+    k_norm: Array = leaf("D", "param")
+    o: Linear = nested(outputs="E", inputs="H D", num_in=2, bias="o_bias")
+    mlp_norm: Array = leaf("E", "param")
+
+    def attend(
+        self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
+    ) -> tuple[Array, Any]:
+        """Returns what attention adds to the residual, given h, [T, E]; and the cache."""
+        q, gate = jnp.moveaxis(ops.linear(h, self.q), 1, 0)
+        k, v = jnp.moveaxis(ops.linear(h, self.kv), 1, 0)
+        q, k = (
+            rotate(_norm(x, w, config.rms_norm_eps), *turn)
+            for x, w in ((q, self.q_norm), (k, self.k_norm))
+        )
+        out, cache = ops.attend(q, k, v, cache, spec)
+        return ops.project(out * jax.nn.sigmoid(gate), self.o), cache
+
+
+def _norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm whose weights are apart from 1; the sum would lose bits in a dtype of 16."""
+    return rms_norm(x.astype(jnp.float32), 1 + weight.astype(jnp.float32), eps).astype(x.dtype)
+
+
+def _add_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """Returns x + residual, whose residual is [T, E] or parts of it, and its norm."""
+    residual = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
+    x = x + residual.astype(x.dtype)
+    return x, _norm(x, weight, eps)
+
+
+def layers(
+    config: Qwen3NextConfig, params: Params, x: Array, kv: tuple[Any, ...], inputs: Inputs,
+    ops: Ops, *, first: int = 0, last: int | None = None, extras: tuple[str, ...] = (),
+) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
+    """Runs layers `first` to `last` as `llama.layers` does, with norms by 1 + w."""
+    ops = replace(ops, add_norm=_add_norm)
+    return llama.layers(config, params, x, kv, inputs, ops, first=first, last=last, extras=extras)
+
+
+def read(settings: Settings) -> Qwen3NextConfig:
+    """Reads a Qwen3-Next config."""
+    mixer, num = read_delta_net(settings), settings.size("num_hidden_layers")
+    every = settings.size("full_attention_interval", 4)
+    default = [LINEAR if (i + 1) % every else FULL for i in range(num)]
+    renormalised = settings.take("norm_topk_prob", bool, True)
+    router = read_router(settings, "num_experts", norm_topk_prob=renormalised)
+    bias = settings.take("attention_bias", bool, False)
+    own: dict[str, Any] = dict(
+        attends=read_attends(settings, default, LINEAR), state=mixer.state, mixer=mixer,
+        qkv_bias=bias, o_bias=bias, qk_norm=True, shared_expert_gate=True,
+        shared_expert_intermediate_size=settings.size("shared_expert_intermediate_size", 512),
+    )  # fmt: skip
+    return read_mixture(
+        settings, router, sparse=read_sparse(settings), kind=Qwen3NextConfig, head_dim=256,
+        partial_rotary=0.25, **own,
+    )  # fmt: skip
+
+
+def sources(config: Qwen3NextConfig) -> Params:
+    """Returns where each weight lies in a Hugging Face checkpoint."""
+    c = config
+    prefixes = [f"model.layers.{i}." for i in range(c.num_hidden_layers)]
+    layers = tuple(
+        host_value(
+            GatedAttentionLayer if attends else DeltaNetLayer,
+            **_outer(c, prefix, sparse),
+            **(_attention(c, prefix) if attends else _delta_net(c, prefix)),
+        )
+        for prefix, attends, sparse in zip(prefixes, c.attends, c.sparse, strict=True)
+    )
+    return host_value(Params, **llama.outer_sources(c), layers=layers)
+
+
+def _outer(c: Qwen3NextConfig, prefix: str, sparse: bool) -> dict[str, Any]:
+    """Returns the sources of a layer's norms and of what is behind its attention."""
+    E, norms = c.hidden_size, dict(attn_norm="input", mlp_norm="post_attention")
+    dense = functools.partial(llama.mlp_sources, f"{prefix}mlp.", c.intermediate_size, E)
+    own = qwen_experts(c, prefix) if sparse else dense()
+    found = {field: Source.whole(f"{prefix}{n}_layernorm.weight", E) for field, n in norms.items()}
+    return dict.fromkeys(("gate_up", "down", *OF_EXPERTS)) | found | own
+
+
+def _attention(c: Qwen3NextConfig, prefix: str) -> dict[str, Any]:
+    E, D, at = c.hidden_size, c.head_dim, f"{prefix}self_attn."
+    H, K = c.num_attention_heads, c.num_key_value_heads
+    dims = held_dims(D, 2 * len(c.rope.inv_freq))
+
+    def queries(arrays: list[np.ndarray]) -> np.ndarray:
+        found = arrays[0].reshape(H, 2, D, *arrays[0].shape[1:])
+        return np.stack([found[:, 0, dims], found[:, 1]])
+
+    def keys(arrays: list[np.ndarray]) -> np.ndarray:
+        k, v = (a.reshape(K, D, *a.shape[1:]) for a in arrays)
+        return np.stack([k[:, dims], v])
+
+    def of_head(arrays: list[np.ndarray]) -> np.ndarray:
+        return arrays[0][dims]
+
+    def norm(name: str) -> Source:
+        split = functools.partial(unpack, of_head, ((D,),))
+        return Source((f"{at}{name}.weight",), ((D,),), of_head, split)
+
+    end = Source.whole(f"{at}o_proj.bias", E) if c.o_bias else None
+    return dict(
+        q=packed_source({f"{at}q_proj": 2 * H * D}, queries, E, bias=c.qkv_bias),
+        kv=packed_source({f"{at}k_proj": K * D, f"{at}v_proj": K * D}, keys, E, bias=c.qkv_bias),
+        q_norm=norm("q_norm"),
+        k_norm=norm("k_norm"),
+        o=linear_source(
+            Source.whole(f"{at}o_proj.weight", E, H * D, held=(E, H, D)), end, num_in=2
+        ),
+    )
+
+
+def _delta_net(c: Qwen3NextConfig, prefix: str) -> dict[str, Any]:
+    """Returns the sources of a `DeltaNet`, whose rows lie by groups of heads in a checkpoint."""
+    m, E, at = c.mixer, c.hidden_size, f"{prefix}linear_attn."
+    G, shared = m.key_heads, m.value_heads // m.key_heads
+    parts = m.key_dim, m.key_dim, shared * m.value_dim, shared * m.value_dim
+
+    def by_parts(sizes: tuple[int, ...], arrays: list[np.ndarray]) -> np.ndarray:
+        rows = arrays[0].reshape(G, -1, arrays[0].shape[1])
+        found = np.split(rows, np.cumsum(sizes)[:-1], 1)
+        return np.concatenate([part.reshape(-1, rows.shape[2]) for part in found])
+
+    def rates(arrays: list[np.ndarray]) -> np.ndarray:
+        return by_parts((shared, shared), arrays).reshape(2, m.value_heads, -1)
+
+    whole, width = functools.partial(by_parts, parts), m.channels + m.inner
+    heads = m.value_heads
+    return dict(
+        mix_in=packed_source({f"{at}in_proj_qkvz": width}, whole, E),
+        rates=packed_source({f"{at}in_proj_ba": 2 * heads}, rates, E),
+        conv_weight=conv_source(f"{at}conv1d", m.channels, m.conv_width),
+        step_offset=Source.whole(f"{at}dt_bias", heads),
+        log_rate=Source.whole(f"{at}A_log", heads),
+        mix_norm=Source.whole(f"{at}norm.weight", m.value_dim),
+        mix_out=linear_source(Source.whole(f"{at}out_proj.weight", E, m.inner)),
+    )
+
+
+qwen3_next = Model(read, Params, llama.embed, layers, llama.logits, sources, spare=("mtp.",))

@@ -1,0 +1,86 @@
+"""Tiny random checkpoints of hybrids, whose layers keep states, saved by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.checkpoints import NEEDS_TORCH
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=62, hidden_size=48, intermediate_size=44, num_hidden_layers=2,
+    num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=128,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+LFM2 = dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+MAMBA = dict(
+    mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=10, mamba_expand=2, mamba_d_conv=4,
+    mamba_chunk_size=16,
+)  # fmt: skip
+GRANITE = MAMBA | dict(
+    layer_types=["linear_attention", "full_attention"],
+    shared_intermediate_size=20, embedding_multiplier=3.0, attention_multiplier=0.2,
+    residual_multiplier=0.7, logits_scaling=2.0,
+)  # fmt: skip
+QWEN = dict(
+    layer_types=["linear_attention", "full_attention"], head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+    linear_value_head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+)  # fmt: skip
+# Name: (what classes of transformers begin with, changes of the config's keys).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm 2": ("Lfm2", LFM2),
+    "lfm 2, biases, wide": ("Lfm2", dict(
+        conv_bias=True, conv_L_cache=5, full_attn_idxs=[1], num_hidden_layers=3,
+        tie_word_embeddings=False, block_multiple_of=16)),
+    "bamba": ("Bamba", MAMBA | dict(attn_layer_indices=[1], mamba_proj_bias=True)),
+    "granite 4": ("GraniteMoeHybrid", GRANITE | dict(num_local_experts=6, num_experts_per_tok=2)),
+    "granite 4, dense, rotated": ("GraniteMoeHybrid", GRANITE | dict(
+        num_local_experts=0, position_embedding_type="rope", mamba_conv_bias=False)),
+    "qwen 3 next": ("Qwen3Next", QWEN),
+    "qwen 3 next, dense layers, biases": ("Qwen3Next", QWEN | dict(
+        mlp_only_layers=[1], attention_bias=True, head_dim=16, linear_conv_kernel_dim=3)),
+}  # fmt: skip
+
+
+def config(variant: str) -> Any:
+    """Returns a variant's config of transformers."""
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
+    family, changes = VARIANTS[variant]
+    return getattr(transformers, f"{family}Config")(**SIZES | changes)
+
+
+def settings(variant: str) -> dict[str, Any]:
+    """Returns the keys of a variant's `config.json`."""
+    return config(variant).to_dict() | dict(architectures=[f"{VARIANTS[variant][0]}ForCausalLM"])
+
+
+def save(variant: str, folder: Path) -> Any:
+    """Writes a variant's checkpoint, with weights that make tokens depend on all before them.
+
+    Returns its module.
+    """
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
+    found = config(variant)
+    found._attn_implementation = "eager"
+    made = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")(found).eval()
+    if "num_local_experts" in VARIANTS[variant][1] or "num_experts" in VARIANTS[variant][1]:
+        made.set_experts_implementation("eager")  # others have no float64
+    torch.manual_seed(len(variant))
+    of_products = 0.15 if "Qwen" in type(made).__name__ else 0.25  # as much as float32 tells apart
+    for name, weight in made.named_parameters():
+        middle, spread = (1.0, 0.2) if "norm" in name else (0.0, of_products)
+        torch.nn.init.normal_(weight, middle, spread)
+    made.save_pretrained(folder)
+    return made
+
+
+def logits(module: Any, ids: list[int]) -> np.ndarray:
+    """Returns the logits of every position of a sequence, [T, V], in the module's dtype."""
+    import torch
+
+    with torch.no_grad():
+        return module(torch.tensor([ids]), use_cache=False).logits[0].numpy()

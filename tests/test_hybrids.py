@@ -1,0 +1,145 @@
+"""Hybrids, whose layers keep states, against transformers: chunks, batches, preemption, logits."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, SamplingParams
+from jaxrunner.check import compare as check
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.registry import read_model
+from tests.support import hybrids
+
+LENGTHS = (1, 2, 3, 5, 9, 14, 33, 40, 51)
+PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
+# Chunks of 24 tokens and less beside rows that decode; blocks for half of the requests.
+SIZES: dict[str, Any] = dict(
+    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=40,
+    max_num_seqs=6, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(6,),
+    warm_up=False, cache_dir=None,
+)  # fmt: skip
+SLOW = (
+    "lfm 2, biases, wide",
+    "bamba",
+    "granite 4",
+    "qwen 3 next, dense layers, biases",
+)
+QUICK = [name for name in hybrids.VARIANTS if name not in SLOW]
+
+
+def generate(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
+    asked = [dict(prompt_token_ids=ids) for ids in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    assert not any(output.num_cached_tokens for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "variant", [*QUICK, *(pytest.param(variant, marks=pytest.mark.slow) for variant in SLOW)]
+)
+def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
+    module = hybrids.save(variant, tmp_path)
+    with LLM(tmp_path, **SIZES) as llm:
+        told = generate(llm, PROMPTS, 20)
+        assert llm.engine.scheduler.num_preemptions
+        compiled = len(llm.engine.runner.programs.ledger)
+        # Slots and blocks have states of others now, and there is no other in the batch.
+        assert generate(llm, PROMPTS[-2:-1], 20) == told[-2:-1]
+        assert len(llm.engine.runner.programs.ledger) == compiled
+    assert len({*map(tuple, told)}) == len(PROMPTS)
+    for prompt, new in zip(PROMPTS, told, strict=True):
+        logits = hybrids.logits(module, prompt + new)
+        assert new == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    exact = hybrids.logits(module.double(), PROMPTS[-1])
+    (got,) = check.ours(tmp_path, PROMPTS[-1:], None)
+    # Transformers' own float32 is as far from float64: 1e-4 of logits around 3.
+    np.testing.assert_allclose(got.logits, exact, atol=3e-5 * np.abs(exact).max())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "prefixes": (
+        dict(enable_prefix_caching=True),
+        "enable_prefix_caching=True wants caches .* has RecurrentState: leave it out",
+    ),
+    "drafts": (
+        dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
+        "a rejected token is written over, Lfm2ForCausalLM has RecurrentState",
+    ),
+    "several devices": (dict(tensor_parallel_size=2), "wants a model that runs on shards"),
+    "kinds": (
+        dict(hf_overrides=dict(layer_types=["conv", "mamba"])),
+        "layer_types must name full_attention or conv for 2 layers, got",
+    ),
+    "sizes": (dict(hf_overrides=dict(conv_dim=32)), "conv_dim=32 is not supported, only 48"),
+}
+
+
+@pytest.mark.devices(2)
+def test_what_states_cannot_do_is_refused(tmp_path):
+    hybrids.save("lfm 2", tmp_path)
+    for changes, words in REFUSED.values():
+        with pytest.raises(ValueError, match=words):
+            LLM(tmp_path, **SIZES | changes)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "heads": ("bamba", dict(mamba_d_head=7), "mamba_n_heads=8 heads of mamba_d_head=7 must be"),
+    "groups": ("bamba", dict(mamba_n_groups=3), "numbers, in mamba_n_groups=3 equal groups"),
+    "limits": ("bamba", dict(time_step_limit=[0.1]), r"time_step_limit must be two numbers, got"),
+    "positions": (
+        "granite 4",
+        dict(position_embedding_type="alibi"),
+        "position_embedding_type must be 'nope' or 'rope', got 'alibi'",
+    ),
+    "shared": (
+        "qwen 3 next",
+        dict(linear_num_key_heads=3),
+        "linear_num_value_heads=4 must be a multiple of linear_num_key_heads=3",
+    ),
+    "dtype": ("granite 4", dict(mamba_ssm_cache_dtype="int8"), "ssm_cache_dtype must be one of"),
+}
+
+
+@pytest.mark.parametrize(("variant", "changes", "words"), WRONG.values(), ids=WRONG.keys())
+def test_a_config_that_cannot_be_is_refused(variant, changes, words):
+    with pytest.raises(ValueError, match=words):
+        read_model(Settings(hybrids.settings(variant) | changes))
+
+
+PUBLISHED = {  # keys beside those that transformers writes today
+    "lfm 2": dict(
+        block_dim=48, block_mlp_init_scale=1.0, block_norm_eps=1e-5, block_out_init_scale=1.0,
+        block_use_swiglu=True, block_use_xavier_init=True, conv_dim=48, conv_dim_out=48,
+        conv_use_xavier_init=True, num_heads=6, use_pos_enc=True, full_attn_idxs=[1],
+    ),
+    "bamba": dict(num_logits_to_keep=1, time_step_min=0.001, time_step_limit=[0.0, float("inf")]),
+    "granite 4": dict(
+        layer_types=["mamba", "attention"], position_embedding_type="nope",
+        normalization_function="rmsnorm", init_method="mup", mamba_d_head=12,
+    ),
+    "qwen 3 next": dict(
+        full_attention_interval=4, mamba_ssm_dtype="float32", use_sliding_window=False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_keys_of_published_configs_change_nothing(variant):
+    values = hybrids.settings(variant)
+    want, got = (read_model(Settings(v))[1] for v in (values, values | PUBLISHED[variant]))
+    assert got == want
+
+
+def test_an_old_config_of_lfm2_may_leave_out_what_is_usual():
+    values = dict(
+        architectures=["Lfm2ForCausalLM"], block_auto_adjust_ff_dim=True, block_ff_dim=12288,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14], hidden_size=2048, max_position_embeddings=128000,
+        num_attention_heads=32, num_hidden_layers=16, num_key_value_heads=8, vocab_size=65536,
+        torch_dtype="bfloat16",
+    )  # fmt: skip
+    config: Any = read_model(Settings(values))[1]
+    assert config.intermediate_size == 8192 and config.tie_word_embeddings
+    assert [i for i, attends in enumerate(config.attends) if attends] == [2, 5, 8, 10, 12, 14]
+    assert config.rope.inv_freq[1] == pytest.approx(1e6 ** (-2 / 64))

@@ -1,0 +1,188 @@
+"""States over ragged batches, against loops over tokens in float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.caches.cache_group import PoolSizes, cache_groups
+from jaxrunner.caches.full import FullAttention
+from jaxrunner.caches.state import RecurrentState, StateCache
+from jaxrunner.ops import recurrence, short_conv
+from jaxrunner.ops.delta_rule import DeltaRuleInputs, delta_rule
+from jaxrunner.ops.state_space import StateSpaceInputs, state_space
+from jaxrunner.pytree import host_value
+from jaxrunner.types import Batch, Inputs
+
+N, H, G, P, K, W = 6, 4, 2, 5, 3, 4  # blocks, heads, groups, rows, columns, taps and one more
+LENGTHS = {4: 23, 0: 9, 2: 2}  # tokens of the request in each block
+# Tokens of each block in each step: prompts and rows that decode, side by side.
+STEPS: dict[str, list[dict[int, int]]] = {
+    "whole prompts": [{4: 23, 0: 9, 2: 2}],
+    "chunks": [{4: 7, 0: 4}, {0: 5, 4: 9}, {4: 5, 2: 2}, {4: 2}],
+    "beside rows that decode": [{0: 1}, {4: 16, 0: 1}, {0: 7, 2: 1, 4: 1}, {2: 1, 4: 6}],
+    "decoding": [{4: 22, 0: 8, 2: 1}, {4: 1, 0: 1, 2: 1}],
+}
+
+
+def batch_of(rows: list[tuple[int, int, int]], T: int, B: int, query_len: int = 0) -> Batch:
+    """Returns a step of rows of (block, first position, tokens), padded."""
+    blocks = np.zeros((B, 1), np.int32)
+    blocks[: len(rows), 0] = [block for block, _, _ in rows]
+    nums = np.array([num for *_, num in rows] + [0] * (B - len(rows)), np.int32)
+    seq_lens = np.zeros(B, np.int32)
+    seq_lens[: len(rows)] = [first + num for _, first, num in rows]
+    width = np.full(B, query_len) if query_len else nums
+    start = np.concatenate([[0], np.cumsum(width)]).astype(np.int32)
+    row = np.full(T, B, np.int32)
+    for i, num in enumerate(nums):
+        row[start[i] : start[i] + num] = i
+    none = jnp.zeros(T, jnp.int32)
+    return Batch(
+        inputs=Inputs(none, none, none), row=jnp.asarray(row), slot=none, cache_index=(),
+        query_start=jnp.asarray(start), seq_lens=jnp.asarray(seq_lens),
+        blocks=(jnp.asarray(blocks),), logits_indices=none, query_len=query_len,
+    )  # fmt: skip
+
+
+def inputs_of(kind: type, block: int) -> Any:
+    """Returns what the tokens of a request bring."""
+    T, rng = LENGTHS[block], np.random.default_rng(block)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=(T, *shape)).astype(np.float32)
+
+    decay = -np.abs(normal(H))
+    if kind is StateSpaceInputs:
+        return host_value(kind, x=normal(H, P), decay=decay, b=normal(G, K), c=normal(G, K))
+    q, k = normal(G, P), normal(G, P)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    beta = 1 / (1 + np.exp(normal(H)))
+    return host_value(kind, q=q, k=k, v=normal(H, K), decay=decay, beta=beta)
+
+
+def expected(inputs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what each token makes, and the matrices at the end, in float64."""
+    one = {name: x.astype(np.float64) for name, x in vars(inputs).items()}
+    state, made = np.zeros((H, P, K)), []
+    for t in range(len(one["decay"])):
+        state = state * np.exp(one["decay"][t])[:, None, None]
+        if isinstance(inputs, StateSpaceInputs):
+            b, c = (one[name][t].repeat(H // G, 0) for name in "bc")
+            state = state + np.einsum("hp,hk->hpk", one["x"][t], b)
+            made.append(np.einsum("hpk,hk->hp", state, c))
+            continue
+        q, k = (one[name][t].repeat(H // G, 0) for name in "qk")
+        moved = one["v"][t] - np.einsum("hpk,hp->hk", state, k)
+        state = state + np.einsum("hp,hk->hpk", k, one["beta"][t][:, None] * moved)
+        made.append(np.einsum("hpk,hp->hk", state, q))
+    return np.stack(made), state
+
+
+def side_by_side(of: dict[int, np.ndarray], rows: list[Any], T: int) -> jax.Array:
+    """Returns the tokens of rows, one behind the other; padding is NaN, which nobody may read."""
+    parts = [of[block][first : first + num] for block, first, num in rows]
+    flat = np.concatenate(parts)
+    padding = np.full((T - len(flat), *flat.shape[1:]), np.nan, np.float32)
+    return jnp.asarray(np.concatenate([flat, padding]))
+
+
+def run(steps: list[dict[int, int]], advance: Any, cache: StateCache) -> tuple[dict, StateCache]:
+    """Runs steps, (batch, rows, T, cache) -> (out, cache). Returns what tokens made, and states."""
+    done, made = dict.fromkeys(LENGTHS, 0), {block: [] for block in LENGTHS}
+    for step in steps:
+        rows = [(block, done[block], num) for block, num in step.items()]
+        decodes = set(step.values()) == {1}
+        T, B = (len(rows), len(rows)) if decodes else (40, 5)
+        out, cache = advance(batch_of(rows, T, B, int(decodes)), rows, T, cache)
+        at = 0
+        for block, _, num in rows:
+            made[block].append(np.asarray(out[at : at + num]))
+            done[block], at = done[block] + num, at + num
+    assert done == LENGTHS
+    return {block: np.concatenate(parts) for block, parts in made.items()}, cache
+
+
+RULES = {StateSpaceInputs: state_space(H, P, K), DeltaRuleInputs: delta_rule(H, P, K)}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_states_depend_on_the_request_alone(kind):
+    """Whatever the chunks, the batch, its padding, and what others left in the blocks."""
+    of = {block: inputs_of(kind, block) for block in LENGTHS}
+    rule = RULES[kind]._replace(chunk_size=4)
+
+    @jax.jit
+    def advance(batch: Batch, inputs: Any, cache: StateCache) -> Any:
+        return recurrence.recur(batch, rule, inputs, cache, 0)
+
+    def one(batch: Batch, rows: list[Any], T: int, cache: StateCache) -> Any:
+        fields = {
+            name: side_by_side({block: getattr(x, name) for block, x in of.items()}, rows, T)
+            for name in vars(of[0])
+        }
+        return advance(batch, host_value(kind, **fields), cache)
+
+    for steps in STEPS.values():
+        start = StateCache(jnp.zeros((N, 1, 1)), jnp.full((N, H, P, K), jnp.nan))
+        made, cache = run(steps, one, start)
+        for block, inputs in of.items():
+            want, state = expected(inputs)
+            np.testing.assert_allclose(made[block], want, atol=2e-5)
+            np.testing.assert_allclose(jax.tree.leaves(cache)[1][block], state, atol=2e-5)
+        others = [block for block in range(N) if block not in LENGTHS]
+        assert np.isnan(jax.tree.leaves(cache)[1][np.array(others)]).all()
+    with jax.disable_jit():  # as with enforce_eager
+        assert (run(STEPS["decoding"], one, start)[0][4] - expected(of[4])[0] < 2e-5).all()
+    # Half of the bytes: rounded after each chunk, computed in float32.
+    short = StateCache(jnp.zeros((N, 1, 1)), jnp.full((N, H, P, K), jnp.nan, jnp.bfloat16))
+    made, cache = run(STEPS["beside rows that decode"], one, short)
+    assert cache.recurrent is not None and cache.recurrent.dtype == jnp.bfloat16
+    apart = max(np.abs(made[block] - expected(x)[0]).max() for block, x in of.items())
+    assert 1e-4 < apart < 0.1
+    # Without a cache, as a trainer runs it: sequences of equal lengths.
+    both = jax.tree.map(lambda x: jnp.concatenate([x[:9], x[-9:]]), of[4])
+    found, _ = recurrence.trained(2, rule, both, None, 0)
+    for i in range(2):
+        want, _ = expected(jax.tree.map(lambda x, i=i: np.asarray(x[9 * i :][:9]), both))
+        np.testing.assert_allclose(found[9 * i :][:9], want, atol=2e-5)
+
+
+def test_convolutions_depend_on_the_request_alone():
+    rng, C = np.random.default_rng(0), 7
+    of = {b: rng.normal(size=(n, C)).astype(np.float32) for b, n in LENGTHS.items()}
+    weight, bias = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((C, W), C))
+
+    @jax.jit
+    def advance(batch: Batch, x: jax.Array, cache: StateCache) -> Any:
+        return short_conv.convolve(batch, x, weight, bias, cache, 0)
+
+    def one(batch: Batch, rows: list[Any], T: int, cache: StateCache) -> Any:
+        return advance(batch, side_by_side(of, rows, T), cache)
+
+    def want(x: np.ndarray) -> np.ndarray:
+        before = np.concatenate([np.zeros((W - 1, C)), x])
+        return sum(
+            before[j : j + len(x)] * np.asarray(weight)[:, j] for j in range(W)
+        ) + np.asarray(bias)
+
+    for steps in STEPS.values():
+        made, cache = run(steps, one, StateCache(jnp.full((N, W - 1, C), jnp.nan), None))
+        for block, x in of.items():
+            np.testing.assert_allclose(made[block], want(x), atol=1e-5)
+            np.testing.assert_array_equal(cache.conv[block][-len(x) :], x[-W + 1 :])
+        assert np.isnan(cache.conv[np.array([1, 3, 5])]).all()
+    found, _ = short_conv.trained(2, jnp.asarray(of[4][:18]), weight, bias, None, 0)
+    np.testing.assert_allclose(found[9:], want(of[4][9:18]), atol=1e-5)
+
+
+def test_a_state_is_one_block_of_a_request():
+    """Whatever the size of the pool of layers that attend."""
+    kind = RecurrentState(taps=3, channels=8, matrices=(2, 3, 4), dtype="bfloat16")
+    sizes = PoolSizes(16, 1000, 4096, 12, 256)
+    full, states = cache_groups([FullAttention(), kind, kind], sizes)
+    assert (full.num_blocks, states.num_blocks, states.layers) == (1000, 13, (1, 2))
+    assert states.max_blocks(4096, 256) == states.table_len(4096) == 1
+    assert kind.dims["state"] == jnp.bfloat16 and not kind.has_prefixes
