@@ -73,8 +73,9 @@ def chain(x, kept, spare, *, num):
     return {"kept": kept, "x": y * kept, "total": total, "literal": 3}
 
 
-@pytest.mark.parametrize("num, is_cut", [(11, False), (12, True), (15, True)])
-def test_a_program_is_cut_at_calls_that_are_many(num, is_cut):
+@pytest.mark.parametrize("more, is_cut", [(-1, False), (0, True), (3, True)])
+def test_a_program_is_cut_at_calls_that_are_many(more, is_cut):
+    num = parts.LEAST_CALLS + more
     args = np.arange(4.0, dtype=np.float32), np.full(4, 0.5, np.float32), np.ones(4, np.float32)
     traced = jax.jit(chain, static_argnames="num", donate_argnames="spare").trace(*args, num=num)
     lowered = parts.cut(traced)
