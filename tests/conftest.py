@@ -67,13 +67,20 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_executables():
-    """Forgets executables where there are many: each maps memory, of which a process may map so
-    much. Until then the modules of a process share what they lower."""
+    """Forgets executables where they are too many; until then modules share what they lower."""
     yield
-    maps = Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") > 10_000:
+    if is_crowded():
         lowering._lower.cache_clear()
         jax.clear_caches()
+
+
+def is_crowded():
+    """Returns whether this process maps much memory, of 65,530 parts at most, or holds 3 GiB."""
+    process = Path("/proc/self")
+    if not process.exists():
+        return True
+    resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident > 3 << 30 or (process / "maps").read_bytes().count(b"\n") > 10_000
 
 
 def pytest_collection_finish():
