@@ -125,8 +125,8 @@ def test_states_depend_on_the_request_alone(kind):
         }
         return advance(batch, host_value(kind, **fields), cache)
 
+    start = StateCache(jnp.zeros((N, 1, 1)), jnp.full((N, H, P, K), jnp.nan))
     for steps in STEPS.values():
-        start = StateCache(jnp.zeros((N, 1, 1)), jnp.full((N, H, P, K), jnp.nan))
         made, cache = run(steps, one, start)
         for block, inputs in of.items():
             want, state = expected(inputs)
