@@ -143,6 +143,7 @@ def test_what_latent_attention_does_not_honour_is_refused(changes, words):
         read_model(Settings(LITE | changes))
 
 
+@pytest.mark.devices(2)
 def test_latents_are_not_dealt_out_to_devices():
     model, config = read_model(Settings(LITE))
     dealt: Any = ShardedConfig(model, config, make_mesh(2), Interleave(2, 1))
