@@ -184,9 +184,8 @@ def _attend(
     config: TuningConfig, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref, v_ref: Ref,
     blocks_ref: Ref, row_ref: Ref, first_ref: Ref, last_ref: Ref, part_of_ref: Ref,
     length_ref: Ref, block_ref: Ref, head_ref: Ref, parts_ref: Ref, sink_ref: Ref,
-    counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref,
-    k_smem: Ref, v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
-    v_ready: Barrier, flag: Ref,
+    counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref, k_smem: Ref,
+    v_smem: Ref, q_ready: Barrier, k_ready: Barrier, v_ready: Barrier, flag: Ref,
     *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
     weighed: bool,
 ) -> None:  # fmt: skip
@@ -293,7 +292,6 @@ def _attend(
         if token is not None:
             acc = jnp.where(wide(token, acc) < new, acc, jnp.zeros_like(acc))
         mine = query_rows.of_row(out_ref, row, h, query_len)
-
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:

@@ -51,6 +51,7 @@ def run(name: str) -> dict:
     return runpy.run_path(name, run_name="__main__")
 
 
+@pytest.mark.slow
 def test_a_family_that_reads_a_config_is_that_of_transformers(folder):
     pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
     pytest.importorskip("transformers", reason="the reference needs transformers")
@@ -90,6 +91,7 @@ def test_a_rule_equals_its_oracle_and_changes_no_other_request(folder, capsys):
     assert usual == off > cut > 0
 
 
+@pytest.mark.slow
 def test_a_speculator_equals_its_oracle_and_changes_no_token(folder, capsys):
     write("add_a_speculator.md", folder)
     run("check_lookup.py")
@@ -97,6 +99,7 @@ def test_a_speculator_equals_its_oracle_and_changes_no_token(folder, capsys):
     assert len(lengths) == 3 and max(lengths) > 1.5
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_fitted_to_a_text_drafts_some_tokens_right(folder, capsys):
     write("add_a_speculator.md", folder)
     run("check_one_product.py")

@@ -30,6 +30,7 @@ def test_the_demo_streams_several_completions(sizes, monkeypatch, capsys):
     assert "tokens/s" in shown and "Next:" in shown
 
 
+@pytest.mark.slow
 def test_the_demo_drafts(monkeypatch, capsys):
     argv = ["jaxrunner", "--max-tokens", "8", "--drafts", "2", "def fib(n):"]
     monkeypatch.setattr(sys, "argv", argv)

@@ -193,6 +193,7 @@ LLM_SIZES: dict[str, Any] = dict(
 
 
 @pytest.mark.devices(4)
+@pytest.mark.slow
 def test_an_llm_drafts_and_sleeps_and_keeps_more_tokens_in_as_many_bytes(tmp_path):
     settings = tiny.SETTINGS | SIZES | dict(num_hidden_layers=1)
     config = tiny.config(**settings)

@@ -101,6 +101,7 @@ def test_the_table_is_planned_and_there_alone_where_drafts_have_logits():
     assert tables[0][NAME].logits.shape == (5, K, V)
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_saved_goes_on_with_the_same_drafts(tmp_path: Any):
     model, config, params = probabilistic("another", "standard")
 

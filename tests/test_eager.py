@@ -8,6 +8,7 @@ from jaxrunner.ops import backends
 from tests.support import tiny
 
 
+@pytest.mark.slow
 def test_python_sees_values_and_the_tokens_are_the_same(monkeypatch):
     """What makes it a debugger: the model's Python runs in every step, on arrays and no tracers."""
     seen = []

@@ -65,6 +65,7 @@ def test_the_command_s_defaults_are_what_it_was_trained_with():
     assert given.rollouts * given.rows * given.row_len == RECORD["tokens_written"]
 
 
+@pytest.mark.slow
 def test_drafts_stand_as_often_as_stated():
     pair, params = shipped()
     bpe = Tokenizer.from_file(str(embedded.PATH / "tokenizer.json"))

@@ -110,6 +110,7 @@ def text_of(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, TARGET.vocab_size, shape).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_a_chain_sees_its_text_and_itself_alone():
     pair, target, _ = models()
     texts, chains = text_of(0, B, L), text_of(1, 2, B, L)

@@ -170,6 +170,7 @@ def test_what_fails_to_open_leaves_nothing_on_the_device(monkeypatch, owner, nam
     assert live_bytes() <= before and kept.value.__traceback__ is not None
 
 
+@pytest.mark.slow
 def test_python_forks_and_ends_with_an_engine_at_work():
     sizes = ", ".join(f"{name}={value!r}" for name, value in SIZES.items())
     done = subprocess.run(

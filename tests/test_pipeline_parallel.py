@@ -153,6 +153,7 @@ def test_a_stage_begins_with_others_before_it_hears_of_a_token(weights, monkeypa
 
 
 @pytest.mark.devices(4)
+@pytest.mark.slow
 def test_an_llm_of_two_stages_on_two_devices_each(tmp_path):
     folder, tokens = small_checkpoint.save(tmp_path / "checkpoint"), small_checkpoint.tokens
     with small_checkpoint.start(folder) as llm:

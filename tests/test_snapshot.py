@@ -111,6 +111,7 @@ save_engine(e, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on(tmp_path):
     folder = tmp_path / "saved"
     # What this process compiles, that one need not.

@@ -76,6 +76,7 @@ def test_keys_and_defaults_are_those_of_the_page():
             assert field.default == want
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_runs(tmp_path, capsys):
     (text,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     path = tmp_path / "drafts.py"

@@ -246,6 +246,7 @@ def test_our_logits_are_those_of_transformers():
     assert model.generation_config.temperature == 0.7 and model.generation_config.do_sample
 
 
+@pytest.mark.slow
 def test_sampled_text_looks_like_python():
     config, params, bpe = shipped()
     [written] = sample.complete(config, params, bpe, ["import os\n\n\ndef "], num_tokens=120)
