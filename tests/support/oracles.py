@@ -1,5 +1,7 @@
 """What kernels must compute, in float64 numpy, a row at a time."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,7 +60,7 @@ def prefill_attention(q, k, v, blocks, starts, lens, k_scale=1.0, v_scale=1.0, *
 
 
 def latent_decode(q, latents, blocks, lens, *, scale, rank):
-    rows, none = latents[:, None], dict(window=None, soft_cap=None, sinks=None)
+    rows, none = latents[:, None], dict[str, Any](window=None, soft_cap=None, sinks=None)
     return decode_attention(q, rows, rows, blocks, lens, scale=scale, **none)[..., :rank]
 
 
