@@ -4,14 +4,14 @@ The state is of integers, so that it is right or wrong: `total` becomes 3 * tota
 `STATES`, and `last` holds the tokens before. A token is offset by one of `STATES` vectors.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.caches.cache_group import CacheKind, PoolSizes, distinct
+from jaxrunner.caches.cache_group import CacheKind, distinct
+from jaxrunner.caches.one_block import OneBlock
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model, Ops
 from jaxrunner.models import llama
@@ -32,35 +32,16 @@ class StateCache:
 
 
 @dataclass(frozen=True)
-class RecurrentState:
-    """A block is the state of a whole request. No beginning of one is of use to another."""
+class RecurrentState(OneBlock):
+    """A block is the state of a whole request."""
 
     depth: int
     leaves: ClassVar[type] = StateCache
-    has_prefixes: ClassVar[bool] = False
 
     @property
     def dims(self) -> dict[str, Any]:
         """How many tokens the state holds."""
         return dict(depth=self.depth)
-
-    def pool(self, sizes: PoolSizes) -> tuple[int, int]:
-        """Returns blocks of any length, as many as there are requests, and one more."""
-        return sizes.max_model_len, sizes.max_num_seqs + 1
-
-    def num_skipped_tokens(self, computed: int) -> int:
-        """Returns 0: the block is needed to the end."""
-        return 0
-
-    def max_blocks(self, block_size: int, max_len: int, max_tokens: int) -> int:
-        """Returns 1."""
-        return 1
-
-    def longest_hit(
-        self, block_size: int, is_cached: Callable[[int], bool], limit_tokens: int
-    ) -> int:
-        """Returns 0: the state of a beginning is overwritten."""
-        return 0
 
 
 @dataclass(frozen=True)
