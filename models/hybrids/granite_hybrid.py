@@ -39,10 +39,9 @@ class GraniteHybridConfig(Hybrid, GraniteMoeConfig):
     @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
-        dims, classes = super().dims, (GraniteMambaLayer, GraniteMoeLayer)
-        pairs = zip(dims["Y"], self.attends, strict=True)
-        of_layer = tuple(flags | {"class": classes[attends]} for flags, attends in pairs)
-        return dims | self.mixer.dims | dict(Y=of_layer)
+        dims = super().dims
+        layers = self.of_layers(dims["Y"], GraniteMambaLayer, GraniteMoeLayer)
+        return dims | self.mixer.dims | dict(Y=layers)
 
 
 @pytree
@@ -102,9 +101,7 @@ def _layer(c: GraniteHybridConfig, prefix: str, attends: bool) -> Any:
     found: dict[str, Any] = dict.fromkeys(("gate_up", "down", *OF_EXPERTS))
     found |= attention_sources(c, prefix, E)
     if not attends:
-        found = {
-            name: found[name] for name in found if name not in ("qkv", "q_norm", "k_norm", "o")
-        }
+        found = {name: found[name] for name in found if name not in OF_ATTENTION}
         found |= mixer_sources(c.mixer, f"{prefix}mamba.", E)
     F = c.shared_expert_intermediate_size if sparse else c.intermediate_size
     at, name = f"{prefix}shared_mlp.", "shared_" if sparse else ""

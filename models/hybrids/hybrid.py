@@ -3,7 +3,7 @@
 Their functions are Llama's: a layer is what its `attend` and `feed_forward` do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,12 @@ class Hybrid:
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """What each layer keeps: keys and values of all tokens, or a state."""
         return tuple(FullAttention() if attends else self.state for attends in self.attends)
+
+    def of_layers(self, dims: Sequence[Mapping[str, Any]], other: type, attention: type) -> Any:
+        """Returns the dims of each layer with its class, `attention` where it attends."""
+        classes = other, attention
+        pairs = zip(dims, self.attends, strict=True)
+        return tuple({**flags, "class": classes[attends]} for flags, attends in pairs)
 
 
 @pytree

@@ -44,10 +44,9 @@ class Qwen3NextConfig(Hybrid, MixtureConfig):
     @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
-        dims, classes = super().dims, (DeltaNetLayer, GatedAttentionLayer)
-        pairs = zip(dims["Y"], self.attends, strict=True)
-        of_layer = tuple(flags | {"class": classes[attends]} for flags, attends in pairs)
-        return dims | self.mixer.dims | dict(Y=of_layer, query_and_gate=2)
+        dims = super().dims
+        layers = self.of_layers(dims["Y"], DeltaNetLayer, GatedAttentionLayer)
+        return dims | self.mixer.dims | dict(Y=layers, query_and_gate=2)
 
 
 @pytree
