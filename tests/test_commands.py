@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrunner import LLM, SamplingParams, __main__, embedded
-from jaxrunner.bench import host_time, kernels, workloads
+from jaxrunner.bench import command, host_time, kernels
 from jaxrunner.kernels_pallas.cases import Case
 from tests.support.small_llm import SIZES
 
@@ -77,17 +77,20 @@ def test_a_command_of_vllm_is_told_and_no_prompt(command, monkeypatch, capsys):
 
 def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     small = replace(
-        workloads.PRESETS["tiny"], batches=(1, 2), sampled_batches=(2,), context=8, new=4,
+        command.PRESETS["tiny"], batches=(1, 2, 3), sampled_batches=(2,), context=8, new=4,
         prefill=(2, 16), ttft=(4,), offline=(3, 4, 2), mixed=((2, 5), (2, 4)),
         host_batches=(1, 2), host_steps=3,
         engine=SIZES,
     )  # fmt: skip
-    monkeypatch.setitem(workloads.PRESETS, "tiny", small)
+    monkeypatch.setitem(command.PRESETS, "tiny", small)
     out = tmp_path / "tiny.json"
-    monkeypatch.setattr(sys, "argv", ["bench", "tiny", "--out", str(out), "--repeats", "2"])
-    workloads.main()
+    argv = ["bench", "tiny", "--out", str(out), "--repeats", "2",
+            "--batches", "1", "2", "--engine", "seed=3", "kv_cache_dtype=auto"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", argv)
+    command.main()
     result = json.loads(out.read_text())
     assert json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""])) == result
+    assert result["engine"] == {"seed": 3, "kv_cache_dtype": "auto"}
     names = {"prefill_tok_s_16x2", "ttft_ms_1x4", "offline_3x(4+2)_out_tok_s", "startup_s"}
     assert names <= result.keys()
     decode = result["decode_ms_per_step"]
@@ -110,7 +113,7 @@ def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernels, "product_rate", lambda: 2.0)
     out = tmp_path / "kernels.json"
     monkeypatch.setattr(sys, "argv", ["bench", "--kernels", "--out", str(out)])
-    workloads.main()
+    command.main()
     result = json.loads(out.read_text())
     figure = result["product"]["4 x 4"]
     assert figure["rate"] == pytest.approx(128 / figure["us"] / 1e6)
@@ -120,7 +123,7 @@ def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
 
 def test_a_figure_of_repeated_runs_is_the_median():
     runs = [{"a": 3.0, "b": {"c": 1.0}}, {"a": 9.0, "b": {"c": 0.0}}, {"a": 4.0, "b": {"c": 7.0}}]
-    assert workloads.medians(runs) == {"a": 4.0, "b": {"c": 1.0}}
+    assert command.medians(runs) == {"a": 4.0, "b": {"c": 1.0}}
 
 
 def test_time_is_counted_once_for_what_calls_another():
@@ -142,5 +145,5 @@ def test_presets_are_readable_configs(name):
     from jaxrunner.hf_config import Settings
     from jaxrunner.models.registry import read_model
 
-    _, config = read_model(Settings(workloads.PRESETS[name].config))
+    _, config = read_model(Settings(command.PRESETS[name].config))
     assert config.dtype == "bfloat16" and config.dims["K"] == 8

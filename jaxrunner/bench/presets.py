@@ -50,6 +50,11 @@ PRESETS = {
     "llama8b_fp8": Preset(LLAMA8B | dict(quantization_config=_FP8_BLOCKS), GPU_ENGINE),
     "llama8b_fp8_inputs": Preset(LLAMA8B | dict(quantization_config=_FP8_INPUTS), GPU_ENGINE),
     "llama8b_4bit": Preset(LLAMA8B | dict(quantization_config=_GPTQ), GPU_ENGINE),
+    "llama70b": Preset(  # for several GPUs
+        _config("LlamaForCausalLM", "llama", "8192 28672 80 64 8 128256", head_dim=128,
+                rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
+        GPU_ENGINE,
+    ),
     "qwen06b": Preset(
         _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
                 rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),

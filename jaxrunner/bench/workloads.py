@@ -1,25 +1,9 @@
-"""Speed of one engine: decode, prefill, first token, offline throughput, host time, start-up.
+"""The workloads of one engine: decode, prefill, first token, offline throughput, host time."""
 
-    python -m jaxrunner.bench llama8b --out result.json
-    python -m jaxrunner.bench tiny --parts decode,host --repeats 3
-    python -m jaxrunner.bench llama8b --speculative 2.5 --parts decode
-    python -m jaxrunner.bench llama8b --lora 8x16 --parts decode
-    python -m jaxrunner.bench qwen06b --parts embed
-    python -m jaxrunner.bench --kernels
-
-Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
-what one token more costs a batch that decodes together. With `--speculative` an EAGLE head of
-dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each request has
-one of so many adapters of a rank, on all products. The part `embed` goes alone: its model pools.
-"""
-
-import argparse
-from collections.abc import Callable
 import json
 import math
 from pathlib import Path
 import platform
-import statistics
 import tempfile
 import time
 from typing import Any
@@ -28,14 +12,12 @@ import jax
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.bench import adapters, host_time, kernels
-from jaxrunner.bench.presets import PRESETS, Preset
+from jaxrunner.bench import adapters, host_time
+from jaxrunner.bench.presets import Preset
 from jaxrunner.engine.engine import Engine, NewTokens
 from jaxrunner.llm import LLM
 
 SAMPLED = dict(temperature=0.8, top_k=50, top_p=0.95)
-PARTS = ("decode", "prefill", "ttft", "offline", "host")
-POOLS = "embed"  # the part whose model pools
 PERCENTILES = (50, 90, 99)
 
 
@@ -229,13 +211,6 @@ def percentiles_ms(seconds: Any) -> dict[str, float]:
     return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
 
 
-def medians(results: list[Any]) -> Any:
-    """Returns the median of each figure of several like results."""
-    if isinstance(results[0], dict):
-        return {name: medians([result[name] for result in results]) for name in results[0]}
-    return statistics.median(results)
-
-
 def machine() -> dict[str, str]:
     """Returns what figures must be quoted with."""
     return {
@@ -243,45 +218,3 @@ def machine() -> dict[str, str]:
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
-
-
-def main() -> None:
-    """Runs a preset and prints or writes its figures as JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrunner.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("preset", choices=PRESETS, nargs="?", default="tiny")
-    parser.add_argument("--kernels", action="store_true", help="time each kernel, and no model")
-    parser.add_argument(
-        "--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}, or {POOLS}"
-    )
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each part, for medians")
-    parser.add_argument("--speculative", type=float, metavar="LENGTH", help="tokens a step")
-    parser.add_argument("--drafts", type=int, default=3, help="of a step, with --speculative")
-    parser.add_argument("--adaptive", action="store_true", help="none where these do not pay")
-    parser.add_argument("--lora", type=adapters.read, metavar="8x16", help="adapters, their rank")
-    parser.add_argument("--out", type=Path, help="file for the JSON")
-    args = parser.parse_args()
-    if args.kernels:
-        result = machine() | kernels.run()
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-        return
-    drafted = args.speculative and (args.drafts, args.speculative, args.adaptive)
-    parts = args.parts.split(",")
-    if POOLS in parts and (len(parts) > 1 or drafted or args.lora):
-        parser.error(f"--parts {POOLS} goes alone, without drafts and adapters: its model pools")
-    engine = dict(runner="pooling", num_decode_steps=1) if POOLS in parts else {}
-    bench = Bench(PRESETS[args.preset], speculative=drafted, lora=args.lora, **engine)
-    result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
-    result["programs"] = bench.llm.engine.runner.programs.report()
-    result["speculative"], result["lora"] = drafted, args.lora
-    result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
-    for part in parts:
-        run: Callable[[], dict[str, Any]] = getattr(bench, part)
-        result |= medians([run() for _ in range(args.repeats)])
-        if args.out:  # after each part: a run that is cut short leaves what it has
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
