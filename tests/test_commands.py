@@ -140,10 +140,13 @@ def test_time_is_counted_once_for_what_calls_another():
         assert "step" not in vars(llm.engine)
 
 
-@pytest.mark.parametrize("name", ["llama8b", "qwen06b"])
+FLOATS = [n for n, p in command.PRESETS.items() if "quantization_config" not in p.config]
+
+
+@pytest.mark.parametrize("name", FLOATS)
 def test_presets_are_readable_configs(name):
     from jaxrunner.hf_config import Settings
     from jaxrunner.models.registry import read_model
 
     _, config = read_model(Settings(command.PRESETS[name].config))
-    assert config.dtype == "bfloat16" and config.dims["K"] == 8
+    assert config.dtype == "bfloat16"
