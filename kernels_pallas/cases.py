@@ -239,6 +239,7 @@ _V = [
     Attention("3 tokens, groups of 7", (3, 2, 1), (63, 300, 0), 14, 2, query_len=3),
     Attention("5 tokens, no groups", (5, 4), (99, 332), 4, 4, 64, query_len=5),
     Attention("4 tokens, blocks of 16", (4, 3), (99, 332), 8, 2, block_size=16, query_len=4),
+    Attention("4 tokens, heads of 64", (4, 3), (599, 332), 8, 2, 64, query_len=4),
     Attention("4 tokens, heads of 80", (4, 3), (99, 332), 4, 4, 80, query_len=4),
     Attention("4 tokens, heads of 256", (4, 3), (99, 332), 8, 4, 256, query_len=4),
     Attention("4 tokens, float16", (4, 3), (99, 332), 8, 2, dtype="float16", query_len=4),

@@ -17,7 +17,7 @@ from jaxrunner.types import Array, Plan, State, StepOutput
 def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
     """Computes `plan`, a token of each request and its drafts, and goes on until each ends.
 
-    The loop ends early when all have. On a GPU it is part of the launch (`xla_options.LOOP`).
+    The loop ends early when all have. On a GPU it is part of the launch (`xla_options.GRAPH`).
     Returns the state and the outputs of all steps as one, with J for each step; tokens of a row
     count up to its first that means nothing.
     """

@@ -1,11 +1,17 @@
 """XLA's options for the programs of steps, by their sizes."""
 
+import jax
+
 from jaxrunner.device.entry_point import Options
 from jaxrunner.program import Bucket, MultiStepBucket
 
 # XLA's default, and loops: the device looks by itself whether another step is due.
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-LOOP = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
+# From JAX 0.12 on branches and small sums over devices, too: a branch outside of a graph waits for
+# all before it, while the host reads which one to take.
+BRANCHES = jax.__version_info__ >= (0, 12)
+IN_GRAPHS += ",CONDITIONAL,COLLECTIVES_KERNEL" if BRANCHES else ""
+GRAPH = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
 # A graph is updated before it is launched, which takes 2 ms of the first token's time; kernels of a
 # prefill are long enough to be launched one by one.
 NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
@@ -17,12 +23,13 @@ TIMED = (("xla_gpu_autotune_level", "2"),)
 
 def of_step(size: Bucket) -> Options:
     """Returns the options for one step."""
-    return TIMED + (() if size.query_len else NO_GRAPH) + _products(size.num_tokens)
+    graph = GRAPH if BRANCHES else ()
+    return TIMED + (graph if size.query_len else NO_GRAPH) + _products(size.num_tokens)
 
 
 def of_multi_step(size: MultiStepBucket) -> Options:
     """Returns the options for several steps in one launch."""
-    return TIMED + LOOP + _products(size.num_rows)
+    return TIMED + GRAPH + _products(size.num_rows)
 
 
 def _products(num_tokens: int) -> Options:
