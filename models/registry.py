@@ -30,6 +30,7 @@ from jaxrunner.models.mixtures.deepseek import deepseek_v2, deepseek_v3, glm4_mo
 from jaxrunner.models.mixtures.glm4_moe import glm4_moe
 from jaxrunner.models.mixtures.gpt_oss import gpt_oss
 from jaxrunner.models.mixtures.granite_moe import granite_moe
+from jaxrunner.models.mixtures.llama4 import llama4, llama4_of_two
 from jaxrunner.models.mixtures.mixtral import mixtral
 from jaxrunner.models.mixtures.olmoe import olmoe
 from jaxrunner.models.mixtures.qwen2_moe import qwen2_moe
@@ -60,6 +61,8 @@ FAMILIES: dict[str, Model] = {
     "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "Lfm2ForCausalLM": lfm2,
+    "Llama4ForCausalLM": llama4,
+    "Llama4ForConditionalGeneration": llama4_of_two,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,
     "Ministral3ForCausalLM": ministral3,
