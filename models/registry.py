@@ -22,6 +22,7 @@ from jaxrunner.models.encoders.modernbert import modernbert
 from jaxrunner.models.hybrids.bamba import bamba
 from jaxrunner.models.hybrids.granite_hybrid import granite_hybrid
 from jaxrunner.models.hybrids.lfm2 import lfm2
+from jaxrunner.models.hybrids.nemotron_h import nemotron_h
 from jaxrunner.models.hybrids.qwen3_next import qwen3_next
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Model] = {
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "ModernBertModel": modernbert,
+    "NemotronHForCausalLM": nemotron_h,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "OlmoeForCausalLM": olmoe,

@@ -23,6 +23,7 @@ SLOW = (
     "lfm 2, biases, wide",
     "bamba",
     "granite 4",
+    "nemotron h, latent experts, biases",
     "qwen 3 next, dense layers, biases",
 )
 QUICK = [name for name in hybrids.VARIANTS if name not in SLOW]
@@ -98,6 +99,21 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(linear_num_key_heads=3),
         "linear_num_value_heads=4 must be a multiple of linear_num_key_heads=3",
     ),
+    "pattern": (
+        "nemotron h",
+        dict(layers_block_type=None, hybrid_override_pattern="M-x"),
+        "layers_block_type must name linear_attention, .* or hybrid_override_pattern be of M",
+    ),
+    "layers": (
+        "nemotron h",
+        dict(num_hidden_layers=5),
+        "num_hidden_layers=5 is not supported, only 4",
+    ),
+    "residuals": (
+        "nemotron h",
+        dict(residual_in_fp32=True),
+        "residual_in_fp32=True is not supported, only False",
+    ),
     "dtype": ("granite 4", dict(mamba_ssm_cache_dtype="int8"), "ssm_cache_dtype must be one of"),
 }
 
@@ -118,6 +134,12 @@ PUBLISHED = {  # keys beside those that transformers writes today
     "granite 4": dict(
         layer_types=["mamba", "attention"], position_embedding_type="nope",
         normalization_function="rmsnorm", init_method="mup", mamba_d_head=12,
+    ),
+    "nemotron h": dict(
+        layers_block_type=None, hybrid_override_pattern="M-*E", attention_head_dim=8, expand=2,
+        mtp_hybrid_override_pattern="*E", num_nextn_predict_layers=1, num_hidden_layers=4,
+        rms_norm_eps=1e-5, rescale_prenorm_residual=True, time_step_rank=16,
+        num_query_groups=None,
     ),
     "qwen 3 next": dict(
         full_attention_interval=4, mamba_ssm_dtype="float32", use_sliding_window=False

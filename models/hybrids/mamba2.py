@@ -104,21 +104,23 @@ class Mixer:
         return ops.project(y, self.mix_out), cache
 
 
-def read_mixer(settings: Settings) -> MixerConfig:
+def read_mixer(settings: Settings, inner: int = 0) -> MixerConfig:
     """Reads the sizes of mixers, under the names that Bamba gave them.
+
+    inner: numbers of a token in all heads; 0 where the config says how many times the hidden size.
 
     Raises:
       ValueError: heads that cannot be.
     """
-    inner = settings.size("mamba_expand", 2) * settings.size("hidden_size")
+    times = settings.size("mamba_expand", 2)
+    inner = inner or times * settings.size("hidden_size")
     heads, groups = settings.size("mamba_n_heads", 128), settings.size("mamba_n_groups", 1)
     given = settings.take("mamba_d_head", (int, str), "auto")
     head_dim = inner // heads if given == "auto" else given
     if heads * head_dim != inner or heads % groups:
         raise ValueError(
-            f"mamba_n_heads={heads} heads of mamba_d_head={head_dim} must be mamba_expand * "
-            f"hidden_size={inner} numbers, in mamba_n_groups={groups} equal groups: "
-            "correct config.json"
+            f"mamba_n_heads={heads} heads of mamba_d_head={head_dim} must be {inner} numbers, "
+            f"in mamba_n_groups={groups} equal groups: correct config.json"
         )
     limits = settings.take("time_step_limit", (list, tuple), (0.0, math.inf))
     settings.ignore("mamba_chunk_size", "time_step_floor", "time_step_max", "time_step_min",

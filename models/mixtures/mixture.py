@@ -50,7 +50,8 @@ class MixtureConfig(DecoderConfig):
         )  # fmt: skip
         return super().dims | dict(
             Y=of_layer, experts=r.num_experts, candidates=r.num_experts,
-            expert_units=self.moe_intermediate_size, shared_units=shared, one=1,
+            expert_units=self.moe_intermediate_size, expert_inputs=self.hidden_size,
+            shared_units=shared, one=1,
             expert_bias=self.expert_bias, router_bias=self.router_bias,
             choice_bias=self.choice_bias, routes=r.num_experts_per_tok,
         )  # fmt: skip
@@ -86,11 +87,11 @@ class FeedForward:
         residual = self.run_experts(ops, h, routes)
         if self.shared_gate_up is None or self.shared_down is None:
             return residual, told
-        shared = _whole(ops.mlp(h, self.shared_gate_up, self.shared_down))
+        shared = whole(ops.mlp(h, self.shared_gate_up, self.shared_down))
         if self.shared_gate is not None:
             gate = jax.nn.sigmoid(self.shared_gate.product(h).astype(jnp.float32))
             shared *= jnp.broadcast_to(gate, shared.shape)
-        return (_whole(residual) + shared).astype(h.dtype), told
+        return (whole(residual) + shared).astype(h.dtype), told
 
     def run_experts(self, ops: Ops, h: Array, routes: Routes) -> Array:
         """Returns what its experts add to the residual, given h, [T, E]."""
@@ -244,7 +245,7 @@ def qwen_experts(c: MixtureConfig, prefix: str, *, shared: str = "shared_expert"
     return found
 
 
-def _whole(residual: Array) -> Array:
+def whole(residual: Array) -> Array:
     """Returns a residual, [T, E] or parts of it, as [T, E], float32."""
     parts = residual.astype(jnp.float32)
     return parts if parts.ndim == 2 else parts.sum(0)

@@ -29,6 +29,14 @@ QWEN = dict(
     linear_value_head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
     shared_expert_intermediate_size=20,
 )  # fmt: skip
+NEMOTRON = dict(
+    layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], head_dim=8,
+    mamba_num_heads=6, mamba_head_dim=10, n_groups=2, ssm_state_size=10, chunk_size=16,
+    n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, n_group=3, topk_group=2,
+    moe_shared_expert_intermediate_size=20, routed_scaling_factor=1.7,
+    # Transformers clips steps of prompts there, and none of the tokens that follow.
+    time_step_min=1e-12,
+)  # fmt: skip
 # Name: (what classes of transformers begin with, changes of the config's keys).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm 2": ("Lfm2", LFM2),
@@ -39,6 +47,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4": ("GraniteMoeHybrid", GRANITE | dict(num_local_experts=6, num_experts_per_tok=2)),
     "granite 4, dense, rotated": ("GraniteMoeHybrid", GRANITE | dict(
         num_local_experts=0, position_embedding_type="rope", mamba_conv_bias=False)),
+    "nemotron h": ("NemotronH", NEMOTRON),
+    "nemotron h, latent experts, biases": ("NemotronH", NEMOTRON | dict(
+        moe_latent_size=14, mlp_bias=True, use_bias=True, n_group=1, topk_group=1)),
     "qwen 3 next": ("Qwen3Next", QWEN),
     "qwen 3 next, dense layers, biases": ("Qwen3Next", QWEN | dict(
         mlp_only_layers=[1], attention_bias=True, head_dim=16, linear_conv_kernel_dim=3)),
@@ -67,13 +78,14 @@ def save(variant: str, folder: Path) -> Any:
     found = config(variant)
     found._attn_implementation = "eager"
     made = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")(found).eval()
-    if "num_local_experts" in VARIANTS[variant][1] or "num_experts" in VARIANTS[variant][1]:
+    if {"num_local_experts", "num_experts", "n_routed_experts"} & VARIANTS[variant][1].keys():
         made.set_experts_implementation("eager")  # others have no float64
     torch.manual_seed(len(variant))
     of_products = 0.15 if "Qwen" in type(made).__name__ else 0.25  # as much as float32 tells apart
-    for name, weight in made.named_parameters():
+    buffers = (pair for pair in made.named_buffers() if "correction" in pair[0])
+    for name, weight in (*made.named_parameters(), *buffers):
         middle, spread = (1.0, 0.2) if "norm" in name else (0.0, of_products)
-        torch.nn.init.normal_(weight, middle, spread)
+        torch.nn.init.normal_(weight.data, middle, spread)
     made.save_pretrained(folder)
     return made
 
