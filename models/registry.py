@@ -20,6 +20,7 @@ from jaxrunner.models.encoders.bert import bert, roberta
 from jaxrunner.models.encoders.gemma_embedding import gemma_embedding
 from jaxrunner.models.encoders.modernbert import modernbert
 from jaxrunner.models.hybrids.bamba import bamba
+from jaxrunner.models.hybrids.falcon_h1 import falcon_h1
 from jaxrunner.models.hybrids.granite_hybrid import granite_hybrid
 from jaxrunner.models.hybrids.lfm2 import lfm2
 from jaxrunner.models.hybrids.nemotron_h import nemotron_h
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Model] = {
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "Exaone4ForCausalLM": exaone4,
+    "FalconH1ForCausalLM": falcon_h1,
     "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,

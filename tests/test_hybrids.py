@@ -22,6 +22,8 @@ SIZES: dict[str, Any] = dict(
 SLOW = (
     "lfm 2, biases, wide",
     "bamba",
+    "falcon h1, normed",
+    "falcon h1, normed before, biases",
     "granite 4",
     "nemotron h, latent experts, biases",
     "qwen 3 next, dense layers, biases",
@@ -99,6 +101,16 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(linear_num_key_heads=3),
         "linear_num_value_heads=4 must be a multiple of linear_num_key_heads=3",
     ),
+    "scales": (
+        "falcon h1",
+        dict(ssm_multipliers=[1.0, 2.0]),
+        r"ssm_multipliers must be 5 numbers, got \[1.0, 2.0\]",
+    ),
+    "two biases": (
+        "falcon h1",
+        dict(projectors_bias=True),
+        "projectors_bias=True is not supported, only False",
+    ),
     "pattern": (
         "nemotron h",
         dict(layers_block_type=None, hybrid_override_pattern="M-x"),
@@ -131,6 +143,10 @@ PUBLISHED = {  # keys beside those that transformers writes today
         conv_use_xavier_init=True, num_heads=6, use_pos_enc=True, full_attn_idxs=[1],
     ),
     "bamba": dict(num_logits_to_keep=1, time_step_min=0.001, time_step_limit=[0.0, float("inf")]),
+    "falcon h1": dict(
+        attn_layer_indices=None, mamba_use_mlp=True, mlp_expansion_factor=8, num_logits_to_keep=1,
+        time_step_rank=256, time_step_floor=0.0001, rope_scaling=None, mamba_d_head=10,
+    ),
     "granite 4": dict(
         layer_types=["mamba", "attention"], position_embedding_type="nope",
         normalization_function="rmsnorm", init_method="mup", mamba_d_head=12,

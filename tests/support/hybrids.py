@@ -29,6 +29,12 @@ QWEN = dict(
     linear_value_head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
     shared_expert_intermediate_size=20,
 )  # fmt: skip
+FALCON = MAMBA | dict(
+    mamba_d_ssm=80, mamba_rms_norm=False, head_dim=10, embedding_multiplier=3.0,
+    lm_head_multiplier=0.4, mlp_multipliers=[0.7, 1.6], key_multiplier=0.6,
+    attention_in_multiplier=1.3, attention_out_multiplier=0.8, ssm_in_multiplier=1.2,
+    ssm_out_multiplier=0.9, ssm_multipliers=[0.5, 1.4, 0.8, 1.1, 0.6], time_step_limit=[0.1, 2.0],
+)  # fmt: skip
 NEMOTRON = dict(
     layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], head_dim=8,
     mamba_num_heads=6, mamba_head_dim=10, n_groups=2, ssm_state_size=10, chunk_size=16,
@@ -47,6 +53,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4": ("GraniteMoeHybrid", GRANITE | dict(num_local_experts=6, num_experts_per_tok=2)),
     "granite 4, dense, rotated": ("GraniteMoeHybrid", GRANITE | dict(
         num_local_experts=0, position_embedding_type="rope", mamba_conv_bias=False)),
+    "falcon h1": ("FalconH1", FALCON),
+    "falcon h1, normed": ("FalconH1", FALCON | dict(
+        mamba_rms_norm=True, mamba_d_ssm=None, mamba_norm_before_gate=False)),
+    "falcon h1, normed before, biases": ("FalconH1", FALCON | dict(
+        mamba_rms_norm=True, attention_bias=True, mlp_bias=True, mamba_proj_bias=True,
+        projectors_bias=True)),
     "nemotron h": ("NemotronH", NEMOTRON),
     "nemotron h, latent experts, biases": ("NemotronH", NEMOTRON | dict(
         moe_latent_size=14, mlp_bias=True, use_bias=True, n_group=1, topk_group=1)),
