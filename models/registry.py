@@ -24,6 +24,12 @@ from jaxrunner.models.hybrids.falcon_h1 import falcon_h1
 from jaxrunner.models.hybrids.granite_hybrid import granite_hybrid
 from jaxrunner.models.hybrids.lfm2 import lfm2
 from jaxrunner.models.hybrids.nemotron_h import nemotron_h
+from jaxrunner.models.hybrids.qwen3_5 import (
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_of_two,
+    qwen3_5_of_two,
+)
 from jaxrunner.models.hybrids.qwen3_next import qwen3_next
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
@@ -82,6 +88,10 @@ FAMILIES: dict[str, Model] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_of_two,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_of_two,
     "RobertaModel": roberta,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,

@@ -56,7 +56,6 @@ class Llama4Config(MixtureConfig):
     turned: tuple[bool, ...]  # which layers rotate queries and keys
     use_qk_norm: bool  # of layers that rotate, behind the rotation, without weights
     query_growth: tuple[float, int] | None  # scale, len: q * (1 + scale ln(1 + (pos + 1) // len))
-    beside_tower: bool = False  # whether names of tensors begin with another model's
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
@@ -170,8 +169,7 @@ def read(settings: Settings) -> Llama4Config:
 
 def read_of_two(settings: Settings) -> Llama4Config:
     """Reads a Llama 4 config that has a vision tower beside the text model."""
-    text = text_settings(settings, tie_word_embeddings=False)
-    return replace(read(text), beside_tower=True)
+    return read(text_settings(settings, tie_word_embeddings=False))
 
 
 def _read_growth(settings: Settings) -> tuple[float, int] | None:
@@ -210,8 +208,16 @@ def _sources(c: Llama4Config) -> Any:
         replace(reordered_heads(layer, c, neighbours=True), chunked=chunked, turned=turned)
         for layer, chunked, turned in zip(made.layers, c.chunked, c.turned, strict=True)
     )
-    return renamed(replace(made, layers=layers), NAMES | (NAMES_OF_TWO if c.beside_tower else {}))
+    return renamed(replace(made, layers=layers), NAMES)
+
+
+def _sources_of_two(c: Llama4Config) -> Any:
+    return renamed(_sources(c), NAMES_OF_TWO)
 
 
 llama4 = mixture._replace(read=read, params=Llama4Params, layers=layers, sources=_sources)
-llama4_of_two = llama4._replace(read=read_of_two, spare=("vision_model.", "multi_modal_projector."))
+llama4_of_two = llama4._replace(
+    read=read_of_two,
+    sources=_sources_of_two,
+    spare=("vision_model.", "multi_modal_projector."),
+)

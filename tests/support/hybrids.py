@@ -43,6 +43,7 @@ NEMOTRON = dict(
     # Transformers clips steps of prompts there, and none of the tokens that follow.
     time_step_min=1e-12,
 )  # fmt: skip
+QWEN_3_5 = {key: x for key, x in QWEN.items() if key.startswith(("layer", "linear", "head"))}
 # Name: (what classes of transformers begin with, changes of the config's keys).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm 2": ("Lfm2", LFM2),
@@ -62,17 +63,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron h": ("NemotronH", NEMOTRON),
     "nemotron h, latent experts, biases": ("NemotronH", NEMOTRON | dict(
         moe_latent_size=14, mlp_bias=True, use_bias=True, n_group=1, topk_group=1)),
+    "qwen 3.5": ("Qwen3_5", QWEN_3_5 | dict(tie_word_embeddings=True)),
+    "qwen 3.5, experts": ("Qwen3_5Moe", QWEN | dict(linear_num_value_heads=6)),
     "qwen 3 next": ("Qwen3Next", QWEN),
     "qwen 3 next, dense layers, biases": ("Qwen3Next", QWEN | dict(
         mlp_only_layers=[1], attention_bias=True, head_dim=16, linear_conv_kernel_dim=3)),
 }  # fmt: skip
 
 
+TOWER = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, out_hidden_size=48,
+    num_position_embeddings=16,
+)  # fmt: skip
+CONFIGS = dict(Qwen3_5="Qwen3_5TextConfig", Qwen3_5Moe="Qwen3_5MoeTextConfig")
+
+
 def config(variant: str) -> Any:
     """Returns a variant's config of transformers."""
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     family, changes = VARIANTS[variant]
-    return getattr(transformers, f"{family}Config")(**SIZES | changes)
+    return getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SIZES | changes)
 
 
 def settings(variant: str) -> dict[str, Any]:
@@ -85,11 +95,25 @@ def save(variant: str, folder: Path) -> Any:
 
     Returns its module.
     """
+    return _save(variant, f"{VARIANTS[variant][0]}ForCausalLM", config(variant), folder)
+
+
+def save_beside_tower(family: str, variant: str, folder: Path) -> Any:
+    """Does what `save` does, of a model that has a vision tower beside the text model."""
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
+    text = config(variant)
+    both = getattr(transformers, f"{family}Config")(
+        text_config=text.to_dict(), vision_config=TOWER,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )  # fmt: skip
+    return _save(variant, f"{family}ForConditionalGeneration", both, folder)
+
+
+def _save(variant: str, name: str, found: Any, folder: Path) -> Any:
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
-    found = config(variant)
     found._attn_implementation = "eager"
-    made = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")(found).eval()
+    made = getattr(transformers, name)(found).eval()
     if {"num_local_experts", "num_experts", "n_routed_experts"} & VARIANTS[variant][1].keys():
         made.set_experts_implementation("eager")  # others have no float64
     torch.manual_seed(len(variant))
