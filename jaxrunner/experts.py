@@ -54,7 +54,7 @@ class Experts:
     down: Array = leaf("X E F", "param")
     gate_up_bias: Array | None = leaf("X gate_up F", "param", when="bias")
     down_bias: Array | None = leaf("X E", "param", when="bias")
-    activation: str = static(default="swiglu")  # or "clamped_swiglu"
+    activation: str = static(default="swiglu")  # or one more of `activate`
     kernels: ClassVar[tuple[Operation, ...]] = ()
 
     @property
@@ -126,11 +126,13 @@ def rows_of_tile(num_routes: int, num_experts: int) -> int:
 
 
 def activate(gate_up: Array, activation: str) -> Array:
-    """Returns the units of gated MLPs, [rows, F], of their products, [rows, 2, F].
+    """Returns the units of MLPs, [rows, F], of their products, [rows, 2, F].
 
     "clamped_swiglu" is gpt-oss': both are bounded, the gate's sigmoid is steeper, and one is added
-    to the other.
+    to the other. "relu2" is of MLPs without gates, whose products are [rows, 1, F].
     """
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(gate_up[:, 0]))
     gate, up = gate_up[:, 0], gate_up[:, 1]
     if activation == "swiglu":
         return jax.nn.silu(gate) * up

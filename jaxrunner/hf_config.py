@@ -78,7 +78,8 @@ class Settings:
             return default
         if kind is float and type(value) is int:
             value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = (kind,) if isinstance(kind, type) else kind
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kinds):
             names = kind.__name__ if isinstance(kind, type) else [k.__name__ for k in kind]
             raise ValueError(f"{self.source}: {key!r} must be {names}, got {shown(value)}")
         if isinstance(value, float) and not math.isfinite(value):  # JSON as Python reads it has NaN

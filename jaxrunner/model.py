@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.caches.latent import LatentCache
@@ -28,6 +29,25 @@ class AttentionSpec(NamedTuple):
     sinks: Array | None = None  # [H], scores of no key: they take weight and give nothing
     soft_cap: float | None = None  # that scores bend towards, by a tanh
     value_dim: int | None = None  # numbers of a latent that are its value; None for other layers
+    chunk_size: int | None = None  # of the runs of positions whose tokens see their own run alone
+
+    def sees(self, query: Array, key: Array) -> Array:
+        """Whether queries see keys, given the positions of both, which broadcast."""
+        seen = key <= query
+        if self.window is not None:
+            seen &= key > query - self.window
+        if self.chunk_size is not None:
+            seen &= key // self.chunk_size == query // self.chunk_size
+        return seen
+
+    def first_seen(self, query: Array) -> Array:
+        """Returns the first position that queries see, given theirs."""
+        first = jnp.zeros_like(query)
+        if self.window is not None:
+            first = jnp.maximum(first, query - self.window + 1)
+        if self.chunk_size is not None:
+            first = jnp.maximum(first, query // self.chunk_size * self.chunk_size)
+        return first
 
 
 class Recurrence(NamedTuple):

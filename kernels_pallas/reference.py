@@ -140,9 +140,7 @@ def online_softmax(
         key_pos = i * C + jnp.arange(C)
         if part is not None:
             key_pos = part.position(key_pos)
-        seen = key_pos[None, None] <= pos[:, :, None]
-        if spec.window is not None:
-            seen &= key_pos[None, None] > pos[:, :, None] - spec.window
+        seen = spec.sees(pos[:, :, None], key_pos[None, None])
         k, v = read(cache.k, cache.k_scale, i), read(cache.v, cache.v_scale, i)
         # A weight of zero does not silence a NaN: what no query sees may hold another's junk.
         v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.zeros((), v.dtype))
@@ -159,9 +157,8 @@ def online_softmax(
 
     shape = (tiles, K, G, Q)
     start = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, D))
-    first, last = jnp.zeros((), jnp.int32), lens.max()
-    if spec.window is not None:
-        first = jnp.maximum(jnp.where(lens > 0, pos[:, 0], last).min() - spec.window, 0)
+    last = lens.max()
+    first = spec.first_seen(jnp.where(lens > 0, pos[:, 0], last).min())
     if part is not None:
         first, last = part.num_local(first), part.num_local(last)
     best, total, acc = jax.lax.fori_loop(first // C, (last + C - 1) // C, body, start)
@@ -193,11 +190,12 @@ def dense_attention(
     if spec.sinks is not None:
         return _dense_with_sinks(split, spec).reshape(q.shape), None
     window = None if spec.window is None else (spec.window - 1, 0)
+    chunks = None if spec.chunk_size is None else _seen(split[0].shape[1], spec)[None, None]
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         if spec.soft_cap is not None:
             return _capped_attention(split[0], split[1], split[2], spec).reshape(q.shape), None
         out = jax.nn.dot_product_attention(
-            *split, scale=spec.scale, is_causal=True, local_window_size=window
+            *split, scale=spec.scale, mask=chunks, is_causal=True, local_window_size=window
         )
     return out.reshape(q.shape), None
 
@@ -210,12 +208,14 @@ def _dense_with_sinks(qkv: list[Array], spec: AttentionSpec) -> Array:
     grouped = q.reshape(N, L, k.shape[2], -1, D)
     scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, k, precision=precision)
     scores = scores.astype(jnp.float32).reshape(N, H, L, L) * spec.scale
-    age = jnp.arange(L)[:, None] - jnp.arange(L)[None]
-    seen = (age >= 0) & (age < (L if spec.window is None else spec.window))
     assert spec.sinks is not None
     sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]
     scores = jnp.concatenate(
-        [jnp.where(seen[None, None], scores, -jnp.inf), jnp.broadcast_to(sinks, (N, H, L, 1))], -1
+        [
+            jnp.where(_seen(L, spec)[None, None], scores, -jnp.inf),
+            jnp.broadcast_to(sinks, (N, H, L, 1)),
+        ],
+        -1,
     )
     weights = jax.nn.softmax(scores, -1)[..., :-1].reshape(N, k.shape[2], -1, L, L)
     out = jnp.einsum("nkgls,nskd->nlkgd", weights.astype(q.dtype), v, precision=precision)
@@ -228,8 +228,12 @@ def _capped_attention(q: Array, k: Array, v: Array, spec: AttentionSpec) -> Arra
     q_NLKGD = q.reshape(N, L, k.shape[2], -1, D)
     scores_NKGLM = jnp.einsum("nlkgd,nmkd->nkglm", q_NLKGD, k).astype(jnp.float32)
     scores_NKGLM = capped(scores_NKGLM * spec.scale, spec.soft_cap)
-    age = jnp.arange(L)[:, None] - jnp.arange(L)[None]
-    seen = (age >= 0) & (age < (L if spec.window is None else spec.window))
-    scores_NKGLM = jnp.where(seen[None, None, None], scores_NKGLM, -jnp.inf)
+    scores_NKGLM = jnp.where(_seen(L, spec)[None, None, None], scores_NKGLM, -jnp.inf)
     weights_NKGLM = jax.nn.softmax(scores_NKGLM, axis=-1).astype(v.dtype)
     return jnp.einsum("nkglm,nmkd->nlkgd", weights_NKGLM, v).reshape(N, L, H, D)
+
+
+def _seen(length: int, spec: AttentionSpec) -> Array:
+    """Returns which tokens of a sequence each of them sees, [L, L]."""
+    place = jnp.arange(length)
+    return spec.sees(place[:, None], place[None])

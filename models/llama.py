@@ -88,12 +88,16 @@ def layers(
     first: int = 0,
     last: int | None = None,
     extras: tuple[str, ...] = (),
+    turn: Any = None,
+    layer: Callable[..., Any] | None = None,
 ) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:
     """Runs layers `first` to `last`, to the end by default, on x, [T, E].
 
     kv: their caches. extras: names of arrays to return too; "residual.2" is the sum, [T, E], that
     layer 2 reads, as speculators take it; behind the last layer it is the sum that the norm reads.
-    What else a layer's `feed_forward` tells has its number, too.
+    What else a layer's `feed_forward` tells has its number, too. turn: what layers' `attend` takes
+    by this name, where that is not the rotation of the config alone. layer: what runs one, where
+    that is not attention and what is behind it.
 
     Returns hidden states, [T, E], normed behind the last layer of all; caches; extras by name.
 
@@ -104,8 +108,8 @@ def layers(
     groups = layer_groups(config.cache_kinds)
     last = num if last is None else last
     # One jit for all layers: equal layers are traced once.
-    layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
-    turn, caches, found = rotation(config.rope, inputs), [], {}
+    layer = jax.jit(functools.partial(layer or _layer, config, ops), static_argnames="spec")
+    turn, caches, found = turn or rotation(config.rope, inputs), [], {}
     chosen = params.layers[first:last]
     # Each layer ends with the norm of the next one, which adds what the layer gives to x.
     norms = *(w.attn_norm for w in chosen[1:]), params.norm

@@ -22,10 +22,15 @@ def held_dims(head_dim: int, turned: int) -> np.ndarray:
     return np.concatenate([pairs, rest], 1).ravel()
 
 
-def reordered_heads(layer: Any, config: Any) -> Any:
-    """Returns the sources of a `llama.Attention`, queries, keys and their norms in our order."""
+def reordered_heads(layer: Any, config: Any, *, neighbours: bool = False) -> Any:
+    """Returns the sources of a `llama.Attention`, queries, keys and their norms in our order.
+
+    neighbours: whether dimensions 2i and 2i + 1 are turned together, of whole heads.
+    """
     turned = 2 * sum(freq != 0 for freq in config.rope.inv_freq)
     dims = held_dims(config.head_dim, turned)
+    if neighbours:
+        dims = np.arange(config.head_dim).reshape(-1, 2).T.ravel()
     weight, bias = layer.qkv.weight, layer.qkv.bias
     qkv = replace(
         layer.qkv,

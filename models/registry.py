@@ -20,8 +20,16 @@ from jaxrunner.models.encoders.bert import bert, roberta
 from jaxrunner.models.encoders.gemma_embedding import gemma_embedding
 from jaxrunner.models.encoders.modernbert import modernbert
 from jaxrunner.models.hybrids.bamba import bamba
+from jaxrunner.models.hybrids.falcon_h1 import falcon_h1
 from jaxrunner.models.hybrids.granite_hybrid import granite_hybrid
 from jaxrunner.models.hybrids.lfm2 import lfm2
+from jaxrunner.models.hybrids.nemotron_h import nemotron_h
+from jaxrunner.models.hybrids.qwen3_5 import (
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_of_two,
+    qwen3_5_of_two,
+)
 from jaxrunner.models.hybrids.qwen3_next import qwen3_next
 from jaxrunner.models.llama import llama
 from jaxrunner.models.mimo import mimo
@@ -30,6 +38,7 @@ from jaxrunner.models.mixtures.deepseek import deepseek_v2, deepseek_v3, glm4_mo
 from jaxrunner.models.mixtures.glm4_moe import glm4_moe
 from jaxrunner.models.mixtures.gpt_oss import gpt_oss
 from jaxrunner.models.mixtures.granite_moe import granite_moe
+from jaxrunner.models.mixtures.llama4 import llama4, llama4_of_two
 from jaxrunner.models.mixtures.mixtral import mixtral
 from jaxrunner.models.mixtures.olmoe import olmoe
 from jaxrunner.models.mixtures.qwen2_moe import qwen2_moe
@@ -45,6 +54,7 @@ FAMILIES: dict[str, Model] = {
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "Exaone4ForCausalLM": exaone4,
+    "FalconH1ForCausalLM": falcon_h1,
     "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
@@ -60,12 +70,15 @@ FAMILIES: dict[str, Model] = {
     "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "Lfm2ForCausalLM": lfm2,
+    "Llama4ForCausalLM": llama4,
+    "Llama4ForConditionalGeneration": llama4_of_two,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,
     "Ministral3ForCausalLM": ministral3,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "ModernBertModel": modernbert,
+    "NemotronHForCausalLM": nemotron_h,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "OlmoeForCausalLM": olmoe,
@@ -75,6 +88,10 @@ FAMILIES: dict[str, Model] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_of_two,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_of_two,
     "RobertaModel": roberta,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,

@@ -207,10 +207,13 @@ def _llama3(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int)
     """Llama 3.1: long wavelengths are slowed, short ones kept, those between blended."""
     factor = _factor(scaling)
     low, high = (scaling.take(f"{end}_freq_factor", float) for end in ("low", "high"))
-    if not 0 < low < high:
-        raise ValueError(f"low_freq_factor={low} must be over 0 and below high_freq_factor={high}")
+    if not 0 < low <= high:
+        raise ValueError(
+            f"low_freq_factor={low} must be over 0 and at most high_freq_factor={high}"
+        )
     turns = scaling.size(OLD_LEN) * inv_freq / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    # Of Llama 4 both are 1: there is nothing between.
+    kept = np.clip((turns - low) / (high - low), 0, 1) if low < high else turns > low
     return inv_freq * (kept + (1 - kept) / factor), {}
 
 

@@ -2,12 +2,17 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.check import compare as check
 from jaxrunner.hf_config import Settings
+from jaxrunner.loading.checkpoint import WHOLE
+from jaxrunner.loading.loader import load
+from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
 from tests.support import hybrids
 
@@ -22,8 +27,12 @@ SIZES: dict[str, Any] = dict(
 SLOW = (
     "lfm 2, biases, wide",
     "bamba",
+    "falcon h1, normed",
+    "falcon h1, normed before, biases",
     "granite 4",
+    "nemotron h, latent experts, biases",
     "qwen 3 next, dense layers, biases",
+    "qwen 3.5, experts",
 )
 QUICK = [name for name in hybrids.VARIANTS if name not in SLOW]
 
@@ -55,6 +64,35 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     exact = hybrids.logits(module.double(), PROMPTS[-1])
     (got,) = check.ours(tmp_path, PROMPTS[-1:], None)
     # Transformers' own float32 is as far from float64: 1e-4 of logits around 3.
+    np.testing.assert_allclose(got.logits, exact, atol=3e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    "variant", ["falcon h1, normed", "nemotron h", "qwen 3.5, experts", "bamba"]
+)
+def test_weights_are_saved_as_they_were_read(variant, tmp_path):
+    hybrids.save(variant, tmp_path)
+    loaded = load(tmp_path)
+    params = loaded.read_params(progress=False)
+    save_checkpoint(tmp_path / "again", loaded.model, loaded.config, params, {})
+    want, got = (load_file(folder / WHOLE) for folder in (tmp_path, tmp_path / "again"))
+    assert want.keys() == got.keys() and all((want[name] == got[name]).all() for name in want)
+
+
+@pytest.mark.parametrize("variant", ["nemotron h", "qwen 3.5, experts"])
+def test_stacked_experts_are_those_of_published_checkpoints(variant, tmp_path):
+    module = hybrids.save(variant, tmp_path)
+    module.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    want, got = (load(at).read_params(progress=False) for at in (tmp_path, tmp_path / "stacked"))
+    assert all(map(np.array_equal, jax.tree.leaves(want), jax.tree.leaves(got)))
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
+def test_the_text_half_of_a_model_that_sees_is_read(family, tmp_path):
+    variant = dict(Qwen3_5="qwen 3.5", Qwen3_5Moe="qwen 3.5, experts")[family]
+    module = hybrids.save_beside_tower(family, variant, tmp_path)
+    (got,) = check.ours(tmp_path, PROMPTS[-1:], None)
+    exact = hybrids.logits(module.double(), PROMPTS[-1])
     np.testing.assert_allclose(got.logits, exact, atol=3e-5 * np.abs(exact).max())
 
 
@@ -98,6 +136,41 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(linear_num_key_heads=3),
         "linear_num_value_heads=4 must be a multiple of linear_num_key_heads=3",
     ),
+    "scales": (
+        "falcon h1",
+        dict(ssm_multipliers=[1.0, 2.0]),
+        r"ssm_multipliers must be 5 numbers, got \[1.0, 2.0\]",
+    ),
+    "two biases": (
+        "falcon h1",
+        dict(projectors_bias=True),
+        "projectors_bias=True is not supported, only False",
+    ),
+    "pattern": (
+        "nemotron h",
+        dict(layers_block_type=None, hybrid_override_pattern="M-x"),
+        "layers_block_type must name linear_attention, .* or hybrid_override_pattern be of M",
+    ),
+    "layers": (
+        "nemotron h",
+        dict(num_hidden_layers=5),
+        "num_hidden_layers=5 is not supported, only 4",
+    ),
+    "residuals": (
+        "nemotron h",
+        dict(residual_in_fp32=True),
+        "residual_in_fp32=True is not supported, only False",
+    ),
+    "gate": (
+        "qwen 3.5",
+        dict(attn_output_gate=False),
+        "attn_output_gate=False is not supported, only True",
+    ),
+    "weights of experts": (
+        "qwen 3.5, experts",
+        dict(norm_topk_prob=False),
+        "norm_topk_prob=False is not supported, only True",
+    ),
     "dtype": ("granite 4", dict(mamba_ssm_cache_dtype="int8"), "ssm_cache_dtype must be one of"),
 }
 
@@ -115,9 +188,27 @@ PUBLISHED = {  # keys beside those that transformers writes today
         conv_use_xavier_init=True, num_heads=6, use_pos_enc=True, full_attn_idxs=[1],
     ),
     "bamba": dict(num_logits_to_keep=1, time_step_min=0.001, time_step_limit=[0.0, float("inf")]),
+    "falcon h1": dict(
+        attn_layer_indices=None, mamba_use_mlp=True, mlp_expansion_factor=8, num_logits_to_keep=1,
+        time_step_rank=256, time_step_floor=0.0001, rope_scaling=None, mamba_d_head=10,
+    ),
     "granite 4": dict(
         layer_types=["mamba", "attention"], position_embedding_type="nope",
         normalization_function="rmsnorm", init_method="mup", mamba_d_head=12,
+    ),
+    "nemotron h": dict(
+        layers_block_type=None, hybrid_override_pattern="M-*E", attention_head_dim=8, expand=2,
+        mtp_hybrid_override_pattern="*E", num_nextn_predict_layers=1, num_hidden_layers=4,
+        rms_norm_eps=1e-5, rescale_prenorm_residual=True, time_step_rank=16,
+        num_query_groups=None,
+    ),
+    "qwen 3.5": dict(
+        full_attention_interval=4, attn_output_gate=True, mamba_ssm_dtype="float32",
+        mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
+        rope_parameters=dict(
+            mrope_interleaved=True, mrope_section=[11, 11, 10], rope_type="default",
+            rope_theta=10000.0, partial_rotary_factor=0.25,
+        ),
     ),
     "qwen 3 next": dict(
         full_attention_interval=4, mamba_ssm_dtype="float32", use_sliding_window=False

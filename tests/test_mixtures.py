@@ -80,6 +80,7 @@ CUTS = {
     "deepseek v3": {},
     "gpt-oss": {},
     "gpt-oss, one key": dict(decode_context_parallel_size=2),
+    "llama 4": {},
     "qwen2": {},
 }
 

@@ -26,6 +26,7 @@ SCALINGS = {
     "dynamic": dict(rope_type="dynamic", factor=3.0),
     "llama3": LLAMA3,
     "llama3, another base": LLAMA3 | dict(rope_theta=5e5, original_max_position_embeddings=8192),
+    "llama3, no blend": LLAMA3 | dict(high_freq_factor=1.0),
     "llama3, narrow blend": LLAMA3 | dict(low_freq_factor=2.0, high_freq_factor=2.5),
     "yarn": YARN,
     "yarn, not truncated": YARN | dict(truncate=False),
@@ -103,7 +104,7 @@ REFUSED = {
     "no ends": (dict(rope_type="llama3", factor=8.0), r"has no 'low_freq_factor'"),
     "ends swapped": (
         LLAMA3 | dict(low_freq_factor=4.0, high_freq_factor=1.0),
-        r"low_freq_factor=4\.0 must be over 0 and below high_freq_factor=1\.0",
+        r"low_freq_factor=4\.0 must be over 0 and at most high_freq_factor=1\.0",
     ),
     "another length": (
         dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=32),

@@ -77,7 +77,7 @@ def test_memory_and_specs_say_how_many_blocks_fit():
     K, D = config.dims["K"], config.dims["D"]
     block = sum(spec.page_size_bytes for spec in specs.values())
     fitting = min((1 << 20) // block, 2 * 4)  # no slot needs more
-    assert set(specs.values()) == {(16, K, D, "int8", None, 2 * 16 * K * (D + 4), fitting)}
+    assert set(specs.values()) == {(16, K, D, "int8", None, 2 * 16 * K * (D + 4), fitting, None)}
     assert worker.determine_available_memory() == fitting * block
     worker.initialize_from_config(worker.determine_available_memory() // block)
     state = worker.runner.state

@@ -1,28 +1,13 @@
 """Nothing: layers of an encoder see a whole text in one step, and no later one."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxrunner.caches.one_block import OneBlock
-from jaxrunner.pytree import leaf, pytree
-from jaxrunner.types import Array
-
-
-@pytree
-class NoCache:
-    """A number of each block, which nobody reads."""
-
-    unused: Array = leaf("N")
+from jaxrunner.caches.nothing import Nothing
 
 
 @dataclass(frozen=True)
-class EncoderOnly(OneBlock):
+class EncoderOnly(Nothing):
     """A block is the place of a whole text."""
 
-    leaves: ClassVar[type] = NoCache
     whole_prompts: ClassVar[bool] = True  # a prompt is computed in one step
-
-    @property
-    def dims(self) -> dict[str, Any]:
-        """None of its own."""
-        return {}

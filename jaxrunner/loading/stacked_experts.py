@@ -1,8 +1,9 @@
 """Experts stacked as transformers 5 holds them, under the names that published checkpoints have.
 
 `save_pretrained(save_original_format=False)` and `named_parameters` have `experts.gate_up_proj`,
-[X, 2 F, E], and `experts.down_proj`, [X, E, F], where families name a tensor for each expert, or
-others: the rules of transformers' `conversion_mapping`. Knows no JAX.
+[X, 2 F, E], or without gates `experts.up_proj`, [X, F, E], and `experts.down_proj`, [X, E, F],
+where families name a tensor for each expert, or others: the rules of transformers'
+`conversion_mapping`. Knows no JAX.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxrunner.loading.safetensors_file import Tensor
 
-STACKED = re.compile(r"(?P<mlp>.+)\.experts\.(?P<name>gate_up_proj|down_proj)")
+STACKED = re.compile(r"(?P<mlp>.+)\.experts\.(?P<name>gate_up_proj|up_proj|down_proj)")
 # Names of one expert's gate, up and down.
 EACH = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 # Other names of modules there, and in published checkpoints.
@@ -20,6 +21,7 @@ RENAMED = (
     (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),  # Granite
     (".experts.gate_up_proj", ".input_linear.weight"),
     (".experts.down_proj", ".output_linear.weight"),
+    ("model.", "backbone."),  # Nemotron-H
 )
 
 
@@ -38,13 +40,16 @@ def parts_of(name: str, shape: tuple[int, ...], wanted: Collection[str]) -> list
         return [Part(name)]
     if (found := STACKED.fullmatch(name)) is not None and len(shape) == 3:
         X, rows, _ = shape
-        for mlp in (found["mlp"], found["mlp"].removesuffix("mlp") + "block_sparse_moe"):
+        at = found["mlp"]
+        others = at.removesuffix("mlp") + "block_sparse_moe", at.replace("model.", "backbone.")
+        for mlp in (at, *others):
             for gate, up, down in EACH:
                 one = f"{mlp}.experts.{{}}.{{}}.weight"
                 if one.format(0, down) not in wanted:
                     continue
-                if found["name"] == "down_proj":
-                    return [Part(one.format(i, down), i, 0, rows) for i in range(X)]
+                whole = dict(up_proj=up, down_proj=down).get(found["name"])
+                if whole is not None:
+                    return [Part(one.format(i, whole), i, 0, rows) for i in range(X)]
                 half = rows // 2
                 cuts = ((gate, 0, half), (up, half, rows))
                 return [Part(one.format(i, n), i, *cut) for i in range(X) for n, *cut in cuts]

@@ -25,7 +25,7 @@ def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> A
 def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
     if not batch.query_len:
         return "wants as many tokens of every row"
-    return refuses(q, cache.k, query_len=batch.query_len)
+    return _refuses_chunks(batch, cache, spec) or refuses(q, cache.k, query_len=batch.query_len)
 
 
 def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
@@ -44,8 +44,17 @@ def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
 
 def _refuses_mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
     # Rows of a uniform batch stand apart by more tokens than they may have.
-    apart = batch.query_len
-    return f"wants rows side by side, not {apart} tokens apart" if apart else None
+    if apart := batch.query_len:
+        return f"wants rows side by side, not {apart} tokens apart"
+    return _refuses_chunks(batch, cache, spec)
+
+
+def _refuses_chunks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> str | None:
+    """Says why kernels, which know windows alone, would see too much; None where they do not."""
+    most = batch.blocks[spec.group].shape[1] * cache.k.shape[2]
+    if spec.chunk_size is None or most <= spec.chunk_size:
+        return None
+    return f"wants requests of one chunk, {spec.chunk_size} tokens, got up to {most}"
 
 
 def _blocks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> tuple[Array, Array, Array]:

@@ -45,6 +45,7 @@ def attention(
     """Attends q, [T, H, D], to k and v, [T, K, D], of each token's text. Returns [T, H, D]."""
     T, H, D = q.shape
     K, B, Q = k.shape[1], batch.seq_lens.shape[0], min(tile, T)
+    assert spec.chunk_size is None, "chunks look back alone"
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     tokens_IQ = jnp.arange(-(-T // Q) * Q).reshape(-1, Q)
     row_IQ = batch.row.at[tokens_IQ].get(mode="fill", fill_value=B)

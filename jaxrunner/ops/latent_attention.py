@@ -46,7 +46,8 @@ def _refuses_decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionS
         return "wants one token of every row"
     if cache.scale is not None:
         return f"wants latents without scales, got {cache.latents.dtype}"
-    if spec.window is not None or spec.soft_cap is not None or spec.sinks is not None:
+    partly = spec.window is not None or spec.chunk_size is not None
+    if partly or spec.soft_cap is not None or spec.sinks is not None:
         return "wants attention to all keys, without a cap or sinks"
     return latent_decode.refuses(q, cache.latents, spec.value_dim or 0)
 

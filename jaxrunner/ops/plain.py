@@ -43,10 +43,15 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
+def unpacked(qkv: Array) -> tuple[Array, Array, Array]:
+    """Returns queries, [T, H, D], keys and values, [T, K, D], of products, [T, K, P, D]."""
+    T, K, P, D = qkv.shape
+    return qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]
+
+
 def split_heads(qkv: Array, heads: RopeAndNorm) -> tuple[Array, Array, Array]:
     """Returns queries, [T, H, D], keys and values, [T, K, D], of packed projections."""
-    T, K, P, D = qkv.shape
-    q, k, v = qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]
+    q, k, v = unpacked(qkv)
     if heads.q_norm is not None and heads.k_norm is not None:
         q, k = rms_norm(q, heads.q_norm, heads.eps), rms_norm(k, heads.k_norm, heads.eps)
     return rotate(q, heads.cos, heads.sin), rotate(k, heads.cos, heads.sin), v

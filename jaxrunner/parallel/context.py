@@ -163,8 +163,10 @@ def _refuses_decode(
         return "is for GPUs"
     if not 0 < batch.query_len <= MOST_QUERIES:
         return f"wants as many tokens of every row, {MOST_QUERIES} at most"
-    if spec.window is not None or spec.soft_cap is not None or cache.k_scale is not None:
-        return "wants no window or cap of scores, and a cache without scales"
+    if spec.window is not None or spec.chunk_size is not None or spec.soft_cap is not None:
+        return "wants no window, chunks or cap of scores"
+    if cache.k_scale is not None:
+        return "wants a cache without scales"
     return decode_attention.refuses(q, cache.k)
 
 

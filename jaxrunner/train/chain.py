@@ -49,10 +49,8 @@ def _attend(
     text_BKGLS = einsum("blkgd,bskd->bkgls", q_BLKGD, k_BSKD)
     own = [einsum("blkgd,blkd->bkgl", q_BLKGD, k)[..., None] for k, _ in chain]
     place = jnp.arange(T // batch_size)
-    age = place[:, None] - place[None]
-    seen_LS = age >= 0
-    if spec.window is not None:
-        seen_LS &= age + len(chain) < spec.window
+    seen_LS = place[:, None] >= place[None]
+    seen_LS &= spec.sees(place[:, None] + len(chain), place[None])
     scores = jnp.concatenate([text_BKGLS, *own], -1).astype(jnp.float32) * spec.scale
     seen = jnp.concatenate([seen_LS, jnp.ones((len(place), len(chain)), jnp.bool)], -1)
     p = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), -1).astype(q.dtype)

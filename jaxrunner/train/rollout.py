@@ -74,8 +74,7 @@ def stepwise(step: Array) -> Ops:
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
         keys, values = (write(c, x[:, :, None]) for c, x in zip(cache, (k, v), strict=True))
         (B, H, D), K = q.shape, k.shape[1]
-        age = step - jnp.arange(keys.shape[2])
-        seen = (age >= 0) if spec.window is None else (age >= 0) & (age < spec.window)
+        seen = spec.sees(step[None], jnp.arange(keys.shape[2]))
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         q_BKGD = q.reshape(B, K, H // K, D)
         scores = jnp.einsum("bkgd,bksd->bkgs", q_BKGD, keys, precision=precision)

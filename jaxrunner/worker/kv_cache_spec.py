@@ -22,6 +22,7 @@ class KVCacheSpec(NamedTuple):
     sliding_window: int | None  # keys a token sees, None for all before it
     page_size_bytes: int  # of one block, scales included
     num_blocks: int  # that it has where the engine has those that were planned
+    attention_chunk_size: int | None  # of runs whose tokens see their own run alone
 
 
 def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCacheSpec]:
@@ -35,6 +36,7 @@ def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCach
         spec = KVCacheSpec(
             group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,
             getattr(group.kind, "window", None), page_bytes, group.num_blocks,
+            getattr(group.kind, "chunk_size", None),
         )  # fmt: skip
         specs |= dict.fromkeys(group.layers, spec)
     layers = sorted(specs)

@@ -18,7 +18,7 @@ from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
 from jaxrunner.models.rope import rotation
-from jaxrunner.ops.plain import rms_norm, rotate
+from jaxrunner.ops.plain import rms_norm, rotate, unpacked
 from jaxrunner.types import Array, Inputs
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -113,8 +113,7 @@ def _attend(
     normed_else = w.q_width_norm is not None or (w.q_norm is not None and config.norm != "rms")
     if not normed_else and growth is None:
         return ops.rotate_attend(qkv, RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
-    T, K, P, D = qkv.shape
-    q, k, v = qkv[:, :, :-2].reshape(T, K * (P - 2), D), qkv[:, :, -2], qkv[:, :, -1]
+    (q, k, v), T = unpacked(qkv), qkv.shape[0]
     if w.q_width_norm is not None and w.k_width_norm is not None:
         q, k = (
             rms_norm(x.reshape(T, -1), weight.reshape(-1), eps).reshape(x.shape)

@@ -7,6 +7,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
 from jaxrunner.models.blocks.reading import block, read_block, read_cap, read_kinds, read_scale
 from jaxrunner.models.rope import read_rope, read_two_ropes
+from jaxrunner.models.text_config import text_settings
 
 NAMES = Names(
     attn_end_norm="post_attention_layernorm",
@@ -49,20 +50,9 @@ def read_3(settings: Settings) -> BlockConfig:
 def read_3_of_two(settings: Settings) -> BlockConfig:
     """Reads a Gemma 3 config that has a vision tower beside the text model, and nothing of the
     tower: prompts are texts."""
-    text = settings.section("text_config") or Settings({}, settings.source, "text_config")
-    for key, value in TEXT_DEFAULTS.items():
-        text = text if key in text else text.with_value(key, value)
-    for key in ("architectures", "dtype", "torch_dtype", "eos_token_id", "bos_token_id"):
-        if key in settings:  # what is outside counts for the whole
-            text = text.with_value(key, settings.take(key, object, None))
-    settings.take("vision_config", dict, {})
-    for key in ("boi", "eoi", "image"):
-        settings.take(f"{key}_token_index", int, 0)
-    settings.take("mm_tokens_per_image", int, 0)
-    tied = settings.take("tie_word_embeddings", bool, True)
-    settings.finish()
-    config = read_3(text.with_value("tie_word_embeddings", tied))
-    return replace(config, names=NAMES_OF_TWO)
+    settings.ignore("mm_tokens_per_image")
+    text = text_settings(settings, tie_word_embeddings=True).with_defaults(**TEXT_DEFAULTS)
+    return replace(read_3(text), names=NAMES_OF_TWO)
 
 
 def _sizes(settings: Settings) -> tuple[int, int]:

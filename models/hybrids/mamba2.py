@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner.api.validation import shown
 from jaxrunner.caches.state import RecurrentState
@@ -35,6 +36,9 @@ class MixerConfig:
     bias: bool  # of its products
     time_step_limit: tuple[float, float]
     state_dtype: str
+    norm: str = "behind gate"  # or "before gate", or "" for none
+    scales: tuple[float, ...] = ()  # of gates, x, b, c and steps, before the convolution; () for 1
+    into: float = 1.0  # scale of what it reads
 
     @property
     def inner(self) -> int:
@@ -45,6 +49,12 @@ class MixerConfig:
     def channels(self) -> int:
         """Numbers of a token that the convolution reads: x, b and c."""
         return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Numbers of a token that are gates, x, b, c and steps."""
+        of_groups = self.groups * self.state_size
+        return self.inner, self.inner, of_groups, of_groups, self.heads
 
     @property
     def state(self) -> RecurrentState:
@@ -61,7 +71,7 @@ class MixerConfig:
         return dict(
             mixed=self.inner + self.channels + self.heads, channels=self.channels,
             conv_width=self.conv_width, inner=self.inner, mixer_heads=self.heads,
-            conv_bias=self.conv_bias, mixer_bias=self.bias,
+            conv_bias=self.conv_bias, mixer_bias=self.bias, mixer_norm=bool(self.norm),
         )  # fmt: skip
 
 
@@ -75,7 +85,7 @@ class Mixer:
     step_offset: Array = leaf("mixer_heads", jnp.float32)
     log_rate: Array = leaf("mixer_heads", jnp.float32)
     skip: Array = leaf("mixer_heads", jnp.float32)
-    mix_norm: Array = leaf("inner", "param")
+    mix_norm: Array | None = leaf("inner", "param", when="mixer_norm")
     mix_out: Linear = nested(outputs="E", inputs="inner", bias="mixer_bias")
 
     def mix(self, config: Any, ops: Ops, h: Array, cache: Any, group: int) -> tuple[Array, Any]:
@@ -85,7 +95,10 @@ class Mixer:
         """
         m, T, f32 = config.mixer, h.shape[0], jnp.float32
         cuts = m.inner, m.inner + m.channels
-        gate, x, step = jnp.split(ops.linear(h, self.mix_in), cuts, -1)
+        mixed = ops.linear(h * m.into, self.mix_in)
+        if m.scales:
+            mixed *= jnp.asarray(np.repeat(m.scales, m.parts), h.dtype)[None]
+        gate, x, step = jnp.split(mixed, cuts, -1)
         x, cache = ops.convolve(x, self.conv_weight, self.conv_offset, cache, group)
         cuts = m.inner, m.inner + m.groups * m.state_size
         x, b, c = jnp.split(jax.nn.silu(x.astype(f32)), cuts, -1)
@@ -97,28 +110,37 @@ class Mixer:
         rule = state_space(m.heads, m.head_dim, m.state_size)
         y, cache = ops.recur(rule, inputs, cache, group)
         y = (y + self.skip[None, :, None] * x).reshape(T, -1)
-        y = y * jax.nn.silu(gate.astype(f32))
-        parts = y.reshape(T, m.groups, -1)
-        scale = jax.lax.rsqrt((parts * parts).mean(-1, keepdims=True) + config.rms_norm_eps)
-        y = (parts * scale).reshape(T, -1).astype(h.dtype) * self.mix_norm[None]
-        return ops.project(y, self.mix_out), cache
+        y = self._gated(m, y, jax.nn.silu(gate.astype(f32)), config.rms_norm_eps)
+        return ops.project(y.astype(h.dtype), self.mix_out), cache
+
+    def _gated(self, m: MixerConfig, y: Array, gate: Array, eps: float) -> Array:
+        """Returns y times its gate, normed by groups. y and gate: [T, inner], float32."""
+        if self.mix_norm is None:
+            return y * gate
+        first = y * gate if m.norm == "behind gate" else y
+        parts = first.reshape(y.shape[0], m.groups, -1)
+        scale = jax.lax.rsqrt((parts * parts).mean(-1, keepdims=True) + eps)
+        normed = (parts * scale).reshape(y.shape).astype(self.mix_norm.dtype) * self.mix_norm[None]
+        return normed if m.norm == "behind gate" else normed.astype(gate.dtype) * gate
 
 
-def read_mixer(settings: Settings) -> MixerConfig:
+def read_mixer(settings: Settings, inner: int = 0) -> MixerConfig:
     """Reads the sizes of mixers, under the names that Bamba gave them.
+
+    inner: numbers of a token in all heads; 0 where the config says how many times the hidden size.
 
     Raises:
       ValueError: heads that cannot be.
     """
-    inner = settings.size("mamba_expand", 2) * settings.size("hidden_size")
+    times = settings.size("mamba_expand", 2)
+    inner = inner or times * settings.size("hidden_size")
     heads, groups = settings.size("mamba_n_heads", 128), settings.size("mamba_n_groups", 1)
     given = settings.take("mamba_d_head", (int, str), "auto")
     head_dim = inner // heads if given == "auto" else given
     if heads * head_dim != inner or heads % groups:
         raise ValueError(
-            f"mamba_n_heads={heads} heads of mamba_d_head={head_dim} must be mamba_expand * "
-            f"hidden_size={inner} numbers, in mamba_n_groups={groups} equal groups: "
-            "correct config.json"
+            f"mamba_n_heads={heads} heads of mamba_d_head={head_dim} must be {inner} numbers, "
+            f"in mamba_n_groups={groups} equal groups: correct config.json"
         )
     limits = settings.take("time_step_limit", (list, tuple), (0.0, math.inf))
     settings.ignore("mamba_chunk_size", "time_step_floor", "time_step_max", "time_step_min",
@@ -151,6 +173,6 @@ def mixer_sources(m: MixerConfig, prefix: str, hidden: int) -> dict[str, Any]:
         mix_in=product("in_proj", m.inner + m.channels + m.heads, hidden),
         conv_weight=conv_source(f"{prefix}conv1d", m.channels, m.conv_width),
         conv_offset=Source.whole(f"{prefix}conv1d.bias", m.channels) if m.conv_bias else None,
-        mix_norm=Source.whole(f"{prefix}norm.weight", m.inner),
+        mix_norm=Source.whole(f"{prefix}norm.weight", m.inner) if m.norm else None,
         mix_out=product("out_proj", hidden, m.inner),
     ) | {field: Source.whole(prefix + name, m.heads) for field, name in of_heads.items()}

@@ -3,6 +3,7 @@
 Norms are by 1 + w, that of the delta nets but. https://qwenlm.github.io/blog/qwen3_next
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 import functools
 from typing import Any
@@ -29,6 +30,7 @@ from jaxrunner.models.mixtures.mixture import (
 from jaxrunner.models.mixtures.qwen3_moe import read_sparse
 from jaxrunner.models.partial_rotary import held_dims
 from jaxrunner.ops.plain import rms_norm, rotate
+from jaxrunner.ops.routing import RouterConfig
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -112,32 +114,46 @@ def layers(
 
 def read(settings: Settings) -> Qwen3NextConfig:
     """Reads a Qwen3-Next config."""
+    renormalised = settings.take("norm_topk_prob", bool, True)
+    router = read_router(settings, "num_experts", norm_topk_prob=renormalised)
+    return read_next(settings, router, sparse=read_sparse(settings), **read_shared(settings))
+
+
+def read_shared(settings: Settings) -> dict[str, Any]:
+    """Returns what a config says of the MLP beside experts."""
+    units = settings.size("shared_expert_intermediate_size", 512)
+    return dict(shared_expert_gate=True, shared_expert_intermediate_size=units)
+
+
+def read_next(settings: Settings, router: RouterConfig, **flags: Any) -> Qwen3NextConfig:
+    """Reads what configs of this kind have in common; flags: as `read_mixture` has them."""
     mixer, num = read_delta_net(settings), settings.size("num_hidden_layers")
     every = settings.size("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % every else FULL for i in range(num)]
-    renormalised = settings.take("norm_topk_prob", bool, True)
-    router = read_router(settings, "num_experts", norm_topk_prob=renormalised)
     bias = settings.take("attention_bias", bool, False)
     own: dict[str, Any] = dict(
         attends=read_attends(settings, default, LINEAR), state=mixer.state, mixer=mixer,
-        qkv_bias=bias, o_bias=bias, qk_norm=True, shared_expert_gate=True,
-        shared_expert_intermediate_size=settings.size("shared_expert_intermediate_size", 512),
+        qkv_bias=bias, o_bias=bias, qk_norm=True,
     )  # fmt: skip
     return read_mixture(
-        settings, router, sparse=read_sparse(settings), kind=Qwen3NextConfig, head_dim=256,
-        partial_rotary=0.25, **own,
-    )  # fmt: skip
+        settings, router, kind=Qwen3NextConfig, head_dim=256, partial_rotary=0.25, **own | flags
+    )
 
 
-def sources(config: Qwen3NextConfig) -> Params:
-    """Returns where each weight lies in a Hugging Face checkpoint."""
-    c = config
+def sources(
+    config: Qwen3NextConfig, of_products: Callable[..., dict[str, Any]] | None = None
+) -> Params:
+    """Returns where each weight lies in a Hugging Face checkpoint.
+
+    of_products: (config, prefix) -> the sources of `mix_in` and `rates`, by these names.
+    """
+    c, products = config, of_products or _products
     prefixes = [f"model.layers.{i}." for i in range(c.num_hidden_layers)]
     layers = tuple(
         host_value(
             GatedAttentionLayer if attends else DeltaNetLayer,
             **_outer(c, prefix, sparse),
-            **(_attention(c, prefix) if attends else _delta_net(c, prefix)),
+            **(_attention(c, prefix) if attends else _delta_net(c, prefix, products)),
         )
         for prefix, attends, sparse in zip(prefixes, c.attends, c.sparse, strict=True)
     )
@@ -185,9 +201,24 @@ def _attention(c: Qwen3NextConfig, prefix: str) -> dict[str, Any]:
     )
 
 
-def _delta_net(c: Qwen3NextConfig, prefix: str) -> dict[str, Any]:
-    """Returns the sources of a `DeltaNet`, whose rows lie by groups of heads in a checkpoint."""
+def _delta_net(
+    c: Qwen3NextConfig, prefix: str, of_products: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the sources of a `DeltaNet`."""
     m, E, at = c.mixer, c.hidden_size, f"{prefix}linear_attn."
+    return dict(
+        conv_weight=conv_source(f"{at}conv1d", m.channels, m.conv_width),
+        step_offset=Source.whole(f"{at}dt_bias", m.value_heads),
+        log_rate=Source.whole(f"{at}A_log", m.value_heads),
+        mix_norm=Source.whole(f"{at}norm.weight", m.value_dim),
+        mix_out=linear_source(Source.whole(f"{at}out_proj.weight", E, m.inner)),
+        **of_products(c, at),
+    )
+
+
+def _products(c: Qwen3NextConfig, at: str) -> dict[str, Any]:
+    """Returns the sources of products whose rows lie by groups of heads in a checkpoint."""
+    m, E = c.mixer, c.hidden_size
     G, shared = m.key_heads, m.value_heads // m.key_heads
     parts = m.key_dim, m.key_dim, shared * m.value_dim, shared * m.value_dim
 
@@ -200,15 +231,9 @@ def _delta_net(c: Qwen3NextConfig, prefix: str) -> dict[str, Any]:
         return by_parts((shared, shared), arrays).reshape(2, m.value_heads, -1)
 
     whole, width = functools.partial(by_parts, parts), m.channels + m.inner
-    heads = m.value_heads
     return dict(
         mix_in=packed_source({f"{at}in_proj_qkvz": width}, whole, E),
-        rates=packed_source({f"{at}in_proj_ba": 2 * heads}, rates, E),
-        conv_weight=conv_source(f"{at}conv1d", m.channels, m.conv_width),
-        step_offset=Source.whole(f"{at}dt_bias", heads),
-        log_rate=Source.whole(f"{at}A_log", heads),
-        mix_norm=Source.whole(f"{at}norm.weight", m.value_dim),
-        mix_out=linear_source(Source.whole(f"{at}out_proj.weight", E, m.inner)),
+        rates=packed_source({f"{at}in_proj_ba": 2 * m.value_heads}, rates, E),
     )
 
 

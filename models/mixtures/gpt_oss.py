@@ -21,6 +21,7 @@ from jaxrunner.models.mixtures.mixture import (
     read_router,
     router_source,
     sources,
+    transposed_source,
 )
 from jaxrunner.models.windows import layer_windows
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
@@ -80,32 +81,14 @@ def _experts(c: MixtureConfig, prefix: str) -> dict[str, Any]:
     bias = Source((f"{at}gate_up_proj_bias",), ((X, 2 * F),), _split_bias, _joined_bias)
     experts = host_value(
         Experts,
-        gate_up=_plain(f"{at}gate_up_proj", (X, 2 * F, E), _split, _joined),
-        down=_plain(f"{at}down_proj", (X, E, F), _same, _same),
+        gate_up=transposed_source(f"{at}gate_up_proj", (X, 2 * F, E), _split, _joined),
+        down=transposed_source(f"{at}down_proj", (X, E, F)),
         gate_up_bias=bias,
         down_bias=Source.whole(f"{at}down_proj_bias", X, E),
         activation="clamped_swiglu",
     )
     sinks = Source.whole(f"{prefix}self_attn.sinks", c.num_attention_heads)
     return dict(router=router_source(c, f"{prefix}mlp.router"), experts=experts, sinks=sinks)
-
-
-def _plain(name: str, shape: tuple[int, int, int], split: Any, joined: Any) -> Source:
-    """Returns the source of a weight, [X, out, in], that is stored as [X, in, out].
-
-    split: takes its outputs apart; joined: undoes that.
-    """
-    X, out, inner = shape
-    return Source(
-        (name,),
-        ((X, inner, out),),
-        lambda arrays: split(np.swapaxes(arrays[0], 1, 2)),
-        lambda held: [np.ascontiguousarray(np.swapaxes(joined(held), 1, 2))],
-    )
-
-
-def _same(weight: np.ndarray) -> np.ndarray:
-    return weight
 
 
 def _split(weight: np.ndarray) -> np.ndarray:

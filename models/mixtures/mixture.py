@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.experts import Experts
+from jaxrunner.experts import Experts, Routes
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import Model, Ops, Source
@@ -22,6 +22,8 @@ from jaxrunner.models.llama import Attention, attention_sources, linear_source, 
 from jaxrunner.ops.routing import Router, RouterConfig, scores_of
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array
+
+Join = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,8 @@ class MixtureConfig(DecoderConfig):
         )  # fmt: skip
         return super().dims | dict(
             Y=of_layer, experts=r.num_experts, candidates=r.num_experts,
-            expert_units=self.moe_intermediate_size, shared_units=shared, one=1,
+            expert_units=self.moe_intermediate_size, expert_inputs=self.hidden_size,
+            shared_units=shared, one=1,
             expert_bias=self.expert_bias, router_bias=self.router_bias,
             choice_bias=self.choice_bias, routes=r.num_experts_per_tok,
         )  # fmt: skip
@@ -77,18 +80,23 @@ class FeedForward:
         """
         if self.gate_up is not None and self.down is not None:
             return ops.mlp(h, self.gate_up, self.down), {}
-        assert self.router is not None and self.experts is not None
+        assert self.router is not None
         logits = scores_of(self.router, h)
         routes = ops.route(config.router, self.router, logits)
         told = dict(router_logits=logits, routed_experts=routes.experts)
-        residual = ops.experts(h, routes, self.experts)
+        residual = self.run_experts(ops, h, routes)
         if self.shared_gate_up is None or self.shared_down is None:
             return residual, told
-        shared = _whole(ops.mlp(h, self.shared_gate_up, self.shared_down))
+        shared = whole(ops.mlp(h, self.shared_gate_up, self.shared_down))
         if self.shared_gate is not None:
             gate = jax.nn.sigmoid(self.shared_gate.product(h).astype(jnp.float32))
             shared *= jnp.broadcast_to(gate, shared.shape)
-        return (_whole(residual) + shared).astype(h.dtype), told
+        return (whole(residual) + shared).astype(h.dtype), told
+
+    def run_experts(self, ops: Ops, h: Array, routes: Routes) -> Array:
+        """Returns what its experts add to the residual, given h, [T, E]."""
+        assert self.experts is not None
+        return ops.experts(h, routes, self.experts)
 
 
 @pytree
@@ -204,6 +212,23 @@ def stacked_source(c: MixtureConfig, prefix: str, gate: str, up: str, down: str)
     )
 
 
+def transposed_source(
+    name: str, shape: tuple[int, int, int], split: Join | None = None, joined: Join | None = None
+) -> Source:
+    """Returns the source of a weight, [X, out, in], that is stored as [X, in, out].
+
+    split: takes its outputs apart; joined: undoes that.
+    """
+    X, out, inner = shape
+    split, joined = split or np.ascontiguousarray, joined or np.asarray
+    return Source(
+        (name,),
+        ((X, inner, out),),
+        lambda arrays: split(np.swapaxes(arrays[0], 1, 2)),
+        lambda held: [np.ascontiguousarray(np.swapaxes(joined(held), 1, 2))],
+    )
+
+
 def qwen_experts(c: MixtureConfig, prefix: str, *, shared: str = "shared_expert") -> dict[str, Any]:
     """Returns the sources of experts as Qwen's checkpoints, and those like them, name them."""
     mlp = f"{prefix}mlp."
@@ -220,7 +245,7 @@ def qwen_experts(c: MixtureConfig, prefix: str, *, shared: str = "shared_expert"
     return found
 
 
-def _whole(residual: Array) -> Array:
+def whole(residual: Array) -> Array:
     """Returns a residual, [T, E] or parts of it, as [T, E], float32."""
     parts = residual.astype(jnp.float32)
     return parts if parts.ndim == 2 else parts.sum(0)

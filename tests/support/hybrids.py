@@ -29,6 +29,21 @@ QWEN = dict(
     linear_value_head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
     shared_expert_intermediate_size=20,
 )  # fmt: skip
+FALCON = MAMBA | dict(
+    mamba_d_ssm=80, mamba_rms_norm=False, head_dim=10, embedding_multiplier=3.0,
+    lm_head_multiplier=0.4, mlp_multipliers=[0.7, 1.6], key_multiplier=0.6,
+    attention_in_multiplier=1.3, attention_out_multiplier=0.8, ssm_in_multiplier=1.2,
+    ssm_out_multiplier=0.9, ssm_multipliers=[0.5, 1.4, 0.8, 1.1, 0.6], time_step_limit=[0.1, 2.0],
+)  # fmt: skip
+NEMOTRON = dict(
+    layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], head_dim=8,
+    mamba_num_heads=6, mamba_head_dim=10, n_groups=2, ssm_state_size=10, chunk_size=16,
+    n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, n_group=3, topk_group=2,
+    moe_shared_expert_intermediate_size=20, routed_scaling_factor=1.7,
+    # Transformers clips steps of prompts there, and none of the tokens that follow.
+    time_step_min=1e-12,
+)  # fmt: skip
+QWEN_3_5 = {key: x for key, x in QWEN.items() if key.startswith(("layer", "linear", "head"))}
 # Name: (what classes of transformers begin with, changes of the config's keys).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm 2": ("Lfm2", LFM2),
@@ -39,17 +54,35 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4": ("GraniteMoeHybrid", GRANITE | dict(num_local_experts=6, num_experts_per_tok=2)),
     "granite 4, dense, rotated": ("GraniteMoeHybrid", GRANITE | dict(
         num_local_experts=0, position_embedding_type="rope", mamba_conv_bias=False)),
+    "falcon h1": ("FalconH1", FALCON),
+    "falcon h1, normed": ("FalconH1", FALCON | dict(
+        mamba_rms_norm=True, mamba_d_ssm=None, mamba_norm_before_gate=False)),
+    "falcon h1, normed before, biases": ("FalconH1", FALCON | dict(
+        mamba_rms_norm=True, attention_bias=True, mlp_bias=True, mamba_proj_bias=True,
+        projectors_bias=True)),
+    "nemotron h": ("NemotronH", NEMOTRON),
+    "nemotron h, latent experts, biases": ("NemotronH", NEMOTRON | dict(
+        moe_latent_size=14, mlp_bias=True, use_bias=True, n_group=1, topk_group=1)),
+    "qwen 3.5": ("Qwen3_5", QWEN_3_5 | dict(tie_word_embeddings=True)),
+    "qwen 3.5, experts": ("Qwen3_5Moe", QWEN | dict(linear_num_value_heads=6)),
     "qwen 3 next": ("Qwen3Next", QWEN),
     "qwen 3 next, dense layers, biases": ("Qwen3Next", QWEN | dict(
         mlp_only_layers=[1], attention_bias=True, head_dim=16, linear_conv_kernel_dim=3)),
 }  # fmt: skip
 
 
+TOWER = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, out_hidden_size=48,
+    num_position_embeddings=16,
+)  # fmt: skip
+CONFIGS = dict(Qwen3_5="Qwen3_5TextConfig", Qwen3_5Moe="Qwen3_5MoeTextConfig")
+
+
 def config(variant: str) -> Any:
     """Returns a variant's config of transformers."""
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     family, changes = VARIANTS[variant]
-    return getattr(transformers, f"{family}Config")(**SIZES | changes)
+    return getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SIZES | changes)
 
 
 def settings(variant: str) -> dict[str, Any]:
@@ -62,18 +95,33 @@ def save(variant: str, folder: Path) -> Any:
 
     Returns its module.
     """
+    return _save(variant, f"{VARIANTS[variant][0]}ForCausalLM", config(variant), folder)
+
+
+def save_beside_tower(family: str, variant: str, folder: Path) -> Any:
+    """Does what `save` does, of a model that has a vision tower beside the text model."""
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
+    text = config(variant)
+    both = getattr(transformers, f"{family}Config")(
+        text_config=text.to_dict(), vision_config=TOWER,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )  # fmt: skip
+    return _save(variant, f"{family}ForConditionalGeneration", both, folder)
+
+
+def _save(variant: str, name: str, found: Any, folder: Path) -> Any:
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
-    found = config(variant)
     found._attn_implementation = "eager"
-    made = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")(found).eval()
-    if "num_local_experts" in VARIANTS[variant][1] or "num_experts" in VARIANTS[variant][1]:
+    made = getattr(transformers, name)(found).eval()
+    if {"num_local_experts", "num_experts", "n_routed_experts"} & VARIANTS[variant][1].keys():
         made.set_experts_implementation("eager")  # others have no float64
     torch.manual_seed(len(variant))
     of_products = 0.15 if "Qwen" in type(made).__name__ else 0.25  # as much as float32 tells apart
-    for name, weight in made.named_parameters():
+    buffers = (pair for pair in made.named_buffers() if "correction" in pair[0])
+    for name, weight in (*made.named_parameters(), *buffers):
         middle, spread = (1.0, 0.2) if "norm" in name else (0.0, of_products)
-        torch.nn.init.normal_(weight, middle, spread)
+        torch.nn.init.normal_(weight.data, middle, spread)
     made.save_pretrained(folder)
     return made
 

@@ -23,6 +23,12 @@ LATENT = GLM | dict(
     num_key_value_heads=6, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
     qk_rope_head_dim=8, v_head_dim=5, rms_norm_eps=0.01,
 )  # fmt: skip
+STEEP = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+             high_freq_factor=1.0, original_max_position_embeddings=32)  # fmt: skip
+CHUNKS = dict(
+    attention_chunk_size=16, no_rope_layers=[1, 0], intermediate_size_mlp=20, floor_scale=10,
+    attn_scale=0.6,
+)  # fmt: skip
 GAINS = YARN | dict(mscale=0.7, mscale_all_dim=0.9)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Moe", FEW | dict(norm_topk_prob=True)),
@@ -45,16 +51,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v3, halves": ("DeepseekV3", LATENT | dict(
         n_group=1, topk_group=1, q_lora_rank=None, rope_interleave=False)),
     "glm flash": ("Glm4MoeLite", LATENT),
+    "llama 4": ("Llama4", LOCAL | CHUNKS | dict(
+        num_experts_per_tok=1, interleave_moe_layer_step=2, rope_parameters=STEEP)),
+    "llama 4, ragged chunks, two experts": ("Llama4", LOCAL | CHUNKS | dict(
+        attention_chunk_size=12, use_qk_norm=False, attn_temperature_tuning=False,
+        attention_bias=True, layer_types=["full_attention", "chunked_attention"])),
     "gpt-oss, one key": ("GptOss", LOCAL | dict(sliding_window=6, num_key_value_heads=1)),
     "gpt-oss": ("GptOss", LOCAL | dict(sliding_window=6, rope_parameters=YARN)),
 }  # fmt: skip
+CONFIGS = dict(Llama4="Llama4TextConfig")
 
 
 def model(variant: str) -> Any:
     """Returns the model of a variant, whose weights are large enough that experts matter."""
     family, changes = VARIANTS[variant]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**BASE | changes)
+    name = CONFIGS.get(family, f"{family}Config")
+    config = getattr(transformers, name)(**BASE | changes)
     made = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     made.set_experts_implementation("eager")  # others have no float64
     buffers = (pair for pair in made.named_buffers() if "correction" in pair[0])
