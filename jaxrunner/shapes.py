@@ -58,9 +58,14 @@ def copies_spec(program: Program, size: CopySize) -> tuple[Copies, ...]:
 
 
 def admit_sizes(program: Program) -> tuple[AdmitSize, ...]:
-    """Returns the sizes of admissions: a few requests, many, or some with long lists."""
+    """Returns the sizes of admissions: a few requests, many, or some with long lists.
+
+    On a CPU one size serves all: padding costs a launch less than one more program costs a start.
+    """
     R = program.engine.max_num_seqs
     few, many = min(8, R), min(64, R)
+    if jax.default_backend() == "cpu":
+        return (AdmitSize(few, 8192, True),)
     return AdmitSize(few, 1024), AdmitSize(many, 8192), AdmitSize(few, 8192, True)
 
 

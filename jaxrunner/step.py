@@ -7,6 +7,7 @@ from dataclasses import replace
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import cache_index, find_rows, put_blocks, put_rows, take
@@ -93,6 +94,7 @@ def run_heads(
     return replace(state, tables=tables), told
 
 
+@jax.named_scope("draw")
 def draw(
     logits: Array,
     state: State,
@@ -120,6 +122,7 @@ def draw(
     return SamplerOutput(tokens, not_finite, no_choice, drawn.logprobs, drawn.num_accepted)
 
 
+@jax.named_scope("finish")
 def finish(
     state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array],
     *, program: Program,

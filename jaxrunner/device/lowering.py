@@ -15,7 +15,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from jaxrunner.device import parts
+from jaxrunner.device.build import Build
 
 # What changes how a function is traced; a lowering process is given them.
 SETTINGS = (
@@ -49,25 +49,6 @@ class Spec(NamedTuple):
     is_small: bool = False  # whether it is lowered in no time
 
 
-class Build:
-    """A lowered program on its way to an executable."""
-
-    def __init__(self, lowered: Any, options: dict[str, str]):
-        self._lowered: Any = lowered
-        self._options = options
-        self._executable: Any = None
-        self._lock = threading.Lock()
-
-    @property
-    def executable(self) -> Any:
-        """Compiles, once."""
-        with self._lock:
-            if self._executable is None:
-                self._executable = self._lowered.compile(self._options)
-                self._lowered = None
-            return self._executable
-
-
 def lower(spec: Spec) -> Build:
     """Lowers a function in this process."""
     leaves, treedef = jax.tree.flatten(spec.args)
@@ -81,8 +62,9 @@ def _lower(spec: Spec, treedef: Any) -> Build:
     names = [name for name, _ in spec.static]
     jitted = jax.jit(spec.function, static_argnames=names, donate_argnames=spec.donated)
     traced = jitted.trace(*args, **dict(spec.static))
-    lowered = parts.cut(traced) if jax.default_backend() == "cpu" else None
-    return Build(lowered or traced.lower(), dict(spec.options))
+    if jax.default_backend() != "cpu":
+        return Build(traced.lower(), dict(spec.options))
+    return Build(parts.cut(traced) or traced.lower(), {})  # the options are of GPUs
 
 
 def run_eagerly(spec: Spec, *args: Any) -> Any:

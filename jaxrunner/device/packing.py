@@ -68,6 +68,7 @@ def unpack(spec: Any, vector: Array) -> Any:
     return jax.tree.unflatten(treedef, out)
 
 
+@jax.named_scope("finish")
 def pack_on_device(tree: Any) -> Array:
     """Packs a program's arrays of 32 bits or bools into one vector. Runs inside the program."""
 

@@ -1,28 +1,30 @@
-"""A program in parts, for a device that is slow to compile: equal calls are compiled once.
+"""A program in parts, for a device that is slow to compile: equal parts are compiled once.
 
 XLA inlines each call of a jitted function, or copies what is called, so that a step of 30 equal
 layers takes 30 times a layer to compile. Here the jaxpr is cut at such calls: what comes before
 them, one of them, and what comes behind are an executable each, and a run launches the layers one
-by one. A launch costs some 30 us, which the layers of large models hide.
+by one. A launch costs some 30 us, which the layers of large models hide. Sampling is a part too: it
+is equal in all programs of as many requests, whatever their number of tokens.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-import io
-import json
+import functools
+import hashlib
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import serialize_executable
 from jax.extend import core
-import jax.numpy as jnp
 import numpy as np
+
+from jaxrunner.device.build import Build
 
 # Calls that are worth an executable of their own: so many equal ones, of so many operations.
 LEAST_CALLS, LEAST_OPERATIONS = 12, 10
-MAGIC = b"parts\n"  # before several serialised executables
-MOST_REST = 4  # parts beside the calls; more of them cost more launches than they save
+MOST_REST = 5  # parts beside the calls; more of them cost more launches than they save
+SCOPES = "draw", "finish"  # of sampling, as `jax.named_scope` has them
 
 
 class Launch(NamedTuple):
@@ -57,8 +59,9 @@ class LoweredParts:
         self._rest = wiring, constants, out
 
     def compile(self, options: dict[str, str]) -> "Parts":
-        """Compiles each part."""
-        return Parts([lowered.compile(options) for lowered in self._lowered], *self._rest)
+        """Compiles each part that no other program has."""
+        builds = [_first(_PartBuild(lowered, options)) for lowered in self._lowered]
+        return Parts([build.executable for build in builds], *self._rest)
 
 
 class Parts:
@@ -94,48 +97,6 @@ class Parts:
     def told(self) -> tuple[list[Any], Wiring, Sequence[Any]]:
         """The executables, how they hang together, and the constants."""
         return self._programs, self._wiring, self._constants
-
-
-def serialize(executable: Any) -> bytes:
-    """Returns what `load` reads, of a whole program or of one in parts."""
-    if not isinstance(executable, Parts):
-        return serialize_executable.serialize(executable)[0]
-    programs, wiring, constants = executable.told
-    bodies = [np.frombuffer(serialize(program), np.uint8) for program in programs]
-    kinds = [constant.dtype.name for constant in constants]
-    told = np.frombuffer(json.dumps((wiring, kinds)).encode(), np.uint8)
-    file = io.BytesIO()
-    raw = [np.frombuffer(constant.tobytes(), np.uint8) for constant in constants]
-    shapes = [np.array(constant.shape, np.int64) for constant in constants]
-    np.savez(file, told, *bodies, *raw, *shapes)
-    return MAGIC + file.getvalue()
-
-
-def load(data: bytes, takes: Any, gives: Any, devices: Sequence[Any]) -> Any:
-    """Returns an executable that was serialised.
-
-    takes and gives: the structures of its arguments, as JAX has them, and of what it returns.
-    """
-    if not data.startswith(MAGIC):
-        return serialize_executable.deserialize_and_load(
-            data, takes, gives, execution_devices=devices
-        )
-    with np.load(io.BytesIO(data[len(MAGIC) :])) as file:
-        told, *arrays = (file[name] for name in file.files)
-    (launches, *rest), kinds = json.loads(told.tobytes())
-    wiring = Wiring(tuple(Launch(*launch) for launch in launches), *rest)
-    num = len(kinds)
-    raw, shapes = arrays[len(arrays) - 2 * num : len(arrays) - num], arrays[len(arrays) - num :]
-    constants = [
-        np.frombuffer(body.tobytes(), jnp.dtype(kind)).reshape(shape)
-        for body, kind, shape in zip(raw, kinds, shapes, strict=True)
-    ]
-    of = {launch.program: launch for launch in wiring.launches}
-    programs = []
-    for i, body in enumerate(arrays[: len(arrays) - 2 * num]):
-        own = jax.tree.structure(((*of[i].takes,), {})), jax.tree.structure([*of[i].gives])
-        programs.append(load(body.tobytes(), *own, devices))
-    return Parts(programs, wiring, constants, gives)
 
 
 def cut(traced: Any) -> LoweredParts | None:
@@ -206,41 +167,43 @@ def _pieces(jaxpr: Any) -> list[_Piece] | None:
     """Returns the parts of a jaxpr in the order to run them; None where few calls are equal."""
     count = Counter(id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if _is_call(eqn))
     often = {key for key, num in count.items() if num >= LEAST_CALLS}
-    # Each equation stands behind the last of the calls that it depends on.
-    behind: dict[Any, int] = {}
-    calls, rest = list[Any](), {0: list[Any]()}
-    for eqn in jaxpr.eqns:
-        at = max(
-            (behind.get(v, 0) for v in eqn.invars if not isinstance(v, core.Literal)), default=0
-        )
+
+    def own_part(eqn: Any) -> Any:
         if _is_call(eqn) and id(eqn.params["jaxpr"]) in often:
-            calls.append(eqn)
-            at = len(calls)
-        else:
+            return id(eqn)
+        return "sampling" if _scope(eqn) in SCOPES else None
+
+    # Each other equation stands behind the last of the own parts that it depends on.
+    behind: dict[Any, int] = {}
+    own, rest = list[Any](), {0: list[Any]()}
+    for key, run in itertools.groupby(jaxpr.eqns, own_part):
+        if key is not None:
+            own.append([*run])
+            behind |= {v: len(own) for eqn in own[-1] for v in eqn.outvars}
+            continue
+        for eqn in run:
+            at = max((behind.get(v, 0) for v in _variables(eqn)), default=0)
             rest.setdefault(at, []).append(eqn)
-        behind |= dict.fromkeys(eqn.outvars, at)
-    if not calls or sum(map(bool, rest.values())) > MOST_REST:
+            behind |= dict.fromkeys(eqn.outvars, at)
+    if not often or sum(map(bool, rest.values())) > MOST_REST:
         return None
-    needed = _needed(jaxpr, calls, rest)
-    pieces = []
-    for at in range(len(calls) + 1):
-        if at:
-            eqn = calls[at - 1]
-            pieces.append(_Piece(eqn.params["jaxpr"], eqn.invars, eqn.outvars))
-        if eqns := rest.get(at):
-            pieces.append(_rest(jaxpr, eqns, needed[at]))
-    return pieces
+    groups = [rest[0]]
+    for at, eqns in enumerate(own, 1):
+        groups += [eqns, rest.get(at, [])]
+    read = [{v for eqn in eqns for v in _variables(eqn)} for eqns in groups]
+    read.append({v for v in jaxpr.outvars if not isinstance(v, core.Literal)})
+    return [
+        _piece(jaxpr, eqns, set[Any]().union(*read[:i], *read[i + 1 :]))
+        for i, eqns in enumerate(groups)
+        if eqns
+    ]
 
 
-def _needed(jaxpr: Any, calls: list[Any], rest: dict[int, list[Any]]) -> dict[int, set[Any]]:
-    """Returns for each group of `rest` what others read."""
-    groups = {at: {v for eqn in eqns for v in _variables(eqn)} for at, eqns in rest.items()}
-    outside = {v for eqn in calls for v in _variables(eqn)}
-    outside |= {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
-    return {
-        at: outside | {v for other, read in groups.items() if other != at for v in read}
-        for at in groups
-    }
+def _piece(jaxpr: Any, eqns: list[Any], needed: set[Any]) -> _Piece:
+    """Returns equations as a piece, which gives what is needed of them; equal calls as one."""
+    if len(eqns) == 1 and _is_call(eqns[0]):
+        return _Piece(eqns[0].params["jaxpr"], eqns[0].invars, eqns[0].outvars)
+    return _rest(jaxpr, eqns, needed)
 
 
 def _rest(jaxpr: Any, eqns: list[Any], needed: set[Any]) -> _Piece:
@@ -265,6 +228,12 @@ def _is_call(eqn: Any) -> bool:
     )
 
 
+def _scope(eqn: Any) -> str | None:
+    """Returns the name of the outermost scope that an equation is in."""
+    stack = eqn.source_info.name_stack.stack
+    return getattr(stack[0], "name", None) if stack else None
+
+
 def _variables(eqn: Any) -> list[Any]:
     return [v for v in eqn.invars if not isinstance(v, core.Literal)]
 
@@ -284,6 +253,27 @@ def _in_place(jaxpr: Any, given: set[int]) -> tuple[int, ...]:
             room[kind] -= 1
             kept.append(at)
     return tuple(kept)
+
+
+class _PartBuild(Build):
+    """A lowered part, which equals others that XLA would compile to the same."""
+
+    def __init__(self, lowered: Any, options: dict[str, str]):
+        super().__init__(lowered, options)
+        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        self._key = text, tuple(sorted(options.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _PartBuild) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@functools.lru_cache(maxsize=512)
+def _first(build: _PartBuild) -> _PartBuild:
+    """Returns the first of equal parts, which is compiled for all of them."""
+    return build
 
 
 def _lower(part: Part) -> Any:

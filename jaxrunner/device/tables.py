@@ -1,7 +1,6 @@
 """Writes into an engine's tables between steps: requests that enter them, KV blocks to copy."""
 
 from dataclasses import replace
-import functools
 from typing import Any
 
 import jax
@@ -44,11 +43,15 @@ def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
 def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:
     """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
 
-    def copy(copies: Copies, blocks: Array) -> Array:
-        return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")
+    def copy(copies: Copies, layer: Any) -> Any:
+        def one(blocks: Array) -> Array:
+            return blocks.at[copies.to].set(take(blocks, copies.source), mode="drop")
 
+        return jax.tree.map(one, layer)
+
+    if jax.default_backend() == "cpu":
+        copy = jax.jit(copy)  # calls, of which `device.parts` compiles one
     kv = tuple(
-        jax.tree.map(functools.partial(copy, copies[g]), layer)
-        for layer, g in zip(state.kv, program.layer_groups, strict=True)
+        copy(copies[g], layer) for layer, g in zip(state.kv, program.layer_groups, strict=True)
     )
     return replace(state, kv=kv)

@@ -23,7 +23,7 @@ import jax
 import jax.extend
 from jaxlib import version, xla_client
 
-from jaxrunner.device import parts
+from jaxrunner.device import executables
 from jaxrunner.device.lowering import SETTINGS
 
 MAGIC, SUFFIX = b"jaxrunner executable 1\n", ".executable"
@@ -96,7 +96,7 @@ class ProgramCache:
             if data[:HEAD] != MAGIC + hashlib.sha256(body).digest():
                 raise ValueError("its digest is not that of its contents")
             trees = jax.tree.structure((args, {})), jax.tree.structure(out)
-            loaded = parts.load(body, *trees, self._devices)
+            loaded = executables.load(body, *trees, self._devices)
         except Exception as error:  # whatever a foreign file makes a library raise
             return _note(f"{path} is ignored", error)
         with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ class ProgramCache:
         if not self._keeps:
             return
         try:
-            body = parts.serialize(executable)
+            body = executables.serialize(executable)
             self._write(self._path(key), MAGIC + hashlib.sha256(body).digest() + body)
         except Exception as error:  # a full disk, or an executable that cannot be serialised
             self._keeps = False

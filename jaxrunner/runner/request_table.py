@@ -193,11 +193,11 @@ class RequestTable:
                 groups[g].append((self[r.request_id], 0, ids))
         flat = [_flat(tokens), *map(_flat, groups)]
         longest = max(writes.shape[1] for writes in flat)
-        small, large, wide = admit_sizes(self._program)
-        size = small if len(new) <= small.num_rows and longest <= small.num_writes else large
         many = any(len(r.stop_row) > FEW_STOP_IDS for r in new)
-        if many or any(self._slots[r.request_id].needs.all_rules for r in new):
-            size = wide
+        wide = many or any(self._slots[r.request_id].needs.all_rules for r in new)
+        sizes = [size for size in admit_sizes(self._program) if size.wide >= wide]
+        fits = (s for s in sizes if len(new) <= s.num_rows and longest <= s.num_writes)
+        size = next(fits, max(sizes, key=lambda s: (s.num_rows, s.num_writes)))
         for i in range(max(-(-len(new) // size.num_rows), -(-longest // size.num_writes))):
             part = slice(i * size.num_writes, (i + 1) * size.num_writes)
             rows = new[i * size.num_rows : (i + 1) * size.num_rows]
