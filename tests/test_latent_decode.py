@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrunner.caches.latent import LatentCache
+from jaxrunner.kernels_pallas import latent_reference
 from jaxrunner.kernels_pallas.latent_decode import latent_decode, refuses
 from jaxrunner.kernels_pallas.latent_shares import of_part, share_out
 from jaxrunner.model import AttentionSpec
+from jaxrunner.ops import latent_attention
 from jaxrunner.ops.latent_attention import LATENT_ATTENTION
+from tests.support import oracles
 from tests.support.lowering import lowers
 from tests.test_reference import Problem
 
@@ -85,10 +88,23 @@ def test_the_kernel_serves_heads_of_models(H):
     assert refuses(*shaped(H), 512) is None
 
 
+@pytest.mark.parametrize("case", ["prefill", "mixed, with cached prefixes"])
+def test_tokens_of_prompts_are_rows_of_the_kernel(case, monkeypatch):
+    """The kernel's oracle stands for it; what prompts attend to is that of plain JAX."""
+    monkeypatch.setattr(latent_attention.latent_decode, "latent_decode", oracles.latent_decode)
+    problem, spec = Problem(case, "float32"), AttentionSpec(0, None, 0.3, value_dim=5)
+    q, new = jnp.asarray(problem.q), jnp.asarray(problem.k[:, 0])
+    cache = LatentCache(jnp.nan_to_num(problem.cache[0][:, 0]), None)
+    cache = latent_reference.write_latents(problem.batch, new, cache, 0)
+    want = latent_reference.attend(problem.batch, q, cache, spec)
+    got = LATENT_ATTENTION[0].run(problem.batch, q, cache, spec)
+    for _, tokens, _ in problem.rows():
+        np.testing.assert_allclose(got[tokens], want[tokens], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("case", "kept", "changes", "words"),
     [
-        ("prefill", "bfloat16", {}, "wants one token of every row"),
         ("decode", "int8", {}, "wants latents without scales, got int8"),
         ("decode", "bfloat16", dict(window=8), "wants attention to all keys"),
         ("decode", "bfloat16", dict(soft_cap=8.0), "wants attention to all keys"),

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.kernels_pallas import latent_decode, latent_reference
@@ -35,15 +36,15 @@ def trained(
 
 
 def _decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> Array:
-    blocks, rank = batch.blocks[spec.group], spec.value_dim or 0
-    return latent_decode.latent_decode(
-        q, cache.latents, blocks, batch.seq_lens, scale=spec.scale, rank=rank
-    )
+    blocks, lens, rank = batch.blocks[spec.group], batch.seq_lens, spec.value_dim or 0
+    if batch.query_len != 1:  # a token of a prompt, or a draft, is a row that ends with it
+        in_a_row = batch.row < lens.shape[0]
+        blocks = blocks[jnp.minimum(batch.row, lens.shape[0] - 1)]
+        lens = jnp.where(in_a_row, batch.inputs.positions + 1, 0)
+    return latent_decode.latent_decode(q, cache.latents, blocks, lens, scale=spec.scale, rank=rank)
 
 
 def _refuses_decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> str | None:
-    if batch.query_len != 1:
-        return "wants one token of every row"
     if cache.scale is not None:
         return f"wants latents without scales, got {cache.latents.dtype}"
     partly = spec.window is not None or spec.chunk_size is not None
