@@ -12,6 +12,8 @@ IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE
 BRANCHES = jax.__version_info__ >= (0, 12)
 IN_GRAPHS += ",CONDITIONAL,COLLECTIVES_KERNEL" if BRANCHES else ""
 GRAPH = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
+# Sums that XLA makes one of are NCCL's again, and in no graph.
+GRAPH += (("xla_gpu_all_reduce_combine_threshold_bytes", "0"),) if BRANCHES else ()
 # A graph is updated before it is launched, which takes 2 ms of the first token's time; kernels of a
 # prefill are long enough to be launched one by one.
 NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
