@@ -18,10 +18,10 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm, Source
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.rope import read_rope, rotation
+from jaxrunner.models.sources import linear_source, mlp_sources, norm_sources, packed_source
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
-Join = Callable[[list[np.ndarray]], np.ndarray]
 Turn = tuple[Array, Array]  # cosine and sine of each token's angles, [T, 1, D / 2]
 
 
@@ -51,8 +51,8 @@ class Attention:
 
 
 @pytree
-class Layer(Attention):
-    """Weights of one layer."""
+class Mlp:
+    """Weights of a gated MLP, of a layer."""
 
     gate_up: Linear = nested(outputs="gate_up F", inputs="E", bias="mlp_bias")
     down: Linear = nested(outputs="E", inputs="F", bias="mlp_bias")
@@ -60,6 +60,11 @@ class Layer(Attention):
     def feed_forward(self, config: Any, ops: Ops, h: Array) -> tuple[Array, dict[str, Array]]:
         """Returns what the MLP adds to the residual, given h, [T, E]; and no extras."""
         return ops.mlp(h, self.gate_up, self.down), {}
+
+
+@pytree
+class Layer(Mlp, Attention):
+    """Weights of one layer."""
 
 
 @pytree
@@ -238,8 +243,7 @@ def attention_sources(c: DecoderConfig, prefix: str, width: int) -> dict[str, An
         return np.concatenate([a.reshape(K, -1, D, *a.shape[1:]) for a in arrays], 1)
 
     qkv = {f"{at}q_proj": H * D, f"{at}k_proj": K * D, f"{at}v_proj": K * D}
-    return dict(
-        attn_norm=one(True, f"{prefix}input_layernorm.weight", E),
+    return norm_sources(prefix, E) | dict(
         qkv=packed_source(qkv, heads, width, bias=c.qkv_bias),
         q_norm=one(c.qk_norm, f"{at}q_norm.weight", D),
         k_norm=one(c.qk_norm, f"{at}k_norm.weight", D),
@@ -248,46 +252,7 @@ def attention_sources(c: DecoderConfig, prefix: str, width: int) -> dict[str, An
             one(c.o_bias, f"{at}o_proj.bias", E),
             num_in=2,
         ),
-        mlp_norm=one(True, f"{prefix}post_attention_layernorm.weight", E),
     )
-
-
-def mlp_sources(prefix: str, units: int, width: int, *, bias: bool = False) -> dict[str, Linear]:
-    """Returns where the products of a gated MLP lie: `gate_up` and `down`."""
-    gate_up, down = {f"{prefix}gate_proj": units, f"{prefix}up_proj": units}, f"{prefix}down_proj"
-    end = Source.whole(f"{down}.bias", width) if bias else None
-    return dict(
-        gate_up=packed_source(gate_up, np.stack, width, bias=bias),
-        down=linear_source(Source.whole(f"{down}.weight", width, units), end),
-    )
-
-
-def packed_source(names: dict[str, int], join: Join, width: int, *, bias: bool = False) -> Linear:
-    """Returns the source of several products of x, [T, width], that are held as one.
-
-    names: of the products, and how many outputs each has.
-    """
-
-    def of(part: str, *inner: int) -> Source:
-        shapes = tuple((rows, *inner) for rows in names.values())
-        split = functools.partial(unpack, join, shapes)
-        return Source(tuple(f"{name}.{part}" for name in names), shapes, join, split)
-
-    return linear_source(of("weight", width), of("bias") if bias else None)
-
-
-def linear_source(weight: Source | None, bias: Source | None = None, *, num_in: int = 1) -> Linear:
-    """Returns the sources of a product's weights."""
-    return host_value(Linear, weight=weight, bias=bias, num_in=num_in)
-
-
-def unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndarray):
-    """Splits a packed weight, by packing indices in its place."""
-    ends = np.cumsum([np.prod(shape) for shape in shapes])
-    index = [np.arange(e - np.prod(s), e).reshape(s) for e, s in zip(ends, shapes, strict=True)]
-    flat = np.empty(packed.size, packed.dtype)
-    flat[join(index).ravel()] = packed.ravel()
-    return [flat[i] for i in index]
 
 
 llama = Model(read, Params, embed, layers, logits, sources, tensor_parallel=True)

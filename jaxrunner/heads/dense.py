@@ -13,7 +13,7 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import Source
 from jaxrunner.models.blocks.forward import NORMS
 from jaxrunner.models.blocks.weights import Norm
-from jaxrunner.models.llama import linear_source
+from jaxrunner.models.sources import linear_source
 from jaxrunner.pytree import each, host_value, nested, pytree
 from jaxrunner.types import Array
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm, Source
-from jaxrunner.models.llama import layer_sources, linear_source
+from jaxrunner.models.llama import layer_sources
 from jaxrunner.models.rope import rotation
+from jaxrunner.models.sources import linear_source
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.speculators.eagle3_config import Eagle3Config

@@ -17,9 +17,10 @@ from jaxrunner.config import ModelConfig
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm, Source
 from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import Layer, layer_sources, linear_source
+from jaxrunner.models.llama import Layer, layer_sources
 from jaxrunner.models.mimo import MTP, MimoConfig
 from jaxrunner.models.rope import rotation
+from jaxrunner.models.sources import linear_source
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.speculators.drafter import Drafter, Target

@@ -9,7 +9,7 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import Source
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
-from jaxrunner.models.llama import linear_source, unpack
+from jaxrunner.models.sources import linear_source, unpack
 from jaxrunner.pytree import host_value
 
 Join = Callable[[list[np.ndarray]], np.ndarray]

@@ -15,10 +15,10 @@ from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm
 from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.hybrids.bamba import NAMES
-from jaxrunner.models.hybrids.hybrid import renamed
 from jaxrunner.models.hybrids.mamba2 import Mixer, MixerConfig, mixer_sources, read_mixer
 from jaxrunner.models.llama import Turn
 from jaxrunner.models.mixtures.mixture import whole
+from jaxrunner.models.sources import mlp_sources, renamed
 from jaxrunner.pytree import each, host_value, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -149,7 +149,7 @@ def sources(config: FalconH1Config) -> Params:
         host_value(
             FalconH1Layer,
             **llama.attention_sources(c, prefix, E),
-            **llama.mlp_sources(f"{prefix}mlp.", c.intermediate_size, E, bias=c.mlp_bias),
+            **mlp_sources(f"{prefix}mlp.", c.intermediate_size, E, bias=c.mlp_bias),
             **mixer_sources(c.mixer, f"{prefix}mamba.", E),
         )
         for prefix in prefixes

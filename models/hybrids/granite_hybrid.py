@@ -9,9 +9,9 @@ from typing import Any
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import AttentionSpec, Model, Ops, Source
 from jaxrunner.models import llama
-from jaxrunner.models.hybrids.hybrid import FULL, Hybrid, Params, read_attends
+from jaxrunner.models.hybrids.hybrid import FULL, Hybrid, Mixing, Params, layered, read_attends
 from jaxrunner.models.hybrids.mamba2 import Mixer, MixerConfig, mixer_sources, read_mixer
-from jaxrunner.models.llama import Turn, attention_sources, linear_source
+from jaxrunner.models.llama import Turn, attention_sources
 from jaxrunner.models.mixtures import granite_moe
 from jaxrunner.models.mixtures.granite_moe import (
     GraniteMoeConfig,
@@ -22,8 +22,9 @@ from jaxrunner.models.mixtures.granite_moe import (
 )
 from jaxrunner.models.mixtures.mixture import OF_EXPERTS, read_mixture, read_router
 from jaxrunner.models.rope import no_rope
+from jaxrunner.models.sources import linear_source
 from jaxrunner.ops.routing import RouterConfig
-from jaxrunner.pytree import host_value, leaf, pytree
+from jaxrunner.pytree import host_value, pytree
 from jaxrunner.types import Array
 
 OF_ATTENTION = "qkv", "q_norm", "k_norm", "o"
@@ -40,22 +41,19 @@ class GraniteHybridConfig(Hybrid, GraniteMoeConfig):
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
         dims = super().dims
-        layers = self.of_layers(dims["Y"], GraniteMambaLayer, GraniteMoeLayer)
-        return dims | self.mixer.dims | dict(Y=layers)
+        layers = self.of_layers(GraniteMambaLayer, GraniteMoeLayer, dims["Y"])
+        return dims | self.mixer.dims | layers
 
 
 @pytree
-class GraniteMambaLayer(ScaledFeedForward, Mixer):
+class GraniteMambaLayer(ScaledFeedForward, Mixer, Mixing):
     """Weights of a layer with a mixer, whose residuals are scaled."""
-
-    attn_norm: Array = leaf("E", "param")
-    mlp_norm: Array = leaf("E", "param")
 
     def attend(
         self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
     ) -> tuple[Array, Any]:
         """Returns what the mixer adds to the residual, given h, [T, E]; and the cache."""
-        residual, cache = self.mix(config, ops, h, cache, spec.group)
+        residual, cache = super().attend(config, ops, h, turn, cache, spec)
         return residual * config.residual_multiplier, cache
 
 
@@ -91,9 +89,7 @@ def read(settings: Settings) -> GraniteHybridConfig:
 
 def sources(config: GraniteHybridConfig) -> Params:
     """Returns where each weight lies in a Hugging Face checkpoint."""
-    prefixes = [f"model.layers.{i}." for i in range(config.num_hidden_layers)]
-    layers = tuple(map(lambda *of: _layer(config, *of), prefixes, config.attends))
-    return host_value(Params, **llama.outer_sources(config), layers=layers)
+    return layered(config, _layer)
 
 
 def _layer(c: GraniteHybridConfig, prefix: str, attends: bool) -> Any:

@@ -3,11 +3,10 @@
 Their functions are Llama's: a layer is what its `attend` and `feed_forward` do.
 """
 
-from collections.abc import Mapping, Sequence
+import abc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 from jaxrunner.api.validation import shown
 from jaxrunner.caches.cache_group import CacheKind
@@ -15,9 +14,11 @@ from jaxrunner.caches.full import FullAttention
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.config import check_dtype
 from jaxrunner.hf_config import Settings
-from jaxrunner.model import Source
+from jaxrunner.model import AttentionSpec, Ops
 from jaxrunner.models import llama
-from jaxrunner.pytree import each, pytree
+from jaxrunner.models.llama import Turn
+from jaxrunner.pytree import each, host_value, leaf, pytree
+from jaxrunner.types import Array
 
 FULL = "full_attention"
 
@@ -34,11 +35,39 @@ class Hybrid:
         """What each layer keeps: keys and values of all tokens, or a state."""
         return tuple(FullAttention() if attends else self.state for attends in self.attends)
 
-    def of_layers(self, dims: Sequence[Mapping[str, Any]], other: type, attention: type) -> Any:
-        """Returns the dims of each layer with its class, `attention` where it attends."""
-        classes = other, attention
+    def of_layers(
+        self, other: type, attention: type, dims: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Returns the dims of each layer as Y, with its class: `attention` where it attends.
+
+        dims: that each layer has besides.
+        """
+        classes, dims = (other, attention), dims or ({},) * len(self.attends)
         pairs = zip(dims, self.attends, strict=True)
-        return tuple({**flags, "class": classes[attends]} for flags, attends in pairs)
+        return dict(Y=tuple({**flags, "class": classes[attends]} for flags, attends in pairs))
+
+
+@pytree
+class Normed:
+    """Norms of a layer: before what mixes tokens, and before what follows."""
+
+    attn_norm: Array = leaf("E", "param")
+    mlp_norm: Array = leaf("E", "param")
+
+
+@pytree
+class Mixing(Normed, abc.ABC):
+    """A layer with a mixer in place of attention."""
+
+    @abc.abstractmethod
+    def mix(self, config: Any, ops: Ops, h: Array, cache: Any, group: int) -> tuple[Array, Any]:
+        """Returns what the mixer adds to the residual, given h, [T, E]; and the cache."""
+
+    def attend(
+        self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
+    ) -> tuple[Array, Any]:
+        """Returns what the mixer adds to the residual, given h, [T, E]; and the cache."""
+        return self.mix(config, ops, h, cache, spec.group)
 
 
 @pytree
@@ -73,18 +102,12 @@ def read_state_dtype(settings: Settings) -> str:
     return check_dtype(name, found)
 
 
-def renamed(sources: Any, names: dict[str, str]) -> Any:
-    """Returns sources whose tensors have names in which each key of `names` is its value."""
+def layered(config: Any, one: Callable[[Any, str, bool], Any]) -> Params:
+    """Returns where the weights of a hybrid lie.
 
-    def one(source: Source) -> Source:
-        found = source.names
-        for old, new in names.items():
-            found = tuple(name.replace(old, new) for name in found)
-        return source._replace(names=found)
-
-    return jax.tree.map(one, sources, is_leaf=lambda node: isinstance(node, Source))
-
-
-def conv_source(name: str, channels: int, width: int) -> Source:
-    """Returns the source of a convolution of each channel by itself, [C, W]."""
-    return Source.whole(f"{name}.weight", channels, 1, width, held=(channels, width))
+    one: (config, prefix of its names, whether it attends) -> the sources of a layer.
+    """
+    layers = tuple(
+        one(config, f"model.layers.{i}.", attends) for i, attends in enumerate(config.attends)
+    )
+    return host_value(Params, **llama.outer_sources(config), layers=layers)

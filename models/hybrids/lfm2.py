@@ -14,15 +14,9 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.hybrids.hybrid import (
-    FULL,
-    Hybrid,
-    Params,
-    conv_source,
-    read_attends,
-    renamed,
-)
-from jaxrunner.models.llama import Layer, Turn, linear_source, mlp_sources
+from jaxrunner.models.hybrids.hybrid import FULL, Hybrid, Normed, Params, layered, read_attends
+from jaxrunner.models.llama import Layer, Mlp, Turn
+from jaxrunner.models.sources import conv_source, linear_source, mlp_sources, norm_sources, renamed
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.types import Array
 
@@ -44,23 +38,18 @@ class Lfm2Config(Hybrid, DecoderConfig):
     @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
-        of_layer = tuple({"class": Layer if attends else ConvLayer} for attends in self.attends)
-        own = dict(Y=of_layer, gates=3, conv_width=self.state.taps + 1, conv_bias=self.conv_bias)
-        return super().dims | own
+        own = dict(gates=3, conv_width=self.state.taps + 1, conv_bias=self.conv_bias)
+        return super().dims | own | self.of_layers(ConvLayer, Layer)
 
 
 @pytree
-class ConvLayer:
+class ConvLayer(Mlp, Normed):
     """Weights of a layer with a convolution: `conv_in` makes two gates and what they gate."""
 
-    attn_norm: Array = leaf("E", "param")
     conv_in: Linear = nested(outputs="gates E", inputs="E", bias="conv_bias")
     conv_weight: Array = leaf("E conv_width", "param")
     conv_offset: Array | None = leaf("E", "param", when="conv_bias")
     conv_out: Linear = nested(outputs="E", inputs="E", bias="conv_bias")
-    mlp_norm: Array = leaf("E", "param")
-    gate_up: Linear = nested(outputs="gate_up F", inputs="E")
-    down: Linear = nested(outputs="E", inputs="F")
 
     def attend(
         self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
@@ -70,10 +59,6 @@ class ConvLayer:
         args = self.conv_weight, self.conv_offset, cache, spec.group
         y, cache = ops.convolve(before * x, *args)
         return ops.project(behind * y, self.conv_out), cache
-
-    def feed_forward(self, config: Any, ops: Ops, h: Array) -> tuple[Array, dict[str, Array]]:
-        """Returns what the MLP adds to the residual, given h, [T, E]; and no extras."""
-        return ops.mlp(h, self.gate_up, self.down), {}
 
 
 def read(settings: Settings) -> Lfm2Config:
@@ -120,17 +105,13 @@ def _read_units(settings: Settings) -> int:
 
 def sources(config: Lfm2Config) -> Params:
     """Returns where each weight lies in a Hugging Face checkpoint."""
-    c, E = config, config.hidden_size
-    prefixes = [f"model.layers.{i}." for i in range(c.num_hidden_layers)]
-    layers = tuple(
-        llama.layer_sources(c, prefix, E) if attends else _conv_layer(c, prefix)
-        for prefix, attends in zip(prefixes, c.attends, strict=True)
-    )
-    return renamed(host_value(Params, **llama.outer_sources(c), layers=layers), NAMES)
+    return renamed(layered(config, _layer), NAMES)
 
 
-def _conv_layer(c: Lfm2Config, prefix: str) -> ConvLayer:
+def _layer(c: Lfm2Config, prefix: str, attends: bool) -> Layer | ConvLayer:
     E, at = c.hidden_size, f"{prefix}conv."
+    if attends:
+        return llama.layer_sources(c, prefix, E)
 
     def product(name: str, parts: int) -> Linear:
         held = (parts, E) if parts > 1 else (E,)
@@ -140,12 +121,11 @@ def _conv_layer(c: Lfm2Config, prefix: str) -> ConvLayer:
 
     return host_value(
         ConvLayer,
-        attn_norm=Source.whole(f"{prefix}input_layernorm.weight", E),
+        **norm_sources(prefix, E),
         conv_in=product("in_proj", 3),
         conv_weight=conv_source(f"{at}conv", E, c.state.taps + 1),
         conv_offset=Source.whole(f"{at}conv.bias", E) if c.conv_bias else None,
         conv_out=product("out_proj", 1),
-        mlp_norm=Source.whole(f"{prefix}post_attention_layernorm.weight", E),
         **mlp_sources(f"{prefix}mlp.", c.intermediate_size, E),
     )
 

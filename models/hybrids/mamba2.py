@@ -14,8 +14,8 @@ from jaxrunner.caches.state import RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import Ops, Source
-from jaxrunner.models.hybrids.hybrid import conv_source, read_state_dtype
-from jaxrunner.models.llama import linear_source
+from jaxrunner.models.hybrids.hybrid import read_state_dtype
+from jaxrunner.models.sources import conv_source, linear_source
 from jaxrunner.ops.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import leaf, nested, pytree
 from jaxrunner.types import Array

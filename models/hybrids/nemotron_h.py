@@ -17,7 +17,7 @@ from jaxrunner.experts import Experts
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model, Source
 from jaxrunner.models import llama
-from jaxrunner.models.hybrids.hybrid import FULL, Params, renamed
+from jaxrunner.models.hybrids.hybrid import FULL, Params
 from jaxrunner.models.hybrids.mamba2 import MixerConfig, mixer_sources, read_mixer
 from jaxrunner.models.hybrids.one_mixer import (
     AttentionLayer,
@@ -26,7 +26,6 @@ from jaxrunner.models.hybrids.one_mixer import (
     MlpLayer,
     layers,
 )
-from jaxrunner.models.llama import linear_source
 from jaxrunner.models.mixtures.mixture import (
     MixtureConfig,
     read_mixture,
@@ -34,6 +33,7 @@ from jaxrunner.models.mixtures.mixture import (
     router_source,
 )
 from jaxrunner.models.rope import no_rope
+from jaxrunner.models.sources import linear_source, renamed
 from jaxrunner.ops.routing import RouterConfig
 from jaxrunner.pytree import host_value
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.hf_config import Settings
-from jaxrunner.models.hybrids.hybrid import Params, renamed
+from jaxrunner.models.hybrids.hybrid import Params
 from jaxrunner.models.hybrids.qwen3_next import (
     Qwen3NextConfig,
     qwen3_next,
@@ -18,8 +18,8 @@ from jaxrunner.models.hybrids.qwen3_next import (
     read_shared,
     sources,
 )
-from jaxrunner.models.llama import packed_source
 from jaxrunner.models.mixtures.mixture import read_router
+from jaxrunner.models.sources import packed_source, renamed
 from jaxrunner.models.text_config import text_settings
 from jaxrunner.ops.routing import RouterConfig
 

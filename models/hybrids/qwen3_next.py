@@ -17,8 +17,8 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.hybrids.delta_net import DeltaNet, DeltaNetConfig, read_delta_net
-from jaxrunner.models.hybrids.hybrid import FULL, Hybrid, Params, conv_source, read_attends
-from jaxrunner.models.llama import Turn, linear_source, packed_source, unpack
+from jaxrunner.models.hybrids.hybrid import FULL, Hybrid, Mixing, Normed, Params, read_attends
+from jaxrunner.models.llama import Turn
 from jaxrunner.models.mixtures.mixture import (
     OF_EXPERTS,
     FeedForward,
@@ -29,6 +29,14 @@ from jaxrunner.models.mixtures.mixture import (
 )
 from jaxrunner.models.mixtures.qwen3_moe import read_sparse
 from jaxrunner.models.partial_rotary import held_dims
+from jaxrunner.models.sources import (
+    conv_source,
+    linear_source,
+    mlp_sources,
+    norm_sources,
+    packed_source,
+    unpack,
+)
 from jaxrunner.ops.plain import rms_norm, rotate
 from jaxrunner.ops.routing import RouterConfig
 from jaxrunner.pytree import host_value, leaf, nested, pytree
@@ -47,35 +55,24 @@ class Qwen3NextConfig(Hybrid, MixtureConfig):
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
         dims = super().dims
-        layers = self.of_layers(dims["Y"], DeltaNetLayer, GatedAttentionLayer)
-        return dims | self.mixer.dims | dict(Y=layers, query_and_gate=2)
+        layers = self.of_layers(DeltaNetLayer, GatedAttentionLayer, dims["Y"])
+        return dims | self.mixer.dims | layers | dict(query_and_gate=2)
 
 
 @pytree
-class DeltaNetLayer(FeedForward, DeltaNet):
+class DeltaNetLayer(FeedForward, DeltaNet, Mixing):
     """Weights of a layer with a gated delta net."""
 
-    attn_norm: Array = leaf("E", "param")
-    mlp_norm: Array = leaf("E", "param")
-
-    def attend(
-        self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
-    ) -> tuple[Array, Any]:
-        """Returns what the net adds to the residual, given h, [T, E]; and the cache."""
-        return self.mix(config, ops, h, cache, spec.group)
-
 
 @pytree
-class GatedAttentionLayer(FeedForward):
+class GatedAttentionLayer(FeedForward, Normed):
     """Weights of a layer whose attention is gated by what its queries come with."""
 
-    attn_norm: Array = leaf("E", "param")
     q: Linear = nested(outputs="query_and_gate H D", inputs="E", bias="qkv_bias")
     kv: Linear = nested(outputs="query_and_gate K D", inputs="E", bias="qkv_bias")
     q_norm: Array = leaf("D", "param")
     k_norm: Array = leaf("D", "param")
     o: Linear = nested(outputs="E", inputs="H D", num_in=2, bias="o_bias")
-    mlp_norm: Array = leaf("E", "param")
 
     def attend(
         self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
@@ -162,11 +159,10 @@ def sources(
 
 def _outer(c: Qwen3NextConfig, prefix: str, sparse: bool) -> dict[str, Any]:
     """Returns the sources of a layer's norms and of what is behind its attention."""
-    E, norms = c.hidden_size, dict(attn_norm="input", mlp_norm="post_attention")
-    dense = functools.partial(llama.mlp_sources, f"{prefix}mlp.", c.intermediate_size, E)
+    dense = functools.partial(mlp_sources, f"{prefix}mlp.", c.intermediate_size, c.hidden_size)
     own = qwen_experts(c, prefix) if sparse else dense()
-    found = {field: Source.whole(f"{prefix}{n}_layernorm.weight", E) for field, n in norms.items()}
-    return dict.fromkeys(("gate_up", "down", *OF_EXPERTS)) | found | own
+    none = dict.fromkeys(("gate_up", "down", *OF_EXPERTS))
+    return none | norm_sources(prefix, c.hidden_size) | own
 
 
 def _attention(c: Qwen3NextConfig, prefix: str) -> dict[str, Any]:

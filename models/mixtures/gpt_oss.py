@@ -21,8 +21,8 @@ from jaxrunner.models.mixtures.mixture import (
     read_router,
     router_source,
     sources,
-    transposed_source,
 )
+from jaxrunner.models.sources import transposed_source
 from jaxrunner.models.windows import layer_windows
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array

@@ -18,8 +18,9 @@ from jaxrunner.caches.latent import LatentAttention
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Ops, Source
-from jaxrunner.models.llama import Turn, linear_source
+from jaxrunner.models.llama import Turn
 from jaxrunner.models.mixtures.mixture import FeedForward, MixtureConfig
+from jaxrunner.models.sources import linear_source
 from jaxrunner.ops.plain import rms_norm, rotate
 from jaxrunner.pytree import each, leaf, nested, pytree
 from jaxrunner.types import Array

@@ -19,7 +19,7 @@ from jaxrunner.experts import Experts, Routes
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import AttentionSpec, Ops
 from jaxrunner.models import llama
-from jaxrunner.models.hybrids.hybrid import FULL, renamed
+from jaxrunner.models.hybrids.hybrid import FULL
 from jaxrunner.models.mixtures.mixture import (
     MixtureConfig,
     MixtureLayer,
@@ -29,10 +29,10 @@ from jaxrunner.models.mixtures.mixture import (
     read_router,
     router_source,
     sources,
-    transposed_source,
 )
 from jaxrunner.models.partial_rotary import reordered_heads
 from jaxrunner.models.rope import rotation
+from jaxrunner.models.sources import mlp_sources, renamed, transposed_source
 from jaxrunner.models.text_config import text_settings
 from jaxrunner.ops.plain import rms_norm, rotate, unpacked
 from jaxrunner.pytree import each, host_value, pytree, static
@@ -195,7 +195,7 @@ def _experts(c: Llama4Config, prefix: str) -> dict[str, Any]:
         down_bias=None,
         activation="swiglu",
     )
-    shared = llama.mlp_sources(f"{at}shared_expert.", c.shared_expert_intermediate_size, E)
+    shared = mlp_sources(f"{at}shared_expert.", c.shared_expert_intermediate_size, E)
     found = {f"shared_{name}": source for name, source in shared.items()}
     return found | dict(router=router_source(c, f"{at}router"), experts=experts)
 

@@ -18,7 +18,8 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import Model, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import Attention, attention_sources, linear_source, mlp_sources
+from jaxrunner.models.llama import Attention, attention_sources
+from jaxrunner.models.sources import linear_source, mlp_sources
 from jaxrunner.ops.routing import Router, RouterConfig, scores_of
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array
@@ -209,23 +210,6 @@ def stacked_source(c: MixtureConfig, prefix: str, gate: str, up: str, down: str)
         gate_up_bias=None,
         down_bias=None,
         activation="swiglu",
-    )
-
-
-def transposed_source(
-    name: str, shape: tuple[int, int, int], split: Join | None = None, joined: Join | None = None
-) -> Source:
-    """Returns the source of a weight, [X, out, in], that is stored as [X, in, out].
-
-    split: takes its outputs apart; joined: undoes that.
-    """
-    X, out, inner = shape
-    split, joined = split or np.ascontiguousarray, joined or np.asarray
-    return Source(
-        (name,),
-        ((X, inner, out),),
-        lambda arrays: split(np.swapaxes(arrays[0], 1, 2)),
-        lambda held: [np.ascontiguousarray(np.swapaxes(joined(held), 1, 2))],
     )
 
 

@@ -1,0 +1,96 @@
+"""Where weights lie in checkpoints: products, packed or alone, norms, names that differ."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.linear import Linear
+from jaxrunner.model import Source
+from jaxrunner.pytree import host_value
+
+Join = Callable[[list[np.ndarray]], np.ndarray]
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def norm_sources(prefix: str, width: int) -> dict[str, Source]:
+    """Returns where the norms of a layer lie."""
+    names = dict(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    return {field: Source.whole(f"{prefix}{name}.weight", width) for field, name in names.items()}
+
+
+def mlp_sources(prefix: str, units: int, width: int, *, bias: bool = False) -> dict[str, Linear]:
+    """Returns where the products of a gated MLP lie: `gate_up` and `down`."""
+    gate_up, down = {f"{prefix}gate_proj": units, f"{prefix}up_proj": units}, f"{prefix}down_proj"
+    end = Source.whole(f"{down}.bias", width) if bias else None
+    return dict(
+        gate_up=packed_source(gate_up, np.stack, width, bias=bias),
+        down=linear_source(Source.whole(f"{down}.weight", width, units), end),
+    )
+
+
+def packed_source(names: dict[str, int], join: Join, width: int, *, bias: bool = False) -> Linear:
+    """Returns the source of several products of x, [T, width], that are held as one.
+
+    names: of the products, and how many outputs each has.
+    """
+
+    def of(part: str, *inner: int) -> Source:
+        shapes = tuple((rows, *inner) for rows in names.values())
+        split = functools.partial(unpack, join, shapes)
+        return Source(tuple(f"{name}.{part}" for name in names), shapes, join, split)
+
+    return linear_source(of("weight", width), of("bias") if bias else None)
+
+
+def linear_source(weight: Source | None, bias: Source | None = None, *, num_in: int = 1) -> Linear:
+    """Returns the sources of a product's weights."""
+    return host_value(Linear, weight=weight, bias=bias, num_in=num_in)
+
+
+def transposed_source(
+    name: str,
+    shape: tuple[int, int, int],
+    split: Change | None = None,
+    joined: Change | None = None,
+) -> Source:
+    """Returns the source of a weight, [X, out, in], that is stored as [X, in, out].
+
+    split: takes its outputs apart; joined: undoes that.
+    """
+    X, out, inner = shape
+    split, joined = split or np.ascontiguousarray, joined or np.asarray
+    return Source(
+        (name,),
+        ((X, inner, out),),
+        lambda arrays: split(np.swapaxes(arrays[0], 1, 2)),
+        lambda held: [np.ascontiguousarray(np.swapaxes(joined(held), 1, 2))],
+    )
+
+
+def conv_source(name: str, channels: int, width: int) -> Source:
+    """Returns the source of a convolution of each channel by itself, [C, W]."""
+    return Source.whole(f"{name}.weight", channels, 1, width, held=(channels, width))
+
+
+def renamed(sources: Any, names: dict[str, str]) -> Any:
+    """Returns sources whose tensors have names in which each key of `names` is its value."""
+
+    def one(source: Source) -> Source:
+        found = source.names
+        for old, new in names.items():
+            found = tuple(name.replace(old, new) for name in found)
+        return source._replace(names=found)
+
+    return jax.tree.map(one, sources, is_leaf=lambda node: isinstance(node, Source))
+
+
+def unpack(join: Callable, shapes: tuple[tuple[int, ...], ...], packed: np.ndarray):
+    """Splits a packed weight, by packing indices in its place."""
+    ends = np.cumsum([np.prod(shape) for shape in shapes])
+    index = [np.arange(e - np.prod(s), e).reshape(s) for e, s in zip(ends, shapes, strict=True)]
+    flat = np.empty(packed.size, packed.dtype)
+    flat[join(index).ravel()] = packed.ravel()
+    return [flat[i] for i in index]
