@@ -45,3 +45,41 @@ def test_nothing_waits_while_there_is_a_slot_for_all():
     step(scheduler)
     scheduler.add(new("d", 2))
     assert step(scheduler).num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 2}
+
+
+def steps_of(budget, sizes, num_due):
+    """Returns the padded sizes of a lone prompt's steps."""
+    steps = []
+    while num_due > 0:
+        n = min(num_due, budget.least_padded(0, num_due))
+        steps.append(min(size for size in sizes if size >= n))
+        num_due -= n
+    return steps
+
+
+def test_a_prompt_takes_the_steps_that_cost_least():
+    sizes, cost = (32, 256, 1024), 32
+    budget = ChunkBudget(sizes, 1024, cost)
+    assert steps_of(budget, sizes, 1024) == [1024]
+    assert steps_of(budget, sizes, 800) == [256, 256, 256, 32]
+    assert steps_of(budget, sizes, 300) == [256, 32, 32]
+    least = [0]  # cost of the best steps of all, by their tokens
+    for num_due in range(1, 3000):
+        least.append(min(least[max(num_due - s, 0)] + s + cost for s in sizes))
+        took = sum(size + cost for size in steps_of(budget, sizes, num_due))
+        assert took == least[num_due]
+
+
+def test_tokens_of_decodes_leave_room_for_a_prompt_s():
+    budget = ChunkBudget((32, 256), 256, 32)
+    assert budget.least_padded(num_decodes=32, num_due=40) == 256  # not 32, without the prompt
+    assert budget.least_padded(num_decodes=8, num_due=8) == 256  # a step of decodes alone
+
+
+def test_a_prompt_is_cut_where_padding_costs():
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=64, step_sizes=(4, 16, 64))
+    for step_cost, want in ((0, [22]), (1, [16, 4, 2])):
+        scheduler, _ = make(**sizes, step_cost=step_cost)
+        scheduler.add(new("a", 22))
+        counts = [step(scheduler).num_scheduled_tokens["a"] for _ in want]
+        assert counts == want

@@ -1,7 +1,9 @@
 """The scheduler that an engine's sizes ask for."""
 
+import jax
+
 from jaxrunner.caches.cache_group import reads_whole
-from jaxrunner.device.buckets import step_buckets
+from jaxrunner.device.buckets import CPU_STEP_COST, step_buckets
 from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program import Program
 from jaxrunner.scheduling.adapter_turns import AdapterTurns
@@ -32,6 +34,7 @@ def make_scheduler(
         lookahead=0 if speculator is None else speculator.lookahead,
         num_stages=num_stages(program.config),
         step_sizes=() if whole else [b.num_tokens for b in buckets if not b.query_len],
+        step_cost=CPU_STEP_COST if jax.default_backend() == "cpu" else 0,
     )  # fmt: skip
     if pinned is not None:
         scheduler.admission.adapters = AdapterTurns(config.max_loras, pinned)

@@ -1,10 +1,13 @@
-"""How many tokens a step takes while more requests wait than there is room for.
+"""How many tokens a step takes, of the compiled sizes that it is padded to.
 
-A step is padded to a compiled size. With decodes about, the prompts of the few requests that come
-and go leave most of it empty, so prefills wait some steps until they fill a size, and fill just it.
+While more requests wait than there is room for, the prompts of the few that come and go leave most
+of a step empty, decodes being about, so prefills wait some steps until they fill a size, and fill
+just it. Otherwise padding matters where a device has few cores: a prompt is cut into the steps that
+take least together.
 """
 
 from collections.abc import Sequence
+import functools
 
 MAX_HELD = 4  # steps that a prefill waits at most
 WORTH, ENOUGH = 3.0, 1.5  # sizes, in decodes, that are filled at once, and after waiting
@@ -16,9 +19,12 @@ class ChunkBudget:
 
     SAVED = ("_num_held",)
 
-    def __init__(self, sizes: Sequence[int], most: int):
-        """sizes: padded sizes of steps with a prefill; most: tokens of any step."""
-        self._sizes, self._most = [size for size in sizes if size <= most], most
+    def __init__(self, sizes: Sequence[int], most: int, step_cost: int = 0):
+        """sizes: padded sizes of steps with a prefill; most: tokens of any step.
+        step_cost: tokens that take as long as a step does beside its own; 0 where padding is free.
+        """
+        self._sizes, self._most = sorted(size for size in sizes if size <= most), most
+        self.step_cost = step_cost
         self._num_held = 0
 
     def next(self, num_decodes: int, num_due: int) -> int:
@@ -33,3 +39,23 @@ class ChunkBudget:
         if hold:
             return min(num_decodes, self._most)  # with drafts they may be more
         return size if size > ENOUGH * num_decodes else self._most
+
+    def least_padded(self, num_decodes: int, num_due: int) -> int:
+        """Returns what `next` does where no request waits for another one's slot."""
+        sizes = tuple(size for size in self._sizes if size > num_decodes)
+        if not sizes or num_decodes >= num_due:
+            return self._most
+        return -_cut(sizes, self.step_cost, num_due)[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(sizes: tuple[int, ...], step_cost: int, num_tokens: int) -> tuple[int, int]:
+    """Returns what steps of some `sizes` cost that hold so many tokens, and less the first's."""
+    if not num_tokens:
+        return 0, 0
+    found = [(size + step_cost, -size) for size in sizes if size >= num_tokens][:1]
+    for size in sizes:
+        num, rest = divmod(num_tokens, size)
+        if num:
+            found.append((num * (size + step_cost) + _cut(sizes, step_cost, rest)[0], -size))
+    return min(found)

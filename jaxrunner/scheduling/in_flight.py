@@ -54,12 +54,14 @@ def end_of(request: Request, most: int, num_steps: int, tables: BlockTables) -> 
 
 
 def have_room(
-    due: Sequence[Request], num_steps: int, num_drafts: int, max_tokens: int, tables: BlockTables
-) -> bool:
-    """Whether `num_steps` steps at once have tokens and blocks for all of `due`, if there are any.
+    running: Sequence[Request], num_steps: int, num_drafts: int, max_tokens: int,
+    tables: BlockTables,
+) -> bool:  # fmt: skip
+    """Whether a request is due a token, and `num_steps` at once have tokens and blocks for all.
 
     Each step verifies `num_drafts` of each request: all steps of a launch have one size.
     """
+    due = [request for request in running if request.num_missing]
     if not 0 < len(due) * (1 + num_drafts) <= max_tokens:
         return False
     return tables.have_room(due, [end_of(r, num_drafts, num_steps, tables) for r in due])

@@ -40,6 +40,7 @@ class Scheduler:
         policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
         step_sizes: Sequence[int] = (),
+        step_cost: int = 0,
         num_drafts: int = 0,
         adaptive: bool = False,
         lookahead: int = 0,
@@ -47,7 +48,7 @@ class Scheduler:
         num_stages: int = 1,
     ):
         """long_prefill_token_threshold: most tokens of one request in a step, 0 for no limit.
-        step_sizes: padded sizes that prefills should fill, none where padding costs nothing.
+        step_sizes, step_cost: padded sizes that prefills should fill, as `ChunkBudget` has them.
         num_drafts: proposed by each step for each request that it samples.
         adaptive: steps propose as many as attribute `num_drafts` says, and none where they compute
             prompts.
@@ -72,7 +73,8 @@ class Scheduler:
         )  # fmt: skip
         self.running: list[Request] = []  # in the order of their admission
         self.num_preemptions = 0  # so far
-        self.chunks = ChunkBudget(step_sizes, max_num_batched_tokens) if step_sizes else None
+        sizes = step_sizes, max_num_batched_tokens, step_cost
+        self.chunks = ChunkBudget(*sizes) if step_sizes else None
         self.turns = Turns(num_stages) if num_stages > 1 else None
         self.requests: dict[str, Request] = {}  # unfinished
         self._finished: set[str] = set()  # since the last step
@@ -126,7 +128,9 @@ class Scheduler:
         if self.admission.remote is not None:
             self.admission.poll(idle=not self.running)
         decodes = (num_steps > 1 or self.adaptive) and self._decodes
-        several = num_steps > 1 and decodes and self._have_room(num_steps)
+        sizes = num_steps, self.num_drafts, self.max_num_batched_tokens
+        room = in_flight.have_room
+        several = num_steps > 1 and decodes and room(self.running, *sizes, self.tables)
         output = SchedulerOutput(finished_req_ids=self._finished)
         output.num_steps = num_steps if several else 1
         output.num_proposed = self._most_drafts
@@ -250,12 +254,14 @@ class Scheduler:
 
     def _budget(self, most_drafts: int, due: Sequence[Request], free: int) -> int:
         """Returns the most tokens of a step whose requests verify `most_drafts` each."""
-        if self.chunks is None or len(self.waiting) <= free:
+        fits = len(self.waiting) <= free
+        if self.chunks is None or (fits and not self.chunks.step_cost):
             return self.max_num_batched_tokens
         counts = [request.num_missing for request in due]
         num_due = sum(counts) + sum(request.num_tokens for request in self.waiting.first(free))
         num_drafts = sum(min(most_drafts, request.num_drafts) for request in due)
-        return self.chunks.next(counts.count(1) + num_drafts, num_due + num_drafts)
+        of = self.chunks.least_padded if fits else self.chunks.next
+        return of(counts.count(1) + num_drafts, num_due + num_drafts)
 
     @property
     def _decodes(self) -> bool:
@@ -263,12 +269,6 @@ class Scheduler:
         if self.num_running < self.max_num_seqs and self.admission.may_start:
             return False
         return bool(self.running) and all(request.num_missing <= 1 for request in self.running)
-
-    def _have_room(self, num_steps: int) -> bool:
-        """Whether a request is due a token, and there is room for `num_steps` steps of all."""
-        due = [request for request in self.running if request.num_missing]
-        most = self.max_num_batched_tokens
-        return in_flight.have_room(due, num_steps, self.num_drafts, most, self.tables)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Takes a running request off the device. Returns the tokens it had in this step."""
