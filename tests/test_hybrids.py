@@ -199,12 +199,13 @@ PUBLISHED = {  # keys beside those that transformers writes today
     "nemotron h": dict(
         layers_block_type=None, hybrid_override_pattern="M-*E", attention_head_dim=8, expand=2,
         mtp_hybrid_override_pattern="*E", num_nextn_predict_layers=1, num_hidden_layers=4,
-        rms_norm_eps=1e-5, rescale_prenorm_residual=True, time_step_rank=16,
-        num_query_groups=None,
+        rms_norm_eps=1e-5, norm_eps=1e-5, rescale_prenorm_residual=True, time_step_rank=16,
+        partial_rotary_factor=1.0, rope_theta=10000, use_mamba_kernels=True, n_shared_experts=1,
     ),
     "qwen 3.5": dict(
         full_attention_interval=4, attn_output_gate=True, mamba_ssm_dtype="float32",
-        mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
+        mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, mlp_only_layers=[],
+        output_gate_type="swish", partial_rotary_factor=0.25,
         rope_parameters=dict(
             mrope_interleaved=True, mrope_section=[11, 11, 10], rope_type="default",
             rope_theta=10000.0, partial_rotary_factor=0.25,
