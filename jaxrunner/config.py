@@ -64,7 +64,7 @@ class ModelConfig(Protocol):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps of the tokens before one."""
+        """What each layer keeps of the tokens before one; behind all, what some keep besides."""
         ...
 
     @property

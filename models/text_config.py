@@ -27,6 +27,6 @@ def text_settings(settings: Settings, **defaults: Any) -> Settings:
             text = text.with_value(key, settings.take(key, (bool, object), None))
         elif key in defaults:
             text = text.with_value(key, defaults[key])
-    settings.ignore("vision_config", *TOKENS)
+    settings.ignore("vision_config", "language_model_only", *TOKENS)
     settings.finish()
     return text

@@ -1,5 +1,6 @@
 """Layers whose tokens see their own chunk alone: what is kept, found again, and computed."""
 
+from dataclasses import replace
 import functools
 import random
 from types import SimpleNamespace
@@ -9,15 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, RequestOutputKind, SamplingParams
+from jaxrunner import LLM, RequestOutputKind, SamplingParams, pytree
 from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.caches.chunked import ChunkedLocalAttention
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
+from jaxrunner.kernels_pallas import reference
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.registry import read_model
-from jaxrunner.ops.attention import ATTENTION
+from jaxrunner.ops import backends
+from jaxrunner.ops.attention import ATTENTION, rows_of
+from jaxrunner.program import Bucket, Program
+from jaxrunner.sampling import RULES
 from jaxrunner.scheduling.prefix import find_prefix
+from jaxrunner.types import Batch, Inputs, LayerCache
+from tests.support import tiny
 from tests.support.checkpoints import NEEDS_TORCH
+from tests.support.lowering import cuda, lowers
 from tests.support.scheduling import cache_group
 
 CHUNK, BLOCK = 16, 4
@@ -79,17 +89,95 @@ def test_empty_chunks_are_refused():
         ChunkedLocalAttention(0)
 
 
-def test_kernels_that_know_no_chunks_are_not_taken():
+def test_kernels_do_not_run_where_rows_cannot_be_cut_by_chunks():
     batch: Any = SimpleNamespace(query_len=1, blocks=(jnp.zeros((2, 6), jnp.int32),))
     cache: Any = SimpleNamespace(k=jnp.zeros((9, 2, 4, 16)))
-    spec = AttentionSpec(0, None, 1.0, chunk_size=16)
+    spec = AttentionSpec(0, None, 1.0, chunk_size=18)
     decode, mixed, plain = (functools.partial(one.refuses, batch) for one in ATTENTION)
-    words = "wants requests of one chunk, 16 tokens, got up to 24"
+    words = "wants chunks of whole blocks, of 4 tokens, got chunks of 18"
     assert decode(None, cache, spec) == words and plain(None, cache, spec) is None
     batch.query_len = 0
     assert mixed(None, cache, spec) == words
     # Requests that end within the first chunk see all before them.
-    assert mixed(None, cache, spec._replace(chunk_size=24)) is None
+    for fine in (16, 26):
+        assert mixed(None, cache, spec._replace(chunk_size=fine)) is None
+    batch.query_len = 3
+    assert decode(None, cache, spec._replace(chunk_size=16)) == (
+        "wants one token of every row where there are chunks, got 3"
+    )
+
+
+H, K, D = 4, 2, 8
+STEPS = {
+    "decode": ([(0, 1), (7, 1), (8, 1), (0, 0), (22, 1)], 1),
+    "prompts": ([(0, 21), (5, 1), (7, 2), (0, 0), (13, 11)], 0),
+    "chunks begin": ([(8, 8), (16, 3), (15, 1), (23, 1), (0, 24)], 0),
+    "nothing": ([], 0),
+}
+
+
+@pytest.mark.parametrize(("rows", "query_len"), STEPS.values(), ids=STEPS.keys())
+def test_rows_of_one_chunk_see_what_tokens_of_chunks_see(rows, query_len):
+    """What kernels are given, against the mask; both in plain JAX."""
+    B, T, M, C = 6, 6 if query_len else 40, 6, 8
+    rng, nums = np.random.default_rng(0), np.zeros(B, np.int32)
+    nums[: len(rows)] = [num for _, num in rows]
+    lens = nums + np.array([first for first, _ in rows] + [0] * (B - len(rows)), np.int32)
+    lens = np.where(nums > 0, lens, 0).astype(np.int32)
+    start = np.concatenate([[0], np.cumsum(np.ones(B) if query_len else nums)]).astype(np.int32)
+    row, places = np.full(T, B, np.int32), np.zeros(T, np.int32)
+    for b, num in enumerate(nums):
+        row[start[b] : start[b] + num] = b
+        places[start[b] : start[b] + num] = np.arange(lens[b] - num, lens[b])
+    blocks = jnp.asarray(rng.permutation(B * M).reshape(B, M).astype(np.int32))
+    none = jnp.zeros(T, jnp.int32)
+    batch = Batch(
+        inputs=Inputs(none, jnp.asarray(places), none), row=jnp.asarray(row), slot=none,
+        cache_index=(), query_start=jnp.asarray(start), seq_lens=jnp.asarray(lens),
+        blocks=(blocks,), logits_indices=none, query_len=query_len,
+    )  # fmt: skip
+    k, v = (jnp.asarray(rng.normal(size=(B * M, K, BLOCK, D)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(T, H, D)), jnp.float32)
+    cache = LayerCache(k=k, v=v, k_scale=None, v_scale=None)
+    spec = AttentionSpec(0, None, 0.3, chunk_size=C)
+    want = reference.attend(batch, q, cache, spec)
+    starts, seen, tables = rows_of(batch, spec, BLOCK)
+    cut = replace(
+        batch, inputs=replace(batch.inputs, positions=batch.inputs.positions % C),
+        query_start=starts, seq_lens=seen, blocks=(tables,),
+    )  # fmt: skip
+    got = reference.attend(cut, q, cache, spec._replace(chunk_size=None))
+    live = row < B
+    assert tables.shape[1] * BLOCK == C and int(seen.max()) <= C
+    np.testing.assert_allclose(got[live], want[live], atol=1e-6)
+    assert not rows or np.abs(want[live]).max() > 0.1
+
+
+DECODE, PREFILL, PLAIN = "decode_attention", "prefill_attention", "plain JAX"
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("max_model_len", "bucket", "names"),
+    [
+        (1024, Bucket(64, 64, 1), {DECODE}),
+        (1024, Bucket(256, 64), {PREFILL}),
+        (96, Bucket(192, 64, 3), {DECODE}),
+        (1024, Bucket(192, 64, 3), {DECODE, PLAIN}),  # of layers without chunks, and with
+    ],
+    ids=["decode", "prompts", "drafts of one chunk", "drafts"],
+)
+def test_kernels_run_on_rows_of_chunks(max_model_len, bucket, names):
+    large = SETTINGS | dict(hidden_size=1024, num_attention_heads=8, num_hidden_layers=2)
+    large |= dict(attention_chunk_size=128, no_rope_layers=[1, 0], max_position_embeddings=2048)
+    model, config = read_model(Settings(large))
+    sizes: dict[str, Any] = dict(max_model_len=max_model_len, num_blocks=100, block_size=64)
+    engine = tiny.engine_config(dtype="bfloat16", kv_dtype="bfloat16", **sizes)
+    params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+    program = Program(model, config, engine, backends.fused, RULES)
+    with cuda():
+        told = operations(program, params, Key("step", bucket))
+    assert {one.name for one in told if one.operation == "attention"} == names
 
 
 @pytest.fixture(scope="module")

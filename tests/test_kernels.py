@@ -152,13 +152,14 @@ def verify_batch(kv_dtype: str | None) -> tuple[Batch, LayerCache]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("make_batch", [mixed_batch, verify_batch], ids=["mixed", "verify"])
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"], ids=["bfloat16", "fp8"])
-def test_layers_of_mixed_batches_equal_plain_jax(make_batch, kv_dtype):
+@pytest.mark.parametrize("chunk_size", [None, 64])
+def test_layers_of_mixed_batches_equal_plain_jax(make_batch, kv_dtype, chunk_size):
     """Through all kernels of `attend`."""
     rng, (batch, cache) = np.random.default_rng(), make_batch(kv_dtype)
     qkv = jnp.asarray(rng.standard_normal((128, 2, 6, 128)), jnp.bfloat16)
     angle = jnp.asarray(rng.uniform(0, 6, (128, 1, 64)), jnp.float32)
     heads = RopeAndNorm(jnp.cos(angle), jnp.sin(angle), None, None, 1e-6)
-    spec = AttentionSpec(0, None, 128**-0.5)
+    spec = AttentionSpec(0, None, 128**-0.5, chunk_size=chunk_size)
 
     def run(make):
         attend = jax.jit(lambda qkv, cache: make(batch).rotate_attend(qkv, heads, cache, spec))

@@ -81,6 +81,7 @@ CUTS = {
     "gpt-oss": {},
     "gpt-oss, one key": dict(decode_context_parallel_size=2),
     "llama 4": {},
+    "llama 4, ragged chunks, two experts": dict(decode_context_parallel_size=2),
     "qwen2": {},
 }
 

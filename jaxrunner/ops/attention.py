@@ -1,10 +1,11 @@
 """What attention over the paged cache runs through, by the rows of a batch."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrunner.indexing import find_rows, take
 from jaxrunner.kernels_pallas import reference, rope_write
 from jaxrunner.kernels_pallas.decode_attention import decode_attention, refuses
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
@@ -18,20 +19,23 @@ def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> A
     Q, num = batch.query_len, None
     if Q > 1:  # a row's tokens are its last; its first place has one if any has, and else 0
         num = batch.seq_lens - batch.inputs.positions[::Q]
-    blocks, sizes = _blocks(batch, cache, spec), _sizes(cache, spec)
-    return decode_attention(q, *blocks, batch.seq_lens, query_len=Q, num_tokens=num, **sizes)
+    rows = rows_of(batch, spec, cache.k.shape[2])
+    args = q, cache.k, cache.v, rows.blocks, rows.seq_lens
+    return decode_attention(*args, query_len=Q, num_tokens=num, **_sizes(cache, spec))
 
 
 def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
     if not batch.query_len:
         return "wants as many tokens of every row"
+    if batch.query_len > 1 and has_chunks(batch, spec, cache.k.shape[2]):
+        return f"wants one token of every row where there are chunks, got {batch.query_len}"
     return _refuses_chunks(batch, cache, spec) or refuses(q, cache.k, query_len=batch.query_len)
 
 
 def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
     """Runs rows of one token through the decode kernel, longer ones through the other."""
-    blocks, sizes = _blocks(batch, cache, spec), _sizes(cache, spec)
-    start, lens = batch.query_start, batch.seq_lens
+    start, lens, table = rows_of(batch, spec, cache.k.shape[2])
+    blocks, sizes = (cache.k, cache.v, table), _sizes(cache, spec)
     T, one = q.shape[0], start[1:] - start[:-1] == 1
     # A row of one token has none for the other kernel, so its tokens count as padding there.
     first = jnp.where(one, start[:-1], T)
@@ -50,15 +54,10 @@ def _refuses_mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpe
 
 
 def _refuses_chunks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> str | None:
-    """Says why kernels, which know windows alone, would see too much; None where they do not."""
-    most = batch.blocks[spec.group].shape[1] * cache.k.shape[2]
-    if spec.chunk_size is None or most <= spec.chunk_size:
+    size, C = cache.k.shape[2], spec.chunk_size
+    if C is None or not C % size or not has_chunks(batch, spec, size):
         return None
-    return f"wants requests of one chunk, {spec.chunk_size} tokens, got up to {most}"
-
-
-def _blocks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> tuple[Array, Array, Array]:
-    return cache.k, cache.v, batch.blocks[spec.group]
+    return f"wants chunks of whole blocks, of {size} tokens, got chunks of {C}"
 
 
 def _sizes(cache: LayerCache, spec: AttentionSpec) -> dict[str, Any]:
@@ -110,3 +109,48 @@ ROTATE_WRITE = (
     Operation("rope_write", _fused_write, _refuses_write),
     Operation("plain JAX", _plain_write),
 )
+
+
+class Rows(NamedTuple):
+    """Runs of tokens that see the keys of their row up to themselves, and no others."""
+
+    query_start: Array  # [B + 1], where each row's tokens start
+    seq_lens: Array  # [B], keys of each row once its tokens are there
+    blocks: Array  # [B, M]
+
+
+def has_chunks(batch: Batch, spec: AttentionSpec, block_size: int) -> bool:
+    """Whether requests may have more than one chunk."""
+    C = spec.chunk_size
+    return C is not None and batch.blocks[spec.group].shape[1] * block_size > C
+
+
+def rows_of(batch: Batch, spec: AttentionSpec, block_size: int) -> Rows:
+    """Returns the rows of a step in one layer; where requests have chunks, those of one each.
+
+    Chunks are whole blocks, and rows of a uniform batch have one token.
+    """
+    blocks, start, lens = batch.blocks[spec.group], batch.query_start, batch.seq_lens
+    C = spec.chunk_size
+    if C is None or not has_chunks(batch, spec, block_size):
+        return Rows(start, lens, blocks)
+    (B, _), T = blocks.shape, batch.row.shape[0]
+    if batch.query_len:
+        row, chunk = jnp.arange(B), jnp.maximum(lens - 1, 0) // C
+        return Rows(start, lens - chunk * C, _tables(blocks, row, chunk, C // block_size))
+    num = start[1:] - start[:-1]
+    first = lens - num  # the position of each row's first token
+    parts = jnp.where(num > 0, (lens - 1) // C - first // C + 1, 0)
+    ends, index = jnp.cumsum(parts), jnp.arange(2 * B + T // C)  # as many parts at most
+    row = find_rows(ends, index)
+    first, chunk = take(first, row), index - take(ends - parts, row)
+    chunk = jnp.where(row < B, first // C + chunk, 0)
+    starts = jnp.where(row < B, take(start, row) + jnp.maximum(chunk * C - first, 0), start[-1])
+    seen = jnp.minimum(take(lens, row), (chunk + 1) * C) - chunk * C  # 0 behind all rows
+    starts = jnp.concatenate([starts, start[-1:]])
+    return Rows(starts, seen, _tables(blocks, row, chunk, C // block_size))
+
+
+def _tables(blocks: Array, row: Array, chunk: Array, size: int) -> Array:
+    """Returns the `size` blocks of a chunk of each row."""
+    return take(blocks, (row[:, None], chunk[:, None] * size + jnp.arange(size)[None]))

@@ -97,6 +97,7 @@ def read(settings: Settings) -> NemotronHConfig:
     kinds = _read_kinds(settings)
     settings = settings.renamed(**SETTINGS).with_defaults(**USUAL, num_hidden_layers=len(kinds))
     settings.expect("num_hidden_layers", len(kinds))
+    settings.expect("norm_eps", settings.take("rms_norm_eps", float))
     wanted = dict(mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False,
                   residual_in_fp32=False, sliding_window=None)  # fmt: skip
     for key, value in wanted.items():

@@ -47,6 +47,7 @@ def read_moe(settings: Settings) -> Qwen3NextConfig:
 
 def _of_texts(settings: Settings) -> Settings:
     settings.expect("attn_output_gate", True)
+    settings.expect("output_gate_type", "swish", "silu")  # of delta nets
     settings.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of layers that draft
     given = settings.take("rope_parameters", dict, {})
     rest = {key: value for key, value in given.items() if key not in OF_IMAGES}

@@ -54,8 +54,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 4": ("Llama4", LOCAL | CHUNKS | dict(
         num_experts_per_tok=1, interleave_moe_layer_step=2, rope_parameters=STEEP)),
     "llama 4, ragged chunks, two experts": ("Llama4", LOCAL | CHUNKS | dict(
-        attention_chunk_size=12, use_qk_norm=False, attn_temperature_tuning=False,
-        attention_bias=True, layer_types=["full_attention", "chunked_attention"])),
+        attention_chunk_size=12, num_key_value_heads=1, use_qk_norm=False,
+        attn_temperature_tuning=False, attention_bias=True,
+        layer_types=["full_attention", "chunked_attention"])),
     "gpt-oss, one key": ("GptOss", LOCAL | dict(sliding_window=6, num_key_value_heads=1)),
     "gpt-oss": ("GptOss", LOCAL | dict(sliding_window=6, rope_parameters=YARN)),
 }  # fmt: skip
