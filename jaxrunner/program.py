@@ -1,7 +1,7 @@
 """The static half of an engine, and the shapes of everything that follows from it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 import functools
 from typing import Any, NamedTuple
 
@@ -31,6 +31,11 @@ MAX_STOP_IDS = 144  # of a request: its own, and the model's EOS
 FEW_STOP_IDS = 16  # of a request whose admission is not wide
 # Lists of ids that few requests have: an admission may leave them out, or have few stop ids.
 WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
+# Fields of `EngineConfig` that choose which programs there are and when they run, not what they do.
+HOST_ONLY = (
+    "token_buckets", "decode_buckets", "growth", "num_decode_steps", "async_depth", "policy",
+    "enable_prefix_caching", "long_prefill_token_threshold", "seed", "max_cpu_loras",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,15 @@ class Program:
     def extra_args(self) -> list[str]:
         """What slot tables read of a request's `extra_args`."""
         return [name for table in self.tables for name in table.extra_args]
+
+    @functools.cached_property
+    def traced(self) -> "Program":
+        """What programs are traced with: `HOST_ONLY` fields are as by default.
+
+        Engines that differ in nothing else share executables.
+        """
+        default = {f.name: f.default for f in fields(EngineConfig) if f.name in HOST_ONLY}
+        return replace(self, engine=replace(self.engine, **default))
 
     @functools.cached_property
     def tables(self) -> list[SlotTable]:

@@ -17,8 +17,8 @@ TEXT = "def read(path):\n    with open(path) as f:\n        "
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(str(embedded.PATH), num_blocks=64, **SIZES) as llm:
+def llm(shallow):
+    with LLM(shallow, num_blocks=64, **SIZES) as llm:
         yield llm
 
 

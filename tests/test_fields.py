@@ -47,7 +47,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "top_k": ({}, 1, "tokens"),
     "min_p": ({}, 0.9, "tokens"),
     "seed": ({}, 7, "tokens"),
-    "stop": (GREEDY, "]", "text"),
+    "stop": (GREEDY, "#", "text"),
     "stop_token_ids": (GREEDY, [199], "tokens"),  # a line break
     "ignore_eos": (ENDS, True, "tokens"),
     "max_tokens": (GREEDY, 3, "tokens"),
@@ -59,7 +59,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "truncate_prompt_tokens": ({}, 3, "prompt"),
     "detokenize": ({}, False, "text"),
     "skip_special_tokens": (SAYS_EOS, False, "text"),
-    "include_stop_str_in_output": (GREEDY | dict(stop="]"), True, "text"),
+    "include_stop_str_in_output": (GREEDY | dict(stop="#"), True, "text"),
     "structured_outputs": ({}, StructuredOutputsParams(regex="[a-c]{5}"), "text"),
     "logit_bias": (GREEDY, {9: 100.0}, "tokens"),
     "allowed_token_ids": (GREEDY, [9, 10, 11], "tokens"),
@@ -98,8 +98,8 @@ NEIGHBOURS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(str(embedded.PATH), **SIZES) as llm:
+def llm(shallow):
+    with LLM(shallow, **SIZES) as llm:
         yield llm
 
 
@@ -136,7 +136,7 @@ def test_each_field_is_in_a_test_below():
 @pytest.mark.parametrize("name", EFFECTS)
 def test_a_field_has_an_effect(llm, name):
     beside, value, what = EFFECTS[name]
-    ask(llm, {})  # so that the prompt is in the cache
+    ask(llm, dict(max_tokens=1))  # so that the prompt is in the cache
     without, changed = (seen(output) for output in ask(llm, beside, beside | {name: value}))
     assert without[what] != changed[what]
     if what in ("logprobs", "prompt_logprobs", "cached"):

@@ -173,8 +173,8 @@ def test_a_trainer_rolls_out_between_its_steps():
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(str(embedded.PATH), **SIZES) as llm:
+def llm(shallow):
+    with LLM(shallow, **SIZES) as llm:
         yield llm
 
 
@@ -230,8 +230,8 @@ def test_updates_out_of_order_are_refused(llm: LLM):
     assert told(llm) == first and llm.weights_version == version
 
 
-def test_sleep_gives_memory_back_and_changes_no_token():
-    with LLM(str(embedded.PATH), **SIZES) as llm:
+def test_sleep_gives_memory_back_and_changes_no_token(shallow):
+    with LLM(shallow, **SIZES) as llm:
         first, ledger = told(llm), len(llm.engine.runner.programs.ledger)
         runner = llm.engine.runner
         held = sum(x.nbytes for x in jax.tree.leaves((llm.params, runner.state)))
@@ -255,7 +255,7 @@ def test_sleep_gives_memory_back_and_changes_no_token():
         with pytest.raises(ValueError, match=r"tags may name what sleeps, .* got \['all'\]"):
             llm.wake_up(["all"])
         llm.wake_up(["kv_cache"])
-        llm.reload_weights(embedded.PATH)
+        llm.reload_weights(shallow)
         assert not llm.is_sleeping() and told(llm) == first
         llm.sleep(level=1)
         llm.wake_up(["weights"])

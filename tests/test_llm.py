@@ -27,8 +27,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(str(embedded.PATH), num_blocks=64, **SIZES) as llm:
+def llm(shallow):
+    with LLM(shallow, num_blocks=64, **SIZES) as llm:
         llm.engine.runner.programs.strict = True
         yield llm
 

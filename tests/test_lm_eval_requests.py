@@ -19,8 +19,8 @@ CHAT = (
 
 
 @pytest.fixture(scope="module")
-def lm():
-    lm = JaxRunnerLM(str(embedded.PATH), max_length=MAX_LENGTH, **SIZES)
+def lm(shallow):
+    lm = JaxRunnerLM(shallow, max_length=MAX_LENGTH, **SIZES)
     yield lm
     lm.llm.close()
 
@@ -110,7 +110,7 @@ def test_progress_is_shown_unless_lm_eval_says_not_to(lm, capsys):
 
 @pytest.mark.parametrize("until", ["\n", ["\n"], ["never", "\n", ""]])
 def test_a_text_ends_before_its_stop_string(lm, until):
-    prompts = ["def fibonacci(n):\n    return", "import os"]
+    prompts = ["def fibonacci(n):\n", "with open("]
     whole = generate(lm, *prompts)
     assert all("\n" in text for text in whole)
     assert generate(lm, *prompts, until=until) == [text.split("\n")[0] for text in whole]

@@ -12,7 +12,8 @@ from jaxrunner.device.lowering import Died, LoweringProcess, lower, lowering_tas
 from jaxrunner.device.program_spec import abstract, program_spec, usual_spec
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.program import Bucket
+from jaxrunner.program import HOST_ONLY, Bucket
+from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.program_table import Key, ProgramTable
 from tests.support import tiny
 
@@ -33,8 +34,8 @@ def engine(**programs) -> Engine:
     return made
 
 
-def spec_of(made: Engine, key: Key):
-    return made.runner.programs._spec(key)
+def spec_of(made: ModelRunner, key: Key):
+    return made.programs._spec(key)
 
 
 def process_of(made: Engine) -> LoweringProcess:
@@ -45,7 +46,7 @@ def process_of(made: Engine) -> LoweringProcess:
 
 def test_a_process_lowers_what_this_one_lowers_and_says_what_it_cannot():
     made = engine(num_processes=1)
-    spec = spec_of(made, KEY)
+    spec = spec_of(made.runner, KEY)
     process = process_of(made)
     texts = [build._lowered.as_text() for build in (process.lower(KEY, spec), lower(spec))]
     for word in ("tf.aliasing_output", "stablehlo.dot_general", "stablehlo.scatter"):
@@ -55,6 +56,20 @@ def test_a_process_lowers_what_this_one_lowers_and_says_what_it_cannot():
     process.close()
     with pytest.raises(Died, match="the process ended"):
         process.lower(KEY, spec)
+
+
+def test_what_the_host_alone_reads_changes_no_program():
+    def spec(**changes):
+        return spec_of(tiny.runner(**changes), KEY)
+
+    other = dict(
+        token_buckets=(8, 32), decode_buckets=(2,), growth=3, num_decode_steps=2, async_depth=1,
+        policy="priority", enable_prefix_caching=False, long_prefill_token_threshold=3, seed=1,
+    )  # fmt: skip
+    assert other.keys() | {"max_cpu_loras"} == set(HOST_ONLY)
+    assert spec(**other) == spec() != spec(nan_policy="ignore")
+    adapters = dict(enable_lora=True, max_loras=1)
+    assert spec(**adapters, max_cpu_loras=2) == spec(**adapters)
 
 
 def test_tokens_are_the_same_whoever_lowers(monkeypatch):

@@ -12,7 +12,7 @@ import jax
 import pytest
 from test_engine import KINDS, PROMPTS, drain, engine, run
 
-from jaxrunner import LLM, SamplingParams, embedded, llm
+from jaxrunner import LLM, SamplingParams, llm
 from jaxrunner.loading import loader, weights
 from jaxrunner.runner import model_runner
 from jaxrunner.worker import worker
@@ -64,11 +64,11 @@ next(rest)
 """
 
 
-def test_what_is_closed_leaves_nothing_on_the_device():
+def test_what_is_closed_leaves_nothing_on_the_device(shallow):
     params = SamplingParams(temperature=0.0, max_tokens=4)
     texts, held = [], []
     for _ in range(CYCLES):
-        with LLM(str(embedded.PATH), **SIZES) as llm:
+        with LLM(shallow, **SIZES) as llm:
             texts.append(llm.generate("def f", params, use_tqdm=False)[0].outputs[0].text)
         llm.close()  # twice
         del llm
@@ -77,13 +77,13 @@ def test_what_is_closed_leaves_nothing_on_the_device():
     assert len(set(held[1:])) == 1, held  # the first leaves constants that all share
 
 
-def test_what_is_dropped_unclosed_leaves_nothing_on_the_device():
+def test_what_is_dropped_unclosed_leaves_nothing_on_the_device(shallow):
     """Nothing refers back to a runner, and no garbage that was there is kept for ever."""
     params, held = SamplingParams(temperature=0.0, max_tokens=4), []
     frozen = gc.get_freeze_count()
     for i in range(DROPPED):
         sizes: dict[str, Any] = SIZES | dict(warm_up=i < 2, num_blocks=16)
-        llm = LLM(str(embedded.PATH), **sizes)
+        llm = LLM(shallow, **sizes)
         llm.generate("def f", params, use_tqdm=False)
         gc.disable()
         try:
@@ -92,14 +92,14 @@ def test_what_is_dropped_unclosed_leaves_nothing_on_the_device():
         finally:
             gc.enable()
     assert len(set(held[1:])) == 1, held
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # what was frozen may be freed
 
 
 @pytest.mark.gpu
-def test_what_is_dropped_unclosed_gives_the_gpu_its_memory_back():
+def test_what_is_dropped_unclosed_gives_the_gpu_its_memory_back(shallow):
     held = []
     for _ in range(DROPPED):
-        llm = LLM(str(embedded.PATH), **SIZES)
+        llm = LLM(shallow, **SIZES)
         llm.generate("def f", SamplingParams(max_tokens=4), use_tqdm=False)
         del llm
         stats = jax.local_devices()[0].memory_stats()
@@ -121,9 +121,9 @@ def test_engines_take_turns():
     assert [[r.output_token_ids] for r in requests] == want
 
 
-def test_closing_ends_what_is_under_way():
+def test_closing_ends_what_is_under_way(shallow):
     params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0.0)
-    model = LLM(str(embedded.PATH), **SIZES)
+    model = LLM(shallow, **SIZES)
     (whole,) = model.generate("def f", params, use_tqdm=False)
     stream, answers = model.stream("def f", params), []
     told = [next(stream)]
@@ -155,7 +155,9 @@ def test_closing_ends_what_is_under_way():
         (llm, "Completions", {}),
     ],
 )
-def test_what_fails_to_open_leaves_nothing_on_the_device(monkeypatch, owner, name, changes):
+def test_what_fails_to_open_leaves_nothing_on_the_device(
+    monkeypatch, shallow, owner, name, changes
+):
     """Whoever keeps the error, as a notebook does, keeps no memory with it."""
     before, real, count = live_bytes(), getattr(owner, name), itertools.count()
 
@@ -166,7 +168,7 @@ def test_what_fails_to_open_leaves_nothing_on_the_device(monkeypatch, owner, nam
 
     monkeypatch.setattr(owner, name, fails)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as kept:
-        LLM(str(embedded.PATH), **SIZES | changes)
+        LLM(shallow, **SIZES | changes)
     assert live_bytes() <= before and kept.value.__traceback__ is not None
 
 

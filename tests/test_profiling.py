@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from test_engine import PROMPTS, drain, engine
 
-from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner import LLM, SamplingParams
 from jaxrunner.runner.profiling import Profiler, check_device, step_name
 from jaxrunner.scheduling.request import SchedulerOutput
 from tests.support.small_llm import SIZES
@@ -37,8 +37,8 @@ def test_steps_are_named_by_what_they_compute(monkeypatch):
     ]
 
 
-def test_a_profile_has_the_steps(tmp_path):
-    with LLM(str(embedded.PATH), **SIZES) as llm:
+def test_a_profile_has_the_steps(tmp_path, shallow):
+    with LLM(shallow, **SIZES) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         llm.generate("def f", params, use_tqdm=False)
         with pytest.raises(RuntimeError, match="no profile is recorded: call start_profile first"):

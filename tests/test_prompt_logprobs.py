@@ -182,8 +182,8 @@ def test_a_prompt_with_logprobs_reads_no_cache_but_fills_it():
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(str(embedded.PATH), num_blocks=64, **SIZES) as llm:
+def llm(shallow):
+    with LLM(shallow, num_blocks=64, **SIZES) as llm:
         yield llm
 
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, embedded
+from jaxrunner import LLM
 from jaxrunner.loading import tensors
 from tests.support.checkpoints import NEEDS_TORCH
 from tests.support.small_llm import SIZES
@@ -19,9 +19,9 @@ NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(shallow):
     sizes: dict[str, Any] = SIZES | dict(dtype="bfloat16")
-    with LLM(str(embedded.PATH), skip_tokenizer_init=True, **sizes) as llm:
+    with LLM(shallow, skip_tokenizer_init=True, **sizes) as llm:
         yield llm
 
 

@@ -32,6 +32,7 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
 
     `params` may be abstract.
     """
+    program = program.traced
     entry, static = entry_points_of(program)[key.name], (("program", program), ("size", key.size))
     if getattr(key.size, "lora", False):
         params = merged(params, abstract_stacks(program))
