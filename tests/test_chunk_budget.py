@@ -1,5 +1,7 @@
 """How many tokens a step takes while requests wait."""
 
+from typing import Any
+
 from jaxrunner.scheduling.chunk_budget import MAX_HELD, ChunkBudget
 from tests.support.scheduling import make, new, step
 
@@ -77,7 +79,7 @@ def test_tokens_of_decodes_leave_room_for_a_prompt_s():
 
 
 def test_a_prompt_is_cut_where_padding_costs():
-    sizes = dict(max_num_seqs=4, max_num_batched_tokens=64, step_sizes=(4, 16, 64))
+    sizes: dict[str, Any] = dict(max_num_seqs=4, max_num_batched_tokens=64, step_sizes=(4, 16, 64))
     for step_cost, want in ((0, [22]), (1, [16, 4, 2])):
         scheduler, _ = make(**sizes, step_cost=step_cost)
         scheduler.add(new("a", 22))
