@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -14,6 +15,7 @@ from jaxrunner.loading.checkpoint import WHOLE
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
+from jaxrunner.ops.routing import with_routes
 from tests.support import hybrids
 
 LENGTHS = (1, 2, 3, 5, 9, 14, 33, 40, 51)
@@ -85,6 +87,19 @@ def test_stacked_experts_are_those_of_published_checkpoints(variant, tmp_path):
     module.save_pretrained(tmp_path / "stacked", save_original_format=False)
     want, got = (load(at).read_params(progress=False) for at in (tmp_path, tmp_path / "stacked"))
     assert all(map(np.array_equal, jax.tree.leaves(want), jax.tree.leaves(got)))
+
+
+def test_routes_are_replayed_by_the_layers_that_have_experts(tmp_path):
+    """The classes of the others have no router at all."""
+    hybrids.save("nemotron h", tmp_path)
+    params = load(tmp_path).read_params(progress=False)
+    routers = [
+        getattr(layer, "router", None)
+        for layer in with_routes(params, jnp.zeros((3, 4, 2), jnp.int32)).layers
+    ]
+    assert [router is not None for router in routers] == [False, False, False, True]
+    shapes = [router.replayed.shape for router in routers if router is not None]
+    assert shapes == [(3, 2)]
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])

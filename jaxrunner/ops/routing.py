@@ -56,10 +56,11 @@ def with_routes(params: Any, routed_experts: Array) -> Any:
     """
 
     def one(i: int, layer: Any) -> Any:
-        if layer.router is None:
+        router = getattr(layer, "router", None)  # classes of layers without experts may have none
+        if router is None:
             return layer
         experts = routed_experts[:, i].astype(jnp.int32)
-        return replace(layer, router=replace(layer.router, replayed=experts))
+        return replace(layer, router=replace(router, replayed=experts))
 
     return replace(params, layers=tuple(one(i, layer) for i, layer in enumerate(params.layers)))
 
