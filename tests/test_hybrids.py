@@ -98,7 +98,8 @@ def test_routes_are_replayed_by_the_layers_that_have_experts(tmp_path):
         for layer in with_routes(params, jnp.zeros((3, 4, 2), jnp.int32)).layers
     ]
     assert [router is not None for router in routers] == [False, False, False, True]
-    assert routers[-1] is not None and routers[-1].replayed.shape == (3, 2)
+    shapes = [router.replayed.shape for router in routers if router is not None]
+    assert shapes == [(3, 2)]
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
