@@ -12,7 +12,7 @@ from jaxrunner.config import ModelConfig
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
 from jaxrunner.linear import Weights
-from jaxrunner.operation import Note, unnoted
+from jaxrunner.operation import Note, Operation, unnoted
 from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.speculators.speculator import Speculator
@@ -78,6 +78,9 @@ class Ops:
         is [T, E], or parts of it, [parts, T, E] in float32 or their dtype.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
+    lora: kernels of (y, x, stack, place) -> y, a base product of x or parts of it, with what
+        adapters add: asked before plain JAX.
+    lora_units: the same of a gated MLP's first product: its units, [T, F].
     """
 
     attend: Callable[
@@ -100,6 +103,8 @@ class Ops:
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
     batch: Batch | None = None
+    lora: tuple[Operation, ...] = ()
+    lora_units: tuple[Operation, ...] = ()
 
 
 class MakeOps(Protocol):

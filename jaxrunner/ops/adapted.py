@@ -10,10 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrunner.lora.adapted_linear import AdaptedLinear, delta
+from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack, delta
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.model import MakeOps, Ops
-from jaxrunner.operation import Note, unnoted
+from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.plain import swiglu
 from jaxrunner.types import Array, Batch
 
@@ -22,31 +22,50 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
     """Makes operations that also take `AdaptedLinear`; `batch.inputs` has the table of adapters."""
     ops = make(batch, note=note)
 
+    def places() -> Array:  # that a drafter's batch does not have, nor ask for
+        return batch.inputs.tables[ADAPTERS.name].place
+
     def add(y: Array, x: Array, w: AdaptedLinear) -> Array:
-        """Returns y, the base's product of x, with what adapters add: rounded once more."""
-        more = delta(x, w.stack, batch.inputs.tables[ADAPTERS.name].place, y.dtype)
-        total = y.astype(jnp.float32) + more.reshape(y.shape).astype(jnp.float32)
-        return total.astype(y.dtype)
+        """Returns y, [T, N] or parts of it, the base's product of x, with what adapters add."""
+        known = (*ops.lora, ADDED)
+        return run_first("adapters", known, y, x.reshape(len(x), -1), w.stack, places(), note=note)
 
     def linear(x: Array, w: Any) -> Array:
         if not isinstance(w, AdaptedLinear):
             return ops.linear(x, w)
-        return add(ops.linear(x, w.base), x, w)
+        y = ops.linear(x, w.base)
+        return add(y.reshape(len(x), -1), x, w).reshape(y.shape)
 
     def project(x: Array, w: Any) -> Array:
         if not isinstance(w, AdaptedLinear):
             return ops.project(x, w)
-        y = ops.project(x, w.base)
-        if y.ndim == 2:
-            return add(y, x, w)
-        return y.at[0].set(add(y[0], x, w))  # of the parts of a sum
+        return add(ops.project(x, w.base), x, w)
 
     def mlp(x: Array, gate_up: Any, down: Any) -> Array:
         if not isinstance(gate_up, AdaptedLinear) and not isinstance(down, AdaptedLinear):
             return ops.mlp(x, gate_up, down)
-        return project(swiglu(linear(x, gate_up)), down)
+        if not isinstance(gate_up, AdaptedLinear):
+            return project(swiglu(ops.linear(x, gate_up)), down)
+        args = ops.linear(x, gate_up.base), x, gate_up.stack, places()
+        return project(run_first("units", (*ops.lora_units, UNITS), *args, note=note), down)
 
     return replace(ops, linear=linear, project=project, mlp=mlp)
+
+
+def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
+    """Returns y with what adapters add: rounded once more."""
+    if y.ndim == 3:  # of the parts of a sum
+        return y.at[0].set(_added(y[0], x, stack, place))
+    more = delta(x, stack, place, y.dtype)
+    return (y.astype(jnp.float32) + more.astype(jnp.float32)).astype(y.dtype)
+
+
+def _units(y: Array, x: Array, stack: Stack, place: Array) -> Array:
+    return swiglu(_added(y.reshape(len(y), -1), x, stack, place).reshape(y.shape))
+
+
+ADDED = Operation("plain JAX", _added)
+UNITS = Operation("plain JAX", _units)
 
 
 @functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them

@@ -24,6 +24,7 @@ from jaxrunner.ops import (
     cpu_attention,
     experts,
     latent_attention,
+    low_rank,
     products,
     recurrence,
     routing,
@@ -133,6 +134,8 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         experts=functools.partial(experts.experts, note=note),
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
+        lora=low_rank.ADDED,
+        lora_units=low_rank.UNITS,
         **_states(batch),
     )
 
