@@ -120,11 +120,13 @@ def _refuses_low(low: Shaped, b: Shaped, place: Shaped) -> str | None:
 
 
 def lora_expand(
-    y: Array, low: Array, b: Array, place: Array, config: TuningConfig = TuningConfig()
-) -> Array:
+    y: Array, low: Array, b: Array, place: Array, config: TuningConfig = TuningConfig(),
+    *, whole: bool = False,
+) -> Array:  # fmt: skip
     """Returns y, a base product, with what adapters add; written in place where y is given up.
 
-    y: [T, N], or parts of a sum, [parts, T, N] in float32, of which the first one gains it.
+    y: [T, N], or parts of a sum, [parts, T, N] in float32, of which the first one gains it; where
+    the `whole` sum is wanted, that is returned, [T, N] in the dtype of b.
     low: parts of a x, [parts, T, blocks * rank], as `lora_shrink` returns them; b: [blocks, places,
     rank, N / blocks]; place: [T], int32, of a token's adapter, plus one, 0 for none. Sums are of
     float32.
@@ -134,20 +136,31 @@ def lora_expand(
     """
     if why := refuses(y, b, place, config) or _refuses_low(low, b, place):
         raise ValueError(f"lora_expand {why}")
-    T, blocks = y.shape[-2], b.shape[0]
-    out = jax.new_ref(y)
+    (T, N), blocks = y.shape[-2:], b.shape[0]
     s = _static(T, b, 1, config)
 
-    def kernel(low: Ref, b: Ref, place: Ref, out: Ref, b_smem: Ref, full: Barrier) -> None:
+    def kernel(low: Ref, b: Ref, place: Ref, y: Ref, out: Ref, b_smem: Ref, full: Barrier) -> None:
         block, tile, m = (lax.axis_index(name) for name in ("block", "tile", "m"))
         rows, width = pl.ds(m * s.rows, s.rows), b.shape[-1]
         columns = pl.ds(block * width + tile * s.tile, s.tile)
         (more,) = _products(s, low, b, place.at[rows], b_smem, full, block)
+        num = y.shape[0] if whole else 1
+        parts = [
+            y.at[i, rows, columns] if len(y.shape) == 3 else y.at[rows, columns] for i in range(num)
+        ]
+        base = total([take_rows(part).astype(jnp.float32) for part in parts])
         target = out.at[rows, columns] if len(out.shape) == 2 else out.at[0, rows, columns]
-        base = take_rows(target).astype(jnp.float32)
         put_rows((base + more()).astype(out.dtype), target)
 
-    _call(kernel, "lora_expand", s, blocks, ())(low, b, place, out)
+    if whole:
+        out = jax.ShapeDtypeStruct((T, N), b.dtype)
+        return _call(kernel, "lora_expand", s, blocks, out)(low, b, place, y)
+    out = jax.new_ref(y)
+
+    def in_place(low: Ref, b: Ref, place: Ref, out: Ref, b_smem: Ref, full: Barrier) -> None:
+        kernel(low, b, place, out, out, b_smem, full)
+
+    _call(in_place, "lora_expand", s, blocks, ())(low, b, place, out)
     return jax.freeze(out)
 
 

@@ -33,6 +33,7 @@ class TuningConfig:
     num_ctas: int = 132  # that parts of sums are made for: an H200's multiprocessors
     least: int = 7  # steps of a part: with fewer, the parts take longer to read than they save
     most: int = 16  # steps of a part: all are in shared memory
+    max_parts: int = 16
 
 
 class Static(NamedTuple):
@@ -80,7 +81,8 @@ def _fit(T: int, shape: tuple[int, ...], config: TuningConfig) -> Static:
     tiles, steps = rank // ranks, width // STEP
     num = blocks * tiles * -(-T // ROWS) * (places if T > 1 else 1)
     sizes = [n for n in range(1, steps + 1) if steps % n == 0 and steps // n <= config.most]
-    good = [n for n in sizes if num * n <= config.num_ctas and steps // n >= config.least]
+    limit = min(config.num_ctas // num, config.max_parts)
+    good = [n for n in sizes if n <= limit and steps // n >= config.least]
     parts = max(good, default=min(sizes, default=0))
     return Static(T, places if T > 1 else 1, ranks, tiles, parts, steps // max(parts, 1))
 
