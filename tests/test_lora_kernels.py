@@ -88,7 +88,7 @@ def test_bits_of_a_token_depend_on_its_own_adapter_alone(T):
     rng = np.random.default_rng(T)
     shapes = (T, 2048), (2, 8, 16, 2048), (2, 8, 16, 256), (T, 2, 256)
     x, a, b, y = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
-    ((_, units, refuses),) = low_rank.UNITS
+    ((_, units, refuses),) = low_rank.KERNELS.units
     place = rng.integers(0, 9, T).astype(np.int32)
     assert refuses(y, x, Stack(a, b), place) is None
     run = jax.jit(functools.partial(units, y, x, Stack(a, b)))

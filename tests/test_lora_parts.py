@@ -117,5 +117,12 @@ def test_base_products_stay_with_their_kernels():
         mlp="gated_mlp", project="plain JAX in parts",
     ) | {"rotate and write": "rope_write"}  # fmt: skip
     without.pop("mlp")
-    own = dict(adapters="lora_shrink, lora_expand", units="lora_shrink, lora_units")
+    own = {
+        "linear with adapters": "a product, then adapters",
+        "adapters": "lora_shrink, lora_expand",
+        "project with adapters": "lora_shrink, add_rms_norm",
+        "units": "lora_shrink, lora_units",
+    }
     assert adapters == without | own
+    few = told(Bucket(8, 8, 1, lora=True))
+    assert few["linear with adapters"] == "lora_shrink, lora_expand of parts"

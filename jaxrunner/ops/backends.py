@@ -134,8 +134,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         experts=functools.partial(experts.experts, note=note),
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
-        lora=low_rank.ADDED,
-        lora_units=low_rank.UNITS,
+        adapters=low_rank.KERNELS,
         **_states(batch),
     )
 
