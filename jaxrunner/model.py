@@ -54,7 +54,7 @@ class RopeAndNorm(NamedTuple):
 
 
 class AdapterOps(NamedTuple):
-    """Kernels of products with adapters, asked before plain JAX runs; `ops.adapted` calls them.
+    """Kernels of products with adapters, asked before plain JAX runs; `ops.adapters` calls them.
 
     They take y, what the base product of x gave, x, [T, I], the product's stack of adapters, and
     the place of each token's adapter, plus one, [T].

@@ -7,7 +7,7 @@ reduction over warps has one scratch for all warpgroups: several at once would r
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -101,7 +101,7 @@ def add_rms_norm(
     cut = groups, warps, E // (groups * warps)
     row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
     total, out = plgpu.kernel(
-        partial(_kernel, eps=eps),
+        functools.partial(_kernel, eps=eps),
         out_type=(row, row),
         scratch_types=(
             plgpu.SMEM((groups, warps), jnp.float32),
@@ -127,7 +127,7 @@ def _kernel(
     pdl.begin()
     _, groups, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
-    load = partial(mosaic.load, layout=_layout(warps * width), optimized=False)
+    load = functools.partial(mosaic.load, layout=_layout(warps * width), optimized=False)
     x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
     if parts > 1 or residual_ref.dtype == jnp.float32:
@@ -153,15 +153,12 @@ def _added(
 ) -> Array:
     """Returns what a row's adapter adds to a warpgroup's part of it."""
     place = place_ref[row]
-    values = [
-        sum(low_ref[part, row, r] for part in range(low_ref.shape[0]))
-        for r in range(low_ref.shape[2])
-    ]
-    p = jnp.maximum(place - 1, 0)
-    return sum(
-        jnp.where(place > 0, value, 0.0) * load(b_ref.at[p, r, group]).astype(jnp.float32)
-        for r, value in enumerate(values)
-    )
+    p, terms = jnp.maximum(place - 1, 0), list[Array]()
+    for r in range(low_ref.shape[2]):
+        value = functools.reduce(jnp.add, [low_ref[i, row, r] for i in range(low_ref.shape[0])])
+        b = load(b_ref.at[p, r, group]).astype(jnp.float32)
+        terms.append(jnp.where(place > 0, value, 0.0) * b)
+    return functools.reduce(jnp.add, terms)
 
 
 def _groups(E: int, width: int) -> int:

@@ -1,11 +1,13 @@
 """Problems for the kernels of adapters: every third token or so has none."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.kernels_pallas.add_norm import LowRank, add_rms_norm
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.lora_expand import lora_expand, lora_units
 from jaxrunner.kernels_pallas.lora_shrink import lora_shrink
@@ -32,8 +34,13 @@ def shrinks(T: int, width: int, blocks: int, places: int, rank: int) -> Case:
     return Case("lora_shrink", name, make, run, 2.0 * read, "TB/s", {})
 
 
-def expands(T: int, width: int, blocks: int, places: int, rank: int, parts: int = 0) -> Case:
-    """The second product, added to a base product; to `parts` of it where there are any."""
+def expands(
+    T: int, width: int, blocks: int, places: int, rank: int, parts: int = 0, *, whole: bool = False
+) -> Case:
+    """The second product, added to a base product; to `parts` of it where there are any.
+
+    whole: whether these are summed.
+    """
 
     def make(seed: int) -> tuple[Array, ...]:
         keys = jax.random.split(jax.random.key(seed))
@@ -41,11 +48,10 @@ def expands(T: int, width: int, blocks: int, places: int, rank: int, parts: int 
         y = jax.random.normal(keys[0], shape).astype(jnp.float32 if parts else jnp.bfloat16)
         return y, *_second(keys[1], T, (blocks, places, rank, width), seed)
 
-    def run(y: Array, low: Array, b: Array, place: Array) -> Array:
-        return lora_expand(y, low, b, place)
-
+    run, options = functools.partial(lora_expand, whole=whole), dict(whole=whole)
     name = f"{T} x {width}, {blocks} x {places} x {rank}" + f" to {parts} parts" * (parts > 0)
-    return Case("lora_expand", name, make, run, _moved(T, blocks, places, rank, width), "TB/s", {})
+    moved = _moved(T, blocks, places, rank, width)
+    return Case("lora_expand", name + ", whole" * whole, make, run, moved, "TB/s", options)
 
 
 def units(T: int, width: int, places: int, rank: int) -> Case:
@@ -58,6 +64,24 @@ def units(T: int, width: int, places: int, rank: int) -> Case:
 
     name, moved = f"{T} x {width}, {places} x {rank}", _moved(T, 2, places, rank, width)
     return Case("lora_units", name, make, lora_units, moved, "TB/s", {})
+
+
+def norms(T: int, E: int, places: int, rank: int, parts: int) -> Case:
+    """A residual addition and a norm of [T, E], of `parts` and what adapters add."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 4)
+        x, weight = (jax.random.normal(k, s) for k, s in zip(keys, ((T, E), (E,)), strict=False))
+        residual = jax.random.normal(keys[2], (parts, T, E))
+        low, b, place = _second(keys[3], T, (1, places, rank, E), seed)
+        return x.astype(jnp.bfloat16), residual, weight.astype(jnp.bfloat16), low, b[0], place
+
+    def run(x: Array, residual: Array, weight: Array, *more: Array) -> tuple[Array, Array]:
+        return add_rms_norm(x, residual, weight, LowRank(*more), eps=1e-5)
+
+    name, moved = f"{T} x {E} in {parts} parts, {places} x {rank}", T * E * (6 + 4 * parts)
+    moved += 2 * min(T, places) * rank * E
+    return Case("add_norm_adapted", name, make, run, float(moved), "TB/s", dict(eps=1e-5))
 
 
 def _second(key: Any, T: int, shape: tuple[int, int, int, int], seed: int) -> tuple[Array, ...]:
@@ -85,5 +109,7 @@ LORA: tuple[Case, ...] = (
     shrinks(64, 4096, 1, 8, 48), shrinks(128, 14336, 1, 8, 16),
     expands(1, 6144, 1, 3, 48), expands(8, 4096, 1, 8, 16, parts=4), expands(24, 128, 2, 2, 8),
     expands(64, 6144, 1, 8, 48), expands(128, 256, 1, 1, 64),
+    expands(8, 6144, 1, 8, 48, parts=4, whole=True), expands(16, 128, 2, 2, 16, whole=True),
     units(1, 14336, 8, 16), units(16, 256, 2, 8), units(64, 14336, 8, 16),
+    norms(1, 4096, 8, 16, parts=8), norms(70, 1024, 3, 8, parts=2),
 )  # fmt: skip

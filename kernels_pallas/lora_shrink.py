@@ -7,7 +7,7 @@ writes the rows that are of this adapter and no others. Of one token only its ow
 
 from dataclasses import dataclass
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -125,7 +125,7 @@ def _kernel(
     p, tile = lax.div(tile, s.tiles), lax.rem(tile, s.tiles)
     rows, rank = pl.ds(m * s.rows, s.rows), s.tiles * s.ranks
 
-    def terms(step: int) -> pl.Slice:
+    def terms(step: int) -> Any:
         return pl.ds((part * s.steps + step) * STEP, STEP)
 
     def adapter(p: Array) -> None:

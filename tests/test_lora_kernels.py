@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas import lora_expand, lora_shrink
+from jaxrunner.kernels_pallas import add_norm, lora_expand, lora_shrink
 from jaxrunner.lora.adapted_linear import Stack, delta
-from jaxrunner.ops import low_rank
+from jaxrunner.ops.adapters import low_rank
+from jaxrunner.ops.adapters.adapted_parts import AdaptedParts
 from tests.support import oracles
 from tests.support.lowering import lowers
 
@@ -94,3 +95,29 @@ def test_bits_of_a_token_depend_on_its_own_adapter_alone(T):
     run = jax.jit(functools.partial(units, y, x, Stack(a, b)))
     other = np.where(np.arange(T) == 3, place, rng.integers(0, 9, T)).astype(np.int32)
     np.testing.assert_array_equal(run(place)[3], run(other)[3])
+
+
+@pytest.mark.parametrize(
+    ("rank", "low", "residual", "words"),
+    [
+        (64, LOW, shape(2, 8, 256, dtype="float32"), "rank <= 32"),
+        (16, shape(1, 8, 8, dtype="float32"), shape(2, 8, 256, dtype="float32"), "of 8 rows"),
+        (16, LOW, Y, "must be in parts where adapters add to them"),
+    ],
+)
+def test_the_norm_refuses_adapters_in_words(rank, low, residual, words):
+    more = add_norm.LowRank(low, shape(2, rank, 256), PLACE)
+    args = Y, residual, shape(256), more
+    assert words in add_norm.refuses(*args)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(functools.partial(add_norm.add_rms_norm, eps=1e-5), *args)
+
+
+def test_a_residual_is_what_models_take_it_for():
+    """Those that norm or scale it sum its parts up, with what adapters add."""
+    parts, rest = jnp.ones((2, 3, 4)), (jnp.zeros(()),) * 3
+    residual = AdaptedParts(parts, *rest, whole=lambda y, *_: y.at[0].add(5))
+    assert residual.ndim == parts.ndim
+    np.testing.assert_array_equal(residual.sum(0), np.full((3, 4), 7))
+    assert residual.sum(0, keepdims=True).shape == (1, 3, 4)
+    assert residual.astype(jnp.float16).sum(0).dtype == jnp.float16

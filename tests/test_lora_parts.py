@@ -15,7 +15,7 @@ from jaxrunner.lora.products import find_products
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import backends
-from jaxrunner.ops.adapted import adapted
+from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.program import Bucket, Program
 from jaxrunner.sampling import RULES
 from tests.outside import checkpoint, float64_llama

@@ -24,12 +24,12 @@ from jaxrunner.ops import (
     cpu_attention,
     experts,
     latent_attention,
-    low_rank,
     products,
     recurrence,
     routing,
     short_conv,
 )
+from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of

@@ -113,14 +113,20 @@ def lora_shrink(x, a, place):
     ])  # fmt: skip
 
 
-def lora_expand(y, low, b, place):
+def lora_expand(y, low, b, place, *, whole=False):
     out, low = wide(y), wide(low).sum(0)
+    out = out.sum(0) if whole and out.ndim == 3 else out
     for t, p in enumerate(np.asarray(place)):
         if p:
             own = np.split(low[t], len(b))
             more = [part @ w for part, w in zip(own, wide(b)[:, p - 1], strict=True)]
             (out if out.ndim == 2 else out[0])[t] += np.concatenate(more)
     return out
+
+
+def add_norm_adapted(x, residual, weight, low, b, place, *, eps):
+    residual = lora_expand(residual, low, wide(b)[None], place)
+    return add_rms_norm(x, residual, weight, eps=eps)
 
 
 def lora_units(y, low, b, place):

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 
 from jaxrunner.kernels_pallas import add_norm, lora_expand, lora_shrink
+from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack
-from jaxrunner.lora.adapted_parts import AdaptedParts
 from jaxrunner.model import AdapterOps
 from jaxrunner.operation import Operation
 from jaxrunner.ops import products
+from jaxrunner.ops.adapters.adapted_parts import AdaptedParts
 from jaxrunner.ops.plain import multiply_parts
 from jaxrunner.types import Array
 
@@ -21,7 +22,7 @@ def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
     return lora_expand.lora_expand(y, _shrunk(x, stack, place), _matrices(stack.b), place)
 
 
-def _refuses_added(y: Array, x: Array, stack: Stack, place: Array) -> str | None:
+def _refuses_added(y: Shaped, x: Array, stack: Stack, place: Array) -> str | None:
     return _refuses(x, stack, place) or lora_expand.refuses(y, _shape(stack.b), place)
 
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import add_norm as norm_kernel
 from jaxrunner.kernels_pallas.add_norm import LowRank
 from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack, delta
-from jaxrunner.lora.adapted_parts import AdaptedParts
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.model import MakeOps, Ops
 from jaxrunner.operation import Note, Operation, run_first, unnoted
+from jaxrunner.ops.adapters.adapted_parts import AdaptedParts
 from jaxrunner.ops.plain import swiglu
 from jaxrunner.types import Array, Batch
 
