@@ -8,7 +8,8 @@ reduction over warps has one scratch for all warpgroups: several at once would r
 from collections.abc import Callable
 from dataclasses import dataclass
 import functools
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -16,15 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
-from jaxrunner.kernels_pallas.mosaic import Barrier, Layout, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
 LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
 MAX_LEN = 16384  # of a row
 MAX_GROUPS = 8  # warpgroups of a thread block
-RANKS = 8, 16  # of adapters: each row reads its own
-EARLY = 8  # ranks that are in registers before the rest of a row is there: with more, some spill
+MAX_RANK = 16  # of adapters: each row reads its own
 MAX_WIDTH = 4096  # numbers of a row that fit a warpgroup's registers
 
 
@@ -32,8 +32,7 @@ MAX_WIDTH = 4096  # numbers of a row that fit a warpgroup's registers
 class TuningConfig:
     """How a row is cut."""
 
-    # Numbers a warpgroup holds at most: 16 a thread; half as many beside an adapter's.
-    width: int = 2048
+    width: int = 2048  # numbers a warpgroup holds at most: 16 a thread
 
 
 class LowRank(NamedTuple):
@@ -42,11 +41,6 @@ class LowRank(NamedTuple):
     low: Array  # [parts, T, rank], float32: parts of a x; anything in rows without adapter
     b: Array  # [places, rank, E]
     place: Array  # [T], int32, of a row's adapter, plus one; 0 for none
-
-    @property
-    def rank(self) -> int:
-        """The rank of a place."""
-        return self.b.shape[1]
 
 
 def refuses(
@@ -77,11 +71,9 @@ def refuses(
         return f"rows of {E} cannot be cut into 1 to {MAX_GROUPS} of at most {config.width}"
     if more is None:
         return None
-    rank = more.rank
-    if not _groups(E, config.width // 2):
-        return f"rows of {E} with adapters cannot be cut into 1 to {MAX_GROUPS}"
-    if more.b.dtype != x.dtype or more.b.shape[-1] != E or rank not in RANKS:
-        return f"adapters must be {x.dtype} [places, rank of {RANKS}, {E}], got {more.b}"
+    _, rank, _ = more.b.shape
+    if more.b.dtype != x.dtype or more.b.shape[-1] != E or rank > MAX_RANK:
+        return f"adapters must be {x.dtype} [places, rank <= {MAX_RANK}, {E}], got {more.b}"
     if more.low.shape[1:] != (T, rank) or more.place.shape != (T,):
         return f"[{T}, {rank}] of {T} rows must be known, got {more.low.shape}, {more.place.shape}"
     if residual.ndim == 2:
@@ -105,17 +97,16 @@ def add_rms_norm(
     if why := refuses(x, residual, weight, more, config=config):
         raise ValueError(why)
     T, E = x.shape
-    groups = _groups(E, config.width if more is None else config.width // 2)
+    groups = _groups(E, config.width)
     warps, _ = _cut(E // groups)
     cut = groups, warps, E // (groups * warps)
     row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
     total, out = plgpu.kernel(
-        functools.partial(_kernel if more is None else _adapted_kernel, eps=eps),
+        partial(_kernel, eps=eps),
         out_type=(row, row),
         scratch_types=(
             plgpu.SMEM((groups, warps), jnp.float32),
             plgpu.Barrier(num_arrivals=groups),
-            *(() if more is None else (plgpu.SMEM((groups, more.rank), jnp.float32),)),
         ),
         grid=(T,),
         grid_names=("row",),
@@ -130,29 +121,20 @@ def add_rms_norm(
     return total.reshape(T, E), out.reshape(T, E)
 
 
-def _adapted_kernel(
-    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, low_ref: Ref, b_ref: Ref, place_ref: Ref,
-    total_ref: Ref, out_ref: Ref, part_smem: Ref, barrier: Barrier, low_smem: Ref, *, eps: float,
-) -> None:  # fmt: skip
-    refs = x_ref, residual_ref, weight_ref, total_ref, out_ref, part_smem, barrier
-    _kernel(*refs, eps=eps, adapter=(low_ref, b_ref, place_ref, low_smem))
-
-
 def _kernel(
-    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, total_ref: Ref, out_ref: Ref,
-    part_smem: Ref, barrier: Barrier, *, eps: float, adapter: tuple[Ref, ...] = (),
+    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, *refs: Any, eps: float,
 ) -> None:  # fmt: skip
-    _, groups, warps, width = x_ref.shape
-    load = functools.partial(mosaic.load, layout=_layout(warps * width), optimized=False)
-    added = _adapter(load, barrier, *adapter) if adapter else None
+    *more, total_ref, out_ref, part_smem, barrier = refs
     pdl.begin()
+    _, groups, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
+    load = partial(mosaic.load, layout=_layout(warps * width), optimized=False)
     x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
     if parts > 1 or residual_ref.dtype == jnp.float32:
         wide = (part.astype(jnp.float32) for part in residual)
         total = sum(wide, x.astype(jnp.float32))
-        x = (total if added is None else total + added()).astype(x.dtype)
+        x = (total + _added(row, group, load, *more) if more else total).astype(x.dtype)
     else:
         x += next(residual)
     weight = load(weight_ref.at[group])
@@ -167,34 +149,21 @@ def _kernel(
     put(out_ref.at[row, group], (x * gain).astype(weight.dtype) * weight)
 
 
-def _adapter(
-    load: Callable[[Ref], Array], barrier: Barrier, low_ref: Ref, b_ref: Ref, place_ref: Ref,
-    low_smem: Ref,
-) -> Callable[[], Array]:  # fmt: skip
-    """Loads a row's adapter, and returns what computes what that adds to a warpgroup's part of it.
-
-    The kernel that makes `low` has read the places, so that these need not be waited for.
-    """
-    row, group = lax.axis_index("row"), lax.axis_index("group")
-    (parts, _, rank), place = low_ref.shape, place_ref[row]
-
-    def of_rank(r: int) -> Array:
-        return load(b_ref.at[jnp.maximum(place - 1, 0), r, group])
-
-    early = [of_rank(r) for r in range(min(rank, EARLY))]
-
-    def add() -> Array:
-        read = functools.partial(mosaic.load, layout=_spread(rank), optimized=False)
-        low = [read(low_ref.at[part, row]) for part in range(parts)]
-        put(low_smem.at[group], functools.reduce(jnp.add, low))
-        mosaic.barrier_arrive(barrier)
-        mosaic.barrier_wait(barrier)
-        values = [jnp.where(place > 0, low_smem[group, r], 0.0) for r in range(rank)]
-        b = early + [of_rank(r) for r in range(len(early), rank)]
-        terms = [value * x.astype(jnp.float32) for value, x in zip(values, b, strict=True)]
-        return functools.reduce(jnp.add, terms)
-
-    return add
+def _added(
+    row: Array, group: Array, load: Callable[[Ref], Array], low_ref: Ref, b_ref: Ref, place_ref: Ref
+) -> Array:
+    """Returns what a row's adapter adds to a warpgroup's part of it."""
+    place = place_ref[row]
+    values = [
+        sum(low_ref[part, row, r] for part in range(low_ref.shape[0]))
+        for r in range(low_ref.shape[2])
+    ]
+    p = jnp.maximum(place - 1, 0)
+    terms = (
+        jnp.where(place > 0, value, 0.0) * load(b_ref.at[p, r, group]).astype(jnp.float32)
+        for r, value in enumerate(values)
+    )
+    return functools.reduce(jnp.add, terms)
 
 
 def _groups(E: int, width: int) -> int:
@@ -207,14 +176,6 @@ def _cut(width: int) -> tuple[int, int]:
     """Returns how many warps share a warpgroup's part, and how many neighbours a thread holds."""
     sizes = ((warps, vec) for warps in (4, 2, 1) for vec in (8, 4, 2, 1))  # 8: 16 bytes
     return next((w, v) for w, v in sizes if width % (w * LANES * v) == 0)
-
-
-def _spread(rank: int) -> Layout:
-    """Lays out [rank] in each warp anew, a number a lane."""
-    tiling = plgpu.Tiling(((rank,), (1,)))
-    return plgpu.Layout.TILED(
-        tiling, (plgpu.Replicated(WARPS),), (plgpu.Replicated(LANES // rank), -2), -1
-    )
 
 
 def _layout(width: int) -> Layout:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.lora_rows import (
     ROWS,
     own,
@@ -184,8 +184,10 @@ def lora_units(
         tile, m = (lax.axis_index(name) for name in ("tile", "m"))
         rows, columns = pl.ds(m * s.rows, s.rows), pl.ds(tile * s.tile, s.tile)
         products = _products(s, low, b, place.at[rows], b_smem, full, 0)
-        base = [take_rows(y.at[rows, i, columns]) for i in range(2)]
-        gate, up = (x.astype(jnp.float32) + more() for x, more in zip(base, products, strict=True))
+        gate, up = (
+            take_rows(y.at[rows, i, columns]).astype(jnp.float32) + more()
+            for i, more in enumerate(products)
+        )
         put_rows((gate / (1 + jnp.exp(-gate)) * up).astype(out.dtype), out.at[rows, columns])
 
     out = jax.ShapeDtypeStruct((T, F), y.dtype)
@@ -236,28 +238,35 @@ def _products(
             source = b.at[first + i, p, :, pl.ds(tile * s.tile, s.tile)]
             mosaic.copy_gmem_to_smem(source, b_smem.at[i], full.at[i])
 
-    # The kernel that makes `low` has read the places, so that these need not be waited for.
-    fetch(0 if s.T > 1 else jnp.maximum(place[0] - 1, 0))
-    pdl.begin()
+    if s.T > 1:
+        fetch(0)
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+    if s.T == 1:
+        fetch(jnp.maximum(place[0] - 1, 0))
     places = take_places(place, s.width)
     rows = pl.ds(m * s.rows, s.rows)
 
-    def summed(start: Array | int) -> Array:
-        """Sums up the parts of a x for some ranks."""
-        some = pl.ds(start, s.width)
-        return total([take_rows(low.at[part, rows, some]) for part in range(low.shape[0])])
-
-    # All is asked for before the first product waits for its adapters.
-    values = [
-        [summed((first + i) * s.rank + n) for n in range(0, s.rank, s.width)]
-        for i in range(s.blocks)
-    ]
+    def chunks(i: int) -> list[Array]:
+        """Sums up the parts of a x, some ranks at a time."""
+        starts = [(first + i) * s.rank + n for n in range(0, s.rank, s.width)]
+        return [
+            total(
+                [
+                    take_rows(low.at[part, rows, pl.ds(start, s.width)])
+                    for part in range(low.shape[0])
+                ]
+            )
+            for start in starts
+        ]
 
     def product(i: int) -> Array:
+        values = chunks(i)
+
         def left(start: int) -> Array:
             """Returns some ranks of all places, from `start` on: a token's own or zeros."""
             p, at = divmod(start, s.rank)
-            x = values[i][at // s.width]
+            x = values[at // s.width]
             if s.T == 1:
                 return jnp.where(places > 0, x, jnp.zeros_like(x)).astype(b.dtype)
             return own(places, p + 1, x).astype(b.dtype)

@@ -1,7 +1,6 @@
 """Kernels of adapters refuse in words, equal plain JAX, and keep tokens apart."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -9,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.device import xla_options
 from jaxrunner.kernels_pallas import add_norm, lora_expand, lora_shrink
 from jaxrunner.lora.adapted_linear import Stack, delta
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.adapters.adapted_parts import AdaptedParts
-from jaxrunner.program import Bucket
 from tests.support import oracles
 from tests.support.lowering import lowers
 
@@ -103,7 +100,7 @@ def test_bits_of_a_token_depend_on_its_own_adapter_alone(T):
 @pytest.mark.parametrize(
     ("rank", "low", "residual", "words"),
     [
-        (64, LOW, shape(2, 8, 256, dtype="float32"), "rank of \\(8, 16\\)"),
+        (64, LOW, shape(2, 8, 256, dtype="float32"), "rank <= 16"),
         (16, shape(1, 8, 8, dtype="float32"), shape(2, 8, 256, dtype="float32"), "of 8 rows"),
         (16, LOW, Y, "must be in parts where adapters add to them"),
     ],
@@ -111,7 +108,7 @@ def test_bits_of_a_token_depend_on_its_own_adapter_alone(T):
 def test_the_norm_refuses_adapters_in_words(rank, low, residual, words):
     more = add_norm.LowRank(low, shape(2, rank, 256), PLACE)
     args = Y, residual, shape(256), more
-    assert re.search(words, str(add_norm.refuses(*args)))
+    assert words in str(add_norm.refuses(*args))
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(functools.partial(add_norm.add_rms_norm, eps=1e-5), *args)
 
@@ -124,12 +121,3 @@ def test_a_residual_is_what_models_take_it_for():
     np.testing.assert_array_equal(residual.sum(0), np.full((3, 4), 7))
     assert residual.sum(0, keepdims=True).shape == (1, 3, 4)
     assert residual.astype(jnp.float16).sum(0).dtype == jnp.float16
-
-
-def test_graphs_run_kernels_side_by_side_for_few_tokens_with_adapters_alone():
-    beside = {
-        (T, lora): xla_options.BESIDE[0] in xla_options.of_step(Bucket(T, T, 1, lora=lora))
-        for T in (8, 64)
-        for lora in (False, True)
-    }
-    assert [at for at, wanted in beside.items() if wanted] == [(8, True)]

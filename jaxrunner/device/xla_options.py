@@ -11,16 +11,13 @@ LOOP = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
 NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
 # Of products of so many tokens cuBLAS has the fastest, and Triton's need not be compiled and timed.
 MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
-# The first products of adapters run beside base products; of more tokens those fill the chip.
-BESIDE, FEW = (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),), 32
 # Products are timed, and not compared with each other, which takes longer.
 TIMED = (("xla_gpu_autotune_level", "2"),)
 
 
 def of_step(size: Bucket) -> Options:
     """Returns the options for one step."""
-    beside = BESIDE if size.lora and size.num_tokens <= FEW else ()
-    return TIMED + (() if size.query_len else NO_GRAPH) + _products(size.num_tokens) + beside
+    return TIMED + (() if size.query_len else NO_GRAPH) + _products(size.num_tokens)
 
 
 def of_multi_step(size: MultiStepBucket) -> Options:

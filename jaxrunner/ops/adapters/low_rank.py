@@ -34,8 +34,8 @@ def _late(y: Array, x: Array, stack: Stack, place: Array) -> Any:
 def _refuses_late(y: Array, x: Array, stack: Stack, place: Array) -> str | None:
     if y.ndim == 2:
         return "is ahead where the norm sums up parts of the base product"
-    if (rank := stack.a.shape[2]) not in add_norm.RANKS:
-        return f"wants a rank of {add_norm.RANKS}, got {rank}"
+    if (rank := stack.a.shape[2]) > add_norm.MAX_RANK:
+        return f"wants at most {add_norm.MAX_RANK} ranks, got {rank}"
     return _refuses_added(y, x, stack, place)
 
 
