@@ -1,7 +1,7 @@
 """What a model family is to the rest: its weights, three pure functions, and how to read it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxrunner.config import ModelConfig
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
 from jaxrunner.linear import Weights
-from jaxrunner.operation import Note, unnoted
+from jaxrunner.operation import Note, Operation, unnoted
 from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.speculators.speculator import Speculator
@@ -73,6 +73,19 @@ class RopeAndNorm(NamedTuple):
     eps: float
 
 
+class AdapterOps(NamedTuple):
+    """Kernels of products with adapters, asked before plain JAX runs; `ops.adapters` calls them.
+
+    They take y, what the base product of x gave, x, [T, I], the product's stack of adapters, and
+    the place of each token's adapter, plus one, [T].
+    """
+
+    summed: tuple[Operation, ...] = ()  # (x, the product's weights, place) -> as `Ops.linear`
+    linear: tuple[Operation, ...] = ()  # (y [T, N], x, stack, place) -> y with what adapters add
+    project: tuple[Operation, ...] = ()  # the same of y in parts, or what `add_norm` takes
+    units: tuple[Operation, ...] = ()  # (y [T, 2, F], x, stack, place) -> a gated MLP's units
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operations of a layer that kernels may run. `ops.backends` makes them for a batch.
@@ -98,6 +111,7 @@ class Ops:
         is [T, E], or parts of it, [parts, T, E] in float32 or their dtype.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
+    adapters: kernels of products with adapters.
     """
 
     attend: Callable[
@@ -120,6 +134,7 @@ class Ops:
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
     batch: Batch | None = None
+    adapters: AdapterOps = field(default_factory=AdapterOps)
 
 
 class MakeOps(Protocol):

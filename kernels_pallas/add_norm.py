@@ -5,8 +5,11 @@ warp sums up a part of the row, and the warps add their sums up in shared memory
 reduction over warps has one scratch for all warpgroups: several at once would race.)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+import functools
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -14,13 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
-from jaxrunner.kernels_pallas.mosaic import Barrier, Layout, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
 LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
 MAX_LEN = 16384  # of a row
 MAX_GROUPS = 8  # warpgroups of a thread block
+MAX_RANK = 16  # of adapters: each row reads its own
 MAX_WIDTH = 4096  # numbers of a row that fit a warpgroup's registers
 
 
@@ -31,9 +35,18 @@ class TuningConfig:
     width: int = 2048  # numbers a warpgroup holds at most: 16 a thread
 
 
+class LowRank(NamedTuple):
+    """A product b (a x) of each row's own adapter."""
+
+    low: Array  # [parts, T, rank], float32: parts of a x; anything in rows without adapter
+    b: Array  # [places, rank, E]
+    place: Array  # [T], int32, of a row's adapter, plus one; 0 for none
+
+
 def refuses(
-    x: Shaped, residual: Shaped, weight: Shaped, *, config: TuningConfig = TuningConfig()
-) -> str | None:
+    x: Shaped, residual: Shaped, weight: Shaped, more: LowRank | None = None,
+    *, config: TuningConfig = TuningConfig(),
+) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
     if x.ndim != 2 or x.shape != residual.shape[-2:]:
         return f"x and residual must be [T, E] alike, got {x.shape} and {residual.shape}"
@@ -56,22 +69,32 @@ def refuses(
         return f"width must be at most {MAX_WIDTH}, got {config.width}"
     if not _groups(E, config.width):
         return f"rows of {E} cannot be cut into 1 to {MAX_GROUPS} of at most {config.width}"
+    if more is None:
+        return None
+    _, rank, _ = more.b.shape
+    if more.b.dtype != x.dtype or more.b.shape[-1] != E or rank > MAX_RANK:
+        return f"adapters must be {x.dtype} [places, rank <= {MAX_RANK}, {E}], got {more.b}"
+    if more.low.shape[1:] != (T, rank) or more.place.shape != (T,):
+        return f"[{T}, {rank}] of {T} rows must be known, got {more.low.shape}, {more.place.shape}"
+    if residual.ndim == 2:
+        return "residuals must be in parts where adapters add to them"
     return None
 
 
 def add_rms_norm(
-    x: Array, residual: Array, weight: Array, *, eps: float, config: TuningConfig = TuningConfig()
-) -> tuple[Array, Array]:
+    x: Array, residual: Array, weight: Array, more: LowRank | None = None, *, eps: float,
+    config: TuningConfig = TuningConfig(),
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
 
     residual may be parts, [parts, T, E] in float32 or x's dtype, summed in float32. The sum is
     rounded to the dtype of x before it is normed, in float32; the normed row is rounded before it
-    is multiplied by weight, [E].
+    is multiplied by weight, [E]. more: what adapters add to the sum, in float32.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(x, residual, weight, config=config):
+    if why := refuses(x, residual, weight, more, config=config):
         raise ValueError(why)
     T, E = x.shape
     groups = _groups(E, config.width)
@@ -91,14 +114,17 @@ def add_rms_norm(
         thread_name="group",
         kernel_name="add_rms_norm",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut))
+    )(
+        x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut),
+        *(() if more is None else (more.low, more.b.reshape(*more.b.shape[:2], *cut), more.place)),
+    )  # fmt: skip
     return total.reshape(T, E), out.reshape(T, E)
 
 
 def _kernel(
-    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, total_ref: Ref, out_ref: Ref,
-    part_smem: Ref, barrier: Barrier, *, eps: float,
+    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, *refs: Any, eps: float,
 ) -> None:  # fmt: skip
+    *more, total_ref, out_ref, part_smem, barrier = refs
     pdl.begin()
     _, groups, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
@@ -107,7 +133,8 @@ def _kernel(
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
     if parts > 1 or residual_ref.dtype == jnp.float32:
         wide = (part.astype(jnp.float32) for part in residual)
-        x = sum(wide, x.astype(jnp.float32)).astype(x.dtype)
+        total = sum(wide, x.astype(jnp.float32))
+        x = (total + _added(row, group, load, *more) if more else total).astype(x.dtype)
     else:
         x += next(residual)
     weight = load(weight_ref.at[group])
@@ -120,6 +147,23 @@ def _kernel(
     square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
     gain = lax.rsqrt(square / (groups * warps * width) + eps)
     put(out_ref.at[row, group], (x * gain).astype(weight.dtype) * weight)
+
+
+def _added(
+    row: Array, group: Array, load: Callable[[Ref], Array], low_ref: Ref, b_ref: Ref, place_ref: Ref
+) -> Array:
+    """Returns what a row's adapter adds to a warpgroup's part of it."""
+    place = place_ref[row]
+    values = [
+        sum(low_ref[part, row, r] for part in range(low_ref.shape[0]))
+        for r in range(low_ref.shape[2])
+    ]
+    p = jnp.maximum(place - 1, 0)
+    terms = (
+        jnp.where(place > 0, value, 0.0) * load(b_ref.at[p, r, group]).astype(jnp.float32)
+        for r, value in enumerate(values)
+    )
+    return functools.reduce(jnp.add, terms)
 
 
 def _groups(E: int, width: int) -> int:

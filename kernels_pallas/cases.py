@@ -17,6 +17,7 @@ from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
+from jaxrunner.kernels_pallas.lora_case import LORA
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.mixture_case import mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
@@ -276,7 +277,7 @@ _L = [
     latents(Attention("float16", (1,), (1087,), block_size=256, dtype="float16"), 64, 256),
 ]
 TESTS: tuple[Case, ...] = (
-    *_L,
+    *_L, *LORA,
     *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),

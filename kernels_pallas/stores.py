@@ -44,6 +44,29 @@ def put_rows(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
     write(x, ref)
 
 
+def put_some_rows(x: Array, ref: Ref, keys: Ref, key: Array) -> None:
+    """Writes those of the first rows of x, [64, n], from registers to ref, [rows, n], that have
+    `key` in keys, [rows], int32."""
+
+    @mosaic.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(()))
+    )
+    def write(
+        _: Any, x: mgpu.FragmentedArray, ref: ir.Value, keys: ir.Value, key: mgpu.FragmentedArray
+    ) -> None:
+        index, rows = ir.IndexType.get(), ir.MemRefType(ref.type).shape[0]
+        limit, last = mgpu.c(rows, index), mgpu.c(rows - 1, index)
+        places = x.layout.thread_idxs(x.shape)
+        for (row, column), value in zip(places, x.registers.flat, strict=True):
+            inside = arith.cmpi(arith.CmpIPredicate.ult, row, limit)
+            found = memref.load(keys, [arith.minui(row, last)])
+            same = arith.cmpi(arith.CmpIPredicate.eq, found, key.registers.item())
+            with mgpu.when(arith.andi(inside, same)):
+                vector.store(value, ref, [row, column])
+
+    write(x, ref, keys, key)
+
+
 def put_heads(x: Array, ref: Ref) -> None:
     """Writes the first rows of x, [64, n], to ref, [rows, n], as `put_rows` does.
 

@@ -15,7 +15,7 @@ from jaxrunner.lora.products import find_products
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import backends
-from jaxrunner.ops.adapted import adapted
+from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.program import Bucket, Program
 from jaxrunner.sampling import RULES
 from tests.outside import checkpoint, float64_llama
@@ -95,7 +95,8 @@ def test_tokens_are_those_of_merged_models(saved, part):
 
 @lowers
 def test_base_products_stay_with_their_kernels():
-    """A step with adapters is the kernels of one without, but for the MLP's, which is split."""
+    """A step with adapters is the kernels of one without, but for the MLP's, which is split, and
+    kernels of what the adapters add."""
     sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, head_dim=128)
     config = tiny.config(**sizes, num_key_value_heads=8)
     engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16", **SIZES)
@@ -116,4 +117,12 @@ def test_base_products_stay_with_their_kernels():
         mlp="gated_mlp", project="plain JAX in parts",
     ) | {"rotate and write": "rope_write"}  # fmt: skip
     without.pop("mlp")
-    assert adapters == without
+    own = {
+        "linear with adapters": "a product, then adapters",
+        "adapters": "lora_shrink, lora_expand",
+        "project with adapters": "lora_shrink, add_rms_norm",
+        "units": "lora_shrink, lora_units",
+    }
+    assert adapters == without | own
+    few = told(Bucket(8, 8, 1, lora=True))
+    assert few["linear with adapters"] == "lora_shrink, lora_expand of parts"

@@ -29,6 +29,7 @@ from jaxrunner.ops import (
     routing,
     short_conv,
 )
+from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
@@ -133,6 +134,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         experts=functools.partial(experts.experts, note=note),
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
+        adapters=low_rank.KERNELS,
         **_states(batch),
     )
 

@@ -78,22 +78,32 @@ def _refuses_matmul(x: Array, w: Weights) -> str | None:
 
 
 def _parts(x: Array, w: Linear) -> Array:
-    return multiply_parts(x, w.weight, _num_parts(x, w))
+    return multiply_parts(x, w.weight, num_parts(x.shape[0], w.weight.shape[0]))
 
 
 def _refuses_parts(x: Array, w: Weights) -> str | None:
     if (reason := _unlike(w, num_in=None)) is not None:
         return reason
     assert isinstance(w, Linear)
-    if (parts := _num_parts(x, w)) == 1:
+    if (parts := num_parts(x.shape[0], w.weight.shape[0])) == 1:
         return "is ahead where the tiles of the product are too few for the chip"
     if math.prod(x.shape[1:]) % (parts * TILE[1]):
         return f"wants sums of a multiple of {parts} x {TILE[1]} terms"
     return None
 
 
-def _num_parts(x: Array, w: Linear) -> int:
-    T, E = x.shape[0], w.weight.shape[0]
+def refuses_parts(x: Array, w: Weights) -> str | None:
+    """Says why x, [T, E], is not multiplied in parts that another kernel sums up, or None."""
+    if (reason := _unlike(w)) is not None:
+        return reason
+    for name, refuses in ("gemv", _refuses_gemv), ("matmul", _refuses_matmul):
+        if refuses(x, w) is None:
+            return f"leaves the product to {name}"
+    return None
+
+
+def num_parts(T: int, E: int) -> int:
+    """Returns into how many parts the sums of T tokens and E outputs are cut."""
     return max(1, min(MAX_PARTS, TILES * TILE[0] * TILE[1] // (max(T, TILE[0]) * E)))
 
 

@@ -18,7 +18,7 @@ from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.mixtures.balanced import BalancedConfig
 from jaxrunner.mixtures.recorded_routes import RecordedConfig
 from jaxrunner.model import MakeOps, Model
-from jaxrunner.ops.adapted import adapted
+from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
 from jaxrunner.parallel.mesh import mesh_of

@@ -106,6 +106,34 @@ def gated_mlp(x, gate_up, down):
     return swiglu(x, gate_up) @ wide(down).T
 
 
+def lora_shrink(x, a, place):
+    return np.stack([
+        np.zeros(a.shape[0] * a.shape[2]) if p == 0 else np.concatenate(wide(a)[:, p - 1] @ row)
+        for row, p in zip(wide(x), np.asarray(place), strict=True)
+    ])  # fmt: skip
+
+
+def lora_expand(y, low, b, place, *, whole=False):
+    out, low = wide(y), wide(low).sum(0)
+    out = out.sum(0) if whole and out.ndim == 3 else out
+    for t, p in enumerate(np.asarray(place)):
+        if p:
+            own = np.split(low[t], len(b))
+            more = [part @ w for part, w in zip(own, wide(b)[:, p - 1], strict=True)]
+            (out if out.ndim == 2 else out[0])[t] += np.concatenate(more)
+    return out
+
+
+def add_norm_adapted(x, residual, weight, low, b, place, *, eps):
+    residual = lora_expand(residual, low, wide(b)[None], place)
+    return add_rms_norm(x, residual, weight, eps=eps)
+
+
+def lora_units(y, low, b, place):
+    gate, up = np.split(lora_expand(y.reshape(len(y), -1), low, b, place), 2, 1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
 def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps):
     heads, cos, sin = wide(qkv), wide(cos), wide(sin)
     q, new_k, new_v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]

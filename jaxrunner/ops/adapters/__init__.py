@@ -1,0 +1,1 @@
+"""Operations where weights have adapters, and the kernels that they run through."""
