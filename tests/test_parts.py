@@ -122,6 +122,7 @@ def test_sampling_is_compiled_once_for_programs_of_as_many_rows():
 
 def test_steps_of_as_many_rows_share_what_samples(few):
     runner = tiny.runner(decode_buckets=(5,), token_buckets=(16, 32))
-    found = [runner.programs[Key("step", Bucket(*size))] for size in ((5, 5, 1), (16, 5), (32, 5))]
+    buckets = Bucket(5, 5, 1), Bucket(16, 5), Bucket(32, 5)
+    found = [runner.programs[Key("step", bucket)] for bucket in buckets]
     last = [program.told[0][program.told[1].launches[-1].program] for program in found]
     assert last[0] is last[1] is last[2]
