@@ -97,3 +97,32 @@ def test_a_program_with_much_between_its_calls_is_whole():
         return x
 
     assert parts.cut(jax.jit(between).trace(np.ones(3, np.float32))) is None
+
+
+def sampled(x, *, num):
+    """Equal calls, then equations of a scope that are the same whatever `num`."""
+    for _ in range(num):
+        x, _ = repeated(x, 2.0)
+    with jax.named_scope(parts.SCOPES[0]):
+        return jnp.sort(x) + x.sum()
+
+
+def test_sampling_is_compiled_once_for_programs_of_as_many_rows():
+    x = np.arange(4.0, dtype=np.float32)
+    programs = []
+    for num in (parts.LEAST_CALLS, parts.LEAST_CALLS + 1):
+        traced = jax.jit(sampled, static_argnames="num").trace(x, num=num)
+        lowered = parts.cut(traced)
+        assert lowered is not None
+        programs.append(lowered.compile({}))
+        np.testing.assert_allclose(programs[-1](x), sampled(x, num=num), rtol=1e-5)
+    one, other = (program.told[0] for program in programs)
+    assert [*map(id, one)] == [*map(id, other)] and len(one) == 2  # a call, and what samples
+
+
+def test_steps_of_as_many_rows_share_what_samples(few):
+    runner = tiny.runner(decode_buckets=(5,), token_buckets=(16, 32))
+    buckets = Bucket(5, 5, 1), Bucket(16, 5), Bucket(32, 5)
+    found = [runner.programs[Key("step", bucket)] for bucket in buckets]
+    last = [program.told[0][program.told[1].launches[-1].program] for program in found]
+    assert last[0] is last[1] is last[2]
