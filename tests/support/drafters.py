@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -35,12 +36,12 @@ RULED = dict(repetition_penalty=1.2, min_tokens=3, bad_words=[[5, 9]])
 
 
 def random_like(cls, dims, seed):
-    keys = iter(jax.random.split(jax.random.key(seed), 99))
+    rng = np.random.default_rng(seed)
 
     def make(axes, shape, dtype):
         if jnp.issubdtype(dtype, jnp.integer):
             return jnp.zeros(shape, dtype)
-        return jax.random.normal(next(keys), shape, dtype) * 0.4
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.4, dtype)
 
     return pytree.build(make, cls, dims | {"param": jnp.float32})
 
