@@ -15,7 +15,7 @@ from jaxrunner.models.llama import llama
 from tests.support import small_llm, tiny
 from tests.support.drafters import DRAFTERS, K
 
-PROMPT = [3, 1, 4, 1, 5]
+PROMPT = [5, 9, 2, 6]
 # What ends or changes a request at token j of `free`, its tokens where nothing ends them.
 ASKED: dict[str, Callable[[list[int], int], dict[str, Any]]] = dict(
     stop_token_ids=lambda free, j: dict(stop_token_ids=[free[j]]),

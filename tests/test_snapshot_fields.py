@@ -14,7 +14,7 @@ NOT_SAVED = dict(
     waiting="policy",
     admission="_max_tokens _most_of_one _tables adapters queue remote",
     tables="_caching _groups _share_starts give_back lookahead lora_versions whole_prompts",
-    chunks="_most _sizes",
+    chunks="_most _sizes step_cost",
     worker="_checkpoint _device _engine_plan _host_params _places _runner _staged _unmerged "
     "lora_users status",
     slots="_admission_layout _no_plan _program",

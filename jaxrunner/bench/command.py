@@ -24,7 +24,7 @@ import statistics
 from typing import Any
 
 from jaxrunner.bench import adapters, kernels
-from jaxrunner.bench.presets import PRESETS
+from jaxrunner.bench.presets import PRESETS, Preset
 from jaxrunner.bench.workloads import Bench, machine
 
 PARTS = ("decode", "prefill", "ttft", "offline", "host")
@@ -64,13 +64,10 @@ def main() -> None:
     parts = args.parts.split(",")
     if POOLS in parts and (len(parts) > 1 or drafted or args.lora):
         parser.error(f"--parts {POOLS} goes alone, without drafts and adapters: its model pools")
-    preset, engine = PRESETS[args.preset], dict(args.engine)
-    if args.batches:
-        sampled = tuple(b for b in preset.sampled_batches if b in args.batches)
-        preset = replace(preset, batches=tuple(args.batches), sampled_batches=sampled)
+    engine = dict(args.engine)
     if POOLS in parts:
         engine |= dict(runner="pooling", num_decode_steps=1)
-    bench = Bench(preset, speculative=drafted, lora=args.lora, **engine)
+    bench = Bench(_preset(args.preset, args.batches), speculative=drafted, lora=args.lora, **engine)
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     result["engine"] = engine
     result["programs"] = bench.llm.engine.runner.programs.report()
@@ -82,6 +79,15 @@ def main() -> None:
         if args.out:  # after each part: a run that is cut short leaves what it has
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+
+
+def _preset(name: str, batches: list[int] | None) -> Preset:
+    """Returns a preset, with other batches of decode where some are given."""
+    preset = PRESETS[name]
+    if batches is None:
+        return preset
+    sampled = tuple(b for b in preset.sampled_batches if b in batches)
+    return replace(preset, batches=tuple(batches), sampled_batches=sampled)
 
 
 def medians(results: list[Any]) -> Any:
