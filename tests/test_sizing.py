@@ -19,7 +19,7 @@ def test_defaults_follow_the_model_and_the_device():
     assert config(num_blocks=8, kv_cache_dtype="bfloat16").kv_dtype == "bfloat16"
     if jax.default_backend() == "cpu":
         assert (sizes.max_num_batched_tokens, sizes.max_num_seqs) == (1024, 8)
-        assert len(step_buckets(sizes)) == 4  # each is compiled for seconds
+        assert len(step_buckets(sizes)) == 5  # each is compiled for seconds
         larger = step_buckets(config(num_blocks=8, max_num_seqs=16, max_num_batched_tokens=512))
         assert larger[-1] == Bucket(512, 16) and Bucket(16, 16, 1) in larger
 
