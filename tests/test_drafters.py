@@ -36,9 +36,9 @@ RULES = {
     "rules and logprobs": (dict(temperature=0.5, logprobs=2) | RULED, ONE),
     "steps": (dict(temperature=0.7), dict(num_decode_steps=3, async_depth=2)),
 }  # fmt: skip
-QUICK = [("greedy", "eagle3"), ("greedy", "mtp"), ("sampled and preempted", "another")]
+QUICK = [("greedy", "eagle3"), ("sampled and preempted", "another")]
 # Other pairs are in the loads of `test_drafts_driver.py`.
-PAIRS = [*QUICK, *(("greedy", name) for name in ("itself", "eagle")),
+PAIRS = [*QUICK, *(("greedy", name) for name in ("itself", "eagle", "mtp")),
          ("rules and logprobs", "eagle3"), ("steps", "mtp")]  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def rejected_behind(verifying: Engine, plain: Engine, got, want) -> bool:
 
 
 @pytest.mark.parametrize(
-    "drafter", ["another", "eagle3", pytest.param("wide", marks=pytest.mark.slow)]
+    "drafter", ["another", *(pytest.param(d, marks=pytest.mark.slow) for d in ("eagle3", "wide"))]
 )
 @pytest.mark.parametrize(
     "changes",

@@ -152,7 +152,7 @@ def alone(kv_cache_dtype: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "changes"),
     [
-        pytest.param("int8", dict(num_blocks=13), id="int8, preempted"),
+        pytest.param("int8", dict(num_blocks=13), id="int8, preempted", marks=pytest.mark.slow),
         pytest.param(
             "fp8", dict(max_num_batched_tokens=5, token_buckets=(5,)), id="fp8, chunks of 5"
         ),

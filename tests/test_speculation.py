@@ -207,7 +207,10 @@ def drafters(folder: Path) -> dict[str, Path]:
     )
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "method",
+    [*(pytest.param(m, marks=pytest.mark.slow) for m in ("draft_model", "eagle")), "eagle3"],
+)
 def test_an_llm_with_a_checkpoint_that_drafts_says_what_it_would_say(target, tmp_path, method):
     model = drafters(tmp_path)[method]
     prompts = [dict(prompt_token_ids=[3, 1, 4, 1, 5]), dict(prompt_token_ids=[9, 2])]

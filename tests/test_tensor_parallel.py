@@ -68,7 +68,7 @@ def saved(request, tmp_path_factory):
 
 
 # A head on several devices, several on one: so does `test_an_llm_on_two_devices` too.
-CUTS = [("few KV heads", 8), pytest.param("windows", 2, marks=pytest.mark.slow)]
+CUTS = [pytest.param(*cut, marks=pytest.mark.slow) for cut in [("few KV heads", 8), ("windows", 2)]]
 
 
 @pytest.mark.devices("num")
