@@ -129,6 +129,7 @@ def test_a_chain_sees_its_text_and_itself_alone():
             np.testing.assert_allclose(got, run_target(whole)[1][-1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_losses_are_of_what_the_head_itself_fed_back():
     pair, target, head = models()
     window = text_of(2, 1, L)

@@ -119,10 +119,7 @@ def test_many_tokens_of_many_prompts_are_those_of_transformers(variant, tmp_path
 )
 @pytest.mark.parametrize(
     "variant",
-    [
-        "command r7b",
-        *(pytest.param(v, marks=pytest.mark.slow) for v in SLOW_ON_SHARDS),
-    ],
+    [pytest.param(v, marks=pytest.mark.slow) for v in ("command r7b", *SLOW_ON_SHARDS)],
 )
 def test_two_devices_tell_the_tokens_of_transformers(variant, tmp_path):
     module, asked = dense_families.save(variant, tmp_path), prompts(LENGTHS)

@@ -168,6 +168,7 @@ def test_a_quantised_checkpoint_answers_on_shards_as_what_it_stands_for(tmp_path
         assert answers(llm) == wanted(floats, lambda w: w, SHARDED)
 
 
+@pytest.mark.slow
 def test_a_quantised_model_drafts_for_one(saved, tmp_path):
     settings, tensors, _ = quantized.written("awq")
     quantized.save(tmp_path, settings, tensors)

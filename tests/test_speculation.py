@@ -209,7 +209,7 @@ def drafters(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     "method",
-    [*(pytest.param(m, marks=pytest.mark.slow) for m in ("draft_model", "eagle")), "eagle3"],
+    ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("draft_model", "eagle"))],
 )
 def test_an_llm_with_a_checkpoint_that_drafts_says_what_it_would_say(target, tmp_path, method):
     model = drafters(tmp_path)[method]
