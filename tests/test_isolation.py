@@ -76,7 +76,7 @@ def prompt_of(rng: np.random.Generator) -> list[int]:
 def test_a_request_is_answered_as_if_it_were_alone(solo):
     """Of many requests each is compared; those around it join, leave, abort and end."""
     rng = np.random.default_rng(7)
-    e = engine(num_blocks=16, max_num_batched_tokens=13, token_buckets=(13,), async_depth=3)
+    e = engine(num_blocks=15, max_num_batched_tokens=13, token_buckets=(13,), async_depth=3)
     told: dict[str, Told] = {}
     asked: dict[str, tuple[list[int], SamplingParams]] = {}
     aborted = set()
