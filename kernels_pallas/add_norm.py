@@ -7,8 +7,7 @@ reduction over warps has one scratch for all warpgroups: several at once would r
 
 from collections.abc import Callable
 from dataclasses import dataclass
-import functools
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -163,7 +162,7 @@ def _added(
         jnp.where(place > 0, value, 0.0) * load(b_ref.at[p, r, group]).astype(jnp.float32)
         for r, value in enumerate(values)
     )
-    return functools.reduce(jnp.add, terms)
+    return reduce(jnp.add, terms)
 
 
 def _groups(E: int, width: int) -> int:

@@ -33,8 +33,9 @@ from jaxrunner.kernels_pallas.stores import put, put_rows
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: query tokens times the query heads of a KV head, padded
-IN_REGISTERS = 128  # the head_dim of which several tokens' queries stay in registers: of 64, ptxas
-# of CUDA 13.0 makes code whose scores are wrong from the second tile on
+# The head_dim whose queries of several tokens stay in registers: with 64, ptxas of CUDA 13.0 makes
+# wrong code of the scores.
+IN_REGISTERS = 128
 
 
 def refuses(

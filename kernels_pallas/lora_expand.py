@@ -21,12 +21,12 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.lora_rows import (
     ROWS,
     own,
+    refuses_tokens,
     side_by_side,
     take_places,
     take_rows,
     total,
 )
-from jaxrunner.kernels_pallas.lora_shrink import MAX_ROWS
 from jaxrunner.kernels_pallas.matmul import COMPILER
 from jaxrunner.kernels_pallas.mosaic import Barrier, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_rows
@@ -98,10 +98,8 @@ def _refuses(T: int, b: Shaped, place: Shaped, config: TuningConfig) -> str | No
         return f"wants JAX 0.11 or later, got {jax.__version__}"
     if b.dtype not in (jnp.bfloat16, jnp.float16):
         return f"wants adapters in bfloat16 or float16, got {b.dtype}"
-    if T != 1 and (T % 8 or T > ROWS) and (T % ROWS or T > MAX_ROWS):
-        return f"wants 1, 8, 16, ... 64 or 128, 192, 256 tokens, got {T}"
-    if place.shape != (T,) or place.dtype != jnp.int32:
-        return f"wants the places of {T} tokens in int32, got {place.shape} in {place.dtype}"
+    if reason := refuses_tokens(T, place):
+        return reason
     ranks = rank if T == 1 else places * rank
     if rank % 8 or ranks % 16 or rank > MAX_RANK:
         return f"wants ranks in eights, at most {MAX_RANK}, together in sixteens, got {rank}"

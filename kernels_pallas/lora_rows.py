@@ -16,11 +16,21 @@ from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.mosaic import Ref
+from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
 from jaxrunner.types import Array
 
 ROWS = 64  # tokens of a warpgroup: the height of a Hopper matrix product
+MAX_ROWS = 256
 LAYOUT = plgpu.Layout.WGMMA
+
+
+def refuses_tokens(T: int, place: Shaped) -> str | None:
+    """Says why T tokens and the places of their adapters, [T], are not served, or None."""
+    if T != 1 and (T % 8 or T > ROWS) and (T % ROWS or T > MAX_ROWS):
+        return f"wants 1, 8, 16, ... 64 or 128, 192, 256 tokens, got {T}"
+    if place.shape != (T,) or place.dtype != jnp.int32:
+        return f"wants the places of {T} tokens in int32, got {place.shape} in {place.dtype}"
+    return None
 
 
 def take_rows(ref: Ref) -> Array:

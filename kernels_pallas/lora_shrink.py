@@ -16,14 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.lora_rows import ROWS, take_rows
+from jaxrunner.kernels_pallas.lora_rows import ROWS, refuses_tokens, take_rows
 from jaxrunner.kernels_pallas.matmul import COMPILER
 from jaxrunner.kernels_pallas.mosaic import Barrier, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_rows, put_some_rows
 from jaxrunner.types import Array
 
 STEP = 64  # terms of a sum that a step takes: 128 bytes, the widest swizzle
-MAX_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,8 @@ def refuses(
         return f"wants JAX 0.11 or later, got {jax.__version__}"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != x.dtype:
         return f"wants one dtype, bfloat16 or float16, got {x.dtype} and {a.dtype}"
-    if T != 1 and (T % 8 or T > ROWS) and (T % ROWS or T > MAX_ROWS):
-        return f"wants 1, 8, 16, ... 64 or 128, 192, 256 tokens, got {T}"
-    if place.shape != (T,) or place.dtype != jnp.int32:
-        return f"wants the places of {T} tokens in int32, got {place.shape} in {place.dtype}"
+    if reason := refuses_tokens(T, place):
+        return reason
     if a.shape[-1] != width or width % STEP:
         return f"wants sums of a multiple of {STEP} terms, got {width} and {a.shape[-1]}"
     if a.shape[2] % 8:

@@ -18,7 +18,13 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm, Source
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.rope import read_rope, rotation
-from jaxrunner.models.sources import linear_source, mlp_sources, norm_sources, packed_source
+from jaxrunner.models.sources import (
+    linear_source,
+    mlp_sources,
+    norm_sources,
+    packed_source,
+    product_source,
+)
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -221,7 +227,7 @@ def outer_sources(c: DecoderConfig) -> dict[str, Any]:
     return dict(
         embed=Source.whole("model.embed_tokens.weight", V, E),
         norm=Source.whole("model.norm.weight", E),
-        head=None if c.tie_word_embeddings else linear_source(Source.whole("lm_head.weight", V, E)),
+        head=None if c.tie_word_embeddings else product_source("lm_head", V, E),
     )
 
 

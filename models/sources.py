@@ -23,12 +23,17 @@ def norm_sources(prefix: str, width: int) -> dict[str, Source]:
 
 def mlp_sources(prefix: str, units: int, width: int, *, bias: bool = False) -> dict[str, Linear]:
     """Returns where the products of a gated MLP lie: `gate_up` and `down`."""
-    gate_up, down = {f"{prefix}gate_proj": units, f"{prefix}up_proj": units}, f"{prefix}down_proj"
-    end = Source.whole(f"{down}.bias", width) if bias else None
+    gate_up = {f"{prefix}gate_proj": units, f"{prefix}up_proj": units}
     return dict(
         gate_up=packed_source(gate_up, np.stack, width, bias=bias),
-        down=linear_source(Source.whole(f"{down}.weight", width, units), end),
+        down=product_source(f"{prefix}down_proj", width, units, bias=bias),
     )
+
+
+def product_source(name: str, outputs: int, inputs: int, *, bias: bool = False) -> Linear:
+    """Returns the source of a product that lies alone, [outputs, inputs]."""
+    end = Source.whole(f"{name}.bias", outputs) if bias else None
+    return linear_source(Source.whole(f"{name}.weight", outputs, inputs), end)
 
 
 def packed_source(names: dict[str, int], join: Join, width: int, *, bias: bool = False) -> Linear:

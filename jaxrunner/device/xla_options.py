@@ -7,12 +7,12 @@ from jaxrunner.program import Bucket, MultiStepBucket
 
 # XLA's default, and loops: the device looks by itself whether another step is due.
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-# From JAX 0.12 on branches and small sums over devices, too: a branch outside of a graph waits for
-# all before it, while the host reads which one to take.
+# From JAX 0.12 on branches and small sums over devices, too: outside of a graph, the host waits for
+# all that is before a branch to read which one to take.
 BRANCHES = jax.__version_info__ >= (0, 12)
 IN_GRAPHS += ",CONDITIONAL,COLLECTIVES_KERNEL" if BRANCHES else ""
 GRAPH = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
-# Sums that XLA makes one of are NCCL's again, and in no graph.
+# XLA would combine small sums into one that only NCCL serves, which is in no graph.
 GRAPH += (("xla_gpu_all_reduce_combine_threshold_bytes", "0"),) if BRANCHES else ()
 # A graph is updated before it is launched, which takes 2 ms of the first token's time; kernels of a
 # prefill are long enough to be launched one by one.

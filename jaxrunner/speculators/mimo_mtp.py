@@ -20,7 +20,7 @@ from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import Layer, layer_sources
 from jaxrunner.models.mimo import MTP, MimoConfig
 from jaxrunner.models.rope import rotation
-from jaxrunner.models.sources import linear_source
+from jaxrunner.models.sources import product_source
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.speculators.drafter import Drafter, Target
@@ -87,7 +87,7 @@ def sources(config: MimoMtpConfig) -> Params:
         Params,
         token_norm=Source.whole(f"{prefix}token_layernorm.weight", E),
         hidden_norm=Source.whole(f"{prefix}hidden_layernorm.weight", E),
-        input_proj=linear_source(Source.whole(f"{prefix}input_proj.weight", E, 2 * E)),
+        input_proj=product_source(f"{prefix}input_proj", E, 2 * E),
         layer=layer_sources(c, prefix, E),
         norm=Source.whole(f"{prefix}final_layernorm.weight", E),
     )

@@ -9,7 +9,7 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import Source
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
-from jaxrunner.models.sources import linear_source, unpack
+from jaxrunner.models.sources import linear_source, product_source, unpack
 from jaxrunner.pytree import host_value
 
 Join = Callable[[list[np.ndarray]], np.ndarray]
@@ -20,7 +20,7 @@ def sources(config: BlockConfig) -> Params:
     c, names = config, config.names
     V, E = c.vocab_size, c.hidden_size
     positions = Source.whole(f"{names.positions}.weight", c.max_position_embeddings, E)
-    head = linear_source(Source.whole(f"{names.head}.weight", V, E))
+    head = product_source(names.head, V, E)
     return host_value(
         Params,
         embed=Source.whole(f"{names.embed}.weight", V, E),

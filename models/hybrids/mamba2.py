@@ -15,7 +15,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import Ops, Source
 from jaxrunner.models.hybrids.hybrid import read_state_dtype
-from jaxrunner.models.sources import conv_source, linear_source
+from jaxrunner.models.sources import conv_source, product_source
 from jaxrunner.ops.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import leaf, nested, pytree
 from jaxrunner.types import Array
@@ -163,16 +163,12 @@ def _read_limits(given: Sequence[Any]) -> tuple[float, float]:
 
 def mixer_sources(m: MixerConfig, prefix: str, hidden: int) -> dict[str, Any]:
     """Returns where the fields of a `Mixer` lie, by their names; those of tensors begin alike."""
-
-    def product(name: str, outputs: int, inputs: int) -> Linear:
-        bias = Source.whole(f"{prefix}{name}.bias", outputs) if m.bias else None
-        return linear_source(Source.whole(f"{prefix}{name}.weight", outputs, inputs), bias)
-
+    mixed = m.inner + m.channels + m.heads
     of_heads = dict(step_offset="dt_bias", log_rate="A_log", skip="D")
     return dict(
-        mix_in=product("in_proj", m.inner + m.channels + m.heads, hidden),
+        mix_in=product_source(f"{prefix}in_proj", mixed, hidden, bias=m.bias),
         conv_weight=conv_source(f"{prefix}conv1d", m.channels, m.conv_width),
         conv_offset=Source.whole(f"{prefix}conv1d.bias", m.channels) if m.conv_bias else None,
         mix_norm=Source.whole(f"{prefix}norm.weight", m.inner) if m.norm else None,
-        mix_out=product("out_proj", hidden, m.inner),
+        mix_out=product_source(f"{prefix}out_proj", hidden, m.inner, bias=m.bias),
     ) | {field: Source.whole(prefix + name, m.heads) for field, name in of_heads.items()}

@@ -28,22 +28,18 @@ from jaxrunner.models.hybrids.one_mixer import (
 )
 from jaxrunner.models.mixtures.mixture import (
     MixtureConfig,
+    read_balanced_router,
     read_mixture,
-    read_router,
     router_source,
 )
 from jaxrunner.models.rope import no_rope
-from jaxrunner.models.sources import linear_source, renamed
+from jaxrunner.models.sources import product_source, renamed
 from jaxrunner.ops.routing import RouterConfig
 from jaxrunner.pytree import host_value
 
 MAMBA, MLP, EXPERTS = "linear_attention", "mlp", "moe"
-PATTERN = {
-    "M": MAMBA,
-    "*": FULL,
-    "-": MLP,
-    "E": EXPERTS,
-}  # of `hybrid_override_pattern`
+# Letters of `hybrid_override_pattern`.
+PATTERN = {"M": MAMBA, "*": FULL, "-": MLP, "E": EXPERTS}
 OLDER = dict(mamba=MAMBA, attention=FULL)
 NAMES = {
     "model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f",
@@ -118,25 +114,13 @@ def read(settings: Settings) -> NemotronHConfig:
         shared_expert_intermediate_size=settings.size("moe_shared_expert_intermediate_size", 7688),
         moe_latent_size=settings.size("moe_latent_size", 0, least=0),
     )
-    router = _read_router(settings)
+    router = read_balanced_router(settings, "n_routed_experts")
     return read_mixture(
         settings,
         router if EXPERTS in kinds else RouterConfig(1, 1),
         sparse=tuple(kind == EXPERTS for kind in kinds),
         kind=NemotronHConfig,
         **own,
-    )
-
-
-def _read_router(settings: Settings) -> RouterConfig:
-    return read_router(
-        settings,
-        "n_routed_experts",
-        scoring="sigmoid",
-        norm_topk_prob=settings.take("norm_topk_prob", bool, True),
-        n_group=settings.size("n_group", 1),
-        topk_group=settings.size("topk_group", 1),
-        routed_scaling_factor=settings.take("routed_scaling_factor", float, 1.0),
     )
 
 
@@ -186,11 +170,11 @@ def _pair(
     c: NemotronHConfig, at: str, names: tuple[str, str], inner: int, fields: tuple[str, str]
 ) -> dict[str, Any]:
     """Returns the sources of two products, of E to `inner` and back."""
-    E, made = c.hidden_size, []
-    for name, outputs, inputs in zip(names, (inner, E), (E, inner), strict=True):
-        bias = Source.whole(f"{at}{name}.bias", outputs) if c.mlp_bias else None
-        made.append(linear_source(Source.whole(f"{at}{name}.weight", outputs, inputs), bias))
-    return dict(zip(fields, made, strict=True))
+    shapes = (inner, c.hidden_size), (c.hidden_size, inner)
+    return {
+        field: product_source(f"{at}{name}", *shape, bias=c.mlp_bias)
+        for field, name, shape in zip(fields, names, shapes, strict=True)
+    }
 
 
 def _experts(c: NemotronHConfig, at: str) -> dict[str, Any]:

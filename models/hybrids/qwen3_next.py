@@ -35,6 +35,7 @@ from jaxrunner.models.sources import (
     mlp_sources,
     norm_sources,
     packed_source,
+    product_source,
     unpack,
 )
 from jaxrunner.ops.plain import rms_norm, rotate
@@ -207,7 +208,7 @@ def _delta_net(
         step_offset=Source.whole(f"{at}dt_bias", m.value_heads),
         log_rate=Source.whole(f"{at}A_log", m.value_heads),
         mix_norm=Source.whole(f"{at}norm.weight", m.value_dim),
-        mix_out=linear_source(Source.whole(f"{at}out_proj.weight", E, m.inner)),
+        mix_out=product_source(f"{at}out_proj", E, m.inner),
         **of_products(c, at),
     )
 

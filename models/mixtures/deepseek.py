@@ -18,6 +18,7 @@ from jaxrunner.models.mixtures.latent import (
 from jaxrunner.models.mixtures.mixture import (
     mixture,
     qwen_experts,
+    read_balanced_router,
     read_mixture,
     read_router,
     sources,
@@ -25,6 +26,7 @@ from jaxrunner.models.mixtures.mixture import (
 from jaxrunner.ops.routing import RouterConfig
 
 KINDS = ("dense", "sparse")  # of a layer's MLP
+COUNTS = "n_routed_experts", "num_local_experts", "num_experts"  # names of one setting
 GREEDY, OF_GROUPS = "greedy", "group_limited_greedy"
 # The layers that draft follow the last one: of DeepSeek-V3, and of GLM-4.7-Flash.
 V3_DRAFTS, FLASH_DRAFTS = ("model.layers.61.",), ("model.layers.47.",)
@@ -40,7 +42,11 @@ def read_v2(settings: Settings) -> LatentConfig:
         n_group=settings.size("n_group", 1), topk_group=settings.size("topk_group", 1)
     ) if method == OF_GROUPS else {}  # fmt: skip
     settings.ignore("n_group", "topk_group")
-    router = _router(settings, "softmax", ranking_experts=1, **groups)
+    scale = settings.take("routed_scaling_factor", float, 1.0)
+    router = read_router(
+        settings, *COUNTS, scoring="softmax", ranking_experts=1, routed_scaling_factor=scale,
+        **groups,
+    )  # fmt: skip
     return _read(settings, router, _behind(settings, 0))
 
 
@@ -76,25 +82,7 @@ def _sigmoid_router(settings: Settings, groups: int, best: int) -> RouterConfig:
     """Reads a router that is balanced by a bias; groups, and the best of them, by default."""
     settings.expect("scoring_func", "sigmoid")
     settings.expect("topk_method", "noaux_tc")
-    return _router(
-        settings,
-        "sigmoid",
-        norm_topk_prob=settings.take("norm_topk_prob", bool, True),
-        n_group=settings.size("n_group", groups),
-        topk_group=settings.size("topk_group", best),
-    )
-
-
-def _router(settings: Settings, scoring: str, **flags: Any) -> RouterConfig:
-    return read_router(
-        settings,
-        "n_routed_experts",
-        "num_local_experts",
-        "num_experts",
-        scoring=scoring,
-        routed_scaling_factor=settings.take("routed_scaling_factor", float, 1.0),
-        **flags,
-    )
+    return read_balanced_router(settings, *COUNTS, groups=groups, best=best)
 
 
 def _read(

@@ -8,8 +8,8 @@ from jaxrunner.models.mixtures.mixture import (
     MixtureConfig,
     mixture,
     qwen_experts,
+    read_balanced_router,
     read_mixture,
-    read_router,
     sources,
 )
 from jaxrunner.models.partial_rotary import reordered_heads
@@ -20,16 +20,7 @@ DRAFTS = ("model.layers.46.", "model.layers.92.")
 
 def read(settings: Settings) -> MixtureConfig:
     """Reads a GLM-4.5 config."""
-    router = read_router(
-        settings,
-        "n_routed_experts",
-        "num_local_experts",
-        scoring="sigmoid",
-        norm_topk_prob=settings.take("norm_topk_prob", bool, True),
-        n_group=settings.size("n_group", 1),
-        topk_group=settings.size("topk_group", 1),
-        routed_scaling_factor=settings.take("routed_scaling_factor", float, 1.0),
-    )
+    router = read_balanced_router(settings, "n_routed_experts", "num_local_experts")
     settings.size("num_nextn_predict_layers", 0, least=0)
     num_dense = settings.size("first_k_dense_replace", 1, least=0)
     units = settings.size("moe_intermediate_size")

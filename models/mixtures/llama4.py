@@ -5,7 +5,6 @@ scales what its expert reads. https://ai.meta.com/blog/llama-4-multimodal-intell
 """
 
 from dataclasses import dataclass, replace
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -202,8 +201,7 @@ def _experts(c: Llama4Config, prefix: str) -> dict[str, Any]:
 
 def _sources(c: Llama4Config) -> Any:
     """Returns where each weight lies in a Hugging Face checkpoint."""
-    make = functools.partial(sources, of_experts=_experts, params=Llama4Params, layer=Llama4Layer)
-    made = make(c)
+    made = sources(c, _experts, Llama4Params, Llama4Layer)
     layers = tuple(
         replace(reordered_heads(layer, c, neighbours=True), chunked=chunked, turned=turned)
         for layer, chunked, turned in zip(made.layers, c.chunked, c.turned, strict=True)

@@ -145,6 +145,24 @@ def read_router(settings: Settings, *names: str, **flags: Any) -> RouterConfig:
     return RouterConfig(settings.size(count), chosen, **flags)
 
 
+def read_balanced_router(
+    settings: Settings, *names: str, groups: int = 1, best: int = 1
+) -> RouterConfig:
+    """Reads a router of sigmoids, balanced by a bias; `groups` and the `best` of them by default.
+
+    names: as of `read_router`.
+    """
+    return read_router(
+        settings,
+        *names,
+        scoring="sigmoid",
+        norm_topk_prob=settings.take("norm_topk_prob", bool, True),
+        n_group=settings.size("n_group", groups),
+        topk_group=settings.size("topk_group", best),
+        routed_scaling_factor=settings.take("routed_scaling_factor", float, 1.0),
+    )
+
+
 def _check_router(router: RouterConfig) -> None:
     X, k, n, top = router.num_experts, router.num_experts_per_tok, router.n_group, router.topk_group
     if X % n or not 1 <= top <= n or not 1 <= k <= X // n * top:
