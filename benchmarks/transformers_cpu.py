@@ -43,7 +43,7 @@ def main() -> None:
         figures = decode() | prefill(Path(folder))
     result = {
         "tokens_per_second": figures,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -53,6 +53,17 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def cpu_name() -> str:
+    """Returns the processor's name; on Linux its family and model too, by which EPYCs differ."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor() or platform.machine()
+    lines = (line.partition(":") for line in path.read_text().split("\n\n")[0].splitlines())
+    told = {name.strip(): value.strip() for name, _, value in lines}
+    names = ("model name", "cpu family", "model")
+    return ", ".join(f"{name} {told[name]}" for name in names if name in told)
 
 
 def decode() -> dict[str, Any]:
