@@ -66,6 +66,11 @@ def test_functions_reach_the_worker_and_the_model(llm):
         llm.collective_rpc("qqq")
     with pytest.raises(TypeError, match="method must be a name or a function, got 3"):
         llm.collective_rpc(3)
+    with pytest.raises(TypeError, match="args must be a list or a tuple, got 'ab'"):
+        llm.collective_rpc(print, args="ab")
+    for bad in (0, {1: 2}):
+        with pytest.raises(TypeError, match="kwargs must be a dict by names of arguments, got"):
+            llm.collective_rpc(print, kwargs=bad)
     with pytest.raises(TypeError, match="func must be a function of the weights, got 3"):
         llm.apply_model(3)
     with pytest.raises(TypeError, match="reset_running_requests must be True or False, got 1"):

@@ -49,8 +49,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "rsLoRA": (dict(use_rslora=1), "use_rslora must be true or false"),
     "patterns": (dict(rank_pattern=[3]), r"rank_pattern must map patterns to numbers, got \[3\]"),
     "a pattern": (dict(alpha_pattern={"(": 3}), "which is no pattern of at most 1000 characters"),
+    "a pattern without end": (dict(rank_pattern={r"((\w|\.)+)+!": 3}), "repetitions and none of a"),
+    "many repetitions": (dict(rank_pattern={"a*" * 5: 3}), "which is no pattern .* 4 repetitions"),
+    "an array for a setting": (dict(alpha_pattern=np.zeros(2)), "alpha_pattern must map patterns"),
+    "a list for a bias": (dict(bias=np.array(["none", "all"])), "bias=array.* is not supported"),
     "rank": (dict(r=0), "r must be a rank of at least 1, got 0"),
     "alpha": (dict(lora_alpha=float("inf")), "lora_alpha must be a number, got inf"),
+    "a huge alpha": (dict(lora_alpha=10**400), "lora_alpha must be a number, got 1000"),
     "another rank": (dict(r=5), r"up_proj has 3 rows, the config says r=5"),
     "a rank too high": (dict(r=9), "an adapter of rank 9, max_lora_rank=8: raise max_lora_rank"),
 }  # fmt: skip
@@ -58,6 +63,8 @@ TENSORS: dict[str, tuple[Any, str]] = {
     "embeddings": (named("base_model.model.model.embed_tokens.lora_embedding_A"),
                    "which is no lora_A or lora_B of a product: only these are supported"),
     "head": (named("lm_head.weight"), "has the tensor 'lm_head.weight', which is no lora_A"),
+    "a number for a name": (named(3), "has the tensor 3, which is no lora_A or lora_B"),
+    "texts": (lambda tensors: tensors | {A: tensors[A].astype("U9")}, "which holds no floats, got"),
     "none": (lambda tensors: {}, "has no lora_A and lora_B: save the adapter again"),
     "half": (lambda tensors: {A: tensors[A]}, "has one of lora_A and lora_B alone of model.layers"),
     "no product": (lambda tensors: {n.replace("up_proj", "norm"): t for n, t in tensors.items()},
@@ -92,9 +99,9 @@ def test_requests_name_adapters_that_there_are(llm, saved, tmp_path):
         llm.generate(prompt, lora_request="x")
     with pytest.raises(FileNotFoundError, match=r"lora_path must be a folder with adapter_config"):
         llm.add_lora(LoRARequest("x", 5, tmp_path / "none"))
-    with pytest.raises(ValueError, match="add_lora wants a LoRARequest with lora_path or lora_ten"):
+    with pytest.raises(ValueError, match="lora_request must be a LoRARequest with lora_path or"):
         llm.add_lora(LoRARequest("x", 5))
-    with pytest.raises(ValueError, match=r"merge_lora\(5\): there is no such adapter, add_lora"):
+    with pytest.raises(ValueError, match=r"lora_id=5 is no adapter that add_lora was given"):
         llm.merge_lora(5)
     for i in (1, 2):
         llm.add_lora(LoRARequest("x", i, **told(saved[1])))
@@ -109,6 +116,20 @@ def test_requests_name_adapters_that_there_are(llm, saved, tmp_path):
         own.admit([new(2), new(3)], [])
     for i in (1, 2):
         llm.remove_lora(i)
+
+
+def test_a_request_that_is_refused_brings_no_adapter(llm, saved):
+    asked, params = LoRARequest("x", 4, **told(saved[1])), checkpoint.greedy(1)
+    nothing: Any = None
+    live = llm.engine.add("live", [1, 2], params)
+    with pytest.raises(TypeError, match="priority must be an integer"):
+        llm.engine.add("a", [1, 2], params, priority=nothing, lora_request=asked)
+    with pytest.raises(ValueError, match="request 'live' is unfinished"):
+        llm.engine.add("live", [1, 2], params, lora_request=asked)
+    with pytest.raises(ValueError, match="leader 'live' has another prompt"):
+        llm.engine.add("a", [1, 3], params, leader=live, lora_request=asked)
+    assert not llm.list_loras()
+    llm.engine.abort(["live"])
 
 
 def told(base) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxrunner.engine.make_scheduler import make_scheduler
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.engine.steps import Steps
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
-from jaxrunner.lora.lora_request import LoRARequest
+from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.model import Model
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
@@ -99,13 +99,16 @@ class Engine(Steps):
           RuntimeError: the engine sleeps, or has ended; see `WorkerStatus`.
         """
         self.status.check_awake()
+        adapter = check_lora_request(lora_request)
         request = new_request(
             request_id, prompt_token_ids, params, of=self.runner.program,
             eos_token_ids=eos_token_ids, priority=priority, leader=leader,
             prompt_logprobs_start=prompt_logprobs_start, cache_salt=cache_salt,
             routed_experts=routed_experts,
-            lora_id=self.worker.take_lora(lora_request),
+            lora_id=0 if adapter is None else adapter.lora_int_id,
         )  # fmt: skip
+        check_among(request, self.unfinished)
+        self.worker.take_lora(adapter)  # once nothing else can refuse the request
         self.queue(request)
         return request
 

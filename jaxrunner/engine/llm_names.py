@@ -202,13 +202,18 @@ class LLMNames(NotHere):
 
         Raises:
           AttributeError: there is no such method.
-          TypeError: it is neither a name nor a function.
+          TypeError: it is neither a name nor a function, or the arguments are no list or dict.
         """
-        if isinstance(method, str):
-            return [getattr(self, method)(*args, **kwargs or {})]
-        if not callable(method):
+        if not (isinstance(method, str) or callable(method)):
             raise TypeError(f"method must be a name or a function, got {shown(method)}")
-        return [method(self, *args, **kwargs or {})]
+        if not isinstance(args, list | tuple):
+            raise TypeError(f"args must be a list or a tuple, got {shown(args)}")
+        named = {} if kwargs is None else kwargs
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named):
+            raise TypeError(f"kwargs must be a dict by names of arguments, got {shown(kwargs)}")
+        if isinstance(method, str):
+            return [getattr(self, method)(*args, **named)]
+        return [method(self, *args, **named)]
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Calls a function with the weights, a tree of arrays, and returns its result in a list.

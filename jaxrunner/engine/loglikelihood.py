@@ -50,7 +50,9 @@ def score(
       TypeError, ValueError: a prompt is bad, or its logits are NaN.
     """
     starts = [validate("start", start, Bound(int, 0, NEVER)) for start in starts]
-    given = [None] * len(prompts) if routed_experts is None else [*routed_experts]
+    given: list[Any] = [None] * len(prompts)
+    if routed_experts is not None:
+        given = list(elements("routed_experts", routed_experts, "an array of a prompt"))
     if len(given) != len(prompts):
         raise ValueError(
             f"routed_experts must be an array for each of {len(prompts)} prompts, got {len(given)}"

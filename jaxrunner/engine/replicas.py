@@ -14,9 +14,10 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
-from jaxrunner.engine.request_check import check_ids, check_reason, new_request
+from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.engine.snapshot import Restored, check_snapshot, restore_engine, save_engine
 from jaxrunner.loading import orbax_io
+from jaxrunner.lora.lora_request import check_lora_request
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
@@ -89,7 +90,8 @@ class Replicas:
         self._check()
         self.status.check_awake()
         program = self.runner.program
-        asked["lora_id"] = self.worker.take_lora(asked.pop("lora_request", None))
+        adapter = check_lora_request(asked.pop("lora_request", None))
+        asked["lora_id"] = 0 if adapter is None else adapter.lora_int_id
         request = new_request(request_id, prompt_token_ids, params, of=program, **asked)
         if self._epoch != self.worker.cache_epoch:
             self._epoch = self.worker.cache_epoch
@@ -97,11 +99,14 @@ class Replicas:
         related = {request.request_id}
         if isinstance(request.leader, Request):
             related.add(request.leader.request_id)
-        for i, engine in enumerate(self.engines):
-            if not related.isdisjoint(engine.unfinished):
-                engine.queue(request)  # which refuses an id in use
-                self.router.follow(request, i)
-                return request
+        of_each = [engine.unfinished for engine in self.engines]
+        home = next((i for i, of in enumerate(of_each) if not related.isdisjoint(of)), None)
+        check_among(request, {} if home is None else of_each[home])
+        self.worker.take_lora(adapter)  # once nothing else can refuse the request
+        if home is not None:
+            self.engines[home].queue(request)
+            self.router.follow(request, home)
+            return request
         chosen = self.router.choose(
             request, [i for i, engine in enumerate(self.engines) if not engine.status.ended]
         )

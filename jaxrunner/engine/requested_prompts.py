@@ -36,7 +36,7 @@ def read_asked(
       TypeError, ValueError: the prompts as a whole, or what stands beside them, is bad.
     """
     parsed = parse_prompts(prompts)
-    params = _one_each("sampling_params", sampling_params, len(parsed))
+    params = one_each("sampling_params", sampling_params, len(parsed))
     for param in params:
         if not isinstance(param, SamplingParams):
             raise TypeError(
@@ -49,7 +49,7 @@ def read_asked(
             )
         if max_logprobs not in (None, -1):
             _check_logprobs(param, max_logprobs)
-    ranks = _one_each("priority", 0 if priority is None else priority, len(parsed))
+    ranks = one_each("priority", 0 if priority is None else priority, len(parsed))
     priorities = [validate(f"priority[{i}]", rank, PRIORITY) for i, rank in enumerate(ranks)]
     adapters = read_adapters(lora_request, len(parsed))
     rest = [
@@ -86,11 +86,16 @@ def read_adapters(lora_request: Any, count: int) -> list[LoRARequest | None]:
     Raises:
       TypeError, ValueError: it is no adapter, or not one for each prompt.
     """
-    adapters = map(check_lora_request, _one_each("lora_request", lora_request, count))
+    adapters = map(check_lora_request, one_each("lora_request", lora_request, count))
     return list(adapters)[:count]
 
 
-def _one_each(name: str, value: Any, count: int) -> list[Any]:
+def one_each(name: str, value: Any, count: int) -> list[Any]:
+    """Returns a value for each of `count` prompts, from one for all or a list of them.
+
+    Raises:
+      ValueError: the list has another length.
+    """
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         return [value] * max(1, count)  # looked at even where there is no prompt
     given = list(value)  # whose length is what it says

@@ -17,6 +17,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PART = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(\.\w+)?\.weight")
 LONGEST = 1000  # characters of a pattern
+# Patterns that Python's `re` may search for ever: groups that repeat, and many repetitions.
+REPEATED_GROUP, REPETITION, MOST_REPETITIONS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4
 # What changes no outputs: of training, of how weights began, of what made them.
 HARMLESS = frozenset(
     """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
@@ -59,13 +61,13 @@ def read_adapter(
     _check_config(config, source)
     parts: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
-        found = PART.fullmatch(name.removeprefix(PREFIX))
+        found = PART.fullmatch(name.removeprefix(PREFIX)) if isinstance(name, str) else None
         if found is None or getattr(tensor, "ndim", 0) != 2:
             raise ValueError(
                 f"{source} has the tensor {shown(name)}, which is no lora_A or lora_B of a product:"
                 " only these are supported, make the adapter without it"
             )
-        parts.setdefault(found["module"], {})[found["part"]] = np.asarray(tensor)
+        parts.setdefault(found["module"], {})[found["part"]] = _read(tensor, source, name)
     if not parts:
         raise ValueError(f"{source} has no lora_A and lora_B: save the adapter again")
     made = {}
@@ -80,9 +82,20 @@ def read_adapter(
                 f"{source}: lora_A of {module} has {of['A'].shape[0]} rows, the config says "
                 f"r={rank}: save the adapter again"
             )
-        b = of["B"].astype(np.float32) * np.float32(scale)
-        made[module] = LowRank(of["A"].astype(np.float32), b)
+        made[module] = LowRank(of["A"], of["B"] * np.float32(scale))
     return made
+
+
+def _read(tensor: Any, source: str, name: str) -> np.ndarray:
+    """Returns a tensor in float32."""
+    try:
+        values = np.asarray(tensor)
+        if values.dtype.kind in "fV":  # the latter are bfloat16 and its like
+            return values.astype(np.float32)
+        kind = str(values.dtype)
+    except Exception as error:  # whatever a foreign array may raise
+        kind = f"{type(error).__name__}: {error!s:.200}"
+    raise ValueError(f"{source} has the tensor {shown(name)}, which holds no floats, got {kind}")
 
 
 def _rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
@@ -101,9 +114,10 @@ def _of(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
 
 
 def _check_config(config: Mapping[str, Any], source: str) -> None:
-    if (kind := config.get("peft_type")) != "LORA":
+    kind, bias = config.get("peft_type"), config.get("bias", "none")
+    if not isinstance(kind, str) or kind != "LORA":
         raise ValueError(f"{source}: peft_type must be 'LORA', got {shown(kind)}")
-    if (bias := config.get("bias", "none")) != "none":
+    if not isinstance(bias, str) or bias != "none":
         raise ValueError(
             f"{source}: bias={shown(bias)} is not supported, only 'none': train without it"
         )
@@ -115,7 +129,7 @@ def _check_config(config: Mapping[str, Any], source: str) -> None:
             "save_pretrained"
         )
     for name, value in config.items():
-        if name not in READ | HARMLESS and value not in (None, False, [], {}, ""):
+        if name not in READ | HARMLESS and not _is_off(value):
             raise ValueError(
                 f"{source}: {shown(name)}={shown(value)} is not supported: running without it "
                 "would change outputs"
@@ -127,22 +141,36 @@ def _check_numbers(config: Mapping[str, Any], source: str) -> None:
     """Checks ranks, and what scales are made of."""
     if type(config.get("use_rslora", False)) is not bool:
         raise ValueError(f"{source}: use_rslora must be true or false")
-    patterns = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    names = ("rank_pattern", "alpha_pattern")
+    patterns = {name: {} if _is_off(config.get(name)) else config[name] for name in names}
     for name, given in patterns.items():
         if not isinstance(given, Mapping):
             raise ValueError(f"{source}: {name} must map patterns to numbers, got {shown(given)}")
         for pattern in given:
-            try:
-                assert len(pattern) <= LONGEST
-                re.compile(pattern)
-            except (re.error, TypeError, AssertionError) as error:
+            if not _is_pattern(pattern):
                 raise ValueError(
                     f"{source}: {name} has {shown(pattern)}, which is no pattern of at most "
-                    f"{LONGEST} characters"
-                ) from error
+                    f"{LONGEST} characters, {MOST_REPETITIONS} repetitions and none of a group"
+                )
     for rank in (config.get("r"), *patterns["rank_pattern"].values()):
         if type(rank) is not int or not 1 <= rank <= 2**16:
             raise ValueError(f"{source}: r must be a rank of at least 1, got {shown(rank)}")
     for alpha in (config.get("lora_alpha", 8), *patterns["alpha_pattern"].values()):
-        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        if type(alpha) not in (int, float) or not -1e30 < alpha < 1e30:
             raise ValueError(f"{source}: lora_alpha must be a number, got {shown(alpha)}")
+
+
+def _is_pattern(pattern: Any) -> bool:
+    """Whether a pattern of modules is one that ends in time for each."""
+    if not isinstance(pattern, str) or len(pattern) > LONGEST or REPEATED_GROUP.search(pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return len(REPETITION.findall(pattern)) <= MOST_REPETITIONS
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a setting says nothing."""
+    return value is None or (type(value) in (bool, int, float, str, list, dict) and not value)

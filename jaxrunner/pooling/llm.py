@@ -1,6 +1,6 @@
 """The methods of an `LLM` whose model pools, in vLLM's names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxrunner.api.outputs import RequestOutput
 from jaxrunner.api.validation import shown
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.progress import Bar
-from jaxrunner.engine.requested_prompts import read_asked
+from jaxrunner.engine.requested_prompts import one_each, read_asked
 from jaxrunner.heads.late_interaction import max_sim
 from jaxrunner.heads.pooled import POOLED, POSITIONS, PooledConfig
 from jaxrunner.loading import llm_arguments
@@ -115,8 +115,9 @@ class PoolingMethods:
                     "classify"
                 )
             tokenizer = self.completions.tokenizer
-            prompts = [paired(tokenizer, *pair, as_pair=config.pairs) for pair in pairs]
-            found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+            both = [paired(tokenizer, *pair, as_pair=config.pairs) for pair in pairs]
+            prompts, firsts = [prompt for prompt, _ in both], [first for _, first in both]
+            found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens, firsts)
             return [_scored(one, float(one.outputs.data[0])) for one in found]
         if pooling_params is None:
             pooling_params = PoolingParams(use_activation=True)
@@ -126,28 +127,30 @@ class PoolingMethods:
         return [_scored(of[b], max_sim(of[a].outputs.data, of[b].outputs.data)) for a, b in pairs]
 
     def _pool(
-        self, prompts: Any, params: Any, use_tqdm: Bar, truncate: int | None
+        self,
+        prompts: Any,
+        params: Any,
+        use_tqdm: Bar,
+        truncate: int | None,
+        firsts: Sequence[int | None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Returns what is pooled of each prompt, activated as its parameters say."""
+        """Returns what is pooled of each prompt, activated as its parameters say.
+
+        firsts: of prompts of two texts, the tokens that belong to the first.
+        """
         config = _config(self.engine.model_config, "encode")
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        firsts = [None] * len(prompts)
-        if prompts and isinstance(prompts[0], tuple):
-            prompts, firsts = zip(*prompts, strict=True)
-        many = (
-            params if isinstance(params, Sequence) else [params or PoolingParams()] * len(prompts)
-        )
-        if len(many) != len(prompts):
-            raise ValueError(
-                f"pooling_params must be one, or one for each of {len(prompts)} prompts, got "
-                f"{len(many)}"
-            )
+        is_one = isinstance(prompts, str) or not isinstance(prompts, Sequence)
+        count = 1 if is_one else len(prompts)
+        many = one_each("pooling_params", PoolingParams() if params is None else params, count)
         for one in many:
             _check(one, config)
+        many = many[:count]  # none of no prompt
         if truncate is not None:
             many = [replace(one, truncate_prompt_tokens=truncate) for one in many]
-        asked = [_sampling(one, config, f) for one, f in zip(many, firsts, strict=True)]
-        queued = read_asked(list(prompts), asked, None)
+        asked = [
+            _sampling(*x, config) for x in zip(many, firsts or [None] * len(many), strict=True)
+        ]
+        queued = read_asked(prompts, asked, None)
         outputs = self.completions.answer(queued, on_error="raise", use_tqdm=use_tqdm)
         return [_told(*pair, config) for pair in zip(outputs, many, strict=True)]
 
@@ -181,7 +184,7 @@ def _check(params: Any, config: PooledConfig) -> None:
     config.check_dimensions(params.dimensions)
 
 
-def _sampling(params: PoolingParams, config: PooledConfig, first: int | None) -> PooledRequest:
+def _sampling(params: PoolingParams, first: int | None, config: PooledConfig) -> PooledRequest:
     """Returns what the engine is asked for: one token, whose step tells what is pooled."""
     skip = params.skip_reading_prefix_cache
     extra = None if first is None else dict(first_segment_len=float(first))

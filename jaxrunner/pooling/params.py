@@ -106,11 +106,14 @@ class PoolerConfig:
         if asked is not None and not isinstance(asked, Mapping):
             raise TypeError(f"pooler_config must be a PoolerConfig or a dict, got {shown(asked)}")
         known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(asked or ()) - set(known)):
+        if unknown := [key for key in asked or () if key not in known]:
             raise ValueError(
                 f"pooler_config has {shown(unknown)}, it may have {', '.join(known)}: leave it out"
             )
-        return cls(**asked or {})
+        try:
+            return cls(**asked or {})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"pooler_config: {error}") from error
 
 
 def _check_task(task: str | None) -> None:

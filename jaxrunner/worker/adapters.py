@@ -46,7 +46,8 @@ class Adapters(WeightUpdates):
         request = check_lora_request(lora_request)
         if request is None or not request.has_weights:
             raise ValueError(
-                f"add_lora wants a LoRARequest with lora_path or lora_tensors, got {shown(request)}"
+                "lora_request must be a LoRARequest with lora_path or lora_tensors, got "
+                f"{shown(request)}: add_lora reads its weights"
             )
         runners = self._adapted()
         adapter = self._read_adapter(request)
@@ -111,7 +112,7 @@ class Adapters(WeightUpdates):
             raise RuntimeError("an adapter is merged already: call unmerge_lora first")
         adapter = self._adapted()[0].known.get(validate("lora_id", lora_id, _ID))
         if adapter is None:
-            raise ValueError(f"merge_lora({lora_id}): there is no such adapter, add_lora takes one")
+            raise ValueError(f"lora_id={lora_id} is no adapter that add_lora was given: add it")
         params, before = merge(self._awake(), adapter)
         self._set_params(params)
         self._outdate(weights=True)

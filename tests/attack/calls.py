@@ -20,6 +20,8 @@ class Target(NamedTuple):
     unknown: bool = True  # whether a keyword that is not there is tried too
 
 
+# Functions of the user may do anything, a bar too.
+CALLED = {"use_tqdm", "method", "func"}
 UNKNOWN = ("best_of", "top-p", "Seed", "", "self", "tenzor_parallel_size", "x" * 999, "é", "kwargs")
 
 
@@ -28,8 +30,9 @@ def case(rng: random.Random, targets: tuple[Target, ...]) -> Case:
     target = rng.choice(targets)
     names = rng.sample(list(target.kinds), min(len(target.kinds), rng.choice((1, 1, 1, 2, 3))))
     given = {name: draw(rng, target.kinds[name], values.draw) for name in names}
-    if callable(given.get("use_tqdm")):
-        given["use_tqdm"] = "yes"  # a bar of one's own may be anything
+    for name in CALLED & given.keys():
+        if callable(given[name]):
+            given[name] = b"yes"
     told = [target.kinds[name].good(value) for name, value in given.items()]
     bad = [name for name, good in zip(names, told, strict=True) if good is not True]
     good = False if False in told else None if None in told else True

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import random
 from typing import Any
 
-from jaxrunner import SamplingParams
+from jaxrunner import LoRARequest, SamplingParams
 from jaxrunner.scheduling.request import Request
 from tests.attack import calls, models
 from tests.attack.calls import Target
@@ -26,7 +26,9 @@ ADD: dict[str, Kind] = dict(
     eos_token_ids=Kind(lambda v: v is not None and several(integer(0, 2**31 - 1)).good(v),
                        ([2**31], [-1], [2**40], [1.5], ["a"], [None], [True], 3, None, "ab")),
     priority=integer(-(2**62), 2**62), prompt_logprobs_start=integer(0, 2**30, None),
-    leader=Kind(lambda v: v is None, ("canary", 3, True, Request, {})),
+    leader=Kind(lambda v: v is None, ("canary", 3, True, Request, {})), cache_salt=text(None),
+    routed_experts=Kind(lambda v: v is None, (3, [], [[1]], "a", ())),
+    lora_request=Kind(lambda v: v is None, ("good", 1, {}, True, LoRARequest("none", 3))),
 )  # fmt: skip
 
 
@@ -86,6 +88,7 @@ class Add(_Engine):
 ALSO = (
     "prompt", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "logprobs",
     "prompt_logprobs", "logprob_token_ids", "extra_args", "structured_outputs", "start", "request",
+    "adapters",
 )  # fmt: skip
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 from tests.attack import (
+    adapters,
     engines,
     files,
     lifecycle,
     llm_keywords,
     llm_methods,
     params,
+    pooling,
     runners,
     snapshots,
     workers,
@@ -27,6 +29,8 @@ ENTRIES: dict[str, Callable[[], Entry]] = {
     "beam_search": llm_methods.BeamSearch,
     "scores": llm_methods.Scores,
     "small": llm_methods.Small,
+    "pooling": pooling.Pooling,
+    "adapters": adapters.Adapters,
     "weights": lifecycle.Weights,
     "settings": lifecycle.Settings,
     "engine_add": engines.Add,

@@ -6,12 +6,13 @@ import random
 from typing import Any
 
 from jaxrunner import LLM
+from jaxrunner.loading import llm_arguments
 from jaxrunner.rule import Rule
 from jaxrunner.text.tokenizer import Tokenizer
 from tests.attack import calls, models
 from tests.attack.calls import Target
 from tests.attack.harness import Case, Entry
-from tests.attack.kinds import Kind, flag, is_one_of, one_of, real, several, size, text
+from tests.attack.kinds import Kind, flag, integer, is_one_of, one_of, real, several, size, text
 
 BUCKETS = Kind(
     lambda v: several(size(1, 0, 2**20), None).good(v), ([0], [2, 1], [1, 1], "ab", [1.0], 3)
@@ -61,11 +62,32 @@ OWN: dict[str, Kind] = dict(
     logits_fn=Kind(lambda v: True if v is None else None if callable(v) or isinstance(v, Rule)
                    else False, (3, "softmax", [len], {}, True)),
 )  # fmt: skip
+# Of other models than the one that is attacked, of the hub, and of several devices.
+SOME = Kind(lambda v: None if v is True else flag().good(v), flag().near)
+MAPPING = Kind(_mapping, ([], "a", {1: 2}, {"a": 1}, {"method": 3}, {"task": []}, True, ()))
+COUNT = size(1, 1, 1024)
+MORE: dict[str, Kind] = dict(
+    download_dir=OWN["cache_dir"], tokenizer_revision=text(None),
+    hf_token=text(None, True, False)._replace(near=(b"a", 3, ["a"], {"a": "b"}, 1.5)),
+    max_logprobs=integer(-1, 2**30, None), override_generation_config=MAPPING,
+    long_prefill_token_threshold=integer(0, 2**30), tensor_parallel_size=COUNT,
+    data_parallel_size=COUNT, pipeline_parallel_size=COUNT, decode_context_parallel_size=COUNT,
+    cp_kv_cache_interleave_size=size(1, 1, 2**16), enable_expert_parallel=SOME, enable_eplb=SOME,
+    enable_return_routed_experts=SOME, eplb_config=MAPPING, enable_lora=SOME,
+    max_loras=size(1, 1, 1024), max_lora_rank=size(1, 1, 512),
+    max_cpu_loras=size(1, 1, 2**20, None),
+    quantization=Kind(lambda v: v is None or (None if isinstance(v, str) else False),
+                      ("FP8", "awq", "", 8, True, {})),
+    runner=Kind(lambda v: v == "generate" if type(v) is str else False, ("Pooling", "", None, 3)),
+    pooler_config=MAPPING, speculative_config=MAPPING,
+)  # fmt: skip
 ROOM: dict[str, Kind] = dict(
     kv_cache_memory_bytes=size(1, 2**24, 2**62, None),
     gpu_memory_utilization=real(0.001, 1, None),
 )
-ALL = LOADING | SIZES | OWN
+ALL = LOADING | SIZES | OWN | MORE
+# Those beside what has bounds are a function and one of `EngineConfig` alone.
+assert {*ALL, *ROOM} == llm_arguments.LLM.keys() | {"logits_fn", "growth"}
 
 
 def _open(**fields: Any) -> None:

@@ -103,6 +103,7 @@ ALSO = (
     "prompt", "prompts", "prompt_token_ids", "stop_token_ids", "logit_bias", "allowed_token_ids",
     "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids", "extra_args", "text",
     "structured_outputs", "stop", "chat template", "truncate_prompt_tokens", "cache_salt",
+    "continue_final_message",
 )  # fmt: skip
 
 
@@ -165,13 +166,21 @@ class Scores(Methods):
         )
         pairs = Target("loglikelihood", fixed(llm.loglikelihood), dict(pairs=pair, use_tqdm=flag()),
                        lambda: dict(pairs=[("A", "B")], use_tqdm=False))  # fmt: skip
-        kinds = dict(prompts=PROMPTS, start=integer(0, 2**30), use_tqdm=flag())
+        routes = Kind(lambda v: v is None, (3, "ab", [], [None], [3, 4], [[[1]]]))
+        kinds = dict(
+            prompts=PROMPTS, start=integer(0, 2**30), use_tqdm=flag(), routed_experts=routes
+        )  # fmt: skip
         needed = dict(prompts="AB", use_tqdm=False)
         return pairs, Target("score_tokens", fixed(llm.score_tokens), kinds, lambda: needed)
 
     def case(self, rng: random.Random) -> Case:
         made = super().case(rng)
         return made._replace(fields=(*made.fields, r"pair \d+"))
+
+
+FUNCTION = Kind(lambda v: False, (None, "no_such", "", b"close", ["close"], {}, 1.5))
+LIST = Kind(lambda v: None if isinstance(v, list | tuple) else False, (3, None, "ab", {1: 2}))
+MAP = Kind(lambda v: v is None or (None if isinstance(v, dict) else False), (3, [1], {1: 2}, "ab"))
 
 
 class Small(Methods):
@@ -184,6 +193,12 @@ class Small(Methods):
         def decoded(**fields: Any) -> None:
             llm.get_tokenizer().decode(**fields)
 
+        def called(**fields: Any) -> None:
+            try:
+                llm.collective_rpc(**fields)
+            except AttributeError as error:
+                raise ValueError(f"method: {error}") from error
+
         return (
             Target("abort", lambda **f: llm.abort(**f), dict(request_id=text()),
                    lambda: dict(request_id="none")),
@@ -192,4 +207,11 @@ class Small(Methods):
             Target("decode", decoded, dict(ids=SOME, skip_special_tokens=flag()),
                    lambda: dict(ids=[1])),
             Target("check_health", llm.check_health, dict(timeout_s=params.real(1e-3, 1e6))),
+            Target("collective_rpc", called, dict(method=FUNCTION, args=LIST, kwargs=MAP),
+                   lambda: dict(method=lambda llm, *args, **kwargs: None), unknown=False),
+            Target("apply_model", llm.apply_model, dict(func=FUNCTION), unknown=False),
+            Target("reset_prefix_cache", llm.reset_prefix_cache,
+                   dict(reset_running_requests=flag()), unknown=False),
+            Target("scale_elastic_ep", llm.scale_elastic_ep,
+                   dict(new_tensor_parallel_size=integer(0, -1))),
         )  # fmt: skip

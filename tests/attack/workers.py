@@ -12,7 +12,9 @@ from tests.attack.llm_keywords import ALL, ROOM
 from tests.attack.runners import Runner
 
 SIZES = {name: value for name, value in models.SIZES.items() if name not in ("use_tqdm", "warm_up")}
-OTHERS = ("tokenizer", "skip_tokenizer_init", "generation_config", "use_tqdm")
+OTHERS = ("tokenizer", "skip_tokenizer_init", "tokenizer_revision", "generation_config",
+          "override_generation_config", "max_logprobs", "data_parallel_size",
+          "use_tqdm")  # fmt: skip
 KEYWORDS = {
     name: kind
     for name, kind in ALL.items()
