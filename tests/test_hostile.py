@@ -8,6 +8,7 @@ import pytest
 from jaxrunner import SamplingParams, StructuredOutputsParams
 from jaxrunner.engine.requested_prompts import read_asked
 from jaxrunner.loading import tensors
+from jaxrunner.pooling.pairs import read_pairs
 from tests.attack.values import HostileText
 from tests.support import tiny
 
@@ -42,6 +43,8 @@ def test_tensors_that_end_in_an_error_are_named():
 def test_a_text_is_what_it_holds():
     assert StructuredOutputsParams(regex=HostileText("a")) == StructuredOutputsParams(regex="a")
     assert tiny.tokenizer().encode(HostileText("AB")) == [0, 1]
+    [(first, _)] = read_pairs(HostileText("a"), ["b"])
+    assert (first, len(first)) == ("a", 1)
 
 
 def test_sizes_of_an_engine_name_a_policy_that_is_none():

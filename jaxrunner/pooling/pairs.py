@@ -30,7 +30,7 @@ def _texts(name: str, given: Any) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be a text or a list of texts, got {shown(given)}")
-    return list(texts)
+    return [str.__str__(text) for text in texts]  # of a class of its user's, what it holds
 
 
 def paired(
