@@ -166,7 +166,10 @@ class Scores(Methods):
         )
         pairs = Target("loglikelihood", fixed(llm.loglikelihood), dict(pairs=pair, use_tqdm=flag()),
                        lambda: dict(pairs=[("A", "B")], use_tqdm=False))  # fmt: skip
-        routes = Kind(lambda v: v is None, (3, "ab", [], [None], [3, 4], [[[1]]]))
+        routes = Kind(
+            lambda v: v is None or (False if is_plain(v) or isinstance(v, str | dict) else None),
+            (3, "ab", [], [None], [3, 4], [[[1]]]),
+        )
         kinds = dict(
             prompts=PROMPTS, start=integer(0, 2**30), use_tqdm=flag(), routed_experts=routes
         )  # fmt: skip
