@@ -1,7 +1,7 @@
 """Rejection sampling keeps the target's distribution, over several tokens and several steps.
 
-Each test draws 50,000 requests at once, of seeds of their own; the target's probabilities
-of a token depend on the token before it.
+Each test draws many requests at once, of seeds of their own; the target's probabilities of a token
+depend on the token before it.
 """
 
 import functools
@@ -17,6 +17,7 @@ from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise, uniforms
 
 slow = pytest.mark.slow
 B, V, N = 50_000, 3, 3
+NUM_SEQUENCES = 70_000  # of N tokens: over 200,000 draws
 P = np.array([[0.2, 0.5, 0.3], [0.55, 0.05, 0.4], [0.3, 0.3, 0.4]], np.float32)
 Q = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.05, 0.15, 0.8]], np.float32)
 LOG_P, LOG_Q = np.log(P), np.log(Q)
@@ -53,7 +54,7 @@ def draft(last: jax.Array, words: jax.Array, next_pos: jax.Array, K: int, how: s
 
 
 def first_tokens(verify: Any, K: int, how: str, *, few: bool) -> np.ndarray:
-    """Returns the first N tokens that steps of K drafts give each request, [B, N]."""
+    """Returns the first N tokens that steps of K drafts give each request, [NUM_SEQUENCES, N]."""
 
     def step(i: jax.Array, carry: Any, words: jax.Array) -> Any:
         ids, total = carry
@@ -66,12 +67,12 @@ def first_tokens(verify: Any, K: int, how: str, *, few: bool) -> np.ndarray:
         return ids.at[rows[:, None], at].set(out.token_ids), total + out.num_accepted + 1
 
     def run(words: jax.Array, total: jax.Array) -> jax.Array:
-        ids = jnp.zeros((B, 1 + (K + 1) * N), jnp.int32)
+        ids = jnp.zeros((NUM_SEQUENCES, 1 + (K + 1) * N), jnp.int32)
         ids, _ = jax.lax.fori_loop(0, N, functools.partial(step, words=words), (ids, total))
         return ids[:, 1 : 1 + N]
 
-    rows = jnp.arange(B)
-    return run_jitted(run, seeds(), jnp.ones(B, jnp.int32))
+    rows = jnp.arange(NUM_SEQUENCES)
+    return run_jitted(run, seeds(NUM_SEQUENCES), jnp.ones(NUM_SEQUENCES, jnp.int32))
 
 
 def one_step(verify: Any, p: Any, q: Any, K: int, how: str, **changes: Any) -> Any:
@@ -117,7 +118,7 @@ def test_sequences_are_distributed_as_the_target_says(verify: Any, how: str, few
     """Where `few`, a request may have fewer drafts than others, or none."""
     tokens = first_tokens(verify, 2 if how == "likeliest" else 3, how, few=few)
     seen = np.bincount(tokens @ V ** np.arange(N)[::-1], minlength=V**N)
-    expected = B * P[0][:, None, None] * P[:, :, None] * P[None]
+    expected = NUM_SEQUENCES * P[0][:, None, None] * P[:, :, None] * P[None]
     assert excess(seen, expected.reshape(-1)) < 4
 
 

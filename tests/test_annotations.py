@@ -6,7 +6,6 @@ import tomllib
 
 from test_style import ROOT, nodes, package
 
-# TEMPORARY: files whose parameters are being annotated elsewhere.
 ALLOWED = {"reportMissingImports"}  # PyTorch and transformers may not be there
 SKIPS = {"ignore", "extend-ignore", "per-file-ignores", "extend-per-file-ignores", "exclude"}
 

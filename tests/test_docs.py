@@ -4,6 +4,7 @@ from pathlib import Path
 import re
 
 import pytest
+from test_style import LAYERS
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -38,6 +39,28 @@ def test_links_lead_to_files(page):
 
 def test_the_readme_leads_to_every_page():
     assert not [page for page in PAGES if f"]({page})" not in read("README.md")]
+
+
+def test_modules_that_the_changelog_moves_are_there():
+    (table,) = re.findall(r"\| before, in `jaxrunner` .*?\n\n", read("CHANGELOG.md"), re.S)
+    moved = []
+    for line in table.strip().splitlines()[2:]:
+        before, after = (re.findall("`(.+?)`", cell) for cell in line.strip("| ").split(" | "))
+        moved += [after[0] + name * after[0].endswith(".") for name in before]
+    files = [ROOT / f"jaxrunner/{name.replace('.', '/')}" for name in moved]
+    assert not [f for f in files if not f.with_suffix(".py").is_file() and not f.is_dir()]
+    assert len(files) > 80
+
+
+def test_the_picture_of_the_folders_has_the_order_of_imports():
+    """Lowest first, as `test_style.py` holds it. Modules below their folder need not be shown."""
+    picture = read("docs/architecture.md").split("```text\n")[1].split("```")[0]
+    shown = []
+    for line in picture.splitlines():
+        first, *_ = names = re.split(" {3,}", line)[0].split()
+        shown += [first[:-1]] if first.endswith("/") else names
+    assert shown == [name for name in LAYERS if name in shown]
+    assert {name for name in LAYERS if "." not in name} - {"__init__"} <= {*shown}
 
 
 @pytest.mark.parametrize("page", ["README.md", *PAGES])

@@ -48,8 +48,7 @@ class Choice(NamedTuple):
 
 def paged(batch: Batch, *, note: Note = unnoted) -> Ops:
     """Plain JAX over the paged cache of `batch`."""
-    by_tiles = jax.default_backend() == "cpu" and not batch.query_len
-    attention = cpu_attention if by_tiles else reference
+    attention = reference if cpu_attention.refuses(batch) else cpu_attention
     latent = functools.partial(latent_attention.attend_latent, latent_attention.PLAIN, batch, note)
     attend = functools.partial(attention.paged_attention, batch)
     return _plain(attend, latent, _states(batch), note, batch)

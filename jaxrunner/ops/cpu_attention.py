@@ -16,6 +16,13 @@ from jaxrunner.types import Array, Batch, LayerCache
 TILE, CHUNK = 128, 256  # queries, and keys that they read at a time
 
 
+def refuses(batch: Batch, *_: object) -> str | None:
+    """Returns why a batch is not served on this device, None if it is."""
+    if jax.default_backend() != "cpu":
+        return "is for CPUs"
+    return "wants rows side by side" if batch.query_len else None
+
+
 def paged_attention(
     batch: Batch, q: Array, k: Array, v: Array, cache: LayerCache, spec: AttentionSpec,
     *, tile: int = TILE, chunk: int = CHUNK,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.latent import LatentCache
@@ -53,19 +52,13 @@ def _refuses_decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionS
     return latent_decode.refuses(q, cache.latents, spec.value_dim or 0)
 
 
-def _refuses_tiles(batch: Batch, *_: object) -> str | None:
-    if jax.default_backend() != "cpu":
-        return "is for CPUs"
-    return "wants rows side by side" if batch.query_len else None
-
-
 # (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, of its latents'
 # values: [T, H, value_dim].
 PLAIN = (
     Operation(
         "plain JAX, by tiles",
         functools.partial(latent_reference.attend, of_one_head=cpu_attention.attend),
-        _refuses_tiles,
+        cpu_attention.refuses,
     ),
     Operation("plain JAX", latent_reference.attend),
 )

@@ -10,8 +10,6 @@ from jaxrunner.experts import Routes
 from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array
 
-SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
-
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -19,7 +17,8 @@ class RouterConfig:
 
     num_experts: int
     num_experts_per_tok: int
-    scoring: str = "softmax"  # over all experts, or of each alone, or over those that are chosen
+    # "softmax" over all experts, "sigmoid" of each alone, "softmax_of_chosen" over those chosen.
+    scoring: str = "softmax"
     norm_topk_prob: bool = False  # whether the weights of a token's experts are made to sum to one
     # Of `n_group` groups of neighbours, experts of the best `topk_group` may be chosen.
     n_group: int = 1

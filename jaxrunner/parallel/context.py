@@ -140,12 +140,6 @@ def _groups(parts: int) -> list[list[int]]:
     return [[*range(i, i + parts)] for i in range(0, num, parts)]
 
 
-def _refuses_tiles(batch: Batch, *_: object) -> str | None:
-    if jax.default_backend() != "cpu":
-        return "is for CPUs"
-    return "wants rows side by side" if batch.query_len else None
-
-
 def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec, part: Part) -> Array:
     """Runs each token as a row of its own, whose keys are those of this part that it sees."""
     B, Q, positions = batch.seq_lens.shape[0], batch.query_len, batch.inputs.positions
@@ -173,6 +167,6 @@ def _refuses_decode(
 # (batch, q [T, H, D], cache, spec, part) -> as `reference.attend` of a part, [T, H, D + 1].
 ATTENTION = (
     Operation("decode_attention", _decode, _refuses_decode),
-    Operation("plain JAX, by tiles", cpu_attention.attend, _refuses_tiles),
+    Operation("plain JAX, by tiles", cpu_attention.attend, cpu_attention.refuses),
     Operation("plain JAX", reference.attend),
 )

@@ -11,7 +11,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named
 from jaxrunner.quantization.packed import unpacked
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite
+from jaxrunner.quantization.placing import Arrays, Placing, build, read_scales
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 
@@ -61,7 +61,7 @@ class AWQ:
         words = [(k, n // PER_WORD) for n, k in placing.shapes]
         packed = functools.partial(_numbers, placing)
         leaves["weight"] = placing.tensors("qweight", packed, *words, dtypes=("int32",))
-        scales = functools.partial(_scales, placing)
+        scales = functools.partial(read_scales, placing)
         shapes = [(k // length, n) for n, k in placing.shapes]
         leaves["scale"] = placing.tensors("scales", scales, *shapes, dtypes=DTYPES)
         if self.zero_point:
@@ -98,8 +98,3 @@ def _zeros(placing: Placing, parts: Arrays) -> np.ndarray:
 def _outputs(words: np.ndarray) -> np.ndarray:
     """Returns numbers, [outputs, inputs or groups], of words, [inputs or groups, outputs / 8]."""
     return unpacked(words, BITS, 1, ORDER).T
-
-
-def _scales(placing: Placing, parts: Arrays) -> np.ndarray:
-    names = tuple(f"{module}.scales" for module in placing.modules)
-    return placing.scales([part.T for part in finite(parts, names)])

@@ -12,7 +12,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named, pattern
 from jaxrunner.quantization.packed import WORD, unpacked
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite, read_order
+from jaxrunner.quantization.placing import Arrays, Placing, build, read_order, read_scales
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 
@@ -101,14 +101,15 @@ class GPTQ:
         own = self.of(placing.modules[0])
         assert own is not None
         per_word, length = WORD // own.bits, placing.held.scheme.block[1]
-        joins = dict(weight=_numbers, scale=_scales, zero=_zeros, order=_order)
+        joins = dict(weight=_numbers, zero=_zeros, order=_order)
         joins = {leaf: functools.partial(join, placing, own) for leaf, join in joins.items()}
+        scales = functools.partial(read_scales, placing)
         words = [(k // per_word, n) for n, k in placing.shapes]
         groups = [(-(-k // length), n) for n, k in placing.shapes]
         packed, ids = [(g, n // per_word) for g, n in groups], [(k,) for _, k in placing.shapes]
         leaves = dict(
             weight=placing.tensors("qweight", joins["weight"], *words, dtypes=("int32",)),
-            scale=placing.tensors("scales", joins["scale"], *groups, dtypes=DTYPES),
+            scale=placing.tensors("scales", scales, *groups, dtypes=DTYPES),
             zero=placing.tensors("qzeros", joins["zero"], *packed, dtypes=("int32",)),
             order=placing.tensors("g_idx", joins["order"], *ids, dtypes=("int32",)),
         )
@@ -162,11 +163,6 @@ def _wide_zeros(own: GPTQ, parts: Arrays) -> Arrays:
 
 def _order(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
     return read_order(placing, tuple(f"{module}.g_idx" for module in placing.modules), parts)
-
-
-def _scales(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
-    names = tuple(f"{module}.scales" for module in placing.modules)
-    return placing.scales([part.T for part in finite(parts, names)])
 
 
 def _read_dynamic(rules: dict[str, Any]) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:

@@ -148,3 +148,13 @@ def read_order(placing: Placing, names: tuple[str, ...], parts: Arrays) -> np.nd
             "download the checkpoint again"
         )
     return ids.astype(np.int32).reshape(held.order.shape)
+
+
+def read_scales(placing: Placing, parts: Arrays) -> np.ndarray:
+    """Returns the leaf `scale` of tensors `scales`, [groups, outputs], as AWQ and GPTQ store them.
+
+    Raises:
+      ValueError: one is NaN or infinite.
+    """
+    names = tuple(f"{module}.scales" for module in placing.modules)
+    return placing.scales([part.T for part in finite(parts, names)])

@@ -18,7 +18,7 @@ from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
 from jaxrunner.models.rope import rotation
-from jaxrunner.ops.plain import rms_norm, rotate, unpacked
+from jaxrunner.ops.plain import rms_norm, rms_norm_of_one_more, rotate, unpacked
 from jaxrunner.types import Array, Inputs
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -178,8 +178,7 @@ def _rms(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
 
 
 def _rms_of_one_more(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
-    """RMSNorm whose weights are apart from 1; the sum would lose bits in a dtype of 16."""
-    return rms_norm(x.astype(jnp.float32), 1 + weight.astype(jnp.float32), eps).astype(x.dtype)
+    return rms_norm_of_one_more(x, weight, eps)
 
 
 def _layer_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:

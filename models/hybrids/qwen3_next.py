@@ -38,7 +38,7 @@ from jaxrunner.models.sources import (
     product_source,
     unpack,
 )
-from jaxrunner.ops.plain import rms_norm, rotate
+from jaxrunner.ops.plain import rms_norm_of_one_more, rotate
 from jaxrunner.ops.routing import RouterConfig
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
@@ -82,23 +82,18 @@ class GatedAttentionLayer(FeedForward, Normed):
         q, gate = jnp.moveaxis(ops.linear(h, self.q), 1, 0)
         k, v = jnp.moveaxis(ops.linear(h, self.kv), 1, 0)
         q, k = (
-            rotate(_norm(x, w, config.rms_norm_eps), *turn)
+            rotate(rms_norm_of_one_more(x, w, config.rms_norm_eps), *turn)
             for x, w in ((q, self.q_norm), (k, self.k_norm))
         )
         out, cache = ops.attend(q, k, v, cache, spec)
         return ops.project(out * jax.nn.sigmoid(gate), self.o), cache
 
 
-def _norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm whose weights are apart from 1; the sum would lose bits in a dtype of 16."""
-    return rms_norm(x.astype(jnp.float32), 1 + weight.astype(jnp.float32), eps).astype(x.dtype)
-
-
 def _add_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """Returns x + residual, whose residual is [T, E] or parts of it, and its norm."""
     residual = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
     x = x + residual.astype(x.dtype)
-    return x, _norm(x, weight, eps)
+    return x, rms_norm_of_one_more(x, weight, eps)
 
 
 def layers(
