@@ -33,9 +33,6 @@ from jaxrunner.kernels_pallas.stores import put, put_rows
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: query tokens times the query heads of a KV head, padded
-# The head_dim whose queries of several tokens stay in registers: with 64, ptxas of CUDA 13.0 makes
-# wrong code of the scores.
-IN_REGISTERS = 128
 
 
 def refuses(
@@ -198,6 +195,7 @@ def _attend(
     row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
     length, first_block = length_ref[item], block_ref[item]
     new = query_rows.num_queries(num_ref, row)
+    of_row = (head_ref[item], parts_ref[item]) if query_len > 1 else None  # a merge would wait
     reach = None if window is None else window + new - 1  # of all the row's tokens
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
@@ -211,12 +209,12 @@ def _attend(
 
     @pl.when(row < B)
     def _() -> None:
+        queries = None
         if query_len == 1:
             _copy(q_ref, (row * K + h) * padded, q_smem.at[pl.ds(0, max(padded, 8))], q_ready)
-            queries: Any = q_smem
-        else:  # before the copies of keys: the other way round takes 0.5 to 1.3 us longer
+        else:  # asked for before keys
             start = row * (query_len * K) + h
-            queries = query_rows.load(q_ref, start, (ROWS, D), query_len, K)
+            queries = query_rows.load(q_ref, start, padded, query_len, K)
 
         def fetch(tile: Array, stage: Index, block: Array) -> None:
             for part in range(max(1, C // S)):
@@ -235,12 +233,11 @@ def _attend(
             def _(i: int = i) -> None:
                 fetch(first + i, i, block_of(first + i) if i else first_block)
 
-        if query_len == 1:
+        if queries is None:
             mosaic.barrier_wait(q_ready)
-        elif D != IN_REGISTERS:
-            put(q_smem, queries)
+        else:
+            put(q_smem.at[pl.ds(0, queries.shape[0])], queries)
             plgpu.commit_smem()
-            queries = q_smem
         token, seen_by = query_rows.sight(ROWS, out_ref.shape[2], per_row, length, new)
 
         def tile_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -250,7 +247,7 @@ def _attend(
             mosaic.barrier_wait(k_ready.at[stage])
 
             def multiply(scores: Ref) -> Array:
-                mosaic.wgmma(scores, queries, k_smem.at[stage].T)
+                mosaic.wgmma(scores, q_smem, k_smem.at[stage].T)
                 return scores[...]
 
             scores = pl.run_scoped(multiply, mosaic.ACC((ROWS, C), jnp.float32)) * scale
@@ -297,9 +294,9 @@ def _attend(
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            split_kv_merge.finish(
-                part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag
-            )
+            finish = split_kv_merge.share if query_len > 1 else split_kv_merge.finish
+            items = of_row or (head_ref[item], parts_ref[item])
+            finish(part_ref, weight_ref, h, *items, mine, counter, flag)
 
         _leave((acc, best, safe), mine, parts, part_of, None if weighed else merge)
 

@@ -37,8 +37,6 @@ FOURS, PAIRS = (
     for tiles, warp in ((((4,),), -4), (((8, 8), (2,)), -6))
 )
 
-AT_ONCE = 4  # parts that are read at a time for several tokens: more take registers of others
-
 
 def _units(dtype: DTypeLike) -> tuple[float, float]:
     return (AHEAD, BEHIND) if dtype == jnp.float8_e4m3fn else (1.0, 1.0)
@@ -179,10 +177,9 @@ def attend(
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            split_kv_merge.finish(
-                part_ref, weight_ref, h, head_ref[item], parts_ref[item], mine, counter, flag,
-                at_once=AT_ONCE,
-            )  # fmt: skip
+            finish = split_kv_merge.share if query_len > 1 else split_kv_merge.finish
+            items = head_ref[item], parts_ref[item]
+            finish(part_ref, weight_ref, h, *items, mine, counter, flag)
 
         _leave((acc, best, safe), C, mine, parts, part_of, merge)
 

@@ -81,18 +81,10 @@ def refuses(
     return fit if isinstance(fit, str) else None
 
 
-def _multiprocessors() -> int | None:
-    """Returns those of the device that is lowered for, which need not be here; None for a CPU."""
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if described is not None:
-        return described.num_cores
-    return getattr(jax.local_devices()[0], "core_count", None)
-
-
 def _fit(T: int, E: int, F: int, config: TuningConfig) -> _Static | str:
     """Shares the work out, or says why it cannot."""
     # All blocks must be on the chip at once, or they never meet.
-    most = min(config.num_ctas, _multiprocessors() or config.num_ctas)
+    most = min(config.num_ctas, grid_barrier.multiprocessors() or config.num_ctas)
     least = config.busy * most
     ctas = next((n for n in range(most, 0, -1) if F % (8 * n) == 0), 0)
     if ctas < least or E % STEP:

@@ -7,6 +7,7 @@ Counters are 0 between launches, and are passed as an input: a kernel leaves the
 
 from typing import Any
 
+import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -36,23 +37,35 @@ def wait(counter: Ref) -> None:
     """Waits for all to have arrived, this block's warpgroups before."""
 
     @mosaic.inline_mgpu(arg_types=(REF,))
-    def spin(_: Any, counter: ir.Value) -> None:
-        i32 = ir.IntegerType.get_signless(32)
+    def meet(_: Any, counter: ir.Value) -> None:
         with mgpu.when(is_first_thread()):
-            loop = scf.WhileOp([], [])
-            with ir.InsertionPoint(loop.before.blocks.append()):
-                seen = mosaic.inline_asm(
-                    i32, [utils.memref_ptr(counter)], "ld.acquire.gpu.global.u32 $0, [$1];",
-                    "=r,l", has_side_effects=True,
-                )  # fmt: skip
-                # The last one has set it to 0.
-                scf.condition(arith.cmpi(arith.CmpIPredicate.ne, seen, mgpu.c(0, i32)), [])
-            with ir.InsertionPoint(loop.after.blocks.append()):
-                scf.yield_([])
+            spin(counter)
             _fence()
         mgpu.warpgroup_barrier()
 
-    spin(counter)
+    meet(counter)
+
+
+def multiprocessors() -> int | None:
+    """Returns those of the device that is lowered for, which need not be here; None for a CPU."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if described is not None:
+        return described.num_cores
+    return getattr(jax.local_devices()[0], "core_count", None)
+
+
+def spin(counter: ir.Value) -> None:
+    """Waits until the last one has counted, which sets `counter` to 0. In MLIR, for a thread."""
+    i32 = ir.IntegerType.get_signless(32)
+    loop = scf.WhileOp([], [])
+    with ir.InsertionPoint(loop.before.blocks.append()):
+        seen = mosaic.inline_asm(
+            i32, [utils.memref_ptr(counter)], "ld.acquire.gpu.global.u32 $0, [$1];",
+            "=r,l", has_side_effects=True,
+        )  # fmt: skip
+        scf.condition(arith.cmpi(arith.CmpIPredicate.ne, seen, mgpu.c(0, i32)), [])
+    with ir.InsertionPoint(loop.after.blocks.append()):
+        scf.yield_([])
 
 
 def count(counter: ir.Value, last: ir.Value) -> ir.Value:

@@ -1,6 +1,10 @@
-"""Rows that are computed in parts: each part is left in memory, and who comes last merges them."""
+"""Rows that are computed in parts: each part is left in memory, and who comes last merges them.
 
-import functools
+Where a row has many heads, several tokens', those that come last share them out: a block's reads
+take longer the more there are, though all of the chip would have room for them.
+"""
+
+from collections.abc import Callable
 import math
 from typing import Any
 
@@ -19,8 +23,9 @@ from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
 HEADS = 8  # parts have a multiple of so many heads
+FEW = 4  # heads that a block merges where heads are shared out, one a warp
+CORES = 132  # multiprocessors of an H200
 NUMBERS = 1024  # of a head that are read at a time, in parts of one or more
-WIDE = 16  # heads of which so many are; fewer of more, whose parts must fit in registers, too
 FLAG = plgpu.SMEM((1,), jnp.int32)
 
 
@@ -51,19 +56,81 @@ def comes_last(counter: Ref, flag: Ref, num: Array) -> Array:
 
 
 def finish(
-    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref,
-    *, at_once: int = 8,
-) -> None:  # fmt: skip
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
+) -> None:
     """Merges `num` parts of KV head h, from item `first` on, into `out`, if all are there.
 
     part: [I, K, rows, D], normed; weight: [I, K, rows, 8], the base 2 logarithm of its total; rows
-    are a multiple of `HEADS`. out: [G, D], or [Q, G, D] of Q query tokens, of which `at_once` parts
-    are read at a time, fewer where they are large.
+    are a multiple of `HEADS`. out: [G, D].
     """
 
     @pl.when(comes_last(counter, flag, num))
     def _() -> None:
-        _merge(part, weight, h, first, num, out, at_once)
+        layout = _layout(part.shape[3])
+        merged = _merged(lambda ref, i: ref.at[i, h], part, weight, first, num, layout)
+        put_rows(merged.astype(out.dtype), out, layout)
+
+
+def share(
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
+) -> None:
+    """Merges as `finish` does, into `out`, [Q, G, D], some rows by each block that comes last.
+
+    Blocks wait for each other here, so those that do must leave room for the row's others: blocks
+    start in the order of their indices, so that of all waiting ones only those of one row, of K KV
+    heads, can wait for a block that has not started. They are fewer than multiprocessors.
+    """
+    K, rows, D = part.shape[1:]
+    cores = grid_barrier.multiprocessors() or CORES
+    unit, layout = (FEW, _row_a_warp()) if D % 128 == 0 else (HEADS, _layout(D))
+    units = rows // unit
+    most = jnp.minimum(num, min(units, 1 + (cores - 1) // K))
+    mine = _rank(counter, flag, num, most) - (num - most)
+
+    def merge(start: Array) -> None:
+        def pick(ref: Ref, i: Array) -> Ref:
+            return ref.at[i, h, pl.ds(start, unit)]
+
+        merged = _merged(pick, part, weight, first, num, layout)
+        put_rows(merged.astype(out.dtype), out, layout, first=start)
+
+    @pl.when(mine >= 0)
+    def _() -> None:
+        def each(i: Array, _: None) -> None:
+            of = mine + i * most
+            pl.when(of < units)(lambda: merge(of * unit))
+            return _
+
+        lax.fori_loop(0, units, each, None)
+
+
+def _rank(counter: Ref, flag: Ref, num: Array, most: Array) -> Array:
+    """Counts to `num`, and returns how many had come before; the last `most` wait for all."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+    refs = plgpu.RefType(), plgpu.RefType()
+
+    @mosaic.inline_mgpu(arg_types=(*refs, scalar, scalar), return_type=out)
+    def take(
+        _: Any, counter: ir.Value, flag: ir.Value, num: mgpu.FragmentedArray,
+        most: mgpu.FragmentedArray,
+    ) -> mgpu.FragmentedArray:  # fmt: skip
+        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        mgpu.warpgroup_barrier()
+        with mgpu.when(grid_barrier.is_first_thread()):
+            total, late = num.registers.item(), most.registers.item()
+            limit = arith.subi(total, mgpu.c(1, i32))
+            rank = grid_barrier.count(counter, limit)
+            memref.store(rank, flag, [mgpu.c(0, index)])
+            merges = arith.cmpi(arith.CmpIPredicate.sge, rank, arith.subi(total, late))
+            others = arith.cmpi(arith.CmpIPredicate.ne, rank, limit)
+            with mgpu.when(arith.andi(merges, others)):
+                grid_barrier.spin(counter)
+        mgpu.warpgroup_barrier()
+        rank = memref.load(flag, [mgpu.c(0, index)])
+        return mgpu.FragmentedArray.splat(rank, (), scalar.to_mgpu(), is_signed=True)
+
+    return take(counter, flag, num, most)
 
 
 def join(part: Array, weight: Array, row: Array, num_rows: int) -> Array:
@@ -87,22 +154,25 @@ def join(part: Array, weight: Array, row: Array, num_rows: int) -> Array:
     return jnp.concatenate([out, found[..., None]], -1)
 
 
-def _merge(
-    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, at_once: int
-) -> None:
-    shape = rows, D = part.shape[2:]
-    layout = _layout(D)
+def _merged(
+    pick: Callable[[Ref, Array], Ref], part: Ref, weight: Ref, first: Array, num: Array,
+    layout: Layout,
+) -> Array:  # fmt: skip
+    """Returns what `pick` takes of parts, [rows, D], and of weights, [rows, 8], merged."""
+    D = part.shape[3]
+    shape = pick(part, first).shape
     by_row = layout.reduce(1)
+    count = min(8, NUMBERS // D)
 
     def wide(x: Array) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), layout)
 
-    def add(count: int, chunk: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(chunk: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc, best, total = carry
         at = [chunk * count + j for j in range(count)]
         items = [first + jnp.minimum(i, num - 1) for i in at]
-        parts = [mosaic.load(part.at[i, h], layout=layout, optimized=False) for i in items]
-        columns = (weight.at[i, h, :, 0] for i in items)
+        parts = [mosaic.load(pick(part, i), layout=layout, optimized=False) for i in items]
+        columns = (pick(weight, i).at[:, 0] for i in items)
         weights = [mosaic.load(column, layout=by_row, optimized=False) for column in columns]
         weights = [jnp.where(i < num, w, NOTHING) for i, w in zip(at, weights, strict=True)]
         new_best = best
@@ -120,19 +190,8 @@ def _merge(
         plgpu.layout_cast(jnp.full(shape[:1], NOTHING, jnp.float32), by_row),
         plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), by_row),
     )
-    most = min(8, NUMBERS // D)
-    if len(out.shape) == 2:
-        rounds = lax.div(num + most - 1, most)
-        carry = lax.fori_loop(0, rounds, functools.partial(add, most), carry)
-    else:
-        # Parts are larger, so what is read twice costs: first as many as can be, then the rest.
-        half = max(1, min(at_once, most) * WIDE // max(rows, WIDE) // 2)
-        rounds = lax.div(num, 2 * half)
-        carry = lax.fori_loop(0, rounds, functools.partial(add, 2 * half), carry)
-        rest = lax.div(num + half - 1, half)
-        carry = lax.fori_loop(2 * rounds, rest, functools.partial(add, half), carry)
-    acc, _, total = carry
-    put_rows((acc / wide(total)).astype(out.dtype), out, layout)
+    acc, _, total = lax.fori_loop(0, lax.div(num + count - 1, count), add, carry)
+    return acc / wide(total)
 
 
 def _layout(D: int) -> Layout:
@@ -140,3 +199,8 @@ def _layout(D: int) -> Layout:
     v = math.gcd(D // 16, 4)
     tiling = plgpu.Tiling(((HEADS, 16 * v), (HEADS, 4 * v), (v,)))
     return plgpu.Layout.TILED(tiling, (-4,), (-3, -2), -1)
+
+
+def _row_a_warp() -> Layout:
+    """Lays out `FEW` heads of a multiple of 128: each is a warp's."""
+    return plgpu.Layout.TILED(plgpu.Tiling(((FEW, 128), (4,))), (-3,), (-2,), -1)

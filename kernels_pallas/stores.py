@@ -1,6 +1,7 @@
 """Stores that need not be as fast as can be."""
 
 from collections.abc import Iterator
+import functools
 import math
 from typing import Any
 
@@ -25,23 +26,30 @@ def put(ref: Ref, x: Array) -> None:
         ref[...] = x
 
 
-def put_rows(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
-    """Writes the first rows of x, [m, n], from registers: as many as ref has.
+def put_rows(
+    x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA, *, first: Array | None = None
+) -> None:
+    """Writes the first rows of x, [m, n], from registers: as many as ref has from `first` on.
 
-    ref: [rows, n], or [Q, G, n] of Q query tokens.
+    ref: [rows, n], or [Q, G, n] of Q query tokens. first: 0 if None.
     """
+    more = () if first is None else (first,)
 
-    @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
-        *shape, _ = ir.MemRefType(ref.type).shape
-        limit = mgpu.c(math.prod(shape), ir.IndexType.get())
+    @mosaic.inline_mgpu(
+        arg_types=(layout, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * len(more))
+    )
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value, *first: mgpu.FragmentedArray) -> None:
+        (*shape, _), index = ir.MemRefType(ref.type).shape, ir.IndexType.get()
+        limit = mgpu.c(math.prod(shape), index)
+        starts = [arith.index_cast(index, i.registers.item()) for i in first]
         places = x.layout.thread_idxs(x.shape)
         for (row, column), value in zip(places, x.registers.flat, strict=True):
+            row = functools.reduce(arith.addi, starts, row)
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row, limit)):
                 place = [row] if len(shape) == 1 else query_rows.split(row, shape[1])
                 vector.store(value, ref, [*place, column])
 
-    write(x, ref)
+    write(x, ref, *more)
 
 
 def put_some_rows(x: Array, ref: Ref, keys: Ref, key: Array) -> None:
