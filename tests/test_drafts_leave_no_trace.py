@@ -152,3 +152,20 @@ def test_the_drafter_s_keys_of_a_cached_prefix_come_along(start, drafter):
     own = slice(NUM_LAYERS, None)
     for x, y in zip(*(kept(*one, own) for one in pair), strict=True):
         CLOSE(np.delete(x, last, 1), np.delete(y, last, 1))
+
+
+def test_drafts_behind_the_last_token_that_a_request_may_have_write_no_key(start):
+    """Its table names blocks there of the request that had its slot before."""
+    e, greedy = start("another"), SamplingParams(max_tokens=28, temperature=0.0)
+    e.add("before", PROMPTS[2], greedy)
+    while e.has_unfinished:
+        e.step()
+    caches = [np.array(x) for x in jax.tree.leaves(e.runner.state.kv)]
+    request, own = e.add("short", PROMPTS[0][:10], SamplingParams(max_tokens=2)), set()
+    while e.has_unfinished:
+        e.step()
+        own |= {block for group in request.blocks for block in group}
+    assert own and request.max_len % e.config.block_size == 0  # another block begins behind it
+    others = [block for block in range(e.config.num_blocks) if block not in own]
+    for x, y in zip(caches, jax.tree.leaves(e.runner.state.kv), strict=True):
+        np.testing.assert_array_equal(x[others], np.asarray(y)[others])

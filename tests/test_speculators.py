@@ -1,7 +1,9 @@
 """Drafts change no token, whatever is drafted: greedy or sampled, preempted or cached."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_step import table
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -9,6 +11,8 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
 from jaxrunner.runner.build import build
+from jaxrunner.speculators.speculator import write_drafts
+from jaxrunner.types import SamplingMetadata
 from tests.outside.lookup import K, lookup
 from tests.outside.recurrent import recurrent
 from tests.support import tiny
@@ -41,6 +45,17 @@ def test_drafts_change_no_token(rule, changes):
         assert e.scheduler.num_preemptions
     elif rule["temperature"] == 0 and "num_decode_steps" not in changes:
         assert steps < plain_steps  # some drafts stood
+
+
+def test_rows_that_were_due_no_token_keep_what_they_have():
+    """In the midst of a prompt, and padding."""
+    ids = jnp.tile(jnp.arange(32, dtype=jnp.int32), (4, 1))
+    due, slot = jnp.array([True, False, False]), jnp.array([0, 2, 4])
+    lens = jnp.array([9, 5, 0])
+    rows = SamplingMetadata(slot, lens, due, next_pos=lens, num_drafts=lens * 0)
+    requests = table(token_ids=ids, total_len=[9, 12, 10, 0])
+    after = write_drafts(requests, rows, jnp.full((3, 2), 50)).token_ids
+    assert after.tolist() == ids.at[0, 9:11].set(50).tolist()
 
 
 def test_each_slot_has_the_speculator_s_state():

@@ -68,7 +68,7 @@ def check(given: Any, place: str, depth: int = 0) -> None:
             check(part, at, depth + 1)
             if name == "tags" and _kind(part) != "tag":
                 raise ValueError(f"{at} must be of type 'tag', got {_kind(part)!r}")
-            if is_open(part) and not _may_be_open(given, name, i):
+            if is_open(part) and not _may_be_open(given, i):
                 raise ValueError(
                     f"{at} ends in free text, and what follows could never begin: put it last, or "
                     "into a tag with an end"
@@ -227,7 +227,7 @@ def _parts(given: dict[str, Any]) -> dict[str, list[Any]]:
     return found | ({"content": [given["content"]]} if "content" in given else {})
 
 
-def _may_be_open(given: dict[str, Any], name: str, i: int) -> bool:
+def _may_be_open(given: dict[str, Any], i: int) -> bool:
     """Whether free text may end part `i` of a format."""
     if _kind(given) == "sequence":
         return i == len(given["elements"]) - 1
