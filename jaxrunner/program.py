@@ -149,7 +149,10 @@ def pool_sizes(config: ModelConfig, engine: EngineConfig) -> PoolSizes:
     tokens are dealt out to."""
     e, parts = engine, interleave_of(config).parts
     tokens = e.max_model_len, e.max_num_seqs, e.max_num_batched_tokens
-    return PoolSizes(e.block_size * parts, e.num_blocks, *tokens)
+    return PoolSizes(
+        e.block_size * parts, e.num_blocks, *tokens, mamba_block_size=e.mamba_block_size or 0,
+        num_checkpoints=e.num_state_checkpoints or e.max_num_seqs,
+    )  # fmt: skip
 
 
 class Bucket(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxrunner.caches.one_block import OneBlock
-from jaxrunner.pytree import leaf, pytree
+from jaxrunner.caches.checkpointed import Checkpointed
+from jaxrunner.pytree import leaf, pytree, static
 from jaxrunner.types import Array
 
 
@@ -19,11 +19,12 @@ class StateCache:
 
     conv: Array = leaf("N taps channels", "param")  # inputs of the last tokens, the oldest first
     recurrent: Array | None = leaf("N heads rows columns", "state", when="recurs")
+    S: int = static(default=2**30)  # tokens of a block
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentState(OneBlock):
-    """A block is the state of a request, which starts anew with its first token.
+class RecurrentState(Checkpointed):
+    """A block is the state behind a token of a request, which starts anew with its first one.
 
     taps: tokens before one that its convolution reads. channels: numbers of a token that it reads.
     matrices: (heads, rows, columns) of what recurs, empty for none. dtype: that they are kept in;

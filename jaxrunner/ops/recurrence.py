@@ -23,10 +23,12 @@ def recur(
     """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache."""
     assert cache.recurrent is not None, "a kind without matrices"
     N, T = cache.recurrent.shape[0], batch.row.shape[0]
-    rows = state_rows(batch, group, N)
-    of_one = jnp.where(rows.num == 1, rows.block, N)
-    first = jnp.where(rows.num == 1, rows.start, T)
-    states = rows._replace(block=of_one).of_rows(cache.recurrent).astype(jnp.float32)
+    rows = state_rows(batch, group, cache)
+    source, of_one, first = (
+        jnp.where(rows.num == 1, x, none)
+        for x, none in ((rows.source, N), (rows.block, N), (rows.start, T))
+    )
+    states = rows._replace(source=source).of_rows(cache.recurrent).astype(jnp.float32)
     states, made = jax.vmap(rule.step)(states, _taken(inputs, first))
     out = jnp.zeros((T, *made.shape[1:]), made.dtype).at[first].set(made, mode="drop")
     new = cache.recurrent.at[of_one].set(states.astype(cache.recurrent.dtype), mode="drop")
@@ -51,7 +53,7 @@ def _long_rows(
         offset = nth * C + jnp.arange(C)
         tokens = jnp.where(offset < rows.num[row], rows.start[row] + offset, T)
         block = rows.block[row]
-        old = states[block].astype(jnp.float32)
+        old = states[jnp.where(nth == 0, rows.source[row], block)].astype(jnp.float32)
         old = jnp.where(rows.is_new[row] & (nth == 0), 0.0, old)
         new, made = rule.chunk(old, _taken(inputs, tokens))
         states = states.at[block].set(new.astype(states.dtype), mode="drop")

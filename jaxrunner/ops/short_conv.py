@@ -21,7 +21,7 @@ def convolve(
 
     weight: [C, W], that of the token itself last; bias: [C]. Sums are float32.
     """
-    rows, taps = state_rows(batch, group, cache.conv.shape[0]), cache.conv.shape[1]
+    rows, taps = state_rows(batch, group, cache), cache.conv.shape[1]
     old = rows.of_rows(cache.conv)
     y = _summed(x, weight, bias, old, batch.row, rows)
     i = rows.num[:, None] + jnp.arange(taps)[None]  # of the last inputs, among old and new ones
@@ -40,7 +40,7 @@ def trained(
     row = jnp.repeat(jnp.arange(batch_size), T // batch_size, total_repeat_length=T)
     start = jnp.arange(batch_size) * (T // batch_size)
     num = jnp.full(batch_size, T // batch_size)
-    rows = StateRows(row[:0], start, num, jnp.ones(batch_size, bool))
+    rows = StateRows(row[:0], row[:0], start, num, jnp.ones(batch_size, bool))
     old = jnp.zeros((batch_size, weight.shape[1] - 1, channels), x.dtype)
     return _summed(x, weight, bias, old, row, rows), cache
 

@@ -2,13 +2,14 @@
 
 Before it computes a token it looks at every KV slot that the token attends to: there must be the
 KV of this very prefix. So a block that is freed too early, shared wrongly or found before it is
-computed fails the step that reads it.
+computed fails the step that reads it. A state lies at the place of the first token of its block,
+and has the name of the prefix that it is behind; unlike KV it is read before any is written.
 """
 
 from collections.abc import Sequence
 import random
 
-from jaxrunner.caches.cache_group import CacheGroup
+from jaxrunner.caches.cache_group import CacheGroup, has_checkpoints
 from jaxrunner.scheduling.request import NewRequest, Request, SchedulerOutput
 
 VOCAB_SIZE = 40
@@ -84,6 +85,7 @@ class Device:
     ):
         self.rng = random.Random(5)
         self.num_accepted = self.num_rejected = 0
+        self.num_handed_on = 0  # states that went on in another block
         self.groups, self.max_num_seqs = groups, max_num_seqs
         self.rows: dict[str, Row] = {}
         sizes = [(group.num_blocks or num_blocks) * group.block_size for group in groups]
@@ -126,6 +128,9 @@ class Device:
         assert end <= len(keys), "a token that does not exist"
         assert end < row.new.max_len, "a token behind the last one"
         for g, group in enumerate(self.groups):
+            if has_checkpoints([group.kind]):
+                self.read_state(row, g, group)
+                continue
             for position in range(row.num_computed, row.num_computed + n):
                 self.kv[g][self.slot(row, g, group, position)] = keys[position]
 
@@ -133,11 +138,29 @@ class Device:
         """Checks what the first to the last of `n` tokens see."""
         keys = row.planned_keys()
         for g, group in enumerate(self.groups):
+            if has_checkpoints([group.kind]):
+                self.write_state(row, g, group, n)
+                continue
             window = getattr(group.kind, "window", None)
             first = 0 if window is None else max(0, row.num_computed - window + 1)
             for position in range(first, row.num_computed + n):
                 held = self.kv[g][self.slot(row, g, group, position)]
                 assert held == keys[position], f"foreign KV at {position} in group {g}"
+
+    def read_state(self, row: Row, g: int, group: CacheGroup) -> None:
+        """Checks the state before the row's tokens, while no row has written any."""
+        if row.num_computed:
+            last = row.num_computed - 1
+            held = self.kv[g][self.slot(row, g, group, last // group.block_size * group.block_size)]
+            assert held == row.keys[last], f"a foreign state at {last} in group {g}"
+
+    def write_state(self, row: Row, g: int, group: CacheGroup, n: int) -> None:
+        """Writes the state behind `n` tokens: none is a checkpoint but that of the last one."""
+        first, last = row.num_computed, row.num_computed + n - 1
+        assert first // group.block_size == last // group.block_size, "a checkpoint is passed over"
+        self.num_handed_on += 0 < first == first // group.block_size * group.block_size
+        at = self.slot(row, g, group, last // group.block_size * group.block_size)
+        self.kv[g][at] = row.keys[last]
 
     def slot(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
         block = row.tables[g][position // group.block_size]
