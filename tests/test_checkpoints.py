@@ -205,6 +205,24 @@ def test_few_states_make_requests_give_way():
     assert [len(request.output_token_ids) for request in told.values()] == [9] * 3
 
 
+def test_a_prompt_s_chunks_fill_the_sizes_that_checkpoints_leave():
+    """On a CPU: 20 tokens would be one step of 32, but 8 of them are a chunk."""
+    scheduler, _ = make_hybrid(max_num_batched_tokens=32, step_sizes=(8, 32), step_cost=1)
+    for name in "ab":
+        scheduler.add(new(name, 15))
+    assert step(scheduler).num_scheduled_tokens == {"a": 8}
+    assert step(scheduler).num_scheduled_tokens == {"a": 7, "b": 1}
+    scheduler, _ = make_hybrid(max_num_batched_tokens=32, step_sizes=(16, 32), step_cost=1)
+    for name in "ab":
+        scheduler.add(new(name, 15))
+    assert step(scheduler).num_scheduled_tokens == {"a": 8, "b": 8}
+
+
+def test_nothing_remote_fills_states():
+    with pytest.raises(ValueError, match="remote fills blocks with keys, a cache group has states"):
+        make_hybrid(remote=SimpleNamespace())
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "without prefixes": (
         dict(mamba_block_size=8, enable_prefix_caching=False),

@@ -38,9 +38,10 @@ class BlockTables:
         self.whole_prompts = reads_whole(group.kind for group in groups)
         self._share_starts = all(group.kind.has_prefixes for group in groups)
         self._caching = [(g, pool) for g, pool in enumerate(pools) if pool.enable_caching]
-        self._states = [pool for _, pool in self._caching if isinstance(pool, StatePool)]
+        self._states = [pool for pool in pools if isinstance(pool, StatePool)]
         # Tokens between ends of chunks that are checkpoints of states; 0 where there are none.
-        self.checkpoint_interval = next((pool.block_size for pool in self._states), 0)
+        intervals = (pool.block_size for pool in self._states if pool.enable_caching)
+        self.checkpoint_interval = next(intervals, 0)
         self.weights_version = 0  # what was computed under another is found no more
         self.lora_versions: Mapping[int, int] = {}  # the same of adapters, by their ids
         for group, pool in self._groups:
@@ -62,6 +63,11 @@ class BlockTables:
                     f"request of max_model_len={max_model_len} needs {needed * size}: "
                     "raise num_blocks or lower max_model_len"
                 )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a cache group has states, which go on from their checkpoints alone."""
+        return bool(self._states)
 
     def begin_step(self) -> None:
         """Lets requests find the states that the steps planned so far write."""

@@ -73,7 +73,7 @@ class Scheduler:
         )  # fmt: skip
         self.running: list[Request] = []  # in the order of their admission
         self.num_preemptions = 0  # so far
-        sizes = step_sizes, max_num_batched_tokens, step_cost
+        sizes = step_sizes, max_num_batched_tokens, step_cost, self.tables.checkpoint_interval
         self.chunks = ChunkBudget(*sizes) if step_sizes else None
         self.turns = Turns(num_stages) if num_stages > 1 else None
         self.requests: dict[str, Request] = {}  # unfinished
@@ -261,7 +261,7 @@ class Scheduler:
         fits = len(self.waiting) <= free
         if self.chunks is None or (fits and not self.chunks.step_cost):
             return self.max_num_batched_tokens
-        return self.chunks.of(due, self.waiting.first(free), most_drafts, fits)
+        return self.chunks.of(due, self.waiting.first(free), most_drafts, fits=fits)
 
     @property
     def _decodes(self) -> bool:
