@@ -135,7 +135,7 @@ class Program:
         """Sizes of the axes of a cache group; S is the tokens that a device has of a block."""
         N, L = group.num_blocks, self.engine.max_model_len
         S = group.block_size // interleave_of(self.config).parts
-        return group.kind.dims | dict(N=N, S=S, M=group.table_len(L))
+        return group.kind.dims | dict(N=N, S=S, M=group.table_len(L), J=1 + self.num_drafts)
 
 
 @functools.lru_cache(maxsize=64)  # asked for in every step

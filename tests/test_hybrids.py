@@ -116,10 +116,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(mamba_block_size=8),
         "mamba_block_size=8 is of states that are kept for later requests: set enable_prefix",
     ),
-    "drafts": (
-        dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
-        "a rejected token is written over, Lfm2ForCausalLM has RecurrentState",
-    ),
     "several devices": (dict(tensor_parallel_size=2), "wants a model that runs on shards"),
     "kinds": (
         dict(hf_overrides=dict(layer_types=["conv", "mamba"])),

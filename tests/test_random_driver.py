@@ -29,7 +29,7 @@ class Driver:
         self.num_steps = num_steps
         sized = [replace(g, num_blocks=g.num_blocks or load.num_blocks) for g in load.groups]
         self.pools = make_pools(sized, enable_caching=load.caching)
-        self.device = Device(load.groups, load.num_blocks, load.max_num_seqs)
+        self.device = Device(load.groups, load.num_blocks, load.max_num_seqs, load.num_drafts)
         self.remote = ToyRemote(self.device, seed) if load.remote else None
         self.scheduler = Scheduler(
             load.groups, self.pools, max_num_seqs=load.max_num_seqs, policy=load.policy,
@@ -163,7 +163,7 @@ class Driver:
         owners = Counter(block for request in requests for block in request.blocks[g])
         for request in requests:
             place, offset = divmod(request.num_computed, pool.block_size)
-            if offset:
+            if offset and not self.load.num_drafts:
                 block = request.blocks[g][place]
                 assert owners[block] == 1 and not pool.is_published(block)
         found = {b for b in pool.filled() if pool.is_published(b) and pool.is_free(b)}

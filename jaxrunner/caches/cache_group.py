@@ -104,6 +104,11 @@ def has_checkpoints(kinds: Iterable[CacheKind]) -> bool:
     return any(getattr(kind, "has_checkpoints", False) for kind in kinds)
 
 
+def rewinds(kind: CacheKind) -> bool:
+    """Whether a step can go on from any of the tokens that the one before has verified."""
+    return kind.has_prefixes or getattr(kind, "rewinds", False)
+
+
 def distinct(kinds: Sequence[CacheKind]) -> tuple[CacheKind, ...]:
     """Returns the kind of each group, given that of each layer."""
     return tuple(dict.fromkeys(kinds))

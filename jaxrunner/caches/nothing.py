@@ -20,6 +20,7 @@ class Nothing(Checkpointed):
     """A block is the place of a state of which there is nothing: those of other layers count."""
 
     leaves: ClassVar[type] = NoCache
+    rewinds: ClassVar[bool] = True
 
     @property
     def dims(self) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from jaxrunner.types import Array
 class StateCache:
     """States of all requests, in one layer."""
 
-    conv: Array = leaf("N taps channels", "param")  # inputs of the last tokens, the oldest first
-    recurrent: Array | None = leaf("N heads rows columns", "state", when="recurs")
+    # Behind each of the J tokens that a step verifies: inputs of the last ones, the oldest first.
+    conv: Array = leaf("N J taps channels", "param")
+    recurrent: Array | None = leaf("N J heads rows columns", "state", when="recurs")
     S: int = static(default=2**30)  # tokens of a block
 
 
@@ -37,6 +38,7 @@ class RecurrentState(Checkpointed):
     dtype: str = "float32"
 
     leaves: ClassVar[type] = StateCache
+    rewinds: ClassVar[bool] = True  # by a state behind each token that a step verifies
 
     @property
     def dims(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 Before it computes a token it looks at every KV slot that the token attends to: there must be the
 KV of this very prefix. So a block that is freed too early, shared wrongly or found before it is
-computed fails the step that reads it. A state lies at the place of the first token of its block,
-and has the name of the prefix that it is behind; unlike KV it is read before any is written.
+computed fails the step that reads it. A state has the name of the prefix that it is behind, and
+lies in the block of its last token, at the place that the prefix's length gives it among those that
+a step verifies; unlike KV states are read before any is written.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,9 @@ class Device:
         groups: Sequence[CacheGroup],
         num_blocks: int,
         max_num_seqs: int,
+        num_drafts: int = 0,
     ):
+        self.num_verified = 1 + num_drafts
         self.rng = random.Random(5)
         self.num_accepted = self.num_rejected = 0
         self.num_handed_on = 0  # states that went on in another block
@@ -149,18 +152,26 @@ class Device:
 
     def read_state(self, row: Row, g: int, group: CacheGroup) -> None:
         """Checks the state before the row's tokens, while no row has written any."""
-        if row.num_computed:
-            last = row.num_computed - 1
-            held = self.kv[g][self.slot(row, g, group, last // group.block_size * group.block_size)]
-            assert held == row.keys[last], f"a foreign state at {last} in group {g}"
+        if count := row.num_computed:
+            held = self.kv[g][self.place(row, g, group, count)]
+            assert held == row.keys[count - 1], f"a foreign state of {count} tokens in group {g}"
 
     def write_state(self, row: Row, g: int, group: CacheGroup, n: int) -> None:
-        """Writes the state behind `n` tokens: none is a checkpoint but that of the last one."""
-        first, last = row.num_computed, row.num_computed + n - 1
-        assert first // group.block_size == last // group.block_size, "a checkpoint is passed over"
-        self.num_handed_on += 0 < first == first // group.block_size * group.block_size
-        at = self.slot(row, g, group, last // group.block_size * group.block_size)
-        self.kv[g][at] = row.keys[last]
+        """Writes the states behind tokens that may be drafts, or the one behind a chunk."""
+        first, size, keys = row.num_computed, group.block_size, row.planned_keys()
+        self.num_handed_on += 0 < first == first // size * size
+        if n <= self.num_verified:
+            for count in range(first + 1, first + n + 1):
+                self.kv[g][self.place(row, g, group, count)] = keys[count - 1]
+            return
+        assert first // size == (first + n - 1) // size, "a checkpoint is passed over"
+        self.kv[g][self.place(row, g, group, first + n)] = keys[first + n - 1]
+
+    def place(self, row: Row, g: int, group: CacheGroup, count: int) -> int:
+        """Returns where the state behind `count` tokens is."""
+        size = group.block_size
+        start = self.slot(row, g, group, (count - 1) // size * size)
+        return start + count % self.num_verified
 
     def slot(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
         block = row.tables[g][position // group.block_size]

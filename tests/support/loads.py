@@ -98,6 +98,13 @@ LOADS = {
     "states, windows, steps": Load(
         depth=2, num_steps=3, groups=(FULL, WINDOW, state_group(8, 12)), num_blocks=16
     ),
+    "states, drafts": Load(depth=2, num_drafts=3, groups=(FULL, STATES), num_blocks=14),
+    "states, drafts in steps": Load(
+        depth=3, num_drafts=2, num_steps=3, groups=(FULL, state_group(4, 9)), num_blocks=16
+    ),
+    "states, adaptive drafts": Load(
+        depth=2, num_drafts=3, groups=(FULL, WINDOW, state_group(4, 9)), adaptive=True
+    ),
     "two kinds of states, filled sizes": Load(
         depth=2, groups=(STATES, FULL, state_group(8, 7)), sizes=(4, 8, 16), num_blocks=16
     ),
@@ -107,5 +114,5 @@ QUICK = (
     "async priority", "window and full", "two block sizes", "no caching", "filled sizes",
     "steps, async, tiny pool", "drafts, async, tiny pool", "drafts in tightest window",
     "adaptive drafts in steps, remote", "turns of four, windows, priority", "remote, steps, drafts",
-    "states, async, priority", "states, windows, steps",
+    "states, async, priority", "states, windows, steps", "states, drafts",
 )  # fmt: skip
