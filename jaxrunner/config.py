@@ -89,6 +89,8 @@ class EngineConfig:
     token_buckets: tuple[int, ...] = ()  # of steps with a prefill; powers of two where empty
     decode_buckets: tuple[int, ...] = ()  # of steps where each request computes one token
     enable_prefix_caching: bool = True
+    mamba_block_size: int | None = None  # tokens between checkpoints of states; None for none
+    num_state_checkpoints: int | None = None  # that are kept at least; `max_num_seqs` where None
     policy: str = "fcfs"
     long_prefill_token_threshold: int = 0  # most tokens of a request in a step; 0 for no limit
     async_depth: int = 2  # launches before the oldest is read
@@ -121,6 +123,7 @@ class EngineConfig:
             raise ValueError(
                 f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"
             )
+        check_checkpoints(self)
         check_lora(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
@@ -137,6 +140,31 @@ class EngineConfig:
     def scaled(self) -> bool:
         """Whether keys and values are of 8 bits."""
         return self.kv_dtype in SCALED.values()
+
+
+def check_checkpoints(engine: EngineConfig) -> None:
+    """Checks which states of layers that carry one on are kept for later requests.
+
+    Raises:
+      TypeError, ValueError: a size that cannot be, or one without prefix caching.
+    """
+    interval, num = engine.mamba_block_size, engine.num_state_checkpoints
+    validate("mamba_block_size", interval, Bound(int, 1, 2**30, optional=True))
+    validate("num_state_checkpoints", num, Bound(int, 1, 2**20, optional=True))
+    if interval is not None and not engine.enable_prefix_caching:
+        raise ValueError(
+            f"mamba_block_size={interval} is of states that are kept for later requests: set "
+            "enable_prefix_caching=True, or leave it out"
+        )
+    if interval is not None and interval % engine.block_size:
+        raise ValueError(
+            f"mamba_block_size={interval} must be a multiple of block_size={engine.block_size}"
+        )
+    if interval is None and num is not None:
+        raise ValueError(
+            f"num_state_checkpoints={num} is of an engine with mamba_block_size: set it too, or "
+            "leave this out"
+        )
 
 
 def check_lora(

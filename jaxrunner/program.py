@@ -135,7 +135,7 @@ class Program:
         """Sizes of the axes of a cache group; S is the tokens that a device has of a block."""
         N, L = group.num_blocks, self.engine.max_model_len
         S = group.block_size // interleave_of(self.config).parts
-        return group.kind.dims | dict(N=N, S=S, M=group.table_len(L))
+        return group.kind.dims | dict(N=N, S=S, M=group.table_len(L), J=1 + self.num_drafts)
 
 
 @functools.lru_cache(maxsize=64)  # asked for in every step
@@ -149,7 +149,10 @@ def pool_sizes(config: ModelConfig, engine: EngineConfig) -> PoolSizes:
     tokens are dealt out to."""
     e, parts = engine, interleave_of(config).parts
     tokens = e.max_model_len, e.max_num_seqs, e.max_num_batched_tokens
-    return PoolSizes(e.block_size * parts, e.num_blocks, *tokens)
+    return PoolSizes(
+        e.block_size * parts, e.num_blocks, *tokens, mamba_block_size=e.mamba_block_size or 0,
+        num_checkpoints=e.num_state_checkpoints or e.max_num_seqs,
+    )  # fmt: skip
 
 
 class Bucket(NamedTuple):

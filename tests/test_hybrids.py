@@ -113,12 +113,8 @@ def test_the_text_half_of_a_model_that_sees_is_read(family, tmp_path):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prefixes": (
-        dict(enable_prefix_caching=True),
-        "enable_prefix_caching=True wants caches .* has RecurrentState: leave it out",
-    ),
-    "drafts": (
-        dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
-        "a rejected token is written over, Lfm2ForCausalLM has RecurrentState",
+        dict(mamba_block_size=8),
+        "mamba_block_size=8 is of states that are kept for later requests: set enable_prefix",
     ),
     "several devices": (dict(tensor_parallel_size=2), "wants a model that runs on shards"),
     "kinds": (

@@ -1,15 +1,17 @@
 """Random loads on a scheduler, executed in order, and as late as may be, by a fake device."""
 
 from collections import Counter, deque
+from dataclasses import replace
 import random
 
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.caches.cache_group import has_checkpoints
 from jaxrunner.caches.window import SlidingWindow
-from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.scheduling.state_pool import make_pools
 from tests.support.fake_device import VOCAB_SIZE, Device, alone
 from tests.support.loads import LOADS, QUICK, Load
 from tests.support.toy_remote import ToyRemote
@@ -25,11 +27,9 @@ class Driver:
     def __init__(self, load: Load, seed: int, num_steps: int):
         self.load, self.rng, self.seen = load, random.Random(seed), Counter()
         self.num_steps = num_steps
-        self.pools = [
-            BlockPool(group.num_blocks or load.num_blocks, group.block_size, g, load.caching)
-            for g, group in enumerate(load.groups)
-        ]
-        self.device = Device(load.groups, load.num_blocks, load.max_num_seqs)
+        sized = [replace(g, num_blocks=g.num_blocks or load.num_blocks) for g in load.groups]
+        self.pools = make_pools(sized, enable_caching=load.caching)
+        self.device = Device(load.groups, load.num_blocks, load.max_num_seqs, load.num_drafts)
         self.remote = ToyRemote(self.device, seed) if load.remote else None
         self.scheduler = Scheduler(
             load.groups, self.pools, max_num_seqs=load.max_num_seqs, policy=load.policy,
@@ -147,6 +147,8 @@ class Driver:
         for g, pool in enumerate(self.pools):
             pool.check([request.blocks[g] for request in self.scheduler.holders])
             self.seen["windowed"] += any(pool.null_block in r.blocks[g] for r in running)
+            if has_checkpoints([self.load.groups[g].kind]):
+                self.check_states(g)
         if not self.queue:  # nothing is in flight
             counts = {r.request_id: (r.num_computed, r.num_tokens) for r in running}
             rows = ((r, self.device.rows[r]) for r in counts)
@@ -154,6 +156,21 @@ class Driver:
         assert all(r.num_drafts_in_flight <= r.num_in_flight for r in self.requests)
         unfinished = sum(r.status is not Status.FINISHED for r in self.requests)
         assert unfinished == len(running) + waiting
+
+    def check_states(self, g: int) -> None:
+        """Checks that nobody shares or finds a state that is to be written again."""
+        pool, requests = self.pools[g], self.scheduler.running
+        owners = Counter(block for request in requests for block in request.blocks[g])
+        for request in requests:
+            place, offset = divmod(request.num_computed, pool.block_size)
+            if offset and not self.load.num_drafts:
+                block = request.blocks[g][place]
+                assert owners[block] == 1 and not pool.is_published(block)
+        found = {b for b in pool.filled() if pool.is_published(b) and pool.is_free(b)}
+        unknown = {b for b in range(pool.num_blocks) if pool.is_free(b)} - found
+        del owners[pool.null_block]
+        assert len(found) + len(unknown) + len(owners) == pool.num_blocks
+        self.seen["checkpoints"] += len(found) > 0
 
     def run(self) -> None:
         """Runs the load, then lets it drain, unless it makes no progress."""
@@ -213,8 +230,21 @@ def test_any_load_computes_what_each_request_would_alone(name):
         seen |= driver.remote.seen
         least |= {"loaded": 40, "failed": 10, "unknown": 40, "given up": 1, "sent": 40}
     if load.caching:
-        least |= {"hits": 8, "copies": 2}
+        least |= {"hits": 8} | ({"copies": 2} if load.has_copies else {})
+    if any(has_checkpoints([group.kind]) for group in load.groups):
+        seen["handed on"] = driver.device.num_handed_on
+        least = least | {"handed on": 40, "checkpoints": 40, "hits": 4} if load.caching else least
     if any(isinstance(group.kind, SlidingWindow) for group in load.groups):
         least["windowed"] = NUM_STEPS
     assert not {key: seen[key] for key, n in least.items() if seen[key] < max(n // part, 1)}
     assert load.caching or load.remote or not seen["hits"]
+
+
+def test_ten_thousand_steps_over_keys_windows_and_states():
+    """After which every block and every state is free, and was nobody's but its users'."""
+    driver = Driver(LOADS["states, windows, steps"], seed=2, num_steps=10_000)
+    driver.run()
+    assert not driver.requests and driver.scheduler.num_preemptions > 100
+    assert all(pool.num_free == pool.num_blocks for pool in driver.pools)
+    least = dict(hits=200, checkpoints=1000, windowed=1000, several=100, resets=20, length=400)
+    assert not {key: driver.seen[key] for key, n in least.items() if driver.seen[key] < n}

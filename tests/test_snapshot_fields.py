@@ -13,8 +13,9 @@ NOT_SAVED = dict(
     "max_num_batched_tokens max_num_seqs num_drafts tables turns waiting",
     waiting="policy",
     admission="_max_tokens _most_of_one _tables adapters queue remote",
-    tables="_caching _groups _share_starts give_back lookahead lora_versions whole_prompts",
-    chunks="_most _sizes step_cost",
+    tables="_caching _groups _max_model_len _share_starts _states checkpoint_interval give_back "
+    "lookahead lora_versions whole_prompts",
+    chunks="_interval _most _sizes step_cost",
     worker="_checkpoint _device _engine_plan _host_params _places _runner _staged _unmerged "
     "lora_users status",
     slots="_admission_layout _no_plan _program",

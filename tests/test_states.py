@@ -1,5 +1,6 @@
 """States over ragged batches, against loops over tokens in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,6 +26,11 @@ STEPS: dict[str, list[dict[int, int]]] = {
     "beside rows that decode": [{0: 1}, {4: 16, 0: 1}, {0: 7, 2: 1, 4: 1}, {2: 1, 4: 6}],
     "decoding": [{4: 22, 0: 8, 2: 1}, {4: 1, 0: 1, 2: 1}],
 }
+
+
+def behind(states: jax.Array, block: int) -> jax.Array:
+    """Returns the state behind the last token of a request."""
+    return states[block, LENGTHS[block] % states.shape[1]]
 
 
 def batch_of(rows: list[tuple[int, int, int]], T: int, B: int, query_len: int = 0) -> Batch:
@@ -108,8 +114,9 @@ def run(steps: list[dict[int, int]], advance: Any, cache: StateCache) -> tuple[d
 RULES = {StateSpaceInputs: state_space(H, P, K), DeltaRuleInputs: delta_rule(H, P, K)}
 
 
+@pytest.mark.parametrize("J", [1, 3], ids=["", "beside drafts"])
 @pytest.mark.parametrize("kind", RULES)
-def test_states_depend_on_the_request_alone(kind):
+def test_states_depend_on_the_request_alone(kind, J):
     """Whatever the chunks, the batch, its padding, and what others left in the blocks."""
     of = {block: inputs_of(kind, block) for block in LENGTHS}
     rule = RULES[kind]._replace(chunk_size=4)
@@ -125,19 +132,19 @@ def test_states_depend_on_the_request_alone(kind):
         }
         return advance(batch, host_value(kind, **fields), cache)
 
-    start = StateCache(jnp.zeros((N, 1, 1)), jnp.full((N, H, P, K), jnp.nan))
+    start = StateCache(jnp.zeros((N, J, 1, 1)), jnp.full((N, J, H, P, K), jnp.nan))
     for steps in STEPS.values():
         made, cache = run(steps, one, start)
         for block, inputs in of.items():
             want, state = expected(inputs)
             np.testing.assert_allclose(made[block], want, atol=2e-5)
-            np.testing.assert_allclose(jax.tree.leaves(cache)[1][block], state, atol=2e-5)
+            np.testing.assert_allclose(behind(jax.tree.leaves(cache)[1], block), state, atol=2e-5)
         others = [block for block in range(N) if block not in LENGTHS]
         assert np.isnan(jax.tree.leaves(cache)[1][np.array(others)]).all()
     with jax.disable_jit():  # as with enforce_eager
         assert (run(STEPS["decoding"], one, start)[0][4] - expected(of[4])[0] < 2e-5).all()
     # Half of the bytes: rounded after each chunk, computed in float32.
-    short = StateCache(jnp.zeros((N, 1, 1)), jnp.full((N, H, P, K), jnp.nan, jnp.bfloat16))
+    short = StateCache(jnp.zeros((N, J, 1, 1)), jnp.full((N, J, H, P, K), jnp.nan, jnp.bfloat16))
     made, cache = run(STEPS["beside rows that decode"], one, short)
     assert cache.recurrent is not None and cache.recurrent.dtype == jnp.bfloat16
     apart = max(np.abs(made[block] - expected(x)[0]).max() for block, x in of.items())
@@ -150,7 +157,8 @@ def test_states_depend_on_the_request_alone(kind):
         np.testing.assert_allclose(found[9 * i :][:9], want, atol=2e-5)
 
 
-def test_convolutions_depend_on_the_request_alone():
+@pytest.mark.parametrize("J", [1, 3], ids=["", "beside drafts"])
+def test_convolutions_depend_on_the_request_alone(J):
     rng, C = np.random.default_rng(0), 7
     of = {b: rng.normal(size=(n, C)).astype(np.float32) for b, n in LENGTHS.items()}
     weight, bias = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((C, W), C))
@@ -169,13 +177,55 @@ def test_convolutions_depend_on_the_request_alone():
         ) + np.asarray(bias)
 
     for steps in STEPS.values():
-        made, cache = run(steps, one, StateCache(jnp.full((N, W - 1, C), jnp.nan), None))
+        made, cache = run(steps, one, StateCache(jnp.full((N, J, W - 1, C), jnp.nan), None))
         for block, x in of.items():
             np.testing.assert_allclose(made[block], want(x), atol=1e-5)
-            np.testing.assert_array_equal(cache.conv[block][-len(x) :], x[-W + 1 :])
+            last = behind(cache.conv, block)[-len(x) :]
+            np.testing.assert_array_equal(last, x[-W + 1 :])
         assert np.isnan(cache.conv[np.array([1, 3, 5])]).all()
     found, _ = short_conv.trained(2, jnp.asarray(of[4][:18]), weight, bias, None, 0)
     np.testing.assert_allclose(found[9:], want(of[4][9:18]), atol=1e-5)
+
+
+# Tokens of the request in block 4 that steps verify, from a position on, and how many are wrong.
+VERIFIED = [
+    (0, 9, 0),
+    (9, 3, 2),
+    (10, 3, 0),
+    (13, 3, 1),
+    (15, 1, 0),
+    (16, 2, 1),
+    (17, 3, 2),
+    (18, 5, 0),
+]
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_the_next_step_goes_on_from_any_token_that_was_verified(kind):
+    """Over two blocks of 12 tokens; what a wrong token brings is lost with it."""
+    rng, inputs, rule, J = np.random.default_rng(0), inputs_of(kind, 4), RULES[kind], 3
+    x = rng.normal(size=(23, 7)).astype(np.float32)
+    weight = jnp.asarray(rng.normal(size=(7, W)), jnp.float32)
+    made, convolved, T = [], [], 12
+    cache = StateCache(jnp.full((N, J, W - 1, 7), jnp.nan), jnp.full((N, J, H, P, K), jnp.nan), 12)
+    for first, num, num_wrong in VERIFIED:
+        batch = batch_of([(4, first, num)], T, 5)
+        batch = replace(batch, blocks=(jnp.array([[4, 2]] * 5),))
+
+        def tokens(of: np.ndarray, first: int = first, num: int = num, wrong: int = num_wrong):
+            part = of[first : first + num].copy()
+            part[num - wrong :] = -part[num - wrong :] * 0.3 - 0.1
+            return jnp.asarray(np.concatenate([part, np.full((T - num, *of.shape[1:]), np.nan)]))
+
+        y, cache = short_conv.convolve(batch, tokens(x), weight, None, cache, 0)
+        given = host_value(kind, **{name: tokens(of) for name, of in vars(inputs).items()})
+        out, cache = recurrence.recur(batch, rule, given, cache, 0)
+        made.append(np.asarray(out[: num - num_wrong]))
+        convolved.append(np.asarray(y[: num - num_wrong]))
+    np.testing.assert_allclose(np.concatenate(made), expected(inputs)[0], atol=2e-5)
+    padded = np.concatenate([np.zeros((W - 1, 7)), x])
+    want = sum(padded[j : j + 23] * np.asarray(weight)[:, j] for j in range(W))
+    np.testing.assert_allclose(np.concatenate(convolved), want, atol=1e-5)
 
 
 def test_a_state_is_one_block_of_a_request():

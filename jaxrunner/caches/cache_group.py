@@ -14,6 +14,8 @@ class PoolSizes(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     share: float = 1.0  # of the model's layers, those of this kind
+    mamba_block_size: int = 0  # tokens between checkpoints of states; 0 where none are kept
+    num_checkpoints: int = 0  # that have blocks beside those of running requests
 
     @property
     def full_blocks(self) -> int:
@@ -95,6 +97,16 @@ class CacheGroup:
 def reads_whole(kinds: Iterable[CacheKind]) -> bool:
     """Whether a prompt is computed in one step, for layers of these kinds keep nothing of it."""
     return any(getattr(kind, "whole_prompts", False) for kind in kinds)
+
+
+def has_checkpoints(kinds: Iterable[CacheKind]) -> bool:
+    """Whether layers of one of these kinds go on from states that were kept, and from no others."""
+    return any(getattr(kind, "has_checkpoints", False) for kind in kinds)
+
+
+def rewinds(kind: CacheKind) -> bool:
+    """Whether a step can go on from any of the tokens that the one before has verified."""
+    return kind.has_prefixes or getattr(kind, "rewinds", False)
 
 
 def distinct(kinds: Sequence[CacheKind]) -> tuple[CacheKind, ...]:

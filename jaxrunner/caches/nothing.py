@@ -1,9 +1,9 @@
-"""Nothing: layers that make what they give of one token alone, or of a text in one step."""
+"""Nothing: layers that make what they give of one token alone."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxrunner.caches.one_block import OneBlock
+from jaxrunner.caches.checkpointed import Checkpointed
 from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array
 
@@ -16,10 +16,11 @@ class NoCache:
 
 
 @dataclass(frozen=True)
-class Nothing(OneBlock):
-    """A block is the place of a request, in which nothing is kept."""
+class Nothing(Checkpointed):
+    """A block is the place of a state of which there is nothing: those of other layers count."""
 
     leaves: ClassVar[type] = NoCache
+    rewinds: ClassVar[bool] = True
 
     @property
     def dims(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxrunner.caches.one_block import OneBlock
-from jaxrunner.pytree import leaf, pytree
+from jaxrunner.caches.checkpointed import Checkpointed
+from jaxrunner.pytree import leaf, pytree, static
 from jaxrunner.types import Array
 
 
@@ -17,13 +17,15 @@ from jaxrunner.types import Array
 class StateCache:
     """States of all requests, in one layer."""
 
-    conv: Array = leaf("N taps channels", "param")  # inputs of the last tokens, the oldest first
-    recurrent: Array | None = leaf("N heads rows columns", "state", when="recurs")
+    # Behind each of the J tokens that a step verifies: inputs of the last ones, the oldest first.
+    conv: Array = leaf("N J taps channels", "param")
+    recurrent: Array | None = leaf("N J heads rows columns", "state", when="recurs")
+    S: int = static(default=2**30)  # tokens of a block
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentState(OneBlock):
-    """A block is the state of a request, which starts anew with its first token.
+class RecurrentState(Checkpointed):
+    """A block is the state behind a token of a request, which starts anew with its first one.
 
     taps: tokens before one that its convolution reads. channels: numbers of a token that it reads.
     matrices: (heads, rows, columns) of what recurs, empty for none. dtype: that they are kept in;
@@ -36,6 +38,7 @@ class RecurrentState(OneBlock):
     dtype: str = "float32"
 
     leaves: ClassVar[type] = StateCache
+    rewinds: ClassVar[bool] = True  # by a state behind each token that a step verifies
 
     @property
     def dims(self) -> dict[str, Any]:

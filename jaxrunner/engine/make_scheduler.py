@@ -7,8 +7,9 @@ from jaxrunner.device.buckets import CPU_STEP_COST, step_buckets
 from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program import Program
 from jaxrunner.scheduling.adapter_turns import AdapterTurns
-from jaxrunner.scheduling.block_pool import BlockPool, make_pools
+from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.scheduling.state_pool import make_pools
 
 
 def make_scheduler(

@@ -57,6 +57,8 @@ SIZES: dict[str, Bound] = {
     "token_buckets": BUCKETS,
     "decode_buckets": BUCKETS,
     "enable_prefix_caching": FLAG,
+    "mamba_block_size": Bound(int, 1, COUNT, optional=True),
+    "num_state_checkpoints": Bound(int, 1, 2**20, optional=True),
     "policy": TEXT,
     "long_prefill_token_threshold": Bound(int, 0, COUNT),
     "async_depth": Bound(int, 1, 1024),

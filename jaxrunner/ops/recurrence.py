@@ -1,7 +1,8 @@
 """Carries the matrices of requests on over the rows of a step, as a `Recurrence` says.
 
-Rows of one token, which decode, run side by side. Longer rows run a chunk after the other: the
-matrices of a chunk's end are those that the next one begins with.
+Rows of J tokens at most, which decode and verify drafts, run side by side, a token after the other.
+Longer rows run a chunk after the other: the matrices of a chunk's end are those that the next one
+begins with.
 """
 
 from dataclasses import replace
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import find_rows, take
 from jaxrunner.model import Recurrence
-from jaxrunner.ops.state_rows import StateRows, state_rows
+from jaxrunner.ops.state_rows import StateRows, flat, state_rows
 from jaxrunner.types import Array, Batch
 
 
@@ -22,26 +23,45 @@ def recur(
 ) -> tuple[Array, StateCache]:
     """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache."""
     assert cache.recurrent is not None, "a kind without matrices"
-    N, T = cache.recurrent.shape[0], batch.row.shape[0]
-    rows = state_rows(batch, group, N)
-    of_one = jnp.where(rows.num == 1, rows.block, N)
-    first = jnp.where(rows.num == 1, rows.start, T)
-    states = rows._replace(block=of_one).of_rows(cache.recurrent).astype(jnp.float32)
-    states, made = jax.vmap(rule.step)(states, _taken(inputs, first))
-    out = jnp.zeros((T, *made.shape[1:]), made.dtype).at[first].set(made, mode="drop")
-    new = cache.recurrent.at[of_one].set(states.astype(cache.recurrent.dtype), mode="drop")
-    if batch.query_len != 1:
-        new, out = _long_rows(rule, rows, inputs, new, out)
-    return out, replace(cache, recurrent=new)
+    rows, states = state_rows(batch, group, cache), flat(cache.recurrent)
+    states, out = _short_rows(rule, rows, inputs, states, batch.row.shape[0])
+    if not 0 < batch.query_len <= rows.shape[1]:
+        states, out = _long_rows(rule, rows, inputs, states, out)
+    return out, replace(cache, recurrent=states.reshape(cache.recurrent.shape))
+
+
+def _short_rows(
+    rule: Recurrence, rows: StateRows, inputs: Any, states: Array, T: int
+) -> tuple[Array, Array]:
+    """Runs rows of J tokens at most, which may be drafts, and keeps the state behind each.
+
+    Returns all states, [N * J, ...], and what tokens make, [T, ...].
+    """
+    J = rows.shape[1]
+    old = rows.before(states, rows.num <= J).astype(jnp.float32)
+    out = None
+    for j in range(J):
+        here = (rows.num > j) & (rows.num <= J)
+        token = jnp.where(here, rows.start + j, T)
+        old, made = jax.vmap(rule.step)(old, _taken(inputs, token))
+        kept = old.astype(states.dtype)
+        old = kept.astype(jnp.float32)  # as if each token had a step
+        out = jnp.zeros((T, *made.shape[1:]), made.dtype) if out is None else out
+        out = out.at[token].set(made, mode="drop")
+        behind = jnp.where(here, rows.place(jnp.full_like(rows.num, j + 1)), rows.nowhere)
+        states = states.at[behind].set(kept, mode="drop")
+    assert out is not None, "J is 1 at least"
+    return states, out
 
 
 def _long_rows(
     rule: Recurrence, rows: StateRows, inputs: Any, states: Array, out: Array
 ) -> tuple[Array, Array]:
-    """Runs rows of several tokens. Returns all states, [N, ...], and what tokens make, [T, ...]."""
-    T, C = out.shape[0], rule.chunk_size
-    num_chunks = jnp.where(rows.num > 1, -(-rows.num // C), 0)
+    """Runs rows of over J tokens. Returns all states, [N * J, ...], and what tokens make."""
+    T, C, J = out.shape[0], rule.chunk_size, rows.shape[1]
+    num_chunks = jnp.where(rows.num > J, -(-rows.num // C), 0)
     ends = jnp.cumsum(num_chunks)
+    sources, places = rows.place(jnp.zeros_like(rows.num)), rows.place(rows.num)
 
     def one(i: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
         states, out = carried
@@ -50,11 +70,11 @@ def _long_rows(
         nth = i - (ends[row] - num_chunks[row])
         offset = nth * C + jnp.arange(C)
         tokens = jnp.where(offset < rows.num[row], rows.start[row] + offset, T)
-        block = rows.block[row]
-        old = states[block].astype(jnp.float32)
-        old = jnp.where(rows.is_new[row] & (nth == 0), 0.0, old)
+        place = places[row]
+        old = states[jnp.where(nth == 0, sources[row], place)].astype(jnp.float32)
+        old = jnp.where((rows.first[row] == 0) & (nth == 0), 0.0, old)
         new, made = rule.chunk(old, _taken(inputs, tokens))
-        states = states.at[block].set(new.astype(states.dtype), mode="drop")
+        states = states.at[place].set(new.astype(states.dtype), mode="drop")
         return states, out.at[tokens].set(made, mode="drop")
 
     return jax.lax.fori_loop(0, ends[-1], one, (states, out))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import take
-from jaxrunner.ops.state_rows import StateRows, state_rows
+from jaxrunner.ops.state_rows import flat, state_rows
 from jaxrunner.types import Array, Batch
 
 
@@ -21,15 +21,25 @@ def convolve(
 
     weight: [C, W], that of the token itself last; bias: [C]. Sums are float32.
     """
-    rows, taps = state_rows(batch, group, cache.conv.shape[0]), cache.conv.shape[1]
-    old = rows.of_rows(cache.conv)
-    y = _summed(x, weight, bias, old, batch.row, rows)
-    i = rows.num[:, None] + jnp.arange(taps)[None]  # of the last inputs, among old and new ones
+    rows, states = state_rows(batch, group, cache), flat(cache.conv)
+    old = rows.before(states)
+    y = _summed(x, weight, bias, old, batch.row, rows.start)
+    J = rows.shape[1]
+    # Behind the last token, and of rows that may have drafts behind each one before it.
+    for num in (rows.num, *(jnp.full_like(rows.num, j) for j in range(1, J))):
+        is_kept = (num == rows.num) | ((num < rows.num) & (rows.num <= J))
+        place = jnp.where(is_kept, rows.place(num), rows.nowhere)
+        states = states.at[place].set(_last_inputs(x, old, rows.start, num), mode="drop")
+    return y, replace(cache, conv=states.reshape(cache.conv.shape))
+
+
+def _last_inputs(x: Array, old: Array, start: Array, num: Array) -> Array:
+    """Returns the inputs before the token `num` of each row, [B, taps, C], the oldest first."""
+    taps = old.shape[1]
+    i = num[:, None] + jnp.arange(taps)[None]  # among old and new ones
     kept = jnp.take_along_axis(old, jnp.minimum(i, taps - 1)[:, :, None], 1)
-    new = take(x, jnp.maximum(rows.start[:, None] + i - taps, 0))
-    last = jnp.where((i < taps)[:, :, None], kept, new.astype(old.dtype))
-    conv = cache.conv.at[rows.block].set(last, mode="drop")
-    return y, replace(cache, conv=conv)
+    new = take(x, jnp.maximum(start[:, None] + i - taps, 0))
+    return jnp.where((i < taps)[:, :, None], kept, new.astype(old.dtype))
 
 
 def trained(
@@ -39,22 +49,20 @@ def trained(
     T, channels = x.shape
     row = jnp.repeat(jnp.arange(batch_size), T // batch_size, total_repeat_length=T)
     start = jnp.arange(batch_size) * (T // batch_size)
-    num = jnp.full(batch_size, T // batch_size)
-    rows = StateRows(row[:0], start, num, jnp.ones(batch_size, bool))
     old = jnp.zeros((batch_size, weight.shape[1] - 1, channels), x.dtype)
-    return _summed(x, weight, bias, old, row, rows), cache
+    return _summed(x, weight, bias, old, row, start), cache
 
 
 def _summed(
-    x: Array, weight: Array, bias: Array | None, old: Array, row: Array, rows: StateRows
+    x: Array, weight: Array, bias: Array | None, old: Array, row: Array, start: Array
 ) -> Array:
     """Returns the sums over the inputs of each token and of those before it, [T, C].
 
-    old: inputs before each row, [B, W - 1, C].
+    old: inputs before each row, [B, W - 1, C]; start: its first token, [B].
     """
     (T, channels), taps = x.shape, weight.shape[1] - 1
     t = jnp.arange(T)
-    offset = t - take(rows.start, row)
+    offset = t - take(start, row)
     w = weight.astype(jnp.float32)
     y = jnp.zeros((T, channels), jnp.float32)
     for back in range(taps, -1, -1):

@@ -1,35 +1,60 @@
-"""Where the tokens of each row of a step lie, and the state that it carries on."""
+"""Where the tokens of each row of a step lie, and the states that it goes on from and leaves."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import take
 from jaxrunner.types import Array, Batch
 
 
 class StateRows(NamedTuple):
-    """Rows of a step, as layers with states see them."""
+    """Rows of a step, as layers with states see them. States have indices, block * J + column."""
 
-    block: Array  # [B], of its state; N for a row that computes nothing
     start: Array  # [B], its first token
     num: Array  # [B], its tokens
-    is_new: Array  # [B], whether its first token is the first of its request
+    first: Array  # [B], position of its first token
+    blocks: Array  # [B, M]
+    shape: tuple[int, int, int]  # N, J and S of the cache
 
-    def of_rows(self, states: Array) -> Array:
-        """Returns the state before each row, [B, ...], given all, [N, ...]; zeros for a new one.
+    @property
+    def nowhere(self) -> int:
+        """The index of no state."""
+        return self.shape[0] * self.shape[1]
 
-        Whoever had the block before is not read, so that no NaN of his is either.
+    def place(self, num: Array) -> Array:
+        """Returns where the state behind the first `num` tokens of each row is, [B].
+
+        A row without tokens has none. Those behind each of its first J tokens have places of their
+        own, so that the next step goes on from the last of its drafts that stands.
         """
-        old = take(states, self.block)
-        shape = (-1, *(1,) * (old.ndim - 1))
-        return jnp.where(self.is_new.reshape(shape), jnp.zeros((), old.dtype), old)
+        (_, J, S), count = self.shape, self.first + num
+        at = jnp.maximum(count - 1, 0) // S
+        block = jnp.take_along_axis(self.blocks, at[:, None], 1)[:, 0]
+        return jnp.where(self.num > 0, block * J + count % J, self.nowhere)
+
+    def before(self, states: Array, wanted: Array | bool = True) -> Array:
+        """Returns the state before each row, [B, ...], of [N * J, ...]; zeros for a new one.
+
+        Whoever had the block before is not read, so that no NaN of his is either, and rows that are
+        not wanted read nothing.
+        """
+        source = jnp.where(
+            wanted & (self.first > 0), self.place(jnp.zeros_like(self.num)), self.nowhere
+        )
+        return take(states, source)
 
 
-def state_rows(batch: Batch, group: int, num_blocks: int) -> StateRows:
-    """Returns the rows of a batch, whose states lie in the blocks, N, of a cache group."""
+def state_rows(batch: Batch, group: int, cache: StateCache) -> StateRows:
+    """Returns the rows of a batch, whose states a layer of a cache group keeps."""
     start, B, Q = batch.query_start, batch.seq_lens.shape[0], batch.query_len
     num = (batch.row < B).reshape(B, Q).sum(1, dtype=jnp.int32) if Q else start[1:] - start[:-1]
     num = jnp.where(batch.seq_lens > 0, num, 0)
-    block = jnp.where(num > 0, batch.blocks[group][:, 0], num_blocks)
-    return StateRows(block, start[:-1], num, batch.seq_lens == num)
+    N, J = cache.conv.shape[:2]
+    return StateRows(start[:-1], num, batch.seq_lens - num, batch.blocks[group], (N, J, cache.S))
+
+
+def flat(states: Array) -> Array:
+    """Returns all states of a cache by their indices: [N, J, ...] -> [N * J, ...]."""
+    return states.reshape(-1, *states.shape[2:])

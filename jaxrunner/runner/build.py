@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrunner.caches.cache_group import reads_whole
+from jaxrunner.caches.cache_group import reads_whole, rewinds
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
@@ -227,7 +227,12 @@ def _given(called: Any) -> Any:
 
 def _not_rewound(config: ModelConfig) -> str | None:
     """Returns the name of a kind of cache that keeps no tokens apart, None where there is none."""
-    kinds = (type(kind).__name__ for kind in config.cache_kinds if not kind.has_prefixes)
+    own = getattr(config, "own_kinds", ())  # of a drafter, whose passes keep no state of each token
+    kinds = (
+        type(kind).__name__
+        for kind in config.cache_kinds
+        if not (rewinds(kind) and (kind.has_prefixes or kind not in own))
+    )
     return next(kinds, None)
 
 

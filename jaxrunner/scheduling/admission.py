@@ -144,6 +144,8 @@ class Admission:
     def _start(self, request: Request, hit: Hit, output: SchedulerOutput, budget: int) -> int:
         """Plans a request that has its cached prefix. Returns its tokens in this step."""
         n = min(request.num_tokens - hit.num_tokens, self._most_of_one, budget)
+        if self._tables.checkpoint_interval:
+            n = self._tables.until_checkpoint(hit.num_tokens, n)
         self._extend(request, self._tables.end_of_drafts(request, hit.num_tokens + n))
         request.status, request.num_computed = Status.RUNNING, hit.num_tokens
         if self.adapters is not None:

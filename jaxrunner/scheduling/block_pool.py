@@ -10,8 +10,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 import hashlib
 
-from jaxrunner.caches.cache_group import CacheGroup
-
 
 class BlockPool:
     """Blocks 0 to `num_blocks - 1`. `null_block` pads tables: it is no block and has no owner."""
@@ -176,11 +174,3 @@ def block_hashes(
         parent = hashlib.sha256(parent + name + whole[start : start + size]).digest()
         hashes.append(parent)
     return hashes
-
-
-def make_pools(groups: Sequence[CacheGroup], *, enable_caching: bool) -> list[BlockPool]:
-    """Returns the pools of an engine, one for each cache group."""
-    return [
-        BlockPool(group.num_blocks, group.block_size, g, enable_caching)
-        for g, group in enumerate(groups)
-    ]

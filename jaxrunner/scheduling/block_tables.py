@@ -8,6 +8,7 @@ from jaxrunner.caches.cache_group import CacheGroup, reads_whole
 from jaxrunner.scheduling.block_pool import BlockPool, block_hashes, root_hash
 from jaxrunner.scheduling.prefix import find_prefix
 from jaxrunner.scheduling.request import NEVER, Request
+from jaxrunner.scheduling.state_pool import StatePool
 
 
 class Hit(NamedTuple):
@@ -24,26 +25,35 @@ class BlockTables:
     SAVED = ("weights_version",)
 
     def __init__(
-        self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], *, lookahead: int = 0
-    ):
-        """lookahead: tokens behind those that a request computes whose keys a drafter writes."""
-        self.lookahead = lookahead
+        self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], *, lookahead: int = 0,
+        max_model_len: int = NEVER,
+    ):  # fmt: skip
+        """lookahead: tokens behind those that a request computes whose keys a drafter writes.
+        max_model_len: the most tokens of a request.
+        """
+        self.lookahead, self._max_model_len = lookahead, max_model_len
         self._groups = tuple(zip(groups, pools, strict=True))
-        self.give_back = any(group.num_skipped_tokens(NEVER) for group in groups)  # of a request
+        # Whether a request that runs gives blocks back.
+        self.give_back = any(g.num_skipped_tokens(max_model_len) >= g.block_size for g in groups)
         self.whole_prompts = reads_whole(group.kind for group in groups)
         self._share_starts = all(group.kind.has_prefixes for group in groups)
         self._caching = [(g, pool) for g, pool in enumerate(pools) if pool.enable_caching]
+        self._states = [pool for pool in pools if isinstance(pool, StatePool)]
+        # Tokens between ends of chunks that are checkpoints of states; 0 where there are none.
+        intervals = (pool.block_size for pool in self._states if pool.enable_caching)
+        self.checkpoint_interval = next(intervals, 0)
         self.weights_version = 0  # what was computed under another is found no more
         self.lora_versions: Mapping[int, int] = {}  # the same of adapters, by their ids
         for group, pool in self._groups:
             assert group.block_size == pool.block_size, "a pool and its group differ"
 
-    def check_size(self, max_model_len: int, max_tokens: int) -> None:
+    def check_size(self, max_tokens: int) -> None:
         """Checks that the pools hold one request; max_tokens: the most tokens of a step.
 
         Raises:
           ValueError: one does not.
         """
+        max_model_len = self._max_model_len
         for group, pool in self._groups:
             needed = group.max_blocks(max_model_len, max_tokens + self.lookahead)
             size = group.block_size
@@ -53,6 +63,20 @@ class BlockTables:
                     f"request of max_model_len={max_model_len} needs {needed * size}: "
                     "raise num_blocks or lower max_model_len"
                 )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a cache group has states, which go on from their checkpoints alone."""
+        return bool(self._states)
+
+    def begin_step(self) -> None:
+        """Lets requests find the states that the steps planned so far write."""
+        for pool in self._states:
+            pool.begin_step()
+
+    def until_checkpoint(self, num_computed: int, n: int) -> int:
+        """Returns how many of a chunk's `n` tokens come before the next checkpoint of states."""
+        return min(n, self.checkpoint_interval - num_computed % self.checkpoint_interval)
 
     def find(self, request: Request) -> Hit:
         """Returns the longest cached prefix of a request that leaves a token to compute."""

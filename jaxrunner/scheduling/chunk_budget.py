@@ -6,8 +6,10 @@ just it. Otherwise padding matters where a device has few cores: a prompt is cut
 take least together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import functools
+
+from jaxrunner.scheduling.request import Request
 
 MAX_HELD = 4  # steps that a prefill waits at most
 WORTH, ENOUGH = 3.0, 1.5  # sizes, in decodes, that are filled at once, and after waiting
@@ -19,13 +21,32 @@ class ChunkBudget:
 
     SAVED = ("_num_held",)
 
-    def __init__(self, sizes: Sequence[int], most: int, step_cost: int = 0):
+    def __init__(self, sizes: Sequence[int], most: int, step_cost: int = 0, interval: int = 0):
         """sizes: padded sizes of steps with a prefill; most: tokens of any step.
         step_cost: tokens that take as long as a step does beside its own; 0 where padding is free.
+        interval: tokens between checkpoints of states, where chunks end; 0 for none.
         """
         self._sizes, self._most = sorted(size for size in sizes if size <= most), most
-        self.step_cost = step_cost
+        self.step_cost, self._interval = step_cost, interval
         self._num_held = 0
+
+    def of(
+        self, due: Sequence[Request], new: Iterable[Request], most_drafts: int, *, fits: bool
+    ) -> int:
+        """Returns the most tokens of a step whose requests verify `most_drafts` each.
+
+        due: requests that run; new: those for which there is a slot, `fits`: and no others wait.
+        """
+        counts = [request.num_missing for request in due]
+        lengths = [request.num_tokens for request in new]
+        if interval := self._interval:
+            pairs = zip(counts, due, strict=True)
+            counts = [min(n, interval - r.num_computed % interval) for n, r in pairs]
+            lengths = [min(n, interval) for n in lengths]
+        num_due = sum(counts) + sum(lengths)
+        num_drafts = sum(min(most_drafts, request.num_drafts) for request in due)
+        choose = self.least_padded if fits else self.next
+        return choose(counts.count(1) + num_drafts, num_due + num_drafts)
 
     def next(self, num_decodes: int, num_due: int) -> int:
         """Returns the most tokens of the next step.

@@ -59,6 +59,12 @@ class RemoteRequests:
     """Requests that hold blocks and no place in the running batch. Each is in one table."""
 
     def __init__(self, source: RemoteSource, tables: BlockTables):
+        """Raises ValueError: layers have states, which no source fills."""
+        if tables.has_states:
+            raise ValueError(
+                "remote fills blocks with keys, a cache group has states of whole prefixes: leave "
+                "remote out"
+            )
         self._source, self._tables = source, tables
         self._loading: dict[Request, Hit] = {}  # what they start from once it is there
         self._loaded: dict[Request, Hit] = {}  # it is; they wait for a place

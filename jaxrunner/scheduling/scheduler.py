@@ -59,8 +59,8 @@ class Scheduler:
         Raises:
           ValueError: an unknown policy, or a pool too small for one request.
         """
-        self.tables = BlockTables(groups, pools, lookahead=lookahead)
-        self.tables.check_size(max_model_len, max_num_batched_tokens)
+        self.tables = BlockTables(groups, pools, lookahead=lookahead, max_model_len=max_model_len)
+        self.tables.check_size(max_num_batched_tokens)
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_drafts = num_drafts  # most of a request in a step; may be lowered between steps
@@ -73,7 +73,7 @@ class Scheduler:
         )  # fmt: skip
         self.running: list[Request] = []  # in the order of their admission
         self.num_preemptions = 0  # so far
-        sizes = step_sizes, max_num_batched_tokens, step_cost
+        sizes = step_sizes, max_num_batched_tokens, step_cost, self.tables.checkpoint_interval
         self.chunks = ChunkBudget(*sizes) if step_sizes else None
         self.turns = Turns(num_stages) if num_stages > 1 else None
         self.requests: dict[str, Request] = {}  # unfinished
@@ -137,6 +137,7 @@ class Scheduler:
         if self.adaptive:
             output.num_proposed = self.num_drafts if decodes else 0
         self._finished = set()
+        self.tables.begin_step()
         due, num_slots = self.running, self.max_num_seqs - self.num_running
         if self.turns is not None:
             num_new = min(num_slots, self.num_waiting) if self.admission.may_start else 0
@@ -223,8 +224,11 @@ class Scheduler:
                 self.tables.publish_tail(request, min(request.num_computed, prompt_len))
                 request.leads = request.num_computed < prompt_len
             n = cost = min(request.num_missing, self._most_tokens, budget)
-            if n <= 0:
-                continue  # about to end, or no budget
+            if n != 1:
+                if n <= 0:
+                    continue  # about to end, or no budget
+                if self.tables.checkpoint_interval:
+                    n = cost = self.tables.until_checkpoint(request.num_computed, n)
             if self.tables.give_back:
                 # What launched steps sampled is not known to stand yet.
                 confirmed = min(request.num_computed, request.num_tokens - 1)
@@ -257,11 +261,7 @@ class Scheduler:
         fits = len(self.waiting) <= free
         if self.chunks is None or (fits and not self.chunks.step_cost):
             return self.max_num_batched_tokens
-        counts = [request.num_missing for request in due]
-        num_due = sum(counts) + sum(request.num_tokens for request in self.waiting.first(free))
-        num_drafts = sum(min(most_drafts, request.num_drafts) for request in due)
-        of = self.chunks.least_padded if fits else self.chunks.next
-        return of(counts.count(1) + num_drafts, num_due + num_drafts)
+        return self.chunks.of(due, self.waiting.first(free), most_drafts, fits=fits)
 
     @property
     def _decodes(self) -> bool:

@@ -31,7 +31,7 @@ def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCach
     dims, specs = model.dims | kv, dict[int, KVCacheSpec]()
     for group in engine_groups(model, config):
         S = group.block_size // interleave_of(model).parts
-        sizes = dims | group.kind.dims | dict(N=1, S=S)
+        sizes = dims | group.kind.dims | dict(N=1, S=S, J=1)
         page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
         spec = KVCacheSpec(
             group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,

@@ -28,6 +28,7 @@ from jaxrunner.worker.memory_plan import (
     plan_memory,
     read_device,
 )
+from jaxrunner.worker.prefix_sizes import prefix_sizes
 from jaxrunner.worker.program_memory import ProgramMemory, estimate, measure
 
 FITTING = -1  # as `max_model_len`: the largest that fits, in vLLM's words
@@ -87,7 +88,7 @@ def plan_engine(
         num_blocks=_or(num_blocks, FEW),
         dtype=loaded.dtype,
         kv_dtype=read_kv_dtype(kv_cache_dtype, loaded.dtype),
-        **usual | rest | _prefixes(loaded, rest.get("enable_prefix_caching")),
+        **usual | rest | prefix_sizes(loaded, rest),
     )
     few = replace(config, num_blocks=FEW)
     built = build(loaded.model, loaded.config, few, loaded.params, rules=rules, cache_dir=cache_dir)
@@ -161,22 +162,6 @@ def _one_size(**asked: Any) -> CacheRequest:
         raise ValueError(f"gpu_memory_utilization must be over 0, at most 1, got {part}")
     validate("kv_cache_memory_bytes", asked["kv_cache_memory_bytes"], Bound(int, 1, 2**62, True))
     return given[0] if given else CacheRequest()
-
-
-def _prefixes(loaded: Loaded, asked: bool | None) -> dict[str, Any]:
-    """Returns whether prefixes are cached: by default where all caches have some.
-
-    Raises:
-      ValueError: they are to be, and a layer's cache has none.
-    """
-    kinds = (type(kind).__name__ for kind in loaded.config.cache_kinds if not kind.has_prefixes)
-    found = next(kinds, None)
-    if asked and found is not None:
-        raise ValueError(
-            "enable_prefix_caching=True wants caches whose beginnings serve other requests, "
-            f"{loaded.config.architecture} has {found}: leave it out"
-        )
-    return dict(enable_prefix_caching=found is None if asked is None else asked)
 
 
 def _checked_len(loaded: Loaded, max_model_len: int | None) -> int:

@@ -2,13 +2,15 @@
 
 Before it computes a token it looks at every KV slot that the token attends to: there must be the
 KV of this very prefix. So a block that is freed too early, shared wrongly or found before it is
-computed fails the step that reads it.
+computed fails the step that reads it. A state has the name of the prefix that it is behind, and
+lies in the block of its last token, at the place that the prefix's length gives it among those that
+a step verifies; unlike KV states are read before any is written.
 """
 
 from collections.abc import Sequence
 import random
 
-from jaxrunner.caches.cache_group import CacheGroup
+from jaxrunner.caches.cache_group import CacheGroup, has_checkpoints
 from jaxrunner.scheduling.request import NewRequest, Request, SchedulerOutput
 
 VOCAB_SIZE = 40
@@ -81,9 +83,12 @@ class Device:
         groups: Sequence[CacheGroup],
         num_blocks: int,
         max_num_seqs: int,
+        num_drafts: int = 0,
     ):
+        self.num_verified = 1 + num_drafts
         self.rng = random.Random(5)
         self.num_accepted = self.num_rejected = 0
+        self.num_handed_on = 0  # states that went on in another block
         self.groups, self.max_num_seqs = groups, max_num_seqs
         self.rows: dict[str, Row] = {}
         sizes = [(group.num_blocks or num_blocks) * group.block_size for group in groups]
@@ -126,6 +131,9 @@ class Device:
         assert end <= len(keys), "a token that does not exist"
         assert end < row.new.max_len, "a token behind the last one"
         for g, group in enumerate(self.groups):
+            if has_checkpoints([group.kind]):
+                self.read_state(row, g, group)
+                continue
             for position in range(row.num_computed, row.num_computed + n):
                 self.kv[g][self.slot(row, g, group, position)] = keys[position]
 
@@ -133,11 +141,37 @@ class Device:
         """Checks what the first to the last of `n` tokens see."""
         keys = row.planned_keys()
         for g, group in enumerate(self.groups):
+            if has_checkpoints([group.kind]):
+                self.write_state(row, g, group, n)
+                continue
             window = getattr(group.kind, "window", None)
             first = 0 if window is None else max(0, row.num_computed - window + 1)
             for position in range(first, row.num_computed + n):
                 held = self.kv[g][self.slot(row, g, group, position)]
                 assert held == keys[position], f"foreign KV at {position} in group {g}"
+
+    def read_state(self, row: Row, g: int, group: CacheGroup) -> None:
+        """Checks the state before the row's tokens, while no row has written any."""
+        if count := row.num_computed:
+            held = self.kv[g][self.place(row, g, group, count)]
+            assert held == row.keys[count - 1], f"a foreign state of {count} tokens in group {g}"
+
+    def write_state(self, row: Row, g: int, group: CacheGroup, n: int) -> None:
+        """Writes the states behind tokens that may be drafts, or the one behind a chunk."""
+        first, size, keys = row.num_computed, group.block_size, row.planned_keys()
+        self.num_handed_on += 0 < first == first // size * size
+        if n <= self.num_verified:
+            for count in range(first + 1, first + n + 1):
+                self.kv[g][self.place(row, g, group, count)] = keys[count - 1]
+            return
+        assert first // size == (first + n - 1) // size, "a checkpoint is passed over"
+        self.kv[g][self.place(row, g, group, first + n)] = keys[first + n - 1]
+
+    def place(self, row: Row, g: int, group: CacheGroup, count: int) -> int:
+        """Returns where the state behind `count` tokens is."""
+        size = group.block_size
+        start = self.slot(row, g, group, (count - 1) // size * size)
+        return start + count % self.num_verified
 
     def slot(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
         block = row.tables[g][position // group.block_size]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxrunner.caches.cache_group import CacheGroup
-from tests.support.scheduling import cache_group
+from tests.support.scheduling import cache_group, state_group
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,14 @@ class Load:
     remote: bool = False
     num_stages: int = 1
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a prefix may end inside a block."""
+        return all(group.kind.has_prefixes for group in self.groups)
+
 
 FULL, WINDOW = cache_group(4), cache_group(4, window=9)
+STATES = state_group(8, 9)
 LOADS = {
     "sync": Load(),
     "sync priority": Load(policy="priority", num_blocks=14),
@@ -84,10 +90,29 @@ LOADS = {
         depth=2, remote=True, num_steps=3, num_drafts=2, sizes=(4, 8, 16), num_blocks=14
     ),
     "drafts in steps, windows": Load(depth=3, num_drafts=1, num_steps=4, groups=(FULL, WINDOW)),
+    "states": Load(groups=(FULL, STATES)),
+    "states, async, priority": Load(
+        depth=2, groups=(STATES, FULL), policy="priority", num_blocks=16
+    ),
+    "few states": Load(depth=3, groups=(FULL, state_group(4, 5)), budget=13),
+    "states, windows, steps": Load(
+        depth=2, num_steps=3, groups=(FULL, WINDOW, state_group(8, 12)), num_blocks=16
+    ),
+    "states, drafts": Load(depth=2, num_drafts=3, groups=(FULL, STATES), num_blocks=14),
+    "states, drafts in steps": Load(
+        depth=3, num_drafts=2, num_steps=3, groups=(FULL, state_group(4, 9)), num_blocks=16
+    ),
+    "states, adaptive drafts": Load(
+        depth=2, num_drafts=3, groups=(FULL, WINDOW, state_group(4, 9)), adaptive=True
+    ),
+    "two kinds of states, filled sizes": Load(
+        depth=2, groups=(STATES, FULL, state_group(8, 7)), sizes=(4, 8, 16), num_blocks=16
+    ),
 }
 # Each mechanism once, beside others; the rest are slow, of half the steps.
 QUICK = (
     "async priority", "window and full", "two block sizes", "no caching", "filled sizes",
     "steps, async, tiny pool", "drafts, async, tiny pool", "drafts in tightest window",
     "adaptive drafts in steps, remote", "turns of four, windows, priority", "remote, steps, drafts",
+    "states, async, priority", "states, windows, steps", "states, drafts",
 )  # fmt: skip

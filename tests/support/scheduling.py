@@ -5,16 +5,31 @@ from typing import Any
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.caches.full import FullAttention
+from jaxrunner.caches.state import RecurrentState
 from jaxrunner.caches.window import SlidingWindow
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.scheduling.state_pool import make_pools
 
 
 def cache_group(block_size: int, window: int | None = None, num_blocks: int = 0) -> CacheGroup:
     """Returns a group whose pool is made elsewhere, of as many blocks as others where it is 0."""
     kind = FullAttention() if window is None else SlidingWindow(window)
     return CacheGroup(kind, (), block_size, num_blocks)
+
+
+def state_group(interval: int, num_blocks: int) -> CacheGroup:
+    """Returns a group of states with a checkpoint every `interval` tokens."""
+    return CacheGroup(RecurrentState(taps=1, channels=1), (), interval, num_blocks)
+
+
+def make_hybrid(num_blocks=40, *, interval=8, num_states=9, **changes):
+    """Returns a scheduler of layers that attend and of layers with states, and both pools."""
+    kwargs: dict[str, Any] = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
+    groups = [cache_group(4, num_blocks=num_blocks), state_group(interval, num_states)]
+    pools = make_pools(groups, enable_caching=True)
+    return Scheduler(groups, pools, **(kwargs | changes)), pools
 
 
 def make(num_blocks=40, *, sizes=(4,), windows=(None,), **changes):

@@ -1,0 +1,60 @@
+"""Drafts of models with states: a state behind each token that a step verifies."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, SamplingParams
+from tests.support import hybrids
+
+SIZES: dict[str, Any] = dict(
+    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=40,
+    max_num_seqs=4, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(4,),
+    warm_up=False, cache_dir=None, enable_prefix_caching=True, mamba_block_size=8,
+    num_state_checkpoints=40,
+    speculative_config=dict(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3
+    ),
+)  # fmt: skip
+ALLOWED = [3, 11, 30]  # outputs of few tokens, which look-ups find, and of which some are right
+RNG = np.random.default_rng(1)
+PROMPTS = [RNG.choice([*ALLOWED, 5, 40, 7], n).tolist() for n in (3, 9, 17, 30, 41, 24)]
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=25, ignore_eos=True, allowed_token_ids=ALLOWED
+)  # fmt: skip
+SLOW = ["lfm 2", "bamba", "falcon h1", "granite 4", "qwen 3.5"]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["nemotron h", "qwen 3 next", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+)
+def test_drafts_change_no_token(variant, tmp_path):
+    """In steps that mix them with prompts, behind checkpoints and after preemptions."""
+    module = hybrids.save(variant, tmp_path)
+    asked = [dict(prompt_token_ids=prompt) for prompt in PROMPTS]
+    with LLM(tmp_path, **SIZES) as llm:
+        cold = llm.generate(asked, GREEDY, use_tqdm=False)
+        warm = llm.generate(asked[::-1], GREEDY, use_tqdm=False)[::-1]  # the last used first
+        assert llm.engine.scheduler.num_preemptions
+        assert all(pool.num_free == pool.num_blocks for pool in llm.engine.pools)
+    assert sum((output.num_cached_tokens or 0) > 0 for output in warm) > 0
+    metrics: list[Any] = [output.metrics for output in (*cold, *warm)]
+    accepted = sum(sum(one.num_accepted_tokens_per_pos) for one in metrics)
+    assert 30 < accepted < sum(one.num_draft_tokens for one in metrics) - 30
+    told = [list(output.outputs[0].token_ids) for output in cold]
+    assert told == [list(output.outputs[0].token_ids) for output in warm]
+    for prompt, tokens in zip(PROMPTS, told, strict=True):
+        logits = hybrids.logits(module, prompt + tokens)[len(prompt) - 1 : -1, ALLOWED]
+        assert tokens == np.array(ALLOWED)[logits.argmax(-1)].tolist()
+
+
+def test_a_drafter_has_no_states(tmp_path: Path):
+    """Its passes write over what the one before has kept."""
+    hybrids.save("lfm 2", tmp_path)
+    drafts: Any = dict(method="draft_model", model=str(tmp_path), num_speculative_tokens=2)
+    text = "a rejected token is written over, Lfm2ForCausalLM has RecurrentState: leave out spec"
+    with pytest.raises(ValueError, match=text):
+        LLM(tmp_path, **{**SIZES, "speculative_config": drafts})
