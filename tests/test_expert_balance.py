@@ -47,6 +47,7 @@ def ask(llm):
     return [out.outputs[0] for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.devices(2)
 def test_tokens_are_the_same_across_placements(folder, llm, caplog):
     """Four of them while 20 tokens come; nothing is compiled for it, and all tokens are counted."""
     assert "experts: no token counted yet" in llm.report()
@@ -65,6 +66,7 @@ def test_tokens_are_the_same_across_placements(folder, llm, caplog):
     assert "times the mean load" in llm.report()
 
 
+@pytest.mark.devices(2)
 def test_copies_are_the_experts_that_the_router_means(llm):
     """Wherever they move; a weight update finds them in the checkpoint's order."""
     first = jax.tree.map(np.asarray, llm.engine.worker._awake())
@@ -80,6 +82,7 @@ def test_copies_are_the_experts_that_the_router_means(llm):
     assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(first)))
 
 
+@pytest.mark.devices(2)
 def test_new_weights_come_after_moves(folder, llm):
     """Of one expert alone: all its copies change, and others stay."""
     before, name = ask(llm), "model.layers.0.mlp.experts.1.down_proj.weight"
@@ -93,6 +96,7 @@ def test_new_weights_come_after_moves(folder, llm):
 
 
 @pytest.mark.slow
+@pytest.mark.devices(2)
 def test_a_snapshot_is_taken_between_placements(llm, tmp_path):
     want = ask(llm)
     stream = llm.stream([dict(prompt_token_ids=PROMPTS[3])], GREEDY)
@@ -104,6 +108,7 @@ def test_a_snapshot_is_taken_between_placements(llm, tmp_path):
     assert [token for ids in rest for token in ids] == want[3].token_ids[7:]
 
 
+@pytest.mark.devices(2)
 def test_rows_are_gathered_from_all_devices():
     mesh = make_mesh(2)
     rows = np.random.default_rng(0).normal(size=(6, 3, 2)).astype(np.float32)

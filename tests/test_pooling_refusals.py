@@ -114,6 +114,7 @@ def test_what_an_encoder_cannot_be_made_with(folder, changes, words):
         LLM(str(folder), **WHOLE | changes)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_a_model_that_pools_lies_on_one_device(tmp_path, sizes):
     values = pooling.DECODER | dict(architectures=["LlamaForCausalLM"])
@@ -133,11 +134,11 @@ def test_an_architecture_that_is_no_name_is_refused_by_its_key(tmp_path, name):
 
 def test_an_encoder_has_steps_for_its_longest_text(folder):
     sizes: dict[str, Any] = dict(max_num_seqs=3, warm_up=False, cache_dir=None, use_tqdm=False)
-    changes = dict(max_position_embeddings=1300)
+    changes = dict(max_position_embeddings=9000)
     with LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, hf_overrides=changes, **sizes
     ) as llm:
-        assert llm.engine.config.max_num_batched_tokens == 1300
+        assert llm.engine.config.max_num_batched_tokens == 9000
 
 
 def test_what_has_no_use_but_to_generate_is_not_pooled():

@@ -190,6 +190,7 @@ def test_routes_that_cannot_be_are_refused(llm, routes, words):
         llm.score_tokens(dict(prompt_token_ids=[1] * 5), routed_experts=[GOOD, GOOD])
 
 
+@pytest.mark.devices(2)
 def test_what_keeps_no_routes_is_refused(mixture, tmp_path):
     from tests.support import small_checkpoint
 
