@@ -142,7 +142,7 @@ def lora_expand(
         rows, width = pl.ds(m * s.rows, s.rows), b.shape[-1]
         columns = pl.ds(block * width + tile * s.tile, s.tile)
         (more,) = _products(s, low, b, place.at[rows], b_smem, full, block)
-        num = y.shape[0] if whole else 1
+        num = y.shape[0] if whole and len(y.shape) == 3 else 1
         parts = [
             y.at[i, rows, columns] if len(y.shape) == 3 else y.at[rows, columns] for i in range(num)
         ]
@@ -182,9 +182,9 @@ def lora_units(
         tile, m = (lax.axis_index(name) for name in ("tile", "m"))
         rows, columns = pl.ds(m * s.rows, s.rows), pl.ds(tile * s.tile, s.tile)
         products = _products(s, low, b, place.at[rows], b_smem, full, 0)
+        bases = [take_rows(y.at[rows, i, columns]) for i in range(2)]  # likewise
         gate, up = (
-            take_rows(y.at[rows, i, columns]).astype(jnp.float32) + more()
-            for i, more in enumerate(products)
+            base.astype(jnp.float32) + more() for base, more in zip(bases, products, strict=True)
         )
         put_rows((gate / (1 + jnp.exp(-gate)) * up).astype(out.dtype), out.at[rows, columns])
 
@@ -258,13 +258,13 @@ def _products(
             for start in starts
         ]
 
-    def product(i: int) -> Array:
-        values = chunks(i)
+    sums = [chunks(i) for i in range(s.blocks)]  # all are asked for before the first product
 
+    def product(i: int) -> Array:
         def left(start: int) -> Array:
             """Returns some ranks of all places, from `start` on: a token's own or zeros."""
             p, at = divmod(start, s.rank)
-            x = values[at // s.width]
+            x = sums[i][at // s.width]
             if s.T == 1:
                 return jnp.where(places > 0, x, jnp.zeros_like(x)).astype(b.dtype)
             return own(places, p + 1, x).astype(b.dtype)

@@ -53,7 +53,9 @@ def test_kernels_equal_their_oracles(case: Case):
     # Approximate tanh, and a product of two roundings.
     loose = 3 if case.options.get("soft_cap") else 2
     for mine, right in zip(got, want, strict=True):
-        assert error(mine, right) < loose * BOUND[str(mine.dtype)]
+        # What adapters add is a product of rounded numbers, to whatever it is added.
+        dtype = "bfloat16" if case.kernel == "lora_expand" else str(mine.dtype)
+        assert error(mine, right) < loose * BOUND[dtype]
 
 
 def plain_tokens(logits, words, positions, greedy, heat, floor, k, p):

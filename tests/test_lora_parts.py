@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LoRARequest, pytree
+from jaxrunner.device import xla_options
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.lora.products import find_products
@@ -125,4 +126,14 @@ def test_base_products_stay_with_their_kernels():
     }
     assert adapters == without | own
     few = told(Bucket(8, 8, 1, lora=True))
-    assert few["linear with adapters"] == "lora_shrink, lora_expand of parts"
+    for name in ("linear with adapters", "project with adapters"):
+        assert few[name] == "lora_shrink, lora_expand of parts"
+
+
+def test_steps_of_few_tokens_with_adapters_run_kernels_side_by_side():
+    def mode(size: int, lora: bool) -> str | None:
+        options = dict(xla_options.of_step(Bucket(size, size, 1, lora=lora)))
+        return options.get("xla_gpu_command_buffer_scheduling_mode")
+
+    assert mode(1, True) == mode(8, True) == "CONCURRENT"
+    assert mode(8, False) is mode(64, True) is None

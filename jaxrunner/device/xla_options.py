@@ -21,12 +21,21 @@ NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
 MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
 # Products are timed, and not compared with each other, which takes longer.
 TIMED = (("xla_gpu_autotune_level", "2"),)
+# With few tokens the first products of adapters leave most multiprocessors idle: a graph that is
+# ordered by what its kernels read and write runs them beside base products. Kernels that count in a
+# buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be ordered
+# by their results, as all attention and all MLPs of a step are.
+FEW, BESIDE = 8, (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),)
 
 
 def of_step(size: Bucket) -> Options:
     """Returns the options for one step."""
     graph = GRAPH if BRANCHES else ()
-    return TIMED + (graph if size.query_len else NO_GRAPH) + _products(size.num_tokens)
+    if not size.query_len:
+        graph = NO_GRAPH
+    elif size.lora and size.num_tokens <= FEW:
+        graph += BESIDE
+    return TIMED + graph + _products(size.num_tokens)
 
 
 def of_multi_step(size: MultiStepBucket) -> Options:

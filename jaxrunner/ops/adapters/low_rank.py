@@ -16,6 +16,8 @@ from jaxrunner.ops.plain import multiply_parts
 from jaxrunner.types import Array
 
 FEW = 64  # tokens, at most, of which these kernels are ahead of XLA's products
+# Tokens, at most, of which `lora_expand` sums up parts of a base product sooner than the norm does.
+FEWEST = 8
 
 
 def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
@@ -36,6 +38,19 @@ def _refuses_late(y: Array, x: Array, stack: Stack, place: Array) -> str | None:
         return "is ahead where the norm sums up parts of the base product"
     if (rank := stack.a.shape[2]) > add_norm.MAX_RANK:
         return f"wants at most {add_norm.MAX_RANK} ranks, got {rank}"
+    return _refuses_added(y, x, stack, place)
+
+
+def _whole(y: Array, x: Array, stack: Stack, place: Array) -> Array:
+    low = _shrunk(x, stack, place)
+    return lora_expand.lora_expand(y, low, _matrices(stack.b), place, whole=True)
+
+
+def _refuses_whole(y: Shaped, x: Array, stack: Stack, place: Array) -> str | None:
+    if y.ndim == 2:
+        return "is ahead where a base product is in parts"
+    if x.shape[0] > FEWEST:
+        return f"is ahead for at most {FEWEST} tokens, got {x.shape[0]}"
     return _refuses_added(y, x, stack, place)
 
 
@@ -94,6 +109,10 @@ _ADDED = Operation("lora_shrink, lora_expand", _added, _refuses_added)
 KERNELS = AdapterOps(
     summed=(Operation("lora_shrink, lora_expand of parts", _summed, _refuses_summed),),
     linear=(_ADDED,),
-    project=(Operation("lora_shrink, add_rms_norm", _late, _refuses_late), _ADDED),
+    project=(
+        Operation("lora_shrink, lora_expand of parts", _whole, _refuses_whole),
+        Operation("lora_shrink, add_rms_norm", _late, _refuses_late),
+        _ADDED,
+    ),
     units=(Operation("lora_shrink, lora_units", _units, _refuses_units),),
 )
