@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import (
+    decode_item,
     decode_quantized_kv,
     mosaic,
     pdl,
@@ -95,7 +96,8 @@ def decode_attention(
         seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len
     )
     num_items, rows = items.row.shape[0], G * query_len
-    part_rows = -(-rows // split_kv_merge.HEADS) * split_kv_merge.HEADS
+    unit = split_kv_merge.unit(D)
+    part_rows = -(-rows // unit) * unit
     out = jax.empty_ref(jax.ShapeDtypeStruct((T, K, G, D), q.dtype))
     part, weight = (
         jax.empty_ref(jax.ShapeDtypeStruct((num_items, K, part_rows, width), jnp.float32))
@@ -109,7 +111,7 @@ def decode_attention(
     heads, padded = _queries(q, K, query_len)
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     static |= dict(query_len=query_len)
-    rest = blocks, *items, sink, counters, out, part, weight
+    rest = blocks, jnp.stack(items, 1), sink, counters, out, part, weight
     # Where all rows have one query, the kernel has no argument that says so.
     fixed, counts = (padded, None), ()
     if query_len > 1:
@@ -181,10 +183,9 @@ def _scratch(dtype: DTypeLike, D: int, copies: int, config: TuningConfig) -> lis
 
 def _attend(
     config: TuningConfig, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref, v_ref: Ref,
-    blocks_ref: Ref, row_ref: Ref, first_ref: Ref, last_ref: Ref, part_of_ref: Ref,
-    length_ref: Ref, block_ref: Ref, head_ref: Ref, parts_ref: Ref, sink_ref: Ref,
-    counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref, k_smem: Ref,
-    v_smem: Ref, q_ready: Barrier, k_ready: Barrier, v_ready: Barrier, flag: Ref,
+    blocks_ref: Ref, items_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref,
+    weight_ref: Ref, q_smem: Ref, k_smem: Ref, v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
+    v_ready: Barrier, flag: Ref,
     *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
     weighed: bool,
 ) -> None:  # fmt: skip
@@ -192,10 +193,8 @@ def _attend(
     pdl.begin()
     item, h = lax.axis_index("item"), lax.axis_index("head")
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
-    row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
-    length, first_block = length_ref[item], block_ref[item]
+    row, first, last, part_of, length, first_block, *of_row = decode_item.read(items_ref, item)
     new = query_rows.num_queries(num_ref, row)
-    of_row = (head_ref[item], parts_ref[item]) if query_len > 1 else None  # a merge would wait
     reach = None if window is None else window + new - 1  # of all the row's tokens
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
@@ -294,9 +293,7 @@ def _attend(
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            finish = split_kv_merge.share if query_len > 1 else split_kv_merge.finish
-            items = of_row or (head_ref[item], parts_ref[item])
-            finish(part_ref, weight_ref, h, *items, mine, counter, flag)
+            split_kv_merge.finish(part_ref, weight_ref, h, *of_row, mine, counter, flag)
 
         _leave((acc, best, safe), mine, parts, part_of, None if weighed else merge)
 

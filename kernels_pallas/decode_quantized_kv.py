@@ -22,7 +22,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
-from jaxrunner.kernels_pallas import mosaic, pdl, quantized_kv, query_rows, split_kv_merge
+from jaxrunner.kernels_pallas import (
+    decode_item,
+    mosaic,
+    pdl,
+    quantized_kv,
+    query_rows,
+    split_kv_merge,
+)
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.types import Array
@@ -66,11 +73,10 @@ def scratch(k: Array, heads: int, stages: int, block_kv: int) -> list[Any]:
 
 def attend(
     block_kv: int, stages: int, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref,
-    v_ref: Ref, k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, row_ref: Ref, first_ref: Ref,
-    last_ref: Ref, part_of_ref: Ref, length_ref: Ref, block_ref: Ref, head_ref: Ref, parts_ref: Ref,
-    sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref,
-    k_smem: Ref, v_smem: Ref, k_scale_smem: Ref, v_scale_smem: Ref, v_wide: Ref, p_smem: Ref,
-    k_ready: Barrier, v_ready: Barrier, flag: Ref,
+    v_ref: Ref, k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, items_ref: Ref, sink_ref: Ref,
+    counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref, k_smem: Ref,
+    v_smem: Ref, k_scale_smem: Ref, v_scale_smem: Ref, v_wide: Ref, p_smem: Ref, k_ready: Barrier,
+    v_ready: Barrier, flag: Ref,
     *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
 ) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
@@ -78,8 +84,7 @@ def attend(
     item, h = lax.axis_index("item"), lax.axis_index("head")
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, block_kv
     heads, part, group = q_smem.shape[0], min(S, C), quantized_kv.head_group(S)
-    row, first, last, part_of = (x[item] for x in (row_ref, first_ref, last_ref, part_of_ref))
-    length, first_block = length_ref[item], block_ref[item]
+    row, first, last, part_of, length, first_block, *of_row = decode_item.read(items_ref, item)
     new, (ahead, behind) = query_rows.num_queries(num_ref, row), _units(k_ref.dtype)
     by_head, widen = LAYOUT.reduce(0), functools.partial(quantized_kv.widen, ordered=False)
     k_all = k_ref, k_scale_ref, k_smem, k_scale_smem, k_ready
@@ -177,9 +182,7 @@ def attend(
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            finish = split_kv_merge.share if query_len > 1 else split_kv_merge.finish
-            items = head_ref[item], parts_ref[item]
-            finish(part_ref, weight_ref, h, *items, mine, counter, flag)
+            split_kv_merge.finish(part_ref, weight_ref, h, *of_row, mine, counter, flag)
 
         _leave((acc, best, safe), C, mine, parts, part_of, merge)
 

@@ -1,7 +1,7 @@
 """Rows that are computed in parts: each part is left in memory, and who comes last merges them.
 
-Where a row has many heads, several tokens', those that come last share them out: a block's reads
-take longer the more there are, though all of the chip would have room for them.
+The heads of a row, several tokens' where drafts are verified, are shared out among the blocks that
+come last: a block's reads take longer the more there are, though all of the chip has room for them.
 """
 
 from collections.abc import Callable
@@ -22,59 +22,26 @@ from jaxrunner.kernels_pallas.online_softmax import NOTHING
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
-HEADS = 8  # parts have a multiple of so many heads
-FEW = 4  # heads that a block merges where heads are shared out, one a warp
+# Heads that a block merges: one a warp where D is a multiple of 128.
+HEADS, FEW = 8, 4
 CORES = 132  # multiprocessors of an H200
 NUMBERS = 1024  # of a head that are read at a time, in parts of one or more
 FLAG = plgpu.SMEM((1,), jnp.int32)
 
 
-def comes_last(counter: Ref, flag: Ref, num: Array) -> Array:
-    """Counts to `num` in `counter`, a number in device memory; True for the block that gets there.
-
-    What a block has written before is seen by the one that comes last. `flag` is a `FLAG`.
-    """
-    scalar = plgpu.Layout.WG_SPLAT(())
-    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
-    refs = plgpu.RefType(), plgpu.RefType()
-
-    @mosaic.inline_mgpu(arg_types=(*refs, scalar), return_type=out)
-    def count(
-        _: Any, counter: ir.Value, flag: ir.Value, num: mgpu.FragmentedArray
-    ) -> mgpu.FragmentedArray:
-        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        mgpu.warpgroup_barrier()
-        with mgpu.when(grid_barrier.is_first_thread()):
-            limit = arith.subi(num.registers.item(), mgpu.c(1, i32))
-            last = arith.cmpi(arith.CmpIPredicate.eq, grid_barrier.count(counter, limit), limit)
-            memref.store(arith.extui(i32, last), flag, [mgpu.c(0, index)])
-        mgpu.warpgroup_barrier()
-        last = memref.load(flag, [mgpu.c(0, index)])
-        return mgpu.FragmentedArray.splat(last, (), scalar.to_mgpu(), is_signed=True)
-
-    return count(counter, flag, num) > 0
+def unit(D: int) -> int:
+    """Returns how many heads, of D numbers, a block merges at a time."""
+    return FEW if D % 128 == 0 else HEADS
 
 
 def finish(
     part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
 ) -> None:
-    """Merges `num` parts of KV head h, from item `first` on, into `out`, if all are there.
+    """Merges `num` parts of KV head h, from item `first` on, some rows by each of the last blocks.
 
     part: [I, K, rows, D], normed; weight: [I, K, rows, 8], the base 2 logarithm of its total; rows
-    are a multiple of `HEADS`. out: [G, D].
-    """
-
-    @pl.when(comes_last(counter, flag, num))
-    def _() -> None:
-        layout = _layout(part.shape[3])
-        merged = _merged(lambda ref, i: ref.at[i, h], part, weight, first, num, layout)
-        put_rows(merged.astype(out.dtype), out, layout)
-
-
-def share(
-    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
-) -> None:
-    """Merges as `finish` does, into `out`, [Q, G, D], some rows by each block that comes last.
+    are a multiple of `unit`. out: [G, D], or [Q, G, D] of Q query tokens. counter: 0 at first, in
+    device memory; flag: a `FLAG`. What a block has written before is seen by those that merge.
 
     Blocks wait for each other here, so those that do must leave room for the row's others: blocks
     start in the order of their indices, so that of all waiting ones only those of one row, of K KV
@@ -82,14 +49,14 @@ def share(
     """
     K, rows, D = part.shape[1:]
     cores = grid_barrier.multiprocessors() or CORES
-    unit, layout = (FEW, _row_a_warp()) if D % 128 == 0 else (HEADS, _layout(D))
-    units = rows // unit
+    heads, layout = unit(D), _row_a_warp() if unit(D) == FEW else _layout(D)
+    units = rows // heads
     most = jnp.minimum(num, min(units, 1 + (cores - 1) // K))
     mine = _rank(counter, flag, num, most) - (num - most)
 
     def merge(start: Array) -> None:
         def pick(ref: Ref, i: Array) -> Ref:
-            return ref.at[i, h, pl.ds(start, unit)]
+            return ref.at[i, h, pl.ds(start, heads)]
 
         merged = _merged(pick, part, weight, first, num, layout)
         put_rows(merged.astype(out.dtype), out, layout, first=start)
@@ -98,7 +65,7 @@ def share(
     def _() -> None:
         def each(i: Array, _: None) -> None:
             of = mine + i * most
-            pl.when(of < units)(lambda: merge(of * unit))
+            pl.when(of < units)(lambda: merge(of * heads))
             return _
 
         lax.fori_loop(0, units, each, None)

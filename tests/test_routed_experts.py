@@ -90,8 +90,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["preempted", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in [*VARIANTS][1:])])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "preempted",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*VARIANTS][1:-1]),
+        pytest.param("two devices", marks=[pytest.mark.slow, pytest.mark.devices(2)]),
+    ],
+)
 def test_routes_depend_on_the_request_alone(name, mixture, llm):
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 9, 20, 25)]
     want = ask(llm, PROMPTS[:4], params)

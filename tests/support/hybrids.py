@@ -126,9 +126,21 @@ def _save(variant: str, name: str, found: Any, folder: Path) -> Any:
     return made
 
 
+def is_ungrouped(part: Any) -> bool:
+    """Returns whether a module is a gated norm of Bamba's or Granite 4's that knows no groups."""
+    names = "BambaRMSNormGated", "GraniteMoeHybridRMSNormGated"
+    return type(part).__name__ in names and not hasattr(part, "group_size")
+
+
 def logits(module: Any, ids: list[int]) -> np.ndarray:
-    """Returns the logits of every position of a sequence, [T, V], in the module's dtype."""
+    """Returns the logits of every position of a sequence, [T, V], in the module's dtype.
+
+    Skips the test where transformers, before the release that gave these norms a group size, takes
+    all groups of a state-space layer for one.
+    """
     import torch
 
+    if any(is_ungrouped(part) for part in module.modules()):
+        pytest.skip("this transformers norms all groups of Mamba-2 together: it wants a newer one")
     with torch.no_grad():
         return module(torch.tensor([ids]), use_cache=False).logits[0].numpy()
