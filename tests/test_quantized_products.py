@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.kernels_pallas.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
+from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.ops import products
 from jaxrunner.ops.quantized_products import OF_FP8
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
@@ -106,4 +107,26 @@ def test_the_kernel_refuses_in_words(x, weight, scale, code, words):
     with pytest.raises(ValueError, match=f"quantized_matmul .*{words}"):
         jax.eval_shape(
             lambda *args: quantized_matmul(*args, code=code, max_parts=MAX_PARTS), x, weight, scale
+        )
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("x", "weight", "scale", "code", "sizes", "words"),
+    [
+        (shaped(64, 256, dtype=jnp.float16), (256, 256), (2, 2), FP8, {}, "tokens in bfloat16"),
+        (shaped(64, 256), (256, 256), (2, 2), "uint8", {}, "weights in one of"),
+        (shaped(72, 256), (256, 256), (2, 2), FP8, {}, "multiples of 16, 72 at a time, got 72"),
+        (shaped(64, 192), (256, 192), (2, 1), FP8, {}, "a multiple of 128 terms and outputs"),
+        (shaped(64, 256), (192, 256), (2, 2), FP8, {}, "outputs of 256, got 256 and 192"),
+        (shaped(64, 256), (256, 256), (2, 8), FP8, {}, "scales of runs that divide 128"),
+        (shaped(256, 256), (256, 256), (2, 2), FP8, dict(parts=2), "fewer tokens at a time"),
+    ],
+)
+def test_the_kernel_of_tiles_refuses_in_words(x, weight, scale, code, sizes, words):
+    weight, scale = shaped(*weight, dtype=jnp.float8_e4m3fn), shaped(*scale, dtype=jnp.float32)
+    config = TuningConfig(**sizes)
+    with pytest.raises(ValueError, match=f"quantized_tile .*{words}"):
+        jax.eval_shape(
+            lambda *args: quantized_tile(*args, code=code, config=config), x, weight, scale
         )
