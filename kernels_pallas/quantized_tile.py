@@ -6,6 +6,7 @@ memory, step by step of the sum; the others widen 64 rows each in registers and 
 `wgmma`, by turns: while the tensor cores work for one of them, another widens. Blocks of a cluster
 share what they read of the tokens. Scales are multiplied either with the widened weights, which
 rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one.
+A scale that all terms share is multiplied with their sum.
 Weights are on their way before the kernel that makes the tokens has ended, so it must not be that
 kernel which makes the weights.
 """
@@ -62,6 +63,7 @@ class _Static(NamedTuple):
     run: int  # rows that share a scale
     sums: int  # of a step: each has a scale of its own
     spans: int  # steps that share a scale
+    whole: bool  # all do
     stages: int
     clusters: int
     items: int  # of a cluster's work
@@ -124,7 +126,8 @@ def _fit(
     items = tiles // c.cluster * c.parts * chunks
     return _Static(
         code, tokens, chunks, tiles, steps, F // scale[0], max(1, c.terms // group),
-        max(1, group // c.terms), stages, min(items, c.num_ctas // c.cluster), items, c,
+        max(1, group // c.terms), scale[1] == 1, stages,
+        min(items, c.num_ctas // c.cluster), items, c,
     )  # fmt: skip
 
 
@@ -270,7 +273,12 @@ def _read_step(
     return lambda j: lax.slice(raw, (0, j * size), (ROWS, (j + 1) * size))
 
 
-def _column(s: _Static, part: Array, step: Array, i: int) -> Array:
+def _wide(s: _Static, rows: Array) -> Array:
+    wide = lax.broadcast_in_dim(rows, (ROWS, s.T), [0])
+    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+
+
+def _column(s: _Static, part: Array, step: Index, i: int) -> Array:
     return lax.div(part * s.steps + step, s.spans) * s.sums + i
 
 
@@ -282,7 +290,9 @@ def _rounded(
     layout, pieces = plgpu.Layout.WGMMA, s.c.terms // PIECE // s.sums
     rounds, begin = s.steps // s.c.turns, r * s.steps
 
-    def scales(step: Array) -> list[Array]:
+    def scales(step: Index) -> list[Array]:
+        if s.whole:
+            return []
         return [by_row(scale, first, s.run, _column(s, at.part, step, i), layout)
                 for i in range(s.sums)]  # fmt: skip
 
@@ -293,9 +303,13 @@ def _rounded(
             piece = _read_step(s, group, slot, w_smem, full)
             later = scales(jnp.minimum(step + s.c.turns, s.steps - 1))
             for i in range(s.sums):
-                split = widen_tile.split(now[i], s.code)
+                split = () if s.whole else widen_tile.split(now[i], s.code)
                 for j in range(i * pieces, (i + 1) * pieces):
-                    value = widen_tile.scaled(piece(j), *split, s.code)
+                    value = (
+                        widen_tile.scaled(piece(j), *split, s.code)
+                        if split
+                        else widen_tile.plain(piece(j), s.code)
+                    )
                     mosaic.wgmma(acc, value, x_smem.at[slot, j].T)
             # A product in flight while the next weights are widened would make them all wait.
             plgpu.wgmma_wait(0)
@@ -306,6 +320,8 @@ def _rounded(
         return acc[...]
 
     y = pl.run_scoped(multiply, mosaic.ACC((ROWS, s.T), jnp.float32))
+    if s.whole:
+        return y * _wide(s, by_row(scale, first, s.run, jnp.int32(0), layout))
     return y * widen_tile.FACTOR[s.code]
 
 
@@ -336,8 +352,7 @@ def _exact(
                 return acc[...]
 
             y = pl.run_scoped(multiply, mosaic.ACC((ROWS, s.T), jnp.float32))
-            wide = plgpu.layout_cast(lax.broadcast_in_dim(now[i], (ROWS, s.T), [0]), layout)
-            total = total + y * wide
+            total = total + y * _wide(s, now[i])
         mosaic.barrier_arrive(free.at[slot])
         return total, later
 
