@@ -294,6 +294,7 @@ TESTS: tuple[Case, ...] = (
     quantized_products(128, 768, 64, "float4_e2m1fn", group=256, max_parts=8),
     quantized_products(256, 2048, 512, "int8", max_parts=8),
     quantized_tiles(64, 1024, 512, "float8_e4m3fn", run=128, group=128, groups=4, exact=True),
+    quantized_tiles(64, 1024, 512, "float8_e4m3fn", groups=4),
     quantized_tiles(64, 1024, 256, "int4", group=128, groups=1, turns=2, parts=2, exact=True),
     quantized_tiles(128, 1024, 512, "float4_e2m1fn", group=256, exact=True, cluster=1),
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
