@@ -21,7 +21,7 @@ from jaxrunner.kernels_pallas.lora_case import LORA
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.mixture_case import mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
-from jaxrunner.kernels_pallas.quantized_case import quantized_products
+from jaxrunner.kernels_pallas.quantized_case import quantized_products, quantized_tiles
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
@@ -295,6 +295,12 @@ TESTS: tuple[Case, ...] = (
     quantized_products(64, 1024, 352, "int4", group=128, zero=True),
     quantized_products(128, 768, 64, "float4_e2m1fn", group=256, max_parts=8),
     quantized_products(256, 2048, 512, "int8", max_parts=8),
+    quantized_tiles(64, 1024, 512, "float8_e4m3fn", run=128, group=128, groups=4, exact=True),
+    quantized_tiles(64, 1024, 512, "float8_e4m3fn", groups=4),
+    quantized_tiles(64, 1024, 256, "int4", group=128, groups=1, turns=2, parts=2, exact=True),
+    quantized_tiles(128, 1024, 512, "float4_e2m1fn", group=256, exact=True, cluster=1),
+    quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
+    quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),

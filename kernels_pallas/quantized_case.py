@@ -1,5 +1,6 @@
 """Problems for products with weights of 8 and 4 bits."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import widen
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.quantized_matmul import quantized_matmul
+from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.types import Array
 
 
@@ -21,18 +23,7 @@ def quantized_products(
     """
     packed = widen.PACKED[code]
 
-    def make(seed: int) -> tuple[Array, ...]:
-        keys = jax.random.split(jax.random.key(seed), 4)
-        stored, shape = (F, E // packed), (F // run, E // (group or E))
-        x = jax.random.normal(keys[0], (T, E), jnp.bfloat16)
-        weight: Any = jax.random.randint(keys[1], stored, -128, 128, jnp.int8)
-        if code == "float8_e4m3fn":
-            weight = jax.random.normal(keys[1], stored, jnp.bfloat16).astype(code)
-        elif packed > 1:
-            weight = weight.astype(jnp.uint8)
-        scale = jax.random.uniform(keys[2], shape, jnp.float32, 0.5, 1.5) * E**-0.5
-        zeros = [jax.random.randint(keys[3], shape, -8, 8, jnp.int8)] if zero else []
-        return x, weight, scale, *zeros
+    make = functools.partial(_make, T, E, F, code, run, group or E, zero)
 
     def run_it(x: Array, *weights: Array) -> Array:
         if max_parts == 1:
@@ -43,3 +34,37 @@ def quantized_products(
     scales = f"{run} x {group or 'all'}" + ", zeros" * zero + ", parts" * (max_parts > 1)
     name, options = f"{T} x {E} x {F}, {code}, {scales}", dict(code=code)
     return Case("quantized_matmul", name, make, run_it, E * F / packed, "TB/s", options)
+
+
+def quantized_tiles(
+    T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0, **sizes: Any
+) -> Case:
+    """T tokens times a weight, as above, in tiles of the sizes of a TuningConfig."""
+    config = TuningConfig(**sizes)
+    make = functools.partial(_make, T, E, F, code, run, group or E, False)
+
+    def run_it(x: Array, weight: Array, scale: Array) -> Array:
+        if config.parts == 1:
+            return quantized_tile(x, weight, scale, code=code, config=config)
+        wide: Any = dict(dtype=jnp.float32, config=config)
+        return quantized_tile(x, weight, scale, code=code, **wide).sum(0).astype(x.dtype)
+
+    told = ", ".join(f"{key} {value}" for key, value in sizes.items())
+    name, amount = f"{T} x {E} x {F}, {code}, {told}", E * F / widen.PACKED[code]
+    return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
+
+
+def _make(
+    T: int, E: int, F: int, code: str, run: int, group: int, zero: bool, seed: int
+) -> tuple[Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    stored, shape = (F, E // widen.PACKED[code]), (F // run, E // group)
+    x = jax.random.normal(keys[0], (T, E), jnp.bfloat16)
+    weight: Any = jax.random.randint(keys[1], stored, -128, 128, jnp.int8)
+    if code == "float8_e4m3fn":
+        weight = jax.random.normal(keys[1], stored, jnp.bfloat16).astype(code)
+    elif widen.PACKED[code] > 1:
+        weight = weight.astype(jnp.uint8)
+    scale = jax.random.uniform(keys[2], shape, jnp.float32, 0.5, 1.5) * E**-0.5
+    zeros = [jax.random.randint(keys[3], shape, -8, 8, jnp.int8)] if zero else []
+    return x, weight, scale, *zeros

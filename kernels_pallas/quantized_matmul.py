@@ -270,7 +270,7 @@ def _sum(
 
     def of_rows(ref: Ref, step: Index, i: int, layout: Layout = plgpu.Layout.WGMMA) -> Array:
         column = lax.div(start + step, s.spans) * s.sums + i
-        return _by_row(ref, first, s.run, column, layout)
+        return by_row(ref, first, s.run, column, layout)
 
     def zeros() -> Array:
         return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
@@ -314,7 +314,7 @@ def _sum(
     return totals
 
 
-def _by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout) -> Array:
+def by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout) -> Array:
     """Reads what 64 rows from `first` on have in a column of ref, of which `run` share one.
 
     layout: of the matrices, [64, n], whose rows they are.

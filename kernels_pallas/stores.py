@@ -160,6 +160,24 @@ def put_transposed(x: Array, ref: Ref) -> None:
     write(x, ref)
 
 
+def put_all_transposed(x: Array, ref: Ref) -> None:
+    """Writes x, [64, n], from registers as columns of ref, [n, 64]."""
+
+    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
+        index = ir.IndexType.get()
+        row, column = next(iter(x.layout.thread_idxs(x.shape)))
+        for i, pair in enumerate(x.registers.flat):
+            # A thread has numbers in two rows, eight apart, by turns, and in every fourth pair.
+            mine = arith.addi(row, mgpu.c(8 * (i % 2), index))
+            for j in range(2):
+                value = vector.extract(pair, dynamic_position=[], static_position=[j])
+                at = arith.addi(column, mgpu.c(8 * (i // 2) + j, index))
+                memref.store(value, ref, [at, mine])
+
+    write(x, ref)
+
+
 def put_routed(x: Array, route: Array, ref: Ref, num: Array, first: Array) -> None:
     """Writes the first `num` columns of x, [64, n], from registers to the routes that they are.
 

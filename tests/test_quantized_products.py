@@ -7,16 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrunner.kernels_pallas.quantized_fit import FEWEST, fit, multiply
 from jaxrunner.kernels_pallas.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
+from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.ops import products
 from jaxrunner.ops.quantized_products import OF_FP8
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import CODES, Activation, Scheme
-from tests.support.lowering import lowers
+from tests.support.lowering import cuda, lowers
 
 FP8 = "float8_e4m3fn"
 BLOCKS, FOUR = Scheme(FP8, (128, 128)), Scheme("int4", (1, 128), has_zero=True)
 DYNAMIC = Scheme(FP8, activation=Activation(FP8))
+Three = tuple[Any, Any, Any]
 
 
 def shaped(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -38,24 +41,89 @@ def weights(scheme: Scheme, outputs: int = 512, inputs: int = 1024) -> Quantized
 
 @lowers
 @pytest.mark.parametrize(
-    ("run", "tokens", "scheme", "name"),
+    ("run", "tokens", "scheme", "outputs", "name"),
     [
-        (products.linear, 8, BLOCKS, "quantized_matmul"),
-        (products.linear, 1, FOUR, "quantized_matmul"),
-        (products.project, 64, FOUR, "quantized_matmul in parts"),
-        (products.linear, 256, DYNAMIC, "quantized_matmul"),
-        (products.linear, 512, BLOCKS, "plain JAX"),
-        (products.linear, 512, DYNAMIC, "fp8 product"),
+        (products.linear, 8, BLOCKS, 6144, "quantized_matmul"),
+        (products.linear, 1, FOUR, 512, "quantized_matmul"),
+        (products.linear, 64, BLOCKS, 6144, "quantized_tile"),
+        (products.linear, 64, BLOCKS, 512, "quantized_matmul"),
+        (products.linear, 256, DYNAMIC, 6144, "quantized_tile"),
+        (products.linear, 256, DYNAMIC, 512, "quantized_matmul"),
+        (products.project, 56, BLOCKS, 4096, "quantized_matmul in parts"),
+        (products.project, 64, BLOCKS, 4096, "quantized_tile in parts"),
+        (products.project, 64, FOUR, 4096, "quantized_matmul in parts"),
+        (products.project, 128, DYNAMIC, 4096, "quantized_tile in parts"),
+        (products.linear, 512, BLOCKS, 6144, "plain JAX"),
+        (products.linear, 512, DYNAMIC, 6144, "fp8 product"),
     ],
 )
-def test_what_runs_a_product_follows_its_tokens(run, tokens, scheme, name):
+def test_what_runs_a_product_follows_its_tokens(run, tokens, scheme, outputs, name):
     found: list[Any] = []
     y = jax.eval_shape(
-        lambda x, w: run(x, w, note=found.append), shaped(tokens, 1024), weights(scheme)
+        lambda x, w: run(x, w, note=found.append), shaped(tokens, 1024), weights(scheme, outputs)
     )
     assert found[-1].name == name
     parts = name.endswith("parts")
-    assert y.shape[parts:] == (tokens, 512) and y.dtype == (jnp.float32 if parts else jnp.bfloat16)
+    assert y.shape[parts:] == (tokens, outputs)
+    assert y.dtype == (jnp.float32 if parts else jnp.bfloat16)
+
+
+def matrices(tokens: int, outputs: int, inputs: int, code: str = FP8, group: int = 128) -> Three:
+    """Returns shapes of tokens, weights and scales."""
+    packed, run = CODES[code].packed, 128 if code == FP8 and group < inputs else 1
+    return (
+        shaped(tokens, inputs),
+        shaped(outputs, inputs // packed, dtype=CODES[code].stored),
+        shaped(outputs // run, inputs // group, dtype=jnp.float32),
+    )
+
+
+@lowers
+@pytest.mark.parametrize("code", [FP8, "int4"])
+@pytest.mark.parametrize("tokens", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+)
+def test_tiles_keep_the_multiprocessors_busy(outputs, inputs, tokens, code):
+    in_parts = outputs == 4096
+    c = fit(*matrices(tokens, outputs, inputs, code), code, in_parts=in_parts)
+    assert isinstance(c, TuningConfig)
+    tiles = outputs // (64 * c.groups) * c.parts * -(-tokens // c.tokens)
+    assert tiles / (-(-tiles // 132) * 132) > 0.7
+    assert (c.parts > 1) == in_parts
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "group", "in_parts"),
+    [(64, 28672, 128, False), (128, 4096, 128, True), (256, 6144, 128, False),
+     (256, 4096, 4096, True)],
+)  # fmt: skip
+def test_tiles_of_a_shape_lower(tokens, outputs, group, in_parts):
+    def run(*args: Any) -> Any:
+        return multiply(*args, code=FP8, in_parts=in_parts)
+
+    with cuda():
+        shapes = matrices(tokens, outputs, 4096, group=group)
+        jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((56, 6144, 1024), "is ahead for 64 to 256 tokens, got 56"),
+        ((264, 6144, 1024), "is ahead for 64 to 256 tokens, got 264"),
+        ((72, 6144, 1024), "multiples of 16, 72 at a time, got 72"),
+        ((64, 6144 + 64, 1024), "outputs of 128, got 1024 and 6208"),
+        ((64, 2048, 1024), f"wants work for {132 // FEWEST} multiprocessors, got 32 tiles"),
+    ],
+)
+def test_tiles_do_not_serve_other_shapes(shape, words):
+    x, weight, scale = matrices(*shape, code="int8")
+    assert words in str(fit(x, weight, scale, "int8"))
+    with pytest.raises(ValueError, match=f"quantized_tile .*{words}"):
+        jax.eval_shape(lambda *args: multiply(*args, code="int8"), x, weight, scale)
 
 
 def test_an_fp8_product_is_that_of_plain_jax():
@@ -106,4 +174,26 @@ def test_the_kernel_refuses_in_words(x, weight, scale, code, words):
     with pytest.raises(ValueError, match=f"quantized_matmul .*{words}"):
         jax.eval_shape(
             lambda *args: quantized_matmul(*args, code=code, max_parts=MAX_PARTS), x, weight, scale
+        )
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("x", "weight", "scale", "code", "sizes", "words"),
+    [
+        (shaped(64, 256, dtype=jnp.float16), (256, 256), (2, 2), FP8, {}, "tokens in bfloat16"),
+        (shaped(64, 256), (256, 256), (2, 2), "uint8", {}, "weights in one of"),
+        (shaped(72, 256), (256, 256), (2, 2), FP8, {}, "multiples of 16, 72 at a time, got 72"),
+        (shaped(64, 192), (256, 192), (2, 1), FP8, {}, "a multiple of 128 terms and outputs"),
+        (shaped(64, 256), (192, 256), (2, 2), FP8, {}, "outputs of 256, got 256 and 192"),
+        (shaped(64, 256), (256, 256), (2, 8), FP8, {}, "scales of runs that divide 128"),
+        (shaped(256, 256), (256, 256), (2, 2), FP8, dict(parts=2), "fewer tokens at a time"),
+    ],
+)
+def test_the_kernel_of_tiles_refuses_in_words(x, weight, scale, code, sizes, words):
+    weight, scale = shaped(*weight, dtype=jnp.float8_e4m3fn), shaped(*scale, dtype=jnp.float32)
+    config = TuningConfig(**sizes)
+    with pytest.raises(ValueError, match=f"quantized_tile .*{words}"):
+        jax.eval_shape(
+            lambda *args: quantized_tile(*args, code=code, config=config), x, weight, scale
         )

@@ -1,11 +1,14 @@
 """What products with weights of few bits run through on a GPU, by what the weights are."""
 
+from collections.abc import Callable
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import quantized_matmul
+from jaxrunner.kernels_pallas import quantized_fit, quantized_matmul
 from jaxrunner.operation import Operation
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
@@ -24,33 +27,72 @@ def _matrices(w: QuantizedLinear) -> tuple[Array, ...]:
 
 
 def _matmul(x: Array, w: QuantizedLinear) -> Array:
+    return _whole(quantized_matmul.quantized_matmul, x, w)
+
+
+def _tiles(x: Array, w: QuantizedLinear) -> Array:
+    return _whole(quantized_fit.multiply, x, w)
+
+
+def _whole(product: Callable[..., Array], x: Array, w: QuantizedLinear) -> Array:
     numbers, x_scale = w.inputs(x)
     dtype = x.dtype if x_scale is None else jnp.dtype(jnp.float32)
-    y = quantized_matmul.quantized_matmul(numbers, *_matrices(w), code=w.scheme.code, dtype=dtype)
+    y = product(numbers, *_matrices(w), code=w.scheme.code, dtype=dtype)
     return w.outputs(y, x_scale, x.dtype)
 
 
-def _parts(x: Array, w: QuantizedLinear) -> Array:
-    numbers, x_scale = w.inputs(x)
+def _matmul_parts(x: Array, w: QuantizedLinear) -> Array:
     most = quantized_matmul.MAX_PARTS
-    y = quantized_matmul.quantized_matmul(
-        numbers, *_matrices(w), code=w.scheme.code, max_parts=most, dtype=jnp.dtype(jnp.float32)
-    )
+    return _parts(functools.partial(quantized_matmul.quantized_matmul, max_parts=most), x, w)
+
+
+def _tiles_parts(x: Array, w: QuantizedLinear) -> Array:
+    return _parts(functools.partial(quantized_fit.multiply, in_parts=True), x, w)
+
+
+def _parts(product: Callable[..., Array], x: Array, w: QuantizedLinear) -> Array:
+    numbers, x_scale = w.inputs(x)
+    wide = jnp.dtype(jnp.float32)
+    y = product(numbers, *_matrices(w), code=w.scheme.code, dtype=wide)
     return y if x_scale is None else y * jnp.broadcast_to(x_scale, y.shape)
 
 
 def _refuses(x: Array, w: QuantizedLinear, max_parts: int = 1) -> str | None:
-    if w.order is not None:
-        return "wants groups that are runs of inputs"
-    if max_parts > 1 and w.bias is not None:
-        return "wants weights without bias"
-    flat = jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype)
-    weight, scale, *_ = jax.eval_shape(_matrices, w)
-    return quantized_matmul.refuses(flat, weight, scale, w.scheme.code, max_parts)
+    if (reason := _unlike(w, max_parts > 1)) is not None:
+        return reason
+    return quantized_matmul.refuses(*_shapes(x, w), w.scheme.code, max_parts)
 
 
 def _refuses_parts(x: Array, w: QuantizedLinear) -> str | None:
     return _refuses(x, w, quantized_matmul.MAX_PARTS)
+
+
+def _refuses_tiles(x: Array, w: QuantizedLinear, in_parts: bool = False) -> str | None:
+    if (reason := _unlike(w, in_parts)) is not None:
+        return reason
+    if w.zero is not None:
+        return "wants weights without zero points"
+    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, in_parts=in_parts)
+    return found if isinstance(found, str) else None
+
+
+def _refuses_tiles_parts(x: Array, w: QuantizedLinear) -> str | None:
+    return _refuses_tiles(x, w, in_parts=True)
+
+
+def _unlike(w: QuantizedLinear, in_parts: bool) -> str | None:
+    """Says why no kernel serves these weights."""
+    if w.order is not None:
+        return "wants groups that are runs of inputs"
+    if in_parts and w.bias is not None:
+        return "wants weights without bias"
+    return None
+
+
+def _shapes(x: Array, w: QuantizedLinear) -> tuple[Any, Any, Any]:
+    """Returns the shapes of tokens, weights and scales as kernels take them."""
+    weight, scale, *_ = jax.eval_shape(_matrices, w)
+    return jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype), weight, scale
 
 
 def _fp8_product(x: Array, w: QuantizedLinear) -> Array:
@@ -76,5 +118,13 @@ def _refuses_fp8(x: Array, w: QuantizedLinear) -> str | None:
 
 
 OF_FP8 = Operation("fp8 product", _fp8_product, _refuses_fp8)
-WHOLE = (Operation("quantized_matmul", _matmul, _refuses), OF_FP8)
-IN_PARTS = (Operation("quantized_matmul in parts", _parts, _refuses_parts), OF_FP8)
+WHOLE = (
+    Operation("quantized_tile", _tiles, _refuses_tiles),
+    Operation("quantized_matmul", _matmul, _refuses),
+    OF_FP8,
+)
+IN_PARTS = (
+    Operation("quantized_tile in parts", _tiles_parts, _refuses_tiles_parts),
+    Operation("quantized_matmul in parts", _matmul_parts, _refuses_parts),
+    OF_FP8,
+)

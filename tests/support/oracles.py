@@ -94,6 +94,7 @@ def quantized_matmul(x, weight, scale, zero=None, *, code):
     return wide(x) @ ((numbers - zero) * scale).T
 
 
+quantized_tile = quantized_matmul
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
