@@ -10,8 +10,9 @@ import pytest
 from jaxrunner.kernels_pallas.quantized_fit import FEWEST, fit, multiply
 from jaxrunner.kernels_pallas.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
 from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
+from jaxrunner.operation import Operation
 from jaxrunner.ops import products
-from jaxrunner.ops.quantized_products import OF_FP8
+from jaxrunner.ops.quantized_products import OF_FP8, TILES, TILES_IN_PARTS
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import CODES, Activation, Scheme
 from tests.support.lowering import cuda, lowers
@@ -45,14 +46,8 @@ def weights(scheme: Scheme, outputs: int = 512, inputs: int = 1024) -> Quantized
     [
         (products.linear, 8, BLOCKS, 6144, "quantized_matmul"),
         (products.linear, 1, FOUR, 512, "quantized_matmul"),
-        (products.linear, 64, BLOCKS, 6144, "quantized_tile"),
-        (products.linear, 64, BLOCKS, 512, "quantized_matmul"),
-        (products.linear, 256, DYNAMIC, 6144, "quantized_tile"),
-        (products.linear, 256, DYNAMIC, 512, "quantized_matmul"),
-        (products.project, 56, BLOCKS, 4096, "quantized_matmul in parts"),
-        (products.project, 64, BLOCKS, 4096, "quantized_tile in parts"),
+        (products.linear, 256, DYNAMIC, 6144, "quantized_matmul"),
         (products.project, 64, FOUR, 4096, "quantized_matmul in parts"),
-        (products.project, 128, DYNAMIC, 4096, "quantized_tile in parts"),
         (products.linear, 512, BLOCKS, 6144, "plain JAX"),
         (products.linear, 512, DYNAMIC, 6144, "fp8 product"),
     ],
@@ -66,6 +61,21 @@ def test_what_runs_a_product_follows_its_tokens(run, tokens, scheme, outputs, na
     parts = name.endswith("parts")
     assert y.shape[parts:] == (tokens, outputs)
     assert y.dtype == (jnp.float32 if parts else jnp.bfloat16)
+
+
+@lowers
+def test_tiles_serve_what_fills_the_chip():
+    def reason(one: Operation, tokens: int, scheme: Scheme, outputs: int) -> str | None:
+        return one.refuses(shaped(tokens, 1024), weights(scheme, outputs))
+
+    assert reason(TILES, 64, BLOCKS, 6144) is reason(TILES, 256, DYNAMIC, 6144) is None
+    assert reason(TILES_IN_PARTS, 64, BLOCKS, 4096) is None
+    for one, tokens, scheme, outputs, words in (
+        (TILES, 64, BLOCKS, 512, "wants work for"),
+        (TILES_IN_PARTS, 56, BLOCKS, 4096, "is ahead for 64 to 256 tokens"),
+        (TILES_IN_PARTS, 64, FOUR, 4096, "wants weights without zero points"),
+    ):
+        assert words in str(reason(one, tokens, scheme, outputs))
 
 
 def matrices(tokens: int, outputs: int, inputs: int, code: str = FP8, group: int = 128) -> Three:
