@@ -66,6 +66,7 @@ OWN: dict[str, Kind] = dict(
 SOME = Kind(lambda v: None if v is True else flag().good(v), flag().near)
 MAPPING = Kind(_mapping, ([], "a", {1: 2}, {"a": 1}, {"method": 3}, {"task": []}, True, ()))
 COUNT = size(1, 1, 1024)
+NONE = Kind(lambda v: v is None, (0, 1, 16, -1, "16", True, 1.5, [16], 2**40))
 MORE: dict[str, Kind] = dict(
     download_dir=OWN["cache_dir"], tokenizer_revision=text(None),
     hf_token=text(None, True, False)._replace(near=(b"a", 3, ["a"], {"a": "b"}, 1.5)),
@@ -80,6 +81,8 @@ MORE: dict[str, Kind] = dict(
                       ("FP8", "awq", "", 8, True, {})),
     runner=Kind(lambda v: v == "generate" if type(v) is str else False, ("Pooling", "", None, 3)),
     pooler_config=MAPPING, speculative_config=MAPPING,
+    # Of models with states, which the attacked one is not.
+    mamba_block_size=NONE, num_state_checkpoints=NONE,
 )  # fmt: skip
 ROOM: dict[str, Kind] = dict(
     kv_cache_memory_bytes=size(1, 2**24, 2**62, None),
