@@ -193,7 +193,8 @@ def _attend(
     pdl.begin()
     item, h = lax.axis_index("item"), lax.axis_index("head")
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
-    row, first, last, part_of, length, first_block, *of_row = decode_item.read(items_ref, item)
+    own = decode_item.read(items_ref, item)
+    row, first, last, part_of, length, first_block, head, num = own
     new = query_rows.num_queries(num_ref, row)
     reach = None if window is None else window + new - 1  # of all the row's tokens
     layout = plgpu.Layout.WGMMA
@@ -293,7 +294,7 @@ def _attend(
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            split_kv_merge.finish(part_ref, weight_ref, h, *of_row, mine, counter, flag)
+            split_kv_merge.finish(part_ref, weight_ref, h, head, num, mine, counter, flag)
 
         _leave((acc, best, safe), mine, parts, part_of, None if weighed else merge)
 

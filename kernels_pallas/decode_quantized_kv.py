@@ -84,7 +84,8 @@ def attend(
     item, h = lax.axis_index("item"), lax.axis_index("head")
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, block_kv
     heads, part, group = q_smem.shape[0], min(S, C), quantized_kv.head_group(S)
-    row, first, last, part_of, length, first_block, *of_row = decode_item.read(items_ref, item)
+    own = decode_item.read(items_ref, item)
+    row, first, last, part_of, length, first_block, head, num = own
     new, (ahead, behind) = query_rows.num_queries(num_ref, row), _units(k_ref.dtype)
     by_head, widen = LAYOUT.reduce(0), functools.partial(quantized_kv.widen, ordered=False)
     k_all = k_ref, k_scale_ref, k_smem, k_scale_smem, k_ready
@@ -182,7 +183,7 @@ def attend(
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            split_kv_merge.finish(part_ref, weight_ref, h, *of_row, mine, counter, flag)
+            split_kv_merge.finish(part_ref, weight_ref, h, head, num, mine, counter, flag)
 
         _leave((acc, best, safe), C, mine, parts, part_of, merge)
 
