@@ -71,10 +71,12 @@ def rejecting(drafter, rejection, rates=()):
     return model._replace(speculator=speculator), config, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rejection", "rule"),
     [
-        pytest.param("standard", RULED | dict(logprobs=1), marks=pytest.mark.slow),
+        ("standard", RULED | dict(logprobs=1)),
+        # By blocks, `test_grammar_drafts.py` and `test_suffix.py` compare greedy tokens too.
         ("block", {}),
     ],
     ids=["standard and rules", "block"],

@@ -47,7 +47,8 @@ def start():
     @functools.cache
     def made(kind: str, name: str, **changes) -> Engine:
         model, config, params = KINDS[kind]()
-        return Engine(model, config, tiny.engine_config(async_depth=1, **changes), params)
+        sizes = tiny.engine_config(async_depth=1, **WHOLE | changes)  # which share programs
+        return Engine(model, config, sizes, params)
 
     def start(kind: str, name: str = "", **changes) -> Engine:
         e = made(kind, name, **changes)
@@ -117,8 +118,7 @@ def rejected_behind(verifying: Engine, plain: Engine, got, want) -> bool:
     ],
 )
 def test_the_drafter_s_cache_is_that_of_all_tokens_at_once(start, drafter, changes):
-    whole = WHOLE | dict(enable_prefix_caching=False)
-    decoding, dense = start(drafter, **changes), start(drafter, **whole)
+    decoding, dense = start(drafter, **changes), start(drafter, enable_prefix_caching=False)
     own = slice(NUM_LAYERS, None)
     for request in at_work(decoding, dict(temperature=0.0), num_tokens=9):
         greedy = SamplingParams(max_tokens=8, temperature=0.0)
@@ -136,8 +136,7 @@ def test_the_drafter_s_cache_is_that_of_all_tokens_at_once(start, drafter, chang
 
 @pytest.mark.parametrize("drafter", ["another", "eagle3"])
 def test_the_drafter_s_keys_of_a_cached_prefix_come_along(start, drafter):
-    sharing = start(drafter, **WHOLE)
-    alone = start(drafter, **WHOLE, enable_prefix_caching=False)
+    sharing, alone = start(drafter), start(drafter, enable_prefix_caching=False)
     prefix, greedy = [3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=8, temperature=0.0)
     sharing.add("before", [*prefix, 7, 7, 7], greedy)
     while sharing.has_unfinished:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
+from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
 from jaxrunner.pytree import host_value
 from jaxrunner.speculators.suffix import Corpus, lookup, suffix
@@ -15,6 +16,8 @@ from tests.support import tiny
 from tests.support.drafters import RULED, run
 
 B, L, G, K = 5, 18, 32, 4
+C = 64  # tokens of the corpus of an engine
+DRAFTING = llama._replace(speculator=suffix(3, num_cached=C))  # engines of one model share programs
 SIZES = "num_drafts", "max_len", "max_factor", "min_share"
 find = jax.jit(lookup, static_argnames=SIZES)
 
@@ -113,18 +116,21 @@ def test_drafts_are_what_a_search_finds(vocab: int, sizes: dict[str, Any]):
 )
 def test_an_engine_s_tokens_stay(rule: dict[str, Any], changes: dict[str, Any]):
     want, plain_steps, _ = run(llama, *tiny.model_and_params(), rule)
-    model = llama._replace(speculator=suffix(3, num_cached=64))
-    got, steps, e = run(model, *tiny.model_and_params(), rule, **changes)
+    got, steps, e = run(DRAFTING, *tiny.model_and_params(), rule, **changes)
     assert got == want
     assert (e.scheduler.num_preemptions > 0) == ("num_blocks" in changes)
     assert changes or steps < plain_steps
     assert np.asarray(e.runner.state.tables["suffix"].tokens).any()
 
 
-def speculating(**sizes: Any) -> Engine:
+def speculating(model: Model = DRAFTING) -> Engine:
     config, params = tiny.model_and_params()
-    model = llama._replace(speculator=suffix(3, **dict(num_cached=256) | sizes))
     return Engine(model, config, tiny.engine_config(async_depth=1), params)
+
+
+def verified(**changes: Any) -> Model:
+    assert DRAFTING.speculator is not None
+    return DRAFTING._replace(speculator=DRAFTING.speculator._replace(**changes))
 
 
 def ask(e: Engine, name: str, **options: Any) -> list[int]:
@@ -157,22 +163,21 @@ def test_requests_with_a_salt_neither_read_nor_leave_outputs():
 
 
 def test_a_corpus_of_no_tokens_keeps_none():
-    e = speculating(num_cached=0)
+    e = speculating(llama._replace(speculator=suffix(3, num_cached=0)))
     assert ask(e, "first") == ask(e, "second")
 
 
 def test_the_ring_holds_the_latest_tokens():
-    e = speculating(num_cached=40)
-    outputs = []
-    for i, length in enumerate((20, 11, 7)):
+    e, outputs = speculating(), []
+    for i, length in enumerate((20, 11, 7, 18)):
         request = e.add(str(i), [i, 60], SamplingParams(max_tokens=length, temperature=0.0))
         while e.has_unfinished:
             e.step()
         outputs += [*(token + 1 for token in request.token_ids), 0]
     table = e.runner.state.tables["suffix"]
     end = int(table.end[0])
-    assert end == len(outputs) % 40
-    assert np.roll(np.asarray(table.tokens), -end).tolist() == outputs[-40:]
+    assert len(outputs) > C and end == len(outputs) % C
+    assert np.roll(np.asarray(table.tokens), -end).tolist() == outputs[-C:]
 
 
 @pytest.mark.parametrize(
@@ -190,9 +195,7 @@ def test_sizes_that_mean_nothing_are_refused(sizes: dict[str, int], message: str
 
 
 def test_synthetic_acceptance_gives_tokens_where_there_is_no_draft():
-    config, params = tiny.model_and_params()
-    speculator = suffix(3, num_cached=64)._replace(rejection="synthetic", rates=(1.0, 1.0, 1.0))
-    e = Engine(llama._replace(speculator=speculator), config, tiny.engine_config(), params)
+    e = speculating(verified(rejection="synthetic", rates=(1.0, 1.0, 1.0)))
     request = e.add("a", [3, 1, 4, 9, 2], SamplingParams(max_tokens=30, temperature=1.0, seed=3))
     while e.has_unfinished:
         e.step()
@@ -202,5 +205,4 @@ def test_synthetic_acceptance_gives_tokens_where_there_is_no_draft():
 def test_greedy_tokens_do_not_depend_on_how_drafts_are_verified():
     greedy, config = dict(temperature=0.0), tiny.model_and_params()
     want, *_ = run(llama, *config, greedy)
-    speculator = suffix(3, num_cached=64)._replace(rejection="block")
-    assert run(llama._replace(speculator=speculator), *config, greedy)[0] == want
+    assert run(verified(rejection="block"), *config, greedy)[0] == want

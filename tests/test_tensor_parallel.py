@@ -58,13 +58,12 @@ def answers(model, config, params, **sizes):
 
 @pytest.fixture(scope="module")
 def saved(request, tmp_path_factory):
-    """Returns a checkpoint folder, its config, and what one device answers."""
+    """Returns a checkpoint folder and its config."""
     config = tiny.config(**KINDS[request.param])
     folder = tmp_path_factory.mktemp("checkpoint")
     settings = tiny.SETTINGS | KINDS[request.param]
     save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), settings)
-    params = load_params(folder, llama, config, dtype="float32", progress=False)
-    return folder, config, answers(llama, config, params, num_blocks=24, num_decode_steps=2)
+    return folder, config
 
 
 # A head on several devices, several on one: so does `test_an_llm_on_two_devices` too.
@@ -74,11 +73,13 @@ CUTS = [pytest.param(*cut, marks=pytest.mark.slow) for cut in [("few KV heads", 
 @pytest.mark.devices("num")
 @pytest.mark.parametrize(("saved", "num"), CUTS, indirect=["saved"])
 def test_tokens_are_those_of_one_device(saved, num):
-    folder, config, (want, logprobs, _) = saved
+    folder, config = saved
+    sizes: dict[str, Any] = dict(num_blocks=24, num_decode_steps=2)
+    params = load_params(folder, llama, config, dtype="float32", progress=False)
+    want, logprobs, _ = answers(llama, config, params, **sizes)
     model, on_mesh = shard(llama, config, make_mesh(num))
     params = load_params(folder, model, on_mesh, dtype="float32", progress=False)
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(params)} == {num}
-    sizes: dict[str, Any] = dict(num_blocks=24, num_decode_steps=2)
     got, told, engine = answers(model, on_mesh, params, **sizes)
     assert got == want
     for ours, theirs in zip(jax.tree.leaves(told), jax.tree.leaves(logprobs), strict=True):
@@ -93,7 +94,7 @@ def test_tokens_are_those_of_one_device(saved, num):
     "saved", ["few KV heads", pytest.param("windows", marks=pytest.mark.slow)], indirect=True
 )
 def test_weights_are_saved_as_they_were_read(saved, tmp_path):
-    folder, config, _ = saved
+    folder, config = saved
     model, on_mesh = shard(llama, config, make_mesh(8))
     params = load_params(folder, model, on_mesh, dtype="float32", progress=False)
     save_checkpoint(tmp_path, model, on_mesh, params, {})
