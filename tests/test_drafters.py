@@ -76,7 +76,7 @@ def rejecting(drafter, rejection, rates=()):
     ("rejection", "rule"),
     [
         ("standard", RULED | dict(logprobs=1)),
-        # By blocks, `test_grammar_drafts.py` and `test_suffix.py` compare greedy tokens too.
+        # By blocks, `test_suffix.py` compares greedy tokens too.
         ("block", {}),
     ],
     ids=["standard and rules", "block"],
