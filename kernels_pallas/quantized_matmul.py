@@ -7,6 +7,7 @@ fourth step of the same ones; then their sums are added up. A sum of terms that 
 multiplied with it in float32, so weights are as exact as they are stored.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 import functools
 from typing import Any, NamedTuple
@@ -91,16 +92,21 @@ def refuses(
 ) -> str | None:  # fmt: skip
     """Says why x, [T, E], weight, [F, E / packed], and scale, [F / run, G], are not served."""
     T, E = x.shape
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
-    if x.dtype != jnp.bfloat16 or scale.dtype != jnp.float32:
-        return f"wants tokens in bfloat16 and scales in float32, got {x.dtype} and {scale.dtype}"
-    if code not in widen.PAIRS:
-        return f"wants weights in one of {[*widen.PAIRS]}, got {code}"
+    if reason := refuses_numbers(x, scale, code, widen.PAIRS):
+        return reason
     if T not in TOKENS and (T % TOKENS[-1] or T > 4 * TOKENS[-1]):
         return f"wants 1, 8, 16, 24, ... 64, 128, 192 or 256 tokens, got {T}"
     fit = _fit(T, E, weight.shape[0], scale.shape, code, max_parts, config)
     return fit if isinstance(fit, str) else None
+
+
+def refuses_numbers(x: Shaped, scale: Shaped, code: str, codes: Collection[str]) -> str | None:
+    """Says why tokens, scales or weights, of which code, are not served; `codes`: which are."""
+    if jax.__version_info__ < (0, 11):
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if x.dtype != jnp.bfloat16 or scale.dtype != jnp.float32:
+        return f"wants tokens in bfloat16 and scales in float32, got {x.dtype} and {scale.dtype}"
+    return None if code in codes else f"wants weights in one of {[*codes]}, got {code}"
 
 
 def _fit(

@@ -26,7 +26,7 @@ from jaxrunner.kernels_pallas import mosaic, widen, widen_tile
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.quantized_matmul import by_row
+from jaxrunner.kernels_pallas.quantized_matmul import by_row, refuses_numbers
 from jaxrunner.kernels_pallas.stores import put, put_all_transposed, put_transposed
 from jaxrunner.types import Array
 
@@ -89,12 +89,8 @@ class _Static(NamedTuple):
 
 def refuses(x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
     """Says why x, [T, E], weight, [F, E / packed], and scale, [F / run, G], are not served."""
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
-    if x.dtype != jnp.bfloat16 or scale.dtype != jnp.float32:
-        return f"wants tokens in bfloat16 and scales in float32, got {x.dtype} and {scale.dtype}"
-    if code not in widen_tile.NUMBERS:
-        return f"wants weights in one of {[*widen_tile.NUMBERS]}, got {code}"
+    if reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS):
+        return reason
     (T, E), F = x.shape, weight.shape[0]
     fit = _fit(T, E, F, scale.shape, code, c)
     return fit if isinstance(fit, str) else None
@@ -278,8 +274,10 @@ def _wide(s: _Static, rows: Array) -> Array:
     return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
 
 
-def _column(s: _Static, part: Array, step: Index, i: int) -> Array:
-    return lax.div(part * s.steps + step, s.spans) * s.sums + i
+def _scales(s: _Static, part: Array, first: Array, scale: Ref, step: Index) -> list[Array]:
+    """Reads the scales of a step, one of 64 rows for each of its sums."""
+    layout, group = plgpu.Layout.WGMMA, lax.div(part * s.steps + step, s.spans)
+    return [by_row(scale, first, s.run, group * s.sums + i, layout) for i in range(s.sums)]
 
 
 def _rounded(
@@ -291,10 +289,7 @@ def _rounded(
     rounds, begin = s.steps // s.c.turns, r * s.steps
 
     def scales(step: Index) -> list[Array]:
-        if s.whole:
-            return []
-        return [by_row(scale, first, s.run, _column(s, at.part, step, i), layout)
-                for i in range(s.sums)]  # fmt: skip
+        return [] if s.whole else _scales(s, at.part, first, scale, step)
 
     def multiply(acc: Ref) -> Array:
         def body(index: Array, now: list[Array]) -> list[Array]:
@@ -333,9 +328,7 @@ def _exact(
     layout, pieces = plgpu.Layout.WGMMA, s.c.terms // PIECE // s.sums
     rounds, begin = s.steps // s.c.turns, r * s.steps
 
-    def scales(step: Array) -> list[Array]:
-        return [by_row(scale, first, s.run, _column(s, at.part, step, i), layout)
-                for i in range(s.sums)]  # fmt: skip
+    scales = functools.partial(_scales, s, at.part, first, scale)
 
     def body(index: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
         total, now = carry

@@ -49,7 +49,8 @@ def finish(
     """
     K, rows, D = part.shape[1:]
     cores = grid_barrier.multiprocessors() or CORES
-    heads, layout = unit(D), _row_a_warp() if unit(D) == FEW else _layout(D)
+    heads = unit(D)
+    layout = _row_a_warp() if heads == FEW else _layout(D)
     units = rows // heads
     most = jnp.minimum(num, min(units, 1 + (cores - 1) // K))
     mine = _rank(counter, flag, num, most) - (num - most)

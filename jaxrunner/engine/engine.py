@@ -113,12 +113,7 @@ class Engine(Steps):
         return request
 
     def queue(self, request: Request) -> None:
-        """Queues what `new_request` has made.
-
-        Raises:
-          TypeError, ValueError: its id is in use, or its leader is not at work here.
-        """
-        check_among(request, self.unfinished)
+        """Queues what `new_request` has made and `check_among` has passed."""
         ruled = request.params.structured_outputs is not None
         (self.grammars.submit if ruled else self.scheduler.add)(request)
         # Nothing refuses it any more.

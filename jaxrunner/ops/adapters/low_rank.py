@@ -65,9 +65,7 @@ def _refuses_units(y: Array, x: Array, stack: Stack, place: Array) -> str | None
 def _summed(x: Array, w: AdaptedLinear, place: Array) -> Array:
     outputs, weight = w.base.weight.shape[:-1], w.base.weight
     y = multiply_parts(x, weight.reshape(-1, weight.shape[-1]), _num_parts(x, w))
-    low = _shrunk(x, w.stack, place)
-    y = lora_expand.lora_expand(y, low, _matrices(w.stack.b), place, whole=True)
-    return y.reshape(x.shape[0], *outputs)
+    return _whole(y, x, w.stack, place).reshape(x.shape[0], *outputs)
 
 
 def _refuses_summed(x: Array, w: AdaptedLinear, place: Array) -> str | None:
