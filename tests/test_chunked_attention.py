@@ -245,7 +245,7 @@ def test_the_text_half_of_a_model_that_sees_is_read(mixtures, tmp_path):
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         (output,) = llm.generate(dict(prompt_token_ids=prompt), params, use_tqdm=False)
     new = list(output.outputs[0].token_ids)
-    assert new == likeliest(module, prompt + new)[len(prompt) - 1 : -1]
+    assert new == likeliest(module.language_model, prompt + new)[len(prompt) - 1 : -1]
 
 
 SETTINGS = dict(
