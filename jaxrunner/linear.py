@@ -19,7 +19,8 @@ class Weights(Protocol):
     """What products ask of the pytree that holds their weights.
 
     One that must know that it has some of the inputs alone, the others being on other devices, has
-    a method `on_shard(axis of the mesh)`, which returns what takes its place there.
+    a method `on_shard(axis of the mesh)`, which returns what takes its place there. Where devices
+    have the inputs of a product whole, `num_inputs` says how many of them a device multiplies.
     """
 
     kernels: ClassVar[tuple[Operation, ...]]  # (x, w) -> `product`: asked before plain JAX runs
@@ -37,6 +38,11 @@ class Linear:
     bias: Array | None = leaf("outputs", "param", when="bias")
     num_in: int = static(default=1)  # axes of `inputs`
     kernels: ClassVar[tuple[Operation, ...]] = ()
+
+    @property
+    def num_inputs(self) -> int:
+        """The inputs of its product."""
+        return math.prod(self.weight.shape[self.weight.ndim - self.num_in :])
 
     def product(self, x: Array) -> Array:
         """Multiplies x, [..., *inputs]. Returns [..., *outputs]."""

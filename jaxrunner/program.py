@@ -16,7 +16,7 @@ from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.lora.product import Product
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import TENSOR, mesh_of, placed, shardings
-from jaxrunner.parallel.stages import held_layers, is_last, joined, num_stages, stages_of
+from jaxrunner.parallel.stages import held_caches, is_last, joined, num_stages, stages_of
 from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
@@ -114,7 +114,8 @@ class Program:
     @property
     def layer_groups(self) -> tuple[int, ...]:
         """The cache group of each layer whose caches the state has."""
-        return layer_groups(self.config.cache_kinds)[held_layers(self.config)]
+        groups = layer_groups(self.config.cache_kinds)
+        return tuple(groups[i] for i in held_caches(self.config))
 
     @functools.cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -44,8 +44,7 @@ def packed_source(names: dict[str, int], join: Join, width: int, *, bias: bool =
 
     def of(part: str, *inner: int) -> Source:
         shapes = tuple((rows, *inner) for rows in names.values())
-        split = functools.partial(unpack, join, shapes)
-        return Source(tuple(f"{name}.{part}" for name in names), shapes, join, split)
+        return joined_source(tuple(f"{name}.{part}" for name in names), shapes, join)
 
     return linear_source(of("weight", width), of("bias") if bias else None)
 
@@ -75,9 +74,36 @@ def transposed_source(
     )
 
 
-def conv_source(name: str, channels: int, width: int) -> Source:
-    """Returns the source of a convolution of each channel by itself, [C, W]."""
-    return Source.whole(f"{name}.weight", channels, 1, width, held=(channels, width))
+def conv_source(name: str, channels: int, width: int, join: Join | None = None) -> Source:
+    """Returns the source of a convolution of each channel by itself, [C, W], or as `join` has it.
+
+    join: makes what is held of rows, as in `packed_source`.
+    """
+    shape = channels, 1, width
+    if join is None:
+        return Source.whole(f"{name}.weight", *shape, held=(channels, width))
+
+    def held(arrays: list[np.ndarray]) -> np.ndarray:
+        return join([arrays[0].reshape(channels, width)])
+
+    return joined_source((f"{name}.weight",), (shape,), held)
+
+
+def joined_source(
+    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], join: Join
+) -> Source:
+    """Returns the source of what `join` makes of tensors by moving their numbers."""
+    return Source(names, shapes, join, functools.partial(unpack, join, shapes))
+
+
+def by_groups(groups: int, sizes: tuple[int, ...], arrays: list[np.ndarray]) -> np.ndarray:
+    """Returns rows of groups, [groups, sum(sizes), ...], of rows that lie part by part.
+
+    sizes: rows of a group in each part. A part has those of all groups, one behind the other.
+    """
+    rows = np.concatenate(arrays)
+    parts = np.split(rows, np.cumsum([groups * size for size in sizes])[:-1])
+    return np.concatenate([part.reshape(groups, -1, *rows.shape[1:]) for part in parts], 1)
 
 
 def renamed(sources: Any, names: dict[str, str]) -> Any:

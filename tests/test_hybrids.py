@@ -116,7 +116,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(mamba_block_size=8),
         "mamba_block_size=8 is of states that are kept for later requests: set enable_prefix",
     ),
-    "several devices": (dict(tensor_parallel_size=2), "wants a model that runs on shards"),
     "kinds": (
         dict(hf_overrides=dict(layer_types=["conv", "mamba"])),
         "layer_types must name full_attention or conv for 2 layers, got",
@@ -125,7 +124,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.devices(2)
 def test_what_states_cannot_do_is_refused(tmp_path):
     hybrids.save("lfm 2", tmp_path)
     for changes, words in REFUSED.values():

@@ -18,8 +18,8 @@ class StateCache:
     """States of all requests, in one layer."""
 
     # Behind each of the J tokens that a step verifies: inputs of the last ones, the oldest first.
-    conv: Array = leaf("N J taps channels", "param")
-    recurrent: Array | None = leaf("N J heads rows columns", "state", when="recurs")
+    conv: Array = leaf("N J taps mix_groups", "param")
+    recurrent: Array | None = leaf("N J mixer_heads rows columns", "state", when="recurs")
     S: int = static(default=2**30)  # tokens of a block
 
 
@@ -45,6 +45,6 @@ class RecurrentState(Checkpointed):
         """Sizes of the axes of its leaves."""
         heads, rows, columns = self.matrices or (0, 0, 0)
         return dict(
-            taps=self.taps, channels=self.channels, recurs=bool(self.matrices), heads=heads,
-            rows=rows, columns=columns, state=jnp.dtype(self.dtype),
+            taps=self.taps, mix_groups=self.channels, recurs=bool(self.matrices),
+            mixer_heads=heads, rows=rows, columns=columns, state=jnp.dtype(self.dtype),
         )  # fmt: skip

@@ -32,6 +32,11 @@ class AdaptedLinear:
     base: Any  # a `Weights`
     stack: Stack
 
+    @property
+    def num_inputs(self) -> int:
+        """The inputs of its product."""
+        return self.base.num_inputs
+
     def on_shard(self, axis: str) -> "AdaptedLinear":
         """Returns the weights of a device that has some of the inputs of a product.
 

@@ -14,11 +14,13 @@ from jaxrunner.parallel.mesh import EXPERTS, UNITS, mesh_axis
 
 # Of the model's axes, those that are cut, in config.json's words.
 NAMES = dict(H="num_attention_heads", F="intermediate_size", V="vocab_size")
+PACKED = ("K", "P"), ("K", "key_and_value")  # what has keys and values last, by KV head
 OF_EXPERTS = {
     UNITS: "moe_intermediate_size",
     EXPERTS: "num_experts",
     "shared_units": "shared_expert_intermediate_size",
 }
+OF_MIXERS = dict(inner="the width of its mixers")
 
 
 def check_sizes(
@@ -33,7 +35,7 @@ def check_sizes(
     other = UNITS if expert_parallel else EXPERTS
     sizes |= {
         name: config.dims[axis]
-        for axis, name in OF_EXPERTS.items()
+        for axis, name in (OF_EXPERTS | OF_MIXERS).items()
         if axis in config.dims and axis != other
     }
     K = config.dims["K"]
@@ -87,7 +89,7 @@ def copied_sources(model: Stored, config: StoredConfig, num: int) -> Any:
     flat, treedef = jax.tree.flatten(sources, **is_source)
     names = treedef.flatten_up_to(axes)
     made = [
-        _copied(source, K, num) if isinstance(source, Source) and of[:2] == ("K", "P") else source
+        _copied(source, K, num) if isinstance(source, Source) and of[:2] in PACKED else source
         for source, of in zip(flat, names, strict=True)
     ]
     return jax.tree.unflatten(treedef, made)

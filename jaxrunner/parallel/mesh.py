@@ -15,8 +15,10 @@ from jaxrunner import pytree
 TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabulary
 # Of the axes that `leaf` names, those that are cut; of a mixture's experts, their units or, where
 # `EXPERT_PARALLEL` is a flag of the dims, the experts themselves.
-CUT = frozenset((*"KHFV", "shared_units"))
+CUT = frozenset((*"KHFV", "shared_units", "inner"))
 UNITS, EXPERTS, EXPERT_PARALLEL = "expert_units", "experts", "expert_parallel"
+# Of layers with states, where `SPLIT_MIXERS` is a flag of the dims; else they are whole everywhere.
+GROUPS, OF_MIXERS, SPLIT_MIXERS = "mix_groups", ("mix_groups", "mixer_heads"), "split_mixers"
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -64,7 +66,8 @@ def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
 def mesh_axis(axis: str, dims: Mapping[str, Any]) -> str | None:
     """Returns the axis of the mesh that one of an array is cut over; runs of "F/2" go with F."""
     own = EXPERTS if dims.get(EXPERT_PARALLEL) else UNITS
-    return TENSOR if axis.partition("/")[0] in (*CUT, own) else None
+    mixers = OF_MIXERS if dims.get(SPLIT_MIXERS) else ()
+    return TENSOR if axis.partition("/")[0] in (*CUT, own, *mixers) else None
 
 
 def spec_of(leaf: Any) -> PartitionSpec:

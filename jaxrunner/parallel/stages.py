@@ -20,9 +20,15 @@ def num_stages(config: Any) -> int:
     return getattr(config, "num_stages", 1)
 
 
-def held_layers(config: Any) -> slice:
-    """Returns the layers whose weights and caches a config's programs have: of a stage, or all."""
-    return getattr(config, "pipeline_layers", slice(None))
+def held_caches(config: Any) -> list[int]:
+    """Returns which of its `cache_kinds` a config's programs have: those of a stage, or all.
+
+    Layers with two caches have the first ones of all layers before the second ones.
+    """
+    every, num = range(len(config.cache_kinds)), config.num_hidden_layers
+    if (held := getattr(config, "pipeline_layers", None)) is None:
+        return [*every]
+    return [i for start in every[::num] for i in every[start : start + num][held]]
 
 
 def rank_of(config: Any) -> int:

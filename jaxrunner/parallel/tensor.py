@@ -21,7 +21,7 @@ from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.context import check_context
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
-from jaxrunner.parallel.mesh import EXPERT_PARALLEL, TENSOR
+from jaxrunner.parallel.mesh import EXPERT_PARALLEL, GROUPS, SPLIT_MIXERS, TENSOR
 from jaxrunner.parallel.requirements import check_mesh
 from jaxrunner.types import Array, Batch, Inputs
 
@@ -43,9 +43,12 @@ class ShardedConfig:
 
     @functools.cached_property
     def dims(self) -> dict[str, Any]:
-        """Sizes of axes over all devices, copies of KV heads counted in."""
-        flag = {EXPERT_PARALLEL: True} if self.expert_parallel else {}
-        return copied_dims(self.whole.dims, self.mesh.shape[TENSOR]) | flag
+        """Sizes of axes over all devices, copies of KV heads counted in; and what is cut."""
+        num, dims = self.mesh.shape[TENSOR], self.whole.dims
+        flags = {EXPERT_PARALLEL: True} if self.expert_parallel else {}
+        if GROUPS in dims and dims[GROUPS] % num == 0:
+            flags[SPLIT_MIXERS] = True
+        return copied_dims(dims, num) | flags
 
 
 def sources(config: ShardedConfig) -> Any:
@@ -96,7 +99,7 @@ def all_reduce_ops(
     ops = make(batch, note=note)
 
     def project(x: Array, w: Weights) -> Array:
-        return _all_reduce(ops.project(x, _on_shard(w)))
+        return _all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)))
 
     def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
         return _all_reduce(ops.mlp(x, gate_up, _on_shard(down)))
@@ -132,6 +135,14 @@ def _all_reduce(residual: Array) -> Array:
     if residual.ndim == 3:
         residual = residual.sum(0, keepdims=True)
     return jax.lax.psum(residual, TENSOR)
+
+
+def _own_inputs(x: Array, w: Any) -> Array:
+    """Returns those of x, [T, inputs], that a device has weights for, where it has x whole."""
+    size = getattr(w, "num_inputs", None)
+    if x.ndim > 2 or size is None or x.shape[1] == size:
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * size, size, 1)
 
 
 def _on_shard(w: Any, name: str = "bias") -> Any:

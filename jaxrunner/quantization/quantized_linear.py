@@ -51,6 +51,12 @@ class QuantizedLinear:
             y = w.scaled(_dot(x, w.weight.reshape(-1, x.shape[-1]).astype(dtype)))
         return w.outputs(y, x_scale, dtype)
 
+    @property
+    def num_inputs(self) -> int:
+        """The inputs of its product."""
+        stored = math.prod(self.weight.shape[self.weight.ndim - self.num_in :])
+        return stored * CODES[self.scheme.code].packed
+
     def inputs(self, x: Array) -> tuple[Array, Array | None]:
         """Returns x, [..., *inputs], as [..., inputs], rounded where the scheme says so.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxrunner import pytree
 from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.parallel.stages import held_layers, stages_of
+from jaxrunner.parallel.stages import held_caches, stages_of
 from jaxrunner.program import engine_groups
 from jaxrunner.worker.cache_costs import num_bytes
 
@@ -39,6 +39,5 @@ def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCach
             getattr(group.kind, "chunk_size", None),
         )  # fmt: skip
         specs |= dict.fromkeys(group.layers, spec)
-    layers = sorted(specs)
-    held = [i for stage in stages_of(model) or (model,) for i in layers[held_layers(stage)]]
+    held = [i for stage in stages_of(model) or (model,) for i in held_caches(stage)]
     return {f"model.layers.{i}.self_attn.attn": specs[i] for i in held}

@@ -9,7 +9,7 @@ from jaxrunner.linear import Linear
 from jaxrunner.model import Source
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
-from jaxrunner.models.sources import linear_source, product_source, unpack
+from jaxrunner.models.sources import joined_source, linear_source, product_source
 from jaxrunner.pytree import host_value
 
 Join = Callable[[list[np.ndarray]], np.ndarray]
@@ -42,7 +42,7 @@ def _layer(c: BlockConfig, at: str) -> Layer:
     def of_heads(present: bool, name: str, *heads: int) -> Source | None:
         join = functools.partial(_ordered, order, (*heads, D))
         shape = (int(np.prod(heads)) * D,)
-        return _source((f"{at}{name}.weight",), (shape,), join) if present else None
+        return joined_source((f"{at}{name}.weight",), (shape,), join) if present else None
 
     width = c.qk_width_norm
     qkv = dict(zip(names.qkv, (H * D, K * D, K * D), strict=False))
@@ -85,16 +85,12 @@ def _linear(
     """Returns the source of a product of one or several tensors, with the outputs of each."""
     names, back = [at + name for name in tensors], c.names.transposed
     shapes = tuple((inputs, rows) if back else (rows, inputs) for rows in tensors.values())
-    weight = _source(
+    weight = joined_source(
         tuple(f"{name}.weight" for name in names), shapes, functools.partial(_turned, join, back)
     )
     rows = tuple((rows,) for rows in tensors.values())
-    offset = _source(tuple(f"{name}.bias" for name in names), rows, join) if bias else None
+    offset = joined_source(tuple(f"{name}.bias" for name in names), rows, join) if bias else None
     return linear_source(weight, offset, num_in=num_in)
-
-
-def _source(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], join: Join) -> Source:
-    return Source(names, shapes, join, functools.partial(unpack, join, shapes))
 
 
 def norm_source(c: BlockConfig, name: str) -> Norm:

@@ -71,4 +71,4 @@ def _layer(c: BambaConfig, prefix: str, attends: bool) -> Layer | MambaLayer:
     )
 
 
-bamba = Model(read, Params, llama.embed, llama.layers, llama.logits, sources)
+bamba = Model(read, Params, llama.embed, llama.layers, llama.logits, sources, tensor_parallel=True)

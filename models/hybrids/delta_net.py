@@ -10,7 +10,7 @@ from jaxrunner.caches.state import RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import Ops
-from jaxrunner.models.hybrids.hybrid import read_state_dtype
+from jaxrunner.models.hybrids.hybrid import convolve_groups, read_state_dtype
 from jaxrunner.ops.delta_rule import DeltaRuleInputs, delta_rule
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.pytree import leaf, nested, pytree
@@ -41,6 +41,12 @@ class DeltaNetConfig:
         return self.value_heads * self.value_dim
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Numbers of a token in one group that are its query, key, values and gates."""
+        values = self.inner // self.key_heads
+        return self.key_dim, self.key_dim, values, values
+
+    @property
     def state(self) -> RecurrentState:
         """What a layer keeps of a request."""
         matrices = self.value_heads, self.key_dim, self.value_dim
@@ -53,18 +59,19 @@ class DeltaNetConfig:
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
         return dict(
-            mixed=self.channels + self.inner, channels=self.channels, conv_width=self.conv_width,
-            inner=self.inner, value_dim=self.value_dim, mixer_heads=self.value_heads, rates=2,
+            mix_groups=self.key_heads, mixed=sum(self.parts), channels=sum(self.parts[:-1]),
+            conv_width=self.conv_width, inner=self.inner, value_dim=self.value_dim,
+            mixer_heads=self.value_heads, rates=2,
         )  # fmt: skip
 
 
 @pytree
 class DeltaNet:
-    """Weights of a gated delta net."""
+    """Weights of a gated delta net; a device of a mesh has some of the groups, or all."""
 
-    mix_in: Linear = nested(outputs="mixed", inputs="E")  # queries, keys, values, gates
+    mix_in: Linear = nested(outputs="mix_groups mixed", inputs="E")  # query, key, values, gates
     rates: Linear = nested(outputs="rates mixer_heads", inputs="E")  # of what is moved, of decay
-    conv_weight: Array = leaf("channels conv_width", "param")
+    conv_weight: Array = leaf("mix_groups channels conv_width", "param")
     step_offset: Array = leaf("mixer_heads", jnp.float32)
     log_rate: Array = leaf("mixer_heads", jnp.float32)
     mix_norm: Array = leaf("value_dim", "param")
@@ -76,21 +83,22 @@ class DeltaNet:
         config: has the sizes as `mixer`.
         """
         m, T, f32 = config.mixer, h.shape[0], jnp.float32
-        x, gate = jnp.split(ops.linear(h, self.mix_in), [m.channels], -1)
-        x, cache = ops.convolve(x, self.conv_weight, None, cache, group)
-        keys = m.key_heads * m.key_dim
+        heads, keys = self.log_rate.shape[0], m.key_dim
+        x, gate = jnp.split(ops.linear(h, self.mix_in), [sum(m.parts[:-1])], -1)
+        x, cache = convolve_groups(ops, x, self.conv_weight, None, cache, group)
         q, k, v = jnp.split(jax.nn.silu(x.astype(f32)), [keys, 2 * keys], -1)
-        q, k = (_of_length_1(y.reshape(T, m.key_heads, -1)) for y in (q, k))
+        q, k = (_of_length_1(y) for y in (q, k))
         rates = ops.linear(h, self.rates).astype(f32)
         decay = jax.nn.softplus(rates[:, 1] + self.step_offset[None])
         inputs = DeltaRuleInputs(
-            q=q * m.key_dim**-0.5, k=k, v=v.reshape(T, m.value_heads, -1),
+            q=q * keys**-0.5, k=k, v=v.reshape(T, heads, -1),
             decay=-jnp.exp(self.log_rate)[None] * decay, beta=jax.nn.sigmoid(rates[:, 0]),
         )  # fmt: skip
-        rule = delta_rule(m.value_heads, m.key_dim, m.value_dim)
+        rule = delta_rule(heads, keys, m.value_dim)
         out, cache = ops.recur(rule, inputs, cache, group)
         out = rms_norm(out.astype(h.dtype), self.mix_norm, config.rms_norm_eps).reshape(T, -1)
-        out = (out.astype(f32) * jax.nn.silu(gate.astype(f32))).astype(h.dtype)
+        gate = jax.nn.silu(gate.reshape(T, -1).astype(f32))
+        out = (out.astype(f32) * gate).astype(h.dtype)
         return ops.project(out, self.mix_out), cache
 
 

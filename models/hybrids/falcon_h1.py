@@ -157,4 +157,4 @@ def sources(config: FalconH1Config) -> Params:
     return renamed(host_value(Params, **llama.outer_sources(c), layers=layers), NAMES)
 
 
-falcon_h1 = Model(read, Params, embed, layers, logits, sources)
+falcon_h1 = Model(read, Params, embed, layers, logits, sources, tensor_parallel=True)

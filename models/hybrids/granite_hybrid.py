@@ -109,4 +109,6 @@ def _layer(c: GraniteHybridConfig, prefix: str, attends: bool) -> Any:
     return host_value(GraniteMoeLayer if attends else GraniteMambaLayer, **found)
 
 
-granite_hybrid = Model(read, Params, granite_moe.embed, llama.layers, granite_moe.logits, sources)
+granite_hybrid = Model(
+    read, Params, granite_moe.embed, llama.layers, granite_moe.logits, sources, tensor_parallel=True
+)

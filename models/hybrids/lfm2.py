@@ -39,6 +39,7 @@ class Lfm2Config(Hybrid, DecoderConfig):
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
         own = dict(gates=3, conv_width=self.state.taps + 1, conv_bias=self.conv_bias)
+        own |= dict.fromkeys(("mix_groups", "inner"), self.hidden_size)
         return super().dims | own | self.of_layers(ConvLayer, Layer)
 
 
@@ -46,10 +47,10 @@ class Lfm2Config(Hybrid, DecoderConfig):
 class ConvLayer(Mlp, Normed):
     """Weights of a layer with a convolution: `conv_in` makes two gates and what they gate."""
 
-    conv_in: Linear = nested(outputs="gates E", inputs="E", bias="conv_bias")
-    conv_weight: Array = leaf("E conv_width", "param")
-    conv_offset: Array | None = leaf("E", "param", when="conv_bias")
-    conv_out: Linear = nested(outputs="E", inputs="E", bias="conv_bias")
+    conv_in: Linear = nested(outputs="gates mix_groups", inputs="E", bias="conv_bias")
+    conv_weight: Array = leaf("mix_groups conv_width", "param")
+    conv_offset: Array | None = leaf("mix_groups", "param", when="conv_bias")
+    conv_out: Linear = nested(outputs="E", inputs="inner", bias="conv_bias")
 
     def attend(
         self, config: Any, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
@@ -130,4 +131,4 @@ def _layer(c: Lfm2Config, prefix: str, attends: bool) -> Layer | ConvLayer:
     )
 
 
-lfm2 = Model(read, Params, llama.embed, llama.layers, llama.logits, sources)
+lfm2 = Model(read, Params, llama.embed, llama.layers, llama.logits, sources, tensor_parallel=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+import functools
 import math
 from typing import Any
 
@@ -14,8 +15,14 @@ from jaxrunner.caches.state import RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import Ops, Source
-from jaxrunner.models.hybrids.hybrid import read_state_dtype
-from jaxrunner.models.sources import conv_source, product_source
+from jaxrunner.models.hybrids.hybrid import convolve_groups, read_state_dtype
+from jaxrunner.models.sources import (
+    by_groups,
+    conv_source,
+    joined_source,
+    packed_source,
+    product_source,
+)
 from jaxrunner.ops.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import leaf, nested, pytree
 from jaxrunner.types import Array
@@ -52,9 +59,9 @@ class MixerConfig:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Numbers of a token that are gates, x, b, c and steps."""
-        of_groups = self.groups * self.state_size
-        return self.inner, self.inner, of_groups, of_groups, self.heads
+        """Numbers of a token in one group that are gates, x, b, c and steps."""
+        inner = self.inner // self.groups
+        return inner, inner, self.state_size, self.state_size, self.heads // self.groups
 
     @property
     def state(self) -> RecurrentState:
@@ -69,23 +76,24 @@ class MixerConfig:
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
         return dict(
-            mixed=self.inner + self.channels + self.heads, channels=self.channels,
-            conv_width=self.conv_width, inner=self.inner, mixer_heads=self.heads,
-            conv_bias=self.conv_bias, mixer_bias=self.bias, mixer_norm=bool(self.norm),
+            mix_groups=self.groups, mixed=sum(self.parts), channels=self.channels // self.groups,
+            conv_width=self.conv_width, normed=self.inner // self.groups, inner=self.inner,
+            mixer_heads=self.heads, conv_bias=self.conv_bias, mixer_bias=self.bias,
+            mixer_norm=bool(self.norm),
         )  # fmt: skip
 
 
 @pytree
 class Mixer:
-    """Weights of a Mamba-2 mixer."""
+    """Weights of a Mamba-2 mixer; a device of a mesh has some of the groups, or all."""
 
-    mix_in: Linear = nested(outputs="mixed", inputs="E", bias="mixer_bias")
-    conv_weight: Array = leaf("channels conv_width", "param")
-    conv_offset: Array | None = leaf("channels", "param", when="conv_bias")
+    mix_in: Linear = nested(outputs="mix_groups mixed", inputs="E", bias="mixer_bias")
+    conv_weight: Array = leaf("mix_groups channels conv_width", "param")
+    conv_offset: Array | None = leaf("mix_groups channels", "param", when="conv_bias")
     step_offset: Array = leaf("mixer_heads", jnp.float32)
     log_rate: Array = leaf("mixer_heads", jnp.float32)
     skip: Array = leaf("mixer_heads", jnp.float32)
-    mix_norm: Array | None = leaf("inner", "param", when="mixer_norm")
+    mix_norm: Array | None = leaf("mix_groups normed", "param", when="mixer_norm")
     mix_out: Linear = nested(outputs="E", inputs="inner", bias="mixer_bias")
 
     def mix(self, config: Any, ops: Ops, h: Array, cache: Any, group: int) -> tuple[Array, Any]:
@@ -94,33 +102,31 @@ class Mixer:
         config: has the sizes as `mixer`.
         """
         m, T, f32 = config.mixer, h.shape[0], jnp.float32
-        cuts = m.inner, m.inner + m.channels
+        heads, G, inner = self.log_rate.shape[0], self.conv_weight.shape[0], m.parts[0]
         mixed = ops.linear(h * m.into, self.mix_in)
         if m.scales:
-            mixed *= jnp.asarray(np.repeat(m.scales, m.parts), h.dtype)[None]
-        gate, x, step = jnp.split(mixed, cuts, -1)
-        x, cache = ops.convolve(x, self.conv_weight, self.conv_offset, cache, group)
-        cuts = m.inner, m.inner + m.groups * m.state_size
-        x, b, c = jnp.split(jax.nn.silu(x.astype(f32)), cuts, -1)
-        x, (b, c) = x.reshape(T, m.heads, -1), (y.reshape(T, m.groups, -1) for y in (b, c))
-        step = jax.nn.softplus(step.astype(f32) + self.step_offset[None])
+            mixed *= jnp.asarray(np.repeat(m.scales, m.parts), h.dtype)[None, None]
+        gate, x, step = jnp.split(mixed, [inner, sum(m.parts[:-1])], -1)
+        x, cache = convolve_groups(ops, x, self.conv_weight, self.conv_offset, cache, group)
+        x, b, c = jnp.split(jax.nn.silu(x.astype(f32)), [inner, inner + m.state_size], -1)
+        x = x.reshape(T, heads, -1)
+        step = jax.nn.softplus(step.reshape(T, heads).astype(f32) + self.step_offset[None])
         step = jnp.clip(step, *m.time_step_limit)
         decay = -jnp.exp(self.log_rate)[None] * step
         inputs = StateSpaceInputs(x * step[:, :, None], decay, b, c)
-        rule = state_space(m.heads, m.head_dim, m.state_size)
+        rule = state_space(heads, m.head_dim, m.state_size)
         y, cache = ops.recur(rule, inputs, cache, group)
-        y = (y + self.skip[None, :, None] * x).reshape(T, -1)
+        y = (y + self.skip[None, :, None] * x).reshape(T, G, -1)
         y = self._gated(m, y, jax.nn.silu(gate.astype(f32)), config.rms_norm_eps)
-        return ops.project(y.astype(h.dtype), self.mix_out), cache
+        return ops.project(y.reshape(T, -1).astype(h.dtype), self.mix_out), cache
 
     def _gated(self, m: MixerConfig, y: Array, gate: Array, eps: float) -> Array:
-        """Returns y times its gate, normed by groups. y and gate: [T, inner], float32."""
+        """Returns y times its gate, normed by groups. y and gate: [T, groups, ...], float32."""
         if self.mix_norm is None:
             return y * gate
         first = y * gate if m.norm == "behind gate" else y
-        parts = first.reshape(y.shape[0], m.groups, -1)
-        scale = jax.lax.rsqrt((parts * parts).mean(-1, keepdims=True) + eps)
-        normed = (parts * scale).reshape(y.shape).astype(self.mix_norm.dtype) * self.mix_norm[None]
+        scale = jax.lax.rsqrt((first * first).mean(-1, keepdims=True) + eps)
+        normed = (first * scale).astype(self.mix_norm.dtype) * self.mix_norm[None]
         return normed if m.norm == "behind gate" else normed.astype(gate.dtype) * gate
 
 
@@ -163,12 +169,18 @@ def _read_limits(given: Sequence[Any]) -> tuple[float, float]:
 
 def mixer_sources(m: MixerConfig, prefix: str, hidden: int) -> dict[str, Any]:
     """Returns where the fields of a `Mixer` lie, by their names; those of tensors begin alike."""
-    mixed = m.inner + m.channels + m.heads
+    mixed = {f"{prefix}in_proj": m.inner + m.channels + m.heads}
+    rows, channels = (
+        functools.partial(by_groups, m.groups, parts) for parts in (m.parts, m.parts[1:-1])
+    )
+    offset, normed = ((m.channels,),), (m.groups, m.inner // m.groups)
     of_heads = dict(step_offset="dt_bias", log_rate="A_log", skip="D")
     return dict(
-        mix_in=product_source(f"{prefix}in_proj", mixed, hidden, bias=m.bias),
-        conv_weight=conv_source(f"{prefix}conv1d", m.channels, m.conv_width),
-        conv_offset=Source.whole(f"{prefix}conv1d.bias", m.channels) if m.conv_bias else None,
-        mix_norm=Source.whole(f"{prefix}norm.weight", m.inner) if m.norm else None,
+        mix_in=packed_source(mixed, rows, hidden, bias=m.bias),
+        conv_weight=conv_source(f"{prefix}conv1d", m.channels, m.conv_width, channels),
+        conv_offset=(
+            joined_source((f"{prefix}conv1d.bias",), offset, channels) if m.conv_bias else None
+        ),
+        mix_norm=Source.whole(f"{prefix}norm.weight", m.inner, held=normed) if m.norm else None,
         mix_out=product_source(f"{prefix}out_proj", hidden, m.inner, bias=m.bias),
     ) | {field: Source.whole(prefix + name, m.heads) for field, name in of_heads.items()}

@@ -202,4 +202,6 @@ def _experts(c: NemotronHConfig, at: str) -> dict[str, Any]:
     )
 
 
-nemotron_h = Model(read, Params, llama.embed, layers, llama.logits, sources, spare=("mtp.",))
+nemotron_h = Model(
+    read, Params, llama.embed, layers, llama.logits, sources, spare=("mtp.",), tensor_parallel=True
+)

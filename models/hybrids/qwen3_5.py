@@ -19,7 +19,7 @@ from jaxrunner.models.hybrids.qwen3_next import (
     sources,
 )
 from jaxrunner.models.mixtures.mixture import read_router
-from jaxrunner.models.sources import packed_source, renamed
+from jaxrunner.models.sources import by_groups, packed_source, renamed
 from jaxrunner.models.text_config import text_settings
 from jaxrunner.ops.routing import RouterConfig
 
@@ -68,9 +68,8 @@ def _products(c: Qwen3NextConfig, at: str) -> dict[str, Any]:
     m, E = c.mixer, c.hidden_size
     mixed = {f"{at}in_proj_qkv": m.channels, f"{at}in_proj_z": m.inner}
     rates = dict.fromkeys((f"{at}in_proj_b", f"{at}in_proj_a"), m.value_heads)
-    return dict(
-        mix_in=packed_source(mixed, np.concatenate, E), rates=packed_source(rates, np.stack, E)
-    )
+    rows = functools.partial(by_groups, m.key_heads, m.parts)
+    return dict(mix_in=packed_source(mixed, rows, E), rates=packed_source(rates, np.stack, E))
 
 
 def _sources_of_two(config: Qwen3NextConfig) -> Params:

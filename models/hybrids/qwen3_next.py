@@ -30,13 +30,14 @@ from jaxrunner.models.mixtures.mixture import (
 from jaxrunner.models.mixtures.qwen3_moe import read_sparse
 from jaxrunner.models.partial_rotary import held_dims
 from jaxrunner.models.sources import (
+    by_groups,
     conv_source,
+    joined_source,
     linear_source,
     mlp_sources,
     norm_sources,
     packed_source,
     product_source,
-    unpack,
 )
 from jaxrunner.ops.plain import rms_norm_of_one_more, rotate
 from jaxrunner.ops.routing import RouterConfig
@@ -57,7 +58,7 @@ class Qwen3NextConfig(Hybrid, MixtureConfig):
         """Axis sizes and flags for `pytree`."""
         dims = super().dims
         layers = self.of_layers(DeltaNetLayer, GatedAttentionLayer, dims["Y"])
-        return dims | self.mixer.dims | layers | dict(query_and_gate=2)
+        return dims | self.mixer.dims | layers | dict(query_and_gate=2, key_and_value=2)
 
 
 @pytree
@@ -70,7 +71,7 @@ class GatedAttentionLayer(FeedForward, Normed):
     """Weights of a layer whose attention is gated by what its queries come with."""
 
     q: Linear = nested(outputs="query_and_gate H D", inputs="E", bias="qkv_bias")
-    kv: Linear = nested(outputs="query_and_gate K D", inputs="E", bias="qkv_bias")
+    kv: Linear = nested(outputs="K key_and_value D", inputs="E", bias="qkv_bias")
     q_norm: Array = leaf("D", "param")
     k_norm: Array = leaf("D", "param")
     o: Linear = nested(outputs="E", inputs="H D", num_in=2, bias="o_bias")
@@ -80,7 +81,7 @@ class GatedAttentionLayer(FeedForward, Normed):
     ) -> tuple[Array, Any]:
         """Returns what attention adds to the residual, given h, [T, E]; and the cache."""
         q, gate = jnp.moveaxis(ops.linear(h, self.q), 1, 0)
-        k, v = jnp.moveaxis(ops.linear(h, self.kv), 1, 0)
+        k, v = jnp.moveaxis(ops.linear(h, self.kv), 2, 0)
         q, k = (
             rotate(rms_norm_of_one_more(x, w, config.rms_norm_eps), *turn)
             for x, w in ((q, self.q_norm), (k, self.k_norm))
@@ -172,14 +173,13 @@ def _attention(c: Qwen3NextConfig, prefix: str) -> dict[str, Any]:
 
     def keys(arrays: list[np.ndarray]) -> np.ndarray:
         k, v = (a.reshape(K, D, *a.shape[1:]) for a in arrays)
-        return np.stack([k[:, dims], v])
+        return np.stack([k[:, dims], v], 1)
 
     def of_head(arrays: list[np.ndarray]) -> np.ndarray:
         return arrays[0][dims]
 
     def norm(name: str) -> Source:
-        split = functools.partial(unpack, of_head, ((D,),))
-        return Source((f"{at}{name}.weight",), ((D,),), of_head, split)
+        return joined_source((f"{at}{name}.weight",), ((D,),), of_head)
 
     end = Source.whole(f"{at}o_proj.bias", E) if c.o_bias else None
     return dict(
@@ -198,8 +198,9 @@ def _delta_net(
 ) -> dict[str, Any]:
     """Returns the sources of a `DeltaNet`."""
     m, E, at = c.mixer, c.hidden_size, f"{prefix}linear_attn."
+    channels = functools.partial(by_groups, m.key_heads, m.parts[:-1])
     return dict(
-        conv_weight=conv_source(f"{at}conv1d", m.channels, m.conv_width),
+        conv_weight=conv_source(f"{at}conv1d", m.channels, m.conv_width, channels),
         step_offset=Source.whole(f"{at}dt_bias", m.value_heads),
         log_rate=Source.whole(f"{at}A_log", m.value_heads),
         mix_norm=Source.whole(f"{at}norm.weight", m.value_dim),
@@ -211,22 +212,20 @@ def _delta_net(
 def _products(c: Qwen3NextConfig, at: str) -> dict[str, Any]:
     """Returns the sources of products whose rows lie by groups of heads in a checkpoint."""
     m, E = c.mixer, c.hidden_size
-    G, shared = m.key_heads, m.value_heads // m.key_heads
-    parts = m.key_dim, m.key_dim, shared * m.value_dim, shared * m.value_dim
 
-    def by_parts(sizes: tuple[int, ...], arrays: list[np.ndarray]) -> np.ndarray:
-        rows = arrays[0].reshape(G, -1, arrays[0].shape[1])
-        found = np.split(rows, np.cumsum(sizes)[:-1], 1)
-        return np.concatenate([part.reshape(-1, rows.shape[2]) for part in found])
+    def mixed(arrays: list[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(m.key_heads, -1, arrays[0].shape[1])
 
     def rates(arrays: list[np.ndarray]) -> np.ndarray:
-        return by_parts((shared, shared), arrays).reshape(2, m.value_heads, -1)
+        rows = arrays[0].reshape(m.key_heads, 2, -1, arrays[0].shape[1])
+        return np.moveaxis(rows, 1, 0).reshape(2, m.value_heads, -1)
 
-    whole, width = functools.partial(by_parts, parts), m.channels + m.inner
     return dict(
-        mix_in=packed_source({f"{at}in_proj_qkvz": width}, whole, E),
+        mix_in=packed_source({f"{at}in_proj_qkvz": m.channels + m.inner}, mixed, E),
         rates=packed_source({f"{at}in_proj_ba": 2 * m.value_heads}, rates, E),
     )
 
 
-qwen3_next = Model(read, Params, llama.embed, layers, llama.logits, sources, spare=("mtp.",))
+qwen3_next = Model(
+    read, Params, llama.embed, layers, llama.logits, sources, spare=("mtp.",), tensor_parallel=True
+)

@@ -1,0 +1,177 @@
+"""Hybrids on fake devices of a CPU: tokens are those of one device, whichever has which states."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, SamplingParams
+from jaxrunner.loading.weights import save_checkpoint
+from tests.support import hybrids
+
+LENGTHS = (3, 5, 14, 33, 40, 40)
+PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
+# Chunks of 24 tokens and less beside rows that decode; blocks for half of the requests.
+SIZES: dict[str, Any] = dict(
+    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=32,
+    max_num_seqs=4, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(4,),
+    warm_up=False, cache_dir=None,
+)  # fmt: skip
+PREFIXES = dict(enable_prefix_caching=True, mamba_block_size=8, num_state_checkpoints=8)
+DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=2))
+ONE_GROUP = dict(mamba_n_groups=1)  # of all heads, which devices cannot share
+EIGHT_HEADS = dict(num_attention_heads=8, vocab_size=64)
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=4, top_k=9, max_tokens=16, ignore_eos=True),
+]
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    """Returns the tokens of requests that crowd each other out, every other one sampled."""
+    asked = [dict(prompt_token_ids=ids) for ids in PROMPTS]
+    params = [PARAMS[i % 2] for i in range(len(asked))]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@contextmanager
+def changed(variant: str, **changes: Any) -> Iterator[None]:
+    """Lets a variant's config have other sizes."""
+    name, kept = hybrids.VARIANTS[variant]
+    hybrids.VARIANTS[variant] = name, kept | changes
+    try:
+        yield
+    finally:
+        hybrids.VARIANTS[variant] = name, kept
+
+
+def save(variant: str, folder: Path, **changes: Any) -> None:
+    """Writes the checkpoint of a variant with other sizes."""
+    with changed(variant, **changes):
+        hybrids.save(variant, folder)
+
+
+def states(llm: LLM) -> list[tuple[int, ...]]:
+    """Returns the shapes of a device's convolutions and matrices, of the first layer with some."""
+    found = next(layer for layer in llm.engine.runner.state.kv if hasattr(layer, "conv"))
+    return [x.sharding.shard_shape(x.shape)[2:] for x in jax.tree.leaves(found)]
+
+
+# Variant, changes of its config, devices, and what one of them has of a convolution and a state.
+QUICK: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
+    "a group each": ("bamba", {}, 2, [(3, 68), (4, 12, 10)]),
+    "one group": ("bamba", ONE_GROUP, 2, [(3, 116), (8, 12, 10)]),
+    "delta nets, one KV head": (
+        "qwen 3 next", dict(num_key_value_heads=1), 2, [(3, 32), (2, 6, 10)],
+    ),
+    "convolutions": ("lfm 2", {}, 2, [(2, 24)]),
+}  # fmt: skip
+SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
+    "one group of keys": (
+        "qwen 3 next", dict(linear_num_key_heads=1), 2, [(3, 52), (4, 6, 10)],
+    ),
+    "experts, scaled": ("granite 4", {}, 2, [(3, 68), (4, 12, 10)]),
+    "experts of a latent": (
+        "nemotron h, latent experts, biases", EIGHT_HEADS | dict(mamba_num_heads=8), 4,
+        [(3, 120), (8, 10, 10)],
+    ),
+    "beside attention": ("falcon h1, normed before, biases", {}, 2, [(3, 60), (4, 10, 10)]),
+    "beside attention, 4 devices": (
+        "falcon h1", EIGHT_HEADS | dict(mamba_n_groups=4), 4, [(3, 40), (2, 10, 10)],
+    ),
+    "experts beside delta nets": ("qwen 3.5, experts", {}, 2, [(3, 42), (3, 6, 10)]),
+}  # fmt: skip
+
+
+@pytest.mark.devices("num")
+@pytest.mark.parametrize(
+    ("variant", "changes", "num", "of_device"),
+    [
+        *(pytest.param(*case, id=name) for name, case in QUICK.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
+    ],
+)
+def test_tokens_are_those_of_one_device(variant, changes, num, of_device, tmp_path):
+    save(variant, tmp_path, **changes)
+    with LLM(tmp_path, **SIZES) as llm:
+        want = generate(llm)
+        assert llm.engine.scheduler.num_preemptions
+    with LLM(tmp_path, tensor_parallel_size=num, **SIZES | PREFIXES | DRAFTS) as llm:
+        assert generate(llm) == want
+        assert generate(llm) == want  # from prefixes
+        assert sum(request.num_cached_tokens for request in llm.generate(
+            dict(prompt_token_ids=PROMPTS[-1]), PARAMS[0], use_tqdm=False)) == 32  # fmt: skip
+        assert states(llm) == of_device
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("falcon h1", dict(pipeline_parallel_size=2)),
+        ("nemotron h", dict(pipeline_parallel_size=2)),
+        *(
+            pytest.param(variant, sizes, marks=pytest.mark.slow)
+            for variant, sizes in (
+                ("bamba", dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
+                ("qwen 3.5", dict(data_parallel_size=2, tensor_parallel_size=2)),
+                ("granite 4", dict(tensor_parallel_size=2, enable_expert_parallel=True)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_stages_and_replicas_tell_the_tokens_of_one_device(variant, sizes, tmp_path):
+    hybrids.save(variant, tmp_path)
+    with LLM(tmp_path, **SIZES) as llm:
+        want = generate(llm)
+    with LLM(tmp_path, **SIZES | sizes) as llm:
+        assert generate(llm) == want
+
+
+@pytest.mark.devices(2)
+def test_weights_and_states_of_a_mesh_are_read_by_one_device(tmp_path):
+    """In the midst of requests: a snapshot holds states as one device has them."""
+    hybrids.save("bamba", tmp_path / "saved")
+    with LLM(tmp_path / "saved", **SIZES) as llm:
+        want = generate(llm)
+    with LLM(tmp_path / "saved", tensor_parallel_size=2, **SIZES) as llm:
+        asked = [dict(prompt_token_ids=ids) for ids in PROMPTS]
+        stream = llm.stream(asked, [PARAMS[i % 2] for i in range(len(asked))])
+        told = [next(stream) for _ in range(9)]
+        llm.save_state(tmp_path / "state")
+        program, params = llm.engine.runner.program, llm.engine.runner.params
+        settings = json.loads((tmp_path / "saved" / "config.json").read_text())
+        save_checkpoint(tmp_path / "again", program.model, program.config, params, settings)
+    with LLM(tmp_path / "again", **SIZES) as llm:
+        assert generate(llm) == want
+        told += llm.restore_state(tmp_path / "state")
+    found = [[] for _ in PROMPTS]
+    for output in told:
+        found[int(output.request_id)] += output.outputs[0].token_ids
+    assert found == want
+
+
+@pytest.mark.devices(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["bamba", "qwen 3.5"])
+def test_weights_of_8_bits_are_cut_as_others_are(variant, tmp_path):
+    hybrids.save(variant, tmp_path)
+    with LLM(tmp_path, quantization="fp8", **SIZES) as llm:
+        want = generate(llm)
+    with LLM(tmp_path, quantization="fp8", tensor_parallel_size=2, **SIZES) as llm:
+        assert generate(llm) == want
+
+
+@pytest.mark.devices(4)
+def test_mixers_that_devices_cannot_share_are_refused(tmp_path):
+    changes = EIGHT_HEADS | dict(mamba_n_heads=6, mamba_d_head=5, mamba_d_ssm=30)
+    save("falcon h1", tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"the width of its mixers=30, .*: take one of 1, 2$"):
+        LLM(tmp_path, tensor_parallel_size=4, **SIZES)
