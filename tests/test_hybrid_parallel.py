@@ -22,10 +22,12 @@ SIZES: dict[str, Any] = dict(
     max_num_seqs=4, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(4,),
     warm_up=False, cache_dir=None,
 )  # fmt: skip
-PREFIXES = dict(enable_prefix_caching=True, mamba_block_size=8, num_state_checkpoints=8)
-DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=2))
-ONE_GROUP = dict(mamba_n_groups=1)  # of all heads, which devices cannot share
-EIGHT_HEADS = dict(num_attention_heads=8, vocab_size=64)
+PREFIXES: dict[str, Any] = dict(
+    enable_prefix_caching=True, mamba_block_size=8, num_state_checkpoints=8
+)
+DRAFTS: dict[str, Any] = dict(speculative_config=dict(method="ngram", num_speculative_tokens=2))
+ONE_GROUP: dict[str, Any] = dict(mamba_n_groups=1)  # of all heads, which devices cannot share
+EIGHT_HEADS: dict[str, Any] = dict(num_attention_heads=8, vocab_size=64)
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=4, top_k=9, max_tokens=16, ignore_eos=True),

@@ -67,7 +67,7 @@ class DeltaNetConfig:
 
 @pytree
 class DeltaNet:
-    """Weights of a gated delta net; a device of a mesh has some of the groups, or all."""
+    """Weights of a gated delta net; of several devices each has some of the groups, or all."""
 
     mix_in: Linear = nested(outputs="mix_groups mixed", inputs="E")  # query, key, values, gates
     rates: Linear = nested(outputs="rates mixer_heads", inputs="E")  # of what is moved, of decay

@@ -85,7 +85,7 @@ class MixerConfig:
 
 @pytree
 class Mixer:
-    """Weights of a Mamba-2 mixer; a device of a mesh has some of the groups, or all."""
+    """Weights of a Mamba-2 mixer; of several devices each has some of the groups, or all."""
 
     mix_in: Linear = nested(outputs="mix_groups mixed", inputs="E", bias="mixer_bias")
     conv_weight: Array = leaf("mix_groups channels conv_width", "param")

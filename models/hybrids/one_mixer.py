@@ -88,7 +88,7 @@ class ExpertsLayer:
         x = h if self.latent_in is None else ops.linear(h, self.latent_in)
         x = whole(ops.experts(x, routes, self.experts)).astype(h.dtype)
         if self.latent_out is not None:
-            x = ops.linear(x, self.latent_out)  # whole on each device of a mesh
+            x = ops.linear(x, self.latent_out)  # whole on each of several devices
         x += whole(_squared(ops, h, self.shared_up, self.shared_down)).astype(h.dtype)
         return x, cache, dict(router_logits=logits, routed_experts=routes.experts)
 
