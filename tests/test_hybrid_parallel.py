@@ -4,15 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 import json
 from pathlib import Path
+import shutil
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM, LoRARequest, SamplingParams
+from jaxrunner.loading.checkpoint import WHOLE
 from jaxrunner.loading.weights import save_checkpoint
-from tests.support import hybrids
+from tests.support import hybrids, lora
 
 LENGTHS = (3, 5, 14, 33, 40, 40)
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
@@ -27,6 +30,7 @@ PREFIXES: dict[str, Any] = dict(
 )
 DRAFTS: dict[str, Any] = dict(speculative_config=dict(method="ngram", num_speculative_tokens=2))
 ONE_GROUP: dict[str, Any] = dict(mamba_n_groups=1)  # of all heads, which devices cannot share
+MIXERS = ("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "out_proj")
 EIGHT_HEADS: dict[str, Any] = dict(num_attention_heads=8, vocab_size=64)
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
@@ -34,11 +38,11 @@ PARAMS = [
 ]
 
 
-def generate(llm: LLM) -> list[list[int]]:
+def generate(llm: LLM, **more: Any) -> list[list[int]]:
     """Returns the tokens of requests that crowd each other out, every other one sampled."""
     asked = [dict(prompt_token_ids=ids) for ids in PROMPTS]
     params = [PARAMS[i % 2] for i in range(len(asked))]
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs = llm.generate(asked, params, use_tqdm=False, **more)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -67,14 +71,14 @@ def states(llm: LLM) -> list[tuple[int, ...]]:
 
 # Variant, changes of its config, devices, and what one of them has of a convolution and a state.
 QUICK: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
-    "a group each": ("bamba", {}, 2, [(3, 68), (4, 12, 10)]),
     "one group": ("bamba", ONE_GROUP, 2, [(3, 116), (8, 12, 10)]),
     "delta nets, one KV head": (
         "qwen 3 next", dict(num_key_value_heads=1), 2, [(3, 32), (2, 6, 10)],
     ),
-    "convolutions": ("lfm 2", {}, 2, [(2, 24)]),
 }  # fmt: skip
 SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
+    "a group each": ("bamba", {}, 2, [(3, 68), (4, 12, 10)]),
+    "convolutions": ("lfm 2", {}, 2, [(2, 24)]),
     "one group of keys": (
         "qwen 3 next", dict(linear_num_key_heads=1), 2, [(3, 52), (4, 6, 10)],
     ),
@@ -117,10 +121,10 @@ def test_tokens_are_those_of_one_device(variant, changes, num, of_device, tmp_pa
     ("variant", "sizes"),
     [
         ("falcon h1", dict(pipeline_parallel_size=2)),
-        ("nemotron h", dict(pipeline_parallel_size=2)),
         *(
             pytest.param(variant, sizes, marks=pytest.mark.slow)
             for variant, sizes in (
+                ("nemotron h", dict(pipeline_parallel_size=2)),
                 ("bamba", dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
                 ("qwen 3.5", dict(data_parallel_size=2, tensor_parallel_size=2)),
                 ("granite 4", dict(tensor_parallel_size=2, enable_expert_parallel=True)),
@@ -177,3 +181,29 @@ def test_mixers_that_devices_cannot_share_are_refused(tmp_path):
     save("falcon h1", tmp_path, **changes)
     with pytest.raises(ValueError, match=r"the width of its mixers=30, .*: take one of 1, 2$"):
         LLM(tmp_path, tensor_parallel_size=4, **SIZES)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [("bamba", ONE_GROUP), ("bamba", {}), ("qwen 3.5", {}), ("qwen 3 next", {}), ("lfm 2", {})],
+    ids=str,
+)
+def test_adapters_of_mixers_are_those_of_merged_weights(variant, changes, tmp_path):
+    save(variant, tmp_path / "base", **changes)
+    base = load_file(tmp_path / "base" / WHOLE)
+    modules = [name.removesuffix(".weight").split(".")[-1] for name in base if ".layers.0." in name]
+    targets = [name for name in modules if name in MIXERS]
+    tensors, told = lora.make(base, 3, targets=targets)
+    lora.write(tmp_path / "adapter", tensors, told)
+    shutil.copytree(tmp_path / "base", tmp_path / "merged")
+    changed = {k: v.astype(np.float32) for k, v in lora.merge(base, tensors, told).items()}
+    save_file(changed, str(tmp_path / "merged" / WHOLE))
+    with LLM(tmp_path / "merged", **SIZES) as llm:
+        want = generate(llm)
+    for num in (1, 2):
+        more = dict(enable_lora=True, max_lora_rank=8, max_loras=2, tensor_parallel_size=num)
+        with LLM(tmp_path / "base", **SIZES | more) as llm:
+            adapter = LoRARequest("one", 1, str(tmp_path / "adapter"))
+            assert generate(llm, lora_request=adapter) == want != generate(llm)
