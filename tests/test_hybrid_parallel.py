@@ -203,7 +203,9 @@ def test_adapters_of_mixers_are_those_of_merged_weights(variant, changes, tmp_pa
     with LLM(tmp_path / "merged", **SIZES) as llm:
         want = generate(llm)
     for num in (1, 2):
-        more = dict(enable_lora=True, max_lora_rank=8, max_loras=2, tensor_parallel_size=num)
+        more: dict[str, Any] = dict(
+            enable_lora=True, max_lora_rank=8, max_loras=2, tensor_parallel_size=num
+        )
         with LLM(tmp_path / "base", **SIZES | more) as llm:
             adapter = LoRARequest("one", 1, str(tmp_path / "adapter"))
             assert generate(llm, lora_request=adapter) == want != generate(llm)
