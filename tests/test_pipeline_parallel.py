@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 import itertools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,15 +11,16 @@ import pytest
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.heads.head import Head
-from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.parallel.pipeline import deal, homes
 from jaxrunner.runner.pipeline_programs import PipelinePrograms
 from jaxrunner.runner.program_table import ProgramTable
-from jaxrunner.runner.step_handle import ModelRunnerOutput
 from jaxrunner.scheduling.request import Request
+from jaxrunner.speculators.ngram import ngram
+from jaxrunner.speculators.speculator import Speculator
 from jaxrunner.worker.worker import Worker
 from tests.support import small_checkpoint, tiny
 from tests.support.features import ParityCompiler, random_params
@@ -34,6 +34,7 @@ LLM_SIZES: dict[str, Any] = dict(
     max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False,
 )  # fmt: skip
 NGRAM = dict(method="ngram", num_speculative_tokens=2)
+EAGLE3 = dict(method="eagle3", model=str(embedded.EAGLE3_PATH), num_speculative_tokens=2)
 NUM_REQUESTS = 24
 
 
@@ -43,10 +44,10 @@ def weights():
     return config, tiny.random_params(config, seed=5)
 
 
-def engine(weights, num: int = 1, **sizes: Any) -> Engine:
+def engine(weights, num: int = 1, speculator: Speculator | None = None, **sizes: Any) -> Engine:
     """Returns the engine of a model with windows in its later layers, in `num` stages."""
     config, params = weights
-    model = qwen2
+    model = qwen2._replace(speculator=speculator)
     if num > 1:
         model, config = deal(model, config, num)
         params = jax.tree.map(jax.device_put, params, homes(config))
@@ -115,6 +116,47 @@ def test_tokens_are_those_of_one_device(weights, wanted, num):
             np.testing.assert_allclose(logprobs(one), logprobs(want), atol=2e-3)
 
 
+@pytest.mark.devices(3)
+@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_drafts_of_the_last_stage_change_no_token(weights, wanted, num):
+    e = engine(weights, num, ngram(2, min_n=1, max_n=2))
+    got = answers(e, 1)
+    assert e.scheduler.num_preemptions
+    assert sum(sum(r.draft_counts[2:]) for r in got) > 5
+    for one, want in zip(got, wanted, strict=True):
+        assert one.output_token_ids == want.output_token_ids
+        np.testing.assert_allclose(logprobs(one), logprobs(want), atol=2e-3)
+
+
+@pytest.mark.devices(3)
+@pytest.mark.slow
+def test_a_snapshot_in_the_midst_goes_on_in_any_number_of_stages(weights, wanted, tmp_path):
+    e, asked = engine(weights, 2), requests(1)
+    made = [e.add(f"{i}", *one, eos_token_ids=[60]) for i, one in enumerate(asked)]
+    for _ in range(25):
+        e.step()
+    save_engine(e, tmp_path / "saved")
+    unfinished = {r.request_id: len(r.output_token_ids) for r in made if not r.finish_reason}
+    assert max(unfinished.values()) and e.scheduler.num_preemptions
+    for num in (1, 2, 3):
+        other = engine(weights, num) if num != 2 else e
+        if other is not e:
+            found = restore_engine(other, tmp_path / "saved").requests
+            assert {name: len(r.output_token_ids) for name, r in found.items()} == unfinished
+        else:
+            found = {name: made[int(name)] for name in unfinished}
+        while other.has_unfinished:
+            other.step()
+        for name, request in found.items():
+            want = wanted[int(name)]
+            assert request.output_token_ids == want.output_token_ids
+            np.testing.assert_allclose(logprobs(request), logprobs(want), atol=2e-3)
+    folder = tmp_path / "of one"
+    save_engine(engine(weights), folder)
+    restore_engine(e, folder)
+    assert [r.output_token_ids for r in answers(e, 1)] == [r.output_token_ids for r in wanted]
+
+
 @pytest.mark.devices(2)
 def test_a_stage_begins_with_others_before_it_hears_of_a_token(weights, monkeypatch):
     log, find = [], ProgramTable.__getitem__
@@ -175,82 +217,9 @@ def test_an_llm_of_two_stages_on_two_devices_each(tmp_path):
         llm.reload_weights()
         assert tokens(llm) == want
         llm.save_sharded_state(tmp_path / "shards")
-        with pytest.raises(ValueError, match="parallel_size=2 does not go with save_state: gen"):
-            llm.save_state(tmp_path / "state")
-        with pytest.raises(ValueError, match="does not go with restore_state: take tensor_par"):
-            llm.restore_state(tmp_path / "state")
-
-
-STEPS = (
-    (dict(a=5, b=40), "ab"), (dict(a=1, b=47), ""), (dict(a=1), ""), (dict(a=1, b=1), ""),
-    (dict(a=1, b=1), ""), (dict(b=1, c=3), "c"), ({}, ""), (dict(c=1), ""),
-)  # fmt: skip
-
-
-def steps():
-    """Yields steps of a scheduler of one's own: chunks, a slot that is free and taken at once."""
-    asked = SamplingParams(temperature=0.7)
-    new = dict(
-        a=tiny.new_request("a", [5, 6, 7, 8, 9], blocks=[0, 1], params=asked),
-        b=tiny.new_request("b", [i % 60 for i in range(87)], blocks=[2, 3]),
-        c=tiny.new_request("c", [5, 6, 7], blocks=[4]),
-    )
-    for i, (counts, names) in enumerate(STEPS):
-        gone = {5: {"a"}, 6: {"b"}}.get(i, set())
-        yield tiny.scheduled(counts, [new[name] for name in names], finished_req_ids=gone)
-
-
-def workers(folder: Path, num: int, **sizes: Any) -> list[Worker]:
-    """Returns the ranks of a pipeline, each on a device of its own, or one worker of all."""
-    made = []
-    for rank in range(num):
-        own: dict[str, Any] = {}
-        if num > 1:
-            devices = jax.devices()[rank:][:1]
-            own = dict(pipeline_parallel_size=num, rank=rank, devices=devices)
-        worker = Worker(folder, **own, **sizes)
-        worker.init_device()
-        worker.load_model()
-        worker.initialize_from_config(16)
-        made.append(worker)
-    return made
-
-
-@pytest.mark.devices(2)
-def test_ranks_hand_each_other_a_step_and_its_tokens(weights, tmp_path):
-    folder, (config, params) = tmp_path / "checkpoint", weights
-    settings = tiny.SETTINGS | QWEN | dict(use_sliding_window=False)
-    save_checkpoint(folder, qwen2, config, params, settings)
-    sizes = {name: LLM_SIZES[name] for name in LLM_SIZES if name not in ("warm_up", "use_tqdm")}
-    ranks, (whole,) = workers(folder, 3, **sizes), workers(folder, 1, **sizes)
-    *others, last = ranks
-    got = None
-    for output in steps():
-        x = None
-        for worker in ranks:
-            x = worker.execute_model(output, x)
-        got = last.sample_tokens().get()
-        for worker in others:
-            worker.receive_tokens(got)
-        whole.execute_model(output)
-        assert got.sampled_token_ids == whole.sample_tokens().get().sampled_token_ids
-    layers = [name for worker in ranks for name in worker.get_kv_cache_spec()]
-    assert layers == [*whole.get_kv_cache_spec()]
-    held = [len(jax.tree.leaves(worker.params)) for worker in (*ranks, whole)]
-    embeddings, norms = 1, 2  # more than once: the tied embedding, and the last norm
-    assert sum(held[:3]) == held[3] + embeddings + norms and max(held[:3]) < held[3] / 2
-    more = tiny.scheduled(dict(c=1))
-    with pytest.raises(ValueError, match="intermediate_tensors: rank=1 wants what rank 0 returned"):
-        ranks[1].execute_model(more)
-    x = ranks[0].execute_model(more)
-    with pytest.raises(ValueError, match="rank=0 wants none of this step, got some: hand each"):
-        ranks[0].execute_model(more, x)
-    with pytest.raises(RuntimeError, match="a request of this step awaits a token of an earlier"):
-        ranks[0].execute_model(more)
-    with pytest.raises(RuntimeError, match="no step awaits tokens: call execute_model first"):
-        ranks[1].receive_tokens(got or ModelRunnerOutput())
-    for worker in (*ranks, whole):
-        worker.shutdown()
+    sizes: dict[str, Any] = dict(pipeline_parallel_size=2, speculative_config=NGRAM)
+    with small_checkpoint.start(folder, tensor_parallel_size=2, **sizes) as llm:
+        assert tokens(llm) == want
 
 
 @pytest.mark.devices(4)
@@ -264,8 +233,15 @@ def test_ranks_hand_each_other_a_step_and_its_tokens(weights, tmp_path):
         ),
         (dict(pipeline_parallel_size=2, num_decode_steps=4), "with num_decode_steps=4: set it to"),
         (
-            dict(pipeline_parallel_size=2, speculative_config=NGRAM),
-            "pipeline_parallel_size=2 does not go with speculative_config: leave one out",
+            dict(pipeline_parallel_size=2, speculative_config=EAGLE3),
+            "pipeline_parallel_size=2 does not go with method='eagle3': take ngram, suffix or no",
+        ),
+        (
+            dict(
+                pipeline_parallel_size=2,
+                speculative_config=NGRAM | dict(num_speculative_tokens="auto"),
+            ),
+            "=2 does not go with drafts of its layers or of a number by measured times: take ngra",
         ),
         (dict(pipeline_parallel_size=2, enforce_eager=True), "enforce_eager=True runs each op"),
         (dict(pipeline_parallel_size=0), "pipeline_parallel_size=0 is out of range"),
@@ -280,6 +256,14 @@ def test_models_and_ranks_that_cannot_be_are_refused():
     config = tiny.config()
     with pytest.raises(ValueError, match="rank=2 is none of pipeline_parallel_size=2: take 0 to 1"):
         deal(llama, config, 2, rank=2)
+    part = Worker(
+        str(embedded.PATH), pipeline_parallel_size=2, rank=1, speculative_config=NGRAM,
+        devices=jax.devices()[:1],
+    )  # fmt: skip
+    part.init_device()
+    part.load_model()
+    with pytest.raises(ValueError, match="=2 does not go with drafts of a rank alone: take ngram"):
+        part.initialize_from_config(16)
     head = Head("mean", "B", lambda *_: jax.numpy.zeros(1))
     with pytest.raises(ValueError, match=r"=2 wants a model of layers alone, Llama.* has slot tab"):
         deal(llama._replace(heads=(head,)), config, 2)

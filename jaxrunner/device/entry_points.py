@@ -1,6 +1,6 @@
 """The device functions that are compiled: one vector in, one vector out, the state donated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 import functools
 from typing import Any
@@ -161,10 +161,14 @@ def _sample_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
     return logits_spec(program, B, J), abstract_tables(program), rows, mask, heads
 
 
-def _propose_arguments(program: Program, params: Any, size: Bucket) -> tuple:
-    args = _step_arguments(program, params, size)
-    phase = on_shards(forward, program.mesh, args, _forward_output(program))
-    out = jax.eval_shape(functools.partial(phase, program=program, size=size), *args)
+def propose_arguments(
+    program: Program, params: Any, size: Bucket, *,
+    phase: Callable[..., tuple] = forward, arguments: Callable[..., tuple] = _step_arguments,
+) -> tuple:  # fmt: skip
+    """Returns what `propose` takes. phase: the first one, and arguments: what that takes."""
+    args = arguments(program, params, size)
+    run = on_shards(phase, program.mesh, args, _forward_output(program))
+    out = jax.eval_shape(functools.partial(run, program=program, size=size), *args)
     _, _, rows, hidden, *_, kept = out
     return params, abstract_state(program), kept[0], rows, hidden, kept[1]
 
@@ -278,7 +282,7 @@ ENTRY_POINTS = {
         EntryPoint(
             "propose",
             propose,
-            _propose_arguments,
+            propose_arguments,
             _step_output,
             rare_sizes=lambda program, buckets: buckets if program.model.speculator else (),
             options=xla_options.of_step,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+import functools
 from typing import Any
 
 import jax
@@ -18,10 +19,12 @@ from jaxrunner.device.entry_point import (
 )
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import pack_on_device, unpack
-from jaxrunner.parallel.stages import is_last, num_stages, rank_of
+from jaxrunner.indexing import take
+from jaxrunner.parallel.stages import Outcome, is_last, num_stages, rank_of
 from jaxrunner.program import AdmitSize, Bucket, Program, SampleSize
 from jaxrunner.shapes import admission_spec, plan_spec
-from jaxrunner.types import Array, SamplingMetadata, State
+from jaxrunner.speculators.speculator import write_drafts
+from jaxrunner.types import Array, SamplingMetadata, State, StepOutput
 
 
 def stage(params: Any, state: State, vector: Array, *x: Array, program: Program, size: Bucket):
@@ -37,14 +40,19 @@ def stage(params: Any, state: State, vector: Array, *x: Array, program: Program,
 
 
 def receive(
-    state: State, rows: SamplingMetadata, token_ids: Array, slot: Array,
+    state: State, rows: SamplingMetadata, outcome: Outcome, slot: Array,
     *, program: Program, size: SampleSize,
 ) -> State:  # fmt: skip
-    """Writes what the last stage sampled, [B, 1]. `state` is without its KV cache.
+    """Writes what the last stage sampled, and its drafts. `state` is without its KV cache.
 
     slot: of the rows, R where another request has it by now.
     """
-    requests, *_ = device.advance(state.requests, replace(rows, slot=slot), token_ids)
+    rows, requests, stood = replace(rows, slot=slot), state.requests, None
+    if outcome.num_sampled is not None:  # whatever rule the drafts stood by
+        stood = jnp.maximum(outcome.num_sampled - 1, 0)
+    requests, *_ = device.advance(requests, rows, outcome.token_ids, stood)
+    if outcome.drafts is not None:
+        requests = write_drafts(requests, rows, outcome.drafts)
     return replace(state, requests=requests)
 
 
@@ -53,13 +61,14 @@ def step(
 ):  # fmt: skip
     """Runs the last stage of a step of the usual requests, behind x, [T, E].
 
-    Returns the state, the packed `StepOutput` and the tokens, [B, 1].
+    Returns the state, the packed `StepOutput` and what the other stages write down.
     """
-    plan, usual = unpack(plan_spec(program, size), vector), SampleSize(size.num_rows)
+    plan = unpack(plan_spec(program, size), vector)
+    usual = SampleSize(size.num_rows, num_drafts=size.num_drafts)
     state, output = device.step(
         params, state, plan, program=_given(program, x), bucket=size, size=usual
     )
-    return state, pack_on_device(output), output.token_ids
+    return state, pack_on_device(output), _outcome(state, plan.slot, output, size.num_drafts)
 
 
 def forward(params: Any, state: State, vector: Array, x: Array, *, program: Program, size: Bucket):
@@ -74,11 +83,23 @@ def sample(
     logits: Array, state: State, rows: SamplingMetadata, mask: Array | None,
     heads: dict[str, Array],
     *, program: Program, size: SampleSize,
-) -> tuple[State, Array, Array]:  # fmt: skip
-    """Runs the second phase of the last stage; returns the tokens, [B, 1], too."""
+) -> tuple[State, Array, Outcome]:  # fmt: skip
+    """Runs the second phase of the last stage; returns what the others write down too.
+
+    Its drafts are those of `propose`, which follows.
+    """
     drawn = device.draw(logits, state, rows, mask, program=program, size=size)
     state, output = device.finish(state, rows, drawn, heads, program=program)
-    return state, pack_on_device(output), output.token_ids
+    return state, pack_on_device(output), _outcome(state, rows.slot, output, size.num_drafts)
+
+
+def _outcome(state: State, slot: Array, output: StepOutput, num_drafts: int) -> Outcome:
+    """Returns what a step sampled, and the drafts that lie behind it in the requests."""
+    if not num_drafts:
+        return Outcome(output.token_ids, None, None)
+    at = take(state.requests.total_len, slot)[:, None] + jnp.arange(num_drafts)[None]
+    drafts = take(state.requests.token_ids, (slot[:, None], at))
+    return Outcome(output.token_ids, output.num_sampled, drafts)
 
 
 def admit(state: State, vector: Array, *, program: Program, size: AdmitSize) -> State:
@@ -111,8 +132,17 @@ def _stage_arguments(program: Program, params: Any, size: Bucket) -> tuple:
 def _receive_arguments(program: Program, params: Any, size: SampleSize) -> tuple:
     B = size.num_rows
     rows = pytree.abstract(SamplingMetadata, program.dims | dict(B=B))
-    tokens, slot = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, 1), (B,)))
-    return abstract_tables(program), rows, tokens, slot
+    slot = jax.ShapeDtypeStruct((B,), jnp.int32)
+    return abstract_tables(program), rows, _abstract_outcome(B, size.num_drafts), slot
+
+
+def _abstract_outcome(num_rows: int, num_drafts: int) -> Outcome:
+    dims = dict(B=num_rows, J=1 + num_drafts, K=num_drafts, drafts=num_drafts > 0)
+    return pytree.abstract(Outcome, dims)
+
+
+def _told(program: Program) -> Outcome:
+    return _abstract_outcome(1, program.num_drafts)  # the structure counts
 
 
 def _rows(program: Program) -> SamplingMetadata:
@@ -120,7 +150,8 @@ def _rows(program: Program) -> SamplingMetadata:
 
 
 def _batches(program: Program, buckets: Sequence[Bucket]) -> list[SampleSize]:
-    return [SampleSize(B) for B in sorted({bucket.num_rows for bucket in buckets})]
+    sizes = sorted({(bucket.num_rows, bucket.num_drafts) for bucket in buckets})
+    return [SampleSize(B, num_drafts=K) for B, K in sizes]
 
 
 BEFORE = {
@@ -147,10 +178,15 @@ LAST = {name: ENTRY_POINTS[name] for name in ("admit", "copy", "prompt_logprobs"
     "step": ENTRY_POINTS["step"]._replace(
         function=step,
         arguments=_stage_arguments,
-        output=lambda program: (abstract_state(program), 0, 0),
+        output=lambda program: (abstract_state(program), 0, _told(program)),
     ),
     "forward": ENTRY_POINTS["forward"]._replace(function=forward, arguments=_stage_arguments),
     "sample": ENTRY_POINTS["sample"]._replace(
-        function=sample, output=lambda program: (abstract_tables(program), 0, 0)
+        function=sample, output=lambda program: (abstract_tables(program), 0, _told(program))
+    ),
+    "propose": ENTRY_POINTS["propose"]._replace(
+        arguments=functools.partial(
+            entry_points.propose_arguments, phase=forward, arguments=_stage_arguments
+        )
     ),
 }

@@ -5,7 +5,7 @@ those blocks that count, and host objects as JSON. It holds neither weights nor 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 import os
 from pathlib import Path
@@ -23,8 +23,9 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
-from jaxrunner.parallel.pipeline import refuse
+from jaxrunner.parallel.pipeline import StageConfig
 from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.stages import whole_state, with_cache, with_requests
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.parallel.whole import (
     copied,
@@ -63,14 +64,13 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
       RuntimeError: the engine sleeps, or has ended.
       FloatingPointError: as `Engine.step`; nothing is saved.
     """
-    refuse(engine.model_config, "save_state", "generate to the end, or take tensor_parallel_size")
     check_own(engine.runner.program.mesh, "save_state", "let its requests end")
     folder = Path(folder).absolute()
     orbax_io.check_new(folder)
     engine.status.check_awake()
     gained = engine.drain()
     engine.scheduler.recall()
-    state, filled = engine.runner.state, _filled(engine)
+    state, filled = whole_state(engine.model_config, engine.runner.state), _filled(engine)
     host = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
@@ -104,7 +104,6 @@ def restore_engine(
         those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
         goes on as before; at worst it has forgotten cached prefixes.
     """
-    refuse(engine.model_config, "restore_state", "take tensor_parallel_size")
     check_own(engine.runner.program.mesh, "restore_state", "add its requests anew")
     folder = Path(folder).absolute()
     told, live, spec = check_snapshot(engine, folder)
@@ -163,7 +162,7 @@ def _told(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request]]:
 
 def _spec(engine: Engine, folder: Path, filled: list[list[int]]) -> Any:
     """Returns what the tables must be like, once all files are known to be so."""
-    state = engine.runner.state
+    state = whole_state(engine.model_config, engine.runner.state)
     for i, blocks in enumerate(filled):
         orbax_io.check_like(folder / f"layer{i}", _whole_blocks(engine.runner, i, len(blocks)))
     return orbax_io.abstract((state.requests, state.tables))
@@ -185,11 +184,11 @@ def _read(blocks: np.ndarray, cache: Array) -> np.ndarray:
 @deferred
 def _fill(runner: ModelRunner, i: int, blocks: np.ndarray, folder: Path) -> None:
     """Writes what a layer's blocks held into its cache."""
-    kv = runner.state.kv
-    spec, whole = _blocks_of(kv[i], len(blocks)), _whole_blocks(runner, i, len(blocks))
+    config, whole = runner.program.config, _whole_blocks(runner, i, len(blocks))
+    layer = whole_state(config, runner.state).kv[i]
+    spec = _blocks_of(layer, len(blocks))
     values = copied(orbax_io.read(folder, merged_spec(spec, whole)), spec)
-    layer = _put(kv[i], blocks, values)
-    runner.state = replace(runner.state, kv=(*kv[:i], layer, *kv[i + 1 :]))
+    runner.state = with_cache(config, runner.state, i, _put(layer, blocks, values))
 
 
 def _blocks_of(layer: LayerCache, count: int) -> Any:
@@ -221,8 +220,7 @@ def _commit(engine: Engine, host: dict[str, Any], tables: tuple[Any, Any]) -> No
     """Gives an engine's objects what those of the saved one had."""
     for name, owner, attribute in list(_fields(engine)):
         setattr(owner, attribute, host[name])
-    requests, slots = tables
-    engine.runner.state = replace(engine.runner.state, requests=requests, tables=slots)
+    engine.runner.state = with_requests(engine.runner.state, *tables)
 
 
 def owners_of(engine: Engine) -> dict[str, Any]:
@@ -254,7 +252,7 @@ def _context(engine: Engine) -> dict[str, str]:
     """Says what an engine must have in common with the one that goes on in its place."""
     program = whole_program(engine.runner.program)  # any mesh can go on
     config = engine.model_config
-    model = config.family if isinstance(config, ShardedConfig) else program.model
+    model = config.family if isinstance(config, ShardedConfig | StageConfig) else program.model
     functions = dict(layers=model.layers, logits=model.logits)
     tables = [(table.name, table.extra_args) for table in program.tables]
     told = dict(jaxrunner=__version__, tables=repr(tables))
@@ -268,13 +266,17 @@ def _context(engine: Engine) -> dict[str, str]:
     if (interleave := interleave_of(engine.model_config)) != WHOLE:
         told |= dict(interleave=f"{interleave} on {engine.runner.program.mesh}")
     params = in_order(engine.runner)
-    whole = whole_params(program.model.params, program.config)
-    shapes = tuple(x.shape for x in jax.tree.leaves(whole))
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
-    sums = jax.device_get(sums_of(jax.tree.leaves(params), shapes))
-    leaves = zip(jax.tree.leaves(params), shapes, sums, strict=True)
-    values = [f"{x.dtype}{list(shape)} of sum {total:#x}" for x, shape, total in leaves]
-    return told | {f"params{path}": value for path, value in zip(paths, values, strict=True)}
+    whole = dict(jax.tree.leaves_with_path(whole_params(program.model.params, program.config)))
+    of_devices = dict[frozenset[Any], list[Any]]()  # each stage of a pipeline has some weights
+    for leaf in jax.tree.leaves_with_path(params):
+        of_devices.setdefault(frozenset(leaf[1].devices()), []).append(leaf)
+    for leaves in of_devices.values():
+        shapes = tuple(whole[path].shape for path, _ in leaves)
+        sums = jax.device_get(sums_of([x for _, x in leaves], shapes))
+        for (path, x), shape, total in zip(leaves, shapes, sums, strict=True):
+            name = f"params{jax.tree_util.keystr(path)}"
+            told[name] = f"{x.dtype}{list(shape)} of sum {total:#x}"
+    return told
 
 
 def _check_context(folder: Path, saved: dict[str, str], own: dict[str, str]) -> None:

@@ -27,6 +27,7 @@ from jaxrunner.speculators.speculator import Speculator
 from jaxrunner.speculators.suffix import suffix
 
 MTP = {"MiMoForCausalLM": (mimo_mtp.mimo_mtp, mimo_mtp.read)}  # by the model's architecture
+WITHOUT_WEIGHTS = "ngram", "suffix"
 HEADS = {"eagle": eagle, "eagle3": eagle3}
 
 
@@ -36,7 +37,8 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     Raises:
       FileNotFoundError, ValueError: the drafter's checkpoint is bad, or not for this model.
     """
-    refuse(loaded.config, "speculative_config", "leave one out")
+    if isinstance(config.method, str) and config.method not in WITHOUT_WEIGHTS:
+        refuse(loaded.config, f"method={config.method!r}", "take ngram, suffix or no drafts")
     drafting = _with_speculator(loaded, config)
     speculator, rejection = drafting.model.speculator, config.rejection_sample_method
     rates = conditional_rates(config) if rejection == "synthetic" else ()

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.pytree import each, leaf, pytree, static
@@ -42,13 +44,20 @@ def is_last(config: Any) -> bool:
 
 
 @pytree
+class Outcome:
+    """What the last stage sampled in a step, and its drafts for the next one, where it has any."""
+
+    token_ids: Array = leaf("B J", jnp.int32)
+    num_sampled: Array | None = leaf("B", jnp.int32, when="drafts")
+    drafts: Array | None = leaf("B K", jnp.int32, when="drafts")
+
+
+@pytree
 class Sampled:
     """What the last stage sampled in a step, for stages that have not written it down yet."""
 
     rows: tuple[SamplingMetadata, ...] = each("stages")
-    token_ids: tuple[Array | np.ndarray, ...] = leaf(
-        "B 1", each="stages"
-    )  # none until they are told
+    outcomes: tuple[Outcome, ...] = each("stages")  # none until they are told
     slots: tuple[int, ...] = static()  # of the rows; R where another request has the slot by now
 
 
@@ -80,14 +89,14 @@ class PipelineState:
         Raises:
           RuntimeError: each step has its tokens.
         """
-        at = next((i for i, step in enumerate(self.sampled) if not step.token_ids), None)
+        at = next((i for i, step in enumerate(self.sampled) if not step.outcomes), None)
         if at is None:
             raise RuntimeError("no step awaits tokens: call execute_model first")
         step = self.sampled[at]
-        column = np.zeros((len(step.slots), 1), np.int32)
+        column: Any = np.zeros((len(step.slots), 1), np.int32)
         for i, row in enumerate(token_ids):
             column[i, : len(row)] = row  # none where it sampled none
-        step = replace(step, token_ids=(column,) * len(step.rows))
+        step = replace(step, outcomes=(Outcome(column, None, None),) * len(step.rows))
         return replace(self, sampled=(*self.sampled[:at], step, *self.sampled[at + 1 :]))
 
 
@@ -99,6 +108,36 @@ def joined(parts: list[State]) -> PipelineState:
         tables=tuple(part.tables for part in parts),
         sampled=(),
     )
+
+
+def whole_state(config: Any, state: State | PipelineState) -> State:
+    """Returns a state as that of one stage: the requests of the last one, the caches of all."""
+    if not isinstance(state, PipelineState):
+        return state
+    pairs = zip(stages_of(config), state.kv, strict=True)
+    kv = {i: x for stage, of in pairs for i, x in zip(held_caches(stage), of, strict=True)}
+    return State(state.requests[-1], tuple(kv[i] for i in sorted(kv)), state.tables[-1])
+
+
+def with_cache(config: Any, state: Any, i: int, cache: Any) -> Any:
+    """Returns a state of any stages, with another cache of those of `whole_state`."""
+    if not isinstance(state, PipelineState):
+        return replace(state, kv=_put(state.kv, i, cache))
+    held = [held_caches(stage) for stage in stages_of(config)]
+    rank = next(rank for rank, of in enumerate(held) if i in of)
+    layers = _put(state.kv[rank], held[rank].index(i), cache)
+    return replace(state, kv=_put(state.kv, rank, layers))
+
+
+def with_requests(state: Any, requests: Requests, tables: dict[str, Any]) -> Any:
+    """Returns a state of any stages, with other requests, of which no token is on its way."""
+    if not isinstance(state, PipelineState):
+        return replace(state, requests=requests, tables=tables)
+    each = tuple(
+        jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), requests, old)
+        for old in state.requests
+    )
+    return replace(state, requests=each, tables=_put(state.tables, -1, tables), sampled=())
 
 
 def _put(parts: tuple[Any, ...], i: int, part: Any) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.stages import num_stages, stages_of
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
 from jaxrunner.program import Program
 from jaxrunner.quantization.quantized_config import plain_config
@@ -137,7 +138,10 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
     if config.num_decode_steps > 1:
         refuse(model_config, f"num_decode_steps={config.num_decode_steps}", "set it to 1")
     if speculator is not None:
-        refuse(model_config, "a speculator", "leave one out")
+        alone = num_stages(model_config) > len(stages_of(model_config))
+        if alone or speculator.adaptive or speculator.extras or speculator.lookahead:
+            why = "of a rank alone" if alone else "of its layers or of a number by measured times"
+            refuse(model_config, f"drafts {why}", "take ngram or suffix in one process, or none")
     if speculator is not None and speculator.adaptive:
         asked = "speculative_config.num_speculative_tokens='auto'"
         check_own(mesh, asked, "say a number, as 'auto' goes by measured times")

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import BEFORE
-from jaxrunner.parallel.stages import PipelineState, Sampled, is_last, rank_of
+from jaxrunner.parallel.stages import Outcome, PipelineState, Sampled, is_last, rank_of
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.runner.program_table import Compilation, ProgramTable, Started
 
@@ -38,7 +38,7 @@ class PipelinePrograms:
         ]
         self._run: dict[str, Callable[..., Any]] = dict(
             step=self._step, forward=self._forward, sample=self._sample, admit=self._admit,
-            copy=self._copy, prompt_logprobs=self._prompt_logprobs,
+            propose=self._propose, copy=self._copy, prompt_logprobs=self._prompt_logprobs,
         )  # fmt: skip
 
     def __getitem__(self, key: Key) -> Callable[..., Any]:
@@ -68,8 +68,10 @@ class PipelinePrograms:
         """Runs a whole step; returns the state and the packed `StepOutput`."""
         assert self._last is not None, "a stage alone runs steps in two parts"
         state, x, rows = self._stages(size, params, state, vector, ())
-        part, packed, tokens = self._last[Key("step", size)](params[-1], state.part(-1), vector, *x)
-        return self._sent(state.put(-1, part), rows, tokens), packed
+        part, packed, outcome = self._last[Key("step", size)](
+            params[-1], state.part(-1), vector, *x
+        )
+        return self._sent(state.put(-1, part), rows, outcome), packed
 
     def _forward(
         self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, *x: jax.Array
@@ -92,17 +94,38 @@ class PipelinePrograms:
         before, own = rows
         if self._last is None:
             return replace(state, sampled=(*state.sampled, before)), None
-        part, packed, tokens = self._last[Key("sample", size)](
+        part, packed, outcome = self._last[Key("sample", size)](
             logits, state.part(-1), own, mask, heads
         )
-        return self._sent(state.put(-1, part), before, tokens), packed
+        return self._sent(state.put(-1, part), before, outcome), packed
 
-    def _sent(self, state: PipelineState, rows: Sampled, tokens: Any) -> PipelineState:
+    def _propose(
+        self, size: Any, params: Any, state: PipelineState, batch: Any, rows: Any, *args: Any
+    ):
+        """Runs the third phase, on the last stage: drafts, which go where its tokens went."""
+        assert self._last is not None, "a stage alone has no drafts"
+        _, own = rows
+        part, drafts = self._last[Key("propose", size)](
+            params[-1], state.part(-1), batch, own, *args
+        )
+        state = state.put(-1, part)
+        if self._before:
+            *earlier, last = state.sampled
+            outcomes = tuple(
+                replace(of, drafts=jax.device_put(drafts, at))
+                for of, at in zip(last.outcomes, self._at, strict=False)
+            )
+            state = replace(state, sampled=(*earlier, replace(last, outcomes=outcomes)))
+        return state, drafts
+
+    def _sent(self, state: PipelineState, rows: Sampled, outcome: Outcome) -> PipelineState:
         """Returns the state in which tokens are on their way to the stages before the last."""
         if not self._before:
             return state
-        sent = tuple(jax.device_put(tokens, at) for at, _ in zip(self._at, rows.rows, strict=False))
-        return replace(state, sampled=(*state.sampled, replace(rows, token_ids=sent)))
+        sent = tuple(
+            jax.device_put(outcome, at) for at, _ in zip(self._at, rows.rows, strict=False)
+        )
+        return replace(state, sampled=(*state.sampled, replace(rows, outcomes=sent)))
 
     def _admit(self, size: Any, state: PipelineState, packed: np.ndarray) -> PipelineState:
         """Writes new requests; what is on its way to those before them is dropped."""
@@ -110,7 +133,7 @@ class PipelinePrograms:
         sampled = []
         for step in state.sampled:
             slots = tuple(self._R if slot in new else slot for slot in step.slots)
-            if self._meet(slots, slots) or not step.token_ids:
+            if self._meet(slots, slots) or not step.outcomes:
                 sampled.append(replace(step, slots=slots))
         state = replace(state, sampled=tuple(sampled))
         for i, table in enumerate(self._tables):
@@ -148,8 +171,8 @@ class PipelinePrograms:
         if table is self._last:
             return list(keys)
         run = [Key(INSTEAD.get(key.name, key.name), key.size) for key in keys]
-        rows = {key.size.num_rows for key in run if key.name == "stage"}
-        run += [Key("receive", SampleSize(B)) for B in sorted(rows)]
+        rows = {(key.size.num_rows, key.size.num_drafts) for key in run if key.name == "stage"}
+        run += [Key("receive", SampleSize(B, num_drafts=K)) for B, K in sorted(rows)]
         return [key for key in dict.fromkeys(run) if key.name in BEFORE]
 
     def ready(self) -> list[Key]:
@@ -195,13 +218,13 @@ class PipelinePrograms:
 
 def _receive(table: ProgramTable, part: Any, step: Sampled, i: int) -> Any:
     """Launches what writes sampled tokens down on a stage; returns its state."""
-    if not step.token_ids:
+    if not step.outcomes:
         raise RuntimeError(
             "a request of this step awaits a token of an earlier one: call receive_tokens first"
         )
-    size, slot = SampleSize(len(step.slots)), np.array(step.slots, np.int32)
-    program = table[Key("receive", size)]
-    tables = program(replace(part, kv=()), step.rows[i], step.token_ids[i], slot)
+    outcome, slot = step.outcomes[i], np.array(step.slots, np.int32)
+    size = SampleSize(len(step.slots), num_drafts=outcome.token_ids.shape[1] - 1)
+    tables = table[Key("receive", size)](replace(part, kv=()), step.rows[i], outcome, slot)
     return replace(tables, kv=part.kv)
 
 
