@@ -73,9 +73,12 @@ class States(NamedTuple):
         return Case("state_step", name, self.make, self.run, float(amount), "TB/s", options)
 
 
-def _decoding(name: str, axis: int, B: int, *sizes: int, **more: Any) -> Case:
-    Q = more.get("states", 1)
-    return States(name, axis, (Q,) * B, *sizes, query_len=Q, new=B + 1, **more).case()
+def _decoding(model: States, B: int, dtype: str = "float32", tokens: int = 1) -> Case:
+    """Returns the problem of B rows of a model, each with as many tokens, of which none is new."""
+    return model._replace(
+        name=f"{B} of {model.name}", num=(tokens,) * B, dtype=dtype, states=tokens,
+        query_len=tokens, new=B + 1,
+    ).case()  # fmt: skip
 
 
 _EDGES = 1, 0, 1, 1, 1
@@ -97,13 +100,17 @@ STATES: tuple[Case, ...] = (
     States("drafts", DELTA_RULE, (2, 1, 2), 2, 1, 64, 64, states=2, query_len=2, **_HALF).case(),
     States("side by side", DELTA_RULE, (2, 0, 1, 2), 4, 2, 32, 64, states=3).case(),
 )
-_SIZES = (
-    ("Granite 4 H", STATE_SPACE, 48, 1, 64, 128),
-    ("Nemotron-H", STATE_SPACE, 128, 8, 64, 128),
-    ("Qwen3.5", DELTA_RULE, 32, 16, 128, 128),
+_MODELS = (
+    States("Granite 4 H", STATE_SPACE, (), 48, 1, 64, 128),
+    States("Nemotron-H", STATE_SPACE, (), 128, 8, 64, 128),
+    States("Qwen3.5", DELTA_RULE, (), 32, 16, 128, 128),
 )
 MODELS: tuple[Case, ...] = tuple(
-    _decoding(f"{B} of {name}", axis, B, *sizes, **more)
-    for name, axis, *sizes in _SIZES
-    for B, more in ((1, {}), (8, {}), (64, {}), (256, {}), (64, _HALF), (64, dict(states=4)))
+    case
+    for model in _MODELS
+    for case in (
+        *(_decoding(model, B) for B in (1, 8, 64, 256)),
+        _decoding(model, 64, "bfloat16"),
+        _decoding(model, 64, tokens=4),
+    )
 )

@@ -63,8 +63,8 @@ def refuses(
         return f"wants states in {names}, [N, H, rows, columns], got {states}"
     _, H, *sizes = states.shape
     (T, G, Y), (B, J), X = tokens.key.shape, rows.place.shape, sizes[1 - axis]
-    wanted = Tokens((T, H, X), (T, G, Y), (T, G, Y), (T, H), (T, H))
-    for name, x, shape in zip(Tokens._fields, tokens, wanted, strict=True):
+    shapes = (T, H, X), (T, G, Y), (T, G, Y), (T, H), (T, H)
+    for name, x, shape in zip(Tokens._fields, tokens, shapes, strict=True):
         if x is not None and (x.shape != shape or x.dtype != jnp.float32):
             return f"wants {name} in float32, {list(shape)}, got {x}"
     if Y != sizes[axis] or not G or H % G:
@@ -82,9 +82,9 @@ def state_step(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Carries matrices S of rows on, a token after the other, and reads them by a query.
 
-    S = keep S, then S += (value - beta S'key) key', or value key' without beta; out = S query. Keys
-    lie along `axis` of a matrix, values along the other: 1 for a state space, 0 for a delta rule.
-    Behind each token S is rounded to the dtype of `states`.
+    S = keep S, then S += value key', or beta (value - S key) key' if there is beta; out = S query.
+    Keys lie along `axis` of a matrix, values along the other one: 1 of a state space, 0 of a delta
+    rule. Behind each token S is rounded to the dtype of `states`.
 
     states: [N, H, rows, columns], written in place where the caller donates them: to the places of
     tokens that there are, which must be below N. Rows without tokens touch nothing.
@@ -101,27 +101,22 @@ def state_step(
     width, lanes = _cut(states, axis, B * H, config.numbers)
     shape = jax.ShapeDtypeStruct(tokens.value.shape, jnp.float32)
     held = jax.new_ref(states)
-    # Where rows have as many places as tokens, padding is of no row.
-    out = () if query_len else (jax.new_ref(jnp.zeros(shape.shape, shape.dtype)),)
+    # Where rows have no places of their own, padding is of no row: zeros are written before.
+    zeros = [] if query_len else [jax.new_ref(jnp.zeros(shape.shape, shape.dtype))]
     beta = () if tokens.beta is None else (tokens.beta,)
     layout = _layout(axis, lanes, BYTES // states.dtype.itemsize)
+    static = dict(axis=axis, query_len=query_len, width=width, layout=layout)
     made = plgpu.kernel(
-        functools.partial(
-            _kernel,
-            axis=axis,
-            query_len=query_len,
-            width=width,
-            layout=layout,
-            is_device=interpret is None,
-        ),
+        functools.partial(_kernel, **static, is_device=interpret is None),
         out_type=(shape,) if query_len else (),
         grid=(B, H, size[1 - axis] // width),
         grid_names=("row", "head", "part"),
         kernel_name="state_step",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(held, *rows, tokens.value, tokens.key, tokens.query, tokens.keep, *beta, *out)
-    return jax.freeze(held), made[0] if query_len else jax.freeze(out[0])
+    )(held, *rows, tokens.value, tokens.key, tokens.query, tokens.keep, *beta, *zeros)
+    (out,) = made or map(jax.freeze, zeros)
+    return jax.freeze(held), out
 
 
 def _kernel(
@@ -132,7 +127,7 @@ def _kernel(
     if is_device:  # what interprets kernels knows no launches
         pdl.begin()
     *betas, out = refs
-    (N, H, *size), (_, J), G = states.shape, place_ref.shape, keys.shape[1]
+    (N, H, *size), J, G = states.shape, place_ref.shape[1], keys.shape[1]
     row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
     source, start, num = source_ref[row], start_ref[row], num_ref[row]
     group, mine = lax.div(head, H // G), pl.ds(part * width, width)
@@ -160,7 +155,8 @@ def _kernel(
         put(state_at(place), kept)
         return kept.astype(jnp.float32)  # as if each token had a step
 
-    # Whoever had the block of a new row before is not read. In front of `num`, which arrives later.
+    # Whoever had the block of a new row before is not read. `num` is looked at behind the load:
+    # else one would wait for the other.
     state = lax.cond(
         source < N,
         lambda: load(state_at(source), layout=layout).astype(jnp.float32),
@@ -176,7 +172,7 @@ def _kernel(
     if query_len:
         nothing = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), along)
 
-        def put_nothing(j: Array, _: None) -> None:
+        def put_nothing(j: Array, carried: None) -> None:
             put(out.at[start + j, head, mine], nothing)
 
         lax.fori_loop(num, query_len, put_nothing, None)

@@ -34,6 +34,7 @@ from tests.support.lowering import cuda, lowers
 from tests.test_states import batch_of
 
 H, G, P, K = 4, 2, 32, 64
+pallas: Any = plgpu  # the interpreter is in newer ones alone
 OF = {StateSpaceInputs: state_space(H, P, K), DeltaRuleInputs: delta_rule(H, P, K)}
 # J, places of a row, and rows of (block, first position, tokens).
 BATCHES: dict[str, tuple[int, int, list[tuple[int, int, int]]]] = {
@@ -46,7 +47,7 @@ BATCHES: dict[str, tuple[int, int, list[tuple[int, int, int]]]] = {
 
 def interpreted() -> Any:
     """Returns how kernels run here: on a GPU as they are."""
-    return plgpu.InterpretGPUParams() if jax.default_backend() == "cpu" else None
+    return pallas.InterpretGPUParams() if jax.default_backend() == "cpu" else None
 
 
 QUICK = [case for case in STATES if "whole parts" not in case.name]
@@ -156,9 +157,10 @@ def test_sizes_of_models_are_served():
 
 def test_other_rules_are_refused():
     rule = Recurrence((H, P, K), lambda state, _: (state, state), OF[StateSpaceInputs].chunk)
-    args = *[sized(3, dtype="int32")] * 3, sized(3, 1, dtype="int32"), (9, 1, 13)
+    one: Any = sized(3, dtype="int32")
+    rows = StateRows(one, one, one, sized(3, 1, dtype="int32"), (9, 1, 13))
     inputs = inputs_of(StateSpaceInputs, 3, np.ones(3, bool))
-    told = state_steps.KERNEL.refuses(rule, StateRows(*args), inputs, sized(9, H, P, K), 1)
+    told = state_steps.KERNEL.refuses(rule, rows, inputs, sized(9, H, P, K), 1)
     assert told == "wants the rule of a state space or a gated delta net"
 
 

@@ -32,8 +32,12 @@ def _refuses(
     if rule.step not in _AXES:
         return "wants the rule of a state space or a gated delta net"
     tokens = jax.eval_shape(functools.partial(_tokens, rule), inputs)
-    axis, (*arrays, shape) = _AXES[rule.step], rows
-    held = jax.eval_shape(lambda *arrays: _rows(StateRows(*arrays, shape)), *arrays)
+    axis, *arrays = _AXES[rule.step], rows.start, rows.num, rows.first, rows.blocks
+
+    def places(start: Array, num: Array, first: Array, blocks: Array) -> Rows:
+        return _rows(StateRows(start, num, first, blocks, rows.shape))
+
+    held = jax.eval_shape(places, *arrays)
     return state_step.refuses(states, held, tokens, axis=axis, query_len=query_len)
 
 
