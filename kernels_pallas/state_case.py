@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.kernels_pallas.case import Case
-from jaxrunner.kernels_pallas.state_step import Rows, Tokens, state_step
+from jaxrunner.kernels_pallas.state_step import Rows, Tokens, TuningConfig, state_step
 from jaxrunner.types import Array
 
 STATE_SPACE, DELTA_RULE = 1, 0  # the axis that is summed up
@@ -27,6 +27,7 @@ class States(NamedTuple):
     states: int = 1  # J, that a row may leave
     query_len: int = 0  # places of a row's tokens; 0 for tokens side by side, and some padding
     new: int = 3  # every so many rows are new
+    shared: bool = False  # of a TuningConfig
 
     def make(self, seed: int) -> tuple[Array, ...]:
         """Returns states, the fields of `Rows`, and those of `Tokens` that there are."""
@@ -57,7 +58,8 @@ class States(NamedTuple):
 
     def run(self, states: Array, *more: Array, **options: Any) -> tuple[Array, Array]:
         """Runs the kernel. Returns what tokens read, and the states."""
-        sizes = dict[str, Any](axis=self.axis, query_len=self.query_len)
+        config = TuningConfig(shared=self.shared)
+        sizes = dict[str, Any](axis=self.axis, query_len=self.query_len, config=config)
         rows, tokens = Rows(*more[:4]), Tokens(*more[4:])
         states, out = state_step(states, rows, tokens, **sizes, **options)
         return out, states
@@ -99,6 +101,8 @@ STATES: tuple[Case, ...] = (
     States("drafts", DELTA_RULE, (4, 1, 0, 3), 4, 2, 128, 64, states=4, query_len=4).case(),
     States("drafts", DELTA_RULE, (2, 1, 2), 2, 1, 64, 64, states=2, query_len=2, **_HALF).case(),
     States("side by side", DELTA_RULE, (2, 0, 1, 2), 4, 2, 32, 64, states=3).case(),
+    States("shared", DELTA_RULE, _EDGES, 4, 2, 128, 128, query_len=1, shared=True).case(),
+    States("shared", DELTA_RULE, (3, 2), 2, 1, 64, 64, states=3, shared=True, **_HALF).case(),
 )
 _MODELS = (
     States("Granite 4 H", STATE_SPACE, (), 48, 1, 64, 128),

@@ -2,7 +2,7 @@
 
 A thread block has a part of one matrix in the registers of a warpgroup, from its load until behind
 the last token. Tokens are summed up along one axis of a matrix; parts are cut along the other one,
-and each warp has whole sums of its own. So nothing passes through shared memory.
+and each warp has whole sums of its own: nothing passes through shared memory.
 """
 
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
 DTYPES = (jnp.float32, jnp.bfloat16)  # of states
 BYTES = 16  # that a thread loads at once
 LANES_OF_RUNS = (2, 4, 8, 16)  # 32 to 256 bytes of a row
+MAX_SHARED = 4  # neighbours of a thread, which Mosaic adds up over warps
 MAX_NUMBERS = 8192  # of a part, 64 a thread: twice as many would leave room for two blocks
 BLOCKS = 528  # four thread blocks a multiprocessor of H200: below that, parts are smaller
 
@@ -33,6 +34,9 @@ class TuningConfig:
     """How matrices are cut."""
 
     numbers: int = 4096  # of a part, 32 a thread; fewer where there are few matrices
+    # Whether warps add their sums up in shared memory, where keys lie along rows: they wait for one
+    # another, and each reads longer runs of a row.
+    shared: bool = False
 
 
 class Rows(NamedTuple):
@@ -55,8 +59,9 @@ class Tokens(NamedTuple):
 
 
 def refuses(
-    states: Any, rows: Rows, tokens: Tokens, *, axis: int, query_len: int = 0
-) -> str | None:
+    states: Any, rows: Rows, tokens: Tokens, *, axis: int, query_len: int = 0,
+    config: TuningConfig = TuningConfig(),
+) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
     if states.ndim != 4 or states.dtype not in DTYPES:
         names = " or ".join(jnp.dtype(d).name for d in DTYPES)
@@ -71,7 +76,7 @@ def refuses(
         return f"wants keys of {sizes[axis]} for groups of {H} heads, got {list(tokens.key.shape)}"
     if query_len and (T != B * query_len or query_len > J):
         return f"wants query_len={query_len} places of {B} rows, at most {J}, got {T} tokens"
-    if not _cuts(states, axis):
+    if not _cuts(states, axis, config.shared):
         return f"wants matrices that warps share in parts of at most {MAX_NUMBERS}, got {sizes}"
     return None
 
@@ -95,16 +100,16 @@ def state_step(
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(states, rows, tokens, axis=axis, query_len=query_len):
+    if why := refuses(states, rows, tokens, axis=axis, query_len=query_len, config=config):
         raise ValueError(f"state_step {why}")
     (_, H, *size), B = states.shape, rows.num.shape[0]
-    width, lanes = _cut(states, axis, B * H, config.numbers)
+    width, lanes = _cut(states, axis, B * H, config)
     shape = jax.ShapeDtypeStruct(tokens.value.shape, jnp.float32)
     held = jax.new_ref(states)
     # Where rows have no places of their own, padding is of no row: zeros are written before.
     zeros = [] if query_len else [jax.new_ref(jnp.zeros(shape.shape, shape.dtype))]
     beta = () if tokens.beta is None else (tokens.beta,)
-    layout = _layout(axis, lanes, BYTES // states.dtype.itemsize)
+    layout = _layout(axis, lanes, states.dtype, config.shared)
     static = dict(axis=axis, query_len=query_len, width=width, layout=layout)
     made = plgpu.kernel(
         functools.partial(_kernel, **static, is_device=interpret is None),
@@ -178,39 +183,45 @@ def _kernel(
         lax.fori_loop(num, query_len, put_nothing, None)
 
 
-def _cut(states: Any, axis: int, matrices: int, numbers: int) -> tuple[int, int]:
+def _cut(states: Any, axis: int, matrices: int, config: TuningConfig) -> tuple[int, int]:
     """Returns the best of `_cuts`: large parts, as far as there are enough of them."""
-    cuts, size, other = _cuts(states, axis), *(states.shape[2:][i] for i in (1 - axis, axis))
+    cuts, (size, other) = _cuts(states, axis, config.shared), _sides(states, axis)
     full = [
-        (width, lanes) for width, lanes in cuts
-        if width * other <= numbers and matrices * (size // width) >= BLOCKS
-    ]  # fmt: skip
+        (width, lanes)
+        for width, lanes in cuts
+        if width * other <= config.numbers and matrices * (size // width) >= BLOCKS
+    ]
     return max(full or [cut for cut in cuts if cut[0] == min(cuts)[0]])
 
 
-def _cuts(states: Any, axis: int) -> list[tuple[int, int]]:
+def _cuts(states: Any, axis: int, shared: bool) -> list[tuple[int, int]]:
     """Returns how much of its axis a part can have, and the lanes that share a run of a row."""
-    rows, columns = states.shape[2:]
-    size, other = (rows, columns) if axis else (columns, rows)
-    vec, found = BYTES // states.dtype.itemsize, []
+    (size, other), found = _sides(states, axis), []
     for lanes in LANES_OF_RUNS:
-        (tall, wide), _ = _blocks(axis, lanes, vec)
-        unit = tall if axis else wide
-        if rows % tall == 0 and columns % wide == 0:
+        (tall, wide), _, _ = _tiles(axis, lanes, states.dtype, shared)
+        unit, step = (tall, wide) if axis else (wide, tall)
+        if size % unit == other % step == 0:
             widths = range(unit, min(size, MAX_NUMBERS // other) + 1, unit)
             found += [(width, lanes) for width in widths if size % width == 0]
     return found
 
 
-def _blocks(axis: int, lanes: int, vec: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns what a warpgroup and a warp load at once, in rows and columns.
+def _sides(states: Any, axis: int) -> tuple[int, int]:
+    """Returns the sizes of a matrix along the axis that is cut and along that of sums."""
+    return states.shape[3 - axis], states.shape[2 + axis]
 
-    Warps lie side by side along the axis that parts are cut on.
+
+def _tiles(axis: int, lanes: int, dtype: Any, shared: bool) -> tuple[tuple[int, ...], ...]:
+    """Returns what a warpgroup, a warp and a thread load at once, in rows and columns.
+
+    Warps lie side by side along the axis that parts are cut on, unless they share sums.
     """
+    vec = min(BYTES // dtype.itemsize, MAX_SHARED if shared else BYTES)
     tall, wide = LANES // lanes, lanes * vec
-    return (WARPS * tall, wide) if axis else (tall, WARPS * wide), (tall, wide)
+    block = (WARPS * tall, wide) if axis or shared else (tall, WARPS * wide)
+    return block, (tall, wide), (vec,)
 
 
-def _layout(axis: int, lanes: int, vec: int) -> Layout:
-    tiling = plgpu.Tiling((*_blocks(axis, lanes, vec), (vec,)))
-    return plgpu.Layout.TILED(tiling, (-5 if axis else -4,), (-3, -2), -1)
+def _layout(axis: int, lanes: int, dtype: Any, shared: bool) -> Layout:
+    tiling = plgpu.Tiling(_tiles(axis, lanes, dtype, shared))
+    return plgpu.Layout.TILED(tiling, (-5 if axis or shared else -4,), (-3, -2), -1)
