@@ -25,6 +25,7 @@ from jaxrunner.kernels_pallas.quantized_case import quantized_products, quantize
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.kernels_pallas.state_case import MODELS, STATES
 from jaxrunner.types import Array
 
 
@@ -279,7 +280,7 @@ _L = [
     latents(Attention("float16", (1,), (1087,), block_size=256, dtype="float16"), 64, 256),
 ]
 TESTS: tuple[Case, ...] = (
-    *_L, *LORA,
+    *_L, *LORA, *STATES,
     *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
@@ -330,5 +331,5 @@ BENCH: tuple[Case, ...] = (
       for T in (1, 8, 64, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
-    draws(256, 128256, "temperature"),
+    draws(256, 128256, "temperature"), *MODELS,
 )  # fmt: skip

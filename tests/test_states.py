@@ -123,7 +123,7 @@ def test_states_depend_on_the_request_alone(kind, J):
 
     @jax.jit
     def advance(batch: Batch, inputs: Any, cache: StateCache) -> Any:
-        return recurrence.recur(batch, rule, inputs, cache, 0)
+        return recurrence.recur(recurrence.PLAIN, batch, rule, inputs, cache, 0)
 
     def one(batch: Batch, rows: list[Any], T: int, cache: StateCache) -> Any:
         fields = {
@@ -219,7 +219,7 @@ def test_the_next_step_goes_on_from_any_token_that_was_verified(kind):
 
         y, cache = short_conv.convolve(batch, tokens(x), weight, None, cache, 0)
         given = host_value(kind, **{name: tokens(of) for name, of in vars(inputs).items()})
-        out, cache = recurrence.recur(batch, rule, given, cache, 0)
+        out, cache = recurrence.recur(recurrence.PLAIN, batch, rule, given, cache, 0)
         made.append(np.asarray(out[: num - num_wrong]))
         convolved.append(np.asarray(y[: num - num_wrong]))
     np.testing.assert_allclose(np.concatenate(made), expected(inputs)[0], atol=2e-5)

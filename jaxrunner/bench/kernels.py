@@ -46,6 +46,8 @@ def time_of(case: Case) -> float:
             after = out[0].ravel()[0]
             if case.kernel == "rope_write":  # goes on in the caches that it has written
                 inputs[i % len(inputs)] = first, *rest[:2], *out[1:], *rest[4:]
+            if case.kernel == "state_step":  # and in the states
+                inputs[i % len(inputs)] = out[1], *rest
         return waited, after
 
     return median_of(jax.jit(chain), inputs) / LINKS

@@ -28,6 +28,7 @@ from jaxrunner.ops import (
     recurrence,
     routing,
     short_conv,
+    state_steps,
 )
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
@@ -51,7 +52,7 @@ def paged(batch: Batch, *, note: Note = unnoted) -> Ops:
     attention = reference if cpu_attention.refuses(batch) else cpu_attention
     latent = functools.partial(latent_attention.attend_latent, latent_attention.PLAIN, batch, note)
     attend = functools.partial(attention.paged_attention, batch)
-    return _plain(attend, latent, _states(batch), note, batch)
+    return _plain(attend, latent, _states(batch, recurrence.PLAIN, note), note, batch)
 
 
 def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
@@ -64,11 +65,11 @@ def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     return _plain(functools.partial(reference.dense_attention, batch_size), latent, states, note)
 
 
-def _states(batch: Batch) -> dict[str, Any]:
-    """Returns the operations that carry states of requests on, in plain JAX."""
+def _states(batch: Batch, recur: tuple[Operation, ...], note: Note) -> dict[str, Any]:
+    """Returns the operations that carry states of requests on."""
     return dict(
         convolve=functools.partial(short_conv.convolve, batch),
-        recur=functools.partial(recurrence.recur, batch),
+        recur=functools.partial(recurrence.recur, recur, batch, note=note),
     )
 
 
@@ -134,7 +135,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
         adapters=low_rank.KERNELS,
-        **_states(batch),
+        **_states(batch, state_steps.SHORT_ROWS, note),
     )
 
 

@@ -29,10 +29,10 @@ class DeltaRuleInputs:
 
 def delta_rule(heads: int, rows: int, columns: int) -> Recurrence:
     """Returns how the matrices of a gated delta net go on."""
-    return Recurrence((heads, rows, columns), _step, _chunk)
+    return Recurrence((heads, rows, columns), step, _chunk)
 
 
-def _step(state: Array, token: DeltaRuleInputs) -> tuple[Array, Array]:
+def step(state: Array, token: DeltaRuleInputs) -> tuple[Array, Array]:
     """Takes in one token. Returns the state, and o, [heads, columns]."""
     q, k = (_of_heads(one, 0, state.shape[0])[:, :, None] for one in (token.q, token.k))
     state = jnp.exp(token.decay)[:, None, None] * state

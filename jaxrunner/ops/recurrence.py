@@ -5,6 +5,7 @@ Longer rows run a chunk after the other: the matrices of a chunk's end are those
 begins with.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,30 +15,38 @@ import jax.numpy as jnp
 from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import find_rows, take
 from jaxrunner.model import Recurrence
+from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.state_rows import StateRows, flat, state_rows
 from jaxrunner.types import Array, Batch
 
 
 def recur(
-    batch: Batch, rule: Recurrence, inputs: Any, cache: StateCache, group: int
-) -> tuple[Array, StateCache]:
-    """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache."""
+    candidates: Iterable[Operation], batch: Batch, rule: Recurrence, inputs: Any,
+    cache: StateCache, group: int, *, note: Note = unnoted,
+) -> tuple[Array, StateCache]:  # fmt: skip
+    """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache.
+
+    candidates: of rows of J tokens at most, which `PLAIN` serves all.
+    """
     assert cache.recurrent is not None, "a kind without matrices"
     rows, states = state_rows(batch, group, cache), flat(cache.recurrent)
-    states, out = _short_rows(rule, rows, inputs, states, batch.row.shape[0])
-    if not 0 < batch.query_len <= rows.shape[1]:
+    query_len = batch.query_len if batch.query_len <= rows.shape[1] else 0
+    args = rule, rows, inputs, states, query_len
+    states, out = run_first("recur", candidates, *args, note=note)
+    if not query_len:
         states, out = _long_rows(rule, rows, inputs, states, out)
     return out, replace(cache, recurrent=states.reshape(cache.recurrent.shape))
 
 
 def _short_rows(
-    rule: Recurrence, rows: StateRows, inputs: Any, states: Array, T: int
+    rule: Recurrence, rows: StateRows, inputs: Any, states: Array, query_len: int
 ) -> tuple[Array, Array]:
     """Runs rows of J tokens at most, which may be drafts, and keeps the state behind each.
 
+    query_len: places that each row has for its tokens, if there are as many and no longer row.
     Returns all states, [N * J, ...], and what tokens make, [T, ...].
     """
-    J = rows.shape[1]
+    T, J = jax.tree.leaves(inputs)[0].shape[0], rows.shape[1]
     old = rows.before(states, rows.num <= J).astype(jnp.float32)
     out = None
     for j in range(J):
@@ -52,6 +61,9 @@ def _short_rows(
         states = states.at[behind].set(kept, mode="drop")
     assert out is not None, "J is 1 at least"
     return states, out
+
+
+PLAIN = (Operation("plain JAX", _short_rows),)
 
 
 def _long_rows(

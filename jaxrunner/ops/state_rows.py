@@ -34,16 +34,17 @@ class StateRows(NamedTuple):
         block = jnp.take_along_axis(self.blocks, at[:, None], 1)[:, 0]
         return jnp.where(self.num > 0, block * J + count % J, self.nowhere)
 
-    def before(self, states: Array, wanted: Array | bool = True) -> Array:
-        """Returns the state before each row, [B, ...], of [N * J, ...]; zeros for a new one.
+    def source(self, wanted: Array | bool = True) -> Array:
+        """Returns where the state before each row is, [B]; nowhere for new ones and unwanted ones.
 
-        Whoever had the block before is not read, so that no NaN of his is either, and rows that are
-        not wanted read nothing.
+        Whoever had the block before is not read, so that no NaN of his is either.
         """
-        source = jnp.where(
-            wanted & (self.first > 0), self.place(jnp.zeros_like(self.num)), self.nowhere
-        )
-        return take(states, source)
+        place = self.place(jnp.zeros_like(self.num))
+        return jnp.where(wanted & (self.first > 0), place, self.nowhere)
+
+    def before(self, states: Array, wanted: Array | bool = True) -> Array:
+        """Returns the state before each row, [B, ...], of [N * J, ...]; zeros where it has none."""
+        return take(states, self.source(wanted))
 
 
 def state_rows(batch: Batch, group: int, cache: StateCache) -> StateRows:

@@ -28,10 +28,10 @@ class StateSpaceInputs:
 
 def state_space(heads: int, rows: int, columns: int) -> Recurrence:
     """Returns how the matrices of a Mamba-2 mixer go on."""
-    return Recurrence((heads, rows, columns), _step, _chunk)
+    return Recurrence((heads, rows, columns), step, _chunk)
 
 
-def _step(state: Array, token: StateSpaceInputs) -> tuple[Array, Array]:
+def step(state: Array, token: StateSpaceInputs) -> tuple[Array, Array]:
     """Takes in one token. Returns the state, and y, [heads, rows]."""
     b, c = (_of_heads(one, state.shape[0]) for one in (token.b, token.c))
     state = jnp.exp(token.decay)[:, None, None] * state + token.x[:, :, None] * b[:, None]

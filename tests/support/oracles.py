@@ -164,3 +164,28 @@ def grouped_mlp(x, logits, real, gate_up, down, *, k):
             gate, up = gate_up[e] @ x[t]
             out[t] += share * (down[e] @ wide(jnp.bfloat16(gate / (1 + np.exp(-gate)) * up)))
     return out
+
+
+def state_step(states, source, place, start, num, value, key, query, keep, beta=None, *, axis):
+    """Matrices lie with keys behind values here, and heads have keys of their own."""
+    dtype, times = states.dtype, states.shape[1] // key.shape[1]
+    held, out = wide(states).copy(), np.zeros(value.shape)
+    old = held.copy()
+    value, key, query, keep = (wide(x) for x in (value, key, query, keep))
+    key, query = (np.repeat(x, times, 1) for x in (key, query))
+    for b, n in enumerate(np.asarray(num)):
+        if not n:
+            continue
+        s = old[source[b]] if source[b] < len(old) else np.zeros(old.shape[1:])
+        for j in range(n):
+            t = start[b] + j
+            s = (s if axis else s.swapaxes(1, 2)) * keep[t][:, None, None]
+            moved = value[t]
+            if beta is not None:
+                moved = wide(beta[t])[:, None] * (moved - np.einsum("hxy,hy->hx", s, key[t]))
+            s = s + np.einsum("hx,hy->hxy", moved, key[t])
+            out[t] = np.einsum("hxy,hy->hx", s, query[t])
+            # Rounded before the next token: so says the specification.
+            s = wide(jnp.asarray(s if axis else s.swapaxes(1, 2), jnp.float32).astype(dtype))
+            held[place[b, j]] = s
+    return out, held
