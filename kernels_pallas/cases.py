@@ -19,9 +19,9 @@ from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.lora_case import LORA
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
-from jaxrunner.kernels_pallas.mixture_case import mixtures
+from jaxrunner.kernels_pallas.mixture_case import full_tiles, mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
-from jaxrunner.kernels_pallas.quantized_case import quantized_products, quantized_tiles
+from jaxrunner.kernels_pallas.quantized_case import fitted_tiles, quantized_products, quantized_tiles
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
@@ -329,6 +329,10 @@ BENCH: tuple[Case, ...] = (
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F, parts in ((4096, 6144, 1), (4096, 4096, 8), (4096, 28672, 1), (14336, 4096, 8))
       for T in (1, 8, 64, 256)),
+    *(fitted_tiles(T, E, F, code, run, in_parts=E == 14336 or F == 4096) for code, run in
+      (("float8_e4m3fn", 128), ("int4", 1))
+      for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
+    full_tiles(1 << 14, 256, 8, 7168, 512),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"), *MODELS,

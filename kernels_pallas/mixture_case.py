@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.kernels_pallas.case import Case
-from jaxrunner.kernels_pallas.group_tokens import group_tokens
+from jaxrunner.kernels_pallas.group_tokens import Groups, group_tokens
 from jaxrunner.kernels_pallas.grouped_mlp import TuningConfig, grouped_mlp
 from jaxrunner.kernels_pallas.router import route
 from jaxrunner.types import Array
@@ -33,3 +33,25 @@ def mixtures(T: int, X: int, k: int, E: int, F: int, *, tile: int, consumers: in
     distinct = X * (1 - np.float64(1 - k / X) ** tokens)  # of experts that differ, on average
     name = f"{T} x {E} x {F}, {k} of {X}"
     return Case("grouped_mlp", name, make, run, float(6.0 * E * F * distinct), "TB/s", dict(k=k))
+
+
+def full_tiles(T: int, X: int, k: int, E: int, F: int, *, tile: int = 128) -> Case:
+    """T tokens that lie by expert already, each of which has as many: the products alone."""
+    tiles, config = T * k // tile, TuningConfig(consumers=2, dtype="bfloat16")
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        shapes = (T * k, E), (X, 2, F, E), (X, E, F)
+        made = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+        x, gate_up, down = made
+        return x, gate_up * E**-0.5, down * F**-0.5
+
+    def run(x: Array, gate_up: Array, down: Array) -> Array:
+        own = jnp.arange(tiles, dtype=jnp.int32) * X // tiles
+        rows = jnp.full((tiles,), tile, jnp.int32)
+        route, weight = jnp.arange(T * k, dtype=jnp.int32), jnp.ones((T * k,), jnp.float32)
+        groups = Groups(x, route, weight, own, rows, jnp.full((1,), tiles, jnp.int32))
+        return grouped_mlp(groups, gate_up, down, (T, k), config)
+
+    name, operations = f"{T * k} rows x {E} x {F}, {X} experts", 6.0 * T * k * E * F
+    return Case("grouped_mlp", name, make, run, operations, "TFLOP/s", dict(k=k))

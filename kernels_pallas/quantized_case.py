@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import widen
+from jaxrunner.kernels_pallas import quantized_fit, widen
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.quantized_matmul import quantized_matmul
 from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
@@ -51,6 +51,19 @@ def quantized_tiles(
 
     told = ", ".join(f"{key} {value}" for key, value in sizes.items())
     name, amount = f"{T} x {E} x {F}, {code}, {told}", E * F / widen.PACKED[code]
+    return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
+
+
+def fitted_tiles(T: int, E: int, F: int, code: str, run: int, *, in_parts: bool) -> Case:
+    """T tokens times a weight, with groups of 128, in tiles of the sizes that `fit` finds."""
+
+    def run_it(x: Array, weight: Array, scale: Array) -> Array:
+        y = quantized_fit.multiply(x, weight, scale, code=code, in_parts=in_parts)
+        return y.sum(0).astype(x.dtype) if in_parts else y
+
+    make = functools.partial(_make, T, E, F, code, run, 128, False)
+    name = f"{T} x {E} x {F}, {code}, fitted" + ", parts" * in_parts
+    amount = E * F / widen.PACKED[code]
     return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
 
 

@@ -119,6 +119,8 @@ def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
     assert figure["rate"] == pytest.approx(128 / figure["us"] / 1e6)
     assert result["ceilings"] == {"TB/s": 1.0, "TFLOP/s": 2.0}
     assert "TFLOP/s" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"name begins with \(product\), got attention"):
+        kernels.run("attention")
 
 
 def test_a_figure_of_repeated_runs_is_the_median():

@@ -6,12 +6,13 @@
     python -m jaxrunner.bench llama8b --lora 8x16 --parts decode
     python -m jaxrunner.bench llama8b --engine tensor_parallel_size=2 num_decode_steps=4
     python -m jaxrunner.bench qwen06b --parts embed
-    python -m jaxrunner.bench --kernels
+    python -m jaxrunner.bench --kernels quantized
 
 Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
 what one token more costs a batch that decodes together. With `--speculative` an EAGLE head of
 dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each request has
-one of so many adapters of a rank, on all products. What `--engine` sets of `LLM` goes over the
+one of so many adapters of a rank, on all products. `--kernels` times kernels, by default all, else
+those whose names begin so, and no model. What `--engine` sets of `LLM` goes over the
 preset's. The part `embed` goes alone: its model pools.
 """
 
@@ -39,7 +40,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("preset", choices=PRESETS, nargs="?", default="tiny")
-    parser.add_argument("--kernels", action="store_true", help="time each kernel, and no model")
+    parser.add_argument("--kernels", nargs="?", const="", metavar="NAME", help="time these alone")
     parser.add_argument(
         "--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}, or {POOLS}"
     )
@@ -55,8 +56,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", help="of decode, the preset's by default")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
-    if args.kernels:
-        result = machine() | kernels.run()
+    if args.kernels is not None:
+        result = machine() | kernels.run(args.kernels)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
         return

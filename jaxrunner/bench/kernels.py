@@ -12,12 +12,24 @@ from jaxrunner.kernels_pallas.cases import BENCH, Case
 LINKS, SETS, BYTES = 16, 4, 200e6  # calls in a chain; sets of inputs, fewer where they are large
 
 
-def run() -> dict[str, Any]:
-    """Returns and prints microseconds, rate and percent of the ceiling by kernel and case."""
+def run(name: str = "") -> dict[str, Any]:
+    """Returns and prints microseconds, rate and percent of the ceiling by kernel and case.
+
+    name: what names of kernels begin with; "" for all.
+
+    Raises:
+      ValueError: none does.
+    """
+    cases = [case for case in BENCH if case.kernel.startswith(name)]
+    if not cases:
+        known = ", ".join(dict.fromkeys(case.kernel for case in BENCH))
+        raise ValueError(
+            f"--kernels must be what a kernel's name begins with ({known}), got {name}"
+        )
     ceilings = {"TB/s": read_rate(), "TFLOP/s": product_rate()}
     print({unit: round(rate, 2) for unit, rate in ceilings.items()}, flush=True)
     figures: dict[str, Any] = {"ceilings": ceilings}
-    for case in BENCH:
+    for case in cases:
         seconds = time_of(case)
         rate = case.amount / seconds / 1e12
         share = rate / ceilings[case.unit]
