@@ -72,6 +72,11 @@ BAD_SETTINGS = {
     "gptq of 3 bits": (of(GPTQ, bits=3), "bits must be one of [4, 8], got 3"),
     "gptq group": (of(GPTQ, group_size=0), "group_size must be over 0, or -1 for all inputs"),
     "gptq marlin": (of(GPTQ, checkpoint_format="marlin"), "checkpoint_format must be 'gptq' or"),
+    "gptq format": (of(GPTQ, format="marlin"), "format must be 'gptq' or 'gptq_v2', got 'marlin'"),
+    "gptq formats": (
+        of(GPTQ, format="gptq_v2", checkpoint_format="gptq"),
+        "checkpoint_format='gptq' and format='gptq_v2' must be equal, as zero points are stored in",
+    ),
     "gptq ragged": (of(GPTQ, group_size=48), "GPTQ of 4 bits wants inputs in groups of 48, and"),
     "gptq dynamic": (of(GPTQ, dynamic={"+:up": {"rank": 2}}), "unknown setting: rank=2"),
     "gptq dynamic bits": (of(GPTQ, dynamic={".*": {"bits": 2}}), "bits must be one of [4, 8]"),

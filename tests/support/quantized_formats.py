@@ -241,6 +241,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         _gptq(sym=False, checkpoint_format="gptq_v2"),
         of(gptq, bits=4, size=32, sym=False, v1=False),
     ),
+    "gptq v2 by format alone": (
+        _gptq(sym=False, format="gptq_v2"), of(gptq, bits=4, size=32, sym=False, v1=False),
+    ),
     "gptq, desc_act": (
         _gptq(sym=False, desc_act=True, group_size=24),
         of(gptq, bits=4, size=24, sym=False, v1=True, ordered=True),
