@@ -44,6 +44,12 @@ BAD_SETTINGS = {
     "no dict": ("fp8", "quantization_config must have a quant_method among"),
     "a key": (of(BLOCK, smooth=1), "quantization_config: 1 unknown setting: smooth=1"),
     "e5m2": (of(BLOCK, fmt="e5m2"), "fmt='e5m2' is not supported, only 'e4m3'"),
+    "experts of 4 bits": (of(BLOCK, expert_dtype="fp4"), "expert_dtype='fp4' is not supported, on"),
+    "weights widened": (of(BLOCK, dequantize=True), "dequantize=True is not supported, only False"),
+    "an embedding": (
+        of(BLOCK, modules_to_convert=["embed"]), "modules_to_convert=['embed'] is not supported, on"
+    ),
+    "scales": (of(BLOCK, scale_fmt="int8"), "scale_fmt='int8' is not supported, only 'float32'"),
     "a block": (of(BLOCK, weight_block_size=[0, 1]), "weight_block_size must be two numbers over"),
     "activations": (of(BLOCK, activation_scheme="static"), "activation_scheme must be one of"),
     "ragged activations": (
@@ -104,6 +110,7 @@ BAD_SETTINGS = {
         inputs(strategy="tensor"), "inputs must be of 8 bits, with one static scale for all, or dy"
     ),
     "4-bit inputs": (inputs(num_bits=4), "got int 4, dynamic=True, strategy='token'"),
+    "inputs in an order": (inputs(actorder="group"), "actorder='group' is not supported, only N"),
     "asymmetric inputs": (inputs(symmetric=False), "symmetric=False is not supported, only True"),
 }  # fmt: skip
 

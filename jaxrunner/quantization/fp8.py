@@ -15,6 +15,7 @@ from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
 
 E4M3 = "float8_e4m3fn"
+SCALES = (*DTYPES, "float8_e8m0fnu")  # the last is of powers of two
 SCHEMES = (None, "none", "dynamic", "static")
 
 
@@ -36,9 +37,11 @@ class Fp8:
           ValueError: a setting that is not supported; names it.
         """
         settings.expect("fmt", "e4m3", "float8_e4m3fn")
-        settings.expect("scale_fmt", "float32", "ue8m0")  # powers of two, in float32 too
+        settings.expect("scale_fmt", "float32", "float", "ue8m0")  # the file tells which it has
+        settings.expect("expert_dtype", "fp8")
+        settings.expect("dequantize", False)  # which would leave inputs as they are
         settings.expect("is_checkpoint_fp8_serialized", True)
-        settings.expect("modules_to_convert")
+        settings.expect("modules_to_convert", None, [])
         block = tuple(settings.each("weight_block_size", int, []))
         if block and (len(block) != 2 or min(block) < 1):
             raise ValueError(
@@ -77,7 +80,7 @@ class Fp8:
             rows, cols = self.weight_block_size
             shapes = [(-(-n // rows), -(-k // cols)) for n, k in placing.shapes]
             join = functools.partial(_by_blocks, placing, rows)
-            leaves["scale"] = placing.tensors("weight_scale_inv", join, *shapes, dtypes=DTYPES)
+            leaves["scale"] = placing.tensors("weight_scale_inv", join, *shapes, dtypes=SCALES)
         if self.activation_scheme == "static":
             leaves["input_scale"] = input_scale(placing, ())
         return build(placing.held, bias, **leaves)

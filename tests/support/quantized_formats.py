@@ -38,12 +38,13 @@ def fp8_block(
 
 
 def fp8_tensor(
-    rng: np.random.Generator, N: int, K: int, *, static: bool, shape: Any = ()
-) -> Written:
+    rng: np.random.Generator, N: int, K: int, *, static: bool, shape: Any = (),
+    names: tuple[str, str] = ("weight_scale", "input_scale"),
+) -> Written:  # fmt: skip
     numbers, scale = fp8_numbers(rng, N, K), scales(rng)
-    tensors = {"weight": numbers, "weight_scale": scale.reshape(shape)}
+    tensors = {"weight": numbers, names[0]: scale.reshape(shape)}
     if static:
-        tensors["input_scale"] = np.full(shape, 0.01, np.float32)
+        tensors[names[1]] = np.full(shape, 0.01, np.float32)
     return tensors, numbers.astype(np.float32) * scale
 
 
@@ -179,6 +180,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 tensor, static": (
         dict(quant_method="fp8", activation_scheme="static", ignored_layers=["lm_head"]),
         of(fp8_tensor, static=True),
+    ),
+    "fp8 tensor of transformers, static": (
+        dict(quant_method="fp8", activation_scheme="static", weight_block_size=None),
+        of(
+            fp8_tensor, static=True, shape=(1, 1), names=("weight_scale_inv", "activation_scale")
+        ),
     ),
     "compressed fp8 tensor, static": (
         _compressed(
