@@ -27,7 +27,12 @@ CONFIGS = {
     "fp8 tensor, static": (
         "FineGrainedFP8Config", dict(weight_block_size=None, activation_scheme="static"),
     ),
+    "awq": ("AwqConfig", dict(group_size=32)),
+    "awq without zero points": ("AwqConfig", dict(group_size=32, zero_point=False)),
+    "gptq": ("GPTQConfig", dict(bits=4, group_size=32)),
+    "gptq, desc_act": ("GPTQConfig", dict(bits=8, group_size=32, desc_act=True, sym=False)),
 }  # fmt: skip
+FP8 = [name for name in CONFIGS if name.startswith("fp8")]
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -43,7 +48,7 @@ def test_settings_as_transformers_writes_them_are_read(name: str):
     assert vars(config)["method"].name == name.split()[0].rstrip(",")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FP8)
 def test_modules_of_transformers_are_read_as_it_dequantises_them(tmp_path: Any, name: str):
     settings = settings_of(name)
     asked = settings["quantization_config"]

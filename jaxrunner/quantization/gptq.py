@@ -20,7 +20,7 @@ CODES = {4: "int4", 8: "int8"}
 V1, V2 = "gptq", "gptq_v2"  # of which the first stores zero points less one
 SKIP, TAKE = "-:", "+:"  # before a pattern of `dynamic`
 # How it was quantised, and which program did: of no account to who reads it.
-_ORIGIN = """damp_percent static_groups true_sequential dataset model_seqlen block_name_to_quantize
+ORIGIN = """damp_percent static_groups true_sequential dataset model_seqlen block_name_to_quantize
     module_name_preceding_first_block batch_size pad_token_id use_exllama max_input_length
     exllama_config cache_block_outputs modules_in_block_to_quantize model_name_or_path
     model_file_base_name meta tokenizer backend use_cuda_fp16 pack_dtype quant_method
@@ -48,7 +48,7 @@ class GPTQ:
         Raises:
           ValueError: a setting that is not supported; names it.
         """
-        settings.ignore(*_ORIGIN)
+        settings.ignore(*ORIGIN)
         read = cls(
             bits=settings.size("bits"), group_size=settings.take("group_size", int, 128),
             desc_act=settings.take("desc_act", bool, False), sym=settings.take("sym", bool, True),
