@@ -63,11 +63,21 @@ class Placing:
         """Returns the leaf `scale`, or `zero`, of what the outputs of each module have.
 
         parts: [outputs, runs of inputs], of as many inputs as `scheme.block` says.
+
+        Raises:
+          ValueError: outputs that the family holds side by side share a scale that they must not.
         """
         every = np.concatenate(parts)
-        outputs, (_, length) = self.outputs, self.held.scheme.block
-        rows = self._rows()[..., :: outputs[-1] // self.held.scale.shape[len(outputs) - 1]]
-        placed = every[rows]  # [outputs, runs]
+        outputs, (rows, length) = self.outputs, self.held.scheme.block
+        count = self.held.scale.shape[len(outputs) - 1]
+        placed = every[self._rows().reshape(*outputs[:-1], count, -1)]  # [outputs, run, runs]
+        placed, others = placed[..., 0, :], placed[..., 1:, :]
+        if (others != placed[..., None, :]).any():
+            raise ValueError(
+                f"{self.modules[0]} has blocks of {rows} outputs that lie in another order here, "
+                f"where {outputs[-1] // count} neighbours would share a scale: take a checkpoint "
+                "with larger blocks, or with a scale for each output"
+            )
         target = self.held.scale.shape[len(outputs) :]
         if length and not self.held.scheme.has_order:
             count = math.prod(target)

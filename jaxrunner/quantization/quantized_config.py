@@ -21,6 +21,7 @@ from jaxrunner.quantization.placing import Placing
 from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Given, Scheme
+from jaxrunner.quantization.widened import widened
 
 OF_EXPERTS = "gate_up", "down"  # products of `Experts`
 EXPERTS = ".experts."  # in the names of their modules
@@ -138,6 +139,8 @@ def _made(config: QuantizedConfig, node: Any, held: Any) -> Any:
     if isinstance(held, QuantizedExperts):
         own = {name: _made(config, w, getattr(held, name)) for name, w in _of_experts(node).items()}
         return host_value(QuantizedExperts, **vars(node) | own)
+    if isinstance(node, Source):
+        return widened(node, config.method) if node.is_module else node
     if not isinstance(held, QuantizedLinear):
         return node
     return config.method.sources(Placing(node.weight, node.num_in, held), node.bias)
