@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_quantized_formats import rounded
 
 from jaxrunner.experts import Experts, Routes
 from jaxrunner.loading.quantized import read_quantized
@@ -19,6 +18,7 @@ from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.outside import checkpoint
 from tests.support import quantized
+from tests.support.quantized_formats import rounded
 
 X, E, F = 5, 64, 128
 SETTINGS: dict[str, Any] = quantized.SETTINGS | dict(

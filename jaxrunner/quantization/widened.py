@@ -46,11 +46,11 @@ def widened(source: Source, method: Any) -> Source:
 def _widen(
     source: Source, held: QuantizedLinear, leaves: Mapping[str, Source], parts: Arrays
 ) -> np.ndarray:
-    made, rest = {}, iter(parts)
+    rest = iter(parts)
+    made: dict[str, Any] = dict.fromkeys(("zero", "order", "input_scale", "bias"))
     for leaf, of in leaves.items():
         made[leaf] = jnp.asarray(of.join([next(rest) for _ in of.names]))
-    none = dict.fromkeys(("zero", "order", "input_scale", "bias"))
-    w = QuantizedLinear(**none | made, scheme=held.scheme)
+    w = QuantizedLinear(**made, scheme=held.scheme)
     return source.join([np.asarray(w.values())])
 
 

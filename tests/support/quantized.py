@@ -1,5 +1,6 @@
 """Checkpoint folders in each format of quantised weights, and the float ones they stand for."""
 
+from dataclasses import replace
 import functools
 import json
 from pathlib import Path
@@ -13,7 +14,9 @@ from safetensors.numpy import save_file
 
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model, Source
+from jaxrunner.operation import unnoted
 from jaxrunner.ops.backends import dense
+from jaxrunner.ops.experts import experts as run_experts
 from jaxrunner.types import Inputs
 from tests.outside import checkpoint
 from tests.support.quantized_formats import FORMATS, Writer
@@ -105,7 +108,8 @@ def logits(model: Model, config: Any, params: Any, ids: jax.Array) -> jax.Array:
     """Returns the logits of one sequence, [T, V]."""
     inputs = Inputs(ids, jnp.arange(ids.size), jnp.full(ids.size, ids.size))
     none = (None,) * config.num_hidden_layers
-    hidden, _ = model.forward(config, params, none, inputs, dense(1))
+    run = functools.partial(run_experts, note=unnoted)  # as in serving, not as in training
+    hidden, _ = model.forward(config, params, none, inputs, replace(dense(1), experts=run))
     return model.logits(config, params, hidden)
 
 
