@@ -32,15 +32,11 @@ FORMATS = (
     "compressed packed 4 bits, zero points, order", "compressed packed 8 bits", "awq",
     "gptq, desc_act", "compressed mxfp4",
 )  # fmt: skip
-FORMATS_IN_ORDER = re.compile("order|desc_act")
 IDS = np.random.default_rng(0).integers(0, 62, 19)
 
 
 def made(format_: str) -> Any:
-    """Returns what `written_by_sources` does; experts have no order of inputs."""
-    dense = dict(first_k_dense_replace=2) if FORMATS_IN_ORDER.search(format_) else {}
-    own = SETTINGS | dense
-    settings, tensors, floats = quantized.written_by_sources(format_, deepseek_v3, own)
+    settings, tensors, floats = quantized.written_by_sources(format_, deepseek_v3, SETTINGS)
     config = settings["quantization_config"]
     if config["quant_method"] == "fp8":  # so that products are those of floats
         settings["quantization_config"] = config | dict(activation_scheme="none")

@@ -4,6 +4,7 @@ It holds float weights, which the formats' definitions make, in float64, and rou
 products as these say.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ MIXTURE = DENSE | dict(
     num_experts_per_tok=2, moe_intermediate_size=DENSE["intermediate_size"], norm_topk_prob=True,
 )  # fmt: skip
 IDS = np.random.default_rng(0).integers(0, DENSE["vocab_size"], 19)
-E4M3, STATIC = "float8_e4m3fn", 0.01  # the scale of inputs that the formats write
+E4M3 = "float8_e4m3fn"
 CLOSE = 5e-5  # of float32, in the deviation of logits
 ROUNDED = {
     "fp8 blocks": Activation(E4M3, group=32),
@@ -39,17 +40,16 @@ ROUNDED = {
     "compressed fp8 blocks, by group": Activation(E4M3, group=32),
     "compressed int8 channels, by token": Activation("int8"),
 }
-IN_ORDER = "compressed packed 4 bits, zero points, order", "gptq, desc_act"
-OF_EXPERTS = [name for name in FORMATS if name not in (*ROUNDED, *IN_ORDER)]
+OF_EXPERTS = [name for name in FORMATS if name not in ROUNDED]  # whose inputs no module reads
 
 
-def ours(folder: Any, format_: str, dims: dict[str, Any]) -> tuple[np.ndarray, Any]:
-    """Returns the logits of a checkpoint, and the float weights that it stands for."""
+def ours(folder: Any, format_: str, dims: dict[str, Any]) -> tuple[np.ndarray, Any, Any]:
+    """Returns the logits of a checkpoint, its tensors, and the float weights that are meant."""
     settings, tensors, floats = quantized.written(format_, dims)
     quantized.save(folder, settings, tensors)
     model, config = read_quantized(settings, "config.json")
     params = load_params(folder, model, config, dtype="float32", progress=False)
-    return quantized.logits(model, config, params, jnp.asarray(IDS, jnp.int32)), floats
+    return quantized.logits(model, config, params, jnp.asarray(IDS, jnp.int32)), tensors, floats
 
 
 def reference(folder: Any, dims: dict[str, Any], floats: Any) -> Any:
@@ -66,25 +66,27 @@ def run(model: Any) -> np.ndarray:
         return model(torch.tensor(IDS)[None]).logits[0].numpy()
 
 
-def round_inputs(model: Any, activation: Activation) -> None:
-    """Makes products of a model round what they read."""
-    scale = np.float32(STATIC) if activation.static else None
+def round_inputs(model: Any, activation: Activation, tensors: Any) -> None:
+    """Makes products of a model round what they read. tensors: with the scales of static ones."""
 
-    def before(_: Any, inputs: Any) -> Any:
+    def before(scale: Any, _: Any, inputs: Any) -> Any:
         return torch.from_numpy(rounded(inputs[0][0].numpy(), activation, scale))[None]
 
     for name in quantized.modules(DENSE):
-        model.get_submodule(name).register_forward_pre_hook(before)
+        told = [tensors.get(f"{name}.{kind}_scale") for kind in ("input", "activation")]
+        scale = next((scale.reshape(()) for scale in told if scale is not None), None)
+        hook = functools.partial(before, scale)
+        model.get_submodule(name).register_forward_pre_hook(hook)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_logits_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: str):
-    got, floats = ours(tmp_path / "few", format_, DENSE)
+    got, tensors, floats = ours(tmp_path / "few", format_, DENSE)
     model = reference(tmp_path / "float", DENSE, floats)
     want = run(model)
     if format_ in ROUNDED:
         plain = want
-        round_inputs(model, ROUNDED[format_])
+        round_inputs(model, ROUNDED[format_], tensors)
         want = run(model)
         assert abs(want - plain).max() > 0.1 * want.std()
     np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE * want.std())
@@ -92,6 +94,6 @@ def test_logits_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: 
 
 @pytest.mark.parametrize("format_", OF_EXPERTS)
 def test_logits_of_mixtures_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: str):
-    got, floats = ours(tmp_path / "few", format_, MIXTURE)
+    got, _, floats = ours(tmp_path / "few", format_, MIXTURE)
     want = run(reference(tmp_path / "float", MIXTURE, floats))
     np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE * want.std())

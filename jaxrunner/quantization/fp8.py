@@ -10,7 +10,7 @@ from jaxrunner.config import DTYPES
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named, read_names
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite, whole
+from jaxrunner.quantization.placing import Arrays, Placing, build, finite
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
 
@@ -94,13 +94,15 @@ def float_numbers(placing: Placing) -> Source:
 
 def input_scale(placing: Placing, shape: tuple[int, ...]) -> Source:
     """Returns the source of a scale of inputs that the checkpoint has."""
-    names = placing.modules
+    names, held = placing.modules, placing.held.input_scale
+    assert held is not None
 
     def join(parts: Arrays) -> np.ndarray:
-        scale = whole(finite(parts, names), "input_scale", names).reshape(())
-        if not scale > 0:
-            raise ValueError(f"input_scale of {names[0]} must be over 0, got {scale}")
-        return scale
+        scales = [part.reshape(()) for part in finite(parts, names)]
+        for name, scale in zip(names, scales, strict=True):
+            if not scale > 0:
+                raise ValueError(f"input_scale of {name} must be over 0, got {scale}")
+        return placing.shared(scales, "input_scale", names, held.shape)
 
     return placing.tensors("input_scale", join, *[shape] * len(names), dtypes=DTYPES)
 

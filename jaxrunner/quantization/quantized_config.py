@@ -172,19 +172,6 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _check_stack(module: str, scheme: Scheme | None, num: int) -> None:
-    """Checks what experts, whose products lie in one array, have of their own."""
-    if scheme is None or EXPERTS not in module:
-        return
-    static = scheme.activation is not None and scheme.activation.static
-    for has, what in ((scheme.has_order, "an order of inputs"), (static, "a scale of inputs")):
-        if has:
-            raise ValueError(
-                f"{module} and {num - 1} others would each have {what} of its own, which experts "
-                "cannot have: take a checkpoint without actorder and static input scales"
-            )
-
-
 def _scheme(method: Method, path: str, source: Any) -> Scheme | None:
     """Returns how the modules of one product are held."""
     if EXPERTS in path and len(source.names) == 1:
@@ -196,7 +183,6 @@ def _scheme(method: Method, path: str, source: Any) -> Scheme | None:
         module = name.removesuffix(".weight")
         found[module] = method.scheme(module, (rows, rest[0]))
     first, *others = found
-    _check_stack(first, found[first], len(found))
     for other in others:
         if found[other] != found[first]:
             raise ValueError(

@@ -19,7 +19,7 @@ from jaxrunner.ops.backends import dense
 from jaxrunner.ops.experts import experts as run_experts
 from jaxrunner.types import Inputs
 from tests.outside import checkpoint
-from tests.support.quantized_formats import FORMATS, Writer
+from tests.support.quantized_formats import FORMATS, SEEDED, Writer
 
 SETTINGS: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=1,
@@ -91,13 +91,19 @@ def written_by_sources(
     return settings | dict(quantization_config=config), *_with_few(floats, few, writer)
 
 
+def crc(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
 def _with_few(
     floats: dict[str, np.ndarray], few: dict[str, tuple[int, int]], writer: Writer
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns tensors with those of modules, and floats with what these stand for."""
     tensors, floats = dict(floats), dict(floats)
     for name, (N, K) in few.items():
-        made, weight = writer(np.random.default_rng(zlib.crc32(name.encode())), N, K)
+        readers = f"{name.rpartition('.')[0]} of {K}"  # modules that read the same inputs
+        seed = dict(seed=crc(readers)) if getattr(writer, "func", writer) in SEEDED else {}
+        made, weight = writer(np.random.default_rng(crc(name)), N, K, **seed)
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in made.items()}
         floats[f"{name}.weight"] = weight
     return tensors, floats

@@ -2,6 +2,7 @@
 
 Written apart from the package: numpy, and loops where these say most. A writer takes a generator
 and the shape of a module, [N, K], and returns its tensors by suffix, and its weights in float32.
+What modules have in common that read the same inputs is drawn by `seed`, where a writer takes it.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 Written = tuple[dict[str, np.ndarray], np.ndarray]
-Writer = Callable[[np.random.Generator, int, int], Written]
+Writer = Callable[..., Written]
 E4M3 = ml_dtypes.float8_e4m3fn
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]  # which column of eight lies where in a word
@@ -39,12 +40,13 @@ def fp8_block(
 
 def fp8_tensor(
     rng: np.random.Generator, N: int, K: int, *, static: bool, shape: Any = (),
-    names: tuple[str, str] = ("weight_scale", "input_scale"),
+    names: tuple[str, str] = ("weight_scale", "input_scale"), seed: int = 0,
 ) -> Written:  # fmt: skip
     numbers, scale = fp8_numbers(rng, N, K), scales(rng)
     tensors = {"weight": numbers, names[0]: scale.reshape(shape)}
     if static:
-        tensors[names[1]] = np.full(shape, 0.01, np.float32)
+        of_inputs = np.random.default_rng(seed).uniform(0.005, 0.02)
+        tensors[names[1]] = np.full(shape, of_inputs, np.float32)
     return tensors, numbers.astype(np.float32) * scale
 
 
@@ -67,17 +69,18 @@ def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
     return words.view(np.int32)
 
 
-def groups(K: int, size: int, *, ordered: bool) -> np.ndarray:
-    """Returns the group of each input; the same for all modules that read as many."""
+def groups(K: int, size: int, seed: int, *, ordered: bool) -> np.ndarray:
+    """Returns the group of each input."""
     ids = np.arange(K) // size
-    return np.random.default_rng(K).permutation(ids) if ordered else ids
+    return np.random.default_rng(seed).permutation(ids) if ordered else ids
 
 
 def compressed(
-    rng: np.random.Generator, N: int, K: int, *, bits: int, size: int, zero: bool, ordered: bool
-) -> Written:
+    rng: np.random.Generator, N: int, K: int, *, bits: int, size: int, zero: bool, ordered: bool,
+    seed: int = 0,
+) -> Written:  # fmt: skip
     size = size or K
-    half, g = 1 << bits - 1, groups(K, size, ordered=ordered)
+    half, g = 1 << bits - 1, groups(K, size, seed, ordered=ordered)
     numbers, scale = rng.integers(-half, half, (N, K)), scales(rng, N, -(-K // size))
     zeros = rng.integers(-half, half, scale.shape) if zero else np.zeros(scale.shape, int)
     weight = (numbers - zeros[:, g]).astype(np.float32) * scale[:, g]
@@ -118,9 +121,9 @@ def awq(rng: np.random.Generator, N: int, K: int, *, size: int, zero: bool = Tru
 
 def gptq(
     rng: np.random.Generator, N: int, K: int, *, bits: int, size: int, sym: bool, v1: bool,
-    ordered: bool = False,
+    ordered: bool = False, seed: int = 0,
 ) -> Written:  # fmt: skip
-    half, g = 1 << bits - 1, groups(K, size, ordered=ordered)
+    half, g = 1 << bits - 1, groups(K, size, seed, ordered=ordered)
     numbers = rng.integers(0, 2 * half, (K, N))
     scale = scales(rng, -(-K // size), N).astype(np.float16)
     zeros = np.full(scale.shape, half) if sym else rng.integers(1, 2 * half, scale.shape)
@@ -177,6 +180,7 @@ def _block(rows: int, cols: int, scheme: str | None) -> dict[str, Any]:
 
 
 of = functools.partial
+SEEDED = fp8_tensor, compressed, gptq  # take `seed`
 # By name: quantization_config, and the writer of a module.
 FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 blocks": (
