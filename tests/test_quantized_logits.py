@@ -32,6 +32,7 @@ E4M3 = "float8_e4m3fn"
 CLOSE = 5e-5  # of float32, in the deviation of logits
 ROUNDED = {
     "fp8 blocks": Activation(E4M3, group=32),
+    "fp8 blocks, static": Activation(E4M3, static=True),
     "fp8 tensor, dynamic": Activation(E4M3),
     "fp8 tensor, static": Activation(E4M3, static=True),
     "fp8 tensor of transformers, static": Activation(E4M3, static=True),

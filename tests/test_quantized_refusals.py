@@ -51,7 +51,7 @@ BAD_SETTINGS = {
     ),
     "scales": (of(BLOCK, scale_fmt="int8"), "scale_fmt='int8' is not supported, only 'float32'"),
     "a block": (of(BLOCK, weight_block_size=[0, 1]), "weight_block_size must be two numbers over"),
-    "activations": (of(BLOCK, activation_scheme="static"), "activation_scheme must be one of"),
+    "activations": (of(BLOCK, activation_scheme="token"), "activation_scheme must be one of"),
     "ragged activations": (
         of(BLOCK, weight_block_size=[16, 40]),
         f"activation_scheme='dynamic' wants inputs in blocks of 40, {Q} has 64",

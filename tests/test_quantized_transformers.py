@@ -23,6 +23,9 @@ CONFIGS = {
     "fp8, powers of two": (
         "FineGrainedFP8Config", dict(weight_block_size=(16, 32), scale_fmt="ue8m0"),
     ),
+    "fp8, static": (
+        "FineGrainedFP8Config", dict(weight_block_size=(16, 32), activation_scheme="static"),
+    ),
     "fp8 tensor": ("FineGrainedFP8Config", dict(weight_block_size=None)),
     "fp8 tensor, static": (
         "FineGrainedFP8Config", dict(weight_block_size=None, activation_scheme="static"),

@@ -48,9 +48,8 @@ class Fp8:
                 f"weight_block_size must be two numbers over 0, got {shown(list(block))}"
             )
         scheme = settings.take("activation_scheme", str, None)
-        if scheme not in SCHEMES or (block and scheme == "static"):
-            known = SCHEMES[:-1] if block else SCHEMES
-            raise ValueError(f"activation_scheme must be one of {known}, got {shown(scheme)}")
+        if scheme not in SCHEMES:
+            raise ValueError(f"activation_scheme must be one of {SCHEMES}, got {shown(scheme)}")
         ignored = read_names(settings, "modules_to_not_convert", "ignored_layers")
         settings.finish()
         return cls(scheme if scheme != "none" else None, block or None, ignored)
@@ -66,7 +65,7 @@ class Fp8:
                 f"{shape[1]}: set activation_scheme to 'none' in hf_overrides"
             )
         static = self.activation_scheme == "static"
-        asked = self.activation_scheme and Activation(E4M3, static, block[1])
+        asked = self.activation_scheme and Activation(E4M3, static, 0 if static else block[1])
         return Scheme(E4M3, block, activation=asked or None)
 
     def sources(self, placing: Placing, bias: Source | None) -> QuantizedLinear:

@@ -28,14 +28,21 @@ def scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def fp8_block(
-    rng: np.random.Generator, N: int, K: int, *, rows: int, cols: int, name: str
-) -> Written:
+    rng: np.random.Generator, N: int, K: int, *, rows: int, cols: int, name: str,
+    inputs: str = "", seed: int = 0,
+) -> Written:  # fmt: skip
     numbers, scale = fp8_numbers(rng, N, K), scales(rng, -(-N // rows), -(-K // cols))
     weight = numbers.astype(np.float32)
     for i in range(N):
         for j in range(K):
             weight[i, j] *= scale[i // rows, j // cols]
-    return {"weight": numbers, name: scale}, weight
+    static = {inputs: of_inputs(seed)} if inputs else {}
+    return {"weight": numbers, name: scale} | static, weight
+
+
+def of_inputs(seed: int, shape: Any = ()) -> np.ndarray:
+    """Returns a scale of inputs."""
+    return np.full(shape, np.random.default_rng(seed).uniform(0.005, 0.02), np.float32)
 
 
 def fp8_tensor(
@@ -45,8 +52,7 @@ def fp8_tensor(
     numbers, scale = fp8_numbers(rng, N, K), scales(rng)
     tensors = {"weight": numbers, names[0]: scale.reshape(shape)}
     if static:
-        of_inputs = np.random.default_rng(seed).uniform(0.005, 0.02)
-        tensors[names[1]] = np.full(shape, of_inputs, np.float32)
+        tensors[names[1]] = of_inputs(seed, shape)
     return tensors, numbers.astype(np.float32) * scale
 
 
@@ -180,7 +186,7 @@ def _block(rows: int, cols: int, scheme: str | None) -> dict[str, Any]:
 
 
 of = functools.partial
-SEEDED = fp8_tensor, compressed, gptq  # take `seed`
+SEEDED = fp8_block, fp8_tensor, compressed, gptq  # take `seed`
 # By name: quantization_config, and the writer of a module.
 FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 blocks": (
@@ -188,6 +194,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     ),
     "fp8 blocks across heads, ragged": (
         _block(24, 40, "none"), of(fp8_block, rows=24, cols=40, name="weight_scale_inv"),
+    ),
+    "fp8 blocks, static": (
+        _block(16, 32, "static"),
+        of(fp8_block, rows=16, cols=32, name="weight_scale_inv", inputs="activation_scale"),
     ),
     "fp8 tensor, dynamic": (
         dict(quant_method="fp8", activation_scheme="dynamic"), of(fp8_tensor, static=False),
