@@ -11,6 +11,7 @@ from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params, with_tensors
 from jaxrunner.models.mixtures.deepseek import deepseek_v3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
+from tests.outside import checkpoint
 from tests.support import quantized
 
 torch: Any = pytest.importorskip("torch")
@@ -35,8 +36,9 @@ FORMATS = (
 IDS = np.random.default_rng(0).integers(0, 62, 19)
 
 
-def made(format_: str) -> Any:
-    settings, tensors, floats = quantized.written_by_sources(format_, deepseek_v3, SETTINGS)
+def made(format_: str, **changes: int) -> Any:
+    own = SETTINGS | changes
+    settings, tensors, floats = quantized.written_by_sources(format_, deepseek_v3, own)
     config = settings["quantization_config"]
     if config["quant_method"] == "fp8":  # so that products are those of floats
         settings["quantization_config"] = config | dict(activation_scheme="none")
@@ -111,3 +113,18 @@ def test_blocks_that_rotated_dimensions_lie_across_are_refused(tmp_path: Any):
         tensors[name] = values.astype(np.float32)
     with pytest.raises(ValueError, match=r"q_b_proj has blocks of 4 outputs that lie in another"):
         load(tmp_path, settings, tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.devices(2)
+def test_tokens_are_those_of_the_floats_on_one_device_and_on_two(tmp_path: Any):
+    sizes = dict(intermediate_size=128, moe_intermediate_size=64)  # in whole groups on each
+    settings, tensors, floats = made("awq", **sizes)
+    few = quantized.save(tmp_path / "few", settings, tensors)
+    del settings["quantization_config"]
+    whole = quantized.save(tmp_path / "float", settings, floats)
+    asked, found = checkpoint.prompts(5, 9, 7), []
+    for folder, num_devices in ((whole, 1), (few, 1), (few, 2)):
+        with checkpoint.start(folder, tensor_parallel_size=num_devices) as llm:
+            found.append(checkpoint.answers(llm, asked, checkpoint.greedy(6)))
+    assert found[0] == found[1] == found[2]
