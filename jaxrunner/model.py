@@ -154,8 +154,10 @@ class Source(NamedTuple):
     Both see numpy arrays.
 
     dtypes: what each tensor may be stored in; where empty, any that is computed in, or for a weight
-    in none of these any at all. Where no tensor may be in one that is computed in, `join` gets them
+    in none of these any at all. Where a tensor may be in none that is computed in, `join` gets all
     as they are, and what it makes is rounded to the weight's.
+    is_module: whether it is the matrix of a module that other families multiply with, and this one
+    holds as an array: quantised checkpoints have it in few bits.
     """
 
     names: tuple[str, ...]
@@ -163,6 +165,7 @@ class Source(NamedTuple):
     join: Callable[[list[np.ndarray]], np.ndarray]
     split: Callable[[np.ndarray], list[np.ndarray]] | None
     dtypes: tuple[tuple[str, ...], ...] = ()
+    is_module: bool = False
 
     def beside(self, other: "Source") -> "Source":
         """Returns a source of the tensors of both, whose `join` sees those of `other` last."""

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_quantized_formats import rounded
 
 from jaxrunner.experts import Experts, Routes
 from jaxrunner.loading.quantized import read_quantized
@@ -19,6 +18,7 @@ from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.outside import checkpoint
 from tests.support import quantized
+from tests.support.quantized_formats import rounded
 
 X, E, F = 5, 64, 128
 SETTINGS: dict[str, Any] = quantized.SETTINGS | dict(
@@ -27,7 +27,8 @@ SETTINGS: dict[str, Any] = quantized.SETTINGS | dict(
 )  # fmt: skip
 FORMATS = (
     "fp8 blocks", "fp8 tensor, dynamic", "compressed int8 channels", "compressed packed 4 bits",
-    "compressed mxfp4", "awq", "gptq v2, zero points",
+    "compressed mxfp4", "awq", "gptq v2, zero points", "gptq, desc_act", "fp8 tensor, static",
+    "compressed packed 4 bits, zero points, order", "compressed fp8 tensor, static",
 )  # fmt: skip
 
 
@@ -48,20 +49,30 @@ def routes_of(num_tokens: int, rng: np.random.Generator) -> Routes:
     return Routes(jnp.asarray(chosen), jnp.asarray(np.where(chosen < X, weights, 0)))
 
 
-def defined(x: np.ndarray, routes: Routes, floats: Experts, activations: Any) -> np.ndarray:
-    """Returns the weighted sums, [T, E], in float64, route by route."""
+def defined(
+    x: np.ndarray, routes: Routes, floats: Experts, activations: Any, tensors: Any
+) -> np.ndarray:
+    """Returns the weighted sums, [T, E], in float64, route by route.
 
-    def inputs(x: np.ndarray, of: Any) -> np.ndarray:
-        return rounded(x[None], of, None)[0] if of is not None else x.astype(np.float64)
+    tensors: of the checkpoint, with the scales of inputs.
+    """
+
+    def inputs(x: np.ndarray, of: Any, module: str) -> np.ndarray:
+        if of is None:
+            return x.astype(np.float64)
+        name = f"model.layers.0.mlp.experts.{module}_proj.input_scale"
+        scale = tensors[name].reshape(()) if of.static else None
+        return rounded(x[None], of, scale)[0]
 
     out = np.zeros(x.shape)
     for t, j in np.ndindex(*routes.experts.shape):
         expert, weight = int(routes.experts[t, j]), float(routes.weights[t, j])
         if expert < X:
-            gate, up = np.asarray(floats.gate_up[expert], np.float64) @ inputs(x[t], activations[0])
+            own = inputs(x[t], activations[0], f"{expert}.gate")
+            gate, up = np.asarray(floats.gate_up[expert], np.float64) @ own
             h = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
             down = np.asarray(floats.down[expert], np.float64)
-            out[t] += weight * (down @ inputs(h, activations[1]))
+            out[t] += weight * (down @ inputs(h, activations[1], f"{expert}.down"))
     return out
 
 
@@ -80,7 +91,7 @@ def test_weights_and_sums_are_those_of_the_definition(tmp_path: Any, format_: st
     x, routes = rng.normal(size=(21, E)).astype(np.float32), routes_of(21, rng)
     products: list[Any] = [few.gate_up, few.down]
     activations = [w.scheme.activation for w in products]
-    sums = defined(x, routes, want, activations)
+    sums = defined(x, routes, want, activations, tensors)
     told: list[Any] = []
 
     def run(x: Any, routes: Routes, w: Any) -> Any:
@@ -128,30 +139,45 @@ def test_one_expert_at_a_time_is_widened(tmp_path: Any):
 
 @pytest.mark.slow
 @pytest.mark.devices(2)
-def test_tokens_are_those_of_the_floats_on_one_device_and_on_two(tmp_path: Any):
-    settings, tensors, floats = quantized.written("compressed packed 4 bits", SETTINGS)
+@pytest.mark.parametrize(
+    ("format_", "parallel"),
+    [
+        ("compressed packed 4 bits", {}),
+        ("gptq, desc_act", {}),
+        ("gptq, desc_act", dict(enable_expert_parallel=True)),
+        ("fp8 tensor, static", dict(enable_expert_parallel=True)),
+    ],
+    ids=["cut units", "cut order", "cut experts", "cut scales of inputs"],
+)
+def test_tokens_are_those_of_the_floats_on_one_device_and_on_two(
+    tmp_path: Any, format_: str, parallel: dict[str, Any]
+):
+    own = SETTINGS | dict(num_experts=6)
+    settings, tensors, floats = quantized.written(format_, own)
     few = quantized.save(tmp_path / "few", settings, tensors)
-    whole = quantized.save(tmp_path / "float", SETTINGS, floats)
+    whole = quantized.save(tmp_path / "float", own, floats)
     asked, found = checkpoint.prompts(5, 9, 7), []
-    for folder, num_devices in ((whole, 1), (few, 1), (few, 2)):
-        with checkpoint.start(folder, tensor_parallel_size=num_devices) as llm:
+    of_two = dict(tensor_parallel_size=2) | parallel
+    for folder, devices in ((whole, {}), (few, {}), (few, of_two)):
+        with checkpoint.start(folder, **devices) as llm:
             found.append(checkpoint.answers(llm, asked, checkpoint.greedy(6)))
             if folder == few:
-                assert "int4 with a scale for 1 x 32 weights" in llm.report()
-    assert found[0] == found[1] == found[2]
+                assert settings["quantization_config"]["quant_method"] in llm.report()
+    assert found[1] == found[2]
+    assert (found[0] == found[1]) == (format_ != "fp8 tensor, static")  # whose inputs are rounded
 
 
 @pytest.mark.parametrize(
-    ("format_", "match"),
-    [
-        ("gptq, desc_act", "experts.0.gate_proj and 9 others would each have an order of inputs"),
-        ("fp8 tensor, static", "experts.0.gate_proj and 9 others would each have a scale of inp"),
-    ],
+    ("format_", "tensor"), [("gptq, desc_act", "g_idx"), ("fp8 tensor, static", "input_scale")]
 )
-def test_what_experts_cannot_hold_is_refused_by_name(format_: str, match: str):
-    settings, _, _ = quantized.written(format_, SETTINGS)
-    with pytest.raises(ValueError, match=match):
-        read_quantized(settings, "config.json")
+def test_gate_and_up_of_an_expert_read_the_same_inputs(tmp_path: Any, format_: str, tensor: str):
+    settings, tensors, _ = quantized.written(format_, SETTINGS)
+    at = "model.layers.0.mlp.experts"
+    gates = [tensors[f"{at}.{i}.gate_proj.{tensor}"] for i in range(X)]
+    assert not any(np.array_equal(gates[0], other) for other in gates[1:])
+    tensors[f"{at}.2.up_proj.{tensor}"] = gates[3]
+    with pytest.raises(ValueError, match=rf"{tensor} of {at}\.2\.up_proj.* and {at}\.2\.gate_proj"):
+        load(tmp_path, settings, tensors)
 
 
 def test_experts_that_are_balanced_are_floats():

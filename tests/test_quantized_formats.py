@@ -14,7 +14,7 @@ from jaxrunner.ops import products
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.support import quantized
 from tests.support.quantized import SETTINGS
-from tests.support.quantized_formats import E4M3, FORMATS
+from tests.support.quantized_formats import FORMATS, rounded
 
 E = SETTINGS["hidden_size"]
 
@@ -34,17 +34,6 @@ def both(tmp_path, format_):
         {name: getattr(tree.layers[0], name) for name in ("qkv", "o", "gate_up", "down")}
         for tree in trees
     ]
-
-
-def rounded(x, activation, scale):
-    """Returns inputs, [T, inputs], as the format's definition rounds them, in float64."""
-    x = np.asarray(x, np.float32).reshape(len(x), -1, activation.group or x.shape[1])
-    most = dict(int8=127, float8_e4m3fn=448)[activation.code]
-    if scale is None:
-        scale = np.abs(x).max(-1, keepdims=True) / np.float32(most)
-    numbers = np.clip(x / scale, -most - (activation.code == "int8"), most)
-    numbers = np.round(numbers) if activation.code == "int8" else numbers.astype(E4M3)
-    return (numbers.astype(np.float64) * scale).reshape(len(x), -1)
 
 
 @pytest.mark.parametrize("format_", FORMATS)

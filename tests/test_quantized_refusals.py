@@ -44,8 +44,14 @@ BAD_SETTINGS = {
     "no dict": ("fp8", "quantization_config must have a quant_method among"),
     "a key": (of(BLOCK, smooth=1), "quantization_config: 1 unknown setting: smooth=1"),
     "e5m2": (of(BLOCK, fmt="e5m2"), "fmt='e5m2' is not supported, only 'e4m3'"),
+    "experts of 4 bits": (of(BLOCK, expert_dtype="fp4"), "expert_dtype='fp4' is not supported, on"),
+    "weights widened": (of(BLOCK, dequantize=True), "dequantize=True is not supported, only False"),
+    "an embedding": (
+        of(BLOCK, modules_to_convert=["embed"]), "modules_to_convert=['embed'] is not supported, on"
+    ),
+    "scales": (of(BLOCK, scale_fmt="int8"), "scale_fmt='int8' is not supported, only 'float32'"),
     "a block": (of(BLOCK, weight_block_size=[0, 1]), "weight_block_size must be two numbers over"),
-    "activations": (of(BLOCK, activation_scheme="static"), "activation_scheme must be one of"),
+    "activations": (of(BLOCK, activation_scheme="token"), "activation_scheme must be one of"),
     "ragged activations": (
         of(BLOCK, weight_block_size=[16, 40]),
         f"activation_scheme='dynamic' wants inputs in blocks of 40, {Q} has 64",
@@ -67,11 +73,19 @@ BAD_SETTINGS = {
     ),
     "awq of 3 bits": (of(AWQ, bits=3), "bits=3 is not supported, only 4"),
     "awq gemv": (of(AWQ, version="gemv"), "version='gemv' is not supported, only 'gemm'"),
+    "awq format": (of(AWQ, format="gemv_fast"), "format='gemv_fast' is not supported, only 'gemm'"),
+    "awq marlin": (of(AWQ, checkpoint_format="marlin"), "checkpoint_format='marlin' is not"),
+    "awq in an order": (of(AWQ, desc_act=True), "desc_act=True is not supported, only False"),
     "awq group": (of(AWQ, group_size=0), "group_size must be over 0, or -1 for all inputs, got 0"),
     "awq ragged": (of(AWQ, group_size=48), "AWQ wants inputs in groups of 48 and outputs in words"),
     "gptq of 3 bits": (of(GPTQ, bits=3), "bits must be one of [4, 8], got 3"),
     "gptq group": (of(GPTQ, group_size=0), "group_size must be over 0, or -1 for all inputs"),
     "gptq marlin": (of(GPTQ, checkpoint_format="marlin"), "checkpoint_format must be 'gptq' or"),
+    "gptq format": (of(GPTQ, format="marlin"), "format must be 'gptq' or 'gptq_v2', got 'marlin'"),
+    "gptq formats": (
+        of(GPTQ, format="gptq_v2", checkpoint_format="gptq"),
+        "checkpoint_format='gptq' and format='gptq_v2' must be equal, as zero points are stored in",
+    ),
     "gptq ragged": (of(GPTQ, group_size=48), "GPTQ of 4 bits wants inputs in groups of 48, and"),
     "gptq dynamic": (of(GPTQ, dynamic={"+:up": {"rank": 2}}), "unknown setting: rank=2"),
     "gptq dynamic bits": (of(GPTQ, dynamic={".*": {"bits": 2}}), "bits must be one of [4, 8]"),
@@ -99,6 +113,7 @@ BAD_SETTINGS = {
         inputs(strategy="tensor"), "inputs must be of 8 bits, with one static scale for all, or dy"
     ),
     "4-bit inputs": (inputs(num_bits=4), "got int 4, dynamic=True, strategy='token'"),
+    "inputs in an order": (inputs(actorder="group"), "actorder='group' is not supported, only N"),
     "asymmetric inputs": (inputs(symmetric=False), "symmetric=False is not supported, only True"),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # where settings say so.
 SPARE = ("rotary_emb.inv_freq", "lm_head.weight", ".attn.bias", ".attn.masked_bias",
          ".attention.bias", ".attention.masked_bias", ".k_scale", ".v_scale",
-         ".input_scale")  # fmt: skip
+         ".input_scale", ".activation_scale")  # fmt: skip
 MOST_NAMED = 5  # problems in one message
 
 
@@ -173,7 +173,8 @@ def _check_tensors(
             problems.append(f"{name} {list(shape)} is missing")
             continue
         path, tensor = found[name]
-        if tensor.shape != shape and (shape, tensor.shape) != ((), (1,)):  # a scalar, either way
+        is_scalar = shape == () and tensor.shape in ((1,), (1, 1))  # as some programs write one
+        if tensor.shape != shape and not is_scalar:
             problems.append(f"{name} in {path.name} must be {list(shape)}, is {list(tensor.shape)}")
         if dtypes is not None and tensor.dtype.name not in dtypes:
             kinds = ", ".join(dtypes)

@@ -19,7 +19,7 @@ def join(where: str, source: Source, parts: dict[str, np.ndarray], leaf: Any) ->
       ValueError: values that the dtype does not hold, or `source` makes another shape or dtype.
     """
     dtype = np.dtype(leaf.dtype)
-    packed = bool(source.dtypes) and not set(DTYPES).intersection(sum(source.dtypes, ()))
+    packed = any(not set(DTYPES).intersection(kinds) for kinds in source.dtypes)
     as_stored = packed or dtype.name not in DTYPES
     arrays = list(parts.values()) if as_stored else _rounded(parts, dtype)
     made = source.join(arrays)

@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "BOOL": np.dtype(np.bool),
     "I8": np.dtype(np.int8),

@@ -1,9 +1,9 @@
-"""Experts stacked as transformers 5 holds them, under the names that published checkpoints have.
+"""Tensors as transformers 5 has them, under the names that published checkpoints have.
 
 `save_pretrained(save_original_format=False)` and `named_parameters` have `experts.gate_up_proj`,
 [X, 2 F, E], or without gates `experts.up_proj`, [X, F, E], and `experts.down_proj`, [X, E, F],
 where families name a tensor for each expert, or others: the rules of transformers'
-`conversion_mapping`. Knows no JAX.
+`conversion_mapping`. Its fp8 has other names of scales. Knows no JAX.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +15,10 @@ from jaxrunner.loading.safetensors_file import Tensor
 STACKED = re.compile(r"(?P<mlp>.+)\.experts\.(?P<name>gate_up_proj|up_proj|down_proj)")
 # Names of one expert's gate, up and down.
 EACH = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
-# Other names of modules there, and in published checkpoints.
+# Other names of modules and tensors there, and in published checkpoints.
 RENAMED = (
+    (".weight_scale_inv", ".weight_scale"),  # fp8 with a scale a tensor
+    (".activation_scale", ".input_scale"),
     (".mlp.gate.", ".block_sparse_moe.gate."),  # Mixtral
     (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),  # Granite
     (".experts.gate_up_proj", ".input_linear.weight"),

@@ -12,6 +12,12 @@ from jaxrunner.api.validation import shown
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 NO_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+# Dtypes that numpy has none of: torch's own of as many bits, and ours.
+BITS = {
+    "torch.bfloat16": ("int16", ml_dtypes.bfloat16),
+    "torch.float8_e4m3fn": ("uint8", ml_dtypes.float8_e4m3fn),
+    "torch.float8_e8m0fnu": ("uint8", ml_dtypes.float8_e8m0fnu),
+}
 WANTED = "a dict from names in a checkpoint to arrays, or pairs of them"
 
 
@@ -66,10 +72,9 @@ def _of_torch(tensor: Any) -> np.ndarray:
     here = tensor.detach().cpu()
     # Numpy has no such dtypes of its own, so torch gives their bits only. Who made the tensor has
     # imported torch.
-    if (kind := str(here.dtype)) == "torch.bfloat16":
-        return here.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
-    if kind == "torch.float8_e4m3fn":
-        return here.view(sys.modules["torch"].uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    if (kind := str(here.dtype)) in BITS:
+        bits, own = BITS[kind]
+        return here.view(getattr(sys.modules["torch"], bits)).numpy().view(own)
     return here.numpy()
 
 

@@ -9,6 +9,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.config import DTYPES
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
+from jaxrunner.quantization.gptq import ORIGIN
 from jaxrunner.quantization.modules import HEAD, is_named
 from jaxrunner.quantization.packed import unpacked
 from jaxrunner.quantization.placing import Arrays, Placing, build, read_scales
@@ -17,7 +18,7 @@ from jaxrunner.quantization.scheme import Scheme
 
 BITS, PER_WORD = 4, 8
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each output in turn
-_RUNNING = """backend do_fuse exllama_config fuse_max_seq_len modules_to_fuse""".split()
+_RUNNING = """do_fuse fuse_max_seq_len modules_to_fuse""".split()
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class AWQ:
         """
         settings.expect("bits", BITS)
         settings.expect("w_bit", BITS)
-        settings.expect("version", "gemm", "GEMM")
-        settings.ignore(*_RUNNING)
+        for layout in ("version", "format", "checkpoint_format"):
+            settings.expect(layout, "gemm", "GEMM")
+        settings.expect("desc_act", False)
+        # How weights were rounded, which `zero_point` speaks for; others are of GPTQ's programs.
+        settings.ignore("sym", *_RUNNING, *ORIGIN)
         group = settings.take("group_size", int, settings.take("q_group_size", int, 128))
         if group < 1 and group != -1:
             raise ValueError(f"group_size must be over 0, or -1 for all inputs, got {shown(group)}")

@@ -147,7 +147,7 @@ def _activation(settings: Settings) -> Activation:
     dynamic, size = settings.take("dynamic", bool, False), settings.take("group_size", int, 0) or 0
     strategy = settings.take("strategy", str, "tensor")
     settings.expect("symmetric", True)
-    settings.expect("actorder")
+    settings.expect("actorder", None)
     settings.expect("block_structure", [])
     settings.finish()
     code = {("float", 8): FP8, ("int", 8): INT8}.get((kind, bits))

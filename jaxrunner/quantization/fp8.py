@@ -10,11 +10,12 @@ from jaxrunner.config import DTYPES
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named, read_names
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite, whole
+from jaxrunner.quantization.placing import Arrays, Placing, build, finite
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
 
 E4M3 = "float8_e4m3fn"
+SCALES = (*DTYPES, "float8_e8m0fnu")  # the last is of powers of two
 SCHEMES = (None, "none", "dynamic", "static")
 
 
@@ -36,18 +37,19 @@ class Fp8:
           ValueError: a setting that is not supported; names it.
         """
         settings.expect("fmt", "e4m3", "float8_e4m3fn")
-        settings.expect("scale_fmt", "float32", "ue8m0")  # powers of two, in float32 too
+        settings.expect("scale_fmt", "float32", "float", "ue8m0")  # the file tells which it has
+        settings.expect("expert_dtype", "fp8")
+        settings.expect("dequantize", False)  # which would leave inputs as they are
         settings.expect("is_checkpoint_fp8_serialized", True)
-        settings.expect("modules_to_convert")
+        settings.expect("modules_to_convert", None, [])
         block = tuple(settings.each("weight_block_size", int, []))
         if block and (len(block) != 2 or min(block) < 1):
             raise ValueError(
                 f"weight_block_size must be two numbers over 0, got {shown(list(block))}"
             )
         scheme = settings.take("activation_scheme", str, None)
-        if scheme not in SCHEMES or (block and scheme == "static"):
-            known = SCHEMES[:-1] if block else SCHEMES
-            raise ValueError(f"activation_scheme must be one of {known}, got {shown(scheme)}")
+        if scheme not in SCHEMES:
+            raise ValueError(f"activation_scheme must be one of {SCHEMES}, got {shown(scheme)}")
         ignored = read_names(settings, "modules_to_not_convert", "ignored_layers")
         settings.finish()
         return cls(scheme if scheme != "none" else None, block or None, ignored)
@@ -63,7 +65,7 @@ class Fp8:
                 f"{shape[1]}: set activation_scheme to 'none' in hf_overrides"
             )
         static = self.activation_scheme == "static"
-        asked = self.activation_scheme and Activation(E4M3, static, block[1])
+        asked = self.activation_scheme and Activation(E4M3, static, 0 if static else block[1])
         return Scheme(E4M3, block, activation=asked or None)
 
     def sources(self, placing: Placing, bias: Source | None) -> QuantizedLinear:
@@ -77,7 +79,7 @@ class Fp8:
             rows, cols = self.weight_block_size
             shapes = [(-(-n // rows), -(-k // cols)) for n, k in placing.shapes]
             join = functools.partial(_by_blocks, placing, rows)
-            leaves["scale"] = placing.tensors("weight_scale_inv", join, *shapes, dtypes=DTYPES)
+            leaves["scale"] = placing.tensors("weight_scale_inv", join, *shapes, dtypes=SCALES)
         if self.activation_scheme == "static":
             leaves["input_scale"] = input_scale(placing, ())
         return build(placing.held, bias, **leaves)
@@ -91,13 +93,15 @@ def float_numbers(placing: Placing) -> Source:
 
 def input_scale(placing: Placing, shape: tuple[int, ...]) -> Source:
     """Returns the source of a scale of inputs that the checkpoint has."""
-    names = placing.modules
+    names, held = placing.modules, placing.held.input_scale
+    assert held is not None
 
     def join(parts: Arrays) -> np.ndarray:
-        scale = whole(finite(parts, names), "input_scale", names).reshape(())
-        if not scale > 0:
-            raise ValueError(f"input_scale of {names[0]} must be over 0, got {scale}")
-        return scale
+        scales = [part.reshape(()) for part in finite(parts, names)]
+        for name, scale in zip(names, scales, strict=True):
+            if not scale > 0:
+                raise ValueError(f"input_scale of {name} must be over 0, got {scale}")
+        return placing.shared(scales, "input_scale", names, held.shape)
 
     return placing.tensors("input_scale", join, *[shape] * len(names), dtypes=DTYPES)
 

@@ -20,11 +20,11 @@ CODES = {4: "int4", 8: "int8"}
 V1, V2 = "gptq", "gptq_v2"  # of which the first stores zero points less one
 SKIP, TAKE = "-:", "+:"  # before a pattern of `dynamic`
 # How it was quantised, and which program did: of no account to who reads it.
-_ORIGIN = """damp_percent static_groups true_sequential dataset model_seqlen block_name_to_quantize
+ORIGIN = """damp_percent static_groups true_sequential dataset model_seqlen block_name_to_quantize
     module_name_preceding_first_block batch_size pad_token_id use_exllama max_input_length
     exllama_config cache_block_outputs modules_in_block_to_quantize model_name_or_path
     model_file_base_name meta tokenizer backend use_cuda_fp16 pack_dtype quant_method
-    mse format hyb_act act_group_aware""".split()
+    mse hyb_act act_group_aware""".split()
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,11 @@ class GPTQ:
         Raises:
           ValueError: a setting that is not supported; names it.
         """
-        version = settings.take("checkpoint_format", str, V1)
-        if version not in (V1, V2):
-            raise ValueError(f"checkpoint_format must be {V1!r} or {V2!r}, got {shown(version)}")
-        settings.ignore(*_ORIGIN)
+        settings.ignore(*ORIGIN)
         read = cls(
             bits=settings.size("bits"), group_size=settings.take("group_size", int, 128),
             desc_act=settings.take("desc_act", bool, False), sym=settings.take("sym", bool, True),
-            version=version, lm_head=settings.take("lm_head", bool, False),
+            version=_read_version(settings), lm_head=settings.take("lm_head", bool, False),
             dynamic=_read_dynamic(settings.take("dynamic", dict, {})),
         )  # fmt: skip
         settings.finish()
@@ -163,6 +160,27 @@ def _wide_zeros(own: GPTQ, parts: Arrays) -> Arrays:
 
 def _order(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
     return read_order(placing, tuple(f"{module}.g_idx" for module in placing.modules), parts)
+
+
+def _read_version(settings: Settings) -> str:
+    """Reads which zero points are stored, under either of the names that programs have for it.
+
+    Raises:
+      ValueError: a layout that is not supported, or two that differ.
+    """
+    keys = "checkpoint_format", "format"
+    found = {key: settings.take(key, str, "").lower() for key in keys}
+    found = {key: version for key, version in found.items() if version}
+    for key, version in found.items():
+        if version not in (V1, V2):
+            raise ValueError(f"{key} must be {V1!r} or {V2!r}, got {shown(version)}")
+    if len({*found.values()}) > 1:
+        said = " and ".join(f"{key}={version!r}" for key, version in found.items())
+        raise ValueError(
+            f"{said} must be equal, as zero points are stored in one way: set both to that of the "
+            "program that quantised it, in hf_overrides"
+        )
+    return next(iter(found.values()), V1)
 
 
 def _read_dynamic(rules: dict[str, Any]) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:

@@ -63,17 +63,44 @@ class Placing:
         """Returns the leaf `scale`, or `zero`, of what the outputs of each module have.
 
         parts: [outputs, runs of inputs], of as many inputs as `scheme.block` says.
+
+        Raises:
+          ValueError: outputs that the family holds side by side share a scale that they must not.
         """
         every = np.concatenate(parts)
-        outputs, (_, length) = self.outputs, self.held.scheme.block
-        rows = self._rows()[..., :: outputs[-1] // self.held.scale.shape[len(outputs) - 1]]
-        placed = every[rows]  # [outputs, runs]
+        outputs, (rows, length) = self.outputs, self.held.scheme.block
+        count = self.held.scale.shape[len(outputs) - 1]
+        placed = every[self._rows().reshape(*outputs[:-1], count, -1)]  # [outputs, run, runs]
+        placed, others = placed[..., 0, :], placed[..., 1:, :]
+        if (others != placed[..., None, :]).any():
+            raise ValueError(
+                f"{self.modules[0]} has blocks of {rows} outputs that lie in another order here, "
+                f"where {outputs[-1] // count} neighbours would share a scale: take a checkpoint "
+                "with larger blocks, or with a scale for each output"
+            )
         target = self.held.scale.shape[len(outputs) :]
         if length and not self.held.scheme.has_order:
             count = math.prod(target)
             runs = np.arange(count) * (self.shapes[0][1] // count) // length
             placed = placed[..., runs]
         return placed.reshape(self.held.scale.shape)
+
+    def shared(
+        self, parts: Arrays, what: str, names: tuple[str, ...], stack: tuple[int, ...]
+    ) -> np.ndarray:
+        """Returns what must be equal in modules that read the same inputs, [*stack, ...].
+
+        parts: of each module. stack: experts, of which each has inputs of its own; () for none.
+
+        Raises:
+          ValueError: it differs between modules of one product.
+        """
+        modules = np.repeat(np.arange(len(parts)), [rows for rows, _ in self.shapes])
+        found = [
+            whole([parts[i] for i in own], what, tuple(names[i] for i in own))
+            for own in map(np.unique, modules[self._rows()].reshape(math.prod(stack), -1))
+        ]
+        return np.stack(found).reshape((*stack, *found[0].shape))
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -139,14 +166,15 @@ def read_order(placing: Placing, names: tuple[str, ...], parts: Arrays) -> np.nd
       ValueError: a group that is none, or modules that are joined differ.
     """
     held = placing.held
-    ids = whole(parts, "g_idx", names)
     assert held.order is not None
-    num = held.scale.shape[-1]
-    if ids.min() < 0 or ids.max() >= num:
-        raise ValueError(
-            f"{names[0]} must name groups from 0 to {num - 1}, got {ids.min()} to {ids.max()}: "
-            "download the checkpoint again"
-        )
+    num, stack = held.scale.shape[-1], held.order.shape[: held.order.ndim - held.num_in]
+    for name, ids in zip(names, parts, strict=True):
+        if ids.min() < 0 or ids.max() >= num:
+            raise ValueError(
+                f"{name} must name groups from 0 to {num - 1}, got {ids.min()} to {ids.max()}: "
+                "download the checkpoint again"
+            )
+    ids = placing.shared(parts, "g_idx", names, stack)
     return ids.astype(np.int32).reshape(held.order.shape)
 
 

@@ -21,6 +21,7 @@ from jaxrunner.quantization.placing import Placing
 from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Given, Scheme
+from jaxrunner.quantization.widened import widened
 
 OF_EXPERTS = "gate_up", "down"  # products of `Experts`
 EXPERTS = ".experts."  # in the names of their modules
@@ -138,6 +139,8 @@ def _made(config: QuantizedConfig, node: Any, held: Any) -> Any:
     if isinstance(held, QuantizedExperts):
         own = {name: _made(config, w, getattr(held, name)) for name, w in _of_experts(node).items()}
         return host_value(QuantizedExperts, **vars(node) | own)
+    if isinstance(node, Source):
+        return widened(node, config.method) if node.is_module else node
     if not isinstance(held, QuantizedLinear):
         return node
     return config.method.sources(Placing(node.weight, node.num_in, held), node.bias)
@@ -169,19 +172,6 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _check_stack(module: str, scheme: Scheme | None, num: int) -> None:
-    """Checks what experts, whose products lie in one array, have of their own."""
-    if scheme is None or EXPERTS not in module:
-        return
-    static = scheme.activation is not None and scheme.activation.static
-    for has, what in ((scheme.has_order, "an order of inputs"), (static, "a scale of inputs")):
-        if has:
-            raise ValueError(
-                f"{module} and {num - 1} others would each have {what} of its own, which experts "
-                "cannot have: take a checkpoint without actorder and static input scales"
-            )
-
-
 def _scheme(method: Method, path: str, source: Any) -> Scheme | None:
     """Returns how the modules of one product are held."""
     if EXPERTS in path and len(source.names) == 1:
@@ -193,7 +183,6 @@ def _scheme(method: Method, path: str, source: Any) -> Scheme | None:
         module = name.removesuffix(".weight")
         found[module] = method.scheme(module, (rows, rest[0]))
     first, *others = found
-    _check_stack(first, found[first], len(found))
     for other in others:
         if found[other] != found[first]:
             raise ValueError(

@@ -22,8 +22,10 @@ class QuantizedExperts:
     the others stay as they are stored, on a GPU too, where there is no kernel for them.
     """
 
-    gate_up: Linear = nested(outputs="experts gate_up expert_units", inputs="expert_inputs")
-    down: Linear = nested(outputs="experts expert_inputs", inputs="expert_units")
+    gate_up: Linear = nested(
+        outputs="experts gate_up expert_units", inputs="expert_inputs", stack="experts"
+    )
+    down: Linear = nested(outputs="experts expert_inputs", inputs="expert_units", stack="experts")
     gate_up_bias: Array | None = leaf("X gate_up F", "param", when="bias")
     down_bias: Array | None = leaf("X E", "param", when="bias")
     activation: str = static(default="swiglu")

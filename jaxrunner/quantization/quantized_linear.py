@@ -20,14 +20,15 @@ E8M0_BIAS, FLOAT32_MANTISSA = 127, 23
 class QuantizedLinear:
     """Stands in for `Linear`: (weight - zero) * scale is what it multiplies with.
 
-    The axes of scales are those of weights, in runs that share one; `scheme` says of what.
+    The axes of scales are those of weights, in runs that share one; `scheme` says of what. A stack,
+    of a mixture's experts, is the first axis of outputs; each of it has inputs of its own.
     """
 
     weight: Array = leaf("outputs stored", "stored_dtype")
     scale: Array = leaf("scale_outputs scale_inputs", "scale_dtype")
     zero: Array | None = leaf("scale_outputs scale_inputs", jnp.int8, when="zero")
-    order: Array | None = leaf("inputs", jnp.int32, when="order")  # the group of each input
-    input_scale: Array | None = leaf("", jnp.float32, when="input_scale")
+    order: Array | None = leaf("stack inputs", jnp.int32, when="order")  # each input's group
+    input_scale: Array | None = leaf("stack", jnp.float32, when="input_scale")
     bias: Array | None = leaf("outputs", "param", when="bias")
     scheme: Scheme = static(default=Scheme("int8"))
     num_in: int = static(default=1)  # axes of `inputs`
@@ -108,7 +109,9 @@ class QuantizedLinear:
         scale = scale.reshape(*scale.shape[: len(outputs)], -1)
         scale = jnp.repeat(scale, outputs[-1] // scale.shape[-2], axis=-2)
         if self.order is not None:
-            return scale[..., self.order.reshape(-1)]
+            order = self.order.reshape(*self.order.shape[: self.order.ndim - self.num_in], -1)
+            spread = jax.vmap(_of_groups) if order.ndim > 1 else _of_groups
+            return spread(scale, order)
         return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
 
     def on_shard(self, axis: str) -> "QuantizedLinear":
@@ -126,6 +129,11 @@ def _dot(x: Array, weight: Array) -> Array:
     return jax.lax.dot_general(
         x, weight, contracted, precision=exact, preferred_element_type=jnp.float32
     )
+
+
+def _of_groups(scale: Array, order: Array) -> Array:
+    """Returns scales, [..., inputs], of those of groups, given the group of each input."""
+    return scale[..., order]
 
 
 def _times(x: Array, scale: Array, dtype: Any) -> Array:

@@ -60,6 +60,8 @@ class Scheme:
     def declare(self, given: Given, dims: Given) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what is given for `QuantizedLinear` and its dims, from what is for `Linear`.
 
+        given: "stack" is the axis of outputs of which each has inputs of its own, if there is one.
+
         Raises:
           ValueError: an odd number of inputs, of which two share a byte.
         """
@@ -79,6 +81,7 @@ class Scheme:
             own["groups"] = -(-math.prod(dims[axis] for axis in inputs) // cols)
         runs = [*inputs[:-1], _run(inputs[-1], cols, dims)] if cols else []
         axes = dict(
+            stack=given.get("stack", ""),
             stored=" ".join([*inputs[:-1], _run(inputs[-1], code.packed)]),
             scale_outputs=" ".join([*outputs[:-1], _run(outputs[-1], rows, dims)]),
             scale_inputs="groups" if self.has_order else " ".join(runs),

@@ -200,6 +200,7 @@ def _heads_inside(source: Source, num_heads: int) -> Source:
     """Returns a source of a weight, [H * outputs, inputs], that is held as [outputs, H, inputs]."""
     (shape,) = source.shapes
     return source._replace(
+        is_module=True,
         join=lambda arrays: arrays[0].reshape(num_heads, -1, shape[1]).swapaxes(0, 1),
         split=lambda held: [held.swapaxes(0, 1).reshape(shape)],
     )

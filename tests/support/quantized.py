@@ -1,15 +1,25 @@
 """Checkpoint folders in each format of quantised weights, and the float ones they stand for."""
 
+from dataclasses import replace
+import functools
 import json
 from pathlib import Path
 from typing import Any
 import zlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxrunner.hf_config import Settings
+from jaxrunner.model import Model, Source
+from jaxrunner.operation import unnoted
+from jaxrunner.ops.backends import dense
+from jaxrunner.ops.experts import experts as run_experts
+from jaxrunner.types import Inputs
 from tests.outside import checkpoint
-from tests.support.quantized_formats import FORMATS
+from tests.support.quantized_formats import FORMATS, SEEDED, Writer
 
 SETTINGS: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=1,
@@ -45,7 +55,7 @@ def written(
     """
     config, writer = FORMATS[format_]
     E, V = settings["hidden_size"], settings["vocab_size"]
-    shapes = {"model.embed_tokens": (V, E), "model.norm": (E,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (V, E), "model.norm": (E,)}
     few = modules(settings) | ({"lm_head": (V, E)} if head else {})
     if not settings["tie_word_embeddings"] and not head:
         shapes["lm_head"] = V, E
@@ -58,12 +68,55 @@ def written(
                 f"model.layers.{i}.self_attn.{x}_norm": (settings["head_dim"],) for x in "qk"
             }
     floats = {f"{name}.weight": checkpoint.weight(name, shape) for name, shape in shapes.items()}
-    tensors = dict(floats)
+    return settings | dict(quantization_config=config), *_with_few(floats, few, writer)
+
+
+def written_by_sources(
+    format_: str, model: Model, settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns what `written` does of any family, whose modules of products are named "…proj"."""
+    config, writer = FORMATS[format_]
+    sources = model.sources(model.read(Settings(settings)))
+    pairs = [
+        (name.removesuffix(".weight"), shape)
+        for source in jax.tree.leaves(sources, is_leaf=lambda node: isinstance(node, Source))
+        for name, shape in zip(source.names, source.shapes, strict=True)
+    ]
+    few = {name: shape for name, shape in pairs if "proj" in name.rpartition(".")[2]}
+    floats = {
+        name if "bias" in name else f"{name}.weight": checkpoint.weight(name, shape)
+        for name, shape in pairs
+        if name not in few
+    }
+    return settings | dict(quantization_config=config), *_with_few(floats, few, writer)
+
+
+def crc(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _with_few(
+    floats: dict[str, np.ndarray], few: dict[str, tuple[int, int]], writer: Writer
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns tensors with those of modules, and floats with what these stand for."""
+    tensors, floats = dict(floats), dict(floats)
     for name, (N, K) in few.items():
-        made, weight = writer(np.random.default_rng(zlib.crc32(name.encode())), N, K)
+        readers = f"{name.rpartition('.')[0]} of {K}"  # modules that read the same inputs
+        seed = dict(seed=crc(readers)) if getattr(writer, "func", writer) in SEEDED else {}
+        made, weight = writer(np.random.default_rng(crc(name)), N, K, **seed)
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in made.items()}
         floats[f"{name}.weight"] = weight
-    return settings | dict(quantization_config=config), tensors, floats
+    return tensors, floats
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def logits(model: Model, config: Any, params: Any, ids: jax.Array) -> jax.Array:
+    """Returns the logits of one sequence, [T, V]."""
+    inputs = Inputs(ids, jnp.arange(ids.size), jnp.full(ids.size, ids.size))
+    none = (None,) * config.num_hidden_layers
+    run = functools.partial(run_experts, note=unnoted)  # as in serving, not as in training
+    hidden, _ = model.forward(config, params, none, inputs, replace(dense(1), experts=run))
+    return model.logits(config, params, hidden)
 
 
 def save(folder: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:

@@ -2,6 +2,7 @@
 
 Written apart from the package: numpy, and loops where these say most. A writer takes a generator
 and the shape of a module, [N, K], and returns its tensors by suffix, and its weights in float32.
+What modules have in common that read the same inputs is drawn by `seed`, where a writer takes it.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 Written = tuple[dict[str, np.ndarray], np.ndarray]
-Writer = Callable[[np.random.Generator, int, int], Written]
+Writer = Callable[..., Written]
 E4M3 = ml_dtypes.float8_e4m3fn
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]  # which column of eight lies where in a word
@@ -27,23 +28,31 @@ def scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def fp8_block(
-    rng: np.random.Generator, N: int, K: int, *, rows: int, cols: int, name: str
-) -> Written:
+    rng: np.random.Generator, N: int, K: int, *, rows: int, cols: int, name: str,
+    inputs: str = "", seed: int = 0,
+) -> Written:  # fmt: skip
     numbers, scale = fp8_numbers(rng, N, K), scales(rng, -(-N // rows), -(-K // cols))
     weight = numbers.astype(np.float32)
     for i in range(N):
         for j in range(K):
             weight[i, j] *= scale[i // rows, j // cols]
-    return {"weight": numbers, name: scale}, weight
+    static = {inputs: of_inputs(seed)} if inputs else {}
+    return {"weight": numbers, name: scale} | static, weight
+
+
+def of_inputs(seed: int, shape: Any = ()) -> np.ndarray:
+    """Returns a scale of inputs."""
+    return np.full(shape, np.random.default_rng(seed).uniform(0.005, 0.02), np.float32)
 
 
 def fp8_tensor(
-    rng: np.random.Generator, N: int, K: int, *, static: bool, shape: Any = ()
-) -> Written:
+    rng: np.random.Generator, N: int, K: int, *, static: bool, shape: Any = (),
+    names: tuple[str, str] = ("weight_scale", "input_scale"), seed: int = 0,
+) -> Written:  # fmt: skip
     numbers, scale = fp8_numbers(rng, N, K), scales(rng)
-    tensors = {"weight": numbers, "weight_scale": scale.reshape(shape)}
+    tensors = {"weight": numbers, names[0]: scale.reshape(shape)}
     if static:
-        tensors["input_scale"] = np.full(shape, 0.01, np.float32)
+        tensors[names[1]] = of_inputs(seed, shape)
     return tensors, numbers.astype(np.float32) * scale
 
 
@@ -66,17 +75,18 @@ def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
     return words.view(np.int32)
 
 
-def groups(K: int, size: int, *, ordered: bool) -> np.ndarray:
-    """Returns the group of each input; the same for all modules that read as many."""
+def groups(K: int, size: int, seed: int, *, ordered: bool) -> np.ndarray:
+    """Returns the group of each input."""
     ids = np.arange(K) // size
-    return np.random.default_rng(K).permutation(ids) if ordered else ids
+    return np.random.default_rng(seed).permutation(ids) if ordered else ids
 
 
 def compressed(
-    rng: np.random.Generator, N: int, K: int, *, bits: int, size: int, zero: bool, ordered: bool
-) -> Written:
+    rng: np.random.Generator, N: int, K: int, *, bits: int, size: int, zero: bool, ordered: bool,
+    seed: int = 0,
+) -> Written:  # fmt: skip
     size = size or K
-    half, g = 1 << bits - 1, groups(K, size, ordered=ordered)
+    half, g = 1 << bits - 1, groups(K, size, seed, ordered=ordered)
     numbers, scale = rng.integers(-half, half, (N, K)), scales(rng, N, -(-K // size))
     zeros = rng.integers(-half, half, scale.shape) if zero else np.zeros(scale.shape, int)
     weight = (numbers - zeros[:, g]).astype(np.float32) * scale[:, g]
@@ -117,9 +127,9 @@ def awq(rng: np.random.Generator, N: int, K: int, *, size: int, zero: bool = Tru
 
 def gptq(
     rng: np.random.Generator, N: int, K: int, *, bits: int, size: int, sym: bool, v1: bool,
-    ordered: bool = False,
+    ordered: bool = False, seed: int = 0,
 ) -> Written:  # fmt: skip
-    half, g = 1 << bits - 1, groups(K, size, ordered=ordered)
+    half, g = 1 << bits - 1, groups(K, size, seed, ordered=ordered)
     numbers = rng.integers(0, 2 * half, (K, N))
     scale = scales(rng, -(-K // size), N).astype(np.float16)
     zeros = np.full(scale.shape, half) if sym else rng.integers(1, 2 * half, scale.shape)
@@ -129,6 +139,17 @@ def gptq(
         "qzeros": packed(zeros - v1, bits), "scales": scale, "g_idx": g.astype(np.int32),
     }  # fmt: skip
     return tensors, np.ascontiguousarray(weight.T)
+
+
+def rounded(x: np.ndarray, activation: Any, scale: Any) -> np.ndarray:
+    """Returns inputs, [T, inputs], as the format's definition rounds them, in float64."""
+    x = np.asarray(x, np.float32).reshape(len(x), -1, activation.group or x.shape[1])
+    most = dict(int8=127, float8_e4m3fn=448)[activation.code]
+    if scale is None:
+        scale = np.abs(x).max(-1, keepdims=True) / np.float32(most)
+    numbers = np.clip(x / scale, -most - (activation.code == "int8"), most)
+    numbers = np.round(numbers) if activation.code == "int8" else numbers.astype(E4M3)
+    return (numbers.astype(np.float64) * scale).reshape(len(x), -1)
 
 
 def _compressed(layout: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -165,6 +186,7 @@ def _block(rows: int, cols: int, scheme: str | None) -> dict[str, Any]:
 
 
 of = functools.partial
+SEEDED = fp8_block, fp8_tensor, compressed, gptq  # take `seed`
 # By name: quantization_config, and the writer of a module.
 FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 blocks": (
@@ -173,12 +195,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 blocks across heads, ragged": (
         _block(24, 40, "none"), of(fp8_block, rows=24, cols=40, name="weight_scale_inv"),
     ),
+    "fp8 blocks, static": (
+        _block(16, 32, "static"),
+        of(fp8_block, rows=16, cols=32, name="weight_scale_inv", inputs="activation_scale"),
+    ),
     "fp8 tensor, dynamic": (
         dict(quant_method="fp8", activation_scheme="dynamic"), of(fp8_tensor, static=False),
     ),
     "fp8 tensor, static": (
         dict(quant_method="fp8", activation_scheme="static", ignored_layers=["lm_head"]),
         of(fp8_tensor, static=True),
+    ),
+    "fp8 tensor of transformers, static": (
+        dict(quant_method="fp8", activation_scheme="static", weight_block_size=None),
+        of(
+            fp8_tensor, static=True, shape=(1, 1), names=("weight_scale_inv", "activation_scale")
+        ),
     ),
     "compressed fp8 tensor, static": (
         _compressed(
@@ -240,6 +272,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq v2, zero points": (
         _gptq(sym=False, checkpoint_format="gptq_v2"),
         of(gptq, bits=4, size=32, sym=False, v1=False),
+    ),
+    "gptq v2 by format alone": (
+        _gptq(sym=False, format="gptq_v2"), of(gptq, bits=4, size=32, sym=False, v1=False),
     ),
     "gptq, desc_act": (
         _gptq(sym=False, desc_act=True, group_size=24),

@@ -1,0 +1,100 @@
+"""Whole models in each format of quantised weights, against transformers with what they stand for.
+
+It holds float weights, which the formats' definitions make, in float64, and rounds the inputs of
+products as these say.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.loading.quantized import read_quantized
+from jaxrunner.loading.weights import load_params
+from jaxrunner.quantization.scheme import Activation
+from tests.support import quantized
+from tests.support.quantized_formats import FORMATS, rounded
+
+torch: Any = pytest.importorskip("torch")
+transformers: Any = pytest.importorskip("transformers")
+
+DENSE: dict[str, Any] = quantized.SETTINGS | dict(
+    model_type="llama", num_hidden_layers=2, num_attention_heads=4, head_dim=24
+)  # fmt: skip
+MIXTURE = DENSE | dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=5,
+    num_experts_per_tok=2, moe_intermediate_size=DENSE["intermediate_size"], norm_topk_prob=True,
+)  # fmt: skip
+IDS = np.random.default_rng(0).integers(0, DENSE["vocab_size"], 19)
+E4M3 = "float8_e4m3fn"
+CLOSE = 5e-5  # of float32, in the deviation of logits
+ROUNDED = {
+    "fp8 blocks": Activation(E4M3, group=32),
+    "fp8 blocks, static": Activation(E4M3, static=True),
+    "fp8 tensor, dynamic": Activation(E4M3),
+    "fp8 tensor, static": Activation(E4M3, static=True),
+    "fp8 tensor of transformers, static": Activation(E4M3, static=True),
+    "compressed fp8 tensor, static": Activation(E4M3, static=True),
+    "compressed fp8 channels, by token": Activation(E4M3),
+    "compressed fp8 blocks, by group": Activation(E4M3, group=32),
+    "compressed int8 channels, by token": Activation("int8"),
+}
+OF_EXPERTS = [name for name in FORMATS if name not in ROUNDED]  # whose inputs no module reads
+
+
+def ours(folder: Any, format_: str, dims: dict[str, Any]) -> tuple[np.ndarray, Any, Any]:
+    """Returns the logits of a checkpoint, its tensors, and the float weights that are meant."""
+    settings, tensors, floats = quantized.written(format_, dims)
+    quantized.save(folder, settings, tensors)
+    model, config = read_quantized(settings, "config.json")
+    params = load_params(folder, model, config, dtype="float32", progress=False)
+    return quantized.logits(model, config, params, jnp.asarray(IDS, jnp.int32)), tensors, floats
+
+
+def reference(folder: Any, dims: dict[str, Any], floats: Any) -> Any:
+    """Returns transformers' model of float weights."""
+    quantized.save(folder, dims, floats)
+    (kind,) = dims["architectures"]
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float64)
+    model.set_experts_implementation("eager")  # others have no float64
+    return model.eval()
+
+
+def run(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(IDS)[None]).logits[0].numpy()
+
+
+def round_inputs(model: Any, activation: Activation, tensors: Any) -> None:
+    """Makes products of a model round what they read. tensors: with the scales of static ones."""
+
+    def before(scale: Any, _: Any, inputs: Any) -> Any:
+        return torch.from_numpy(rounded(inputs[0][0].numpy(), activation, scale))[None]
+
+    for name in quantized.modules(DENSE):
+        told = [tensors.get(f"{name}.{kind}_scale") for kind in ("input", "activation")]
+        scale = next((scale.reshape(()) for scale in told if scale is not None), None)
+        hook = functools.partial(before, scale)
+        model.get_submodule(name).register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_logits_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: str):
+    got, tensors, floats = ours(tmp_path / "few", format_, DENSE)
+    model = reference(tmp_path / "float", DENSE, floats)
+    want = run(model)
+    if format_ in ROUNDED:
+        plain = want
+        round_inputs(model, ROUNDED[format_], tensors)
+        want = run(model)
+        assert abs(want - plain).max() > 0.1 * want.std()
+    np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE * want.std())
+
+
+@pytest.mark.parametrize("format_", OF_EXPERTS)
+def test_logits_of_mixtures_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: str):
+    got, _, floats = ours(tmp_path / "few", format_, MIXTURE)
+    want = run(reference(tmp_path / "float", MIXTURE, floats))
+    np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE * want.std())
