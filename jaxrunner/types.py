@@ -6,6 +6,8 @@ Cache    G groups of layers  N KV blocks    S tokens in a block    M most blocks
 Logprobs N tokens, drawn or of prompts    C columns (of an update, copies)    Z 1 if wanted, else 0
 Model    Y layers  H query heads  K KV heads  P heads packed for one KV head (H / K + 2)
          D head dim  E embed  F MLP  V vocab
+         experts, expert_units, shared_units of mixtures
+         mix_groups, mixer_heads of layers with states, inner that their last product reads
 
 An index equal to the size of its axis is padding: reads give 0, writes are dropped.
 """
