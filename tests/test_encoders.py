@@ -136,6 +136,58 @@ def test_late_interaction_is_the_sum_of_each_query_tokens_best_product(tmp_path)
     np.testing.assert_allclose(scores, want, atol=1e-5)
 
 
+GOOGLES = dict(directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12,
+               pooler_num_fc_layers=3, pooler_size_per_head=128,
+               pooler_type="first_token_transform")  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {  # keys beside those that transformers writes today
+    "BertModel": GOOGLES | dict(
+        position_embedding_type="absolute", gradient_checkpointing=False, output_past=True,
+        model_name="a name", torch_dtype="float32", use_cache=True),
+    "BertForSequenceClassification": dict(
+        position_embedding_type="absolute", classifier_dropout=None, sentence_transformers=dict(
+            activation_fn="torch.nn.modules.activation.Sigmoid", version="4.1.0")),
+    "XLMRobertaModel": dict(
+        output_past=True, position_embedding_type="absolute", classifier_dropout=None),
+    "XLMRobertaForSequenceClassification": dict(
+        output_past=True, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity"),
+    "RobertaModel": dict(position_embedding_type="absolute", gradient_checkpointing=False),
+    "ModernBertModel": dict(
+        position_embedding_type="absolute", reference_compile=False, layer_norm_eps=1e-5,
+        repad_logits_with_grad=False, sparse_pred_ignore_index=-100, sparse_prediction=False,
+        deterministic_flash_attn=False, mlp_dropout=0.0, gradient_checkpointing=False),
+    "Gemma3TextModel": dict(
+        _sliding_window_pattern=6, attn_logit_softcapping=None, rope_scaling=None,
+        rope_local_base_freq=10000.0, rope_theta=1000000.0, rope_parameters=None),
+}  # fmt: skip
+
+
+def read(values: dict[str, Any]) -> Any:
+    """Returns the config of a model that pools, given the keys of its config.json."""
+    found = read_pooling("auto", values, Path(), PoolerConfig())
+    assert found is not None
+    return found.made(*read_model(Settings(found.settings)))[1]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_configs_change_nothing(name):
+    values = pooling.settings(name)
+    want, got = read(values), read(values | PUBLISHED[name])
+    assert got.base == want.base and got.layers == want.layers and got.pooling == want.pooling
+
+
+def test_old_cross_encoders_name_their_activation():
+    name = "XLMRobertaForSequenceClassification"
+    values = pooling.settings(name, num_labels=1)
+    assert read(values).activation == "sigmoid"
+    assert read(values | PUBLISHED[name]).activation == "identity"
+
+
+def test_positions_that_modernbert_does_not_have_are_refused():
+    values = pooling.settings("ModernBertModel") | dict(position_embedding_type="relative_key")
+    with pytest.raises(ValueError, match="position_embedding_type='relative_key' is not supported"):
+        read(values)
+
+
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=4, head_dim=64, max_position_embeddings=64,

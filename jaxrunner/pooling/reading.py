@@ -32,9 +32,10 @@ TASKS = dict(
     ForCausalLM="embed",
 )
 TOKENS = "classifier_from_token"
+OLD_ACTIVATION = "sbert_ce_default_activation_function"  # `activation_fn` of older cross-encoders
 OWN_KEYS = (
     "sentence_transformers", "is_matryoshka", "matryoshka_dimensions", TOKENS,
-    "is_original_qwen3_reranker",
+    "is_original_qwen3_reranker", OLD_ACTIVATION,
 )  # fmt: skip
 COLBERT, COLBERT_SIZE = "HF_ColBERT", 128  # the architecture, and numbers of a token's embedding
 
@@ -128,7 +129,8 @@ class PoolingFiles:
         kinds = dict(regression="identity", multi_label_classification="sigmoid")
         kind = kinds.get(self.values.get("problem_type") or "")
         own = self.values.get("sentence_transformers") or {}
-        named = own.get("activation_fn", "") if isinstance(own, dict) else ""
+        named = own.get("activation_fn") if isinstance(own, dict) else None
+        named = named or self.values.get(OLD_ACTIVATION)
         if str(named).endswith(("Identity", "Sigmoid")):
             kind = str(named).rpartition(".")[2].lower()
         return kind or ("sigmoid" if layers[-1].outputs == 1 else "softmax"), True
