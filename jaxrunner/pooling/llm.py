@@ -15,6 +15,7 @@ from jaxrunner.engine.requested_prompts import one_each, read_asked
 from jaxrunner.heads.late_interaction import max_sim
 from jaxrunner.heads.pooled import POOLED, POSITIONS, PooledConfig
 from jaxrunner.loading import llm_arguments
+from jaxrunner.pooling import steps
 from jaxrunner.pooling.activations import ACTIVATIONS
 from jaxrunner.pooling.outputs import (
     ClassificationOutput,
@@ -38,7 +39,7 @@ class PoolingMethods:
     completions: Completions
     engine: Any
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def encode(
         self, prompts: Any, pooling_params: Params = None, *, use_tqdm: Bar = True,
         pooling_task: str | None = None, truncate_prompt_tokens: int | None = None,
@@ -58,7 +59,7 @@ class PoolingMethods:
             )
         return self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def embed(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -70,7 +71,7 @@ class PoolingMethods:
             _as(EmbeddingRequestOutput, o, EmbeddingOutput(o.outputs.data.tolist())) for o in found
         ]
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def classify(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -83,7 +84,7 @@ class PoolingMethods:
             for o in found
         ]
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def reward(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -96,7 +97,7 @@ class PoolingMethods:
         raw = PoolingParams(use_activation=False) if pooling_params is None else pooling_params
         return self._pool(prompts, raw, use_tqdm, truncate_prompt_tokens)
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def score(
         self, data_1: Texts, data_2: Texts, *, use_tqdm: Bar = True,
         pooling_params: PoolingParams | None = None, truncate_prompt_tokens: int | None = None,
@@ -182,6 +183,8 @@ def _check(params: Any, config: PooledConfig) -> None:
             f"{config.task!r}: leave it out"
         )
     config.check_dimensions(params.dimensions)
+    sizes = dict(num_out=config.num_out, vocab_size=config.vocab_size)
+    steps.check(params, steps=config.steps, **sizes)
 
 
 def _sampling(params: PoolingParams, first: int | None, config: PooledConfig) -> PooledRequest:
@@ -206,6 +209,7 @@ def _told(
         values, positions = (np.concatenate(heads[name]) for name in (POOLED, POSITIONS))
         data = np.empty((len(ids), values.shape[1]), np.float32)
         data[positions] = values
+        data = steps.select(data, ids, params, config) if config.steps else data
     else:
         data = heads[POOLED][-1]
     if config.task.endswith("embed"):

@@ -16,8 +16,8 @@ from jaxrunner.model import Model
 from jaxrunner.models.registry import FAMILIES
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.stages import stages_of
-from jaxrunner.pooling import sentence_transformers
-from jaxrunner.pooling.params import PoolerConfig
+from jaxrunner.pooling import sentence_transformers, steps
+from jaxrunner.pooling.params import OF_TOKENS, PoolerConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
 RUNNERS = ("auto", "generate", "pooling")
@@ -66,13 +66,19 @@ class PoolingFiles:
         modules, asked = sentence_transformers.read(self.folder), self.asked
         encodes = any(isinstance(kind, EncoderOnly) for kind in config.cache_kinds)
         pooling, layers = self._head(config, modules, encodes=encodes)
-        task = asked.task or self.task
+        task = asked.task or ("token_classify" if self.steps else self.task)
         if asked.pooling_type is not None:
             pooling = asked.pooling_type
-        if task.startswith("token") or pooling == "ALL":
+        if task.startswith("token") or pooling in OF_TOKENS:
             task, pooling = f"token_{task.removeprefix('token_')}", "ALL"
+        if task.endswith("classify") and not layers:
+            raise ValueError(
+                f"task={task!r} wants a model with layers that score, {self.architecture} has "
+                "none: take embed or token_embed"
+            )
         activation, default = self._activation(task, layers, modules)
-        use = default if asked.use_activation is None else asked.use_activation
+        use = default if asked.activates is None else asked.activates
+        columns = tuple(map(int, asked.returned_token_ids or ()))
         made = PooledConfig(
             model,
             config,
@@ -84,15 +90,33 @@ class PoolingFiles:
             asked.dimensions,
             encodes,
             tuple(Settings(self.values).each("matryoshka_dimensions", int, [])),
+            self.steps,
+            asked.step_tag_id,
+            () if self.writes_steps else columns,  # else they are rows of the layer
         )
         made.check_dimensions(asked.dimensions)
+        num_out = config.vocab_size if self.writes_steps else made.num_out
+        steps.check(asked, steps=self.steps, num_out=num_out, vocab_size=config.vocab_size)
         return pooled(model, made), cast(ModelConfig, made)
+
+    @property
+    def steps(self) -> bool:
+        """Whether scores are those of steps of reasoning."""
+        default = "STEP" if self.architecture.endswith("ForProcessRewardModel") else None
+        return (self.asked.pooling_type or default) == "STEP"
+
+    @property
+    def writes_steps(self) -> bool:
+        """Whether these are logits of a model that writes tokens."""
+        return self.steps and self.architecture.endswith("ForCausalLM")
 
     def _head(
         self, config: ModelConfig, modules: sentence_transformers.Modules, *, encodes: bool
     ) -> tuple[str, tuple[DenseConfig, ...]]:
         """Returns the pooling that the files say, and the layers behind it."""
         settings, E = Settings(self.values, str(self.folder / "config.json")), config.hidden_size
+        if self.writes_steps:
+            return "ALL", classify.logits_of(settings, self._step_tokens(config.vocab_size), E)
         if self.task == "classify" and self.values.get(TOKENS):
             return "LAST", classify.from_tokens(settings, self._tokens(config.vocab_size), E)
         if self.architecture == COLBERT:
@@ -104,6 +128,17 @@ class PoolingFiles:
         if self.task == "token_classify":
             return "ALL", token_wise.rewards(self.architecture, settings, E)
         return modules.pooling or ("CLS" if encodes else "LAST"), modules.layers
+
+    def _step_tokens(self, vocab_size: int) -> tuple[int, ...]:
+        """Returns the ids of the tokens whose logits score steps."""
+        ids = tuple(map(int, self.asked.returned_token_ids or ()))
+        if not ids or max(ids) >= vocab_size:
+            raise ValueError(
+                f"pooling_type='STEP' of {self.architecture} wants returned_token_ids, tokens of "
+                f"the {vocab_size} whose logits are scores, got {shown(ids)}: name them in "
+                "pooler_config"
+            )
+        return ids
 
     def _tokens(self, vocab_size: int) -> tuple[int, ...]:
         """Returns the ids of the tokens whose logits are scores."""
