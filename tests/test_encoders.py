@@ -118,24 +118,6 @@ def test_sentence_transformers_files_say_what_comes_behind_the_model(tmp_path):
     assert abs(a @ b) < 0.999
 
 
-def test_late_interaction_is_the_sum_of_each_query_tokens_best_product(tmp_path):
-    """Of a ColBERT: a BERT, and a product behind each token."""
-    module = pooling.save(tmp_path, "BertModel")
-    file, tokenizer = tmp_path / "model.safetensors", pooling.tokenizer()
-    weight = np.random.default_rng(0).normal(size=(128, 36)).astype(np.float32)
-    own = {"linear.weight": weight}
-    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
-    options = dict(skip_tokenizer_init=False, tokenizer=tokenizer)
-    asked = dict(hf_overrides=dict(architectures=["HF_ColBERT"]))
-    with pooling.start(tmp_path, **pooling.WHOLE | options | asked) as llm:
-        scores = [o.outputs.score for o in llm.score("abc", ["de", "f a"])]
-    states = [pooling.hidden(module, tokenizer.encode(text)) for text in ("abc", "de", "f a")]
-    query, *texts = (pooling.unit(x @ weight.T) for x in states)
-    assert query.shape == (5, 128)  # with two special tokens
-    want = [sum(max(float(q @ d) for d in text) for q in query) for text in texts]
-    np.testing.assert_allclose(scores, want, atol=1e-5)
-
-
 GOOGLES = dict(directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12,
                pooler_num_fc_layers=3, pooler_size_per_head=128,
                pooler_type="first_token_transform")  # fmt: skip

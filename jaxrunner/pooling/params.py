@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, shown, validate
+from jaxrunner.pooling.late_interaction import LateInteractionParams
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL", "STEP")
@@ -44,11 +45,18 @@ class PoolingParams:
     # Of pooling_type="STEP", where they are to differ from the `PoolerConfig`'s.
     step_tag_id: int | None = None
     returned_token_ids: Sequence[int] | None = None
+    late_interaction_params: LateInteractionParams | None = None  # of `token_embed`
 
     def __post_init__(self):
         for name, bound in BOUNDS.items():
             setattr(self, name, validate(name, getattr(self, name), bound))
         _check_task(self.task)
+        late = self.late_interaction_params
+        if late is not None and not isinstance(late, LateInteractionParams):
+            raise TypeError(
+                f"late_interaction_params must be LateInteractionParams, got {shown(late)}: make "
+                "one"
+            )
         if self.truncate_prompt_tokens == 0:
             raise ValueError(
                 "truncate_prompt_tokens=0 would leave no prompt: take 1 or more, or -1"

@@ -1,6 +1,6 @@
 """From a checkpoint's files to a model that pools."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +37,17 @@ OWN_KEYS = (
     "sentence_transformers", "is_matryoshka", "matryoshka_dimensions", TOKENS,
     "is_original_qwen3_reranker", OLD_ACTIVATION,
 )  # fmt: skip
-COLBERT, COLBERT_SIZE = "HF_ColBERT", 128  # the architecture, and numbers of a token's embedding
+# Architectures of encoders with a product behind each token, and what these are by `model_type`.
+COLBERT = "HF_ColBERT", "ColBERTModernBertModel"
+COLBERT_BASES = dict(bert="BertModel", modernbert="ModernBertModel", roberta="RobertaModel")
+COLBERT_BASES["xlm-roberta"] = "XLMRobertaModel"
+COLBERT_PRODUCT, COLBERT_SIZE = "linear", 128  # the latter where there are no weights to look at
+Shapes = Callable[[Path], Mapping[str, tuple[int, ...]]]
+
+
+def no_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shapes of a folder without weights."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class PoolingFiles:
     values: dict[str, Any]  # of config.json
     folder: Path
     asked: PoolerConfig
+    shapes: Shapes = no_shapes  # of the tensors in a folder
 
     def made(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the family and the config that pool, given those of the model below.
@@ -119,8 +130,8 @@ class PoolingFiles:
             return "ALL", classify.logits_of(settings, self._step_tokens(config.vocab_size), E)
         if self.task == "classify" and self.values.get(TOKENS):
             return "LAST", classify.from_tokens(settings, self._tokens(config.vocab_size), E)
-        if self.architecture == COLBERT:
-            return "ALL", (DenseConfig("linear", E, COLBERT_SIZE, bias=False),)
+        if self.architecture in COLBERT:
+            return "ALL", modules.layers or (self._colbert(E),)
         if self.task == "classify":
             return classify.classifier(self.base, settings, E)
         if self.architecture.endswith("ForTokenClassification"):
@@ -128,6 +139,13 @@ class PoolingFiles:
         if self.task == "token_classify":
             return "ALL", token_wise.rewards(self.architecture, settings, E)
         return modules.pooling or ("CLS" if encodes else "LAST"), modules.layers
+
+    def _colbert(self, width: int) -> DenseConfig:
+        """Returns the product behind each token, as wide as the checkpoint has it."""
+        shape = self.shapes(self.folder).get(f"{COLBERT_PRODUCT}.weight", (COLBERT_SIZE, width))
+        # A tensor that is no matrix is refused by name when it is read.
+        outputs = shape[0] if len(shape) == 2 and shape[0] else COLBERT_SIZE
+        return DenseConfig(COLBERT_PRODUCT, width, outputs, bias=False)
 
     def _step_tokens(self, vocab_size: int) -> tuple[int, ...]:
         """Returns the ids of the tokens whose logits score steps."""
@@ -160,7 +178,8 @@ class PoolingFiles:
     ) -> tuple[str, bool]:
         """Returns what runs on what is pooled, and whether it does where nobody says."""
         if task.endswith("embed"):
-            return "normalize", modules.normalize is not False
+            # The lists of modules of ColBERTs have no norm, which belongs to MaxSim.
+            return "normalize", modules.normalize is not False or self.architecture in COLBERT
         kinds = dict(regression="identity", multi_label_classification="sigmoid")
         kind = kinds.get(self.values.get("problem_type") or "")
         own = self.values.get("sentence_transformers") or {}
@@ -172,11 +191,15 @@ class PoolingFiles:
 
 
 def read_pooling(
-    runner: str, values: Mapping[str, Any], folder: Path, asked: PoolerConfig
+    runner: str,
+    values: Mapping[str, Any],
+    folder: Path,
+    asked: PoolerConfig,
+    shapes: Shapes = no_shapes,
 ) -> PoolingFiles | None:
     """Returns what a checkpoint says of pooling; None where it is to generate tokens.
 
-    runner: "auto" pools where the architecture is one that does.
+    runner: "auto" pools where the architecture is one that does. shapes: of the folder's tensors.
 
     Raises:
       ValueError: there is no such runner, or the architecture has no such use; names it.
@@ -201,15 +224,17 @@ def read_pooling(
             )
         return None
     base, task = found
+    if name in COLBERT:
+        base = COLBERT_BASES.get(str(values.get("model_type")), base)
     settings = {key: value for key, value in values.items() if key not in OWN_KEYS}
     settings |= dict(architectures=[base], tie_word_embeddings=True)  # it has no output layer
-    return PoolingFiles(settings, str(name), base, task, dict(values), folder, asked)
+    return PoolingFiles(settings, str(name), base, task, dict(values), folder, asked, shapes)
 
 
 def _base(name: str) -> tuple[str, str] | None:
     """Returns the architecture below one that pools, and its task; None where there is none."""
-    if name == COLBERT:
-        return "BertModel", "token_embed"
+    if name in COLBERT:
+        return ("BertModel" if name == COLBERT[0] else "ModernBertModel"), "token_embed"
     for suffix, task in TASKS.items():
         if name.endswith(suffix):
             stem = name.removesuffix(suffix)
