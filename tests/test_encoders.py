@@ -56,12 +56,12 @@ def test_every_token_sees_its_whole_text_and_no_other(tmp_path, name):
     ],
 )
 def test_classes_of_texts(tmp_path, name):
-    module = pooling.save(tmp_path, name, num_labels=3)
+    module = pooling.save(tmp_path, name, num_labels=3).double()
     with pooling.start(tmp_path, **pooling.WHOLE) as llm:
         outputs = llm.encode(pooling.prompts(PROMPTS), PoolingParams(use_activation=False))
     for ids, output in zip(PROMPTS, outputs, strict=True):
         want = pooling.scores(module, ids)
-        np.testing.assert_allclose(output.outputs.data, want, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(output.outputs.data, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
