@@ -31,7 +31,8 @@ _RUNNING = """_attn_implementation _attn_implementation_autoset _attn_implementa
     attn_implementation base_model_ep_plan base_model_pp_plan base_model_tp_plan bf16
     cache_implementation chunk_size_feed_forward dtype fp16 fp32 keys_to_ignore_at_inference
     logits_to_keep max_cache_len num_logits_to_keep onnx_export output_attentions
-    output_hidden_states output_router_logits output_scores return_dict return_dict_in_generate
+    output_hidden_states output_past output_router_logits output_scores return_dict
+    return_dict_in_generate
     tf_legacy_loss torch_dtype torchscript use_bfloat16 use_cache use_flash_attention
     use_flash_attention_2 use_flash_attn use_fused_rms_norm use_fused_rope use_kernels
     use_liger_kernel use_memory_efficient_attention use_sdpa"""

@@ -12,6 +12,7 @@ from jaxrunner.models.dense.gpt2 import gpt2
 from jaxrunner.models.dense.gpt_neox import gpt_neox
 from jaxrunner.models.dense.granite import granite
 from jaxrunner.models.dense.ministral3 import ministral3
+from jaxrunner.models.dense.mistral3 import mistral3
 from jaxrunner.models.dense.olmo import olmo2, olmo3
 from jaxrunner.models.dense.phi3 import phi3
 from jaxrunner.models.dense.smollm3 import smollm3
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Model] = {
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": mimo,
     "Ministral3ForCausalLM": ministral3,
+    "Mistral3ForConditionalGeneration": mistral3,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "ModernBertModel": modernbert,

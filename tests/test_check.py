@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxrunner.check.compare import DIFFERENT, EQUAL, NOT_COMPARED, main
-from tests.support import dense_families
+from tests.support import dense_families, pooling
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,52 @@ def test_a_family_is_equal(folder, capsys):
 def test_the_first_stage_that_differs_is_named(folder, changes, words, capsys):
     argv = [str(folder), "--lengths", "30", "--hf-overrides", json.dumps(changes)]
     assert main(argv) == DIFFERENT
+    assert re.search(words, capsys.readouterr().out)
+
+
+POOLING: dict[str, tuple[str, dict]] = {
+    "BERT": ("BertModel", {}),
+    "XLM-R with classes": ("XLMRobertaForSequenceClassification", dict(num_labels=3)),
+    "ModernBERT of tokens": ("ModernBertForTokenClassification", dict(num_labels=3)),
+    "EmbeddingGemma": ("Gemma3TextModel", {}),
+    "a decoder": ("Qwen3Model", {}),
+    "a decoder with classes": ("Qwen3ForSequenceClassification", dict(num_labels=3)),
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), POOLING.values(), ids=POOLING.keys())
+def test_a_model_that_pools_is_equal(name, changes, tmp_path, capsys):
+    pooling.save(tmp_path, name, **changes)
+    assert main([str(tmp_path), "--lengths", "1", "30"]) == EQUAL
+    shown = capsys.readouterr().out
+    assert re.search(r"layer 1 .*\n(layer 2 .*\n)?the pooled array \d", shown)
+
+
+def test_what_a_decoder_pools_is_compared_by_its_runner(folder, capsys):
+    assert main([str(folder), "--lengths", "3", "--runner", "pooling"]) == EQUAL
+    assert "the pooled array" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(layer_norm_eps=0.3), "the embedding is the first that is apart"),
+        (dict(hidden_act="relu"), "layer 0 is the first that is apart, .* of prompt 0"),
+    ],
+    ids=["norms", "activation"],
+)
+def test_the_first_layer_of_an_encoder_that_differs_is_named(tmp_path, changes, words, capsys):
+    pooling.save(tmp_path, "BertModel")
+    argv = [str(tmp_path), "--lengths", "30", "--hf-overrides", json.dumps(changes)]
+    assert main(argv) == DIFFERENT
+    assert re.search(words, capsys.readouterr().out)
+
+
+def test_a_pooling_that_differs_is_named(tmp_path, capsys):
+    pooling.save(tmp_path, "ModernBertForSequenceClassification")
+    changes = json.dumps(dict(classifier_activation="tanh"))
+    assert main([str(tmp_path), "--lengths", "9", "--hf-overrides", changes]) == DIFFERENT
+    words = "different: the pooled array is the first .* from prompt 0, which has 9: the final norm"
     assert re.search(words, capsys.readouterr().out)
 
 

@@ -95,6 +95,9 @@ def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     assert names <= result.keys()
     decode = result["decode_ms_per_step"]
     assert decode.keys() == {"greedy_b1_ctx8", "greedy_b2_ctx8", "topk_topp_b2_ctx8"}
+    floor = result["decode_floor_ms_per_step"]
+    assert floor.keys() == decode.keys() and all(0 < floor[key] < decode[key] for key in floor)
+    assert "4.8 TB/s, nominal" in result["decode_floor"]
     assert all(result[name] > 0 for name in names)
     for name in ("offline_mixed_3_ttft_ms", "offline_mixed_3_itl_ms"):
         assert 0 < result[name]["p50"] <= result[name]["p90"] <= result[name]["p99"]

@@ -36,6 +36,7 @@ SLOW = (
     "glm 4",
     "command r",
     "neox, one after the other",
+    "mistral small 3.1",
 )
 QUICK = [name for name in dense_families.VARIANTS if name not in SLOW]
 SLOW_ON_SHARDS = (

@@ -36,6 +36,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "scale_attn_by_inverse_layer_idx=True is not supported",
     ),
     "unknown": ("starcoder 2", dict(expert_count=3), "1 unknown setting: expert_count=3"),
+    "text beside a tower": (
+        "mistral small 3.1",
+        dict(text_config=dict(model_type="llama")),
+        r"text_config: model_type must be one of \['ministral3', 'mistral'\], got 'llama'",
+    ),
     "pattern": (
         "exaone 4",
         dict(sliding_window_pattern="LLLG", layer_types=None),
@@ -92,6 +97,28 @@ def test_a_published_config_may_leave_out_what_is_usual():
     full, sliding = config.ropes[5].inv_freq[1], config.ropes[0].inv_freq[1]
     np.testing.assert_allclose([full, sliding], [1e6 ** (-2 / 256) / 8, 1e4 ** (-2 / 256)], 1e-6)
     assert config.eos_token_ids == (1, 106) and config.tie_word_embeddings
+
+
+def test_a_published_config_of_ministral_3_says_all_in_its_text_half():
+    rope = dict(beta_fast=32.0, beta_slow=1.0, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0,
+                mscale_all_dim=1.0, original_max_position_embeddings=16384, rope_theta=1e6,
+                rope_type="yarn", type="yarn")  # fmt: skip
+    text = dict(attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=3072,
+                initializer_range=0.02, intermediate_size=9216, max_position_embeddings=262144,
+                model_type="ministral3", num_attention_heads=32, num_hidden_layers=26,
+                num_key_value_heads=8, rms_norm_eps=1e-5, rope_parameters=rope,
+                sliding_window=None, tie_word_embeddings=True, use_cache=True,
+                vocab_size=131072)  # fmt: skip
+    both = dict(architectures=["Mistral3ForConditionalGeneration"], dtype="bfloat16",
+                image_token_index=10, model_type="mistral3", multimodal_projector_bias=False,
+                projector_hidden_act="gelu", spatial_merge_size=2, vision_feature_layer=-1,
+                vision_config=dict(model_type="pixtral"), text_config=text)  # fmt: skip
+    config = read_model(Settings(both))[1]
+    assert isinstance(config, BlockConfig)
+    assert config.query_growth == (0.1, 16384) and config.tie_word_embeddings
+    assert config.windows == (None,) * 26 and config.dtype == "bfloat16"
+    untied = read_model(Settings(both | dict(tie_word_embeddings=False)))[1]
+    assert isinstance(untied, BlockConfig) and not untied.tie_word_embeddings
 
 
 SCALING = {key: value for key, value in dense_families.YARN.items() if key != "rope_theta"}

@@ -1,10 +1,7 @@
 """Decoders that pool, against transformers: embeddings, classes, scores and rewards."""
 
-import json
-
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from jaxrunner.pooling.params import PoolerConfig, PoolingParams
 from tests.support import pooling
@@ -82,27 +79,6 @@ def test_classes_are_those_of_transformers(classifier):
         np.testing.assert_allclose(output.outputs.probs, softmax(want), atol=1e-5)
         np.testing.assert_allclose(scores.outputs.data, want, rtol=1e-5, atol=1e-5)
         assert output.outputs.num_classes == 4
-
-
-def test_rewards_of_each_token(embedder, tmp_path):
-    """A process reward model: two layers behind a Qwen2, on every token."""
-    module = pooling.save(tmp_path, "Qwen2Model")
-    file = tmp_path / "model.safetensors"
-    draw, own = np.random.default_rng(0).normal, {}
-    for name, shape in {"0": (36, 36), "2": (2, 36)}.items():
-        own[f"score.{name}.weight"] = draw(size=shape).astype(np.float32)
-        own[f"score.{name}.bias"] = draw(size=shape[0]).astype(np.float32)
-    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["architectures"] = ["Qwen2ForProcessRewardModel"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pooling.start(tmp_path) as llm:
-        outputs = llm.reward(pooling.prompts(PROMPTS))
-        assert llm.get_supported_tasks() == ("token_classify",)
-    for ids, output in zip(PROMPTS, outputs, strict=True):
-        x = pooling.hidden(module, ids) @ own["score.0.weight"].T + own["score.0.bias"]
-        want = np.maximum(x, 0) @ own["score.2.weight"].T + own["score.2.bias"]
-        np.testing.assert_allclose(output.outputs.data, want, rtol=1e-5, atol=1e-4)
 
 
 def test_a_reranker_scores_by_two_of_its_tokens(tmp_path):

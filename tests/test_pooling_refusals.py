@@ -64,6 +64,10 @@ def classifier(folder):
         (lambda llm: llm.embed(pooling.prompts([[1, 62]])), ValueError, "is out of range"),
         (lambda llm: llm.generate(pooling.prompts([[1]]), SamplingParams(), on_error="raise"),
          ValueError, "BertModel pools and generates no tokens: call embed"),
+        (lambda llm: llm.embed("a", lora_request=3), ValueError,
+         "embed: lora_request=3 is not supported: models that pool take no adapters; merge"),
+        (lambda llm: llm.encode("a", PoolingParams(step_tag_id=3)), ValueError,
+         "step_tag_id=3 is of pooling_type='STEP', which this LLM was not made with: leave it"),
         (lambda llm: llm.score("a", ["b", 3]), TypeError, "data_2 must be a text or a list of tex"),
     ],
 )  # fmt: skip
@@ -107,6 +111,10 @@ def test_a_model_that_generates_does_not_pool():
         (dict(max_num_batched_tokens=47), "max_num_batched_tokens=47 must be at least its 48 tok"),
         (dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
          "runner='pooling' drafts no tokens: leave out speculative_config"),
+        (dict(enable_lora=True), "runner='pooling' takes no adapters: leave out enable_lora"),
+        (dict(pooler_config=dict(task="classify")), "task='classify' wants a model with layers th"),
+        (dict(pooler_config=dict(pooling_type="STEP")), "task='token_classify' wants a model with"),
+        (dict(pooler_config=dict(step_tag_id=3)), "step_tag_id=3 is of pooling_type='STEP', which"),
     ],
 )  # fmt: skip
 def test_what_an_encoder_cannot_be_made_with(folder, changes, words):
@@ -162,6 +170,10 @@ def test_what_has_no_use_but_to_generate_is_not_pooled():
         (lambda: PoolerConfig(pooling_type="MAX"), ValueError, "pooling_type must be one of .*M"),
         (lambda: PoolerConfig(task="embed", pooling_type="ALL"), ValueError,
          "task='embed' and pooling_type='ALL' contradict each other: arrays of tokens go"),
+        (lambda: PoolerConfig(task="token_embed", pooling_type="STEP"), ValueError,
+         "task='token_embed' and pooling_type='STEP' contradict .*, scores of steps with 'STEP'"),
+        (lambda: PoolerConfig(normalize=True, use_activation=False), ValueError,
+         "normalize=True and use_activation=False say the opposite of each other"),
         (lambda: PoolerConfig.read([1]), TypeError, "pooler_config must be a PoolerConfig or a d"),
         (lambda: PoolerConfig.read({"dim": 1}), ValueError, "pooler_config has .'dim'., it may"),
         (lambda: read_pairs(["a", "b"], ["c"] * 3), ValueError, "data_1 has 2 texts and data_2 3:"),

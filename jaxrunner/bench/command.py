@@ -9,10 +9,11 @@
     python -m jaxrunner.bench --kernels quantized
 
 Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. A decode step is
-what one token more costs a batch that decodes together. With `--speculative` an EAGLE head of
-dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each request has
-one of so many adapters of a rank, on all products. `--kernels` times kernels, by default all, else
-those whose names begin so, and no model. What `--engine` sets of `LLM` goes over the
+what one token more costs a batch that decodes together; beside it stands its floor, the bytes that
+such a step has to move over 4.8 TB/s, with the formula as `decode_floor`. With `--speculative` an
+EAGLE head of dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each
+request has one of so many adapters of a rank, on all products. `--kernels` times kernels, by default
+all, else those whose names begin so, and no model. What `--engine` sets of `LLM` goes over the
 preset's. The part `embed` goes alone: its model pools.
 """
 
@@ -25,6 +26,7 @@ import statistics
 from typing import Any
 
 from jaxrunner.bench import adapters, kernels
+from jaxrunner.bench.byte_floor import FORMULA
 from jaxrunner.bench.presets import PRESETS, Preset
 from jaxrunner.bench.workloads import Bench, machine
 
@@ -74,6 +76,7 @@ def main() -> None:
     result["programs"] = bench.llm.engine.runner.programs.report()
     result["speculative"], result["lora"] = drafted, args.lora
     result["num_decode_steps"] = bench.llm.engine.config.num_decode_steps
+    result |= dict(decode_floor=FORMULA) if "decode" in parts else {}
     for part in parts:
         run: Callable[[], dict[str, Any]] = getattr(bench, part)
         result |= medians([run() for _ in range(args.repeats)])

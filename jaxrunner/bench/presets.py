@@ -102,6 +102,15 @@ PRESETS = {
                 residual_multiplier=0.22),
         GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256)),
     ),
+    "qwen35_9b": Preset(  # texts
+        _config("Qwen3_5ForCausalLM", "qwen3_5_text", "4096 12288 32 16 4 248320", head_dim=256,
+                layer_types=[*["linear_attention"] * 3, "full_attention"] * 8, rms_norm_eps=1e-6,
+                rope_parameters=dict(rope_type="default", rope_theta=10000000.0,
+                                     partial_rotary_factor=0.25),
+                tie_word_embeddings=False, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+                linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32),
+        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256)),
+    ),
     "tiny": Preset(
         _config("LlamaForCausalLM", "llama", "256 768 8 4 2 4096", head_dim=64,
                 rope_theta=10000.0, tie_word_embeddings=True),

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.bench import adapters, host_time
+from jaxrunner.bench.byte_floor import FORMULA, floor_ms
 from jaxrunner.bench.presets import Preset
 from jaxrunner.engine.engine import Engine, NewTokens
 from jaxrunner.llm import LLM
@@ -45,11 +46,14 @@ class Bench:
         self.adapters = adapters.add(self.llm, *lora) if lora else [None]
 
     def decode(self) -> dict[str, dict[str, float]]:
-        """Returns milliseconds of a decode step by batch size, greedy and sampled.
+        """Returns milliseconds of a decode step by batch size, greedy and sampled, and their floor.
 
-        From the first launch in which all requests of a batch get tokens to the last one.
+        From the first launch in which all requests of a batch get tokens to the last one. The floor
+        is that of a step without adapters; with drafts, and in a pipeline, there is none.
         """
-        p, out = self.preset, dict[str, float]()
+        p, out, least = self.preset, dict[str, float](), dict[str, float]()
+        middle, program = p.context + p.new // 2, self.llm.runner.program
+        print(f"floor: {FORMULA}", flush=True)
         for batch in p.batches:
             for name, rule in (("greedy", {}), ("topk_topp", SAMPLED)):
                 if rule and batch not in p.sampled_batches:
@@ -60,8 +64,12 @@ class Bench:
                 (start, _), *launches = arrivals.of_all(batch)
                 key = f"{name}_b{batch}_ctx{p.context}"
                 out[key] = (launches[-1][0] - start) / sum(n for _, n in launches) * 1e3
-                print(f"{key}: {out[key]:.3f} ms a step", flush=True)
-        return {"decode_ms_per_step": out}
+                told = f"{key}: {out[key]:.3f} ms a step"
+                if not (program.num_drafts or program.stages):
+                    least[key] = floor_ms(program, self.llm.params, batch, middle)
+                    told += f", floor {least[key]:.3f} ({least[key] / out[key]:.0%})"
+                print(told, flush=True)
+        return {"decode_ms_per_step": out, "decode_floor_ms_per_step": least}
 
     def prefill(self) -> dict[str, float]:
         """Returns prompt tokens a second."""

@@ -1,5 +1,7 @@
 """The layers that make scores of classes, by what a checkpoint is called."""
 
+from dataclasses import replace
+
 from jaxrunner.heads.dense import DenseConfig
 from jaxrunner.hf_config import Settings
 
@@ -42,10 +44,16 @@ def from_tokens(settings: Settings, ids: tuple[int, ...], width: int) -> tuple[D
 
     ids: the tokens; of two, the score is what the logit of the second has over that of the first.
     """
+    (layer,) = logits_of(settings, ids, width)
+    return (replace(layer, outputs=1 if len(ids) == 2 else len(ids)),)
+
+
+def logits_of(settings: Settings, ids: tuple[int, ...], width: int) -> tuple[DenseConfig, ...]:
+    """Returns the layer of a decoder whose scores are the logits of some tokens."""
     tied = settings.take("tie_word_embeddings", bool, False)
     return (
         DenseConfig(
-            "model.embed_tokens" if tied else "lm_head", width, 1 if len(ids) == 2 else len(ids),
+            "model.embed_tokens" if tied else "lm_head", width, len(ids),
             bias=False, rows=ids, vocab_size=settings.size("vocab_size"),
         ),
     )  # fmt: skip

@@ -43,6 +43,9 @@ class PooledConfig:
     dimensions: int | None = None
     pairs: bool = False  # whether two texts are encoded as a pair, and not as one text
     matryoshka: tuple[int, ...] = ()  # `dimensions` that the checkpoint names; any where empty
+    steps: bool = False  # whether scores of "ALL" tokens are those of steps: `pooling.steps`
+    step_tag_id: int | None = None  # where a request does not say
+    returned_token_ids: tuple[int, ...] = ()  # columns of the scores, all where empty
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "base":  # asked while it is unpickled

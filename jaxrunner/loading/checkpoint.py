@@ -79,6 +79,17 @@ def names(folder: Path) -> frozenset[str]:
     return frozenset(name for path in _files(folder)[0] for name in read_header(path))
 
 
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors in a checkpoint folder, of none where it holds no weights.
+
+    Raises as `find`.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return {}
+    headers = (read_header(path) for path in _files(folder)[0])
+    return {name: tensor.shape for header in headers for name, tensor in header.items()}
+
+
 def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Returns the files that hold the weights, and the shard of each tensor if an index says so."""
     if not folder.is_dir():

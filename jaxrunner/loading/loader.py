@@ -9,7 +9,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown, validate
 from jaxrunner.config import ModelConfig, read_token_ids
 from jaxrunner.hf_config import Settings, read_json
-from jaxrunner.loading import llm_arguments, sharded_state
+from jaxrunner.loading import checkpoint, llm_arguments, sharded_state
 from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.dtypes import choose_dtype
 from jaxrunner.loading.hub import resolve
@@ -152,7 +152,8 @@ def load(
     )  # fmt: skip
     folder = load_config.folder()
     settings = read_json(folder / "config.json") | _checked_overrides(hf_overrides)
-    pooling = read_pooling(runner, settings, folder, PoolerConfig.read(pooler_config))
+    asked = PoolerConfig.read(pooler_config)
+    pooling = read_pooling(runner, settings, folder, asked, checkpoint.shapes)
     model, config = _read_model(
         pooling, settings, folder, quantization, parallel, enable_return_routed_experts
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from jaxrunner.api.validation import shown
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.requested_prompts import one_each, read_asked
-from jaxrunner.heads.late_interaction import max_sim
+from jaxrunner.heads.late_interaction import QueryCache, max_sim, query_of
 from jaxrunner.heads.pooled import POOLED, POSITIONS, PooledConfig
 from jaxrunner.loading import llm_arguments
+from jaxrunner.pooling import late_interaction, steps
 from jaxrunner.pooling.activations import ACTIVATIONS
 from jaxrunner.pooling.outputs import (
     ClassificationOutput,
@@ -38,7 +40,12 @@ class PoolingMethods:
     completions: Completions
     engine: Any
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @functools.cached_property
+    def queries(self) -> QueryCache:
+        """Queries that `LateInteractionParams` keep from call to call."""
+        return QueryCache()
+
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def encode(
         self, prompts: Any, pooling_params: Params = None, *, use_tqdm: Bar = True,
         pooling_task: str | None = None, truncate_prompt_tokens: int | None = None,
@@ -58,7 +65,7 @@ class PoolingMethods:
             )
         return self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def embed(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -70,7 +77,7 @@ class PoolingMethods:
             _as(EmbeddingRequestOutput, o, EmbeddingOutput(o.outputs.data.tolist())) for o in found
         ]
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def classify(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -83,7 +90,7 @@ class PoolingMethods:
             for o in found
         ]
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def reward(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
         truncate_prompt_tokens: int | None = None,
@@ -96,7 +103,7 @@ class PoolingMethods:
         raw = PoolingParams(use_activation=False) if pooling_params is None else pooling_params
         return self._pool(prompts, raw, use_tqdm, truncate_prompt_tokens)
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
     def score(
         self, data_1: Texts, data_2: Texts, *, use_tqdm: Bar = True,
         pooling_params: PoolingParams | None = None, truncate_prompt_tokens: int | None = None,
@@ -108,6 +115,11 @@ class PoolingMethods:
         """
         config = _config(self.engine.model_config, "score", "classify", "embed", "token_embed")
         pairs = read_pairs(data_1, data_2)
+        if getattr(pooling_params, "late_interaction_params", None) is not None:
+            raise ValueError(
+                "late_interaction_params are of encode, and score compares pairs by itself: leave "
+                "them out"
+            )
         if config.task == "classify":
             if config.num_out != 1:
                 raise ValueError(
@@ -124,7 +136,14 @@ class PoolingMethods:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is read once
         outputs = self._pool(texts, pooling_params, use_tqdm, truncate_prompt_tokens)
         of = dict(zip(texts, outputs, strict=True))
-        return [_scored(of[b], max_sim(of[a].outputs.data, of[b].outputs.data)) for a, b in pairs]
+        if config.task == "embed":
+            products = [float(of[a].outputs.data @ of[b].outputs.data) for a, b in pairs]
+        else:
+            queries = {a: query_of(of[a].outputs.data) for a in dict.fromkeys(a for a, _ in pairs)}
+            products = max_sim(
+                [queries[a] for a, _ in pairs], [of[b].outputs.data for _, b in pairs]
+            )
+        return [_scored(of[b], score) for (_, b), score in zip(pairs, products, strict=True)]
 
     def _pool(
         self,
@@ -151,8 +170,16 @@ class PoolingMethods:
             _sampling(*x, config) for x in zip(many, firsts or [None] * len(many), strict=True)
         ]
         queued = read_asked(prompts, asked, None)
-        outputs = self.completions.answer(queued, on_error="raise", use_tqdm=use_tqdm)
-        return [_told(*pair, config) for pair in zip(outputs, many, strict=True)]
+        late = [one.late_interaction_params for one in many]
+        late_interaction.check(self.queries, late, config.task)
+        try:
+            outputs = self.completions.answer(queued, on_error="raise", use_tqdm=use_tqdm)
+            told = [_told(*pair, config) for pair in zip(outputs, many, strict=True)]
+        except BaseException:
+            late_interaction.release(self.queries, late)
+            raise
+        arrays = late_interaction.compare(self.queries, [o.outputs.data for o in told], late)
+        return [_as(type(o), o, PoolingOutput(x)) for o, x in zip(told, arrays, strict=True)]
 
 
 def _config(config: Any, method: str, *tasks: str) -> PooledConfig:
@@ -182,6 +209,8 @@ def _check(params: Any, config: PooledConfig) -> None:
             f"{config.task!r}: leave it out"
         )
     config.check_dimensions(params.dimensions)
+    sizes = dict(num_out=config.num_out, vocab_size=config.vocab_size)
+    steps.check(params, steps=config.steps, **sizes)
 
 
 def _sampling(params: PoolingParams, first: int | None, config: PooledConfig) -> PooledRequest:
@@ -206,6 +235,7 @@ def _told(
         values, positions = (np.concatenate(heads[name]) for name in (POOLED, POSITIONS))
         data = np.empty((len(ids), values.shape[1]), np.float32)
         data[positions] = values
+        data = steps.select(data, ids, params, config) if config.steps else data
     else:
         data = heads[POOLED][-1]
     if config.task.endswith("embed"):

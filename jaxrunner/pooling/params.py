@@ -1,15 +1,17 @@
 """How prompts are pooled, in vLLM's names. Knows no JAX."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, shown, validate
+from jaxrunner.pooling.late_interaction import LateInteractionParams
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
-POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
+POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL", "STEP")
+OF_TOKENS = ("ALL", "STEP")  # which of them tell an array of each token
 _FLAG = Bound(bool, optional=True)
 _DIMENSIONS = Bound(int, 1, 2**24, optional=True)
 _TASK = Bound(str, optional=True)
@@ -20,6 +22,8 @@ BOUNDS: dict[str, Bound] = {
     "truncate_prompt_tokens": Bound(int, -1, 2**30, optional=True),
     "skip_reading_prefix_cache": _FLAG,
     "task": _TASK,
+    "step_tag_id": Bound(int, 0, 2**31 - 1, optional=True),
+    "returned_token_ids": Bound(int, 0, 2**31 - 1, optional=True, each=True),
 }
 
 
@@ -38,20 +42,26 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None  # its last ones are taken; -1 is as many as fit
     skip_reading_prefix_cache: bool | None = None
     task: str | None = None  # of `TASKS`, the one that the LLM was made for
+    # Of pooling_type="STEP", where they are to differ from the `PoolerConfig`'s.
+    step_tag_id: int | None = None
+    returned_token_ids: Sequence[int] | None = None
+    late_interaction_params: LateInteractionParams | None = None  # of `token_embed`
 
     def __post_init__(self):
         for name, bound in BOUNDS.items():
             setattr(self, name, validate(name, getattr(self, name), bound))
         _check_task(self.task)
+        late = self.late_interaction_params
+        if late is not None and not isinstance(late, LateInteractionParams):
+            raise TypeError(
+                f"late_interaction_params must be LateInteractionParams, got {shown(late)}: make "
+                "one"
+            )
         if self.truncate_prompt_tokens == 0:
             raise ValueError(
                 "truncate_prompt_tokens=0 would leave no prompt: take 1 or more, or -1"
             )
-        if self.normalize is not None and self.use_activation not in (None, self.normalize):
-            raise ValueError(
-                f"normalize={self.normalize} and use_activation={self.use_activation} say the "
-                "opposite of each other: give one"
-            )
+        _check_activation(self.normalize, self.use_activation)
 
     @property
     def activates(self) -> bool | None:
@@ -79,24 +89,35 @@ class PoolerConfig:
     task: str | None = None  # of `TASKS`
     pooling_type: str | None = None  # of `POOLING_TYPES`; "ALL" tells each token's array
     use_activation: bool | None = None  # where a request does not say
+    normalize: bool | None = None  # `use_activation` of embeddings, by its older name
     dimensions: int | None = None
+    step_tag_id: int | None = None  # of "STEP": the token whose scores alone are told, None for all
+    # Of "STEP": which scores of a token; of a model that writes tokens, the ones that are scores.
+    returned_token_ids: Sequence[int] | None = None
 
     def __post_init__(self):
         for name, bound in BOUNDS.items():
             if name in vars(self):
                 validate(name, getattr(self, name), bound)
         _check_task(self.task)
+        _check_activation(self.normalize, self.use_activation)
         validate("pooling_type", self.pooling_type, Bound(str, optional=True))
         if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
             raise ValueError(
                 f"pooling_type must be one of {POOLING_TYPES}, got {shown(self.pooling_type)}"
             )
         if self.task is not None and self.pooling_type is not None:
-            if self.task.startswith("token") != (self.pooling_type == "ALL"):
+            own = dict(STEP=("token_classify",), ALL=("token_embed", "token_classify"))
+            if self.task not in own.get(self.pooling_type, ("embed", "classify")):
                 raise ValueError(
                     f"task={self.task!r} and pooling_type={self.pooling_type!r} contradict each "
-                    "other: arrays of tokens go with 'ALL'"
+                    "other: arrays of tokens go with 'ALL', scores of steps with 'STEP'"
                 )
+
+    @property
+    def activates(self) -> bool | None:
+        """Whether the model's activation runs where a request does not say; None for its own."""
+        return self.normalize if self.use_activation is None else self.use_activation
 
     @classmethod
     def read(cls, asked: Any) -> "PoolerConfig":
@@ -114,6 +135,14 @@ class PoolerConfig:
             return cls(**asked or {})
         except (TypeError, ValueError) as error:
             raise type(error)(f"pooler_config: {error}") from error
+
+
+def _check_activation(normalize: bool | None, use_activation: bool | None) -> None:
+    if normalize is not None and use_activation not in (None, normalize):
+        raise ValueError(
+            f"normalize={normalize} and use_activation={use_activation} say the opposite of each "
+            "other: give one"
+        )
 
 
 def _check_task(task: str | None) -> None:

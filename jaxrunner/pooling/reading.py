@@ -1,6 +1,6 @@
 """From a checkpoint's files to a model that pools."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +16,8 @@ from jaxrunner.model import Model
 from jaxrunner.models.registry import FAMILIES
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.stages import stages_of
-from jaxrunner.pooling import sentence_transformers
-from jaxrunner.pooling.params import PoolerConfig
+from jaxrunner.pooling import sentence_transformers, steps
+from jaxrunner.pooling.params import OF_TOKENS, PoolerConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
 RUNNERS = ("auto", "generate", "pooling")
@@ -32,11 +32,22 @@ TASKS = dict(
     ForCausalLM="embed",
 )
 TOKENS = "classifier_from_token"
+OLD_ACTIVATION = "sbert_ce_default_activation_function"  # `activation_fn` of older cross-encoders
 OWN_KEYS = (
     "sentence_transformers", "is_matryoshka", "matryoshka_dimensions", TOKENS,
-    "is_original_qwen3_reranker",
+    "is_original_qwen3_reranker", OLD_ACTIVATION,
 )  # fmt: skip
-COLBERT, COLBERT_SIZE = "HF_ColBERT", 128  # the architecture, and numbers of a token's embedding
+# Architectures of encoders with a product behind each token, and what these are by `model_type`.
+COLBERT = "HF_ColBERT", "ColBERTModernBertModel"
+COLBERT_BASES = dict(bert="BertModel", modernbert="ModernBertModel", roberta="RobertaModel")
+COLBERT_BASES["xlm-roberta"] = "XLMRobertaModel"
+COLBERT_PRODUCT, COLBERT_SIZE = "linear", 128  # the latter where there are no weights to look at
+Shapes = Callable[[Path], Mapping[str, tuple[int, ...]]]
+
+
+def no_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shapes of a folder without weights."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class PoolingFiles:
     values: dict[str, Any]  # of config.json
     folder: Path
     asked: PoolerConfig
+    shapes: Shapes = no_shapes  # of the tensors in a folder
 
     def made(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the family and the config that pool, given those of the model below.
@@ -65,13 +77,19 @@ class PoolingFiles:
         modules, asked = sentence_transformers.read(self.folder), self.asked
         encodes = any(isinstance(kind, EncoderOnly) for kind in config.cache_kinds)
         pooling, layers = self._head(config, modules, encodes=encodes)
-        task = asked.task or self.task
+        task = asked.task or ("token_classify" if self.steps else self.task)
         if asked.pooling_type is not None:
             pooling = asked.pooling_type
-        if task.startswith("token") or pooling == "ALL":
+        if task.startswith("token") or pooling in OF_TOKENS:
             task, pooling = f"token_{task.removeprefix('token_')}", "ALL"
+        if task.endswith("classify") and not layers:
+            raise ValueError(
+                f"task={task!r} wants a model with layers that score, {self.architecture} has "
+                "none: take embed or token_embed"
+            )
         activation, default = self._activation(task, layers, modules)
-        use = default if asked.use_activation is None else asked.use_activation
+        use = default if asked.activates is None else asked.activates
+        columns = tuple(map(int, asked.returned_token_ids or ()))
         made = PooledConfig(
             model,
             config,
@@ -83,19 +101,37 @@ class PoolingFiles:
             asked.dimensions,
             encodes,
             tuple(Settings(self.values).each("matryoshka_dimensions", int, [])),
+            self.steps,
+            asked.step_tag_id,
+            () if self.writes_steps else columns,  # else they are rows of the layer
         )
         made.check_dimensions(asked.dimensions)
+        num_out = config.vocab_size if self.writes_steps else made.num_out
+        steps.check(asked, steps=self.steps, num_out=num_out, vocab_size=config.vocab_size)
         return pooled(model, made), cast(ModelConfig, made)
+
+    @property
+    def steps(self) -> bool:
+        """Whether scores are those of steps of reasoning."""
+        default = "STEP" if self.architecture.endswith("ForProcessRewardModel") else None
+        return (self.asked.pooling_type or default) == "STEP"
+
+    @property
+    def writes_steps(self) -> bool:
+        """Whether these are logits of a model that writes tokens."""
+        return self.steps and self.architecture.endswith("ForCausalLM")
 
     def _head(
         self, config: ModelConfig, modules: sentence_transformers.Modules, *, encodes: bool
     ) -> tuple[str, tuple[DenseConfig, ...]]:
         """Returns the pooling that the files say, and the layers behind it."""
         settings, E = Settings(self.values, str(self.folder / "config.json")), config.hidden_size
+        if self.writes_steps:
+            return "ALL", classify.logits_of(settings, self._step_tokens(config.vocab_size), E)
         if self.task == "classify" and self.values.get(TOKENS):
             return "LAST", classify.from_tokens(settings, self._tokens(config.vocab_size), E)
-        if self.architecture == COLBERT:
-            return "ALL", (DenseConfig("linear", E, COLBERT_SIZE, bias=False),)
+        if self.architecture in COLBERT:
+            return "ALL", modules.layers or (self._colbert(E),)
         if self.task == "classify":
             return classify.classifier(self.base, settings, E)
         if self.architecture.endswith("ForTokenClassification"):
@@ -103,6 +139,24 @@ class PoolingFiles:
         if self.task == "token_classify":
             return "ALL", token_wise.rewards(self.architecture, settings, E)
         return modules.pooling or ("CLS" if encodes else "LAST"), modules.layers
+
+    def _colbert(self, width: int) -> DenseConfig:
+        """Returns the product behind each token, as wide as the checkpoint has it."""
+        shape = self.shapes(self.folder).get(f"{COLBERT_PRODUCT}.weight", (COLBERT_SIZE, width))
+        # A tensor that is no matrix is refused by name when it is read.
+        outputs = shape[0] if len(shape) == 2 and shape[0] else COLBERT_SIZE
+        return DenseConfig(COLBERT_PRODUCT, width, outputs, bias=False)
+
+    def _step_tokens(self, vocab_size: int) -> tuple[int, ...]:
+        """Returns the ids of the tokens whose logits score steps."""
+        ids = tuple(map(int, self.asked.returned_token_ids or ()))
+        if not ids or max(ids) >= vocab_size:
+            raise ValueError(
+                f"pooling_type='STEP' of {self.architecture} wants returned_token_ids, tokens of "
+                f"the {vocab_size} whose logits are scores, got {shown(ids)}: name them in "
+                "pooler_config"
+            )
+        return ids
 
     def _tokens(self, vocab_size: int) -> tuple[int, ...]:
         """Returns the ids of the tokens whose logits are scores."""
@@ -124,22 +178,28 @@ class PoolingFiles:
     ) -> tuple[str, bool]:
         """Returns what runs on what is pooled, and whether it does where nobody says."""
         if task.endswith("embed"):
-            return "normalize", modules.normalize is not False
+            # The lists of modules of ColBERTs have no norm, which belongs to MaxSim.
+            return "normalize", modules.normalize is not False or self.architecture in COLBERT
         kinds = dict(regression="identity", multi_label_classification="sigmoid")
         kind = kinds.get(self.values.get("problem_type") or "")
         own = self.values.get("sentence_transformers") or {}
-        named = own.get("activation_fn", "") if isinstance(own, dict) else ""
+        named = own.get("activation_fn") if isinstance(own, dict) else None
+        named = named or self.values.get(OLD_ACTIVATION)
         if str(named).endswith(("Identity", "Sigmoid")):
             kind = str(named).rpartition(".")[2].lower()
         return kind or ("sigmoid" if layers[-1].outputs == 1 else "softmax"), True
 
 
 def read_pooling(
-    runner: str, values: Mapping[str, Any], folder: Path, asked: PoolerConfig
+    runner: str,
+    values: Mapping[str, Any],
+    folder: Path,
+    asked: PoolerConfig,
+    shapes: Shapes = no_shapes,
 ) -> PoolingFiles | None:
     """Returns what a checkpoint says of pooling; None where it is to generate tokens.
 
-    runner: "auto" pools where the architecture is one that does.
+    runner: "auto" pools where the architecture is one that does. shapes: of the folder's tensors.
 
     Raises:
       ValueError: there is no such runner, or the architecture has no such use; names it.
@@ -164,15 +224,17 @@ def read_pooling(
             )
         return None
     base, task = found
+    if name in COLBERT:
+        base = COLBERT_BASES.get(str(values.get("model_type")), base)
     settings = {key: value for key, value in values.items() if key not in OWN_KEYS}
     settings |= dict(architectures=[base], tie_word_embeddings=True)  # it has no output layer
-    return PoolingFiles(settings, str(name), base, task, dict(values), folder, asked)
+    return PoolingFiles(settings, str(name), base, task, dict(values), folder, asked, shapes)
 
 
 def _base(name: str) -> tuple[str, str] | None:
     """Returns the architecture below one that pools, and its task; None where there is none."""
-    if name == COLBERT:
-        return "BertModel", "token_embed"
+    if name in COLBERT:
+        return ("BertModel" if name == COLBERT[0] else "ModernBertModel"), "token_embed"
     for suffix, task in TASKS.items():
         if name.endswith(suffix):
             stem = name.removesuffix(suffix)

@@ -43,7 +43,7 @@ def layers(
 ) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
     """Runs layers `first` to `last`, to the end by default, on x, [T, E].
 
-    Does what `llama.layers` does, extras included.
+    Does what `llama.layers` does, extras included; of `post_norm` these are norms of sums.
 
     Raises:
       ValueError: there is no such extra among these layers; names it.
@@ -62,6 +62,8 @@ def layers(
     for i, cache in zip(range(first, last), kv, strict=True):
         if (name := f"residual.{i}") in extras:
             found[name] = x + _whole(residual, x)
+            if config.post_norm:
+                found[name] = _add_norm(config, ops, x, residual, params.layers[i].attn_norm)[1]
         spec = AttentionSpec(groups[i], config.windows[i], scale, soft_cap=config.score_cap)
         turn = *turns[config.ropes[i]], growth
         x, residual, cache = layer(x, residual, params.layers[i], cache, turn, spec=spec)
@@ -70,7 +72,7 @@ def layers(
         return x + _whole(residual, x), tuple(caches), found
     x, hidden = _add_norm(config, ops, x, residual, params.norm)
     if (name := f"residual.{num}") in extras:
-        found[name] = x
+        found[name] = hidden if config.post_norm else x
     return hidden, tuple(caches), found
 
 

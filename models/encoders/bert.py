@@ -11,6 +11,10 @@ from jaxrunner.models.encoders.encoder import EncoderConfig, EncoderParams, enco
 from jaxrunner.models.rope import no_rope
 
 END = "output.LayerNorm"  # of a layer
+OF_FIRST_FILES = (  # of Google's, which transformers does not read
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+    "pooler_size_per_head", "pooler_type",
+)  # fmt: skip
 
 
 def names(model: str) -> Names:
@@ -32,6 +36,7 @@ def names(model: str) -> Names:
 
 def read(settings: Settings, model: str = "bert") -> EncoderConfig:
     """Reads a config. model: what names of tensors begin with."""
+    settings.ignore(*OF_FIRST_FILES)
     settings.expect("position_embedding_type", "absolute")
     settings.expect("is_decoder", False)
     settings.expect("add_cross_attention", False)

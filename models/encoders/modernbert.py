@@ -42,6 +42,8 @@ class ModernBertConfig(EncoderConfig):
 def read(settings: Settings) -> ModernBertConfig:
     """Reads a config."""
     settings.ignore(*OF_OTHER_HEADS)
+    # Published configs say so beside rotary positions, and transformers does not read it.
+    settings.expect("position_embedding_type", "absolute")
     settings = settings.renamed(
         hidden_activation="hidden_act", norm_eps="rms_norm_eps", global_rope_theta="rope_theta"
     )

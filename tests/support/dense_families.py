@@ -62,9 +62,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         num_key_value_heads=None, use_parallel_residual=False, tie_word_embeddings=True)),
     "olmo 3": ("Olmo3", dict(sliding_window=9, rope_parameters=TWO, layer_types=BOTH)),
     "ministral 3": ("Ministral3", dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.7))),
+    "ministral 3, beside a tower": ("Mistral3", dict(
+        model_type="ministral3", rope_parameters=YARN | dict(llama_4_scaling_beta=0.7))),
+    "mistral small 3.1": ("Mistral3", dict(model_type="mistral", tie_word_embeddings=True)),
 }  # fmt: skip
 TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
              image_size=8, patch_size=4, model_type="siglip_vision_model")  # fmt: skip
+PIXTRAL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+               head_dim=8, image_size=8, patch_size=4, model_type="pixtral")  # fmt: skip
 TOWER_IDS = dict(image_token_index=61, boi_token_index=61, eoi_token_index=61)
 CONFIGS = dict(Gemma3="Gemma3TextConfig")
 
@@ -78,6 +83,11 @@ def config(variant: str) -> Any:
         text = {**SIZES, **changes, **NO_IDS}
         both = dict(text_config=text, vision_config=TOWER, mm_tokens_per_image=1)
         return transformers.Gemma3Config(**both | TOWER_IDS)
+    if family == "Mistral3":
+        text = {**SIZES, **changes, **NO_IDS}
+        tied = text.get("tie_word_embeddings", False)
+        both = dict(text_config=text, vision_config=PIXTRAL, tie_word_embeddings=tied)
+        return transformers.Mistral3Config(**both, image_token_index=61)
     derived = ("head_dim", "num_key_value_heads")
     values = {k: v for k, v in values.items() if v is not None or k not in derived}
     return getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**values | NO_IDS)
@@ -91,7 +101,11 @@ def settings(variant: str) -> dict[str, Any]:
 
 def class_of(family: str) -> str:
     """Returns the class of transformers that computes logits."""
-    own = dict(GPT2="GPT2LMHeadModel", Gemma3Vision="Gemma3ForConditionalGeneration")
+    own = dict(
+        GPT2="GPT2LMHeadModel",
+        Gemma3Vision="Gemma3ForConditionalGeneration",
+        Mistral3="Mistral3ForConditionalGeneration",
+    )
     return own.get(family, f"{family}ForCausalLM")
 
 

@@ -39,15 +39,25 @@ WHOLE: dict[str, Any] = dict(max_model_len=48, max_num_batched_tokens=64, token_
 PROMPTS = [np.random.default_rng(n).integers(5, 61, n).tolist() for n in (1, 5, 16, 17, 40)]
 
 
+def config(name: str, **changes: Any) -> Any:
+    """Returns a config of transformers, of its class `name`."""
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
+    sizes = next((KINDS[stem] for stem in KINDS if name.startswith(stem)), DECODER)
+    return getattr(transformers, name).config_class(**sizes | changes)
+
+
+def settings(name: str, **changes: Any) -> dict[str, Any]:
+    """Returns the keys of a `config.json`."""
+    return config(name, **changes).to_dict() | dict(architectures=[name])
+
+
 def save(folder: Path, name: str, **changes: Any) -> Any:
     """Writes a checkpoint of class `name` of transformers. Returns its module, in float32."""
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
-    kind = getattr(transformers, name)
-    sizes = next((KINDS[stem] for stem in KINDS if name.startswith(stem)), DECODER)
-    config = kind.config_class(**sizes | changes)
-    config._attn_implementation = "eager"
-    module = kind(config).eval()
+    found = config(name, **changes)
+    found._attn_implementation = "eager"
+    module = getattr(transformers, name)(found).eval()
     torch.manual_seed(len(name))
     for at, weight in module.named_parameters():
         norm = "norm" in at.lower() and at.endswith("weight")
