@@ -21,7 +21,11 @@ from jaxrunner.kernels_pallas.lora_case import LORA
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
 from jaxrunner.kernels_pallas.mixture_case import full_tiles, mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
-from jaxrunner.kernels_pallas.quantized_case import fitted_tiles, quantized_products, quantized_tiles
+from jaxrunner.kernels_pallas.quantized_case import (
+    fitted_tiles,
+    quantized_products,
+    quantized_tiles,
+)
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
