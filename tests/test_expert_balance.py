@@ -95,6 +95,22 @@ def test_new_weights_come_after_moves(folder, llm):
     assert [out.token_ids for out in ask(llm)] == [out.token_ids for out in before]
 
 
+@pytest.mark.devices(2)
+def test_a_placement_compiles_nothing(folder):
+    """Once the LLM is warm; not the first one, and not those behind it."""
+    sizes = SIZES | TWO | dict(warm_up=True, max_model_len=64, num_blocks=64)
+    with LLM(folder, **sizes, enable_eplb=True, eplb_config=EPLB) as llm:
+        compiled: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
+        )
+        try:
+            ask(llm)
+        finally:
+            jax.monitoring.clear_event_listeners()
+        assert llm.engine.balance.num_moves >= 3 and compiled == []
+
+
 @pytest.mark.slow
 @pytest.mark.devices(2)
 def test_a_snapshot_is_taken_between_placements(llm, tmp_path):

@@ -84,6 +84,18 @@ class ExpertBalance:
         )
 
 
+def warm_up(runner: ModelRunner) -> None:
+    """Compiles what moves experts, by a move of each shape to where it is."""
+    config = cast(Any, runner.program.config)
+    if getattr(config, "eplb", None) is None or runner.params is None:
+        return
+    index, mesh = np.arange(config.num_places, dtype=np.int32), runner.program.mesh
+    layers = [layer.experts for layer in _target(runner.params).layers if layer.experts is not None]
+    first = {(x.shape, x.dtype): x for experts in layers for x in _leaves(experts).values()}
+    for x in first.values():
+        jax.block_until_ready(gather(mesh)(x, index))
+
+
 def in_order(runner: ModelRunner) -> Any:
     """Moves experts back to where they were loaded, if any has moved. Returns the weights."""
     if (places := getattr(runner.program.config, "num_places", None)) and runner.params is not None:
@@ -122,11 +134,15 @@ def move(runner: ModelRunner, new: Placement) -> None:
 
 
 def _moved(experts: PlacedExperts, index: np.ndarray, mesh: Mesh | None) -> PlacedExperts:
-    names = "gate_up", "down", "gate_up_bias", "down_bias"
-    leaves = {name: x for name in names if (x := getattr(experts, name)) is not None}
-    run = gather(mesh)
+    leaves, run = _leaves(experts), gather(mesh)
     # Waited for: the memory that a layer leaves is there for the next.
     return replace(experts, **{n: jax.block_until_ready(run(x, index)) for n, x in leaves.items()})
+
+
+def _leaves(experts: PlacedExperts) -> dict[str, Array]:
+    """Returns the weights of copies, by their names."""
+    names = "gate_up", "down", "gate_up_bias", "down_bias"
+    return {name: x for name in names if (x := getattr(experts, name)) is not None}
 
 
 def _sizes(runner: ModelRunner) -> tuple[int, int]:
