@@ -136,7 +136,6 @@ def test_a_stage_that_cannot_be_reached_is_named(monkeypatch):
             raise OSError("no route to host")
 
         monkeypatch.setattr(requirements, "put", fail)
-        with pytest.raises(
-            RuntimeError, match=r"a transfer from stage to stage failed \(\S+0 to \S+1\)"
-        ):
+        words = r"a transfer from stage to stage failed \(\S+0 to \S+1\): see the cause above, NCCL"
+        with pytest.raises(RuntimeError, match=words):
             llm.check_health()
