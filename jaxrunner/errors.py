@@ -54,3 +54,11 @@ def of_hang(timeout_s: float) -> str:
         f"the device did not end a step within step_timeout_s={timeout_s} and is not restarted, as "
         "it may hang: end this process; where steps take so long raise it, or None for no limit"
     )
+
+
+def of_processes(error: BaseException) -> str:
+    """Returns what all are told once a step over the devices of several processes has failed."""
+    return (
+        "a process of this mesh is gone, or failed in a step that all of them run "
+        f"({in_words(error)}): end those that are left, and start all anew"
+    )

@@ -7,6 +7,8 @@ import logging
 import time
 from typing import Any
 
+import jax
+
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.errors import (
@@ -16,6 +18,7 @@ from jaxrunner.errors import (
     StepTimeout,
     of_engine,
     of_hang,
+    of_processes,
     of_step,
 )
 from jaxrunner.runner.at_exit import not_awaited_at_exit
@@ -222,9 +225,13 @@ class Steps(abc.ABC):
     def _beyond_repair(self, error: BaseException) -> str:
         """Returns why no step can follow one that failed, in words; "" where one may."""
         if isinstance(error, StepTimeout):
-            not_awaited_at_exit(self.runner)
-            return of_hang(self.config.step_timeout_s)
-        return ""
+            words = of_hang(self.config.step_timeout_s)
+        elif self.runner.program.is_shared and isinstance(error, jax.errors.JaxRuntimeError):
+            words = of_processes(error)  # which run no longer the same steps, if all are there
+        else:
+            return ""
+        not_awaited_at_exit(self.runner)
+        return words
 
 
 def launch_all(engines: Sequence[Steps]) -> None:

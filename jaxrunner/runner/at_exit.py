@@ -25,7 +25,7 @@ def awaited_at_exit(owner: Stateful) -> None:
 
 
 def not_awaited_at_exit(owner: Stateful) -> None:
-    """Has Python end without the last step of `owner`, whose device hangs."""
+    """Has Python end without the last step of `owner`, which may hang."""
     _alive.discard(owner)
 
 
