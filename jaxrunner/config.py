@@ -1,6 +1,6 @@
 """What a model is and how large an engine is: frozen, hashable, compiled in. Knows no device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxrunner.api.validation import Bound, shown, validate
@@ -101,7 +101,8 @@ class EngineConfig:
     seed: int = 0
     logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
     nan_policy: str = "error"  # of NaN or infinite logits: end the request, or raise, or go on
-    step_timeout_s: float | None = 600.0  # from its launch, or the end of the one before
+    # From its launch, or the end of the one before. No `repr`: a snapshot may have had another.
+    step_timeout_s: float | None = field(default=600.0, repr=False)
     attention_backend: str = "auto"  # kernels where they serve the model, or one by name
     enforce_eager: bool = False  # nothing is compiled: each operation runs by itself
     enable_lora: bool = False  # whether requests may have adapters

@@ -15,6 +15,7 @@ from test_data_parallel import GREEDY, TWO, folder, ids, open_llm
 
 from jaxrunner.engine import steps
 from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.errors import StepTimeout
 from jaxrunner.models.llama import llama
 from jaxrunner.parallel.time_limit import ends_within
@@ -149,6 +150,18 @@ def test_without_a_limit_a_step_may_take_for_ever():
         assert e.time_left_s is None
         e.step()
     assert request.finish_reason == "length"
+
+
+def test_a_snapshot_goes_on_with_another_limit(tmp_path):
+    e, other = one(), one(step_timeout_s=7.0)
+    request = e.add("a", [1, 2, 3], GREEDY)
+    e.step()
+    save_engine(e, tmp_path / "saved")
+    restored = restore_engine(other, tmp_path / "saved").requests["a"]
+    for engine in (e, other):
+        while engine.has_unfinished:
+            engine.step()
+    assert restored.output_token_ids == request.output_token_ids
 
 
 def test_a_handle_that_is_never_ready(monkeypatch, end):
