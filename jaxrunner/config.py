@@ -1,6 +1,6 @@
 """What a model is and how large an engine is: frozen, hashable, compiled in. Knows no device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxrunner.api.validation import Bound, shown, validate
@@ -101,6 +101,8 @@ class EngineConfig:
     seed: int = 0
     logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
     nan_policy: str = "error"  # of NaN or infinite logits: end the request, or raise, or go on
+    # From its launch, or the end of the one before. No `repr`: a snapshot may have had another.
+    step_timeout_s: float | None = field(default=600.0, repr=False)
     attention_backend: str = "auto"  # kernels where they serve the model, or one by name
     enforce_eager: bool = False  # nothing is compiled: each operation runs by itself
     enable_lora: bool = False  # whether requests may have adapters
@@ -119,6 +121,8 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} must be an integer of at least {least}, got {shown(value)}"
                 )
+        limit = Bound(float, 1e-3, 2**30, optional=True)
+        validate("step_timeout_s", self.step_timeout_s, limit)
         if type(self.enforce_eager) is not bool:
             raise ValueError(
                 f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"

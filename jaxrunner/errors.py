@@ -9,6 +9,10 @@ NO_CHOICE = (
 )
 
 
+class StepTimeout(RuntimeError):
+    """A step did not end in the time that it may take; its device may hang."""
+
+
 def in_words(error: BaseException) -> str:
     """Returns an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -41,4 +45,20 @@ def of_engine(error: BaseException, cause: BaseException) -> str:
     return (
         f"the device state was lost ({in_words(error)}) and cannot be made anew "
         f"({in_words(cause)}): close this engine and build another one"
+    )
+
+
+def of_hang(timeout_s: float) -> str:
+    """Returns what all are told once a device has not ended a step in time."""
+    return (
+        f"the device did not end a step within step_timeout_s={timeout_s} and is not restarted, as "
+        "it may hang: end this process; where steps take so long raise it, or None for no limit"
+    )
+
+
+def of_processes(error: BaseException) -> str:
+    """Returns what all are told once a step over the devices of several processes has failed."""
+    return (
+        "a process of this mesh is gone, or failed in a step that all of them run "
+        f"({in_words(error)}): end those that are left, and start all anew"
     )

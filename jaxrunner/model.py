@@ -107,6 +107,8 @@ class Ops:
     route: (config, w, logits [T, X]) -> the experts of each token; none of a bucket's padding.
     experts: (x [T, E], routes, w) -> the residual that a mixture's experts add, as `project`
         returns it.
+    norm_heads: (x [T, heads, D], weight [all heads, D], eps) -> the RMSNorm of a token's heads,
+        taken together with those of other devices.
     add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
         is [T, E], or parts of it, [parts, T, E] in float32 or their dtype.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
@@ -132,6 +134,7 @@ class Ops:
     mlp: Callable[[Array, Weights, Weights], Array]
     route: Callable[[RouterConfig, Router, Array], Routes]
     experts: Callable[[Array, Routes, ExpertWeights], Array]
+    norm_heads: Callable[[Array, Array, float], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
     batch: Batch | None = None
     adapters: AdapterOps = field(default_factory=AdapterOps)

@@ -35,6 +35,7 @@ WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_ID
 HOST_ONLY = (
     "token_buckets", "decode_buckets", "growth", "num_decode_steps", "async_depth", "policy",
     "enable_prefix_caching", "long_prefill_token_threshold", "seed", "max_cpu_loras",
+    "step_timeout_s",
 )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class DecoderConfig:
         return dict(
             Y=self.num_hidden_layers, H=H, K=K, P=H // K + 2, D=self.head_dim,
             E=self.hidden_size, F=self.intermediate_size, V=self.vocab_size,
-            gate_up=2, qkv_bias=self.qkv_bias, o_bias=self.o_bias,
+            all_heads=H, all_kv_heads=K, gate_up=2, qkv_bias=self.qkv_bias, o_bias=self.o_bias,
             mlp_bias=self.mlp_bias, qk_norm=self.qk_norm, untied=not self.tie_word_embeddings,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.mixtures.placement import in_turn, place
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.worker.expert_balance import gather, move, placement_of
@@ -95,6 +95,22 @@ def test_new_weights_come_after_moves(folder, llm):
     assert [out.token_ids for out in ask(llm)] == [out.token_ids for out in before]
 
 
+@pytest.mark.devices(2)
+def test_a_placement_compiles_nothing(folder):
+    """Once the LLM is warm; not the first one, and not those behind it."""
+    sizes = SIZES | TWO | dict(warm_up=True, max_model_len=64, num_blocks=64)
+    with LLM(folder, **sizes, enable_eplb=True, eplb_config=EPLB) as llm:
+        compiled: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
+        )
+        try:
+            ask(llm)
+        finally:
+            jax.monitoring.clear_event_listeners()
+        assert llm.engine.balance.num_moves >= 3 and compiled == []
+
+
 @pytest.mark.slow
 @pytest.mark.devices(2)
 def test_a_snapshot_is_taken_between_placements(llm, tmp_path):
@@ -106,6 +122,22 @@ def test_a_snapshot_is_taken_between_placements(llm, tmp_path):
     stream.close()
     rest = [out.outputs[0].token_ids for out in llm.restore_state(tmp_path / "half")]
     assert [token for ids in rest for token in ids] == want[3].token_ids[7:]
+
+
+def test_one_device_counts_loads(folder):
+    """Of experts that stay; while caches sleep there is nothing to tell."""
+    with LLM(folder, **SIZES, enable_eplb=True, seed=1) as llm:
+        assert "experts: no token counted yet" in llm.report()
+        routes: list[Any] = [out.routed_experts for out in ask(llm)]
+        every = np.concatenate(routes)
+        counts = [np.bincount(every[:, y].ravel(), minlength=X) for y in range(Y)]
+        np.testing.assert_array_equal(llm.engine.balance.loads(), counts)
+        busiest = np.mean([max(c) / np.mean(c) for c in counts])
+        words = f"experts: the busiest of a layer has {busiest:.2f} times the mean load, in all "
+        assert f"{words}{every[:, 0].size} routes a layer\n" in llm.report()
+        llm.sleep()
+        llm.wake_up(["weights"])
+        assert "experts:" not in llm.report()
 
 
 @pytest.mark.devices(2)
@@ -128,6 +160,7 @@ def test_rows_are_gathered_from_all_devices():
         (dict(eplb_config=dict(window=3)), r"eplb_config may have .*, got \['window'\]"),
         (dict(eplb_config=dict(window_size=0)), r"eplb_config.window_size=0 is out of range"),
         (dict(eplb_config=dict(step_interval=9)), r"window_size=1000 is over step_interval=9"),
+        (dict(tensor_parallel_size=1), "num_redundant_experts=2 are copies for other devices"),
         (dict(enable_eplb=False), "eplb_config is of enable_eplb=True: set it, or leave this out"),
         (dict(pipeline_parallel_size=2), r"enable_eplb=True wants all layers and tokens on each"),
     ],
@@ -137,3 +170,9 @@ def test_what_cannot_be_is_refused(folder, changes, words):
     asked["enable_return_routed_experts"] = False
     with pytest.raises(ValueError, match=words):
         LLM(folder, **asked)
+
+
+def test_a_dense_model_has_no_loads():
+    words = "enable_eplb=True wants a mixture of experts, LlamaForCausalLM is none: leave it out"
+    with pytest.raises(ValueError, match=words):
+        LLM(str(embedded.PATH), enable_eplb=True)

@@ -37,6 +37,7 @@ SLOW = (
     "command r",
     "neox, one after the other",
     "mistral small 3.1",
+    "olmo 2, one key",
 )
 QUICK = [name for name in dense_families.VARIANTS if name not in SLOW]
 SLOW_ON_SHARDS = (
@@ -48,6 +49,9 @@ SLOW_ON_SHARDS = (
     "granite 3",
     "starcoder 2",
     "pythia",
+    "olmo 2",
+    "olmo 2, one key",
+    "olmo 3",
 )
 LARGE = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128)
 SIZES: dict[str, Any] = dict(
@@ -127,13 +131,6 @@ def test_two_devices_tell_the_tokens_of_transformers(variant, tmp_path):
     with LLM(tmp_path, tensor_parallel_size=2, **SIZES) as llm:
         told = tokens(generate(llm, asked, 12))
     assert told == [logits.argmax(-1).tolist() for logits in behind(module, asked, told)]
-
-
-@pytest.mark.devices(2)
-def test_norms_over_all_heads_are_not_cut(tmp_path):
-    dense_families.save("olmo 2", tmp_path)
-    with pytest.raises(ValueError, match="wants a model that runs on shards, Olmo2ForCausalLM"):
-        LLM(tmp_path, tensor_parallel_size=2, **SIZES)
 
 
 # What runs an operation on a GPU, in bfloat16, for 64 requests; "" where it is not asked for.

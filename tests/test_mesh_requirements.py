@@ -1,16 +1,24 @@
 """What several devices need, refused by name before anything is allocated."""
 
 import importlib.metadata
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import pytest
 
 from jaxrunner import LLM, embedded
 from jaxrunner.parallel import requirements
 from jaxrunner.parallel.mesh import make_mesh
-from jaxrunner.parallel.requirements import check_mesh, check_sum, check_versions, describe
+from jaxrunner.parallel.requirements import (
+    check_mesh,
+    check_sum,
+    check_transfer,
+    check_versions,
+    describe,
+)
 from tests.support.small_llm import SIZES, live_bytes
 
 
@@ -64,11 +72,11 @@ def test_old_versions_are_named(monkeypatch, of_jax, nccl, words):
 @pytest.mark.devices(4)
 def test_a_peer_that_cannot_be_reached_is_named_before_weights_are_read(monkeypatch):
     sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=2)
-    check_sum(make_mesh(4))
     before, timeout_s = live_bytes(), requirements.SUM_TIMEOUT_S
     assert 20 < timeout_s <= 60
+    check_sum(make_mesh(4), timeout_s)
     monkeypatch.setattr(requirements, "put", lambda *_: time.sleep(9))
-    monkeypatch.setattr(requirements.check_sum, "__defaults__", (0.05,))
+    monkeypatch.setattr(requirements, "SUM_TIMEOUT_S", 0.05)
     with pytest.raises(RuntimeError, match=r"did not end in 0\.05 s \(2 x cpu, tensor 2\): a peer"):
         LLM(str(embedded.PATH), **sizes)
 
@@ -85,4 +93,49 @@ def test_a_peer_that_cannot_be_reached_is_named_before_weights_are_read(monkeypa
         llm.check_health()
         monkeypatch.setattr(requirements, "put", fail)
         with pytest.raises(RuntimeError, match="a sum over the devices of this mesh failed"):
+            llm.check_health()
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("method", ["start", "check_health"])
+def test_each_replica_and_each_stage_is_tried(monkeypatch, method):
+    """The second replica's mesh too, and what stages send each other."""
+    replicas: dict[str, Any] = SIZES | dict(tensor_parallel_size=2, data_parallel_size=2)
+    stages: dict[str, Any] = SIZES | dict(pipeline_parallel_size=4)
+    tried: list[list[int]] = []
+
+    def check(*meshes: Any) -> None:
+        *meshes, _ = meshes
+        tried.append([d.id for mesh in meshes for d in mesh.devices.flat])
+
+    def run(sizes: dict[str, Any]) -> list[list[int]]:
+        with LLM(str(embedded.PATH), **sizes) as llm:
+            if method == "check_health":
+                tried.clear()
+                llm.check_health()
+            return sorted(tried)
+
+    monkeypatch.setattr(requirements, "check_sum", check)
+    assert run(replicas) == [[0, 1], [2, 3]]
+    monkeypatch.setattr(requirements, "check_transfer", check)
+    tried.clear()
+    want = [[0], [0, 1], [1], [1, 2], [2], [2, 3], [3], [3, 0], [3, 1], [3, 2]]
+    assert run(stages) == want
+
+
+@pytest.mark.devices(2)
+def test_a_stage_that_cannot_be_reached_is_named(monkeypatch):
+    check_transfer(*[make_mesh(1, [d]) for d in jax.devices()[:2]], 60.0)
+    with LLM(str(embedded.PATH), **SIZES, pipeline_parallel_size=2) as llm:
+        llm.check_health()
+        put, calls = requirements.put, itertools.count()
+
+        def fail(*args: Any) -> Any:
+            if next(calls) < 2:  # those of sums on each stage
+                return put(*args)
+            raise OSError("no route to host")
+
+        monkeypatch.setattr(requirements, "put", fail)
+        words = r"a transfer from stage to stage failed \(\S+0 to \S+1\): see the cause above, NCCL"
+        with pytest.raises(RuntimeError, match=words):
             llm.check_health()

@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
-def start(*args: object) -> list[subprocess.Popen]:
+def start(*args: object, **environment: str) -> list[subprocess.Popen]:
     """Returns two processes with two devices each."""
     command, port = [sys.executable, "-m", "tests.support.processes"], str(free_port())
     # Sets of names are in another order in each.
@@ -49,7 +49,7 @@ def start(*args: object) -> list[subprocess.Popen]:
         subprocess.Popen(
             [*command, str(rank), "2", port, "4", *map(str, args)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1)),
+            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1)) | environment,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -87,3 +87,17 @@ def test_a_process_that_dies_ends_the_other(checkpoint, rank=1):
     _, errors = started[1 - rank].communicate(timeout=240)
     assert time.monotonic() - died_s < processes.HEARTBEAT_S + 20
     assert started[1 - rank].returncode != 0 and "JAX distributed service" in errors
+
+
+@pytest.mark.slow
+def test_a_process_that_outlives_another_says_so(checkpoint, rank=1):
+    """All its requests end at once, later ones are refused, and it closes."""
+    started = start(checkpoint, rank, JAX_ENABLE_RECOVERABILITY="1")
+    started[rank].communicate(timeout=240)
+    out, errors = started[1 - rank].communicate(timeout=240)
+    assert started[1 - rank].returncode == 0, errors[-3000:]
+    told = json.loads(out.splitlines()[-1])
+    gone = "a process of this mesh is gone, or failed in a step that all of them run (JaxRuntime"
+    assert len(told["errors"]) == len(processes.PROMPTS) and all(told["errors"])
+    assert {e.partition(": ")[0] for e in told["errors"]} <= {"a step failed", gone + "Error"}
+    assert told["later"].startswith(gone) and "start all anew" in told["later"]

@@ -4,6 +4,7 @@ import gzip
 import json
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 from test_engine import PROMPTS, drain, engine
@@ -66,6 +67,6 @@ def test_a_device_that_hangs_or_fails_is_found(monkeypatch):
         raise ValueError("uncorrectable ECC error")
 
     monkeypatch.setattr(jnp, "arange", broken)
-    with pytest.raises(RuntimeError, match="the device cannot run a tiny program") as caught:
-        check_device(5.0)
+    with pytest.raises(RuntimeError, match=r"\S+1 cannot run a tiny program") as caught:
+        check_device(5.0, jax.devices()[1:2])
     assert "ECC" in str(caught.value.__cause__)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
@@ -11,9 +12,11 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.engine import Engine
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.models.llama import llama
+from jaxrunner.ops.plain import norm_heads
+from jaxrunner.parallel import tensor
 from jaxrunner.parallel.drafter import shard_drafter
 from jaxrunner.parallel.kv_heads import copy_heads, merge_heads
-from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.mesh import TENSOR, make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.speculators.drafter import DraftedConfig
 from jaxrunner.speculators.eagle import eagle
@@ -103,6 +106,23 @@ def test_weights_are_saved_as_they_were_read(saved, tmp_path):
         for path in (folder, tmp_path)
     )
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 8])
+def test_a_norm_over_all_heads_is_that_of_one_device(num_heads):
+    """Fewer heads than devices are copied, and count once."""
+    mesh, rng = make_mesh(4), np.random.default_rng(num_heads)
+    x = rng.normal(size=(3, num_heads, 5)).astype(np.float32)
+    weight = rng.normal(size=(num_heads, 5)).astype(np.float32)
+    run = jax.shard_map(
+        lambda x, w: tensor._norm_heads(x, w, 0.1), mesh=mesh, check_vma=False,
+        in_specs=(PartitionSpec(None, TENSOR), PartitionSpec()),
+        out_specs=PartitionSpec(None, TENSOR),
+    )  # fmt: skip
+    copies = max(4 // num_heads, 1)
+    got = np.asarray(run(np.repeat(x, copies, 1), weight))
+    np.testing.assert_allclose(got, np.repeat(norm_heads(x, weight, 0.1), copies, 1), rtol=1e-6)
 
 
 def test_copied_heads_and_merged_ones_are_inverse():

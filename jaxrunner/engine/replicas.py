@@ -5,7 +5,6 @@ import functools
 import os
 from pathlib import Path
 import tempfile
-import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.engine.snapshot import Restored, check_snapshot, restore_engine, save_engine
+from jaxrunner.engine.steps import launch_all, wait_for_one
 from jaxrunner.loading import orbax_io
 from jaxrunner.lora.lora_request import check_lora_request
 from jaxrunner.parallel.mesh import devices_of
@@ -25,8 +25,6 @@ from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.router import Router
 from jaxrunner.worker.worker import Worker
 from jaxrunner.worker.workers import Workers
-
-POLL_S = 5e-5  # between looks at which device has done its step; each has the next one queued
 
 
 class Replicas:
@@ -124,13 +122,12 @@ class Replicas:
         One at least, where any runs. Returns and raises what `Engine.step` does.
         """
         self._check()
-        for engine in self.live:
-            engine.launch(block=False)
+        launch_all(self.live)
         busy = [engine for engine in self.engines if engine.oldest is not None]
         waiting = [engine for engine in self.engines if engine.grammars.num_waiting]
         if not busy and waiting:
             waiting[0].launch(block=True)
-        for engine in _done(busy):
+        for engine in wait_for_one(busy):
             engine.read()
         return self._take_gained()
 
@@ -249,17 +246,6 @@ class Replicas:
     def _share_seeds(self, seeds: np.random.Generator) -> None:
         for engine in self.engines:
             engine._seeds = seeds
-
-
-def _done(busy: Sequence[Engine]) -> Sequence[Engine]:
-    """Waits until a device has done the oldest step that it was given. Returns whose have."""
-    if len(busy) < 2:
-        return busy
-    while True:
-        done = [engine for engine in busy if engine.oldest is None or engine.oldest.is_ready]
-        if done:
-            return done
-        time.sleep(POLL_S)
 
 
 def make_engine(

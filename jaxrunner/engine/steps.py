@@ -2,13 +2,26 @@
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import logging
+import time
 from typing import Any
+
+import jax
 
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
-from jaxrunner.errors import FATAL, NO_CHOICE, NO_NUMBER, of_engine, of_step
+from jaxrunner.errors import (
+    FATAL,
+    NO_CHOICE,
+    NO_NUMBER,
+    StepTimeout,
+    of_engine,
+    of_hang,
+    of_processes,
+    of_step,
+)
+from jaxrunner.runner.at_exit import not_awaited_at_exit
 from jaxrunner.runner.routed_experts import RoutesReader
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.draft_policy import DraftPolicy
@@ -18,6 +31,8 @@ from jaxrunner.worker.expert_balance import ExpertBalance
 from jaxrunner.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+POLL_S = 5e-5  # between looks at which device has done its step; each has the next one queued
+COMPILES_S = 1.0  # launches that take longer compile: steps of others are given the time anew
 
 
 class Steps(abc.ABC):
@@ -37,6 +52,7 @@ class Steps(abc.ABC):
         self._unsampled: SchedulerOutput | None = None  # has a grammar, waits for those in flight
         self._gained: NewTokens = []  # read, and not yet returned
         self._alarm: FloatingPointError | None = None  # for the end of a step
+        self.waiting_since_s = 0.0  # when the last step was launched or read, by `perf_counter`
 
     @property
     @abc.abstractmethod
@@ -64,6 +80,13 @@ class Steps(abc.ABC):
     def oldest(self) -> StepHandle | None:
         """The step that `read` waits for."""
         return self._in_flight[0][1] if self._in_flight else None
+
+    @property
+    def time_left_s(self) -> float | None:
+        """How long the oldest step may take yet; None for no limit."""
+        if (limit_s := self.config.step_timeout_s) is None:
+            return None
+        return limit_s - (time.perf_counter() - self.waiting_since_s)
 
     def read(self) -> None:
         """Reads the oldest step, if there is one."""
@@ -114,6 +137,7 @@ class Steps(abc.ABC):
                 self._read()
             self._lose(scheduled, error)
             return False
+        self.waiting_since_s = time.perf_counter()  # behind what the launch compiled
         return bool(scheduled.num_scheduled_tokens) if self._in_flight else self._sample()
 
     def _sample(self) -> bool:
@@ -133,16 +157,18 @@ class Steps(abc.ABC):
             self._lose(scheduled, error)
             return False
         self._in_flight.append((scheduled, handle))
+        self.waiting_since_s = time.perf_counter()
         return True
 
     def _read(self) -> None:
         """Reads the oldest step, and tells the scheduler of it."""
         scheduled, handle = self._in_flight.popleft()
         try:
-            output = handle.get()
+            output = handle.get(self.time_left_s)
         except BaseException as error:
             self._lose(scheduled, error)
             return
+        self.waiting_since_s = time.perf_counter()
         if self._drafts is not None:
             self._drafts.observe(scheduled, handle.launched_at, output.drafts)
         failed = output.failures(self.config.nan_policy)
@@ -182,12 +208,55 @@ class Steps(abc.ABC):
         self._unsampled = None
         self._end(scheduled.requests, dict.fromkeys(scheduled.requests, of_step(error)))
         self.scheduler.restart()
+        beyond = self._beyond_repair(error)
         try:
-            self.runner.restart()
-            self.routes.forget()
+            if not beyond:
+                self.runner.restart()
+                self.routes.forget()
         except Exception as cause:
-            self.status.ended = of_engine(error, cause)
+            beyond = of_engine(error, cause)
+        if beyond:
+            self.status.ended = beyond
             left = dict(self.unfinished)
-            self._end(left, dict.fromkeys(left, self.status.ended))
+            self._end(left, dict.fromkeys(left, beyond))
         if self.runner.programs.strict or isinstance(error, FATAL):
             raise error
+
+    def _beyond_repair(self, error: BaseException) -> str:
+        """Returns why no step can follow one that failed, in words; "" where one may."""
+        if isinstance(error, StepTimeout):
+            words = of_hang(self.config.step_timeout_s)
+        elif self.runner.program.is_shared and isinstance(error, jax.errors.JaxRuntimeError):
+            words = of_processes(error)  # which run no longer the same steps, if all are there
+        else:
+            return ""
+        not_awaited_at_exit(self.runner)
+        return words
+
+
+def launch_all(engines: Sequence[Steps]) -> None:
+    """Launches what each engine can, and waits for no grammar."""
+    start_s = time.perf_counter()
+    for engine in engines:
+        engine.launch(block=False)
+    if time.perf_counter() - start_s > COMPILES_S:
+        for engine in engines:
+            engine.waiting_since_s = time.perf_counter()
+
+
+def wait_for_one(busy: Sequence[Steps]) -> Sequence[Steps]:
+    """Waits until a device has done the oldest step that it was given, or is late.
+
+    Returns whose are to be read.
+    """
+    if len(busy) < 2:
+        return busy
+    while True:
+        done = [e for e in busy if e.oldest is None or e.oldest.is_ready or _is_late(e)]
+        if done:
+            return done
+        time.sleep(POLL_S)
+
+
+def _is_late(engine: Steps) -> bool:
+    return (left_s := engine.time_left_s) is not None and left_s <= 0

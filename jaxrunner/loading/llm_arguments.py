@@ -65,6 +65,7 @@ SIZES: dict[str, Bound] = {
     "num_decode_steps": Bound(int, 1, 1024),
     "logprobs_mode": TEXT,
     "nan_policy": TEXT,
+    "step_timeout_s": Bound(float, 1e-3, COUNT, optional=True),
     "attention_backend": TEXT,
     "enforce_eager": FLAG,
     "enable_lora": FLAG,

@@ -89,16 +89,20 @@ class BalancedConfig:
 def with_balance(model: Model, config: ModelConfig, eplb: EplbConfig) -> tuple[Model, ModelConfig]:
     """Returns a mixture whose experts have copies, and whose steps count their loads."""
     made = BalancedConfig(model, config, eplb)
-    names = tuple(f"routed_experts.{i}" if s else "" for i, s in enumerate(made.sparse))
+    balanced = with_loads(model, config)._replace(
+        embed=_embed, layers=_layers, logits=_logits, sources=_sources
+    )
+    return balanced, cast(ModelConfig, made)
+
+
+def with_loads(model: Model, config: Any) -> Model:
+    """Returns a mixture whose steps count the loads of its experts."""
+    names = tuple(f"routed_experts.{i}" if s else "" for i, s in enumerate(config.sparse))
     table = SlotTable(
         LOADS, ExpertLoads, None, dims=(("layers", len(names)),), extras=tuple(filter(None, names)),
         observe=functools.partial(_count, names),
     )  # fmt: skip
-    balanced = model._replace(
-        embed=_embed, layers=_layers, logits=_logits, sources=_sources,
-        tables=(*model.tables, table),
-    )  # fmt: skip
-    return balanced, cast(ModelConfig, made)
+    return model._replace(tables=(*model.tables, table))
 
 
 def maps(placement: Placement, slots: int) -> tuple[np.ndarray, np.ndarray]:

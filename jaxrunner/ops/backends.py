@@ -32,7 +32,7 @@ from jaxrunner.ops import (
 )
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
-from jaxrunner.ops.plain import add_rms_norm, split_heads, swiglu
+from jaxrunner.ops.plain import add_rms_norm, norm_heads, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
 from jaxrunner.types import Array, Batch, LayerCache
@@ -103,7 +103,7 @@ def _plain(
     return Ops(
         attend=attend, rotate_attend=rotate_attend, attend_latent=attend_latent, linear=linear,
         project=linear, mlp=mlp, route=run_route, experts=run_experts, add_norm=add_rms_norm,
-        batch=batch, **states,
+        norm_heads=norm_heads, batch=batch, **states,
     )  # fmt: skip
 
 
@@ -132,6 +132,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         mlp=functools.partial(products.mlp, note=note),
         route=functools.partial(experts.route, batch, note=note),
         experts=functools.partial(experts.experts, note=note),
+        norm_heads=norm_heads,
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
         adapters=low_rank.KERNELS,

@@ -25,6 +25,11 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x32.astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
 
 
+def norm_heads(x: Array, weight: Array, eps: float) -> Array:
+    """Returns the norm of a token's heads taken together. x: [T, heads, D]; weight: [heads, D]."""
+    return rms_norm(x.reshape(x.shape[0], -1), weight.reshape(-1), eps).reshape(x.shape)
+
+
 def rms_norm_of_one_more(x: Array, weight: Array, eps: float) -> Array:
     """`rms_norm` by 1 + weight, in float32: the sum would lose bits in a dtype of 16."""
     return rms_norm(x.astype(jnp.float32), 1 + weight.astype(jnp.float32), eps).astype(x.dtype)

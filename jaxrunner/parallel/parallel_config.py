@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
-from jaxrunner.mixtures.balanced import with_balance
+from jaxrunner.mixtures.balanced import with_balance, with_loads
 from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.mixtures.recorded_routes import routes_place
 from jaxrunner.model import Model
@@ -25,7 +25,7 @@ class ParallelConfig:
     devices: Sequence[Any] | None = None  # those to take of; None for the first of this process
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
     enable_expert_parallel: bool = False  # whether devices have whole experts, not units of each
-    eplb: EplbConfig | None = None  # when whole experts are spread anew; None for never
+    eplb: EplbConfig | None = None  # when whole experts are spread anew; None counts no loads
 
     def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the model and its config as they run on these devices; raises as what cuts."""
@@ -70,19 +70,32 @@ class ParallelConfig:
     def _balanced(
         self, model: Model, config: ModelConfig, eplb: EplbConfig
     ) -> tuple[Model, ModelConfig]:
-        """Returns a mixture with copies of experts, which all devices have as many of."""
-        N = self.tensor_parallel_size
-        if N == 1 or not self.enable_expert_parallel:
+        """Returns a mixture with copies of experts, which all devices have as many of; on one
+        device one that counts their loads."""
+        N, more = self.tensor_parallel_size, eplb.num_redundant_experts
+        if not any(getattr(config, "sparse", ())):
+            raise ValueError(
+                f"enable_eplb=True wants a mixture of experts, {config.architecture} is none: "
+                "leave it out"
+            )
+        if N == 1:
+            if more:
+                raise ValueError(
+                    f"eplb_config.num_redundant_experts={more} are copies for other devices, "
+                    "tensor_parallel_size=1 has none: leave it out"
+                )
+            return with_loads(model, config), config
+        if not self.enable_expert_parallel:
             raise ValueError(
                 "enable_eplb=True spreads whole experts over several devices: set "
-                "enable_expert_parallel and tensor_parallel_size too"
+                "enable_expert_parallel too"
             )
         if any(".experts." in path for path, _ in getattr(config, "schemes", ())):
             raise ValueError(
                 "enable_eplb=True moves experts of the dtype that is computed in, these are "
                 "quantised: leave it out, or take a checkpoint of float experts"
             )
-        X, more = config.dims["experts"], eplb.num_redundant_experts
+        X = config.dims["experts"]
         if (X + more) % N:
             raise ValueError(
                 f"eplb_config.num_redundant_experts={more} makes {X + more} experts, which "

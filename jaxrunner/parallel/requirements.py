@@ -4,15 +4,20 @@ All is checked before weights are read: what fails later fails in the depths of 
 """
 
 from collections import Counter
+from collections.abc import Callable
 import importlib.metadata
+from itertools import pairwise
+from typing import Any
 import warnings
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import is_shared
+from jaxrunner.parallel.stages import stages_of
 from jaxrunner.parallel.time_limit import ends_within
 
 Version = tuple[int, ...]
@@ -90,7 +95,27 @@ def find_nccl() -> Version | None:
     return None
 
 
-def check_sum(mesh: Mesh, timeout_s: float = SUM_TIMEOUT_S) -> None:
+def check_links(config: Any, timeout_s: float | None = None) -> None:
+    """Tries a sum over each mesh of a config, and what the stages of a pipeline send each other.
+
+    timeout_s: of each; `SUM_TIMEOUT_S` where None.
+
+    Raises:
+      RuntimeError: one did not end in time, or failed.
+    """
+    limit_s = SUM_TIMEOUT_S if timeout_s is None else timeout_s
+    stages = stages_of(config) or (config,)
+    meshes = [mesh for stage in stages if (mesh := mesh_of(stage)) is not None]
+    for mesh in meshes:
+        check_sum(mesh, limit_s)
+    # Hidden states go to the next stage, sampled tokens from the last one to all.
+    for source, target in dict.fromkeys(
+        (*pairwise(meshes), *((meshes[-1], m) for m in meshes[:-1]))
+    ):
+        check_transfer(source, target, limit_s)
+
+
+def check_sum(mesh: Mesh, timeout_s: float) -> None:
     """Sums a one of each device over all of them.
 
     Raises:
@@ -107,15 +132,36 @@ def check_sum(mesh: Mesh, timeout_s: float = SUM_TIMEOUT_S) -> None:
         (total,) = np.asarray(jax.jit(add)(ones))
         assert total == mesh.size, f"it gave {total}, not {mesh.size}"
 
+    _try_link("a sum over the devices of this mesh", describe(mesh), run, timeout_s)
+
+
+def check_transfer(source: Mesh, target: Mesh, timeout_s: float) -> None:
+    """Sends an array from one stage to another.
+
+    Raises:
+      RuntimeError: it did not end in `timeout_s`, or failed.
+    """
+
+    def run() -> None:
+        sent = np.arange(8, dtype=np.float32)
+        there, here = (put(sent, NamedSharding(m, PartitionSpec())) for m in (target, source))
+        got = np.asarray(jax.device_put(here, there.sharding))
+        assert (got == sent).all(), f"it gave {got}, not {sent}"
+
+    where = " to ".join(str(mesh.devices.flat[0]) for mesh in (source, target))
+    _try_link("a transfer from stage to stage", where, run, timeout_s)
+
+
+def _try_link(what: str, where: str, run: Callable[[], None], timeout_s: float) -> None:
     try:
         if ends_within(timeout_s, run):
             return
     except Exception as error:  # of JAX, XLA and NCCL
         raise RuntimeError(
-            f"a sum over the devices of this mesh failed ({describe(mesh)}): see the cause above, "
-            "NCCL_DEBUG=INFO tells more; with fewer devices it may work"
+            f"{what} failed ({where}): see the cause above, NCCL_DEBUG=INFO tells more; with fewer "
+            "devices it may work"
         ) from error
     raise RuntimeError(
-        f"a sum over the devices of this mesh did not end in {timeout_s} s ({describe(mesh)}): a "
-        "peer cannot be reached, or another program holds its device; restart the process"
+        f"{what} did not end in {timeout_s} s ({where}): a peer cannot be reached, or another "
+        "program holds its device; restart the process"
     )

@@ -114,7 +114,21 @@ def all_reduce_ops(
             residual = jnp.where(here, residual, 0)
         return _all_reduce(residual)
 
-    return replace(ops, project=project, mlp=mlp, experts=experts)
+    return replace(ops, project=project, mlp=mlp, experts=experts, norm_heads=_norm_heads)
+
+
+def _norm_heads(x: Array, weight: Array, eps: float) -> Array:
+    """Returns the norm of the heads of all devices taken together, for a device's own.
+
+    x: [T, heads, D]; weight: [all heads, D], without the copies of KV heads.
+    """
+    (_, own, D), num = x.shape, jax.lax.axis_size(TENSOR)
+    first = jax.lax.axis_index(TENSOR) * weight.shape[0] // num
+    weight = jax.lax.dynamic_slice_in_dim(weight, first, own)
+    x32 = x.astype(jnp.float32)
+    total = jax.lax.psum(jnp.sum(x32 * x32, (1, 2), keepdims=True), TENSOR)
+    mean = total / (num * own * D)  # of copies, each head having as many: that of the heads
+    return (x32 * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * weight[None]
 
 
 def _own_routes(routes: Routes, num: int) -> Routes:

@@ -24,6 +24,11 @@ def awaited_at_exit(owner: Stateful) -> None:
     _alive.add(owner)
 
 
+def not_awaited_at_exit(owner: Stateful) -> None:
+    """Has Python end without the last step of `owner`, which may hang."""
+    _alive.discard(owner)
+
+
 @atexit.register
 def _wait() -> None:
     for owner in list(_alive):

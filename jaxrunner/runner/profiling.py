@@ -108,11 +108,13 @@ def check_device(timeout_s: float, devices: Sequence[Any] = ()) -> None:
     """Runs a tiny program on the default device, or on each of those that are given.
 
     Raises:
-      RuntimeError: it did not end in `timeout_s`, or failed.
+      RuntimeError: it did not end in `timeout_s`, or failed; names the device.
     """
+    now: list[Any] = ["the device"]
 
     def run() -> None:
         for device in devices or [None]:
+            now[0] = device or now[0]
             with jax.default_device(device):
                 assert float(jnp.arange(8.0).sum()) == 28, "it adds wrongly"
 
@@ -120,7 +122,5 @@ def check_device(timeout_s: float, devices: Sequence[Any] = ()) -> None:
         if ends_within(timeout_s, run):
             return
     except Exception as error:  # whatever a broken device makes JAX raise
-        raise RuntimeError("the device cannot run a tiny program: restart the process") from error
-    raise RuntimeError(
-        f"the device did not run a tiny program in {timeout_s} s: restart the process"
-    )
+        raise RuntimeError(f"{now[0]} cannot run a tiny program: restart the process") from error
+    raise RuntimeError(f"{now[0]} did not run a tiny program in {timeout_s} s: restart the process")

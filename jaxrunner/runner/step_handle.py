@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from jaxrunner.errors import NO_CHOICE, NO_NUMBER
+from jaxrunner.errors import NO_CHOICE, NO_NUMBER, StepTimeout
+from jaxrunner.parallel.time_limit import ends_within
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs
@@ -134,20 +135,35 @@ class StepHandle:
     @property
     def is_ready(self) -> bool:
         """Whether the device has done the step, so that `get` waits for a copy at most."""
-        arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
-        return all(cast(Any, x).is_ready() for x in arrays if isinstance(x, jax.Array))
+        return all(cast(Any, x).is_ready() for x in self._arrays())
 
-    def wait(self) -> None:
-        """Waits until the step's outputs are on the host."""
+    def _arrays(self) -> list[jax.Array]:
+        arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
+        return [x for x in arrays if isinstance(x, jax.Array)]
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until the step's outputs are on the host.
+
+        Raises:
+          StepTimeout: the device has not done the step in `timeout_s`.
+        """
+        if timeout_s is not None and not self.is_ready:
+            # JAX waits without a limit, and then for a copy that is there.
+            arrays = self._arrays()
+            if not ends_within(timeout_s, lambda: [np.asarray(x) for x in arrays]):
+                raise StepTimeout(
+                    f"the device did not do the step in timeout_s={timeout_s:.3f}: wait longer, or "
+                    "end the process where it hangs"
+                )
         self._packed = np.asarray(self._packed)
         self._drafts = None if self._drafts is None else np.asarray(self._drafts)
         self._scores = [(layout, np.asarray(packed)) for layout, packed in self._scores]
 
-    def get(self) -> ModelRunnerOutput:
-        """Waits for the step and returns what it sampled."""
+    def get(self, timeout_s: float | None = None) -> ModelRunnerOutput:
+        """Waits for the step and returns what it sampled; raises as `wait`."""
         if self._packed is None:
             return ModelRunnerOutput()
-        self.wait()
+        self.wait(timeout_s)
         n = len(self.req_ids)
         out = self._layout.read(self._packed)
         counts = out.num_sampled[:n].tolist()

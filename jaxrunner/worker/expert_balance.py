@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertBalance:
-    """Counts the steps of a runner with `enable_eplb`, and moves its experts."""
+    """Counts the steps of a runner with `enable_eplb`, and moves its experts; one device's stay."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, config = runner, cast(Any, runner.program.config)
@@ -70,18 +70,31 @@ class ExpertBalance:
 
     def describe(self) -> str:
         """Returns a line of `LLM.report`: loads of devices as they are placed; none without."""
-        if self.eplb is None or self._runner.params is None:
+        counts = any(table.name == LOADS for table in self._runner.program.tables)
+        if not counts or self._runner.params is None or self._runner.state is None:
             return ""
-        loads, lie = self.loads().astype(np.float64), placement_of(self._runner)
+        loads = self.loads().astype(np.float64)
         if not loads.any():
             return "experts: no token counted yet\n"
         sparse = np.array(cast(Any, self._runner.program.config).sparse)
-        of_device = imbalance(loads, lie, self._num_devices)[sparse]
         of_expert = (loads.max(1) / np.maximum(loads.mean(1), 1e-9))[sparse]
-        return (
-            f"experts: the busiest of a layer has {of_expert.mean():.2f} times the mean load, its "
-            f"device {of_device.mean():.2f}, {self.num_moves} placements\n"
-        )
+        line = f"experts: the busiest of a layer has {of_expert.mean():.2f} times the mean load"
+        if self.eplb is None:
+            return f"{line}, in all {int(loads[sparse].sum(1).max())} routes a layer\n"
+        of_device = imbalance(loads, placement_of(self._runner), self._num_devices)[sparse]
+        return f"{line}, its device {of_device.mean():.2f}, {self.num_moves} placements\n"
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Compiles what moves experts, by a move of each shape to where it is."""
+    config = cast(Any, runner.program.config)
+    if getattr(config, "eplb", None) is None or runner.params is None:
+        return
+    index, mesh = np.arange(config.num_places, dtype=np.int32), runner.program.mesh
+    layers = [layer.experts for layer in _target(runner.params).layers if layer.experts is not None]
+    first = {(x.shape, x.dtype): x for experts in layers for x in _leaves(experts).values()}
+    for x in first.values():
+        jax.block_until_ready(gather(mesh)(x, index))
 
 
 def in_order(runner: ModelRunner) -> Any:
@@ -122,11 +135,15 @@ def move(runner: ModelRunner, new: Placement) -> None:
 
 
 def _moved(experts: PlacedExperts, index: np.ndarray, mesh: Mesh | None) -> PlacedExperts:
-    names = "gate_up", "down", "gate_up_bias", "down_bias"
-    leaves = {name: x for name in names if (x := getattr(experts, name)) is not None}
-    run = gather(mesh)
+    leaves, run = _leaves(experts), gather(mesh)
     # Waited for: the memory that a layer leaves is there for the next.
     return replace(experts, **{n: jax.block_until_ready(run(x, index)) for n, x in leaves.items()})
+
+
+def _leaves(experts: PlacedExperts) -> dict[str, Array]:
+    """Returns the weights of copies, by their names."""
+    names = "gate_up", "down", "gate_up_bias", "down_bias"
+    return {name: x for name in names if (x := getattr(experts, name)) is not None}
 
 
 def _sizes(runner: ModelRunner) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from jaxrunner import pytree
 from jaxrunner.api.arguments import checked, forwarded
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.processes import to_host
-from jaxrunner.parallel.requirements import check_sum
+from jaxrunner.parallel.requirements import check_links
+from jaxrunner.parallel.stages import stages_of
 from jaxrunner.program import make_state
 from jaxrunner.runner.profiling import Profiler, check_device
 from jaxrunner.worker import lifecycle_arguments as arguments
@@ -71,15 +72,16 @@ class Lifecycle(Adapters):
 
     @checked(arguments.CHECK_HEALTH)
     def check_health(self, timeout_s: float = 10.0) -> None:
-        """Runs a tiny program on each device, and one on all of a mesh.
+        """Runs a tiny program on each device, one on all of a mesh, and sends from stage to stage.
 
         Raises:
           RuntimeError: one did not end in time, or failed.
         """
         for runner in self.runners:
-            check_device(timeout_s, devices_of(runner.program.config))
-            if (mesh := runner.program.mesh) is not None:
-                check_sum(mesh, timeout_s)
+            config = runner.program.config
+            for stage in stages_of(config) or (config,):
+                check_device(timeout_s, devices_of(stage))
+            check_links(config, timeout_s)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns what the model can be asked for."""

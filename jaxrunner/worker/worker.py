@@ -28,16 +28,16 @@ from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
 from jaxrunner.mixtures.eplb_config import EplbConfig
-from jaxrunner.parallel.mesh import devices_of, mesh_of
+from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.parallel_config import ParallelConfig
-from jaxrunner.parallel.requirements import check_sum
-from jaxrunner.parallel.stages import stages_of
+from jaxrunner.parallel.requirements import check_links
 from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
 from jaxrunner.runner.program_cache import find_folder
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
+from jaxrunner.worker import expert_balance
 from jaxrunner.worker.kv_cache_spec import KVCacheSpec, kv_cache_specs
 from jaxrunner.worker.lifecycle import Lifecycle
 from jaxrunner.worker.memory_plan import MemoryPlan
@@ -167,7 +167,7 @@ class Worker(WorkerSteps):
         self.initialize_from_config(trusted=True)
 
     def init_device(self) -> None:
-        """Takes the first of its devices, and tries whether it works.
+        """Takes the first of its devices, and tries whether it works; `load_model` tries all.
 
         Raises:
           RuntimeError: it does not.
@@ -179,15 +179,13 @@ class Worker(WorkerSteps):
         """Loads the weights, for the runner where there is one.
 
         Raises:
-          RuntimeError: `init_device` was not called, or several devices cannot sum.
+          RuntimeError: `init_device` was not called, or several devices cannot reach each other.
           FileNotFoundError, ValueError: the checkpoint or a setting is bad; names it.
         """
         if self._device is None:
             raise RuntimeError("load_model needs a device: call init_device first")
         loaded = self._checkpoint or self.read_checkpoint()
-        for stage in stages_of(loaded.config) or (loaded.config,):
-            if (mesh := mesh_of(stage)) is not None:
-                check_sum(mesh)
+        check_links(loaded.config)
         params = loaded.read_params(progress=progress)
         if self._runner is None:
             self._checkpoint = loaded._replace(params=params)
@@ -257,6 +255,7 @@ class Worker(WorkerSteps):
         """
         start_s = time.monotonic()
         self.runner.warm_up(**kwargs)
+        expert_balance.warm_up(self.runner)
         memory = self.memory_plan.checked(self.runner.programs.largest())
         self._engine_plan = self._planned._replace(memory=memory)
         return time.monotonic() - start_s

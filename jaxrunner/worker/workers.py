@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.parallel.requirements import check_links
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.worker.lifecycle import Lifecycle
 from jaxrunner.worker.memory_plan import MemoryPlan
@@ -58,6 +59,8 @@ class Workers(Lifecycle):
         for worker in self.workers:
             worker.init_device()
         first, *others = self.workers
+        for worker in others:  # the first does so before it reads weights
+            check_links(worker._loaded.config)
         first.plan_alike(others)
         for worker in self.workers:
             worker.initialize_from_config(trusted=True)

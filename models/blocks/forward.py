@@ -115,12 +115,9 @@ def _attend(
     normed_else = w.q_width_norm is not None or (w.q_norm is not None and config.norm != "rms")
     if not normed_else and growth is None:
         return ops.rotate_attend(qkv, RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
-    (q, k, v), T = unpacked(qkv), qkv.shape[0]
+    q, k, v = unpacked(qkv)
     if w.q_width_norm is not None and w.k_width_norm is not None:
-        q, k = (
-            rms_norm(x.reshape(T, -1), weight.reshape(-1), eps).reshape(x.shape)
-            for x, weight in ((q, w.q_width_norm), (k, w.k_width_norm))
-        )
+        q, k = ops.norm_heads(q, w.q_width_norm, eps), ops.norm_heads(k, w.k_width_norm, eps)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = (
             NORMS[config.norm](q, w.q_norm, None, eps),

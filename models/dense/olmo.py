@@ -41,6 +41,5 @@ def _read(settings: Settings, **traits: Any) -> BlockConfig:
     )
 
 
-# A device has a part of the heads, and the norm of queries is over all.
-olmo2 = block._replace(read=read_2, tensor_parallel=False)
-olmo3 = block._replace(read=read_3, tensor_parallel=False)
+olmo2 = block._replace(read=read_2)
+olmo3 = block._replace(read=read_3)

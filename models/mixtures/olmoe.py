@@ -19,7 +19,7 @@ from jaxrunner.models.mixtures.mixture import (
     read_router,
     sources,
 )
-from jaxrunner.ops.plain import rms_norm
+from jaxrunner.ops.plain import unpacked
 from jaxrunner.pytree import each, leaf, pytree
 from jaxrunner.types import Array
 
@@ -35,8 +35,8 @@ class OlmoeConfig(MixtureConfig):
 class OlmoeLayer(MixtureLayer):
     """Weights of one layer, whose norms of queries and keys are over all heads."""
 
-    q_norm: Array | None = leaf("H D", "param", when="qk_norm")
-    k_norm: Array | None = leaf("K D", "param", when="qk_norm")
+    q_norm: Array | None = leaf("all_heads D", "param", when="qk_norm")
+    k_norm: Array | None = leaf("all_kv_heads D", "param", when="qk_norm")
 
     def attend(
         self, config: OlmoeConfig, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
@@ -44,9 +44,10 @@ class OlmoeLayer(MixtureLayer):
         """Returns what attention adds to the residual, given h, [T, E]; and the cache."""
         assert self.q_norm is not None and self.k_norm is not None
         qkv, eps = ops.linear(h, self.qkv), config.rms_norm_eps
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]  # [T, K, heads, D]
-        q, k = _norm(q, self.q_norm, eps), _norm(k, self.k_norm, eps)
-        qkv = jnp.concatenate([q, k, v], 2)
+        q, k, v = unpacked(qkv)
+        q, k = ops.norm_heads(q, self.q_norm, eps), ops.norm_heads(k, self.k_norm, eps)
+        queries = q.reshape(*qkv.shape[:2], -1, qkv.shape[3])
+        qkv = jnp.concatenate([queries, k[:, :, None], v[:, :, None]], 2)
         if (most := config.clip_qkv) is not None:
             qkv = jnp.clip(qkv, -most, most)
         out, cache = ops.rotate_attend(qkv, RopeAndNorm(*turn, None, None, eps), cache, spec)
@@ -69,11 +70,6 @@ def read(settings: Settings) -> OlmoeConfig:
     return read_mixture(settings, router, units="intermediate_size", kind=OlmoeConfig, **flags)
 
 
-def _norm(x: Array, weight: Array, eps: float) -> Array:
-    """Returns the norm of a token's heads taken together. x: [T, K, heads, D]."""
-    return rms_norm(x.reshape(x.shape[0], -1), weight.reshape(-1), eps).reshape(x.shape)
-
-
 def _own(c: OlmoeConfig, prefix: str) -> dict[str, Any]:
     """Returns the sources of experts and of norms."""
 
@@ -86,8 +82,7 @@ def _own(c: OlmoeConfig, prefix: str) -> dict[str, Any]:
     return qwen_experts(c, prefix) | norms
 
 
-# A device that has some of the heads does not know the norm of all.
 olmoe = mixture._replace(
-    read=read, params=OlmoeParams, tensor_parallel=False,
+    read=read, params=OlmoeParams,
     sources=functools.partial(sources, of_experts=_own, params=OlmoeParams, layer=OlmoeLayer),
 )  # fmt: skip

@@ -52,6 +52,7 @@ SIZES: dict[str, Kind] = dict(
     kv_cache_dtype=Kind(lambda v: None if isinstance(v, str) else False, (3, None, "FP8", True)),
     logprobs_mode=one_of("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     nan_policy=one_of("error", "raise", "ignore"), enforce_eager=flag(),
+    step_timeout_s=real(0.001, 2**30, None),
     attention_backend=Kind(lambda v: None if is_one_of(v, ("mosaic_gpu",)) else
                            is_one_of(v, ("auto", "reference")), ("Auto", "", None, 3)),
 )  # fmt: skip

@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 4 mini": ("Phi3", WIDE | dict(rope_parameters=LONG, tie_word_embeddings=True,
                                        original_max_position_embeddings=32)),
     "olmo 2": ("Olmo2", dict(attention_bias=True)),
+    "olmo 2, one key": ("Olmo2", dict(num_key_value_heads=1)),
     "glm 4": ("Glm", {}),
     "glm 4, 0414": ("Glm4", dict(rms_norm_eps=1e-3)),
     "smollm 3": ("SmolLM3", dict(no_rope_layers=[1, 0])),

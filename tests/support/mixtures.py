@@ -38,6 +38,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         shared_expert_intermediate_size=20, use_sliding_window=True, sliding_window=5)),
     "mixtral": ("Mixtral", LOCAL | dict(sliding_window=7)),
     "olmoe": ("Olmoe", WIDE | dict(num_experts=6, clip_qkv=1.5)),
+    "olmoe, one key": ("Olmoe", WIDE | dict(num_experts=6, num_key_value_heads=1)),
     "granite": ("GraniteMoe", LOCAL | WIDE | dict(
         embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
         logits_scaling=2.0, tie_word_embeddings=True)),

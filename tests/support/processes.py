@@ -70,15 +70,22 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(inner)
 
 
-def dying(checkpoint: str, num_devices: int, is_it: bool) -> None:
-    """Ends one of the processes between two requests; the others go on."""
+def dying(checkpoint: str, num_devices: int, is_it: bool) -> dict[str, Any]:
+    """Ends one of the processes between two requests; the others go on, and tell what came of it.
+
+    Without JAX's recoverability these end too.
+    """
     sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
     with LLM(checkpoint, **sizes) as llm:
         answers(llm)
         if is_it:
             os._exit(1)
-        answers(llm)
+        many = [dict(prompt_token_ids=ids) for ids in PROMPTS]  # more than run at a time
+        outputs = llm.generate(many, SamplingParams(temperature=0), use_tqdm=False)
+        told: dict[str, Any] = dict(errors=[output.error for output in outputs])
         time.sleep(4 * HEARTBEAT_S)
+        told["later"] = refused(llm.generate, many)
+    return told
 
 
 def refused(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -97,5 +104,7 @@ if __name__ == "__main__":
         f"127.0.0.1:{port}", num_processes, rank, heartbeat_timeout_seconds=HEARTBEAT_S
     )
     if len(sys.argv) > 6:
-        dying(sys.argv[5], num_devices, rank == int(sys.argv[6]))
+        told = dying(sys.argv[5], num_devices, rank == int(sys.argv[6]))
+        print(json.dumps(told), flush=True)
+        os._exit(0)  # JAX waits at its end for the process that is gone
     print(json.dumps(main(sys.argv[5], num_devices)), flush=True)
