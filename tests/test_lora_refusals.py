@@ -9,6 +9,7 @@ from jaxrunner import LoRARequest
 from jaxrunner.bench import adapters
 from jaxrunner.config import EngineConfig
 from jaxrunner.lora.device_adapters import DeviceAdapters
+from jaxrunner.lora.module_names import by_names_of_model
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.worker.worker import Worker
@@ -89,6 +90,17 @@ def test_an_adapter_that_is_not_supported_is_refused_by_name(llm, saved, name):
     with pytest.raises(ValueError, match=match):
         llm.add_lora(request(saved[1], change, **config))
     assert not llm.list_loras()
+
+
+def test_names_of_modules_say_one_of_the_model():
+    known = ["language_model.model.layers.0.q_proj", "layers.0.k_proj", "model.layers.0.k_proj"]
+    given = {"model.language_model.layers.0.q_proj": 1, "vision.layers.0.q_proj": 2, "x": 3}
+    assert by_names_of_model(given, known, ("model.vision.",)) == {known[0]: 1, "x": 3}
+    with pytest.raises(ValueError, match=r"may be each of \[.*\]: name one of these"):
+        by_names_of_model({"model.model.layers.0.k_proj": 1}, known)
+    both = {known[0]: 1, "layers.0.q_proj": 2}
+    with pytest.raises(ValueError, match=r"are both language_model.* of the model: take one of"):
+        by_names_of_model(both, known)
 
 
 def test_requests_name_adapters_that_there_are(llm, saved, tmp_path):

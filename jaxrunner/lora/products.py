@@ -32,7 +32,7 @@ class Places(NamedTuple):
 def find_products(model: Any, config: Any) -> tuple[Product, ...]:
     """Returns the products of layers, by their paths in the params.
 
-    Experts of a mixture are none, nor is what has one output, nor a head.
+    Experts of a mixture are none, nor is a head.
     """
     kept = dict(_linears(model, config))
     shapes = _shapes(model, config)
@@ -66,6 +66,13 @@ def module_shapes(model: Any, config: Any) -> dict[str, tuple[int, int]]:
                 m: (s[0], s[1]) for m, s in zip(modules_of(source), source.shapes, strict=True)
             }
     return found
+
+
+def spare_names(model: Any, config: Any) -> tuple[str, ...]:
+    """Returns what names of tensors begin with that are in a model's files and not read."""
+    if isinstance(config, DraftedConfig):
+        return spare_names(config.model, config.target)
+    return getattr(config, "family", model).spare
 
 
 def modules_of(source: Source) -> tuple[str, ...]:
@@ -111,8 +118,7 @@ def _shapes(model: Any, config: Any) -> dict[str, tuple[tuple[int, ...], tuple[i
         if given is not None and given["outputs"] != "V":
             axes = (given[name].split() for name in ("outputs", "inputs"))
             out, inner = (tuple(pytree.size(dims, axis) for axis in part) for part in axes)
-            if np.prod(out) > 1:
-                found[prefix + path] = out, inner
+            found[prefix + path] = out, inner
         return Linear, given, dims
 
     drafted = isinstance(config, DraftedConfig)

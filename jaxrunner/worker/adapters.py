@@ -11,7 +11,8 @@ from jaxrunner.lora.adapter import Adapter, pack
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.lora.merging import merge, put_back
-from jaxrunner.lora.products import Places, places_of
+from jaxrunner.lora.module_names import by_names_of_model
+from jaxrunner.lora.products import Places, places_of, spare_names
 from jaxrunner.worker.weight_updates import WeightUpdates
 
 _ID = Bound(int, 1, 2**31 - 1)
@@ -178,8 +179,11 @@ class Adapters(WeightUpdates):
             config, tensors = request.lora_config, request.lora_tensors
         if self._places is None:
             self._places = places_of(program.model, program.config)
+        known = {module for product in program.lora for module in product.modules}
+        spare = spare_names(program.model, program.config)
+        modules = by_names_of_model(read_adapter(config, tensors, source), known, spare)
         matrices = pack(
-            program.lora, self._places, read_adapter(config, tensors, source),
+            program.lora, self._places, modules,
             dtype=jnp.dtype(program.engine.dtype), max_rank=program.engine.max_lora_rank,
         )  # fmt: skip
         return Adapter(request.lora_name, request.lora_int_id, matrices)
