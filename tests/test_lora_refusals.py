@@ -63,7 +63,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 TENSORS: dict[str, tuple[Any, str]] = {
     "embeddings": (named("base_model.model.model.embed_tokens.lora_embedding_A"),
                    "which is no lora_A or lora_B of a product: only these are supported"),
-    "head": (named("lm_head.weight"), "has the tensor 'lm_head.weight', which is no lora_A"),
+    "head": (named("lm_head.weight"),
+             "which stands for the model's own, and the engine has no room for it: add 'lm_head'"),
     "a number for a name": (named(3), "has the tensor 3, which is no lora_A or lora_B"),
     "texts": (lambda tensors: tensors | {A: tensors[A].astype("U9")}, "which holds no floats, got"),
     "none": (lambda tensors: {}, "has no lora_A and lora_B: save the adapter again"),

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.lora.adapter import Adapter
-from jaxrunner.lora.stacks import abstract_stacks, make_stacks, merged
+from jaxrunner.lora.saved_modules import put
+from jaxrunner.lora.stacks import SAVED, abstract_stacks, make_stacks, merged
 from jaxrunner.program import Program
 from jaxrunner.scheduling.request import NewRequest
 
@@ -33,7 +34,7 @@ class DeviceAdapters:
         self._order = list(range(program.engine.max_loras))
         self._stacks: Any = make_stacks(program)
         self._merged: tuple[Any, Any, Any] = (None, None, None)  # the last two, and both together
-        where = jax.tree.map(lambda x: x.sharding, abstract_stacks(program))
+        where = jax.tree.map(lambda x: x.sharding, _products(abstract_stacks(program)))
         out = where if program.mesh is not None else None
         self._put = jax.jit(_put, donate_argnums=0, out_shardings=out)
 
@@ -156,13 +157,21 @@ class DeviceAdapters:
         self.pinned.add(lora_id)
 
     def _write(self, place: int, adapter: Adapter | None) -> None:
-        matrices = {} if adapter is None else adapter.matrices
-        spec = abstract_stacks(self._program)
-        values = {
-            path: _padded(stack, matrices.get(path), self._program.engine.max_lora_rank)
-            for path, stack in spec.items()
+        matrices, tables = ({}, {}) if adapter is None else (adapter.matrices, adapter.saved)
+        rank = self._program.engine.max_lora_rank
+        spec = _products(abstract_stacks(self._program))
+        values = {path: _padded(stack, matrices.get(path), rank) for path, stack in spec.items()}
+        saved = {
+            name: put(of, place, tables.get(name.removeprefix(SAVED)))
+            for name, of in self._stacks.items()
+            if name not in spec
         }
-        self._stacks = self._put(self._stacks, values, np.int32(place))
+        self._stacks = self._put(_products(self._stacks), values, np.int32(place)) | saved
+
+
+def _products(stacks: Any) -> Any:
+    """Returns the stacks of products, without what adapters have in place of other weights."""
+    return {name: of for name, of in stacks.items() if not name.startswith(SAVED)}
 
 
 def _put(stacks: Any, values: Any, place: Any) -> Any:

@@ -244,7 +244,7 @@ class ModelRunner(RunnerWeights):
         self.state, logits, rows, hidden, targets, heads, kept = out
         tables = replace(self.state, kv=())
         scores = launch_scores(
-            self.program, self.programs, self._placed, tables, hidden, targets, work
+            self.program, self.programs, self.params_of(work.bucket), tables, hidden, targets, work
         )
         self._forwarded = work, logits, rows, hidden, heads, kept, scores
         return hidden
