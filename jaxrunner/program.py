@@ -266,7 +266,8 @@ def abstract_state(program: Program) -> State:
     if mesh is not None:
         at = tuple(shardings(*of, mesh) for of in caches)
         kv = jax.tree.map(lambda x, at: x.update(sharding=at), kv, at)
-    told = program.tables if is_last(program.config) else ()  # others do not sample
+    # Stages before the last do not sample: they have what layers read.
+    told = program.tables if is_last(program.config) else program.model.tables
     tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in told}
     state = State(requests=pytree.abstract(Requests, dims), tables=tables, kv=kv)
     return state if mesh is None else placed(state, mesh)

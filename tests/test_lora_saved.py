@@ -113,6 +113,7 @@ PARTS: dict[str, dict[str, Any]] = {
         speculative_config=dict(method="draft_model", num_speculative_tokens=2),
     ),
     "two devices": dict(tensor_parallel_size=2),
+    "two stages": dict(pipeline_parallel_size=2),
 }  # fmt: skip
 
 
@@ -121,6 +122,7 @@ PARTS: dict[str, dict[str, Any]] = {
     [
         pytest.param("drafts and several steps", marks=pytest.mark.slow),
         pytest.param("two devices", marks=pytest.mark.devices(2)),
+        pytest.param("two stages", marks=pytest.mark.devices(2)),
     ],
 )
 def test_other_parts_of_an_engine_go_with_them(saved, part):

@@ -16,6 +16,7 @@ from jaxrunner.lora.stacks import TARGET, name_of
 from jaxrunner.model import Source
 from jaxrunner.parallel.kv_heads import copied_sources
 from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.parallel.pipeline import StageConfig
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.quantization.quantized_config import QuantizedConfig
 from jaxrunner.speculators.drafter import DraftedConfig
@@ -129,6 +130,8 @@ def _float_sources(model: Any, config: Any) -> tuple[str, Any]:
     """Returns where weights lie in the params, and their sources in a checkpoint of floats."""
     if isinstance(config, DraftedConfig):
         return TARGET, _float_sources(config.model, config.target)[1]
+    if isinstance(config, StageConfig):
+        config = config.shards[config.rank]
     whole, family = getattr(config, "whole", config), model
     if isinstance(config, ShardedConfig):
         family = config.family

@@ -30,6 +30,11 @@ def rank_of(config: Any) -> int:
     return getattr(config, "rank", 0)
 
 
+def own_part(config: Any, tree: Any) -> Any:
+    """Returns what a tree like the weights says of those of a config's stage; None for others."""
+    return config.own(tree) if stages_of(config) else tree
+
+
 def is_last(config: Any) -> bool:
     """Whether a config's programs sample."""
     return getattr(config, "is_last_stage", True)

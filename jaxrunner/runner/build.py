@@ -104,7 +104,6 @@ def build(
     products: tuple[Product, ...] = ()
     saved: tuple[tuple[str, str], ...] = ()
     if config.enable_lora:
-        refuse(model_config, "enable_lora", "leave it out, or take tensor_parallel_size")
         products = find_products(model, model_config)
         saved = find_saved(model, model_config, config.lora_modules_to_save)
         model = model._replace(tables=(*model.tables, ADAPTERS))
