@@ -29,9 +29,10 @@ def saved(tmp_path_factory):
     return folder, base, made
 
 
-@pytest.fixture(scope="module")
-def llm(saved):
-    with checkpoint.start(saved[0], **SIZES) as llm:
+@pytest.fixture(scope="module", params=[8, pytest.param(128, marks=pytest.mark.slow)])
+def llm(saved, request):
+    """Engines of few ranks and, where tokens are grouped by adapter, of many."""
+    with checkpoint.start(saved[0], **SIZES | dict(max_lora_rank=request.param)) as llm:
         yield llm
 
 
