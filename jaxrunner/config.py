@@ -109,6 +109,7 @@ class EngineConfig:
     max_loras: int = 1  # adapters on the device, and of the requests of one step
     max_lora_rank: int = 16  # of each of them
     max_cpu_loras: int | None = None  # on the host, those on the device among them; None for all
+    lora_modules_to_save: tuple[str, ...] = ()  # embedding and head that adapters may have instead
 
     def __post_init__(self):
         counts = ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -129,6 +130,7 @@ class EngineConfig:
             )
         check_checkpoints(self)
         check_lora(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
+        check_lora_modules(self.enable_lora, self.lora_modules_to_save)
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype, (*DTYPES, *dict.fromkeys(SCALED.values())))
         named = dict(logprobs_mode=LOGPROBS_MODES, nan_policy=NAN_POLICIES, policy=POLICIES)
@@ -192,6 +194,16 @@ def check_lora(
             f"max_loras={max_loras}, max_lora_rank={max_lora_rank} and max_cpu_loras="
             f"{max_cpu_loras} are of an engine with adapters: set enable_lora=True, or leave them "
             "out"
+        )
+
+
+def check_lora_modules(enable_lora: bool, names: tuple[str, ...]) -> None:
+    """Checks what adapters may have in place of the model's; raises as `check_lora`."""
+    validate("lora_modules_to_save", names, Bound(str, each=True, most=2))
+    if names and not enable_lora:
+        raise ValueError(
+            f"lora_modules_to_save={shown(names)} is of an engine with adapters: set "
+            "enable_lora=True, or leave it out"
         )
 
 

@@ -101,6 +101,7 @@ class Ops:
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
         `StateCache` on over tokens, as a `Recurrence` says.
     linear: (x [T, *inputs], w) -> [T, *outputs].
+    plain_linear: (x [T, E], w) -> [T, outputs], of so few outputs that no kernel is asked.
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
     mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
         `project` returns it.
@@ -136,6 +137,7 @@ class Ops:
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     norm_heads: Callable[[Array, Array, float], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
+    plain_linear: Callable[[Array, Weights], Array] = lambda x, w: w.product(x)
     batch: Batch | None = None
     adapters: AdapterOps = field(default_factory=AdapterOps)
 

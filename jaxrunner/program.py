@@ -14,6 +14,7 @@ from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, la
 from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.lora.product import Product
+from jaxrunner.lora.saved_modules import embed_tokens, score_rows, weights_of
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import TENSOR, mesh_of, placed, shardings
 from jaxrunner.parallel.stages import held_caches, is_last, joined, num_stages, stages_of
@@ -22,6 +23,7 @@ from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import (
     Array,
+    Inputs,
     Requests,
     State,
 )
@@ -51,6 +53,7 @@ class Program:
     num_drafts: int = 0  # K of a step, at most
     sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
     lora: tuple[Product, ...] = ()  # what adapters may change
+    saved: tuple[tuple[str, str], ...] = ()  # fields that they may have instead, and the modules
 
     @property
     def extra_args(self) -> list[str]:
@@ -95,12 +98,22 @@ class Program:
         reads_all |= speculator is not None and speculator.rejection in ("standard", "block")
         return WHOLE if reads_all else Vocabulary(mesh.shape[TENSOR])
 
-    def logits(self, params: Any, hidden: Array) -> Array:
-        """Returns the logits that a device draws from, [..., V], or those of its own tokens."""
+    def embed(self, params: Any, inputs: Inputs) -> Array:
+        """Returns embedded tokens, [T, E]."""
+        return embed_tokens(self.model, self.config, params, inputs)
+
+    def logits(self, params: Any, hidden: Array, place: Array | None = None) -> Array:
+        """Returns the logits that a device draws from, [..., V], or those of its own tokens.
+
+        place: [...], of each row's adapter where adapters may have heads, as `params` do.
+        """
         model = self.model
         of = model.logits if self.vocabulary.is_whole else model.own_logits
         assert of is not None
-        return of(self.config, params, hidden)
+        if place is None:
+            return of(self.config, weights_of(params), hidden)
+        scored = functools.partial(of, self.config)
+        return score_rows(scored, params, hidden, place, whole=self.mesh is None)
 
     @functools.cached_property
     def stages(self) -> tuple["Program", ...]:
@@ -206,6 +219,7 @@ class PromptLogprobsSize(NamedTuple):
     num_tokens: int  # T
     num_targets: int  # U
     num_logprobs: int  # C
+    lora: bool = False  # whether a request has an adapter, which may have a head
 
 
 class AdmitSize(NamedTuple):
@@ -254,7 +268,8 @@ def abstract_state(program: Program) -> State:
     if mesh is not None:
         at = tuple(shardings(*of, mesh) for of in caches)
         kv = jax.tree.map(lambda x, at: x.update(sharding=at), kv, at)
-    told = program.tables if is_last(program.config) else ()  # others do not sample
+    # Stages before the last do not sample: they have what layers read.
+    told = program.tables if is_last(program.config) else program.model.tables
     tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in told}
     state = State(requests=pytree.abstract(Requests, dims), tables=tables, kv=kv)
     return state if mesh is None else placed(state, mesh)

@@ -74,9 +74,11 @@ def logprob_widths(vocab_size: int) -> tuple[int, ...]:
     return (*(C for C in (1, 20, MAX_LOGPROB_IDS) if C < vocab_size), vocab_size)
 
 
-def prompt_logprobs_size(num_tokens: int, num_logprobs: int) -> PromptLogprobsSize:
+def prompt_logprobs_size(
+    num_tokens: int, num_logprobs: int, *, lora: bool = False
+) -> PromptLogprobsSize:
     """Returns the size of the launches that score prompt tokens of a step of T."""
-    return PromptLogprobsSize(num_tokens, min(MAX_TARGETS, num_tokens), num_logprobs)
+    return PromptLogprobsSize(num_tokens, min(MAX_TARGETS, num_tokens), num_logprobs, lora)
 
 
 @functools.lru_cache(maxsize=256)

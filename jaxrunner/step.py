@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import cache_index, find_rows, put_blocks, put_rows, take
+from jaxrunner.lora.saved_modules import places_of_rows, weights_of
 from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.drafting import draw_coupled, draw_own
@@ -27,7 +28,6 @@ from jaxrunner.types import (
     SamplingMetadata,
     State,
     StepOutput,
-    Targets,
 )
 
 
@@ -38,7 +38,7 @@ def step(
     state, batch, rows, hidden, extras = forward(
         params, state, plan, program=program, bucket=bucket
     )
-    logits = compute_logits(params, hidden, batch, program)
+    logits = compute_logits(params, state, hidden, batch, program)
     words = *logits.shape[:2], -(-program.dims["V"] // 32)
     mask = jnp.full(words, -1, jnp.int32) if size.all_rules else None  # without grammars
     drawn = draw(logits, state, rows, mask, program=program, size=size)
@@ -65,16 +65,20 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     extras = () if model.speculator is None else model.speculator.extras
     every = tuple(dict.fromkeys((*extras, *(name for t in written for name in t.extras))))
     asked = dict(extras=every) if every else {}  # a model need not have extras that nobody reads
-    x = model.embed(config, params, inputs)
+    x, params = program.embed(params, inputs), weights_of(params)
     hidden, kv, found = model.layers(config, params, x, state.kv, inputs, ops, **asked)
     tables = state.tables | observed(written, state.tables, found, batch)
     found = {name: found[name] for name in extras}
     return replace(state, requests=requests, kv=kv, tables=tables), batch, rows, hidden, found
 
 
-def compute_logits(params: Any, hidden: Array, batch: Batch, program: Program) -> Array:
+def compute_logits(
+    params: Any, state: State, hidden: Array, batch: Batch, program: Program
+) -> Array:
     """Returns the logits at `batch.logits_indices`, [B, J, V], in the dtype of `hidden`."""
-    return program.logits(params, take(hidden, batch.logits_indices))
+    at = batch.logits_indices
+    place = places_of_rows(params, state, batch.slot, at)
+    return program.logits(params, take(hidden, at), place)
 
 
 def run_heads(
@@ -82,7 +86,7 @@ def run_heads(
     *, program: Program,
 ) -> tuple[State, dict[str, Array]]:  # fmt: skip
     """Returns the state, and what the heads make of hidden, [T, E]: [B, ...] or [T, ...] each."""
-    told, tables = {}, dict(state.tables)
+    told, tables, params = {}, dict(state.tables), weights_of(params)
     for head in program.model.heads:
         run = functools.partial(head.run, program.config, params, hidden, batch)
         if head.table is None:
@@ -169,6 +173,7 @@ def propose(
         return state, None
     coupled = functools.partial(draw_coupled, state, rows.slot, program=program)
     own = functools.partial(draw_own, state, rows.slot, program=program)
+    params = weights_of(params)
     drafts, tables, kv = speculator.propose(
         DraftInputs(
             program.config, params, state.requests, state.tables, state.kv, batch, rows, hidden,
@@ -184,19 +189,6 @@ def propose(
         kv=state.kv if kv is None else kv,
     )
     return state, drafts
-
-
-def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Targets:
-    """Returns the prompt tokens to score: each follows a token of this step."""
-    T = batch.row.shape[0]
-    slot, positions = batch.slot, batch.inputs.positions + 1
-    wanted = batch.row < rows.slot.shape[0]
-    wanted &= positions >= take(requests.prompt_logprobs_start, slot)
-    wanted &= positions < take(requests.prompt_len, slot)
-    at = jnp.where(wanted, jnp.cumsum(wanted) - 1, T)
-    source = jnp.full(T, T, jnp.int32).at[at].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
-    slot, positions = take(slot, source), take(positions, source)
-    return Targets(source, take(requests.token_ids, (slot, positions)), positions, slot)
 
 
 def prepare_inputs(

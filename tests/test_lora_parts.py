@@ -64,6 +64,7 @@ PARTS: dict[str, dict[str, Any]] = {
     ),
     "fp8": dict(quantization="fp8"),
     "two engines": dict(data_parallel_size=2),
+    "two stages": dict(pipeline_parallel_size=2),
 }  # fmt: skip
 
 
@@ -94,6 +95,10 @@ def test_tokens_are_those_of_merged_models(saved, part):
             asked, checkpoint.greedy(8), lora_request=[*requests, None], use_tqdm=False
         )
         got = [list(output.outputs[0].token_ids) for output in outputs]
+        if part == "two stages":  # the last one's head is the model's
+            params = checkpoint.greedy(8, prompt_logprobs=0)
+            again = llm.generate(asked, params, lora_request=[*requests, None], use_tqdm=False)
+            assert got == [list(output.outputs[0].token_ids) for output in again]
         if part == "fp8":
             with pytest.raises(ValueError, match="has weights of QuantizedLinear, no adapter can"):
                 llm.merge_lora(1)

@@ -9,6 +9,7 @@ from jaxrunner import LoRARequest
 from jaxrunner.bench import adapters
 from jaxrunner.config import EngineConfig
 from jaxrunner.lora.device_adapters import DeviceAdapters
+from jaxrunner.lora.module_names import by_names_of_model
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.worker.worker import Worker
@@ -62,7 +63,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 TENSORS: dict[str, tuple[Any, str]] = {
     "embeddings": (named("base_model.model.model.embed_tokens.lora_embedding_A"),
                    "which is no lora_A or lora_B of a product: only these are supported"),
-    "head": (named("lm_head.weight"), "has the tensor 'lm_head.weight', which is no lora_A"),
+    "head": (named("lm_head.weight"),
+             "which stands for the model's own, and the engine has no room for it: add 'lm_head'"),
     "a number for a name": (named(3), "has the tensor 3, which is no lora_A or lora_B"),
     "texts": (lambda tensors: tensors | {A: tensors[A].astype("U9")}, "which holds no floats, got"),
     "none": (lambda tensors: {}, "has no lora_A and lora_B: save the adapter again"),
@@ -89,6 +91,17 @@ def test_an_adapter_that_is_not_supported_is_refused_by_name(llm, saved, name):
     with pytest.raises(ValueError, match=match):
         llm.add_lora(request(saved[1], change, **config))
     assert not llm.list_loras()
+
+
+def test_names_of_modules_say_one_of_the_model():
+    known = ["language_model.model.layers.0.q_proj", "layers.0.k_proj", "model.layers.0.k_proj"]
+    given = {"model.language_model.layers.0.q_proj": 1, "vision.layers.0.q_proj": 2, "x": 3}
+    assert by_names_of_model(given, known, ("model.vision.",)) == {known[0]: 1, "x": 3}
+    with pytest.raises(ValueError, match=r"may be each of \[.*\]: name one of these"):
+        by_names_of_model({"model.model.layers.0.k_proj": 1}, known)
+    both = {known[0]: 1, "layers.0.q_proj": 2}
+    with pytest.raises(ValueError, match=r"are both language_model.* of the model: take one of"):
+        by_names_of_model(both, known)
 
 
 def test_requests_name_adapters_that_there_are(llm, saved, tmp_path):

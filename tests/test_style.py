@@ -20,17 +20,17 @@ PURE = (
     "ops/plain.py", "sampling/", "models/", "kernels_pallas/",
 )  # fmt: skip
 # The folders and modules of the package, lowest first: each imports those before it alone.
-LAYERS = (
-    "errors", "pytree", "parallel.mesh", "parallel.shards", "parallel.vocabulary", "version", "api",
-    "hf_config", "types", "parallel.stages", "caches", "inputs", "outputs", "logprobs", "config",
-    "indexing", "operation", "ops.grouping", "linear", "experts", "ops.routing", "slot_table",
-    "heads.head", "speculators.speculator", "speculators.draft_logits", "rule", "model",
-    "quantization", "text", "scheduling", "lora.lora_request", "lora.product", "lora.table",
-    "lora.adapted_linear", "program", "lora.stacks", "shapes", "sampling", "kernels_pallas", "step",
-    "device", "ops", "models", "heads", "mixtures", "pooling", "speculators", "parallel", "lora",
-    "loading", "runner", "worker", "engine", "elastic", "pooling.llm", "llm", "sampling_params",
-    "embedded", "__init__", "lm_eval", "bench", "check", "train", "__main__",
-)  # fmt: skip
+LAYERS = tuple(
+    """
+    errors pytree parallel.mesh parallel.shards parallel.vocabulary version api hf_config types
+    parallel.stages caches inputs outputs logprobs config indexing operation ops.grouping linear
+    experts ops.routing slot_table heads.head speculators.speculator speculators.draft_logits rule
+    model quantization text scheduling lora.lora_request lora.product lora.table lora.adapted_linear
+    lora.saved_modules program lora.stacks shapes sampling kernels_pallas step device ops models
+    heads mixtures pooling speculators parallel lora loading runner worker engine elastic
+    pooling.llm llm sampling_params embedded __init__ lm_eval bench check train __main__
+    """.split()
+)
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")
 MODULES = 18  # of a folder

@@ -19,7 +19,9 @@ from jaxrunner.device.entry_point import (
     abstract_vector,
 )
 from jaxrunner.device.packing import pack_on_device, unpack
+from jaxrunner.device.prompt_targets import find_targets
 from jaxrunner.indexing import take
+from jaxrunner.lora.saved_modules import places_of_rows
 from jaxrunner.parallel.shards import on_shards
 from jaxrunner.program import (
     COPIES,
@@ -77,8 +79,8 @@ def forward_plan(params: Any, state: State, plan: Plan, *, program: Program, buc
     state, batch, rows, hidden, extras = device.forward(
         params, state, plan, program=program, bucket=bucket
     )
-    logits = device.compute_logits(params, hidden, batch, program)
-    targets = device.find_targets(state.requests, batch, rows)
+    logits = device.compute_logits(params, state, hidden, batch, program)
+    targets = find_targets(state.requests, batch, rows)
     state, heads = device.run_heads(params, state, hidden, batch, rows, program=program)
     # Sizes that are compiled in are no output.
     kept = None if program.model.speculator is None else (replace(batch, query_len=0), extras)
@@ -120,7 +122,8 @@ def prompt_logprobs(
     """
     at = first + jnp.arange(size.num_targets)
     targets = jax.tree.map(lambda x: take(x, at), targets)
-    logits = program.logits(params, take(hidden, targets.source))
+    place = places_of_rows(params, state, targets.slot)
+    logits = program.logits(params, take(hidden, targets.source), place)
     logits = logits.astype(jnp.float32)
     logprobs = describe_prompt(logits, targets, state.requests, state.tables, program, size)
     return pack_on_device((targets.slot, targets.positions, logprobs))
@@ -222,7 +225,8 @@ def _draws(program: Program, buckets: Sequence[Bucket]) -> list:
 
 def _prompt_logprobs_sizes(program: Program, buckets: Sequence[Bucket]) -> set:
     widths = _columns(program)[1:]
-    return {prompt_logprobs_size(bucket.num_tokens, C) for bucket in buckets for C in widths}
+    sizes = {(bucket.num_tokens, bucket.lora and bool(program.saved)) for bucket in buckets}
+    return {prompt_logprobs_size(T, C, lora=lora) for T, lora in sizes for C in widths}
 
 
 ENTRY_POINTS = {

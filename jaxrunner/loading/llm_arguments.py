@@ -72,6 +72,7 @@ SIZES: dict[str, Bound] = {
     "max_loras": Bound(int, 1, 1024),
     "max_lora_rank": Bound(int, 1, 512),
     "max_cpu_loras": Bound(int, 1, 2**20, optional=True),
+    "lora_modules_to_save": Bound(str, each=True, most=2),
 }
 TEXTS: dict[str, Bound] = {
     "tokenizer": Bound(str, optional=True, also=(Path, Tokenizer)),

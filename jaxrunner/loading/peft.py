@@ -1,6 +1,6 @@
 """Adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 import math
 from pathlib import Path
 import re
@@ -12,6 +12,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.hf_config import read_json
 from jaxrunner.loading import safetensors_file
 from jaxrunner.lora.adapter import LowRank
+from jaxrunner.lora.module_names import by_names_of_model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -46,6 +47,48 @@ def read_folder(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarra
     return config, {
         name: safetensors_file.read(path, name, tensor) for name, tensor in header.items()
     }
+
+
+def take_saved(
+    config: Mapping[str, Any], tensors: Mapping[str, Any], known: Mapping[str, str],
+    held: Collection[str], source: str,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:  # fmt: skip
+    """Takes out of an adapter the embedding and the head that it has in place of the model's.
+
+    known: names of the model's, by the fields that hold them. held: fields that an engine has room
+    for. Returns the config and the tensors without them, and theirs, [V, E], by field.
+
+    Raises:
+      ValueError: an engine has no room for one, or one that the config names is missing.
+    """
+    config, rest, found = dict(config), dict[str, Any](), dict[str, np.ndarray]()
+    fields = {module: field for field, module in known.items()}
+    for name, tensor in tensors.items():
+        module = name.removeprefix(PREFIX).removesuffix(".weight") if isinstance(name, str) else ""
+        own = next(iter(by_names_of_model({module: 0}, fields)), "")
+        if own not in fields:
+            rest[name] = tensor
+        elif fields[own] in held:
+            found[fields[own]] = _read(tensor, source, name)
+        else:
+            end = own.rsplit(".", 1)[-1]
+            raise ValueError(
+                f"{source} has the tensor {shown(name)}, which stands for the model's own, and the "
+                f"engine has no room for it: add {end!r} to lora_modules_to_save"
+            )
+    if config.get("ensure_weight_tying") and found.keys() & known.keys() == {"embed"}:
+        found |= {"head": found["embed"]} if "head" in held else {}
+    named = config.get("modules_to_save")
+    ends = {known[field].rsplit(".", 1)[-1] for field in found}
+    if isinstance(named, Sequence) and not isinstance(named, str):
+        known_ends = {name.rsplit(".", 1)[-1] for name in known.values()}
+        if missing := [name for name in named if name in known_ends - ends]:
+            raise ValueError(
+                f"{source} has no tensor of {missing[0]}, which modules_to_save names: save the "
+                "adapter again"
+            )
+        config["modules_to_save"] = [name for name in named if name not in ends]
+    return config, rest, found
 
 
 def read_adapter(

@@ -6,8 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.ops.grouping import cut_tiles, group
 from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array
+
+# Up to here a product with the ranks of all places costs little beside the base product; it reads
+# each adapter once, whoever has it.
+MOST_RANKS = 512
+LARGEST_TILE = 256  # tokens; for each tile an adapter's matrices are copied
 
 
 @pytree
@@ -51,12 +57,18 @@ class AdaptedLinear:
 def delta(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
     """Returns what adapters add to a product of x, [T, *inputs]: [T, outputs] in `dtype`, flat.
 
-    place: [T], of each token's adapter, plus one; 0 for none. Two products with the ranks of all
-    adapters one behind the other: between them, those of other adapters become zero. Sums are of
-    float32, so that a token's bits do not depend on who else is in the batch.
+    place: [T], of each token's adapter, plus one; 0 for none. Sums are of float32, and a token's
+    bits do not depend on who else is in the batch.
     """
-    (T, *_), (blocks, places, rank) = x.shape, stack.a.shape[:3]
-    x = x.reshape(T, -1)
+    places, rank = stack.a.shape[1:3]
+    of = _masked if places * rank <= MOST_RANKS else _grouped
+    return of(x.reshape(x.shape[0], -1), stack, place, dtype)
+
+
+def _masked(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
+    """Computes `delta` of x, [T, I], by two products with the ranks of all adapters one behind the
+    other: between them, those of other adapters become zero."""
+    T, (blocks, places, rank) = len(x), stack.a.shape[:3]
     a = stack.a.reshape(blocks * places * rank, -1)
     low = _dot(x, a, (((1,), (1,)), ((), ())), jnp.float32).reshape(T, blocks, places, rank)
     own = place[:, None] == 1 + jnp.arange(places)[None]
@@ -66,6 +78,32 @@ def delta(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
     if blocks == 1:
         return _dot(low[:, 0], b[0], (((1,), (0,)), ((), ())), dtype)
     return jnp.moveaxis(_dot(low, b, (((2,), (1,)), ((1,), (0,))), dtype), 0, 1).reshape(T, -1)
+
+
+def _grouped(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
+    """Computes `delta` of x, [T, I], in tiles of tokens of one adapter, each with its ranks."""
+    T, (blocks, places, rank) = len(x), stack.a.shape[:3]
+    tile = tile_rows(T, places)
+    own = jnp.where(place > 0, place - 1, places).astype(jnp.int32)
+    groups = group(own[:, None], places)
+    tiles = cut_tiles(groups.sizes, T, tile)
+    step = jnp.arange(tile, dtype=jnp.int32)[None]
+    token = groups.order[jnp.clip(tiles.first[:, None] + step, 0, T - 1)]
+    token = jnp.where(step < tiles.rows[:, None], token, T)  # [N, tile]
+    a, b = (part.reshape(blocks, places, rank, -1)[:, tiles.expert] for part in (stack.a, stack.b))
+    x_NtI = x.at[token].get(mode="fill", fill_value=0)
+    x_bNtI = jnp.broadcast_to(x_NtI[None], (blocks, *x_NtI.shape))
+    low_bNtr = _dot(x_bNtI, a, (((3,), (3,)), ((0, 1), (0, 1))), jnp.float32).astype(x.dtype)
+    y_bNtO = _dot(low_bNtr, b, (((3,), (2,)), ((0, 1), (0, 1))), dtype)
+    y = jnp.moveaxis(y_bNtO, 0, 2).reshape(token.size, -1)
+    return jnp.zeros((T, y.shape[1]), y.dtype).at[token.reshape(-1)].set(y, mode="drop")
+
+
+def tile_rows(num_tokens: int, places: int) -> int:
+    """Returns the tokens of a tile: as many as an adapter has of a batch that they share, a power
+    of two."""
+    share = max(1, num_tokens // places)
+    return min(LARGEST_TILE, 1 << (share - 1).bit_length())
 
 
 def _dot(x: Array, y: Array, dims: Any, dtype: Any) -> Array:

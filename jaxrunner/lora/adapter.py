@@ -1,7 +1,7 @@
 """An adapter on the host: matrices of modules, and as they lie beside the model's products."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import functools
 import hashlib
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ class Adapter:
     name: str
     lora_id: int
     matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    saved: Mapping[str, np.ndarray] = field(default_factory=dict)  # [V, E], by field of weights
 
     @functools.cached_property
     def digest(self) -> str:
@@ -41,6 +42,9 @@ class Adapter:
             sums.update(path.encode())
             for part in pair:
                 sums.update(np.ascontiguousarray(part).tobytes())
+        for name, table in sorted(self.saved.items()):
+            sums.update(name.encode())
+            sums.update(np.ascontiguousarray(table).tobytes())
         return sums.hexdigest()
 
 
@@ -70,6 +74,24 @@ def pack(
         if any(named):
             found[product.path] = _packed(product, places[product.path], named, dtype, max_rank)
     return found
+
+
+def check_saved(tables: Mapping[str, np.ndarray], shape: tuple[int, int]) -> None:
+    """Checks what an adapter has in place of embedding and head, by modules.
+
+    Raises:
+      ValueError: one has another shape, or values that are not finite; names it.
+    """
+    for module, table in tables.items():
+        if table.shape != shape:
+            raise ValueError(
+                f"{module} of the adapter must be {list(shape)} as the model's is, got "
+                f"{list(table.shape)}: train it without new tokens"
+            )
+        if not np.isfinite(table).all():
+            raise ValueError(
+                f"{module} of the adapter holds values that are NaN or infinite: correct it"
+            )
 
 
 def _packed(

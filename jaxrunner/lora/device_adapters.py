@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.lora.adapter import Adapter
-from jaxrunner.lora.stacks import abstract_stacks, make_stacks, merged
+from jaxrunner.lora.saved_modules import put
+from jaxrunner.lora.stacks import SAVED, abstract_stacks, make_stacks, merged
 from jaxrunner.program import Program
 from jaxrunner.scheduling.request import NewRequest
 
@@ -31,11 +32,11 @@ class DeviceAdapters:
         # The adapter in each place, 0 for none; the place that was needed least recently first.
         self.places: list[int] = [0] * program.engine.max_loras
         self._order = list(range(program.engine.max_loras))
-        self._stacks: Any = make_stacks(program)
+        # Stages of a pipeline have stacks each, on their devices.
+        self._stages = program.stages or (program,)
+        self._stacks: Any = tuple(map(make_stacks, self._stages))
         self._merged: tuple[Any, Any, Any] = (None, None, None)  # the last two, and both together
-        where = jax.tree.map(lambda x: x.sharding, abstract_stacks(program))
-        out = where if program.mesh is not None else None
-        self._put = jax.jit(_put, donate_argnums=0, out_shardings=out)
+        self._put = [_putter(stage) for stage in self._stages]
 
     def warm_up(self) -> None:
         """Compiles what writes an adapter, by writing none into a place that has none."""
@@ -80,15 +81,20 @@ class DeviceAdapters:
     def wake_up(self) -> None:
         """Brings the adapters back that a `sleep` took away; else nothing."""
         if self._stacks is None:
-            self._stacks = make_stacks(self._program)
+            self._stacks = tuple(map(make_stacks, self._stages))
             for place, lora_id in enumerate(self.places):
                 if lora_id:
                     self._write(place, self.known[lora_id])
 
     def merged(self, params: Any) -> Any:
-        """Returns weights with the adapters beside them, as programs with adapters take them."""
+        """Returns weights with the adapters beside them, as programs with adapters take them.
+
+        params: in a pipeline those of each stage.
+        """
         if self._merged[0] is not params or self._merged[1] is not self._stacks:
-            self._merged = params, self._stacks, merged(params, self._stacks)
+            parts = params if self._program.stages else (params,)
+            both = tuple(merged(*of) for of in zip(parts, self._stacks, strict=True))
+            self._merged = params, self._stacks, both if self._program.stages else both[0]
         return self._merged[2]
 
     def admit(self, new: Iterable[NewRequest], in_use: Collection[int]) -> None:
@@ -156,13 +162,30 @@ class DeviceAdapters:
         self.pinned.add(lora_id)
 
     def _write(self, place: int, adapter: Adapter | None) -> None:
-        matrices = {} if adapter is None else adapter.matrices
-        spec = abstract_stacks(self._program)
-        values = {
-            path: _padded(stack, matrices.get(path), self._program.engine.max_lora_rank)
-            for path, stack in spec.items()
-        }
-        self._stacks = self._put(self._stacks, values, np.int32(place))
+        matrices, tables = ({}, {}) if adapter is None else (adapter.matrices, adapter.saved)
+        rank, written = self._program.engine.max_lora_rank, []
+        for stage, stacks, write in zip(self._stages, self._stacks, self._put, strict=True):
+            spec = _products(abstract_stacks(stage))
+            values = {path: _padded(of, matrices.get(path), rank) for path, of in spec.items()}
+            saved = {
+                name: put(of, place, tables.get(name.removeprefix(SAVED)))
+                for name, of in stacks.items()
+                if name not in spec
+            }
+            written.append(write(_products(stacks), values, np.int32(place)) | saved)
+        self._stacks = tuple(written)
+
+
+def _putter(program: Program) -> Any:
+    """Returns `_put`, compiled once for the stacks of a stage."""
+    where = jax.tree.map(lambda x: x.sharding, _products(abstract_stacks(program)))
+    out = where if program.mesh is not None else None
+    return jax.jit(_put, donate_argnums=0, out_shardings=out)
+
+
+def _products(stacks: Any) -> Any:
+    """Returns the stacks of products, without what adapters have in place of other weights."""
+    return {name: of for name, of in stacks.items() if not name.startswith(SAVED)}
 
 
 def _put(stacks: Any, values: Any, place: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrunner.linear import Linear
 from jaxrunner.lora.adapter import Adapter
+from jaxrunner.lora.saved_modules import EMBED, HEAD
 from jaxrunner.lora.stacks import is_weights, name_of
 
 
@@ -20,11 +21,22 @@ def merge(params: Any, adapter: Adapter) -> tuple[Any, dict[str, np.ndarray]]:
     Those are copied to the host, by path, so that they can be put back as they were.
 
     Raises:
-      ValueError: a product has weights of few bits, to which nothing can be added.
+      ValueError: a product has weights of few bits, to which nothing can be added, or an adapter
+        has one of embedding and head alone, which are one in the model.
     """
     before: dict[str, np.ndarray] = {}
+    if hasattr(params, "target"):  # beside a drafter's
+        saved = {f"target.{name}": table for name, table in adapter.saved.items()}
+    else:
+        saved = adapter.saved
+    _check_tied(params, adapter)
 
     def one(path: Any, node: Any) -> Any:
+        if (table := saved.get(name_of(path))) is not None:
+            weight = node.weight if isinstance(node, Linear) else node
+            before[name_of(path)] = np.asarray(weight)
+            put = jax.device_put(table.astype(weight.dtype), weight.sharding)
+            return replace(node, weight=put) if isinstance(node, Linear) else put
         if (pair := adapter.matrices.get(name := name_of(path))) is None:
             return node
         if not isinstance(node, Linear):
@@ -44,9 +56,22 @@ def put_back(params: Any, before: Mapping[str, np.ndarray]) -> Any:
     def one(path: Any, node: Any) -> Any:
         if (weight := before.get(name_of(path))) is None:
             return node
+        if not isinstance(node, Linear):  # an embedding
+            return jax.device_put(weight, node.sharding)
         return replace(node, weight=jax.device_put(weight, node.weight.sharding))
 
     return jax.tree.map_with_path(one, params, is_leaf=is_weights)
+
+
+def _check_tied(params: Any, adapter: Adapter) -> None:
+    own = getattr(params, "target", params)
+    if adapter.saved and getattr(own, HEAD, None) is None:
+        embed, head = (adapter.saved.get(field) for field in (EMBED, HEAD))
+        if embed is None or head is None or not np.array_equal(embed, head):
+            raise ValueError(
+                f"adapter {adapter.name!r} has another embedding or another head, which are one "
+                "weight of this model, so that it cannot be merged: name it as lora_request"
+            )
 
 
 def _added(weight: jax.Array, a: np.ndarray, b: np.ndarray, *, num_in: int) -> jax.Array:

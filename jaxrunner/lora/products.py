@@ -8,12 +8,15 @@ import jax
 import numpy as np
 
 from jaxrunner import pytree
+from jaxrunner.api.validation import shown
 from jaxrunner.linear import Linear
 from jaxrunner.lora.product import Product
+from jaxrunner.lora.saved_modules import EMBED, HEAD, TIED_HEAD
 from jaxrunner.lora.stacks import TARGET, name_of
 from jaxrunner.model import Source
 from jaxrunner.parallel.kv_heads import copied_sources
 from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.parallel.pipeline import StageConfig
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.quantization.quantized_config import QuantizedConfig
 from jaxrunner.speculators.drafter import DraftedConfig
@@ -32,7 +35,7 @@ class Places(NamedTuple):
 def find_products(model: Any, config: Any) -> tuple[Product, ...]:
     """Returns the products of layers, by their paths in the params.
 
-    Experts of a mixture are none, nor is what has one output, nor a head.
+    Experts of a mixture are none, nor is a head.
     """
     kept = dict(_linears(model, config))
     shapes = _shapes(model, config)
@@ -68,6 +71,45 @@ def module_shapes(model: Any, config: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
+def find_saved(model: Any, config: Any, wanted: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Returns the fields of embedding and head that adapters may have instead, and their modules.
+
+    wanted: ends of these modules' names.
+
+    Raises:
+      ValueError: it has another name; says which there are.
+    """
+    if not wanted:
+        return ()
+    known = whole_modules(model, config)
+    ends = {field: name.rsplit(".", 1)[-1] for field, name in known.items()}
+    if not {*wanted} <= {*ends.values()}:
+        raise ValueError(
+            f"lora_modules_to_save={shown(tuple(wanted))} must be embedding and head, which are "
+            f"{list(ends.values())} in this model: name these"
+        )
+    return tuple((field, known[field]) for field, end in ends.items() if end in wanted)
+
+
+def whole_modules(model: Any, config: Any) -> dict[str, str]:
+    """Returns the names of embedding and head, by the fields that hold them in float."""
+    _, sources = _float_sources(model, config)
+    found = {}
+    if isinstance(embed := getattr(sources, EMBED, None), Source):
+        found[EMBED] = embed.names[0].removesuffix(WEIGHT)
+        head = getattr(sources, HEAD, None)
+        source = getattr(head, "weight", None)
+        found[HEAD] = source.names[0].removesuffix(WEIGHT) if source is not None else TIED_HEAD
+    return found
+
+
+def spare_names(model: Any, config: Any) -> tuple[str, ...]:
+    """Returns what names of tensors begin with that are in a model's files and not read."""
+    if isinstance(config, DraftedConfig):
+        return spare_names(config.model, config.target)
+    return getattr(config, "family", model).spare
+
+
 def modules_of(source: Source) -> tuple[str, ...]:
     """Returns the names of the modules whose tensors a weight is made of."""
     return tuple(name.removesuffix(WEIGHT) for name in source.names)
@@ -75,23 +117,29 @@ def modules_of(source: Source) -> tuple[str, ...]:
 
 def _linears(model: Any, config: Any) -> list[tuple[str, Source]]:
     """Returns the sources of products' weights, as they would lie in a float checkpoint."""
+    prefix, sources = _float_sources(model, config)
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, Linear | Source)
+
+    nodes = jax.tree.leaves_with_path(sources, is_leaf=is_leaf)
+    return [(prefix + name_of(path), node.weight) for path, node in nodes if _has_modules(node)]
+
+
+def _float_sources(model: Any, config: Any) -> tuple[str, Any]:
+    """Returns where weights lie in the params, and their sources in a checkpoint of floats."""
     if isinstance(config, DraftedConfig):
-        return [(TARGET + path, node) for path, node in _linears(config.model, config.target)]
+        return TARGET, _float_sources(config.model, config.target)[1]
+    if isinstance(config, StageConfig):
+        config = config.shards[config.rank]
     whole, family = getattr(config, "whole", config), model
     if isinstance(config, ShardedConfig):
         family = config.family
     if isinstance(whole, QuantizedConfig):
         family, whole = whole.family, whole.plain
     if isinstance(config, ShardedConfig):
-        sources = copied_sources(family, whole, config.mesh.shape[TENSOR])
-    else:
-        sources = family.sources(whole)
-
-    def is_leaf(node: Any) -> bool:
-        return isinstance(node, Linear | Source)
-
-    nodes = jax.tree.leaves_with_path(sources, is_leaf=is_leaf)
-    return [(name_of(path), node.weight) for path, node in nodes if _has_modules(node)]
+        return "", copied_sources(family, whole, config.mesh.shape[TENSOR])
+    return "", family.sources(whole)
 
 
 def _has_modules(node: Any) -> bool:
@@ -111,8 +159,7 @@ def _shapes(model: Any, config: Any) -> dict[str, tuple[tuple[int, ...], tuple[i
         if given is not None and given["outputs"] != "V":
             axes = (given[name].split() for name in ("outputs", "inputs"))
             out, inner = (tuple(pytree.size(dims, axis) for axis in part) for part in axes)
-            if np.prod(out) > 1:
-                found[prefix + path] = out, inner
+            found[prefix + path] = out, inner
         return Linear, given, dims
 
     drafted = isinstance(config, DraftedConfig)

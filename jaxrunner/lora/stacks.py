@@ -5,30 +5,62 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrunner import pytree
 from jaxrunner.linear import Linear
 from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack
 from jaxrunner.lora.product import Product
-from jaxrunner.parallel.mesh import shardings
+from jaxrunner.lora.saved_modules import EMBED, HEAD, AdaptedParams, SavedModule
+from jaxrunner.parallel.mesh import mesh_axis, shardings
+from jaxrunner.parallel.stages import is_last, own_part, rank_of
 from jaxrunner.program import Program
 
 TARGET = "target."  # before paths in the params of a model with a drafter
-Stacks = dict[str, Stack]
+SAVED = "saved "  # before fields that adapters have instead
+Stacks = dict[str, Any]  # of `Stack`, by path, and of `SavedModule`
 
 
-@functools.lru_cache(maxsize=8)  # every program with adapters asks for it
+@functools.lru_cache(maxsize=64)  # every program with adapters asks for it, of each stage
 def abstract_stacks(program: Program) -> Stacks:
-    """Returns the shapes and dtypes of the stacks, and on a mesh where each array lies."""
+    """Returns the shapes and dtypes of the stacks, and on a mesh where each array lies.
+
+    Of a stage of a pipeline these are those of its layers.
+    """
     products = {product.path.removeprefix(TARGET): product for product in program.lora}
     kind = functools.partial(_stand_in, products, program.engine.max_lora_rank)
     kinds = program.dims.get("kinds", {}) | {Linear: kind}
     dims = program.dims | dict(kinds=kinds, lora_places=program.engine.max_loras)
-    stacks = _by_path(pytree.abstract(program.model.params, dims))
+    tree = own_part(program.config, pytree.abstract(program.model.params, dims))
+    stacks = _by_path(tree) | _saved(program)
     if program.mesh is None:
         return stacks
-    where = _by_path(shardings(program.model.params, dims, program.mesh))
+    tree = own_part(program.config, shardings(program.model.params, dims, program.mesh))
+    where = _by_path(tree) | _saved_at(program)
     return jax.tree.map(lambda x, at: x.update(sharding=at), stacks, where)
+
+
+def _saved(program: Program) -> Stacks:
+    """Returns the shapes and dtypes of what adapters have in place of embedding and head."""
+    dims, num = program.dims, program.engine.max_loras
+    table = jax.ShapeDtypeStruct((dims["V"], dims["E"]), dims["param"])
+    has = jax.ShapeDtypeStruct((num,), jnp.bool)
+    return {SAVED + field: SavedModule((table,) * num, has) for field in _saved_fields(program)}
+
+
+def _saved_fields(program: Program) -> list[str]:
+    """Returns the fields of `Program.saved` that a stage reads: the first one or the last."""
+    reads = {EMBED: rank_of(program.config) == 0, HEAD: is_last(program.config)}
+    return [field for field, _ in program.saved if reads[field]]
+
+
+def _saved_at(program: Program) -> Stacks:
+    """Returns where on a mesh each array of `_saved` lies: as the model's embedding and head."""
+    assert program.mesh is not None
+    num, at = program.engine.max_loras, NamedSharding(program.mesh, PartitionSpec())
+    axis = mesh_axis("V", program.dims)
+    table = NamedSharding(program.mesh, PartitionSpec(axis, mesh_axis("E", program.dims)))
+    return {SAVED + field: SavedModule((table,) * num, at) for field in _saved_fields(program)}
 
 
 def make_stacks(program: Program) -> Stacks:
@@ -50,7 +82,9 @@ def merged(params: Any, stacks: Stacks) -> Any:
         stack = stacks.get(name_of(path))
         return node if stack is None else AdaptedLinear(node, stack)
 
-    return jax.tree.map_with_path(one, params, is_leaf=is_weights)
+    adapted = jax.tree.map_with_path(one, params, is_leaf=is_weights)
+    saved = {name.removeprefix(SAVED): of for name, of in stacks.items() if name.startswith(SAVED)}
+    return AdaptedParams(adapted, saved) if saved else adapted
 
 
 def is_weights(node: Any) -> bool:
@@ -77,4 +111,5 @@ def _stand_in(
 
 def _by_path(tree: Any) -> Stacks:
     nodes = jax.tree.leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Stack))
-    return {name_of(path): node for path, node in nodes if isinstance(node, Stack)}
+    stacks = {name_of(path): node for path, node in nodes if isinstance(node, Stack)}
+    return {path: stack for path, stack in stacks.items() if jax.tree.leaves(stack)}

@@ -38,6 +38,11 @@ def rank_of(config: Any) -> int:
     return getattr(config, "rank", 0)
 
 
+def own_part(config: Any, tree: Any) -> Any:
+    """Returns what a tree like the weights says of those of a config's stage; None for others."""
+    return config.own(tree) if stages_of(config) else tree
+
+
 def is_last(config: Any) -> bool:
     """Whether a config's programs sample."""
     return getattr(config, "is_last_stage", True)
@@ -133,11 +138,14 @@ def with_requests(state: Any, requests: Requests, tables: dict[str, Any]) -> Any
     """Returns a state of any stages, with other requests, of which no token is on its way."""
     if not isinstance(state, PipelineState):
         return replace(state, requests=requests, tables=tables)
-    each = tuple(
-        jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), requests, old)
-        for old in state.requests
-    )
-    return replace(state, requests=each, tables=_put(state.tables, -1, tables), sampled=())
+    each = tuple(_like(requests, old) for old in state.requests)
+    own = tuple(_like({name: tables[name] for name in old}, old) for old in state.tables)
+    return replace(state, requests=each, tables=own, sampled=())
+
+
+def _like(tree: Any, old: Any) -> Any:
+    """Returns arrays on the devices of others."""
+    return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), tree, old)
 
 
 def _put(parts: tuple[Any, ...], i: int, part: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.lora.product import Product
-from jaxrunner.lora.products import find_products
+from jaxrunner.lora.products import find_products, find_saved
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.mixtures.balanced import BalancedConfig
 from jaxrunner.mixtures.recorded_routes import RecordedConfig
@@ -103,9 +103,10 @@ def build(
     _check_together(model, model_config, config)
     choice = deal_out(choice, model_config, config)
     products: tuple[Product, ...] = ()
+    saved: tuple[tuple[str, str], ...] = ()
     if config.enable_lora:
-        refuse(model_config, "enable_lora", "leave it out, or take tensor_parallel_size")
         products = find_products(model, model_config)
+        saved = find_saved(model, model_config, config.lora_modules_to_save)
         model = model._replace(tables=(*model.tables, ADAPTERS))
         choice = choice._replace(ops=adapted(choice.ops))
     if (mesh := mesh_of(model_config)) is not None:
@@ -115,7 +116,9 @@ def build(
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES and model.samples else None
     num_drafts = 0 if speculator is None else speculator.num_drafts
-    program = Program(model, model_config, config, choice.ops, rules, num_drafts, sample, products)
+    program = Program(
+        model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved
+    )
     check_names(program.tables)
     # What the code of others does is not known.
     ours = rules == RULES and ops is None and is_ours(*_code(program, params))

@@ -243,9 +243,8 @@ class ModelRunner(RunnerWeights):
         out = program(self.params_of(work.bucket), self.state, work.plan, *x)
         self.state, logits, rows, hidden, targets, heads, kept = out
         tables = replace(self.state, kv=())
-        scores = launch_scores(
-            self.program, self.programs, self._placed, tables, hidden, targets, work
-        )
+        params = self.params_of(work.bucket) if self.program.saved else self._placed
+        scores = launch_scores(self.program, self.programs, params, tables, hidden, targets, work)
         self._forwarded = work, logits, rows, hidden, heads, kept, scores
         return hidden
 

@@ -20,7 +20,8 @@ def launch_scores(
 
     tables: the state without its KV caches. Returns packed parts with their layouts.
     """
-    size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns)
+    lora = work.bucket.lora and bool(program.saved)
+    size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns, lora=lora)
     scores = []
     for first in range(0, work.num_targets, size.num_targets):
         run = programs[Key("prompt_logprobs", size)]

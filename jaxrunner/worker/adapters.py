@@ -6,12 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrunner.api.validation import Bound, shown, validate
-from jaxrunner.loading.peft import read_adapter, read_folder
-from jaxrunner.lora.adapter import Adapter, pack
+from jaxrunner.loading.peft import read_adapter, read_folder, take_saved
+from jaxrunner.lora.adapter import Adapter, check_saved, pack
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.lora.merging import merge, put_back
-from jaxrunner.lora.products import Places, places_of
+from jaxrunner.lora.module_names import by_names_of_model
+from jaxrunner.lora.products import Places, places_of, spare_names, whole_modules
 from jaxrunner.worker.weight_updates import WeightUpdates
 
 _ID = Bound(int, 1, 2**31 - 1)
@@ -178,11 +179,21 @@ class Adapters(WeightUpdates):
             config, tensors = request.lora_config, request.lora_tensors
         if self._places is None:
             self._places = places_of(program.model, program.config)
+        names = whole_modules(program.model, program.config)
+        held = dict(program.saved)
+        config, tensors, saved = take_saved(config, tensors, names, held, source)
+        shape = program.dims["V"], program.dims["E"]
+        check_saved({names[field]: table for field, table in saved.items()}, shape)
+        known = {module for product in program.lora for module in product.modules}
+        spare = spare_names(program.model, program.config)
+        modules = by_names_of_model(read_adapter(config, tensors, source), known, spare)
+        dtype = jnp.dtype(program.engine.dtype)
         matrices = pack(
-            program.lora, self._places, read_adapter(config, tensors, source),
-            dtype=jnp.dtype(program.engine.dtype), max_rank=program.engine.max_lora_rank,
+            program.lora, self._places, modules,
+            dtype=dtype, max_rank=program.engine.max_lora_rank,
         )  # fmt: skip
-        return Adapter(request.lora_name, request.lora_int_id, matrices)
+        saved = {field: table.astype(dtype) for field, table in saved.items()}
+        return Adapter(request.lora_name, request.lora_int_id, matrices, saved)
 
     def loras_in_use(self) -> Collection[int]:
         """Returns the adapters of unfinished requests; without an engine, of those with a slot."""

@@ -16,6 +16,8 @@ from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.lowering import extra_bytes, output_bytes
 from jaxrunner.device.program_spec import abstract, program_keys, program_spec
 from jaxrunner.device.stage_entry_points import BEFORE
+from jaxrunner.lora.adapted_linear import MOST_RANKS, tile_rows
+from jaxrunner.ops.grouping import most_tiles
 from jaxrunner.program import MAX_TARGETS, Program
 from jaxrunner.runner.program_cache import ProgramCache
 from jaxrunner.runner.program_table import Key, ProgramTable
@@ -48,6 +50,9 @@ def estimate(program: Program) -> ProgramMemory:
     if program.lora:
         # What they add to gate and up products, and in between a column for each of their ranks.
         layer += T * (2 * itemsize * dims["F"] + 8 * 3 * e.max_loras * e.max_lora_rank)
+        if 3 * e.max_loras * e.max_lora_rank > MOST_RANKS:  # each tile's matrices, copied
+            tiles = most_tiles(T, e.max_loras, tile_rows(T, e.max_loras))
+            layer += tiles * 3 * e.max_lora_rank * (dims["E"] + dims["F"]) * itemsize
     if getattr(program.config, "schemes", ()):
         layer += 2 * dims["F"] * dims["E"] * (itemsize + 4)
     logits = max(e.max_num_seqs, MAX_TARGETS) * dims["V"] * 4

@@ -90,7 +90,7 @@ class FeedForward:
             return residual, told
         shared = whole(ops.mlp(h, self.shared_gate_up, self.shared_down))
         if self.shared_gate is not None:
-            gate = jax.nn.sigmoid(self.shared_gate.product(h).astype(jnp.float32))
+            gate = jax.nn.sigmoid(ops.plain_linear(h, self.shared_gate).astype(jnp.float32))
             shared *= jnp.broadcast_to(gate, shared.shape)
         return (whole(residual) + shared).astype(h.dtype), told
 

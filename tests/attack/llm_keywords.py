@@ -78,6 +78,8 @@ MORE: dict[str, Kind] = dict(
     enable_return_routed_experts=SOME, eplb_config=MAPPING, enable_lora=SOME,
     max_loras=size(1, 1, 1024), max_lora_rank=size(1, 1, 512),
     max_cpu_loras=size(1, 1, 2**20, None),
+    lora_modules_to_save=Kind(lambda v: None if v else v in (None, [], ()),
+                              (["lm_head"], "lm_head", 3, True, [3], ["a"] * 3)),
     quantization=Kind(lambda v: v is None or (None if isinstance(v, str) else False),
                       ("FP8", "awq", "", 8, True, {})),
     runner=Kind(lambda v: v == "generate" if type(v) is str else False, ("Pooling", "", None, 3)),

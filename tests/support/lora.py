@@ -65,3 +65,51 @@ def pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Returns what PEFT's get_pattern_key finds."""
     keys = (k for k in patterns if re.match(rf"(.*\.)?({k})$", module))
     return patterns.get(next(keys, ""), default)
+
+
+def of_module(
+    module: Any, seed: int, *, rank: int = 3, without: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
+    """Returns an adapter of all that PEFT's "all-linear" adapts of a module of transformers.
+
+    without: ends of names of products that it leaves out.
+    """
+    rng, tensors = np.random.default_rng(seed), dict[str, np.ndarray]()
+    for name, part in linears(module).items():
+        if name.endswith(without):
+            continue
+        outputs, inputs = _sizes(part)
+        for letter, shape in dict(A=(rank, inputs), B=(outputs, rank)).items():
+            values = 0.15 * rng.normal(size=shape)
+            tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = values.astype(np.float32)
+    return tensors
+
+
+def linears(module: Any) -> dict[str, Any]:
+    """Returns the products of a module of transformers, by name, that "all-linear" adapts."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = torch.nn.Linear, Conv1D
+    found = ((name, part) for name, part in module.named_modules() if isinstance(part, kinds))
+    head = module.get_output_embeddings()
+    return {name: part for name, part in found if part is not head}
+
+
+def merge_into(module: Any, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
+    """Merges an adapter into a module of transformers, by PEFT's definition."""
+    import torch
+
+    for name, part in linears(module).items():
+        if (a := tensors.get(f"{PREFIX}{name}.lora_A.weight")) is None:
+            continue
+        more = tensors[f"{PREFIX}{name}.lora_B.weight"].astype(np.float64) @ a
+        more *= config["lora_alpha"] / config["r"]
+        more = more if isinstance(part, torch.nn.Linear) else more.T
+        part.weight.data += torch.tensor(more, dtype=part.weight.dtype)
+
+
+def _sizes(part: Any) -> tuple[int, int]:
+    """Returns the outputs and inputs of a product; a `Conv1D` holds them the other way round."""
+    rows, columns = part.weight.shape
+    return (rows, columns) if hasattr(part, "in_features") else (columns, rows)

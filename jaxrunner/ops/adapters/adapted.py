@@ -40,6 +40,11 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         args = y.reshape(len(x), -1), x.reshape(len(x), -1), w.stack, place
         return run_first("adapters", known, *args, note=note).reshape(y.shape)
 
+    def plain_linear(x: Array, w: Any) -> Array:
+        if not isinstance(w, AdaptedLinear):
+            return ops.plain_linear(x, w)
+        return _added(ops.plain_linear(x, w.base), x, w.stack, places())
+
     def project(x: Array, w: Any) -> Any:
         if not isinstance(w, AdaptedLinear):
             return ops.project(x, w)
@@ -62,7 +67,9 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
             return ops.add_norm(x, residual.all(), weight, eps)
         return norm_kernel.add_rms_norm(x, residual.parts, weight, more, eps=eps)
 
-    return replace(ops, linear=linear, project=project, mlp=mlp, add_norm=add_norm)
+    return replace(
+        ops, linear=linear, plain_linear=plain_linear, project=project, mlp=mlp, add_norm=add_norm
+    )
 
 
 def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:

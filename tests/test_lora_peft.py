@@ -1,0 +1,45 @@
+"""Adapters that PEFT makes, saves and runs: tokens and logits are PEFT's own."""
+
+from typing import Any
+
+import pytest
+
+from jaxrunner import LLM, LoRARequest
+from tests.test_lora_families import SIZES, answers, check_likeliest, saved, tokens
+
+peft = pytest.importorskip("peft", reason="the reference needs PEFT: pip install peft")
+torch = pytest.importorskip("torch", reason="PEFT needs PyTorch: install the hf extra")
+KINDS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
+    "all of a dense model": (("dense", "smollm 3"), dict(target_modules="all-linear")),
+    "patterns": (("dense", "smollm 3"), dict(
+        target_modules=r".*layers\.\d\.(mlp|self_attn)\.(up|down|q|v)_proj", use_rslora=True,
+        rank_pattern={r"layers\.1\.mlp\.up_proj": 5, "q_proj": 2},
+        alpha_pattern={"down_proj": 30, r"^model.layers.0.self_attn.v_proj": 3})),
+    "a tower": (("dense", "gemma 3, beside a tower"), dict(target_modules="all-linear")),
+    "inputs first": (("dense", "gpt 2"), dict(
+        target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)),
+    "some layers of a mixture": (("mixture", "qwen2"), dict(
+        target_modules=["q_proj", "o_proj", "shared_expert_gate"], layers_to_transform=[1])),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning:peft", "ignore::FutureWarning:transformers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_peft(kind, tmp_path):
+    of, told = KINDS[kind]
+    module = saved(*of, tmp_path)
+    config = peft.LoraConfig(r=4, lora_alpha=20, task_type="CAUSAL_LM", **told)
+    adapted = peft.get_peft_model(module, config).eval()
+    torch.manual_seed(0)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight.data, 0.0, 0.15)
+    adapted.save_pretrained(tmp_path / "adapter")
+    request = LoRARequest("peft", 1, tmp_path / "adapter")
+    with LLM(tmp_path, **SIZES) as llm:
+        base, got = answers(llm, None), answers(llm, request)
+    assert tokens(got) != tokens(base)
+    check_likeliest(adapted, got)
+    with adapted.disable_adapter():
+        check_likeliest(adapted, base)
