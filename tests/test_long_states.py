@@ -25,9 +25,9 @@ def generate(folder: Any, chunk: int) -> tuple[list[list[int]], list[np.ndarray]
     with LLM(folder, **sizes) as llm:
         asked = [dict(prompt_token_ids=ids) for ids in PROMPTS]
         outputs = llm.generate(asked, params, use_tqdm=False)
-    told = [output.prompt_logprobs[1:] for output in outputs]
+    told: Any = [output.prompt_logprobs for output in outputs]
     logprobs = [
-        np.array([at[token].logprob for at, token in zip(found, ids[1:], strict=True)])
+        np.array([at[token].logprob for at, token in zip(found[1:], ids[1:], strict=True)])
         for found, ids in zip(told, PROMPTS, strict=True)
     ]
     return [list(output.outputs[0].token_ids) for output in outputs], logprobs

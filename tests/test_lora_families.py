@@ -66,7 +66,7 @@ def answers(llm: LLM, adapter: LoRARequest | None) -> list[list[tuple[int, float
     asked = [dict(prompt_token_ids=ids) for ids in PROMPTS]
     outputs = llm.generate(asked, params, lora_request=adapter, use_tqdm=False)
     assert not [output.error for output in outputs if output.error]
-    told = [output.outputs[0] for output in outputs]
+    told: Any = [output.outputs[0] for output in outputs]
     return [
         [(token, one[token].logprob) for token, one in zip(of.token_ids, of.logprobs, strict=True)]
         for of in told

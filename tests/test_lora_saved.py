@@ -80,7 +80,7 @@ def test_tokens_and_logits_are_those_of_merged_models(saved):
     with checkpoint.start(folder, **SIZES) as llm:
         requests = [*requests_of(adapters), None]
         assert tokens(answers(llm, PROMPTS, requests)) == want
-        outputs = answers(llm, PROMPTS, requests, prompt_logprobs=0)
+        outputs: Any = answers(llm, PROMPTS, requests, prompt_logprobs=0)
         assert tokens(outputs) == want
         for output, tensors, prompt in zip(outputs, all_of, PROMPTS, strict=True):
             logits = float64_llama.logits(tensors, SETTINGS, prompt)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
@@ -122,7 +123,8 @@ def test_a_norm_over_all_heads_is_that_of_one_device(num_heads):
     )  # fmt: skip
     copies = max(4 // num_heads, 1)
     got = np.asarray(run(np.repeat(x, copies, 1), weight))
-    np.testing.assert_allclose(got, np.repeat(norm_heads(x, weight, 0.1), copies, 1), rtol=1e-6)
+    want = norm_heads(jnp.asarray(x), jnp.asarray(weight), 0.1)
+    np.testing.assert_allclose(got, np.repeat(want, copies, 1), rtol=1e-6)
 
 
 def test_copied_heads_and_merged_ones_are_inverse():

@@ -43,8 +43,8 @@ def abstract_stacks(program: Program) -> Stacks:
 def _saved(program: Program) -> Stacks:
     """Returns the shapes and dtypes of what adapters have in place of embedding and head."""
     dims, num = program.dims, program.engine.max_loras
-    table = jax.ShapeDtypeStruct((dims["V"], dims["E"]), dims["param"])
-    has = jax.ShapeDtypeStruct((num,), jnp.bool)
+    table: Any = jax.ShapeDtypeStruct((dims["V"], dims["E"]), dims["param"])
+    has: Any = jax.ShapeDtypeStruct((num,), jnp.bool)
     return {SAVED + field: SavedModule((table,) * num, has) for field in _saved_fields(program)}
 
 
@@ -57,9 +57,9 @@ def _saved_fields(program: Program) -> list[str]:
 def _saved_at(program: Program) -> Stacks:
     """Returns where on a mesh each array of `_saved` lies: as the model's embedding and head."""
     assert program.mesh is not None
-    num, at = program.engine.max_loras, NamedSharding(program.mesh, PartitionSpec())
-    axis = mesh_axis("V", program.dims)
-    table = NamedSharding(program.mesh, PartitionSpec(axis, mesh_axis("E", program.dims)))
+    num, axis = program.engine.max_loras, mesh_axis("V", program.dims)
+    at: Any = NamedSharding(program.mesh, PartitionSpec())
+    table: Any = NamedSharding(program.mesh, PartitionSpec(axis, mesh_axis("E", program.dims)))
     return {SAVED + field: SavedModule((table,) * num, at) for field in _saved_fields(program)}
 
 
