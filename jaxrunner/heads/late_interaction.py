@@ -96,7 +96,7 @@ def _batches(lens: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
     for i in sorted(range(len(lens)), key=lambda i: lens[i]):
         Q, M = lens[i]
         alike = batch and lens[batch[0]][0] == Q
-        fits = (len(batch) + 1) * Q * _size(M) <= MOST_SCORES and len(batch) < MOST_PAIRS
+        fits = _size(len(batch) + 1, 1) * Q * _size(M) <= MOST_SCORES and len(batch) < MOST_PAIRS
         if batch and not (alike and fits):
             yield batch
             batch = []
