@@ -4,7 +4,6 @@ arXiv:2004.12832. A query's arrays go to the device once, for all of its documen
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +15,16 @@ MOST_PAIRS, MOST_SCORES = 64, 64_000_000  # of one launch, as in vLLM
 SHORTEST = 16  # tokens that arrays are padded to, and powers of two above
 
 
-class Query(NamedTuple):
-    """What is kept of a query."""
-
-    tokens: Array  # [Q, X], padded
-    num: int  # tokens there are
-
-
 class QueryCache:
     """Queries that are kept from call to call, by key, each with the uses that it has left."""
 
     def __init__(self):
-        self._kept: dict[str, tuple[Query, int]] = {}
+        self._kept: dict[str, tuple[Array, int]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, key: str, query: Query, uses: int) -> None:
+    def put(self, key: str, query: Array, uses: int) -> None:
         """Keeps a query for so many uses, in place of what had its key."""
         self._kept[key] = query, uses
 
@@ -40,7 +32,7 @@ class QueryCache:
         """Returns the uses that a query has left, 0 of one that is not kept."""
         return self._kept[key][1] if key in self._kept else 0
 
-    def query(self, key: str) -> Query:
+    def query(self, key: str) -> Array:
         """Returns a query that is kept; its uses are counted by `release`."""
         return self._kept[key][0]
 
@@ -52,24 +44,23 @@ class QueryCache:
                 self._kept[key] = query, uses - 1
 
 
-def query_of(tokens: np.ndarray) -> Query:
-    """Returns a query of its tokens' arrays, [n, X], on the device."""
-    return Query(jnp.asarray(_padded(tokens, _size(len(tokens)))), len(tokens))
+def query_of(tokens: np.ndarray) -> Array:
+    """Returns a query of its tokens' arrays, [n, X], on the device, padded: [Q, X]."""
+    return jnp.asarray(_padded(tokens, _size(len(tokens))))
 
 
-def max_sim(queries: Sequence[Query], documents: Sequence[np.ndarray]) -> list[float]:
+def max_sim(queries: Sequence[Array], documents: Sequence[np.ndarray]) -> list[float]:
     """Returns the score of each pair of a query and a document, [m, X].
 
     It is the sum over the query's tokens of the largest product with one of the document's.
     """
     scores = [0.0] * len(queries)
-    lens = [(q.tokens.shape[0], len(d)) for q, d in zip(queries, documents, strict=True)]
+    lens = [(q.shape[0], len(d)) for q, d in zip(queries, documents, strict=True)]
     for pairs in _batches(lens):
         M, B = _size(max(len(documents[i]) for i in pairs)), _size(len(pairs), 1)
         pairs_B = [*pairs, *pairs[:1] * (B - len(pairs))]
         told = _max_sim(
-            jnp.stack([queries[i].tokens for i in pairs_B]),
-            np.array([queries[i].num for i in pairs_B], np.int32),
+            jnp.stack([queries[i] for i in pairs_B]),
             np.stack([_padded(documents[i], M) for i in pairs_B]),
             np.array([len(documents[i]) for i in pairs_B], np.int32),
         )
@@ -79,12 +70,11 @@ def max_sim(queries: Sequence[Query], documents: Sequence[np.ndarray]) -> list[f
 
 
 @jax.jit
-def _max_sim(q_BQX: Array, q_len_B: Array, d_BMX: Array, d_len_B: Array) -> Array:
+def _max_sim(q_BQX: Array, d_BMX: Array, d_len_B: Array) -> Array:
     products = jnp.einsum("bqx,bmx->bqm", q_BQX, d_BMX, precision=jax.lax.Precision.HIGHEST)
     is_in_BM = jnp.arange(d_BMX.shape[1])[None] < d_len_B[:, None]
-    best_BQ = jnp.where(is_in_BM[:, None], products, -jnp.inf).max(-1)
-    is_asked_BQ = jnp.arange(q_BQX.shape[1])[None] < q_len_B[:, None]
-    return jnp.where(is_asked_BQ, best_BQ, 0.0).sum(-1)
+    # The padding of a query is zeros, whose best product adds none.
+    return jnp.where(is_in_BM[:, None], products, -jnp.inf).max(-1).sum(-1)
 
 
 def _batches(lens: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
@@ -96,7 +86,7 @@ def _batches(lens: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
     for i in sorted(range(len(lens)), key=lambda i: lens[i]):
         Q, M = lens[i]
         alike = batch and lens[batch[0]][0] == Q
-        fits = (len(batch) + 1) * Q * _size(M) <= MOST_SCORES and len(batch) < MOST_PAIRS
+        fits = _size(len(batch) + 1, 1) * Q * _size(M) <= MOST_SCORES and len(batch) < MOST_PAIRS
         if batch and not (alike and fits):
             yield batch
             batch = []
