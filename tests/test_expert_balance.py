@@ -98,7 +98,7 @@ def test_new_weights_come_after_moves(folder, llm):
 @pytest.mark.devices(2)
 def test_a_placement_compiles_nothing(folder):
     """Once the LLM is warm; not the first one, and not those behind it."""
-    sizes = SIZES | TWO | dict(warm_up=True, max_model_len=64, num_blocks=64)
+    sizes: dict[str, Any] = SIZES | TWO | dict(warm_up=True, max_model_len=64, num_blocks=64)
     with LLM(folder, **sizes, enable_eplb=True, eplb_config=EPLB) as llm:
         compiled: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(

@@ -104,8 +104,8 @@ def test_each_replica_and_each_stage_is_tried(monkeypatch, method):
     stages: dict[str, Any] = SIZES | dict(pipeline_parallel_size=4)
     tried: list[list[int]] = []
 
-    def check(*meshes: Any) -> None:
-        *meshes, _ = meshes
+    def check(*asked: Any) -> None:
+        *meshes, _ = asked
         tried.append([d.id for mesh in meshes for d in mesh.devices.flat])
 
     def run(sizes: dict[str, Any]) -> list[list[int]]:
@@ -125,7 +125,8 @@ def test_each_replica_and_each_stage_is_tried(monkeypatch, method):
 
 @pytest.mark.devices(2)
 def test_a_stage_that_cannot_be_reached_is_named(monkeypatch):
-    check_transfer(*[make_mesh(1, [d]) for d in jax.devices()[:2]], 60.0)
+    one, other = (make_mesh(1, [device]) for device in jax.devices()[:2])
+    check_transfer(one, other, 60.0)
     with LLM(str(embedded.PATH), **SIZES, pipeline_parallel_size=2) as llm:
         llm.check_health()
         put, calls = requirements.put, itertools.count()
