@@ -48,7 +48,7 @@ def of_engine(error: BaseException, cause: BaseException) -> str:
     )
 
 
-def of_hang(timeout_s: float) -> str:
+def of_hang(timeout_s: float | None) -> str:
     """Returns what all are told once a device has not ended a step in time."""
     return (
         f"the device did not end a step within step_timeout_s={timeout_s} and is not restarted, as "

@@ -104,8 +104,8 @@ def test_each_replica_and_each_stage_is_tried(monkeypatch, method):
     stages: dict[str, Any] = SIZES | dict(pipeline_parallel_size=4)
     tried: list[list[int]] = []
 
-    def check(*args: Any) -> None:
-        *meshes, _ = args
+    def check(*asked: Any) -> None:
+        *meshes, _ = asked
         tried.append([d.id for mesh in meshes for d in mesh.devices.flat])
 
     def run(sizes: dict[str, Any]) -> list[list[int]]:

@@ -50,12 +50,14 @@ def end() -> Iterator[threading.Event]:
 
 
 def hang(engine: Engine, monkeypatch: pytest.MonkeyPatch, end: threading.Event, n: int = 0) -> None:
-    """Makes an engine's n-th step from now hang, and those that follow."""
+    """Makes an engine's n-th step from now hang, and those that follow: half a second is theirs."""
     real, count = engine.runner.step, iter(range(10**6))
 
     def step(scheduled: Any) -> StepHandle:
         handle = real(scheduled)
+        jax.block_until_ready(handle._arrays())  # however slow: the limit is of what hangs
         if next(count) >= n:
+            engine.config = replace(engine.config, step_timeout_s=0.5)
             monkeypatch.setattr(handle, "_arrays", lambda: [Hanging(end)])
         return handle
 
@@ -73,7 +75,7 @@ def one(**changes: Any) -> Engine:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_that_hangs_ends_its_engine(monkeypatch, end, depth, caplog):
-    e = one(step_timeout_s=0.5, async_depth=depth)
+    e = one(async_depth=depth)
     first = e.add("first", [3, 1], replace(GREEDY, max_tokens=1))
     while e.has_unfinished:
         e.step()
@@ -96,7 +98,7 @@ def test_a_step_that_hangs_ends_its_engine(monkeypatch, end, depth, caplog):
 
 @pytest.mark.devices(2)
 def test_other_replicas_go_on(folder, monkeypatch, end):
-    with open_llm(folder, **TWO, step_timeout_s=SOON_S) as llm:
+    with open_llm(folder, **TWO) as llm:
         asked = ids([[i] * 5 for i in range(4)])  # two for each
 
         def errors() -> list[str]:
@@ -104,10 +106,6 @@ def test_other_replicas_go_on(folder, monkeypatch, end):
 
         assert errors() == [""] * 4  # all is compiled
         first, _ = llm.engine.engines
-        for engine in llm.engine.engines:
-            engine.config = replace(
-                engine.config, step_timeout_s=0.5 if engine is first else SOON_S
-            )
         hang(first, monkeypatch, end)
         told = errors()
         assert told[1::2] == ["", ""] and all("the device did not" in e for e in told[::2])

@@ -114,17 +114,16 @@ def test_weights_are_saved_as_they_were_read(saved, tmp_path):
 def test_a_norm_over_all_heads_is_that_of_one_device(num_heads):
     """Fewer heads than devices are copied, and count once."""
     mesh, rng = make_mesh(4), np.random.default_rng(num_heads)
-    x = rng.normal(size=(3, num_heads, 5)).astype(np.float32)
-    weight = rng.normal(size=(num_heads, 5)).astype(np.float32)
+    x = jnp.asarray(rng.normal(size=(3, num_heads, 5)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(num_heads, 5)), jnp.float32)
     run = jax.shard_map(
         lambda x, w: tensor._norm_heads(x, w, 0.1), mesh=mesh, check_vma=False,
         in_specs=(PartitionSpec(None, TENSOR), PartitionSpec()),
         out_specs=PartitionSpec(None, TENSOR),
     )  # fmt: skip
     copies = max(4 // num_heads, 1)
-    got = np.asarray(run(np.repeat(x, copies, 1), weight))
-    want = norm_heads(jnp.asarray(x), jnp.asarray(weight), 0.1)
-    np.testing.assert_allclose(got, np.repeat(want, copies, 1), rtol=1e-6)
+    got = np.asarray(run(jnp.repeat(x, copies, 1), weight))
+    np.testing.assert_allclose(got, np.repeat(norm_heads(x, weight, 0.1), copies, 1), rtol=1e-6)
 
 
 def test_copied_heads_and_merged_ones_are_inverse():
