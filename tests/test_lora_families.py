@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (11, 5, 8)]
 CONFIG: dict[str, Any] = dict(peft_type="LORA", r=3, lora_alpha=14)
-NOT_SERVED = "feed_forward.router", "self_attn.kv_b_proj"
+NOT_SERVED = ("feed_forward.router",)
 SOURCES: dict[str, Any] = dict(dense=dense_families, mixture=mixtures, hybrid=hybrids)
 ALL = [(kind, name) for kind, of in SOURCES.items() for name in of.VARIANTS]
 
@@ -117,5 +117,18 @@ def test_tokens_are_those_of_merged_models(of, tmp_path):
         merged = answers(llm, None)
     check_likeliest(module, base)
     assert tokens(merged) == tokens(told)
+    lora.merge_into(module, tensors, CONFIG)
+    check_likeliest(module, told)
+
+
+@pytest.mark.slow
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("cut", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_adapters_of_latents_go_with_two_devices(cut, tmp_path):
+    module = saved("mixture", "deepseek v3", tmp_path)
+    tensors = lora.of_module(module, 1)
+    adapter = LoRARequest("made", 1, lora_tensors=tensors, lora_config=CONFIG)
+    with LLM(tmp_path, **SIZES | {cut: 2}) as llm:
+        told = answers(llm, adapter)
     lora.merge_into(module, tensors, CONFIG)
     check_likeliest(module, told)

@@ -32,12 +32,42 @@ def abstract_stacks(program: Program) -> Stacks:
     kinds = program.dims.get("kinds", {}) | {Linear: kind}
     dims = program.dims | dict(kinds=kinds, lora_places=program.engine.max_loras)
     tree = own_part(program.config, pytree.abstract(program.model.params, dims))
-    stacks = _by_path(tree) | _saved(program)
+    stacks = _by_path(tree) | _of_heads(program, tree) | _saved(program)
     if program.mesh is None:
         return stacks
     tree = own_part(program.config, shardings(program.model.params, dims, program.mesh))
-    where = _by_path(tree) | _saved_at(program)
+    heads = {path: _at_of_heads(at) for path, at in per_head(tree).items()}
+    where = _by_path(tree) | heads | _saved_at(program)
     return jax.tree.map(lambda x, at: x.update(sharding=at), stacks, where)
+
+
+def per_head(tree: Any) -> Stacks:
+    """Returns the weights of each head in a tree like the params, or what stands for them."""
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "per_head"))
+    return {
+        f"{name_of(path)}.{field}": weight
+        for path, node in nodes
+        for field in getattr(node, "per_head", ())
+        if (weight := getattr(node, field)) is not None
+    }
+
+
+def _of_heads(program: Program, tree: Any) -> Stacks:
+    """Returns the stacks of weights of each head, [outputs, H, inputs]."""
+    known, made = {product.path for product in program.lora}, {}
+    sizes = 1, program.engine.max_loras, program.engine.max_lora_rank
+    for path, weight in per_head(tree).items():
+        if path in known:
+            *outputs, inputs = weight.shape
+            a, b = (*sizes, inputs), (*sizes, *outputs)
+            made[path] = Stack(*(jax.ShapeDtypeStruct(s, program.dims["param"]) for s in (a, b)))
+    return made
+
+
+def _at_of_heads(at: NamedSharding) -> Stack:
+    *outputs, inputs = at.spec
+    a, b = PartitionSpec(None, None, None, inputs), PartitionSpec(None, None, None, *outputs)
+    return Stack(NamedSharding(at.mesh, a), NamedSharding(at.mesh, b))
 
 
 def _saved(program: Program) -> Stacks:
