@@ -66,7 +66,7 @@ def answers(llm: LLM, adapter: LoRARequest | None) -> list[list[tuple[int, float
     asked = [dict(prompt_token_ids=ids) for ids in PROMPTS]
     outputs = llm.generate(asked, params, lora_request=adapter, use_tqdm=False)
     assert not [output.error for output in outputs if output.error]
-    told = [output.outputs[0] for output in outputs]
+    told: list[Any] = [output.outputs[0] for output in outputs]
     return [
         [(token, one[token].logprob) for token, one in zip(of.token_ids, of.logprobs, strict=True)]
         for of in told
@@ -128,7 +128,8 @@ def test_adapters_of_latents_go_with_two_devices(cut, tmp_path):
     module = saved("mixture", "deepseek v3", tmp_path)
     tensors = lora.of_module(module, 1)
     adapter = LoRARequest("made", 1, lora_tensors=tensors, lora_config=CONFIG)
-    with LLM(tmp_path, **SIZES | {cut: 2}) as llm:
+    sizes: dict[str, Any] = SIZES | {cut: 2}
+    with LLM(tmp_path, **sizes) as llm:
         told = answers(llm, adapter)
     lora.merge_into(module, tensors, CONFIG)
     check_likeliest(module, told)

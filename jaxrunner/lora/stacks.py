@@ -60,14 +60,16 @@ def _of_heads(program: Program, tree: Any) -> Stacks:
         if path in known:
             *outputs, inputs = weight.shape
             a, b = (*sizes, inputs), (*sizes, *outputs)
-            made[path] = Stack(*(jax.ShapeDtypeStruct(s, program.dims["param"]) for s in (a, b)))
+            a, b = (jax.ShapeDtypeStruct(shape, program.dims["param"]) for shape in (a, b))
+            made[path] = pytree.host_value(Stack, a=a, b=b)
     return made
 
 
 def _at_of_heads(at: NamedSharding) -> Stack:
     *outputs, inputs = at.spec
     a, b = PartitionSpec(None, None, None, inputs), PartitionSpec(None, None, None, *outputs)
-    return Stack(NamedSharding(at.mesh, a), NamedSharding(at.mesh, b))
+    a, b = (NamedSharding(at.mesh, spec) for spec in (a, b))
+    return pytree.host_value(Stack, a=a, b=b)
 
 
 def _saved(program: Program) -> Stacks:
@@ -75,7 +77,8 @@ def _saved(program: Program) -> Stacks:
     dims, num = program.dims, program.engine.max_loras
     table = jax.ShapeDtypeStruct((dims["V"], dims["E"]), dims["param"])
     has = jax.ShapeDtypeStruct((num,), jnp.bool)
-    return {SAVED + field: SavedModule((table,) * num, has) for field in _saved_fields(program)}
+    of = pytree.host_value(SavedModule, tables=(table,) * num, has=has)
+    return {SAVED + field: of for field in _saved_fields(program)}
 
 
 def _saved_fields(program: Program) -> list[str]:
@@ -90,7 +93,8 @@ def _saved_at(program: Program) -> Stacks:
     num, at = program.engine.max_loras, NamedSharding(program.mesh, PartitionSpec())
     axis = mesh_axis("V", program.dims)
     table = NamedSharding(program.mesh, PartitionSpec(axis, mesh_axis("E", program.dims)))
-    return {SAVED + field: SavedModule((table,) * num, at) for field in _saved_fields(program)}
+    of = pytree.host_value(SavedModule, tables=(table,) * num, has=at)
+    return {SAVED + field: of for field in _saved_fields(program)}
 
 
 def make_stacks(program: Program) -> Stacks:
