@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner import LLM, LoRARequest, SamplingParams, embedded
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.heads.head import Head
@@ -22,9 +22,11 @@ from jaxrunner.runner.program_table import ProgramTable
 from jaxrunner.runner.step_handle import ModelRunnerOutput
 from jaxrunner.scheduling.request import Request
 from jaxrunner.worker.worker import Worker
-from tests.support import small_checkpoint, tiny
+from tests.support import lora, small_checkpoint, tiny
+from tests.support.checkpoints import split
 from tests.support.features import ParityCompiler, random_params
 
+EMBED = "model.embed_tokens.weight"
 QWEN: dict[str, Any] = dict(
     architectures=["Qwen2ForCausalLM"], num_hidden_layers=3, use_sliding_window=True,
     sliding_window=6, max_window_layers=1, tie_word_embeddings=True,
@@ -195,6 +197,7 @@ def steps():
         b=tiny.new_request("b", [i % 60 for i in range(87)], blocks=[2, 3]),
         c=tiny.new_request("c", [5, 6, 7], blocks=[4]),
     )
+    new["b"].lora_id = 1
     for i, (counts, names) in enumerate(STEPS):
         gone = {5: {"a"}, 6: {"b"}}.get(i, set())
         yield tiny.scheduled(counts, [new[name] for name in names], finished_req_ids=gone)
@@ -222,7 +225,13 @@ def test_ranks_hand_each_other_a_step_and_its_tokens(weights, tmp_path):
     settings = tiny.SETTINGS | QWEN | dict(use_sliding_window=False)
     save_checkpoint(folder, qwen2, config, params, settings)
     sizes = {name: LLM_SIZES[name] for name in LLM_SIZES if name not in ("warm_up", "use_tqdm")}
+    sizes |= dict(enable_lora=True, max_lora_rank=8, lora_modules_to_save=["embed_tokens"])
+    tensors, told = lora.make(small := split(qwen2, config, params), 1, rank=8)
+    tensors[f"{lora.PREFIX}{EMBED}"] = -small[EMBED]
+    adapter = LoRARequest("b", 1, lora_tensors=tensors, lora_config=told)
     ranks, (whole,) = workers(folder, 3, **sizes), workers(folder, 1, **sizes)
+    for worker in (*ranks, whole):
+        worker.add_lora(adapter)
     *others, last = ranks
     got = None
     for output in steps():
