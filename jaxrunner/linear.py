@@ -49,6 +49,15 @@ class Linear:
         return multiply(x, self.weight, self.bias, axes=self.num_in)
 
 
+def per_head(axes: str, x: Array, weight: Array, part: slice) -> Array:
+    """Multiplies x, [T, H, ...], with some of a weight of each head, [outputs, H, inputs].
+
+    axes: of an einsum; part: of the outputs.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(axes, x, weight[part], precision=precision)
+
+
 def multiply(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 1) -> Array:
     """Multiplies the last `axes` axes of x, [..., *inputs], with those of weight.
 

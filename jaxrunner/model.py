@@ -12,7 +12,7 @@ from jaxrunner.caches.state import StateCache
 from jaxrunner.config import ModelConfig
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
-from jaxrunner.linear import Weights
+from jaxrunner.linear import Weights, per_head
 from jaxrunner.operation import Note, Operation, unnoted
 from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.slot_table import SlotTable
@@ -101,6 +101,8 @@ class Ops:
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
         `StateCache` on over tokens, as a `Recurrence` says.
     linear: (x [T, *inputs], w) -> [T, *outputs].
+    per_head: (axes, x [T, H, ...], w [outputs, H, inputs], part) -> an einsum with `part` of the
+        outputs of weights that a class names as its `per_head`.
     plain_linear: (x [T, E], w) -> [T, outputs], of so few outputs that no kernel is asked.
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
     mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
@@ -138,6 +140,7 @@ class Ops:
     norm_heads: Callable[[Array, Array, float], Array]
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
     plain_linear: Callable[[Array, Weights], Array] = lambda x, w: w.product(x)
+    per_head: Callable[[str, Array, Array, slice], Array] = per_head
     batch: Batch | None = None
     adapters: AdapterOps = field(default_factory=AdapterOps)
 

@@ -18,13 +18,22 @@ KINDS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     "a tower": (("dense", "gemma 3, beside a tower"), dict(target_modules="all-linear")),
     "inputs first": (("dense", "gpt 2"), dict(
         target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)),
+    "another embedding and head": (("dense", "command r"), dict(
+        target_modules=["q_proj", "down_proj"], modules_to_save=["embed_tokens", "lm_head"])),
+    "another head of tied weights": (("dense", "smollm 3"), dict(
+        target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])),
+    "another embedding that is the head": (("dense", "smollm 3"), dict(
+        target_modules=["q_proj", "down_proj"], modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True)),
     "some layers of a mixture": (("mixture", "qwen2"), dict(
         target_modules=["q_proj", "o_proj", "shared_expert_gate"], layers_to_transform=[1])),
 }  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning:peft", "ignore::FutureWarning:transformers")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning:peft", "ignore::FutureWarning:transformers", "ignore::UserWarning:peft"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_peft(kind, tmp_path):
     of, told = KINDS[kind]
@@ -33,11 +42,12 @@ def test_tokens_are_those_of_peft(kind, tmp_path):
     adapted = peft.get_peft_model(module, config).eval()
     torch.manual_seed(0)
     for name, weight in adapted.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             torch.nn.init.normal_(weight.data, 0.0, 0.15)
     adapted.save_pretrained(tmp_path / "adapter")
     request = LoRARequest("peft", 1, tmp_path / "adapter")
-    with LLM(tmp_path, **SIZES) as llm:
+    room = ["embed_tokens", "lm_head"] if "modules_to_save" in told else []
+    with LLM(tmp_path, **SIZES, lora_modules_to_save=room) as llm:
         base, got = answers(llm, None), answers(llm, request)
     assert tokens(got) != tokens(base)
     check_likeliest(adapted, got)

@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import pytest
 
-from jaxrunner import SamplingParams
+from jaxrunner import LoRARequest, SamplingParams
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.runner.step_handle import ModelRunnerOutput
 from jaxrunner.worker.worker import Worker
-from tests.support import tiny
+from tests.support import lora, tiny
+from tests.support.checkpoints import split
 
+EMBED = "model.embed_tokens.weight"
 QWEN: dict[str, Any] = dict(
     architectures=["Qwen2ForCausalLM"], num_hidden_layers=3, tie_word_embeddings=True
 )  # fmt: skip
@@ -34,6 +36,7 @@ def steps():
         b=tiny.new_request("b", [i % 60 for i in range(87)], blocks=[2, 3]),
         c=tiny.new_request("c", [5, 6, 7], blocks=[4]),
     )
+    new["b"].lora_id = 1
     for i, (counts, names) in enumerate(STEPS):
         gone = {5: {"a"}, 6: {"b"}}.get(i, set())
         yield tiny.scheduled(counts, [new[name] for name in names], finished_req_ids=gone)
@@ -60,7 +63,13 @@ def test_ranks_hand_each_other_a_step_and_its_tokens(tmp_path):
     folder, config = tmp_path / "checkpoint", tiny.config(**QWEN)
     params = tiny.random_params(config, seed=5)
     save_checkpoint(folder, qwen2, config, params, tiny.SETTINGS | QWEN)
-    ranks, (whole,) = workers(folder, 3, **SIZES), workers(folder, 1, **SIZES)
+    sizes = SIZES | dict(enable_lora=True, max_lora_rank=8, lora_modules_to_save=["embed_tokens"])
+    tensors, told = lora.make(small := split(qwen2, config, params), 1, rank=8)
+    tensors[f"{lora.PREFIX}{EMBED}"] = -small[EMBED]
+    adapter = LoRARequest("b", 1, lora_tensors=tensors, lora_config=told)
+    ranks, (whole,) = workers(folder, 3, **sizes), workers(folder, 1, **sizes)
+    for worker in (*ranks, whole):
+        worker.add_lora(adapter)
     *others, last = ranks
     got = None
     for output in steps():

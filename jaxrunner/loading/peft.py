@@ -71,24 +71,28 @@ def take_saved(
         elif fields[own] in held:
             found[fields[own]] = _read(tensor, source, name)
         else:
-            end = own.rsplit(".", 1)[-1]
             raise ValueError(
                 f"{source} has the tensor {shown(name)}, which stands for the model's own, and the "
-                f"engine has no room for it: add {end!r} to lora_modules_to_save"
+                f"engine has no room for it: add {_end(own)!r} to lora_modules_to_save"
             )
     if config.get("ensure_weight_tying") and found.keys() & known.keys() == {"embed"}:
         found |= {"head": found["embed"]} if "head" in held else {}
     named = config.get("modules_to_save")
-    ends = {known[field].rsplit(".", 1)[-1] for field in found}
+    ends = {_end(known[field]) for field in found}
     if isinstance(named, Sequence) and not isinstance(named, str):
-        known_ends = {name.rsplit(".", 1)[-1] for name in known.values()}
-        if missing := [name for name in named if name in known_ends - ends]:
+        lost = {_end(name) for name in known.values()} - ends
+        if missing := [name for name in named if _end(name) in lost]:
             raise ValueError(
                 f"{source} has no tensor of {missing[0]}, which modules_to_save names: save the "
                 "adapter again"
             )
-        config["modules_to_save"] = [name for name in named if name not in ends]
+        config["modules_to_save"] = [name for name in named if _end(name) not in ends]
     return config, rest, found
+
+
+def _end(module: Any) -> str:
+    """Returns the last part of a module's name, by which configs have it."""
+    return str(module).rsplit(".", 1)[-1]
 
 
 def read_adapter(

@@ -99,6 +99,27 @@ def _grouped(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
     return jnp.zeros((T, y.shape[1]), y.dtype).at[token.reshape(-1)].set(y, mode="drop")
 
 
+def delta_per_head(x: Array, stack: Stack, place: Array, part: slice, *, up: bool) -> Array:
+    """Returns what adapters add to a product of each head, [T, H, ...] in float32.
+
+    x: [T, H, inputs] where `up`, with `part` of the outputs; else [T, H, some outputs], multiplied
+    with the inputs that they are made of. The stack is of [outputs, H] and [inputs].
+    """
+    places = stack.a.shape[1]
+    a_PRI, b_PROH = stack.a[0], stack.b[0][:, :, part]
+    own_TP = place[:, None] == 1 + jnp.arange(places)[None]
+    low_THPR = _einsum("thi,pri->thpr" if up else "tho,proh->thpr", x, a_PRI if up else b_PROH)
+    low_THPR = jnp.where(own_TP[:, None, :, None], low_THPR, 0).astype(x.dtype)
+    if up:
+        return _einsum("thpr,proh->tho", low_THPR, b_PROH)
+    return _einsum("thpr,pri->thi", low_THPR, a_PRI)
+
+
+def _einsum(axes: str, x: Array, y: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(axes, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
 def tile_rows(num_tokens: int, places: int) -> int:
     """Returns the tokens of a tile: as many as an adapter has of a batch that they share, a power
     of two."""

@@ -39,6 +39,9 @@ def merge(params: Any, adapter: Adapter) -> tuple[Any, dict[str, np.ndarray]]:
             return replace(node, weight=put) if isinstance(node, Linear) else put
         if (pair := adapter.matrices.get(name := name_of(path))) is None:
             return node
+        if isinstance(node, jax.Array):  # of each head
+            before[name] = np.asarray(node)
+            return _added(node, *pair, num_in=1)
         if not isinstance(node, Linear):
             raise ValueError(
                 f"{name} has weights of {type(node).__name__}, no adapter can be merged into them: "
@@ -56,7 +59,7 @@ def put_back(params: Any, before: Mapping[str, np.ndarray]) -> Any:
     def one(path: Any, node: Any) -> Any:
         if (weight := before.get(name_of(path))) is None:
             return node
-        if not isinstance(node, Linear):  # an embedding
+        if not isinstance(node, Linear):  # an embedding, or weights of each head
             return jax.device_put(weight, node.sharding)
         return replace(node, weight=jax.device_put(weight, node.weight.sharding))
 

@@ -12,7 +12,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.linear import Linear
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_modules import EMBED, HEAD, TIED_HEAD
-from jaxrunner.lora.stacks import TARGET, name_of
+from jaxrunner.lora.stacks import TARGET, name_of, per_head
 from jaxrunner.model import Source
 from jaxrunner.parallel.kv_heads import copied_sources
 from jaxrunner.parallel.mesh import TENSOR
@@ -123,7 +123,8 @@ def _linears(model: Any, config: Any) -> list[tuple[str, Source]]:
         return isinstance(node, Linear | Source)
 
     nodes = jax.tree.leaves_with_path(sources, is_leaf=is_leaf)
-    return [(prefix + name_of(path), node.weight) for path, node in nodes if _has_modules(node)]
+    found = [(prefix + name_of(path), node.weight) for path, node in nodes if _has_modules(node)]
+    return [*found, *((prefix + path, source) for path, source in per_head(sources).items())]
 
 
 def _float_sources(model: Any, config: Any) -> tuple[str, Any]:
@@ -166,8 +167,9 @@ def _shapes(model: Any, config: Any) -> dict[str, tuple[tuple[int, ...], tuple[i
     prefix, params = (TARGET, config.model.params) if drafted else ("", model.params)
     dims = config.target.dims if drafted else config.dims
     kinds = dims.get("kinds", {}) | {Linear: note}
-    pytree.abstract(params, {**dims, "kinds": kinds, "param": "float32"})
-    return found
+    tree = pytree.abstract(params, {**dims, "kinds": kinds, "param": "float32"})
+    of_heads = {prefix + path: (w.shape[:-1], w.shape[-1:]) for path, w in per_head(tree).items()}
+    return found | of_heads
 
 
 def _num_blocks(weight: Source, shape: tuple[tuple[int, ...], tuple[int, ...]]) -> int:

@@ -32,20 +32,53 @@ def abstract_stacks(program: Program) -> Stacks:
     kinds = program.dims.get("kinds", {}) | {Linear: kind}
     dims = program.dims | dict(kinds=kinds, lora_places=program.engine.max_loras)
     tree = own_part(program.config, pytree.abstract(program.model.params, dims))
-    stacks = _by_path(tree) | _saved(program)
+    stacks = _by_path(tree) | _of_heads(program, tree) | _saved(program)
     if program.mesh is None:
         return stacks
     tree = own_part(program.config, shardings(program.model.params, dims, program.mesh))
-    where = _by_path(tree) | _saved_at(program)
+    heads = {path: _at_of_heads(at) for path, at in per_head(tree).items()}
+    where = _by_path(tree) | heads | _saved_at(program)
     return jax.tree.map(lambda x, at: x.update(sharding=at), stacks, where)
+
+
+def per_head(tree: Any) -> Stacks:
+    """Returns the weights of each head in a tree like the params, or what stands for them."""
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "per_head"))
+    return {
+        f"{name_of(path)}.{field}": weight
+        for path, node in nodes
+        for field in getattr(node, "per_head", ())
+        if (weight := getattr(node, field)) is not None
+    }
+
+
+def _of_heads(program: Program, tree: Any) -> Stacks:
+    """Returns the stacks of weights of each head, [outputs, H, inputs]."""
+    known, made = {product.path for product in program.lora}, {}
+    sizes = 1, program.engine.max_loras, program.engine.max_lora_rank
+    for path, weight in per_head(tree).items():
+        if path in known:
+            *outputs, inputs = weight.shape
+            a, b = (*sizes, inputs), (*sizes, *outputs)
+            a, b = (jax.ShapeDtypeStruct(shape, program.dims["param"]) for shape in (a, b))
+            made[path] = pytree.host_value(Stack, a=a, b=b)
+    return made
+
+
+def _at_of_heads(at: NamedSharding) -> Stack:
+    *outputs, inputs = at.spec
+    a, b = PartitionSpec(None, None, None, inputs), PartitionSpec(None, None, None, *outputs)
+    a, b = (NamedSharding(at.mesh, spec) for spec in (a, b))
+    return pytree.host_value(Stack, a=a, b=b)
 
 
 def _saved(program: Program) -> Stacks:
     """Returns the shapes and dtypes of what adapters have in place of embedding and head."""
     dims, num = program.dims, program.engine.max_loras
-    table: Any = jax.ShapeDtypeStruct((dims["V"], dims["E"]), dims["param"])
-    has: Any = jax.ShapeDtypeStruct((num,), jnp.bool)
-    return {SAVED + field: SavedModule((table,) * num, has) for field in _saved_fields(program)}
+    table = jax.ShapeDtypeStruct((dims["V"], dims["E"]), dims["param"])
+    has = jax.ShapeDtypeStruct((num,), jnp.bool)
+    of = pytree.host_value(SavedModule, tables=(table,) * num, has=has)
+    return {SAVED + field: of for field in _saved_fields(program)}
 
 
 def _saved_fields(program: Program) -> list[str]:
@@ -57,10 +90,11 @@ def _saved_fields(program: Program) -> list[str]:
 def _saved_at(program: Program) -> Stacks:
     """Returns where on a mesh each array of `_saved` lies: as the model's embedding and head."""
     assert program.mesh is not None
-    num, axis = program.engine.max_loras, mesh_axis("V", program.dims)
-    at: Any = NamedSharding(program.mesh, PartitionSpec())
-    table: Any = NamedSharding(program.mesh, PartitionSpec(axis, mesh_axis("E", program.dims)))
-    return {SAVED + field: SavedModule((table,) * num, at) for field in _saved_fields(program)}
+    num, at = program.engine.max_loras, NamedSharding(program.mesh, PartitionSpec())
+    axis = mesh_axis("V", program.dims)
+    table = NamedSharding(program.mesh, PartitionSpec(axis, mesh_axis("E", program.dims)))
+    of = pytree.host_value(SavedModule, tables=(table,) * num, has=at)
+    return {SAVED + field: of for field in _saved_fields(program)}
 
 
 def make_stacks(program: Program) -> Stacks:

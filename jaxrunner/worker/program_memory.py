@@ -50,6 +50,8 @@ def estimate(program: Program) -> ProgramMemory:
     if program.lora:
         # What they add to gate and up products, and in between a column for each of their ranks.
         layer += T * (2 * itemsize * dims["F"] + 8 * 3 * e.max_loras * e.max_lora_rank)
+        if "kv_rank" in dims:  # a column for each rank and head
+            layer += T * 8 * dims["H"] * e.max_loras * e.max_lora_rank
         if 3 * e.max_loras * e.max_lora_rank > MOST_RANKS:  # each tile's matrices, copied
             tiles = most_tiles(T, e.max_loras, tile_rows(T, e.max_loras))
             layer += tiles * 3 * e.max_lora_rank * (dims["E"] + dims["F"]) * itemsize

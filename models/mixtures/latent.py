@@ -7,9 +7,8 @@ multiplied with what would make its keys of latents, and attend to the latents t
 
 from dataclasses import dataclass
 import math
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,6 +74,7 @@ class LatentLayer(FeedForward):
     kv_up: Array = leaf("kv_dims H kv_rank", "param")
     o: Linear = nested(outputs="E", inputs="H v_dim", num_in=2, bias="o_bias")
     mlp_norm: Array = leaf("E", "param")
+    per_head: ClassVar[tuple[str, ...]] = ("kv_up",)
 
     def attend(
         self, config: LatentConfig, ops: Ops, h: Array, turn: Turn, cache: Any, spec: AttentionSpec
@@ -85,21 +85,15 @@ class LatentLayer(FeedForward):
             x = rms_norm(ops.linear(h, self.q_down), self.q_norm, LATENT_EPS)
         q_THD, kv_TD = ops.linear(x, self.q), ops.linear(h, self.kv_down)
         still_THN, turned_THD = jnp.split(q_THD, [num_still], -1)
-        absorbed_THR = _by_head("thn,nhr->thr", still_THN, self.kv_up[:num_still])
+        absorbed_THR = ops.per_head("thn,nhr->thr", still_THN, self.kv_up, slice(num_still))
         latent_TR = rms_norm(kv_TD[:, :rank], self.kv_norm, LATENT_EPS)
         key_TD = rotate(kv_TD[:, None, rank:], *turn)[:, 0]
         q_THD = jnp.concatenate([absorbed_THR, rotate(turned_THD, *turn)], -1)
         latents_TD = jnp.concatenate([latent_TR, key_TD], -1)
         spec = spec._replace(scale=config.softmax_scale, value_dim=rank)
         out_THR, cache = ops.attend_latent(q_THD, latents_TD, cache, spec)
-        out_THV = _by_head("thr,vhr->thv", out_THR, self.kv_up[num_still:])
+        out_THV = ops.per_head("thr,vhr->thv", out_THR, self.kv_up, slice(num_still, None))
         return ops.project(out_THV, self.o), cache
-
-
-def _by_head(axes: str, x: Array, weight: Array) -> Array:
-    """Multiplies x, [T, H, ...], with a weight of each head, [..., H, ...]."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(axes, x, weight, precision=precision)
 
 
 @pytree

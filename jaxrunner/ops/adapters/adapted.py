@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import add_norm as norm_kernel
 from jaxrunner.kernels_pallas.add_norm import LowRank
-from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack, delta
+from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack, delta, delta_per_head
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.model import MakeOps, Ops
 from jaxrunner.operation import Note, Operation, run_first, unnoted
@@ -40,11 +40,6 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         args = y.reshape(len(x), -1), x.reshape(len(x), -1), w.stack, place
         return run_first("adapters", known, *args, note=note).reshape(y.shape)
 
-    def plain_linear(x: Array, w: Any) -> Array:
-        if not isinstance(w, AdaptedLinear):
-            return ops.plain_linear(x, w)
-        return _added(ops.plain_linear(x, w.base), x, w.stack, places())
-
     def project(x: Array, w: Any) -> Any:
         if not isinstance(w, AdaptedLinear):
             return ops.project(x, w)
@@ -68,8 +63,26 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         return norm_kernel.add_rms_norm(x, residual.parts, weight, more, eps=eps)
 
     return replace(
-        ops, linear=linear, plain_linear=plain_linear, project=project, mlp=mlp, add_norm=add_norm
-    )
+        ops, linear=linear, project=project, mlp=mlp, add_norm=add_norm,
+        plain_linear=functools.partial(_plain_linear, ops, places),
+        per_head=functools.partial(_per_head, ops, places),
+    )  # fmt: skip
+
+
+def _plain_linear(ops: Ops, places: Any, x: Array, w: Any) -> Array:
+    if not isinstance(w, AdaptedLinear):
+        return ops.plain_linear(x, w)
+    return _added(ops.plain_linear(x, w.base), x, w.stack, places())
+
+
+def _per_head(ops: Ops, places: Any, axes: str, x: Array, w: Any, part: slice) -> Array:
+    if not isinstance(w, AdaptedLinear):
+        return ops.per_head(axes, x, w, part)
+    y = ops.per_head(axes, x, w.base, part)
+    inputs, weight = axes.split("->")[0].split(",")
+    up = inputs[-1] == weight[-1]
+    more = delta_per_head(x, w.stack, places(), part, up=up)
+    return (y.astype(jnp.float32) + more).astype(y.dtype)
 
 
 def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
