@@ -1,6 +1,6 @@
 """The device functions that are compiled: one vector in, one vector out, the state donated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrunner import pytree
 from jaxrunner import step as device
 from jaxrunner.device import multi_step as several
-from jaxrunner.device import tables, xla_options
+from jaxrunner.device import sizes, tables, xla_options
 from jaxrunner.device.entry_point import (
     EntryPoint,
     abstract_state,
@@ -40,9 +40,7 @@ from jaxrunner.shapes import (
     copies_spec,
     heads_spec,
     logits_spec,
-    logprob_widths,
     plan_spec,
-    prompt_logprobs_size,
 )
 from jaxrunner.types import Array, Batch, Plan, SamplingMetadata, State, Targets
 
@@ -194,41 +192,6 @@ def _forward_output(program: Program) -> tuple:
     return abstract_state(program), logits, rows, 0, targets, heads_spec(program, 1), kept
 
 
-def _columns(program: Program) -> list[int]:
-    """Returns the columns of logprobs that rules beyond the usual ones are compiled with."""
-    return [0, *logprob_widths(program.config.vocab_size)]
-
-
-def _multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> list:
-    """Returns the sizes of several steps in one launch, with each kind of `samples`."""
-    n = program.engine.num_decode_steps
-    steps = [bucket for bucket in buckets if bucket.query_len and n > 1]
-    return [
-        MultiStepBucket(
-            n, SampleSize(bucket.num_rows, all_rules, C, bucket.num_drafts), bucket.lora
-        )
-        for bucket in steps
-        for all_rules, C in samples
-    ]
-
-
-def _rare_multi_steps(program: Program, buckets: Sequence[Bucket]) -> list:
-    # Logprobs of all tokens are too many to be kept for several steps.
-    return _multi_steps(program, buckets, [(True, C) for C in _columns(program)[:-1]])
-
-
-def _draws(program: Program, buckets: Sequence[Bucket]) -> list:
-    kinds = [(False, 0), *((True, C) for C in _columns(program))]
-    rows = sorted({(bucket.num_rows, bucket.num_drafts) for bucket in buckets})
-    return [SampleSize(B, all_rules, C, K) for B, K in rows for all_rules, C in kinds]
-
-
-def _prompt_logprobs_sizes(program: Program, buckets: Sequence[Bucket]) -> set:
-    widths = _columns(program)[1:]
-    sizes = {(bucket.num_tokens, bucket.lora and bool(program.saved)) for bucket in buckets}
-    return {prompt_logprobs_size(T, C, lora=lora) for T, lora in sizes for C in widths}
-
-
 ENTRY_POINTS = {
     entry.name: entry
     for entry in (
@@ -262,8 +225,8 @@ ENTRY_POINTS = {
             multi_step,
             _step_arguments,
             _step_output,
-            sizes=lambda program, buckets: _multi_steps(program, buckets, [(False, 0)]),
-            rare_sizes=_rare_multi_steps,
+            sizes=lambda program, buckets: sizes.multi_steps(program, buckets, [(False, 0)]),
+            rare_sizes=sizes.rare_multi_steps,
             options=xla_options.of_multi_step,
             is_rehearsed=lambda size: True,
         ),
@@ -281,7 +244,7 @@ ENTRY_POINTS = {
             sample,
             _sample_arguments,
             output=lambda program: (abstract_tables(program), 0),
-            rare_sizes=_draws,
+            rare_sizes=sizes.draws,
         ),
         EntryPoint(
             "propose",
@@ -296,7 +259,7 @@ ENTRY_POINTS = {
             prompt_logprobs,
             _prompt_logprobs_arguments,
             output=lambda program: 0,
-            rare_sizes=_prompt_logprobs_sizes,
+            rare_sizes=sizes.prompt_logprobs_sizes,
             donated=(),
         ),
     )

@@ -1,0 +1,44 @@
+"""The sizes that an engine's device functions are compiled for, given its buckets."""
+
+from collections.abc import Sequence
+
+from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
+from jaxrunner.shapes import logprob_widths, prompt_logprobs_size
+
+
+def columns(program: Program) -> list[int]:
+    """Returns the columns of logprobs that rules beyond the usual ones are compiled with."""
+    return [0, *logprob_widths(program.config.vocab_size)]
+
+
+def multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> list:
+    """Returns the sizes of several steps in one launch, with each kind of `samples`."""
+    n = program.engine.num_decode_steps
+    steps = [bucket for bucket in buckets if bucket.query_len and n > 1]
+    return [
+        MultiStepBucket(
+            n, SampleSize(bucket.num_rows, all_rules, C, bucket.num_drafts), bucket.lora
+        )
+        for bucket in steps
+        for all_rules, C in samples
+    ]
+
+
+def rare_multi_steps(program: Program, buckets: Sequence[Bucket]) -> list:
+    """Returns those with rules beyond the usual ones."""
+    # Logprobs of all tokens are too many to be kept for several steps.
+    return multi_steps(program, buckets, [(True, C) for C in columns(program)[:-1]])
+
+
+def draws(program: Program, buckets: Sequence[Bucket]) -> list:
+    """Returns the sizes of the second phase of a step."""
+    kinds = [(False, 0), *((True, C) for C in columns(program))]
+    rows = sorted({(bucket.num_rows, bucket.num_drafts) for bucket in buckets})
+    return [SampleSize(B, all_rules, C, K) for B, K in rows for all_rules, C in kinds]
+
+
+def prompt_logprobs_sizes(program: Program, buckets: Sequence[Bucket]) -> set:
+    """Returns the sizes of what scores prompt tokens."""
+    widths = columns(program)[1:]
+    sizes = {(bucket.num_tokens, bucket.lora and bool(program.saved)) for bucket in buckets}
+    return {prompt_logprobs_size(T, C, lora=lora) for T, lora in sizes for C in widths}
