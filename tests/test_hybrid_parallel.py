@@ -87,9 +87,9 @@ SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
         "nemotron h, latent experts, biases", EIGHT_HEADS | dict(mamba_num_heads=8), 4,
         [(3, 120), (8, 10, 10)],
     ),
-    "beside attention": ("falcon h1, normed before, biases", {}, 2, [(3, 60), (4, 10, 10)]),
     "beside attention, 4 devices": (
-        "falcon h1", EIGHT_HEADS | dict(mamba_n_groups=4), 4, [(3, 40), (2, 10, 10)],
+        "falcon h1, normed before, biases", EIGHT_HEADS | dict(mamba_n_groups=4), 4,
+        [(3, 40), (2, 10, 10)],
     ),
     "experts beside delta nets": ("qwen 3.5, experts", {}, 2, [(3, 42), (3, 6, 10)]),
 }  # fmt: skip
@@ -187,7 +187,7 @@ def test_mixers_that_devices_cannot_share_are_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "changes"),
-    [("bamba", ONE_GROUP), ("bamba", {}), ("qwen 3.5", {}), ("qwen 3 next", {}), ("lfm 2", {})],
+    [("bamba", ONE_GROUP), ("qwen 3 next", {})],
     ids=str,
 )
 def test_adapters_of_mixers_are_those_of_merged_weights(variant, changes, tmp_path):

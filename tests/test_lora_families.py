@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (11, 5, 8)]
 CONFIG: dict[str, Any] = dict(peft_type="LORA", r=3, lora_alpha=14)
+OF_TOWERS = "vision", "visual", "multi_modal"
 NOT_SERVED = ("feed_forward.router",)
 SOURCES: dict[str, Any] = dict(dense=dense_families, mixture=mixtures, hybrid=hybrids)
 ALL = [(kind, name) for kind, of in SOURCES.items() for name in of.VARIANTS]
@@ -54,7 +55,7 @@ def test_all_that_trainers_adapt_has_a_place(kind, variant, tmp_path):
     known, spare = known_of(tmp_path)
     found = by_names_of_model(names, known, spare)
     assert known == found.keys()
-    towers = {name for name in names if "vision" in name or "visual" in name}
+    towers = {name for name in names if any(part in name for part in OF_TOWERS)}
     assert set(found.values()) == names.keys() - towers
 
 

@@ -71,7 +71,7 @@ def saved(request, tmp_path_factory):
 
 
 # A head on several devices, several on one: so does `test_an_llm_on_two_devices` too.
-CUTS = [pytest.param(*cut, marks=pytest.mark.slow) for cut in [("few KV heads", 8), ("windows", 2)]]
+CUTS = [pytest.param("few KV heads", 8, marks=pytest.mark.slow)]
 
 
 @pytest.mark.devices("num")
