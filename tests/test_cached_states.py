@@ -16,12 +16,9 @@ from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.worker.memory_plan import num_bytes
 from tests.support import hybrids, scheduling
 
-SIZES: dict[str, Any] = dict(
-    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=36,
-    max_num_seqs=4, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(4,),
-    warm_up=False, cache_dir=None, enable_prefix_caching=True, mamba_block_size=8,
-    num_state_checkpoints=3,
-)  # fmt: skip
+SIZES: dict[str, Any] = hybrids.LLM_SIZES | dict(
+    num_blocks=36, enable_prefix_caching=True, mamba_block_size=8, num_state_checkpoints=3
+)
 SEVERAL: dict[str, Any] = dict(num_decode_steps=5)
 MANY: dict[str, Any] = dict(num_blocks=200, num_state_checkpoints=90)
 BASE = np.random.default_rng(3).integers(0, 61, 44).tolist()

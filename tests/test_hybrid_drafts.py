@@ -9,11 +9,8 @@ import pytest
 from jaxrunner import LLM, SamplingParams
 from tests.support import hybrids
 
-SIZES: dict[str, Any] = dict(
-    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=40,
-    max_num_seqs=4, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(4,),
-    warm_up=False, cache_dir=None, enable_prefix_caching=True, mamba_block_size=8,
-    num_state_checkpoints=40,
+SIZES: dict[str, Any] = hybrids.LLM_SIZES | dict(
+    enable_prefix_caching=True, mamba_block_size=8, num_state_checkpoints=40,
     speculative_config=dict(
         method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3
     ),

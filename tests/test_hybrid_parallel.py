@@ -1,9 +1,6 @@
 """Hybrids on fake devices of a CPU: tokens are those of one device, whichever has which states."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 import json
-from pathlib import Path
 import shutil
 from typing import Any
 
@@ -19,12 +16,7 @@ from tests.support import hybrids, lora
 
 LENGTHS = (3, 5, 14, 33, 40, 40)
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
-# Chunks of 24 tokens and less beside rows that decode; blocks for half of the requests.
-SIZES: dict[str, Any] = dict(
-    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=32,
-    max_num_seqs=4, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(4,),
-    warm_up=False, cache_dir=None,
-)  # fmt: skip
+SIZES: dict[str, Any] = hybrids.LLM_SIZES | dict(num_blocks=32)
 PREFIXES: dict[str, Any] = dict(
     enable_prefix_caching=True, mamba_block_size=8, num_state_checkpoints=8
 )
@@ -44,23 +36,6 @@ def generate(llm: LLM, **more: Any) -> list[list[int]]:
     params = [PARAMS[i % 2] for i in range(len(asked))]
     outputs = llm.generate(asked, params, use_tqdm=False, **more)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@contextmanager
-def changed(variant: str, **changes: Any) -> Iterator[None]:
-    """Lets a variant's config have other sizes."""
-    name, kept = hybrids.VARIANTS[variant]
-    hybrids.VARIANTS[variant] = name, kept | changes
-    try:
-        yield
-    finally:
-        hybrids.VARIANTS[variant] = name, kept
-
-
-def save(variant: str, folder: Path, **changes: Any) -> None:
-    """Writes the checkpoint of a variant with other sizes."""
-    with changed(variant, **changes):
-        hybrids.save(variant, folder)
 
 
 def states(llm: LLM) -> list[tuple[int, ...]]:
@@ -104,7 +79,7 @@ SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
     ],
 )
 def test_tokens_are_those_of_one_device(variant, changes, num, of_device, tmp_path):
-    save(variant, tmp_path, **changes)
+    hybrids.save(variant, tmp_path, **changes)
     with LLM(tmp_path, **SIZES) as llm:
         want = generate(llm)
         assert llm.engine.scheduler.num_preemptions
@@ -178,7 +153,7 @@ def test_weights_of_8_bits_are_cut_as_others_are(variant, tmp_path):
 @pytest.mark.devices(4)
 def test_mixers_that_devices_cannot_share_are_refused(tmp_path):
     changes = EIGHT_HEADS | dict(mamba_n_heads=6, mamba_d_head=5, mamba_d_ssm=30)
-    save("falcon h1", tmp_path, **changes)
+    hybrids.save("falcon h1", tmp_path, **changes)
     with pytest.raises(ValueError, match=r"the width of its mixers=30, .*: take one of 1, 2$"):
         LLM(tmp_path, tensor_parallel_size=4, **SIZES)
 
@@ -191,7 +166,7 @@ def test_mixers_that_devices_cannot_share_are_refused(tmp_path):
     ids=str,
 )
 def test_adapters_of_mixers_are_those_of_merged_weights(variant, changes, tmp_path):
-    save(variant, tmp_path / "base", **changes)
+    hybrids.save(variant, tmp_path / "base", **changes)
     base = load_file(tmp_path / "base" / WHOLE)
     modules = [name.removesuffix(".weight").split(".")[-1] for name in base if ".layers.0." in name]
     targets = [name for name in modules if name in MIXERS]

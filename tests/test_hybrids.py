@@ -20,12 +20,7 @@ from tests.support import hybrids
 
 LENGTHS = (1, 2, 3, 5, 9, 14, 33, 40, 51)
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
-# Chunks of 24 tokens and less beside rows that decode; blocks for half of the requests.
-SIZES: dict[str, Any] = dict(
-    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=40,
-    max_num_seqs=6, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(6,),
-    warm_up=False, cache_dir=None,
-)  # fmt: skip
+SIZES: dict[str, Any] = hybrids.LLM_SIZES | dict(max_num_seqs=6, decode_buckets=(6,))
 SLOW = (
     "lfm 2, biases, wide",
     "bamba",

@@ -10,17 +10,14 @@ from test_pipeline_parallel import answers, logprobs
 from jaxrunner import SamplingParams
 from jaxrunner.caches.interleave import Interleave
 from jaxrunner.engine.engine import Engine
-from jaxrunner.loading.weights import load_params, save_checkpoint
+from jaxrunner.loading.weights import load_params
 from jaxrunner.models.llama import llama
 from jaxrunner.parallel.parallel_config import ParallelConfig
-from tests.support import failing, features, tiny
+from tests.support import failing, features, small_checkpoint, tiny
 from tests.support.failing import HOWS, nth
 
 pytestmark = pytest.mark.slow
-MODEL: dict[str, Any] = dict(
-    hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
-    num_key_value_heads=2, num_hidden_layers=4,
-)  # fmt: skip
+MODEL: dict[str, Any] = small_checkpoint.SETTINGS | dict(num_key_value_heads=2, num_hidden_layers=4)
 TWO = ParallelConfig(tensor_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 MESHES = {
@@ -32,10 +29,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder, config = tmp_path_factory.mktemp("checkpoint"), tiny.config(**MODEL)
-    params = tiny.random_params(config, seed=3)
-    save_checkpoint(folder, llama, config, params, tiny.SETTINGS | MODEL)
-    return folder
+    return small_checkpoint.save(tmp_path_factory.mktemp("checkpoint"), **MODEL)
 
 
 def engine(folder: Path, parallel: ParallelConfig, **sizes: Any) -> Engine:

@@ -13,17 +13,11 @@ import jax
 import pytest
 
 from jaxrunner import LLM
-from jaxrunner.loading.weights import save_checkpoint
-from jaxrunner.models.llama import llama
-from tests.support import processes, tiny
+from tests.support import processes, small_checkpoint
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
 )
-SIZES = dict(
-    hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
-    num_key_value_heads=2, eos_token_id=63, num_hidden_layers=1,
-)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -35,10 +29,8 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    folder, config = tmp_path_factory.mktemp("checkpoint"), tiny.config(**SIZES)
-    params = tiny.random_params(config, seed=3)
-    save_checkpoint(folder, llama, config, params, tiny.SETTINGS | SIZES)
-    return folder
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return small_checkpoint.save(folder, num_key_value_heads=2, num_hidden_layers=1)
 
 
 def start(*args: object, **environment: str) -> list[subprocess.Popen]:

@@ -84,13 +84,12 @@ def sample(
     heads: dict[str, Array],
     *, program: Program, size: SampleSize,
 ) -> tuple[State, Array, Outcome]:  # fmt: skip
-    """Runs the second phase of the last stage; returns what the others write down too.
-
-    Its drafts are those of `propose`, which follows.
-    """
+    """Runs the second phase of the last stage; returns what the others write down too, but for
+    drafts, which `propose` makes next."""
     drawn = device.draw(logits, state, rows, mask, program=program, size=size)
     state, output = device.finish(state, rows, drawn, heads, program=program)
-    return state, pack_on_device(output), _outcome(state, rows.slot, output, size.num_drafts)
+    num_sampled = output.num_sampled if size.num_drafts else None
+    return state, pack_on_device(output), Outcome(output.token_ids, num_sampled, None)
 
 
 def _outcome(state: State, slot: Array, output: StepOutput, num_drafts: int) -> Outcome:
@@ -182,7 +181,8 @@ LAST = {name: ENTRY_POINTS[name] for name in ("admit", "copy", "prompt_logprobs"
     ),
     "forward": ENTRY_POINTS["forward"]._replace(function=forward, arguments=_stage_arguments),
     "sample": ENTRY_POINTS["sample"]._replace(
-        function=sample, output=lambda program: (abstract_tables(program), 0, _told(program))
+        function=sample,
+        output=lambda program: (abstract_tables(program), 0, replace(_told(program), drafts=None)),
     ),
     "propose": ENTRY_POINTS["propose"]._replace(
         arguments=functools.partial(

@@ -225,9 +225,7 @@ class Steps(abc.ABC):
     def _beyond_repair(self, error: BaseException) -> str:
         """Returns why no step can follow one that failed, in words; "" where one may."""
         if isinstance(error, StepTimeout):
-            limit = self.config.step_timeout_s
-            assert limit is not None, "without a limit no step has run over it"
-            words = of_hang(limit)
+            words = of_hang(self.config.step_timeout_s)
         elif self.runner.program.is_shared and isinstance(error, jax.errors.JaxRuntimeError):
             words = of_processes(error)  # which run no longer the same steps, if all are there
         else:

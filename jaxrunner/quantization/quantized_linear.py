@@ -105,14 +105,13 @@ class QuantizedLinear:
     def _spread(self, scale: Array) -> Array:
         """Returns scales, [*outputs, inputs], of runs."""
         outputs = self.weight.shape[: self.weight.ndim - self.num_in]
-        size = math.prod(self.weight.shape[len(outputs) :]) * CODES[self.scheme.code].packed
         scale = scale.reshape(*scale.shape[: len(outputs)], -1)
         scale = jnp.repeat(scale, outputs[-1] // scale.shape[-2], axis=-2)
         if self.order is not None:
             order = self.order.reshape(*self.order.shape[: self.order.ndim - self.num_in], -1)
             spread = jax.vmap(_of_groups) if order.ndim > 1 else _of_groups
             return spread(scale, order)
-        return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
+        return jnp.repeat(scale, self.num_inputs // scale.shape[-1], axis=-1)
 
     def on_shard(self, axis: str) -> "QuantizedLinear":
         """Returns the weights of a device that has some of the inputs of a product."""

@@ -25,7 +25,6 @@ from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
-from jaxrunner.parallel.stages import num_stages, stages_of
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
 from jaxrunner.program import Program
 from jaxrunner.quantization.quantized_config import plain_config
@@ -141,7 +140,7 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
     if config.num_decode_steps > 1:
         refuse(model_config, f"num_decode_steps={config.num_decode_steps}", "set it to 1")
     if speculator is not None:
-        alone = num_stages(model_config) > len(stages_of(model_config))
+        alone = getattr(model_config, "alone", False)
         if alone or speculator.adaptive or speculator.extras or speculator.lookahead:
             why = "of a rank alone" if alone else "of its layers or of a number by measured times"
             refuse(model_config, f"drafts {why}", "take ngram or suffix in one process, or none")

@@ -13,6 +13,12 @@ SIZES: dict[str, Any] = dict(
     num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=128,
     bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
+# Of an `LLM`: chunks of 24 tokens beside rows that decode, blocks for half of the requests.
+LLM_SIZES: dict[str, Any] = dict(
+    skip_tokenizer_init=True, dtype="float32", max_model_len=80, block_size=4, num_blocks=40,
+    max_num_seqs=4, max_num_batched_tokens=24, token_buckets=(24,), decode_buckets=(4,),
+    warm_up=False, cache_dir=None,
+)  # fmt: skip
 LFM2 = dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
 MAMBA = dict(
     mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=10, mamba_expand=2, mamba_d_conv=4,
@@ -78,11 +84,11 @@ TOWER = dict(
 CONFIGS = dict(Qwen3_5="Qwen3_5TextConfig", Qwen3_5Moe="Qwen3_5MoeTextConfig")
 
 
-def config(variant: str) -> Any:
-    """Returns a variant's config of transformers."""
+def config(variant: str, **more: Any) -> Any:
+    """Returns a variant's config of transformers. more: keys that differ from the variant's."""
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     family, changes = VARIANTS[variant]
-    return getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SIZES | changes)
+    return getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SIZES | changes | more)
 
 
 def settings(variant: str) -> dict[str, Any]:
@@ -90,12 +96,12 @@ def settings(variant: str) -> dict[str, Any]:
     return config(variant).to_dict() | dict(architectures=[f"{VARIANTS[variant][0]}ForCausalLM"])
 
 
-def save(variant: str, folder: Path) -> Any:
+def save(variant: str, folder: Path, **more: Any) -> Any:
     """Writes a variant's checkpoint, with weights that make tokens depend on all before them.
 
-    Returns its module.
+    more: as `config` has it. Returns its module.
     """
-    return _save(variant, f"{VARIANTS[variant][0]}ForCausalLM", config(variant), folder)
+    return _save(variant, f"{VARIANTS[variant][0]}ForCausalLM", config(variant, **more), folder)
 
 
 def save_beside_tower(family: str, variant: str, folder: Path) -> Any:

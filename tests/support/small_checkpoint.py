@@ -21,10 +21,10 @@ PARAMS = [
 ]
 
 
-def save(folder: Path) -> Path:
-    """Writes random weights and returns their folder."""
-    config = tiny.config(**SETTINGS)
-    save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), SETTINGS)
+def save(folder: Path, **settings: Any) -> Path:
+    """Writes random weights and returns their folder. settings: that differ from `SETTINGS`."""
+    config = tiny.config(**SETTINGS | settings)
+    save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), SETTINGS | settings)
     return folder
 
 
