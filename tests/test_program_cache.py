@@ -185,6 +185,8 @@ def test_nothing_is_kept_where_jax_keeps_its_own(tmp_path):
 @pytest.fixture
 def full_disk():
     """Lets no file of this process grow: what writes more fails in the midst of it."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("XLA writes files while it compiles for a GPU")
     wanted()  # compiled before, as compilers write files too
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))

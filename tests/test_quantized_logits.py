@@ -7,6 +7,7 @@ products as these say.
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ MIXTURE = DENSE | dict(
 IDS = np.random.default_rng(0).integers(0, DENSE["vocab_size"], 19)
 E4M3 = "float8_e4m3fn"
 CLOSE = 5e-5  # of float32, in the deviation of logits
+# A GPU divides less exactly: an input between two numbers of 8 bits may become the other one.
+OTHER = CLOSE if jax.default_backend() == "cpu" else 1e-2
 ROUNDED = {
     "fp8 blocks": Activation(E4M3, group=32),
     "fp8 blocks, static": Activation(E4M3, static=True),
@@ -84,13 +87,13 @@ def round_inputs(model: Any, activation: Activation, tensors: Any) -> None:
 def test_logits_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: str):
     got, tensors, floats = ours(tmp_path / "few", format_, DENSE)
     model = reference(tmp_path / "float", DENSE, floats)
-    want = run(model)
+    want, close = run(model), CLOSE
     if format_ in ROUNDED:
-        plain = want
+        plain, close = want, OTHER
         round_inputs(model, ROUNDED[format_], tensors)
         want = run(model)
         assert abs(want - plain).max() > 0.1 * want.std()
-    np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE * want.std())
+    np.testing.assert_allclose(got, want, rtol=0, atol=close * want.std())
 
 
 @pytest.mark.parametrize("format_", OF_EXPERTS)

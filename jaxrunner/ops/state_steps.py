@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import state_step
-from jaxrunner.kernels_pallas.state_step import Rows, Tokens
+from jaxrunner.kernels_pallas.state_step import Rows, Tokens, TuningConfig
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Operation
 from jaxrunner.ops import delta_rule, recurrence, state_space
@@ -22,8 +22,18 @@ def step_rows(
     """Does what plain JAX does with rows of J tokens at most, each state read and written once."""
     axis, tokens = _AXES[rule.step], _tokens(rule, inputs)
     return state_step.state_step(
-        states, _rows(rows), tokens, axis=axis, query_len=query_len, interpret=interpret
-    )
+        states, _rows(rows), tokens, axis=axis, query_len=query_len,
+        config=_config(axis, rows, states), interpret=interpret,
+    )  # fmt: skip
+
+
+def _config(axis: int, rows: StateRows, states: Array) -> TuningConfig:
+    """Returns the sizes that were fastest on an H200 (docs/performance.md)."""
+    if axis:
+        return TuningConfig()
+    num_rows, num_tokens = rows.start.shape[0], rows.shape[1]
+    shared = num_tokens == 1 and num_rows >= FEW_ROWS and states.dtype == jnp.float32
+    return TuningConfig(numbers=8192, shared=shared)
 
 
 def _refuses(
@@ -38,9 +48,11 @@ def _refuses(
         return _rows(StateRows(start, num, first, blocks, rows.shape))
 
     held = jax.eval_shape(places, *arrays)
-    return state_step.refuses(states, held, tokens, axis=axis, query_len=query_len)
+    config = _config(axis, rows, states)
+    return state_step.refuses(states, held, tokens, axis=axis, query_len=query_len, config=config)
 
 
+FEW_ROWS = 8  # below, warps that share sums wait for one another longer than they read
 _AXES = {state_space.step: 1, delta_rule.step: 0}  # of a matrix, along which keys lie
 
 
@@ -62,5 +74,4 @@ def _rows(rows: StateRows) -> Rows:
 
 
 KERNEL = Operation("state_step", step_rows, _refuses)
-# Right where a CPU interprets it, and no GPU has run it yet: it goes first, then.
-SHORT_ROWS: tuple[Operation, ...] = recurrence.PLAIN
+SHORT_ROWS: tuple[Operation, ...] = (KERNEL, *recurrence.PLAIN)
