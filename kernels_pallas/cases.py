@@ -26,6 +26,10 @@ from jaxrunner.kernels_pallas.quantized_case import (
     quantized_products,
     quantized_tiles,
 )
+from jaxrunner.kernels_pallas.quantized_grouped_case import (
+    BENCH_QUANTIZED_MIXTURES,
+    QUANTIZED_MIXTURES,
+)
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
 from jaxrunner.kernels_pallas.sampler import sample_tokens
@@ -284,7 +288,7 @@ _L = [
     latents(Attention("float16", (1,), (1087,), block_size=256, dtype="float16"), 64, 256),
 ]
 TESTS: tuple[Case, ...] = (
-    *_L, *LORA, *STATES,
+    *_L, *LORA, *STATES, *QUANTIZED_MIXTURES,
     *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
@@ -336,7 +340,7 @@ BENCH: tuple[Case, ...] = (
     *(fitted_tiles(T, E, F, code, run, in_parts=E == 14336 or F == 4096) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
-    full_tiles(1 << 14, 256, 8, 7168, 512),
+    full_tiles(1 << 14, 256, 8, 7168, 512), *BENCH_QUANTIZED_MIXTURES,
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"), *MODELS,

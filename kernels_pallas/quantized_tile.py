@@ -128,9 +128,8 @@ def _fit(
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles // c.cluster * c.parts * chunks
     form = Form(
-        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], stages,
-        c.turns,
-    )  # fmt: skip
+        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, stages, c.turns
+    )
     return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
 
 
