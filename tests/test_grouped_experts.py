@@ -111,7 +111,7 @@ def test_kernels_refuse_in_words():
         router.route(logits, jnp.ones(2, bool), top_k=9, renormalise=True)
     assert "at most 512 experts" in str(router.refuses(shaped(2, 513, dtype=jnp.float32), 2))
     assert "in float32" in str(router.refuses(shaped(2, 8), 2))
-    with pytest.raises(ValueError, match="group_tokens wants tokens of a multiple of 256 numbers"):
+    with pytest.raises(ValueError, match="group_tokens wants tokens of an even count of at"):
         group_tokens.group_tokens(jnp.ones((2, 64), BF16), *routes, 8, tile=8)
     with pytest.raises(ValueError, match="scatter_rows wants tokens in bfloat16 or float16"):
         group_tokens.scatter_rows(jnp.ones((2, 256)), routes.experts, 8)
