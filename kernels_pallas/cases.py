@@ -19,7 +19,7 @@ from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.lora_case import LORA
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
-from jaxrunner.kernels_pallas.mixture_case import full_tiles, mixtures
+from jaxrunner.kernels_pallas.mixture_case import choices, full_tiles, mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.quantized_case import (
     fitted_tiles,
@@ -32,6 +32,7 @@ from jaxrunner.kernels_pallas.quantized_grouped_case import (
 )
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
+from jaxrunner.kernels_pallas.router_scores import How
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.kernels_pallas.state_case import MODELS, STATES
 from jaxrunner.types import Array
@@ -299,6 +300,8 @@ TESTS: tuple[Case, ...] = (
     mixtures(1, 128, 8, 512, 256, tile=8), mixtures(9, 8, 2, 512, 256, tile=8),
     mixtures(64, 60, 4, 1024, 384, tile=16), mixtures(200, 160, 6, 512, 128, tile=32),
     mixtures(70, 4, 1, 512, 128, tile=64), mixtures(300, 16, 4, 512, 256, tile=128, consumers=2),
+    mixtures(40, 8, 2, 320, 192, tile=32, clamped=True),
+    mixtures(300, 8, 4, 320, 192, tile=128, clamped=True),
     quantized_products(8, 512, 96, "float8_e4m3fn", run=32, group=128),
     quantized_products(1, 512, 200, "int8"), quantized_products(24, 512, 96, "int4", group=64),
     quantized_products(64, 1024, 352, "int4", group=128, zero=True),
@@ -333,6 +336,7 @@ BENCH: tuple[Case, ...] = (
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
     *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
     *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
+    *(mixtures(T, 32, 4, 2880, 2880, tile=max(8, T // 4), clamped=True) for T in (1, 8, 64)),
     *(quantized_products(T, E, F, code, run=run, group=128, max_parts=parts) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F, parts in ((4096, 6144, 1), (4096, 4096, 8), (4096, 28672, 1), (14336, 4096, 8))
@@ -341,6 +345,7 @@ BENCH: tuple[Case, ...] = (
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
     full_tiles(1 << 14, 256, 8, 7168, 512), *BENCH_QUANTIZED_MIXTURES,
+    *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"), *MODELS,

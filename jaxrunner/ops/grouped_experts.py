@@ -4,9 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.experts import Experts, ExpertWeights, Routes
-from jaxrunner.kernels_pallas import group_tokens, grouped_mlp, quantized_grouped, router
+from jaxrunner.kernels_pallas import (
+    group_tokens,
+    grouped_mlp,
+    quantized_grouped,
+    router,
+    router_scores,
+)
 from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
 from jaxrunner.kernels_pallas.grouped_mlp import TILES, TuningConfig
+from jaxrunner.kernels_pallas.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized_grouped import Few
 from jaxrunner.operation import Operation
 from jaxrunner.ops import grouping
@@ -19,6 +26,7 @@ from jaxrunner.types import Array
 # Tiles hold twice the tokens of an expert that has its share: few have more, and what a tile has
 # too much is read along. Larger ones are for prefills, where two warpgroups compute.
 LARGE, CONSUMERS = TILES[-1], 2
+WHOLE = 2 * ROWS  # outputs of a piece of work, of which no half is left over
 
 
 def _route(config: RouterConfig, w: Router, logits: Array, real: Array) -> Routes:
@@ -41,10 +49,31 @@ def _refuses_route(config: RouterConfig, w: Router, logits: Array, real: Array) 
     return router.refuses(logits, config.num_experts_per_tok)
 
 
+def _by_scores(config: RouterConfig, w: Router, logits: Array, real: Array) -> Routes:
+    return Routes(*router_scores.route(logits, real, w.choice_bias, _how(config)))
+
+
+def _refuses_by_scores(config: RouterConfig, w: Router, logits: Array, real: Array) -> str | None:
+    if w.replayed is not None:
+        return "chooses experts, and does not replay them"
+    return router_scores.refuses(logits, _how(config))
+
+
+def _how(c: RouterConfig) -> router_scores.How:
+    return router_scores.How(
+        c.num_experts_per_tok, c.scoring, c.norm_topk_prob, c.n_group, c.topk_group,
+        c.ranking_experts, c.routed_scaling_factor,
+    )  # fmt: skip
+
+
 def _experts(x: Array, routes: Routes, w: Experts) -> Array:
     (T, k), (tile, config) = routes.experts.shape, _sizes(x, routes, w)
     groups = _group(x, routes, w.num_experts, tile)
-    return grouped_mlp.grouped_mlp(groups, w.gate_up, w.down, (T, k), config)
+    biases = w.gate_up_bias, w.down_bias
+    both = None if biases[0] is None or biases[1] is None else (biases[0], biases[1])
+    return grouped_mlp.grouped_mlp(
+        groups, w.gate_up, w.down, (T, k), both, activation=w.activation, config=config
+    )
 
 
 def _refuses_experts(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
@@ -54,7 +83,19 @@ def _refuses_experts(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
         return "wants experts without bias"
     if w.activation != "swiglu":
         return f"wants SwiGLU, got {w.activation}"
+    if x.shape[1] % WHOLE:
+        return f"wants tokens of a multiple of {WHOLE} numbers, got {x.shape[1]}"
     return grouped_mlp.refuses(x, w.gate_up, w.down, *_sizes(x, routes, w))
+
+
+def _refuses_biased(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
+    if not isinstance(w, Experts):
+        return f"wants weights that are Experts, got {type(w).__name__}"
+    if (w.gate_up_bias is None) != (w.down_bias is None):
+        return "wants a bias of both products, or of none"
+    if reason := _refuses_groups(x):
+        return reason
+    return grouped_mlp.refuses(x, w.gate_up, w.down, *_sizes(x, routes, w), w.activation)
 
 
 def _few_bits(x: Array, routes: Routes, w: QuantizedExperts) -> Array:
@@ -169,9 +210,13 @@ def group_many(x: Array, routes: Routes, num_experts: int, tile: int) -> Groups:
 
 
 # (config, router, logits [T, X], real [T]) -> Routes
-ROUTE = (Operation("route", _route, _refuses_route),)
+BY_LOGITS = Operation("route", _route, _refuses_route)
+# Not run on a GPU yet, and so not chosen: to choose it, it joins ROUTE.
+BY_SCORES = Operation("route by scores", _by_scores, _refuses_by_scores)
+ROUTE = (BY_LOGITS,)
 # (x [T, E], routes, w) -> parts whose sum is what the experts add, [k, T, E]
 OF_FLOATS = Operation("grouped_mlp", _experts, _refuses_experts)
-# Not run on a GPU yet, and so not chosen: to choose it, it joins GROUPED.
+# Not run on a GPU yet, and so not chosen: to choose them, they join GROUPED.
+BIASED = Operation("grouped_mlp with biases", _experts, _refuses_biased)
 OF_FEW_BITS = Operation("quantized_grouped", _few_bits, _refuses_few_bits)
 GROUPED = (OF_FLOATS,)
