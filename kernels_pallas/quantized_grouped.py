@@ -9,6 +9,7 @@ weights as they are stored; `quantized_sums` widens them in registers. Weights o
 their way before the units are there: their kernel must follow one that has waited for the groups.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 import functools
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ HALVES = 2  # of a piece of work, a warpgroup each
 TERMS = 128, 192, 64  # of a step: the first that divides a sum
 LEAST = 32  # terms that share a scale
 AT_ONCE = 32  # tokens of which gates and what they gate are in registers
-REGISTERS = 232, 40  # of a thread that computes, and of one that copies
+# Of a thread that computes, by turns, and of one that copies.
+REGISTERS = {1: (232, 40), 2: (112, 32)}
 
 
 class Few(NamedTuple):
@@ -50,6 +52,7 @@ class Few(NamedTuple):
 class TuningConfig:
     """Sizes that change speed alone."""
 
+    turns: int = 1  # pairs of warpgroups that have the same rows, and steps by turns
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
     num_ctas: int = 132  # an H200's multiprocessors
     dtype: str = "float32"  # of what each expert gives
@@ -77,6 +80,11 @@ class _Static(NamedTuple):
     def width(self) -> int:
         """Bytes of a row of weights that a step takes."""
         return self.form.terms // widen.PACKED[self.form.code]
+
+    @property
+    def turns(self) -> int:
+        """Pairs of warpgroups that compute."""
+        return self.form.turns
 
     def item(self, block: Array, turn: Array) -> tuple[Array, Array]:
         """Returns the tile and the number among its own of a piece of work."""
@@ -181,13 +189,15 @@ def _call(
                 (f.stages, pieces, s.tile, PIECE), groups.x.dtype,
                 transforms=mosaic.tiled(PIECE, 2),
             ),
-            other=plgpu.SMEM((ROWS, s.tile) if activation else (8, 8), jnp.float32),
+            other=plgpu.SMEM(
+                (HALVES, ROWS, s.tile) if activation or s.turns > 1 else (1, 8, 8), jnp.float32
+            ),
             full=plgpu.Barrier(num_arrivals=HALVES + pieces, num_barriers=f.stages),
             free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=f.stages),
-            told=plgpu.Barrier(num_arrivals=1),
-            taken=plgpu.Barrier(num_arrivals=1),
+            told=plgpu.Barrier(num_arrivals=1, num_barriers=HALVES + 1),
+            taken=plgpu.Barrier(num_arrivals=1, num_barriers=HALVES + 1),
         ),
-        grid=(s.ctas,), grid_names=("block",), num_threads=HALVES + 1, thread_name="wg",
+        grid=(s.ctas,), grid_names=("block",), num_threads=HALVES * s.turns + 1, thread_name="wg",
         kernel_name="quantized_grouped", compiler_params=COMPILER,
     )(*read.values())  # fmt: skip
 
@@ -205,14 +215,15 @@ def _static(
     height, num_scales = w.weight.shape[0] // num_experts, w.scale.shape[1]
     terms = _terms(E)
     size = terms * (2 * tile + HALVES * ROWS // widen.PACKED[code])
-    left = SMEM_BYTES - (4 * ROWS * tile if activation else 0) - 2048
+    left = SMEM_BYTES - HALVES * 4 * ROWS * tile - 2048
     # Sums with zero points, or with exponents, are of terms that share a scale, be they all.
     parted = num_scales > 1 or w.zero is not None or w.scale.dtype == jnp.uint8
     group = E // num_scales if parted else 0
-    form = Form(
-        code, tile, terms, E // terms, w.weight.shape[0] // w.scale.shape[0], group,
-        min(c.stages, left // size),
-    )  # fmt: skip
+    stages = min(c.stages, left // size)
+    # As many steps in each turn: one behind the last reads zeros.
+    steps, run = -(-E // (terms * c.turns)) * c.turns, w.weight.shape[0] // w.scale.shape[0]
+    stages -= stages % c.turns  # a place is of one turn's steps for ever
+    form = Form(code, tile, terms, steps, run, group, num_scales, stages, c.turns)
     outputs = height // HALVES if activation else height
     step, gap = (ROWS, outputs) if activation else (HALVES * ROWS, ROWS)
     blocks = -(-outputs // step)
@@ -228,15 +239,15 @@ def _kernel(
     at = dict(zip(s.names, given, strict=True))
     held = Held(at["scale"], at.get("zero"), w_smem, x_smem, full, free)
 
-    @pl.when(wg < HALVES)
+    @pl.when(wg < HALVES * s.turns)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        plgpu.set_max_registers(REGISTERS[s.turns][0], action="increase")
         plgpu.griddepcontrol_wait()
         _compute(s, wg, block, at, held, out, other, told, taken)
 
-    @pl.when(wg == HALVES)
+    @pl.when(wg == HALVES * s.turns)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[s.turns][1], action="decrease")
         _fetch(s, block, at, held)
 
 
@@ -284,59 +295,86 @@ def _fetch(s: _Static, block: Array, at: dict[str, Ref], held: Held) -> None:
 
 
 def _compute(
-    s: _Static, half: Array, block: Array, at: dict[str, Ref], held: Held, out: Ref, other: Ref,
+    s: _Static, wg: Array, block: Array, at: dict[str, Ref], held: Held, out: Ref, other: Ref,
     told: Barrier, taken: Barrier,
 ) -> None:  # fmt: skip
     """Sums up one half of each piece of work."""
-    f = s.form
+    f, half, turn = s.form, lax.rem(wg, HALVES), lax.div(wg, HALVES)
     by_sums = f.group and f.group % PIECE == 0 and at["scale"].dtype == jnp.float32
     sums = exact if by_sums else rounded
 
-    def one(turn: Array, _: None) -> None:
-        tile, part = s.item(block, turn)
-        first = at["expert"][tile] * s.height + part * s.step + half * s.gap
-        y = sums(f, held, Sum(half, 0, turn * f.steps, 0, first))
-        if "x_scale" in at:
-            y = y * by_token(at["x_scale"], tile, s.tile)
-        if "bias" in at:
-            y = y + expert_tile.biases(at["bias"], first, s.tile)
-        if s.activation:
-            _gate(s, half, turn, tile, part, y, at, out, other, told, taken)
+    def one(r: Array, _: None) -> None:
+        tile, part = s.item(block, r)
+        row = part * s.step + half * s.gap
+        first = at["expert"][tile] * s.height + row
+        y = sums(f, held, Sum(half, turn if s.turns > 1 else 0, r * f.steps, 0, first))
+
+        def finish(y: Array) -> None:
+            if "x_scale" in at:
+                y = y * by_token(at["x_scale"], tile, s.tile)
+            if "bias" in at:
+                y = y + expert_tile.biases(at["bias"], first, s.tile)
+            if s.activation:
+                meet = functools.partial(
+                    _meet, r, y, other.at[1], told.at[HALVES], taken.at[HALVES]
+                )
+                meet(half == 1, half == 0, functools.partial(_gate, s, tile, part, at, out))
+            else:
+                _leave(s, tile, row, y, at, out)
+
+        if s.turns == 1:
+            finish(y)
         else:
-            start = part * s.step + half * s.gap
-            routes, num = by_token(at["route"], tile, s.tile), at["rows"][tile]
-            y = (y * by_token(at["weight"], tile, s.tile)).astype(out.dtype)
-            write = functools.partial(put_routed, y, routes, out, num, start)
-            # The last piece of work has one half where outputs are 64 times an odd number.
-            pl.when(start < s.outputs)(write) if s.outputs % s.step else write()
+            meet = functools.partial(_meet, r, y, other.at[half], told.at[half], taken.at[half])
+            meet(turn > 0, turn == 0, lambda y, load: finish(y + load(0, s.tile)))
         return _
 
     lax.fori_loop(0, _rounds(s, block, at), one, None)
 
 
-def _gate(
-    s: _Static, half: Array, turn: Array, tile: Array, part: Array, y: Array, at: dict[str, Ref],
-    out: Ref, other: Ref, told: Barrier, taken: Barrier,
+def _meet(
+    r: Array, y: Array, place: Ref, told: Barrier, taken: Barrier, gives: Array, takes: Array,
+    act: Callable[[Array, Callable[[int, int], Array]], None],
 ) -> None:  # fmt: skip
-    """Has the gates meet what they gate, and writes the units."""
+    """Has a warpgroup that `takes` act on its y, and on that of the one that `gives` its own.
 
-    @pl.when(half == 1)
+    act: (y, (first column, columns) -> those of the other's y).
+    """
+
+    @pl.when(gives)
     def _() -> None:
-        pl.when(turn > 0)(lambda: mosaic.barrier_wait(taken))
-        put(other, y)
+        pl.when(r > 0)(lambda: mosaic.barrier_wait(taken))
+        put(place, y)
         mosaic.barrier_arrive(told)
 
-    @pl.when(half == 0)
+    def load(start: int, size: int) -> Array:
+        source = place.at[:, pl.ds(start, size)]
+        return mosaic.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+
+    @pl.when(takes)
     def _() -> None:
         mosaic.barrier_wait(told)
-        rows = at["rows"][tile]
-        for start in range(0, s.tile, AT_ONCE):
-            size = min(AT_ONCE, s.tile)
-            up = mosaic.load(
-                other.at[:, pl.ds(start, size)], layout=plgpu.Layout.WGMMA, optimized=False
-            )
-            gate = lax.slice(y, (0, start), (ROWS, start + size))
-            made = expert_tile.activate(gate, up, str(s.activation)).astype(out.dtype)
-            mine = pl.ds(tile * s.tile + start, size), pl.ds(part * ROWS, ROWS)
-            put_columns(made, out.at[mine], jnp.maximum(rows - start, 0))
+        act(y, load)
         mosaic.barrier_arrive(taken)
+
+
+def _gate(
+    s: _Static, tile: Array, part: Array, at: dict[str, Ref], out: Ref, y: Array,
+    load: Callable[[int, int], Array],
+) -> None:  # fmt: skip
+    """Writes the units of gates and of what they gate."""
+    rows, size = at["rows"][tile], min(AT_ONCE, s.tile)
+    for start in range(0, s.tile, size):
+        gate = lax.slice(y, (0, start), (ROWS, start + size))
+        made = expert_tile.activate(gate, load(start, size), str(s.activation)).astype(out.dtype)
+        mine = pl.ds(tile * s.tile + start, size), pl.ds(part * ROWS, ROWS)
+        put_columns(made, out.at[mine], jnp.maximum(rows - start, 0))
+
+
+def _leave(s: _Static, tile: Array, row: Array, y: Array, at: dict[str, Ref], out: Ref) -> None:
+    """Weighs outputs and leaves them by route."""
+    routes, num = by_token(at["route"], tile, s.tile), at["rows"][tile]
+    y = (y * by_token(at["weight"], tile, s.tile)).astype(out.dtype)
+    write = functools.partial(put_routed, y, routes, out, num, row)
+    # The last piece of work has one half where outputs are 64 times an odd number.
+    pl.when(row < s.outputs)(write) if s.outputs % s.step else write()

@@ -9,14 +9,14 @@ import numpy as np
 from jaxrunner.kernels_pallas import quantized_grouped, widen
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.group_tokens import group_tokens
-from jaxrunner.kernels_pallas.quantized_grouped import Few
+from jaxrunner.kernels_pallas.quantized_grouped import Few, TuningConfig
 from jaxrunner.kernels_pallas.router import route
 from jaxrunner.types import Array
 
 
 def few_bits(
     sizes: tuple[int, int, int, int, int], code: str, *, tile: int, run: int = 1, group: int = 0,
-    zero: bool = False, clamped: bool = False,
+    zero: bool = False, clamped: bool = False, turns: int = 1,
 ) -> Case:  # fmt: skip
     """T tokens through k of X gated MLPs; every fifth is padding. The parts are added up.
 
@@ -44,12 +44,15 @@ def few_bits(
             Few(**dict(zip(names, part, strict=True)))
             for part in (arrays[: len(names)], arrays[len(names) :])
         )
-        made = quantized_grouped.units(groups, first, X, code=code, activation=activation)
-        parts = quantized_grouped.outputs(groups._replace(x=made), second, X, (T, k), code=code)
+        sizes: dict[str, Any] = dict(code=code, config=TuningConfig(turns=turns))
+        made = quantized_grouped.units(groups, first, X, activation=activation, **sizes)
+        groups = groups._replace(x=made)
+        parts = quantized_grouped.outputs(groups, second, X, (T, k), **sizes)
         return jnp.where(real[:, None], parts.sum(0), 0).astype(x.dtype)
 
     distinct = X * (1 - np.float64(1 - k / X) ** (T - T // 5))  # of experts, on average
     told = f"{run} x {group or 'all'}" + ", zeros" * zero + ", clamped" * clamped
+    told += f", {turns} turns" * (turns > 1)
     name = f"{T} x {E} x {F}, {k} of {X}, {code}, {told}"
     amount = float(3.0 * E * F * distinct / widen.PACKED[code])
     options = dict(k=k, code=code, names=names, activation=activation)
@@ -87,14 +90,17 @@ QUANTIZED_MIXTURES: tuple[Case, ...] = (
     few_bits((70, 4, 1, 512, 128), "int8", tile=64),
     few_bits((300, 16, 4, 512, 256), FP8, tile=128, run=128, group=128),
     few_bits((300, 8, 4, 320, 192), MXFP4, tile=128, group=32, clamped=True),
-    few_bits((5, 8, 2, 320, 192), INT4, tile=8, zero=True),
+    few_bits((5, 8, 2, 320, 192), INT4, tile=8, zero=True, turns=2),
+    few_bits((9, 8, 2, 512, 256), FP8, tile=8, run=128, group=128, turns=2),
+    few_bits((40, 8, 2, 576, 320), MXFP4, tile=32, group=32, clamped=True, turns=2),
 )
 BENCH_QUANTIZED_MIXTURES: tuple[Case, ...] = tuple(
-    few_bits((T, *sizes), code, tile=max(8, T * 2 * sizes[1] // sizes[0]), **scales)
+    few_bits((T, *sizes), code, tile=max(8, T * 2 * sizes[1] // sizes[0]), turns=turns, **scales)
     for sizes, code, scales in (
         (QWEN3, FP8, dict[str, Any](run=128, group=128)),
         (QWEN3, INT4, dict[str, Any](group=128)),
         (GPT_OSS, MXFP4, dict[str, Any](group=32, clamped=True)),
     )
     for T in (1, 8, 64, 256)
+    for turns in ((1, 2) if T < 256 else (1,))
 )

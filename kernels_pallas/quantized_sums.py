@@ -36,6 +36,7 @@ class Form(NamedTuple):
     steps: int  # of a sum
     run: int  # rows that share a scale
     group: int  # terms that share a scale; 0 for all
+    groups: int  # of terms that a row has
     stages: int
     turns: int = 1  # warpgroups that have the same rows, and steps by turns
 
@@ -159,6 +160,8 @@ def _rows(f: Form, ref: Ref, of: Sum, step: Index) -> list[Array]:
     """Reads what 64 rows have for each sum of a step; of exponents their powers of two."""
     layout, group = plgpu.Layout.WGMMA, lax.div(of.start + step, f.spans)
     columns = [group * f.sums + i for i in range(f.sums)]
+    if f.steps * f.terms > f.group * f.groups:  # of a step behind the last, whose tokens are zeros
+        columns = [jnp.minimum(column, f.groups - 1) for column in columns]
     found = [by_row(ref, of.first, f.run, column, layout) for column in columns]
     return [widen_tile.power(x) for x in found] if ref.dtype == jnp.uint8 else found
 

@@ -128,8 +128,9 @@ def _fit(
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles // c.cluster * c.parts * chunks
     form = Form(
-        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, stages, c.turns
-    )
+        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], stages,
+        c.turns,
+    )  # fmt: skip
     return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
 
 

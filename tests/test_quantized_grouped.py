@@ -100,7 +100,8 @@ def test_plain_jax_equals_the_oracle_of_the_kernels(case):
     names, options = case.options["names"], case.options
     both = (dict(zip(names, part, strict=True)) for part in np.split(np.arange(len(arrays)), 2))
     E, X = x.shape[1], logits.shape[1]
-    products, biases = [], []
+    products: list[Any] = []
+    biases: list[Any] = []
     for places, axes in zip(both, ((X, 2, -1), (X, E)), strict=True):
         part = {name: arrays[i] for name, i in places.items()}
         scale, zero = part["scale"], part.get("zero")
@@ -108,11 +109,11 @@ def test_plain_jax_equals_the_oracle_of_the_kernels(case):
         scheme = Scheme(
             options["code"], (1, group), has_zero=zero is not None, scale=str(scale.dtype)
         )
-        shaped = (None if a is None else a.reshape(*axes, a.shape[1]) for a in (scale, zero))
+        scale, zero = (None if a is None else a.reshape(*axes, a.shape[1]) for a in (scale, zero))
         weight = part["weight"].reshape(*axes, part["weight"].shape[1])
-        products.append(QuantizedLinear(weight, *shaped, None, None, None, scheme))
+        products.append(QuantizedLinear(weight, scale, zero, None, None, None, scheme))
         biases.append(part["bias"].reshape(axes) if "bias" in part else None)
-    w = QuantizedExperts(*products, *biases, options["activation"])
+    w = QuantizedExperts(products[0], products[1], biases[0], biases[1], options["activation"])
     mass, chosen = jax.lax.top_k(logits, options["k"])
     routes = Routes(
         jnp.where(real[:, None], chosen, X), jnp.where(real[:, None], jax.nn.softmax(mass, -1), 0)
@@ -185,8 +186,10 @@ def test_a_product_of_experts_refuses_in_words(changes: dict[str, Any], tile: in
     shapes = dict(x=(32, 256, jnp.bfloat16), scale=(1024, 4, jnp.float32)) | {
         name: of for name, of in changes.items() if name != "code"
     }
+    x: Any
+    scale: Any
     x, scale = (jax.ShapeDtypeStruct(of[:2], of[2]) for of in (shapes["x"], shapes["scale"]))
-    weight = jax.ShapeDtypeStruct((1024, x.shape[1] // 2), jnp.uint8)
+    weight: Any = jax.ShapeDtypeStruct((1024, x.shape[1] // 2), jnp.uint8)
     w, code = Few(weight, scale, scale, None), changes.get("code", INT4)
     row, one = jnp.ones(32), jnp.ones(32 // tile)
     groups = Groups(jnp.ones(x.shape, x.dtype), row, row, one, one, one)

@@ -26,6 +26,7 @@ from jaxrunner.types import Array
 # Tiles hold twice the tokens of an expert that has its share: few have more, and what a tile has
 # too much is read along. Larger ones are for prefills, where two warpgroups compute.
 LARGE, CONSUMERS = TILES[-1], 2
+SMALL = 32  # rows of tiles that four warpgroups have registers for, where they widen weights
 WHOLE = 2 * ROWS  # outputs of a piece of work, of which no half is left over
 
 
@@ -101,7 +102,9 @@ def _refuses_biased(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
 def _few_bits(x: Array, routes: Routes, w: QuantizedExperts) -> Array:
     (gate_up, down), (T, k) = _products(w), routes.experts.shape
     tile = _tile(routes, w)
-    config = quantized_grouped.TuningConfig(dtype=str(x.dtype) if tile == LARGE else "float32")
+    config = quantized_grouped.TuningConfig(
+        turns=2 if tile <= SMALL else 1, dtype=str(x.dtype) if tile == LARGE else "float32"
+    )
     numbers, scale = gate_up.inputs(x)
     groups = _group(numbers, routes, w.num_experts, tile)
     if scale is not None:  # of tokens, as routes have them; rows of no token have anything
@@ -152,7 +155,8 @@ def _products(w: QuantizedExperts) -> tuple[QuantizedLinear, QuantizedLinear]:
 def _matrices(w: QuantizedLinear, bias: Array | None) -> Few:
     """Returns the weights of all experts as matrices."""
     weight, scale, *zero = matrices(w)
-    return Few(weight, scale, *(zero or (None,)), None if bias is None else bias.reshape(-1, 1))
+    column = None if bias is None else bias.reshape(-1, 1)
+    return Few(weight, scale, zero[0] if zero else None, column)
 
 
 def _sizes(x: Array, routes: Routes, w: Experts) -> tuple[int, TuningConfig]:
