@@ -86,6 +86,11 @@ class _Static(NamedTuple):
         """Pairs of warpgroups that compute."""
         return self.form.turns
 
+    @property
+    def places(self) -> int:
+        """Places for sums that warpgroups give each other."""
+        return _places(self.turns, self.activation)
+
     def item(self, block: Array, turn: Array) -> tuple[Array, Array]:
         """Returns the tile and the number among its own of a piece of work."""
         number = block + turn * self.ctas
@@ -189,9 +194,7 @@ def _call(
                 (f.stages, pieces, s.tile, PIECE), groups.x.dtype,
                 transforms=mosaic.tiled(PIECE, 2),
             ),
-            other=plgpu.SMEM(
-                (HALVES, ROWS, s.tile) if activation or s.turns > 1 else (1, 8, 8), jnp.float32
-            ),
+            other=plgpu.SMEM((s.places, ROWS, s.tile) if s.places else (1, 8, 8), jnp.float32),
             full=plgpu.Barrier(num_arrivals=HALVES + pieces, num_barriers=f.stages),
             free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=f.stages),
             told=plgpu.Barrier(num_arrivals=1, num_barriers=HALVES + 1),
@@ -207,6 +210,11 @@ def _terms(E: int) -> int:
     return next(terms for terms in TERMS if E % terms == 0)
 
 
+def _places(turns: int, activation: str | None) -> int:
+    """Returns the places for sums that warpgroups give each other: of turns, then of gates."""
+    return HALVES * (turns > 1) + (activation is not None)
+
+
 def _static(
     groups: Groups, w: Few, num_experts: int, code: str, activation: str | None, c: TuningConfig
 ) -> _Static:
@@ -215,7 +223,7 @@ def _static(
     height, num_scales = w.weight.shape[0] // num_experts, w.scale.shape[1]
     terms = _terms(E)
     size = terms * (2 * tile + HALVES * ROWS // widen.PACKED[code])
-    left = SMEM_BYTES - HALVES * 4 * ROWS * tile - 2048
+    left = SMEM_BYTES - _places(c.turns, activation) * 4 * ROWS * tile - 2048
     # Sums with zero points, or with exponents, are of terms that share a scale, be they all.
     parted = num_scales > 1 or w.zero is not None or w.scale.dtype == jnp.uint8
     group = E // num_scales if parted else 0

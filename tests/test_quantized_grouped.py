@@ -104,7 +104,8 @@ def test_plain_jax_equals_the_oracle_of_the_kernels(case):
     biases: list[Any] = []
     for places, axes in zip(both, ((X, 2, -1), (X, E)), strict=True):
         part = {name: arrays[i] for name, i in places.items()}
-        scale, zero = part["scale"], part.get("zero")
+        scale: Any = part["scale"]
+        zero = part.get("zero")
         group = part["weight"].shape[1] * CODES[options["code"]].packed // scale.shape[1]
         scheme = Scheme(
             options["code"], (1, group), has_zero=zero is not None, scale=str(scale.dtype)
