@@ -102,6 +102,11 @@ def quantized_matmul(x, weight, scale, zero=None, *, code):
     return wide(x) @ few_bits(weight, scale, zero, code=code).T
 
 
+def fp8_blocks(x, x_scale, weight, scale):
+    whole = wide(x) * np.repeat(wide(x_scale), x.shape[1] // x_scale.shape[1], 1)
+    return whole @ few_bits(weight, scale, code="float8_e4m3fn").T
+
+
 quantized_tile = quantized_matmul
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
