@@ -324,7 +324,7 @@ def _compute(
                 y = y + expert_tile.biases(at["bias"], first, s.tile)
             if s.activation:
                 meet = functools.partial(
-                    _meet, r, y, other.at[1], told.at[HALVES], taken.at[HALVES]
+                    _meet, r, y, other.at[s.places - 1], told.at[HALVES], taken.at[HALVES]
                 )
                 meet(half == 1, half == 0, functools.partial(_gate, s, tile, part, at, out))
             else:
