@@ -19,15 +19,21 @@ from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.lora_case import LORA
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
-from jaxrunner.kernels_pallas.mixture_case import full_tiles, mixtures
+from jaxrunner.kernels_pallas.mixture_case import choices, full_tiles, mixtures
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.quantized_case import (
     fitted_tiles,
+    fp8_products,
     quantized_products,
     quantized_tiles,
 )
+from jaxrunner.kernels_pallas.quantized_grouped_case import (
+    BENCH_QUANTIZED_MIXTURES,
+    QUANTIZED_MIXTURES,
+)
 from jaxrunner.kernels_pallas.reference import quantize
 from jaxrunner.kernels_pallas.rope_write import rope_write
+from jaxrunner.kernels_pallas.router_scores import How
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.kernels_pallas.state_case import MODELS, STATES
 from jaxrunner.types import Array
@@ -284,7 +290,7 @@ _L = [
     latents(Attention("float16", (1,), (1087,), block_size=256, dtype="float16"), 64, 256),
 ]
 TESTS: tuple[Case, ...] = (
-    *_L, *LORA, *STATES,
+    *_L, *LORA, *STATES, *QUANTIZED_MIXTURES,
     *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
@@ -295,6 +301,8 @@ TESTS: tuple[Case, ...] = (
     mixtures(1, 128, 8, 512, 256, tile=8), mixtures(9, 8, 2, 512, 256, tile=8),
     mixtures(64, 60, 4, 1024, 384, tile=16), mixtures(200, 160, 6, 512, 128, tile=32),
     mixtures(70, 4, 1, 512, 128, tile=64), mixtures(300, 16, 4, 512, 256, tile=128, consumers=2),
+    mixtures(40, 8, 2, 320, 192, tile=32, clamped=True),
+    mixtures(300, 8, 4, 320, 192, tile=128, clamped=True),
     quantized_products(8, 512, 96, "float8_e4m3fn", run=32, group=128),
     quantized_products(1, 512, 200, "int8"), quantized_products(24, 512, 96, "int4", group=64),
     quantized_products(64, 1024, 352, "int4", group=128, zero=True),
@@ -306,6 +314,7 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(128, 1024, 512, "float4_e2m1fn", group=256, exact=True, cluster=1),
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
     quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
+    fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
@@ -329,6 +338,7 @@ BENCH: tuple[Case, ...] = (
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
     *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
     *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
+    *(mixtures(T, 32, 4, 2880, 2880, tile=max(8, T // 4), clamped=True) for T in (1, 8, 64)),
     *(quantized_products(T, E, F, code, run=run, group=128, max_parts=parts) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F, parts in ((4096, 6144, 1), (4096, 4096, 8), (4096, 28672, 1), (14336, 4096, 8))
@@ -336,7 +346,9 @@ BENCH: tuple[Case, ...] = (
     *(fitted_tiles(T, E, F, code, run, in_parts=E == 14336 or F == 4096) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
-    full_tiles(1 << 14, 256, 8, 7168, 512),
+    *(fp8_products(8192, E, F) for E, F in ((4096, 6144), (4096, 28672), (14336, 4096))),
+    full_tiles(1 << 14, 256, 8, 7168, 512), *BENCH_QUANTIZED_MIXTURES,
+    *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"), *MODELS,

@@ -50,8 +50,8 @@ def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
         return f"wants JAX 0.11 or later, got {jax.__version__}"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"wants tokens in bfloat16 or float16, got {x.dtype}"
-    if x.shape[1] % (2 * LANES):
-        return f"wants tokens of a multiple of {2 * LANES} numbers, got {x.shape[1]}"
+    if x.shape[1] % 2 or x.shape[1] < 2 * LANES:
+        return f"wants tokens of an even count of at least {2 * LANES} numbers, got {x.shape[1]}"
     if experts.size > MAX_ROUTES:
         return f"wants at most {MAX_ROUTES} routes, got {experts.shape[0]} x {experts.shape[1]}"
     if num_experts > MAX_EXPERTS:
@@ -123,7 +123,7 @@ def _group(
             row = start_smem[expert] * tile + before_smem[expert]
             route_ref[row] = token * k + j
             weight_ref[row] = weight
-            _write(out_ref, row, x)
+            _write(out_ref, row, x, words)
 
     @pl.when(token == 0)
     def _() -> None:
@@ -161,20 +161,26 @@ def _scatter(
     num: int, T: int, k: int, token: Array, x_ref: Ref, rows_ref: Ref, out_ref: Ref
 ) -> None:
     pdl.begin()
-    x = _read(x_ref, token, x_ref.shape[0] // T)
+    words = x_ref.shape[0] // T
+    x = _read(x_ref, token, words)
     for row in [rows_ref[token * k + j] for j in range(k)]:
 
         @pl.when(row < num)
         def _(row: Array = row) -> None:
-            _write(out_ref, row, x)
+            _write(out_ref, row, x, words)
 
 
 def _read(ref: Ref, row: Array, words: int) -> list[Array]:
     """Reads a row of words, [128] at a time."""
-    return [ref[pl.ds(row * words + i * LANES, LANES)] for i in range(words // LANES)]
+    return [ref[pl.ds(row * words + start, LANES)] for start in _starts(words)]
 
 
-def _write(ref: Ref, row: Array, x: list[Array]) -> None:
+def _write(ref: Ref, row: Array, x: list[Array], words: int) -> None:
     """Writes a row."""
-    for i, numbers in enumerate(x):
-        ref[pl.ds((row * len(x) + i) * LANES, LANES)] = numbers
+    for start, numbers in zip(_starts(words), x, strict=True):
+        ref[pl.ds(row * words + start, LANES)] = numbers
+
+
+def _starts(words: int) -> list[int]:
+    """Returns where parts of a row begin; the last one has some words of the one before it."""
+    return [min(start, words - LANES) for start in range(0, words, LANES)]

@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import grid_barrier, mosaic
+from jaxrunner.kernels_pallas import expert_tile, grid_barrier, mosaic
+from jaxrunner.kernels_pallas.expert_tile import ACTIVATIONS, activate, by_token
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.group_tokens import Groups
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP
@@ -74,6 +75,7 @@ class _Static(NamedTuple):
     stages: int
     ctas: int
     consumers: int
+    activation: str
 
     @property
     def size(self) -> int:
@@ -82,8 +84,9 @@ class _Static(NamedTuple):
 
 
 def refuses(
-    x: Shaped, gate_up: Shaped, down: Shaped, tile: int, config: TuningConfig = TuningConfig()
-) -> str | None:
+    x: Shaped, gate_up: Shaped, down: Shaped, tile: int, config: TuningConfig = TuningConfig(),
+    activation: str = "swiglu",
+) -> str | None:  # fmt: skip
     """Says why x, [n, E], gate_up, [X, 2, F, E], and down, [X, E, F], are not served, or None."""
     E, F = x.shape[1], gate_up.shape[2]
     if jax.__version_info__ < (0, 11):
@@ -95,8 +98,10 @@ def refuses(
             f"wants weights of {E}, [X, 2, F, E] and [X, E, F], got {gate_up.shape}, {down.shape}"
         )
     rows = ROWS * config.consumers
-    if F % rows or E % (2 * rows):
-        return f"wants units of a multiple of {rows} and tokens of {2 * rows}, got {F} and {E}"
+    if F % rows or E % rows:
+        return f"wants units and tokens of a multiple of {rows}, got {F} and {E}"
+    if activation not in ACTIVATIONS:
+        return f"wants one of {ACTIVATIONS}, got {activation}"
     if tile not in TILES:
         return f"wants tiles of {TILES} rows, got {tile}"
     return None
@@ -104,24 +109,26 @@ def refuses(
 
 def grouped_mlp(
     groups: Groups, gate_up: Array, down: Array, shape: tuple[int, int],
+    biases: tuple[Array, Array] | None = None, *, activation: str = "swiglu",
     config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Returns what each expert of a token gives, weighed: [k, T, E] in `config.dtype`.
 
-    gate_up: [X, 2, F, E]; down: [X, E, F]; shape: T and k. The units are rounded to the dtype of
-    the tokens. What is of no expert is anything. arXiv:2002.05202.
+    gate_up: [X, 2, F, E]; down: [X, E, F]; shape: T and k; biases: [X, 2, F] and [X, E];
+    activation: of `expert_tile.ACTIVATIONS`. The units are rounded to the dtype of the tokens. What
+    is of no expert is anything. arXiv:2002.05202.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(groups.x, gate_up, down, groups.tile, config):
+    if why := refuses(groups.x, gate_up, down, groups.tile, config, activation):
         raise ValueError(f"grouped_mlp {why}")
     (T, k), (_, E, F), tile = shape, down.shape, groups.tile
     size, stages, dtype = ROWS * config.consumers, config.fit(groups.tile), groups.x.dtype
     s = _Static(
         _Phase(F // size, 2 * F, size, F, E // STEP),
-        _Phase(E // (2 * size), E, 2 * size, size, F // STEP),
-        tile, stages, config.num_ctas, config.consumers,
+        _Phase(-(-E // (2 * size)), E, 2 * size, size, F // STEP),
+        tile, stages, config.num_ctas, config.consumers, activation,
     )  # fmt: skip
     layout = mosaic.tiled(STEP, 2)
     units = jax.empty_ref(jax.ShapeDtypeStruct((groups.x.shape[0], F), dtype))
@@ -141,6 +148,7 @@ def grouped_mlp(
     )(
         groups.x, gate_up.reshape(-1, E), down.reshape(-1, F), groups.expert, groups.rows,
         groups.num_tiles, groups.route, groups.weight, jnp.zeros((1,), jnp.int32), units, out,
+        *(bias.reshape(-1, 1) for bias in biases or ()),
     )  # fmt: skip
     return jax.freeze(out)
 
@@ -216,9 +224,9 @@ class _Ring(NamedTuple):
 
 def _kernel(
     s: _Static, x: Ref, gate_up: Ref, down: Ref, expert: Ref, rows: Ref, count: Ref, route: Ref,
-    weight: Ref, counter: Ref, units: Ref, out: Ref, x_smem: Ref, w_smem: Ref, full: Barrier,
-    free: Barrier, told: Barrier,
+    weight: Ref, counter: Ref, units: Ref, out: Ref, *refs: Any,
 ) -> None:  # fmt: skip
+    *biases, x_smem, w_smem, full, free, told = refs
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     ring = _Ring(s, block, expert, x_smem, w_smem, full, free)
     plgpu.griddepcontrol_wait()
@@ -227,7 +235,7 @@ def _kernel(
     def _() -> None:
         if s.consumers > 1:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-        _compute(ring, wg, rows, count, route, weight, counter, units, out, told)
+        _compute(ring, wg, rows, count, route, weight, counter, units, out, told, *biases)
 
     @pl.when(wg == s.consumers)
     def _() -> None:
@@ -258,19 +266,32 @@ def _fetch(
 
 def _compute(
     ring: _Ring, wg: Array, rows: Ref, count: Ref, route: Ref, weight: Ref, counter: Ref,
-    units: Ref, out: Ref, told: Barrier,
+    units: Ref, out: Ref, told: Barrier, *biases: Ref,
 ) -> None:  # fmt: skip
     """Sums up both products."""
     s, mine = ring.s, wg * ROWS
-    rounds = s.first.rounds(s, ring.block, count)
+
+    def with_bias(y: Array, which: int, tile: Array, height: int, row: Array) -> Array:
+        if not biases:
+            return y
+        first = ring.expert[tile] * height + row
+        return y + expert_tile.biases(biases[which], first, s.tile)
+
+    rounds, E = s.first.rounds(s, ring.block, count), s.second.height
     half = rounds * s.first.steps
+
+    def columns(tile: Array) -> tuple[Array, Array]:
+        return by_token(route, tile, s.tile), by_token(weight, tile, s.tile)
 
     def one(turn: Array, _: None) -> None:
         tile, part = s.first.item(s, ring.block, turn)
         num = rows[tile]
         gate, up = ring.products(wg, turn * s.first.steps, (turn + 1) * s.first.steps)
-        y = (gate / (1 + jnp.exp(-gate)) * up).astype(units.dtype)
-        at = pl.ds(tile * s.tile, s.tile), pl.ds(part * s.size + mine, ROWS)
+        row = part * s.size + mine
+        gate = with_bias(gate, 0, tile, s.first.height, row)
+        up = with_bias(up, 0, tile, s.first.height, row + s.first.gap)
+        y = activate(gate, up, s.activation).astype(units.dtype)
+        at = pl.ds(tile * s.tile, s.tile), pl.ds(row, ROWS)
         put_columns(y, units.at[at], num)
         return _
 
@@ -278,18 +299,18 @@ def _compute(
         tile, part = s.second.item(s, ring.block, turn)
         num, first = rows[tile], half + turn * s.second.steps
 
-        def columns(ref: Ref) -> Array:
-            x = ref.at[pl.ds(tile * s.tile, s.tile)]
-            x = mosaic.load(x, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(x, (ROWS, s.tile), [1])
-
         # Before the products, which take longer; registers are few where tiles are large.
-        early = s.tile <= HELD and (columns(route), columns(weight))
+        early = s.tile <= HELD and columns(tile)
         found = ring.products(wg, first, first + s.second.steps)
-        routes, weights = early or (columns(route), columns(weight))
+        routes, weights = early or columns(tile)
         for i, y in enumerate(found):
             start = part * s.second.step + i * s.second.gap + mine
-            put_routed((y * weights).astype(out.dtype), routes, out, num, start)
+            y = with_bias(y, 1, tile, E, start)
+            write = functools.partial(
+                put_routed, (y * weights).astype(out.dtype), routes, out, num, start
+            )
+            # The last piece of work has one half where outputs are an odd number of halves.
+            pl.when(start < E)(write) if E % s.second.step else write()
         return _
 
     lax.fori_loop(0, rounds, one, None)

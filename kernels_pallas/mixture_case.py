@@ -4,15 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.kernels_pallas import router_scores
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.group_tokens import Groups, group_tokens
 from jaxrunner.kernels_pallas.grouped_mlp import TuningConfig, grouped_mlp
 from jaxrunner.kernels_pallas.router import route
+from jaxrunner.kernels_pallas.router_scores import How
 from jaxrunner.types import Array
 
 
-def mixtures(T: int, X: int, k: int, E: int, F: int, *, tile: int, consumers: int = 1) -> Case:
-    """T tokens through k of X gated MLPs; every fifth is padding. The parts are added up."""
+def mixtures(
+    T: int, X: int, k: int, E: int, F: int, *, tile: int, consumers: int = 1, clamped: bool = False
+) -> Case:
+    """T tokens through k of X gated MLPs; every fifth is padding. The parts are added up.
+
+    clamped: with gpt-oss' activation and biases.
+    """
+    activation = "clamped_swiglu" if clamped else "swiglu"
 
     def make(seed: int) -> tuple[Array, ...]:
         keys = jax.random.split(jax.random.key(seed), 4)
@@ -20,19 +28,41 @@ def mixtures(T: int, X: int, k: int, E: int, F: int, *, tile: int, consumers: in
         x, gate_up, down = map(jax.random.normal, keys[:3], shapes)
         gate_up, down = gate_up * E**-0.5, down * F**-0.5
         logits = jax.random.normal(keys[3], (T, X), jnp.float32)
-        weights = (w.astype(jnp.bfloat16) for w in (gate_up, down))
+        biases = map(jax.random.normal, keys[1:3], ((X, 2, F), (X, E))) if clamped else ()
+        weights = (w.astype(jnp.bfloat16) for w in (gate_up, down, *biases))
         return x.astype(jnp.bfloat16), logits, jnp.arange(T) % 5 != 4, *weights
 
-    def run(x: Array, logits: Array, real: Array, gate_up: Array, down: Array) -> Array:
-        experts, weights = route(logits, real, top_k=k, renormalise=True)
-        groups = group_tokens(x, experts, weights, X, tile=tile)
-        parts = grouped_mlp(groups, gate_up, down, (T, k), TuningConfig(consumers=consumers))
+    def run(x: Array, logits: Array, real: Array, *weights: Array) -> Array:
+        experts, counts = route(logits, real, top_k=k, renormalise=True)
+        groups = group_tokens(x, experts, counts, X, tile=tile)
+        gate_up, down, *biases = weights
+        both = (biases[0], biases[1]) if biases else None
+        parts = grouped_mlp(
+            groups, gate_up, down, (T, k), both, activation=activation,
+            config=TuningConfig(consumers=consumers),
+        )  # fmt: skip
         return jnp.where(real[:, None], parts.sum(0), 0).astype(x.dtype)
 
     tokens = T - T // 5
     distinct = X * (1 - np.float64(1 - k / X) ** tokens)  # of experts that differ, on average
-    name = f"{T} x {E} x {F}, {k} of {X}"
-    return Case("grouped_mlp", name, make, run, float(6.0 * E * F * distinct), "TB/s", dict(k=k))
+    name = f"{T} x {E} x {F}, {k} of {X}" + ", clamped" * clamped
+    options = dict(k=k) | (dict(activation=activation) if clamped else {})
+    return Case("grouped_mlp", name, make, run, float(6.0 * E * F * distinct), "TB/s", options)
+
+
+def choices(T: int, X: int, how: How) -> Case:
+    """The choice of experts of T tokens, with a bias."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed))
+        logits = jax.random.normal(keys[0], (T, X), jnp.float32)
+        return logits, jnp.arange(T) % 5 != 4, jax.random.normal(keys[1], (X,), jnp.float32)
+
+    def run(logits: Array, real: Array, bias: Array) -> tuple[Array, Array]:
+        return router_scores.route(logits, real, bias, how)
+
+    name = f"{how.top_k} of {X}, {how.scoring}, {how.groups} groups, {T} tokens"
+    return Case("router_scores", name, make, run, 4.0 * T * X, "TB/s", {})
 
 
 def full_tiles(T: int, X: int, k: int, E: int, F: int, *, tile: int = 128) -> Case:
@@ -51,7 +81,7 @@ def full_tiles(T: int, X: int, k: int, E: int, F: int, *, tile: int = 128) -> Ca
         rows = jnp.full((tiles,), tile, jnp.int32)
         route, weight = jnp.arange(T * k, dtype=jnp.int32), jnp.ones((T * k,), jnp.float32)
         groups = Groups(x, route, weight, own, rows, jnp.full((1,), tiles, jnp.int32))
-        return grouped_mlp(groups, gate_up, down, (T, k), config)
+        return grouped_mlp(groups, gate_up, down, (T, k), config=config)
 
     name, operations = f"{T * k} rows x {E} x {F}, {X} experts", 6.0 * T * k * E * F
     return Case("grouped_mlp", name, make, run, operations, "TFLOP/s", dict(k=k))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import quantized_fit, widen
 from jaxrunner.kernels_pallas.case import Case
+from jaxrunner.kernels_pallas.fp8_blocks import fp8_blocks
 from jaxrunner.kernels_pallas.quantized_matmul import quantized_matmul
 from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.types import Array
@@ -65,6 +66,17 @@ def fitted_tiles(T: int, E: int, F: int, code: str, run: int, *, in_parts: bool)
     name = f"{T} x {E} x {F}, {code}, fitted" + ", parts" * in_parts
     amount = E * F / widen.PACKED[code]
     return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
+
+
+def fp8_products(T: int, E: int, F: int, run: int = 128) -> Case:
+    """T tokens in fp8 times a weight in fp8, with scales of 128 terms, and of `run` outputs."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        x, weight, scale = _make(T, E, F, "float8_e4m3fn", run, 128, False, seed)
+        x_scale = jax.random.uniform(jax.random.key(seed + 1), (T, E // 128), jnp.float32, 0.5, 1.5)
+        return x.astype(weight.dtype), x_scale, weight, scale
+
+    return Case("fp8_blocks", f"{T} x {E} x {F}", make, fp8_blocks, 2.0 * T * E * F, "TFLOP/s", {})
 
 
 def _make(

@@ -15,17 +15,14 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
-import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic, widen
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref, Shaped
+from jaxrunner.kernels_pallas.quantized_sums import by_row
 from jaxrunner.kernels_pallas.stores import put, put_transposed
 from jaxrunner.kernels_pallas.widen import TERMS
 from jaxrunner.types import Array
@@ -318,31 +315,3 @@ def _sum(
     totals = [zeros() for _ in range(s.T // columns)]
     totals, _ = lax.fori_loop(0, rounds, one, (totals, begin))
     return totals
-
-
-def by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout) -> Array:
-    """Reads what 64 rows from `first` on have in a column of ref, of which `run` share one.
-
-    layout: of the matrices, [64, n], whose rows they are.
-    """
-    layout = layout.reduce(1)
-    dtype = ref.dtype
-    out = plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=layout)
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar), return_type=out)
-    def read(
-        _: Any, ref: ir.Value, first: mgpu.FragmentedArray, column: mgpu.FragmentedArray
-    ) -> mgpu.FragmentedArray:
-        index, kind = ir.IndexType.get(), layout.to_mgpu()
-        start, place = (arith.index_cast(index, n.registers.item()) for n in (first, column))
-        last = mgpu.c(ir.MemRefType(ref.type).shape[0] - 1, index)
-        registers = np.empty(kind.registers_shape((ROWS,)), dtype=object)
-        for at, (row,) in zip(np.ndindex(registers.shape), kind.thread_idxs((ROWS,)), strict=True):
-            row = arith.divui(arith.addi(start, row), mgpu.c(run, index))
-            value = memref.load(ref, [arith.minui(row, last), place])
-            registers[at] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
-        signed = True if jnp.issubdtype(dtype, jnp.integer) else None
-        return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=signed)
-
-    return read(ref, first, column)

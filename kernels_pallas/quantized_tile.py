@@ -26,11 +26,11 @@ from jaxrunner.kernels_pallas import mosaic, widen, widen_tile
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.quantized_matmul import by_row, refuses_numbers
+from jaxrunner.kernels_pallas.quantized_matmul import refuses_numbers
+from jaxrunner.kernels_pallas.quantized_sums import PIECE, Form, Held, Sum, exact, rounded
 from jaxrunner.kernels_pallas.stores import put, put_all_transposed, put_transposed
 from jaxrunner.types import Array
 
-PIECE = 64  # terms of a product: 128 bytes of tokens, the widest swizzle
 MAX_TOKENS = 256
 # Of a thread that computes, by warpgroups that do, and of one that copies.
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40), 4: (112, 32)}
@@ -55,23 +55,30 @@ class TuningConfig:
 class _Static(NamedTuple):
     """What is known when the kernel is compiled."""
 
-    code: str
-    T: int  # tokens of a block
+    form: Form  # of a part
     chunks: int  # of tokens
     tiles: int  # of rows, of which a cluster has several
-    steps: int  # of a part
-    run: int  # rows that share a scale
-    sums: int  # of a step: each has a scale of its own
-    spans: int  # steps that share a scale
-    whole: bool  # all do
-    stages: int
     clusters: int
     items: int  # of a cluster's work
     c: TuningConfig
 
     @property
+    def T(self) -> int:
+        """Tokens of a block."""
+        return self.form.tokens
+
+    @property
+    def steps(self) -> int:
+        """Steps of a part."""
+        return self.form.steps
+
+    @property
+    def stages(self) -> int:
+        return self.form.stages
+
+    @property
     def packed(self) -> int:
-        return widen.PACKED[self.code]
+        return widen.PACKED[self.form.code]
 
     @property
     def rows(self) -> int:
@@ -120,11 +127,11 @@ def _fit(
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles // c.cluster * c.parts * chunks
-    return _Static(
-        code, tokens, chunks, tiles, steps, F // scale[0], max(1, c.terms // group),
-        max(1, group // c.terms), scale[1] == 1, stages,
-        min(items, c.num_ctas // c.cluster), items, c,
+    form = Form(
+        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], stages,
+        c.turns,
     )  # fmt: skip
+    return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
 
 
 def quantized_tile(
@@ -194,6 +201,7 @@ def _kernel(
     wg, team = lax.axis_index("wg"), lax.axis_index("team")
     peer = lax.axis_index("peer") if s.c.cluster > 1 else 0
     rounds = lax.div(s.items - team + s.clusters - 1, s.clusters)
+    held = Held(scale, None, w_smem, x_smem, full, free)
 
     def item(r: Array) -> _Item:
         n, wide = team + r * s.clusters, s.tiles // s.c.cluster
@@ -209,8 +217,8 @@ def _kernel(
         def one(r: Array, _: None) -> None:
             at = item(r)
             first = (at.tile * s.c.groups + group) * ROWS
-            sums = _exact if s.c.exact else _rounded
-            y = sums(s, group, turn, r, at, first, scale, w_smem, x_smem, full, free)
+            mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
+            y = (exact if s.c.exact else rounded)(s.form, held, mine)
             _finish(s, group, turn, r, at, first, y, out, other, told, read)
             return _
 
@@ -232,7 +240,11 @@ def _fetch(
 
     def place(step: Index) -> tuple[_Item, Array, Array]:
         at = item(lax.div(step, s.steps))
-        return at, at.part * s.steps + lax.rem(step, s.steps), lax.rem(step, s.stages)
+        return (
+            at,
+            at.part * s.steps + lax.rem(step, s.steps),
+            lax.rem(step, s.stages),
+        )
 
     def weights(step: Index) -> None:
         (tile, _, _), n, slot = place(step)
@@ -257,100 +269,6 @@ def _fetch(
     each(s.stages, total, wait, weights, tokens)
     # A block may not end while its peer still tells it that a slot is free.
     each(total, total + s.stages, wait)
-
-
-def _read_step(
-    s: _Static, group: Array, slot: Array, w_smem: Ref, full: Barrier
-) -> Callable[[int], Array]:
-    """Waits for a step and reads the weights of a warpgroup; returns those of a piece."""
-    mosaic.barrier_wait(full.at[slot])
-    raw = widen_tile.load(w_smem.at[slot, pl.ds(group * ROWS, ROWS)], s.packed)
-    size = PIECE // s.packed
-    return lambda j: lax.slice(raw, (0, j * size), (ROWS, (j + 1) * size))
-
-
-def _wide(s: _Static, rows: Array) -> Array:
-    wide = lax.broadcast_in_dim(rows, (ROWS, s.T), [0])
-    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
-
-
-def _scales(s: _Static, part: Array, first: Array, scale: Ref, step: Index) -> list[Array]:
-    """Reads the scales of a step, one of 64 rows for each of its sums."""
-    layout, group = plgpu.Layout.WGMMA, lax.div(part * s.steps + step, s.spans)
-    return [by_row(scale, first, s.run, group * s.sums + i, layout) for i in range(s.sums)]
-
-
-def _rounded(
-    s: _Static, group: Array, turn: Array, r: Array, at: _Item, first: Array, scale: Ref,
-    w_smem: Ref, x_smem: Ref, full: Barrier, free: Barrier,
-) -> Array:  # fmt: skip
-    """Returns the sum of a warpgroup's steps, [ROWS, T]; weights are multiplied with scales."""
-    layout, pieces = plgpu.Layout.WGMMA, s.c.terms // PIECE // s.sums
-    rounds, begin = s.steps // s.c.turns, r * s.steps
-
-    def scales(step: Index) -> list[Array]:
-        return [] if s.whole else _scales(s, at.part, first, scale, step)
-
-    def multiply(acc: Ref) -> Array:
-        def body(index: Array, now: list[Array]) -> list[Array]:
-            step = turn + index * s.c.turns
-            slot = lax.rem(begin + step, s.stages)
-            piece = _read_step(s, group, slot, w_smem, full)
-            later = scales(jnp.minimum(step + s.c.turns, s.steps - 1))
-            for i in range(s.sums):
-                split = () if s.whole else widen_tile.split(now[i], s.code)
-                for j in range(i * pieces, (i + 1) * pieces):
-                    value = (
-                        widen_tile.scaled(piece(j), *split, s.code)
-                        if split
-                        else widen_tile.plain(piece(j), s.code)
-                    )
-                    mosaic.wgmma(acc, value, x_smem.at[slot, j].T)
-            # A product in flight while the next weights are widened would make them all wait.
-            plgpu.wgmma_wait(0)
-            mosaic.barrier_arrive(free.at[slot])
-            return later
-
-        lax.fori_loop(0, rounds, body, scales(turn))
-        return acc[...]
-
-    y = pl.run_scoped(multiply, mosaic.ACC((ROWS, s.T), jnp.float32))
-    if s.whole:
-        return y * _wide(s, by_row(scale, first, s.run, jnp.int32(0), layout))
-    return y * widen_tile.FACTOR[s.code]
-
-
-def _exact(
-    s: _Static, group: Array, turn: Array, r: Array, at: _Item, first: Array, scale: Ref,
-    w_smem: Ref, x_smem: Ref, full: Barrier, free: Barrier,
-) -> Array:  # fmt: skip
-    """Returns the sum of a warpgroup's steps, [ROWS, T]; sums are multiplied with scales."""
-    layout, pieces = plgpu.Layout.WGMMA, s.c.terms // PIECE // s.sums
-    rounds, begin = s.steps // s.c.turns, r * s.steps
-
-    scales = functools.partial(_scales, s, at.part, first, scale)
-
-    def body(index: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        total, now = carry
-        step = turn + index * s.c.turns
-        slot = lax.rem(begin + step, s.stages)
-        piece = _read_step(s, group, slot, w_smem, full)
-        later = scales(jnp.minimum(step + s.c.turns, s.steps - 1))
-        for i in range(s.sums):
-
-            def multiply(acc: Ref, i: int = i) -> Array:
-                for j in range(i * pieces, (i + 1) * pieces):
-                    value = widen_tile.plain(piece(j), s.code)
-                    mosaic.wgmma(acc, value, x_smem.at[slot, j].T)
-                return acc[...]
-
-            y = pl.run_scoped(multiply, mosaic.ACC((ROWS, s.T), jnp.float32))
-            total = total + y * _wide(s, now[i])
-        mosaic.barrier_arrive(free.at[slot])
-        return total, later
-
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, s.T), jnp.float32), layout)
-    return lax.fori_loop(0, rounds, body, (zeros, scales(turn)))[0]
 
 
 def _finish(

@@ -64,27 +64,36 @@ def _route(
 ) -> None:  # fmt: skip
     pdl.begin()
     ids = [lanes.lane() + i * LANES for i in range(-(-X // LANES))]
-
-    def read(id: Array) -> Array:
-        x = lanes.gather(logits_ref, token * X + jnp.minimum(id, X - 1))
-        return jnp.where(id < X, jnp.where(x > LEAST, x, LEAST), -jnp.inf)
-
-    logits = [read(id) for id in ids]
+    logits = [read(logits_ref, token, id, X) for id in ids]
     best = jnp.max(functools.reduce(jnp.maximum, logits))
     for i, x in enumerate(logits):
         all_smem[pl.ds(i * LANES, LANES)] = x
-    # An expert's place among all is how many are ahead of it.
-    ranks = [lanes.full(0, jnp.int32) for _ in ids]
-    for other in range(X):
-        y = all_smem[other]
-        ahead = [(y > x) | ((y == x) & (other < id)) for id, x in zip(ids, logits, strict=True)]
-        ranks = [rank + lanes.ones(a) for rank, a in zip(ranks, ahead, strict=True)]
+    places = ranks(all_smem, logits, ids, X)
     mass = [jnp.exp(x - best) for x in logits]
-    keep = [rank < k for rank in ranks]
+    keep = [rank < k for rank in places]
     counted = [jnp.where(kept, m, 0.0) for kept, m in zip(keep, mass, strict=True)]
     total = jnp.sum(functools.reduce(jnp.add, counted if renormalise else mass))
     real = real_ref[token] > 0
     weights = [jnp.where(real, m / total * scale, 0.0) for m in mass]
     experts = [jnp.where(real, id, X) for id in ids]
-    at = [token * k + jnp.minimum(rank, k - 1) for rank in ranks]
+    at = [token * k + jnp.minimum(rank, k - 1) for rank in places]
     lanes.scatter(at, keep, (experts_ref, experts), (weights_ref, weights))
+
+
+def read(logits_ref: Ref, token: Array, id: Array, X: int) -> Array:
+    """Reads a token's logits of some experts, -inf for those that are none."""
+    x = lanes.gather(logits_ref, token * X + jnp.minimum(id, X - 1))
+    return jnp.where(id < X, jnp.where(x > LEAST, x, LEAST), -jnp.inf)
+
+
+def ranks(every: Ref | Array, values: list[Array], ids: list[Array], X: int) -> list[Array]:
+    """Returns the place of each expert among all, which is how many are ahead of it.
+
+    every: [X], the values of all, of which `values`, [128] at a time, are those of `ids`.
+    """
+    found = [jnp.zeros_like(id) for id in ids]
+    for other in range(X):
+        y = every[other]
+        ahead = [(y > x) | ((y == x) & (other < id)) for id, x in zip(ids, values, strict=True)]
+        found = [rank + lanes.ones(a) for rank, a in zip(found, ahead, strict=True)]
+    return found

@@ -4,7 +4,7 @@ A thread reads two numbers of a row at a time, those that `wgmma` wants of it, s
 shuffled between threads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -68,50 +68,90 @@ def split(scale: Array, code: str) -> tuple[Array, Array]:
     return high, (scale - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def scaled(raw: Array, scales: Sequence[tuple[Array, Array]], code: str) -> Array:
+    """Returns weights, [64, n] in bytes, times scales of rows, [64], less FACTOR, rounded once.
+
+    scales: what `split` returns, of equal parts of the weights of a row, one behind the other.
+    """
+    text = NUMBERS[code] + "mul.bf16x2 a1, a0, $3; fma.rn.bf16x2 $0, a0, $2, a1;"
+    return _convert(raw, scales, code, lambda word, rows: _asm([word, *rows], text))
+
+
+def shifted(raw: Array, powers: Sequence[Array], code: str) -> Array:
+    """Returns weights, [64, n] in bytes, times powers of two of rows, [64] in bfloat16, exactly.
+
+    powers: of equal parts of the weights of a row, one behind the other.
+    """
+    text = _plain(code, "a0") + "mul.bf16x2 $0, a0, $2;"
+    rows = [(power,) for power in powers]
+    return _convert(raw, rows, code, lambda word, rows: _asm([word, *rows], text))
+
+
+def power(raw: Array) -> Array:
+    """Returns powers of two in bfloat16 of their exponents in e8m0, [64] in bytes: 127 for 1."""
+    rows = plgpu.Layout.WGMMA.reduce(1)
+    out = plgpu.ShapeDtypeStruct(raw.shape, jnp.bfloat16, layout=rows)
+
+    @mosaic.inline_mgpu(arg_types=(rows,), return_type=out)
+    def convert(_: Any, raw: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        i16 = ir.IntegerType.get_signless(16)
+        one, zero = ir.VectorType.get((1,), ir.BF16Type.get()), mgpu.c(0, i16)
+        registers = np.empty_like(raw.registers)
+        for at, register in np.ndenumerate(raw.registers):
+            bits = arith.extui(i16, _only(register))
+            least = arith.cmpi(arith.CmpIPredicate.eq, bits, zero)
+            # 2 ** -127 has no exponent of its own in bfloat16, either.
+            value = arith.select(least, mgpu.c(1 << 6, i16), arith.shli(bits, mgpu.c(7, i16)))
+            registers[at] = vector.broadcast(one, arith.bitcast(ir.BF16Type.get(), value))
+        return mgpu.FragmentedArray(_registers=registers, _layout=raw.layout, _is_signed=None)
+
+    return convert(raw)
+
+
 def plain(raw: Array, code: str) -> Array:
     """Returns weights, [64, n] in bytes, as numbers in bfloat16."""
-    text = NUMBERS[code]
-    if code in _POWER:
-        bits = (127 + _POWER[code]) << 7
-        text += f"mov.b32 a1, {bits << 16 | bits:#x}; mul.bf16x2 $0, a0, a1;"
-    else:
-        text += "mov.b32 $0, a0;"
-    return _convert(raw, [], code, lambda word, _: _asm([word], text))
+    text = _plain(code, "$0")
+    return _convert(raw, [()], code, lambda word, _: _asm([word], text))
 
 
-def scaled(raw: Array, high: Array, low: Array, code: str) -> Array:
-    """Returns weights, [64, n] in bytes, times scales of rows, [64], less FACTOR, rounded once."""
-    text = NUMBERS[code] + "mul.bf16x2 a1, a0, $3; fma.rn.bf16x2 $0, a0, $2, a1;"
-    return _convert(raw, [high, low], code, lambda word, rows: _asm([word, *rows], text))
+def _plain(code: str, target: str) -> str:
+    """Returns PTX for two numbers in `target`."""
+    if code not in _POWER:
+        return NUMBERS[code] + f"mov.b32 {target}, a0;"
+    bits = (127 + _POWER[code]) << 7
+    return NUMBERS[code] + f"mov.b32 a1, {bits << 16 | bits:#x}; mul.bf16x2 {target}, a0, a1;"
 
 
 def _convert(
-    raw: Array, rows: list[Array], code: str, pair: Callable[[ir.Value, list[ir.Value]], ir.Value]
-) -> Array:
+    raw: Array, rows: Sequence[tuple[Array, ...]], code: str,
+    pair: Callable[[ir.Value, list[ir.Value]], ir.Value],
+) -> Array:  # fmt: skip
     packed, layout = widen.PACKED[code], plgpu.Layout.WGMMA
     out = plgpu.ShapeDtypeStruct((raw.shape[0], raw.shape[1] * packed), jnp.bfloat16, layout=layout)
-    given = layout if packed == 1 else _BYTES
+    given, num = layout if packed == 1 else _BYTES, len(rows[0])
 
-    @mosaic.inline_mgpu(arg_types=(given, *[layout.reduce(1)] * len(rows)), return_type=out)
+    @mosaic.inline_mgpu(arg_types=(given, *[layout.reduce(1)] * (num * len(rows))), return_type=out)
     def convert(
-        _: Any, raw: mgpu.FragmentedArray, *rows: mgpu.FragmentedArray
+        _: Any, raw: mgpu.FragmentedArray, *rows_of_parts: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
         i32, kind = ir.IntegerType.get_signless(32), layout.to_mgpu()
         two = ir.VectorType.get((2,), ir.BF16Type.get())
         registers = np.empty(kind.registers_shape(out.shape), dtype=object)
         twice = [
             [utils.bitcast(vector.broadcast(two, _only(r)), i32) for r in row.registers.flat]
-            for row in rows
+            for row in rows_of_parts
         ]
         narrow = ir.IntegerType.get_signless(16 // packed)
         places = np.ndindex(registers.shape)
         for i, (place, reg) in enumerate(zip(places, raw.registers.flat, strict=True)):
             word = arith.extui(i32, utils.bitcast(reg, narrow))
+            part = i * len(rows) // raw.registers.size
+            mine = twice[part * num : (part + 1) * num]
             # A thread has numbers in two rows, by turns.
-            registers[place] = utils.bitcast(pair(word, [each[i % 2] for each in twice]), two)
+            registers[place] = utils.bitcast(pair(word, [each[i % 2] for each in mine]), two)
         return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
 
-    return convert(raw, *rows)
+    return convert(raw, *[row for part in rows for row in part])
 
 
 def _only(register: ir.Value) -> ir.Value:

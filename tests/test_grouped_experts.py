@@ -1,5 +1,6 @@
 """Which experts and tokens the kernels of a mixture are given, and what they refuse."""
 
+import re
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxrunner.kernels_pallas import group_tokens, grouped_mlp, router
 from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
 from jaxrunner.ops import grouped_experts
 from jaxrunner.ops.routing import Router, RouterConfig, choose
-from tests.support.lowering import lowers
+from tests.support.lowering import cuda, lowers
 
 BF16 = jnp.bfloat16
 
@@ -111,20 +112,21 @@ def test_kernels_refuse_in_words():
         router.route(logits, jnp.ones(2, bool), top_k=9, renormalise=True)
     assert "at most 512 experts" in str(router.refuses(shaped(2, 513, dtype=jnp.float32), 2))
     assert "in float32" in str(router.refuses(shaped(2, 8), 2))
-    with pytest.raises(ValueError, match="group_tokens wants tokens of a multiple of 256 numbers"):
+    with pytest.raises(ValueError, match="group_tokens wants tokens of an even count of at"):
         group_tokens.group_tokens(jnp.ones((2, 64), BF16), *routes, 8, tile=8)
     with pytest.raises(ValueError, match="scatter_rows wants tokens in bfloat16 or float16"):
         group_tokens.scatter_rows(jnp.ones((2, 256)), routes.experts, 8)
     assert "routes" in str(group_tokens.refuses(shaped(999, 256), shaped(999, 8), 8))
     row, one = jnp.ones(8), jnp.ones(1)
     groups = Groups(jnp.ones((8, 256), BF16), row, row, one, one, one)
-    with pytest.raises(ValueError, match="grouped_mlp wants units of a multiple of 64"):
+    with pytest.raises(ValueError, match="grouped_mlp wants units and tokens of a multiple of 64"):
         grouped_mlp.grouped_mlp(
             groups, jnp.ones((8, 2, 32, 256), BF16), jnp.ones((8, 256, 32), BF16), (2, 2)
         )
     x, gate_up, down = shaped(8, 256), shaped(8, 2, 64, 256), shaped(8, 256, 64)
     assert grouped_mlp.refuses(x, gate_up, down, 8) is None
     assert "tiles of" in str(grouped_mlp.refuses(x, gate_up, down, 9))
+    assert "got relu2" in str(grouped_mlp.refuses(x, gate_up, down, 8, activation="relu2"))
     assert "one dtype" in str(
         grouped_mlp.refuses(shaped(8, 256, dtype=jnp.float32), gate_up, down, 8)
     )
@@ -166,4 +168,30 @@ def test_experts_of_other_kinds_are_plain_jax():
         (object(), "weights that are Experts, got object"),
     ]
     for other, words in others:
-        assert words in str(grouped_experts._refuses_experts(shaped(3, 256), routes, other))
+        assert words in str(grouped_experts.OF_FLOATS.refuses(shaped(3, 256), routes, other))
+    half = Experts(shaped(8, 2, 64, 320), shaped(8, 320, 64), None, None)
+    words = str(grouped_experts.OF_FLOATS.refuses(shaped(3, 320), routes, half))
+    assert "wants tokens of a multiple of 128 numbers, got 320" in words
+
+
+@lowers
+def test_experts_with_biases_have_a_kernel():
+    """gpt-oss' 20 billion: 2,880 numbers and units, 64 times an odd number."""
+    gate_up, down, routes = shaped(8, 2, 2880, 2880), shaped(8, 2880, 2880), routes_of(3, 8, 2)
+    biases, x, biased = (
+        (shaped(8, 2, 2880), shaped(8, 2880)),
+        shaped(3, 2880),
+        grouped_experts.BIASED,
+    )
+    whole = Experts(gate_up, down, *biases, "clamped_swiglu")
+    assert biased.refuses(x, routes, whole) is None
+    with cuda():
+        assert jax.eval_shape(biased.run, x, routes, whole).shape == (2, 3, 2880)
+    others: list[tuple[Any, Any, str]] = [
+        (x, object(), "weights that are Experts, got object"),
+        (x, Experts(gate_up, down, biases[0], None), "a bias of both products, or of none"),
+        (x, Experts(gate_up, down, *biases, "relu2"), "wants one of .*swiglu"),
+        (shaped(3, 64), whole, "of at least 256 numbers, got 64"),
+    ]
+    for tokens, other, words in others:
+        assert re.search(words, str(biased.refuses(tokens, routes, other)))

@@ -17,7 +17,7 @@ from jaxrunner.types import Array
 MANY = 16  # fp8 products want tokens, and both sides, in multiples
 
 
-def _matrices(w: QuantizedLinear) -> tuple[Array, ...]:
+def matrices(w: QuantizedLinear) -> tuple[Array, ...]:
     """Returns weights, scales and, if any, zero points as matrices."""
     outputs = w.weight.ndim - w.num_in
     weight = w.weight.reshape(math.prod(w.weight.shape[:outputs]), -1)
@@ -37,7 +37,7 @@ def _tiles(x: Array, w: QuantizedLinear) -> Array:
 def _whole(product: Callable[..., Array], x: Array, w: QuantizedLinear) -> Array:
     numbers, x_scale = w.inputs(x)
     dtype = x.dtype if x_scale is None else jnp.dtype(jnp.float32)
-    y = product(numbers, *_matrices(w), code=w.scheme.code, dtype=dtype)
+    y = product(numbers, *matrices(w), code=w.scheme.code, dtype=dtype)
     return w.outputs(y, x_scale, x.dtype)
 
 
@@ -53,7 +53,7 @@ def _tiles_parts(x: Array, w: QuantizedLinear) -> Array:
 def _parts(product: Callable[..., Array], x: Array, w: QuantizedLinear) -> Array:
     numbers, x_scale = w.inputs(x)
     wide = jnp.dtype(jnp.float32)
-    y = product(numbers, *_matrices(w), code=w.scheme.code, dtype=wide)
+    y = product(numbers, *matrices(w), code=w.scheme.code, dtype=wide)
     return y if x_scale is None else y * jnp.broadcast_to(x_scale, y.shape)
 
 
@@ -91,14 +91,14 @@ def _unlike(w: QuantizedLinear, in_parts: bool) -> str | None:
 
 def _shapes(x: Array, w: QuantizedLinear) -> tuple[Any, Any, Any]:
     """Returns the shapes of tokens, weights and scales as kernels take them."""
-    weight, scale, *_ = jax.eval_shape(_matrices, w)
+    weight, scale, *_ = jax.eval_shape(matrices, w)
     return jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype), weight, scale
 
 
 def _fp8_product(x: Array, w: QuantizedLinear) -> Array:
     """Multiplies fp8 with fp8, which are the numbers that both sides are rounded to."""
     numbers, x_scale = w.inputs(x)
-    weight, *_ = _matrices(w)
+    weight, *_ = matrices(w)
     y = jax.lax.dot_general(
         numbers.astype(E4M3), weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,

@@ -79,19 +79,32 @@ def matmul(x, weight):
     return wide(x) @ wide(weight).T
 
 
-def quantized_matmul(x, weight, scale, zero=None, *, code):
-    """Weights of float64: numbers, less their zero points, times their scales."""
+def few_bits(weight, scale, zero=None, *, code):
+    """Weights in float64: numbers, less their zero points, times their scales."""
     packed, numbers = np.asarray(weight), wide(weight)
     if code in ("int4", "float4_e2m1fn"):
         halves = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
         table = np.arange(16) - 8.0 if code == "int4" else E2M1
         numbers = table[halves]
     rows, columns = (n // m for n, m in zip(numbers.shape, scale.shape, strict=True))
+    exponents = np.asarray(scale).dtype == np.uint8
     scale, zero = (
-        np.repeat(np.repeat(wide(s), rows, 0), columns, 1)
-        for s in (scale, np.zeros(scale.shape) if zero is None else zero)
+        np.repeat(np.repeat(s, rows, 0), columns, 1)
+        for s in (
+            2.0 ** (wide(scale) - 127) if exponents else wide(scale),
+            np.zeros(scale.shape) if zero is None else wide(zero),
+        )
     )
-    return wide(x) @ ((numbers - zero) * scale).T
+    return (numbers - zero) * scale
+
+
+def quantized_matmul(x, weight, scale, zero=None, *, code):
+    return wide(x) @ few_bits(weight, scale, zero, code=code).T
+
+
+def fp8_blocks(x, x_scale, weight, scale):
+    whole = wide(x) * np.repeat(wide(x_scale), x.shape[1] // x_scale.shape[1], 1)
+    return whole @ few_bits(weight, scale, code="float8_e4m3fn").T
 
 
 quantized_tile = quantized_matmul
@@ -154,16 +167,36 @@ def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps):
     return turn(q, cos[:, None], sin[:, None]).reshape(T, K * G, D), k, v
 
 
-def grouped_mlp(x, logits, real, gate_up, down, *, k):
+def grouped_mlp(x, logits, real, gate_up, down, gate_up_bias=0.0, down_bias=0.0, *, k,
+                activation="swiglu"):  # fmt: skip
     x, logits, gate_up, down = map(wide, (x, logits, gate_up, down))
+    gate_up_bias = wide(gate_up_bias) + np.zeros(gate_up.shape[:3])
+    down_bias = wide(down_bias) + np.zeros(down.shape[:2])
     out = np.zeros(x.shape)
     for t in np.flatnonzero(np.asarray(real)):
         experts = np.argsort(-logits[t], kind="stable")[:k]
         mass = np.exp(logits[t, experts] - logits[t].max())
         for e, share in zip(experts, mass / mass.sum(), strict=True):
-            gate, up = gate_up[e] @ x[t]
-            out[t] += share * (down[e] @ wide(jnp.bfloat16(gate / (1 + np.exp(-gate)) * up)))
+            gate, up = gate_up[e] @ x[t] + gate_up_bias[e]
+            if activation == "clamped_swiglu":  # gpt-oss
+                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                units = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            else:
+                units = gate / (1 + np.exp(-gate)) * up
+            out[t] += share * (down[e] @ wide(jnp.bfloat16(units)) + down_bias[e])
     return out
+
+
+def quantized_grouped(x, logits, real, *arrays, k, code, names, activation):
+    shapes = (logits.shape[1], 2, -1, x.shape[1]), (logits.shape[1], x.shape[1], -1)
+    weights, biases = [], []
+    for part, shape in zip((arrays[: len(names)], arrays[len(names) :]), shapes, strict=True):
+        w = dict(zip(names, part, strict=True))
+        bias = wide(w.pop("bias", np.zeros((len(w["weight"]), 1))))
+        weights.append(few_bits(**w, code=code).reshape(shape))
+        biases.append(bias.reshape(weights[-1].shape[:-1]))
+    args = x, logits, real, *weights, *biases
+    return grouped_mlp(*args, k=k, activation=activation)
 
 
 def state_step(states, source, place, start, num, value, key, query, keep, beta=None, *, axis):

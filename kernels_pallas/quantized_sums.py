@@ -1,0 +1,201 @@
+"""Sums of products with weights of 8 or 4 bits, of 64 rows of weights, on Hopper (Mosaic GPU).
+
+What kernels with such weights share, of one matrix and of a mixture's: steps of a sum come into
+shared memory, a warpgroup widens their weights in registers and multiplies them with all tokens
+(`wgmma`). Scales are multiplied either with the sums of the terms that share one, or with the
+widened weights, which rounds these to bfloat16 as plain JAX does, and not at all by powers of two.
+A scale that all terms share is multiplied with their sum.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+import numpy as np
+
+from jaxrunner.kernels_pallas import mosaic, widen, widen_tile
+from jaxrunner.kernels_pallas.matmul import ROWS
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref
+from jaxrunner.types import Array
+
+PIECE = 64  # terms of a product: 128 bytes of tokens, the widest swizzle
+
+
+class Form(NamedTuple):
+    """What is known of sums when a kernel is compiled."""
+
+    code: str
+    tokens: int
+    terms: int  # of a step
+    steps: int  # of a sum
+    run: int  # rows that share a scale
+    group: int  # terms that share a scale; 0 for all
+    groups: int  # of terms that a row has
+    stages: int
+    turns: int = 1  # warpgroups that have the same rows, and steps by turns
+
+    @property
+    def sums(self) -> int:
+        """Sums of a step, each of which has a scale of its own."""
+        return max(1, self.terms // self.group) if self.group else 1
+
+    @property
+    def spans(self) -> int:
+        """Steps that share a scale."""
+        return max(1, self.group // self.terms) if self.group else self.steps
+
+
+class Held(NamedTuple):
+    """Where operands lie."""
+
+    scale: Ref
+    zero: Ref | None
+    w: Ref  # [stages, rows, terms / packed], in shared memory
+    x: Ref  # [stages, terms / PIECE, tokens, PIECE]
+    full: Barrier
+    free: Barrier
+
+
+class Sum(NamedTuple):
+    """Which sum a warpgroup computes."""
+
+    group: Array  # of 64 rows of a step in shared memory
+    turn: Index
+    begin: Array  # which step of the ring is its first
+    start: Index  # of how many steps the scales come before it
+    first: Array  # of its rows in the matrix of scales, times `run`
+
+
+def rounded(f: Form, held: Held, of: Sum) -> Array:
+    """Returns a warpgroup's sums, [ROWS, tokens]; weights are multiplied with scales."""
+    layout, rounds = plgpu.Layout.WGMMA, f.steps // f.turns
+
+    def scales(step: Index) -> list[Array]:
+        return _rows(f, held.scale, of, step) if f.group else []
+
+    def multiply(acc: Ref) -> Array:
+        def body(index: Array, now: list[Array]) -> list[Array]:
+            step = of.turn + index * f.turns
+            slot = lax.rem(of.begin + step, f.stages)
+            piece = _read_step(f, held, of.group, slot)
+            later = scales(jnp.minimum(step + f.turns, f.steps - 1))
+            for j in range(f.terms // PIECE):
+                mosaic.wgmma(acc, _scaled(f, piece(j), now, j), held.x.at[slot, j].T)
+            # A product in flight while the next weights are widened would make them all wait.
+            plgpu.wgmma_wait(0)
+            mosaic.barrier_arrive(held.free.at[slot])
+            return later
+
+        lax.fori_loop(0, rounds, body, scales(of.turn))
+        return acc[...]
+
+    y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
+    if not f.group:
+        whole = by_row(held.scale, of.first, f.run, jnp.int32(0), layout)
+        return y * _wide(whole, f.tokens)
+    return y if held.scale.dtype == jnp.uint8 else y * widen_tile.FACTOR[f.code]
+
+
+def exact(f: Form, held: Held, of: Sum) -> Array:
+    """Returns a warpgroup's sums, [ROWS, tokens]; sums are multiplied with scales."""
+    layout, rounds = plgpu.Layout.WGMMA, f.steps // f.turns
+    pieces = f.terms // PIECE // f.sums
+
+    def scales(step: Index) -> list[Array]:
+        return _rows(f, held.scale, of, step)
+
+    def body(index: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        total, now = carry
+        step = of.turn + index * f.turns
+        slot = lax.rem(of.begin + step, f.stages)
+        piece = _read_step(f, held, of.group, slot)
+        later = scales(jnp.minimum(step + f.turns, f.steps - 1))
+        less = [] if held.zero is None else _rows(f, held.zero, of, step)
+        for i in range(f.sums):
+
+            def multiply(acc: Ref, i: int = i) -> Array:
+                for j in range(i * pieces, (i + 1) * pieces):
+                    value = widen_tile.plain(piece(j), f.code)
+                    if less:
+                        value = value - _wide(less[i].astype(value.dtype), PIECE)
+                    mosaic.wgmma(acc, value, held.x.at[slot, j].T)
+                return acc[...]
+
+            y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
+            total = total + y * _wide(now[i], f.tokens)
+        mosaic.barrier_arrive(held.free.at[slot])
+        return total, later
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
+    return lax.fori_loop(0, rounds, body, (zeros, scales(of.turn)))[0]
+
+
+def _read_step(f: Form, held: Held, group: Array, slot: Array) -> Callable[[int], Array]:
+    """Waits for a step and reads the weights of a warpgroup; returns those of a piece."""
+    mosaic.barrier_wait(held.full.at[slot])
+    packed = widen.PACKED[f.code]
+    raw = widen_tile.load(held.w.at[slot, pl.ds(group * ROWS, ROWS)], packed)
+    size = PIECE // packed
+    return lambda j: lax.slice(raw, (0, j * size), (ROWS, (j + 1) * size))
+
+
+def _scaled(f: Form, raw: Array, scales: list[Array], j: int) -> Array:
+    """Returns the weights of piece j of a step, times their scales."""
+    if not f.group:
+        return widen_tile.plain(raw, f.code)
+    first = j * PIECE // f.group
+    mine = scales[first : max(first + 1, (j + 1) * PIECE // f.group)]
+    if mine[0].dtype == jnp.bfloat16:
+        return widen_tile.shifted(raw, mine, f.code)
+    return widen_tile.scaled(raw, [widen_tile.split(scale, f.code) for scale in mine], f.code)
+
+
+def _rows(f: Form, ref: Ref, of: Sum, step: Index) -> list[Array]:
+    """Reads what 64 rows have for each sum of a step; of exponents their powers of two."""
+    layout, group = plgpu.Layout.WGMMA, lax.div(of.start + step, f.spans)
+    columns = [group * f.sums + i for i in range(f.sums)]
+    if f.steps * f.terms > f.group * f.groups:  # of a step behind the last, whose tokens are zeros
+        columns = [jnp.minimum(column, f.groups - 1) for column in columns]
+    found = [by_row(ref, of.first, f.run, column, layout) for column in columns]
+    return [widen_tile.power(x) for x in found] if ref.dtype == jnp.uint8 else found
+
+
+def _wide(rows: Array, columns: int) -> Array:
+    wide = lax.broadcast_in_dim(rows, (ROWS, columns), [0])
+    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+
+
+def by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout) -> Array:
+    """Reads what 64 rows from `first` on have in a column of ref, of which `run` share one.
+
+    layout: of the matrices, [64, n], whose rows they are.
+    """
+    layout = layout.reduce(1)
+    dtype = ref.dtype
+    out = plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=layout)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar), return_type=out)
+    def read(
+        _: Any, ref: ir.Value, first: mgpu.FragmentedArray, column: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
+        index, kind = ir.IndexType.get(), layout.to_mgpu()
+        start, place = (arith.index_cast(index, n.registers.item()) for n in (first, column))
+        last = mgpu.c(ir.MemRefType(ref.type).shape[0] - 1, index)
+        registers = np.empty(kind.registers_shape((ROWS,)), dtype=object)
+        for at, (row,) in zip(np.ndindex(registers.shape), kind.thread_idxs((ROWS,)), strict=True):
+            row = arith.divui(arith.addi(start, row), mgpu.c(run, index))
+            value = memref.load(ref, [arith.minui(row, last), place])
+            registers[at] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+        signed = None
+        if jnp.issubdtype(dtype, jnp.integer):
+            signed = bool(jnp.issubdtype(dtype, jnp.signedinteger))
+        return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=signed)
+
+    return read(ref, first, column)
