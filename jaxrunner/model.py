@@ -94,8 +94,10 @@ class Ops:
         keys and values where serving does, then attends; a trainer has no cache.
     rotate_attend: (qkv [T, K, P, D], heads, cache, spec) -> as `attend`, of packed projections
         that are to be normed and rotated first; `split_heads` and `attend`, in fewer launches.
-    attend_latent: (q [T, H, D], latents [T, D], cache, spec) -> (out [T, H, spec.value_dim],
-        cache). Stores latents as `attend` does keys, then attends: all heads to one key a token.
+    attend_latent: (q [T, H, N + D], latents [T, R + D], up [N + V, H, R], cache, spec) -> (out
+        [T, H, V], cache). Stores latents as `attend` does keys, then attends: a head's keys and
+        values are products of the first R numbers, `spec.value_dim`, with `up`, and each key ends
+        with the others, that all heads share.
     convolve: (x [T, C], weight [C, W], bias [C] or None, cache, group) -> (y [T, C], cache). Each
         channel's sum over a token and the W - 1 before it, which a `StateCache` holds.
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
@@ -126,7 +128,7 @@ class Ops:
         [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
     attend_latent: Callable[
-        [Array, Array, LatentCache | None, AttentionSpec], tuple[Array, LatentCache | None]
+        [Array, Array, Any, LatentCache | None, AttentionSpec], tuple[Array, LatentCache | None]
     ]
     convolve: Callable[
         [Array, Array, Array | None, StateCache | None, int], tuple[Array, StateCache | None]

@@ -121,12 +121,14 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)
         return run_first("attention", ATTENTION, batch, q, cache, spec, note=note), cache
 
+    latent = latent_attention.LATENT_ATTENTION, batch, note
+    attend_latent = functools.partial(
+        latent_attention.attend_latent, *latent, prompts=latent_attention.PROMPTS
+    )
     return Ops(
         attend=attend,
         rotate_attend=rotate_attend,
-        attend_latent=functools.partial(
-            latent_attention.attend_latent, latent_attention.LATENT_ATTENTION, batch, note
-        ),
+        attend_latent=attend_latent,
         linear=functools.partial(products.linear, note=note),
         project=functools.partial(products.project, note=note),
         mlp=functools.partial(products.mlp, note=note),

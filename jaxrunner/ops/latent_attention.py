@@ -1,6 +1,10 @@
-"""What latent attention over the paged cache runs through, by the rows of a batch."""
+"""What latent attention over the paged cache runs through, by the rows of a batch.
 
-from collections.abc import Sequence
+Absorbed: a head's queries are multiplied with what would make its keys of latents, and attend to
+the latents themselves, which are values too.
+"""
+
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
@@ -8,30 +12,60 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.kernels_pallas import latent_decode, latent_reference
+from jaxrunner.linear import per_head
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Note, Operation, run_first
 from jaxrunner.ops import cpu_attention
 from jaxrunner.types import Array, Batch
 
+PerHead = Callable[[str, Array, Any, slice], Array]  # as `Ops.per_head`
+
 
 def attend_latent(
     operations: Sequence[Operation], batch: Batch, note: Note,
-    q: Array, latents: Array, cache: Any, spec: AttentionSpec,
+    q: Array, latents: Array, up: Any, cache: Any, spec: AttentionSpec,
+    *, per_head: PerHead = per_head, prompts: Sequence[Operation] = (),
 ) -> tuple[Array, LatentCache]:  # fmt: skip
-    """Writes latents, [T, D], then attends q, [T, H, D], by the first operation that serves it.
+    """Writes latents, [T, R + D], then attends q, [T, H, N + D], as `Ops.attend_latent` does.
 
-    Returns [T, H, spec.value_dim], and the cache, which is consumed.
+    operations: of absorbed attention, the first one that serves it; prompts: asked before it.
+    Returns [T, H, V], and the cache, which is consumed.
     """
     cache = latent_reference.write_latents(batch, latents, cache, spec.group)
-    return run_first("attention", operations, batch, q, cache, spec, note=note), cache
+
+    def absorbed(batch: Batch, q: Array) -> Array:
+        def attend(q: Array) -> Array:
+            return run_first("attention", operations, batch, q, cache, spec, note=note)
+
+        return _absorbed(attend, per_head, q, up, latents.shape[-1] - (spec.value_dim or 0))
+
+    known = (*prompts, Operation("absorbed", lambda batch, q, *_: absorbed(batch, q)))
+    args = batch, q, up, cache, spec, absorbed
+    return run_first("latent attention", known, *args, note=note), cache
 
 
 def trained(
-    batch_size: int, note: Note, q: Array, latents: Array, cache: None, spec: AttentionSpec
-) -> tuple[Array, None]:
+    batch_size: int, note: Note,
+    q: Array, latents: Array, up: Any, cache: None, spec: AttentionSpec,
+    *, per_head: PerHead = per_head,
+) -> tuple[Array, None]:  # fmt: skip
     """Does so of `batch_size` equal sequences, without a cache."""
-    run = functools.partial(latent_reference.dense, batch_size)
-    return run_first("attention", (Operation("plain JAX", run),), q, latents, spec, note=note), None
+
+    def attend(q: Array) -> Array:
+        run = functools.partial(latent_reference.dense, batch_size)
+        return run_first("attention", (Operation("plain JAX", run),), q, latents, spec, note=note)
+
+    return _absorbed(attend, per_head, q, up, latents.shape[-1] - (spec.value_dim or 0)), None
+
+
+def _absorbed(
+    attend: Callable[[Array], Array], per_head: PerHead, q: Array, up: Any, num_turned: int
+) -> Array:
+    """Attends q, [T, H, N + D], by attention to latents; D are `num_turned`. Returns [T, H, V]."""
+    still_THN, turned_THD = jnp.split(q, [num_still := q.shape[-1] - num_turned], -1)
+    absorbed_THR = per_head("thn,nhr->thr", still_THN, up, slice(num_still))
+    out_THR = attend(jnp.concatenate([absorbed_THR, turned_THD], -1))
+    return per_head("thr,vhr->thv", out_THR, up, slice(num_still, None))
 
 
 def _decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> Array:
@@ -63,3 +97,6 @@ PLAIN = (
     Operation("plain JAX", latent_reference.attend),
 )
 LATENT_ATTENTION = (Operation("latent_decode", _decode, _refuses_decode), *PLAIN)
+# (batch, q [T, H, N + D], up, cache, spec, absorbed) -> [T, H, V]. No GPU has measured `EXPANDED`
+# yet, which is of `ops.expanded_latent`: put it here once it is faster.
+PROMPTS: tuple[Operation, ...] = ()
