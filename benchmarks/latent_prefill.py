@@ -21,8 +21,8 @@ from jaxrunner.bench.workloads import machine
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import unnoted
-from jaxrunner.ops import latent_attention
-from jaxrunner.ops.expanded_latent import EXPANDED
+from jaxrunner.ops.latent import attention as latent_attention
+from jaxrunner.ops.latent.expanded import EXPANDED
 from jaxrunner.types import Array, Batch, Inputs
 
 STILL, TURNED, VALUE, RANK, S = 128, 64, 128, 512, 64

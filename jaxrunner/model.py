@@ -86,6 +86,17 @@ class AdapterOps(NamedTuple):
     units: tuple[Operation, ...] = ()  # (y [T, 2, F], x, stack, place) -> a gated MLP's units
 
 
+class AttendLatent(Protocol):
+    """Attends to latents; see `Ops`."""
+
+    def __call__(
+        self, q: Array, latents: Array, up: Any, cache: Any, spec: AttentionSpec, *,
+        per_head: Callable[[str, Array, Any, slice], Array] = per_head,
+    ) -> tuple[Array, LatentCache | None]:  # fmt: skip
+        """Returns what `Ops` says. per_head: multiplies with `up`, as its operation does."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operations of a layer that kernels may run. `ops.backends` makes them for a batch.
@@ -127,9 +138,7 @@ class Ops:
     rotate_attend: Callable[
         [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
-    attend_latent: Callable[
-        [Array, Array, Any, LatentCache | None, AttentionSpec], tuple[Array, LatentCache | None]
-    ]
+    attend_latent: AttendLatent
     convolve: Callable[
         [Array, Array, Array | None, StateCache | None, int], tuple[Array, StateCache | None]
     ]

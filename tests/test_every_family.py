@@ -26,6 +26,8 @@ NEW_TOKENS, FEW = 64, 12
 # Of logprobs in float32, of logits up to about 10. A token may be less likely in float64 by so much
 # than another; with the weights that are drawn here none is.
 TOLERANCE = 1e-4
+# Gated delta nets in transformers' own float32 are 1.8e-4 from float64.
+DELTA_NETS, OF_DELTA_NETS = ("Qwen3Next", "Qwen3_5"), 2.5e-4
 SIZES: dict[str, Any] = dict(
     skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=8,
     max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,),
@@ -86,18 +88,19 @@ class Answers:
         told: list[Any] = [output.outputs[0] for output in outputs]
         self.cached = [output.num_cached_tokens for output in outputs]
         self.tokens = [list(one.token_ids) for one in told]
+        assert {len(new) for new in self.tokens} == {count}
         self.logprobs = [
             np.array([[row[token].logprob for token in sorted(row)] for row in one.logprobs])
             for one in told
         ]
 
-    def check(self, want: list[np.ndarray]) -> None:
+    def check(self, want: list[np.ndarray], tolerance: float) -> None:
         """Compares with logits in float64 of what follows each prompt, [N, V]."""
         for tokens, logprobs, rows in zip(self.tokens, self.logprobs, want, strict=True):
             rows = scipy.special.log_softmax(rows[: len(tokens)], -1)
             likely = rows[range(len(tokens)), tokens]
-            assert (likely > rows.max(-1) - TOLERANCE).all()
-            np.testing.assert_allclose(logprobs, rows, atol=TOLERANCE)
+            assert (likely > rows.max(-1) - tolerance).all()
+            np.testing.assert_allclose(logprobs, rows, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     case = CASES[variant]
     module = case.save(tmp_path)
     num_blocks, by_length = read(tmp_path)
-    sizes = SIZES | dict(num_blocks=num_blocks)
+    sizes: dict[str, Any] = SIZES | dict(num_blocks=num_blocks)
     if variant in KEPT.values():
         sizes |= CHECKPOINTS
     with LLM(tmp_path, **sizes) as llm:
@@ -124,6 +127,7 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     texts = [prompt + new for prompt, new in zip(PROMPTS, told.tokens, strict=True)]
     exact = logits(module, texts, [*LENGTHS])
     exact = [rows[start - 1 : -1] for rows, start in zip(exact, LENGTHS, strict=True)]
-    told.check(exact)
-    in_chunks.check(exact)
-    again.check([rows[cut:] for rows, cut in zip(exact, cuts, strict=True)][::-1])
+    tolerance = OF_DELTA_NETS if case.architecture.startswith(DELTA_NETS) else TOLERANCE
+    told.check(exact, tolerance)
+    in_chunks.check(exact, tolerance)
+    again.check([rows[cut:] for rows, cut in zip(exact, cuts, strict=True)][::-1], tolerance)

@@ -20,8 +20,10 @@ from jaxrunner.loading.declared import abstract_params
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Operation, unnoted
-from jaxrunner.ops import backends, expanded_latent, latent_attention
-from jaxrunner.ops.expanded_latent import EXPANDED, expanded, refuses
+from jaxrunner.ops import backends
+from jaxrunner.ops.latent import attention as latent_attention
+from jaxrunner.ops.latent import expanded as expanded_latent
+from jaxrunner.ops.latent.expanded import EXPANDED, expanded, refuses
 from jaxrunner.program import Bucket, Program
 from jaxrunner.sampling import RULES
 from tests.support import oracles
@@ -65,12 +67,14 @@ def test_prompts_see_what_absorbed_ones_see(case, monkeypatch):
             np.testing.assert_allclose(got[tokens], want, atol=1e-5)
 
 
-def refused(spec: AttentionSpec = SPEC, **changes: Any) -> str:
-    batch = replace(Problem("prefill", "float32").batch, query_len=changes.pop("query_len", 0))
-    sizes = dict(T=512, V=VALUE, dtype="bfloat16", scale=None, up=None) | changes
-    q = jnp.zeros((sizes["T"], HEADS, STILL + 3), jnp.bfloat16)
-    up = sizes["up"] or jnp.zeros((STILL + sizes["V"], HEADS, RANK), jnp.bfloat16)
-    cache = LatentCache(latents=jnp.zeros((2, 4, RANK + 3), jnp.bfloat16), scale=sizes["scale"])
+def refused(
+    *, spec: AttentionSpec = SPEC, T: int = 512, V: int = VALUE, query_len: int = 0,
+    up: Any = None, scale: Any = None,
+) -> str:  # fmt: skip
+    batch = replace(Problem("prefill", "float32").batch, query_len=query_len)
+    q = jnp.zeros((T, HEADS, STILL + 3), jnp.bfloat16)
+    up = jnp.zeros((STILL + V, HEADS, RANK), jnp.bfloat16) if up is None else up
+    cache = LatentCache(latents=jnp.zeros((2, 4, RANK + 3), jnp.bfloat16), scale=scale)
     return str(refuses(batch, q, up, cache, spec, lambda batch, q: q))
 
 

@@ -23,7 +23,6 @@ from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import (
     cpu_attention,
     experts,
-    latent_attention,
     products,
     recurrence,
     routing,
@@ -32,6 +31,7 @@ from jaxrunner.ops import (
 )
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
+from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.plain import add_rms_norm, norm_heads, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
@@ -194,7 +194,7 @@ def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
 def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) -> str | None:
     """Says why kernels do not attend to what a cache group keeps; None if they do."""
     if group.kind.leaves is not LayerCache:
-        return None  # `ops.latent_attention`, or the model's own layers, read it
+        return None  # `ops.latent.attention`, or the model's own layers, read it
     H, K, D = ((model.dims | group.kind.dims)[axis] for axis in "HKD")
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
     shape = group.num_blocks, K, group.block_size // interleave_of(model).parts, D

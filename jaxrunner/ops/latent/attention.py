@@ -98,5 +98,5 @@ PLAIN = (
 )
 LATENT_ATTENTION = (Operation("latent_decode", _decode, _refuses_decode), *PLAIN)
 # (batch, q [T, H, N + D], up, cache, spec, absorbed) -> [T, H, V]. No GPU has measured `EXPANDED`
-# yet, which is of `ops.expanded_latent`: put it here once it is faster.
+# yet, of `ops.latent.expanded`: put it here once it is faster.
 PROMPTS: tuple[Operation, ...] = ()
