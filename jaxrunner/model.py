@@ -86,6 +86,17 @@ class AdapterOps(NamedTuple):
     units: tuple[Operation, ...] = ()  # (y [T, 2, F], x, stack, place) -> a gated MLP's units
 
 
+class AttendLatent(Protocol):
+    """Attends to latents; see `Ops`."""
+
+    def __call__(
+        self, q: Array, latents: Array, up: Any, cache: Any, spec: AttentionSpec, *,
+        per_head: Callable[[str, Array, Any, slice], Array] = per_head,
+    ) -> tuple[Array, LatentCache | None]:  # fmt: skip
+        """Returns what `Ops` says. per_head: multiplies with `up`, as its operation does."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operations of a layer that kernels may run. `ops.backends` makes them for a batch.
@@ -94,8 +105,10 @@ class Ops:
         keys and values where serving does, then attends; a trainer has no cache.
     rotate_attend: (qkv [T, K, P, D], heads, cache, spec) -> as `attend`, of packed projections
         that are to be normed and rotated first; `split_heads` and `attend`, in fewer launches.
-    attend_latent: (q [T, H, D], latents [T, D], cache, spec) -> (out [T, H, spec.value_dim],
-        cache). Stores latents as `attend` does keys, then attends: all heads to one key a token.
+    attend_latent: (q [T, H, N + D], latents [T, R + D], up [N + V, H, R], cache, spec) -> (out
+        [T, H, V], cache). Stores latents as `attend` does keys, then attends: a head's keys and
+        values are products of the first R numbers, `spec.value_dim`, with `up`, and each key ends
+        with the others, that all heads share.
     convolve: (x [T, C], weight [C, W], bias [C] or None, cache, group) -> (y [T, C], cache). Each
         channel's sum over a token and the W - 1 before it, which a `StateCache` holds.
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
@@ -125,9 +138,7 @@ class Ops:
     rotate_attend: Callable[
         [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
-    attend_latent: Callable[
-        [Array, Array, LatentCache | None, AttentionSpec], tuple[Array, LatentCache | None]
-    ]
+    attend_latent: AttendLatent
     convolve: Callable[
         [Array, Array, Array | None, StateCache | None, int], tuple[Array, StateCache | None]
     ]

@@ -1,6 +1,5 @@
 """What holds for every test: strict JAX, eight fake devices, no network."""
 
-import ctypes
 import gc
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -30,7 +29,8 @@ import pytest
 from safetensors.flax import load_file, save_file
 
 from jaxrunner import embedded
-from jaxrunner.device import lowering, parts
+from jaxrunner.device import parts
+from tests.support import executables
 
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -75,22 +75,8 @@ def pytest_configure(config):
 def few_executables():
     """Forgets executables where they are too many; until then modules share what they lower."""
     yield
-    if is_crowded():
-        lowering._lower.cache_clear()
-        jax.clear_caches()
-        gc.collect()
-        # What is free would count as held, and each module to come would forget all once more.
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)
-
-
-def is_crowded():
-    """Returns whether this process maps much memory, of 65,530 parts at most, or holds 3 GiB."""
-    process = Path("/proc/self")
-    if not process.exists():
-        return True
-    resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resident > 3 << 30 or (process / "maps").read_bytes().count(b"\n") > 40_000
+    if executables.are_many():
+        executables.forget()
 
 
 def pytest_collection_finish():

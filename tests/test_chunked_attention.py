@@ -224,30 +224,6 @@ def test_preempted_and_alone_requests_keep_a_chunk_and_tell_the_tokens_of_transf
         assert [spec.attention_chunk_size for spec in specs] == [CHUNK, None]
 
 
-def test_the_text_half_of_a_model_that_sees_is_read(mixtures, tmp_path):
-    import torch
-    import transformers
-
-    text = mixtures.model("llama 4").config.to_dict()
-    tower = dict(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        image_size=8, patch_size=4, vision_output_dim=16, projector_input_dim=16,
-        projector_output_dim=16,
-    )  # fmt: skip
-    config = transformers.Llama4Config(text_config=text, vision_config=tower)
-    torch.manual_seed(0)
-    module = transformers.Llama4ForConditionalGeneration(config).eval()
-    for name, weight in module.named_parameters():
-        torch.nn.init.normal_(weight.data, 1.0 if "norm" in name else 0.0, 0.3)
-    module.save_pretrained(tmp_path)
-    prompt = np.random.default_rng(1).integers(1, 62, 20).tolist()
-    with LLM(str(tmp_path), **SIZES) as llm:
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        (output,) = llm.generate(dict(prompt_token_ids=prompt), params, use_tqdm=False)
-    new = list(output.outputs[0].token_ids)
-    assert new == likeliest(module.language_model, prompt + new)[len(prompt) - 1 : -1]
-
-
 SETTINGS = dict(
     architectures=["Llama4ForCausalLM"], hidden_size=36, num_hidden_layers=4, vocab_size=62,
     num_attention_heads=6, num_key_value_heads=2, intermediate_size=44,

@@ -78,18 +78,15 @@ def python(folder: str) -> list[Path]:
     return list((ROOT / folder).rglob("*.py"))
 
 
-def test_every_family_has_a_row_that_names_its_tests():
+def test_every_family_has_a_row():
     """Decoders in the one page, encoders in the other; a row's names may end alike."""
-    rows = re.findall(r"^\| (`\w+`.*) \| .* \| (`test_.*`) \|$", read("docs/models.md"), re.M)
-    named = " ".join(names for names, _ in rows)
+    rows = re.findall(r"^\| (`\w+`[^|]*) \|", read("docs/models.md"), re.M)
+    named = " ".join(rows)
     assert "and both `...ForConditionalGeneration`" in named
     decoders = [name for name, model in FAMILIES.items() if model.samples]
     both = {f"{name.removesuffix('ForCausalLM')}ForConditionalGeneration" for name in decoders}
     missing = [n for n in decoders if f"`{n}`" not in named and n not in both]
     assert not missing and len(rows) > 35
-    files = {file for _, of in rows for file in re.findall(r"`(\w+\.py)`", of)}
-    assert all(TESTS.joinpath(file).is_file() for file in files)
-    assert {"test_families.py", "test_hybrids.py", "test_mixtures.py", "test_models.py"} <= files
     encoders = read("docs/pooling_models.md")
     stems = [n.removesuffix("Model") for n, m in FAMILIES.items() if not m.samples]
     assert all(f"`{stem}`" in encoders or f"`{stem}Model`" in encoders for stem in stems)

@@ -30,13 +30,15 @@ from tests.support.lowering import cuda, lowers
 from tests.test_reference import CASES, Problem
 
 SPEC = AttentionSpec(0, None, 0.3, value_dim=5)
+# Keys and values of each of six heads are the latents themselves: [N + V, H, R].
+UP = np.tile(np.eye(5, dtype=np.float32)[:, None], (2, 6, 1))
 LITE = PRESETS["deepseek_v2_lite"].config
 
 
 @partial(jax.jit, static_argnames="spec")
 def run(batch, q, latents, cache, spec):
     ops = backends.paged(batch)
-    return ops.attend_latent(q, latents, cache, spec)
+    return ops.attend_latent(q, latents, jnp.asarray(UP), cache, spec)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from jaxrunner.kernels_pallas import latent_reference
 from jaxrunner.kernels_pallas.latent_decode import latent_decode, refuses
 from jaxrunner.kernels_pallas.latent_shares import of_part, share_out
 from jaxrunner.model import AttentionSpec
-from jaxrunner.ops import latent_attention
-from jaxrunner.ops.latent_attention import LATENT_ATTENTION
+from jaxrunner.ops.latent import attention as latent_attention
+from jaxrunner.ops.latent.attention import LATENT_ATTENTION
 from tests.support import oracles
 from tests.support.lowering import lowers
 from tests.test_reference import Problem

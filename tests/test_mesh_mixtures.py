@@ -1,24 +1,22 @@
 """Mixtures of every family on meshes, and with drafts there: tokens are those of transformers."""
 
 from collections.abc import Iterator
-import gc
 import itertools
 from typing import Any
 
-import jax
 import pytest
 from test_mixtures import PROMPTS, SIZES, greedy, logits_of, tokens, variants
 
 from jaxrunner import LLM
-from jaxrunner.device import lowering
+from tests.support import executables
 
 pytestmark = [pytest.mark.slow, pytest.mark.devices(4)]
 NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
 EXPERTS: dict[str, Any] = dict(tensor_parallel_size=2, enable_expert_parallel=True)
 MESHES: dict[str, dict[str, Any]] = {
     "drafts": EXPERTS | dict(speculative_config=NGRAM),
-    "tensor": dict(tensor_parallel_size=2),
     "replicas of experts": EXPERTS | dict(data_parallel_size=2),
+    "tensor": dict(tensor_parallel_size=2),
 }
 
 
@@ -26,9 +24,7 @@ MESHES: dict[str, dict[str, Any]] = {
 def few_maps() -> Iterator[None]:
     """Forgets executables: those of all variants are more than a process can map."""
     yield
-    lowering._lower.cache_clear()
-    jax.clear_caches()
-    gc.collect()
+    executables.forget()
 
 
 @pytest.mark.parametrize(("variant", "mesh"), [*zip(variants(), itertools.cycle(MESHES))])

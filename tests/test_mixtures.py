@@ -1,4 +1,4 @@
-"""Mixtures of experts: every family against transformers, token for token."""
+"""Mixtures of experts: bits, a trainer's logits, devices, weights, and what is refused."""
 
 import functools
 from types import SimpleNamespace
@@ -33,7 +33,6 @@ SIZES: dict[str, Any] = dict(
     token_buckets=(64,), decode_buckets=(16,), skip_tokenizer_init=True, warm_up=False,
     cache_dir=None,
 )  # fmt: skip
-NEW_TOKENS = dict(qwen3=40)  # 16 of other variants
 
 
 @pytest.fixture(scope="module")
@@ -72,39 +71,18 @@ def logits_of(model, ids):
         return model(torch.tensor([ids])).logits[0].numpy()
 
 
-# Three kinds of attention: without windows, latent, with windows and sinks. The others differ from
-# these in what their logits show.
-QUICK = "qwen3", "deepseek v3", "gpt-oss"
 # What is cut, beside the experts.
 CUTS = {
     "deepseek v3": {},
-    "gpt-oss": {},
     "gpt-oss, one key": dict(decode_context_parallel_size=2),
-    "llama 4": {},
     "llama 4, ragged chunks, two experts": dict(decode_context_parallel_size=2),
-    "olmoe": {},
     "olmoe, one key": dict(decode_context_parallel_size=2),
-    "qwen2": {},
 }
 
 
 def some_slow(names, quick):
     """Returns names, of which those but `quick` take time and tell little more."""
     return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in names]
-
-
-@pytest.mark.parametrize("variant", some_slow(variants(), QUICK))
-def test_tokens_equal_those_of_transformers(variant, saved):
-    """16 prompts at once, in chunks; then again from cached prefixes, in another order."""
-    made, count = saved(variant), NEW_TOKENS.get(variant, 16)
-    with LLM(str(made.folder), **SIZES) as llm:
-        first = tokens(greedy(llm, PROMPTS, count))
-        again = greedy(llm, PROMPTS[::-1], count)
-    assert first == tokens(again)[::-1] and again[0].num_cached_tokens > 40
-    # Each token is the likeliest one after those before it: by induction, what generate gives.
-    for prompt, output in zip(PROMPTS, first, strict=True):
-        want = logits_of(made.model, prompt + output)[len(prompt) - 1 : -1].argmax(-1)
-        assert output == want.tolist()
 
 
 def test_logprobs_are_the_same_bits_whatever_else_is_computed(saved):
@@ -122,7 +100,7 @@ def test_logprobs_are_the_same_bits_whatever_else_is_computed(saved):
             assert told(llm.generate(prompt, params, use_tqdm=False)[0]) == told(out)
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", ["qwen3", "deepseek v3", "gpt-oss", "llama 4"])
 def test_logits_equal_those_in_float64(variant, saved):
     """By the operations of a trainer, which have a gradient."""
     made, ids = saved(variant), PROMPTS[-1]

@@ -233,9 +233,3 @@ PROMPTS_ELSEWHERE: dict[str, Elsewhere] = {
         "contents reach the template as text", ("auto", "string")
     ),
 }
-POOLING_ELSEWHERE = PROMPTS_ELSEWHERE | {
-    "lora_request": Elsewhere(
-        "models that pool take no adapters; merge one into the checkpoint, as PEFT's "
-        "merge_and_unload does"
-    )
-}

@@ -9,10 +9,11 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.api.validation import shown
+from jaxrunner.heads.pooled import PooledConfig
 from jaxrunner.linear import Linear
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_modules import EMBED, HEAD, TIED_HEAD
-from jaxrunner.lora.stacks import TARGET, name_of, per_head
+from jaxrunner.lora.stacks import BASE, TARGET, name_of, per_head
 from jaxrunner.model import Source
 from jaxrunner.parallel.kv_heads import copied_sources
 from jaxrunner.parallel.mesh import TENSOR
@@ -35,7 +36,7 @@ class Places(NamedTuple):
 def find_products(model: Any, config: Any) -> tuple[Product, ...]:
     """Returns the products of layers, by their paths in the params.
 
-    Experts of a mixture are none, nor is a head.
+    Experts of a mixture are none, nor is a head, nor a layer behind a pooling.
     """
     kept = dict(_linears(model, config))
     shapes = _shapes(model, config)
@@ -129,8 +130,9 @@ def _linears(model: Any, config: Any) -> list[tuple[str, Source]]:
 
 def _float_sources(model: Any, config: Any) -> tuple[str, Any]:
     """Returns where weights lie in the params, and their sources in a checkpoint of floats."""
-    if isinstance(config, DraftedConfig):
-        return TARGET, _float_sources(config.model, config.target)[1]
+    if (part := _part(config)) is not None:
+        prefix, own, below = part
+        return prefix, _float_sources(own, below)[1]
     if isinstance(config, StageConfig):
         config = config.shards[config.rank]
     whole, family = getattr(config, "whole", config), model
@@ -141,6 +143,15 @@ def _float_sources(model: Any, config: Any) -> tuple[str, Any]:
     if isinstance(config, ShardedConfig):
         return "", copied_sources(family, whole, config.mesh.shape[TENSOR])
     return "", family.sources(whole)
+
+
+def _part(config: Any) -> tuple[str, Any, Any] | None:
+    """Returns where the params of a model hold those of the one with layers, and which it is."""
+    if isinstance(config, DraftedConfig):
+        return TARGET, config.model, config.target
+    if isinstance(config, PooledConfig):
+        return BASE, config.model, config.base
+    return None
 
 
 def _has_modules(node: Any) -> bool:
@@ -163,11 +174,10 @@ def _shapes(model: Any, config: Any) -> dict[str, tuple[tuple[int, ...], tuple[i
             found[prefix + path] = out, inner
         return Linear, given, dims
 
-    drafted = isinstance(config, DraftedConfig)
-    prefix, params = (TARGET, config.model.params) if drafted else ("", model.params)
-    dims = config.target.dims if drafted else config.dims
+    prefix, model, config = _part(config) or ("", model, config)
+    dims = config.dims
     kinds = dims.get("kinds", {}) | {Linear: note}
-    tree = pytree.abstract(params, {**dims, "kinds": kinds, "param": "float32"})
+    tree = pytree.abstract(model.params, {**dims, "kinds": kinds, "param": "float32"})
     of_heads = {prefix + path: (w.shape[:-1], w.shape[-1:]) for path, w in per_head(tree).items()}
     return found | of_heads
 

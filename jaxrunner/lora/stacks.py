@@ -16,7 +16,8 @@ from jaxrunner.parallel.mesh import mesh_axis, shardings
 from jaxrunner.parallel.stages import is_last, own_part, rank_of
 from jaxrunner.program import Program
 
-TARGET = "target."  # before paths in the params of a model with a drafter
+# Before paths in the params of a model with a drafter, and of one that pools: `pytree.part`.
+TARGET, BASE = "target.", "base."
 SAVED = "saved "  # before fields that adapters have instead
 Stacks = dict[str, Any]  # of `Stack`, by path, and of `SavedModule`
 
@@ -27,7 +28,8 @@ def abstract_stacks(program: Program) -> Stacks:
 
     Of a stage of a pipeline these are those of its layers.
     """
-    products = {product.path.removeprefix(TARGET): product for product in program.lora}
+    paths = {product.path: product for product in program.lora}
+    products = {path.removeprefix(TARGET).removeprefix(BASE): of for path, of in paths.items()}
     kind = functools.partial(_stand_in, products, program.engine.max_lora_rank)
     kinds = program.dims.get("kinds", {}) | {Linear: kind}
     dims = program.dims | dict(kinds=kinds, lora_places=program.engine.max_loras)

@@ -23,7 +23,6 @@ from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import (
     cpu_attention,
     experts,
-    latent_attention,
     products,
     recurrence,
     routing,
@@ -32,6 +31,7 @@ from jaxrunner.ops import (
 )
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
+from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.plain import add_rms_norm, norm_heads, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
@@ -121,12 +121,14 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)
         return run_first("attention", ATTENTION, batch, q, cache, spec, note=note), cache
 
+    latent = latent_attention.LATENT_ATTENTION, batch, note
+    attend_latent = functools.partial(
+        latent_attention.attend_latent, *latent, prompts=latent_attention.PROMPTS
+    )
     return Ops(
         attend=attend,
         rotate_attend=rotate_attend,
-        attend_latent=functools.partial(
-            latent_attention.attend_latent, latent_attention.LATENT_ATTENTION, batch, note
-        ),
+        attend_latent=attend_latent,
         linear=functools.partial(products.linear, note=note),
         project=functools.partial(products.project, note=note),
         mlp=functools.partial(products.mlp, note=note),
@@ -192,7 +194,7 @@ def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
 def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) -> str | None:
     """Says why kernels do not attend to what a cache group keeps; None if they do."""
     if group.kind.leaves is not LayerCache:
-        return None  # `ops.latent_attention`, or the model's own layers, read it
+        return None  # `ops.latent.attention`, or the model's own layers, read it
     H, K, D = ((model.dims | group.kind.dims)[axis] for axis in "HKD")
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
     shape = group.num_blocks, K, group.block_size // interleave_of(model).parts, D

@@ -12,10 +12,11 @@ from jaxrunner.api.outputs import RequestOutput
 from jaxrunner.api.validation import shown
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.progress import Bar
-from jaxrunner.engine.requested_prompts import one_each, read_asked
+from jaxrunner.engine.requested_prompts import one_each, read_adapters, read_asked
 from jaxrunner.heads.late_interaction import QueryCache, max_sim, query_of
 from jaxrunner.heads.pooled import POOLED, POSITIONS, PooledConfig
 from jaxrunner.loading import llm_arguments
+from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.pooling import late_interaction, steps
 from jaxrunner.pooling.activations import ACTIVATIONS
 from jaxrunner.pooling.outputs import (
@@ -32,6 +33,7 @@ from jaxrunner.pooling.pairs import Texts, paired, read_pairs
 from jaxrunner.pooling.params import PooledRequest, PoolingParams
 
 Params = PoolingParams | Sequence[PoolingParams] | None
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class PoolingMethods:
@@ -45,14 +47,16 @@ class PoolingMethods:
         """Queries that `LateInteractionParams` keep from call to call."""
         return QueryCache()
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def encode(
         self, prompts: Any, pooling_params: Params = None, *, use_tqdm: Bar = True,
         pooling_task: str | None = None, truncate_prompt_tokens: int | None = None,
+        lora_request: Adapters = None,
     ) -> list[PoolingRequestOutput]:  # fmt: skip
         """Returns what is pooled of each prompt: [X], or [tokens, X] of tasks `token_...`.
 
         pooling_task: the one that the LLM was made for, or None.
+        lora_request: an adapter for all prompts, or one or None for each.
 
         Raises:
           TypeError, ValueError: a prompt or a parameter is bad, or the LLM has another task.
@@ -63,37 +67,43 @@ class PoolingMethods:
                 f"pooling_task={shown(pooling_task)} is not what this LLM was made for, which is "
                 f"{config.task!r}: make one with pooler_config={{'task': ...}}"
             )
-        return self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+        return self._pool(
+            prompts, pooling_params, use_tqdm, truncate_prompt_tokens, adapters=lora_request
+        )
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def embed(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
-        truncate_prompt_tokens: int | None = None,
+        truncate_prompt_tokens: int | None = None, lora_request: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:  # fmt: skip
         """Returns the embedding of each prompt; raises as `encode`."""
         _config(self.engine.model_config, "embed", "embed")
-        found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+        found = self._pool(
+            prompts, pooling_params, use_tqdm, truncate_prompt_tokens, adapters=lora_request
+        )
         return [
             _as(EmbeddingRequestOutput, o, EmbeddingOutput(o.outputs.data.tolist())) for o in found
         ]
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def classify(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
-        truncate_prompt_tokens: int | None = None,
+        truncate_prompt_tokens: int | None = None, lora_request: Adapters = None,
     ) -> list[ClassificationRequestOutput]:  # fmt: skip
         """Returns how likely each class is of each prompt; raises as `encode`."""
         _config(self.engine.model_config, "classify", "classify")
-        found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+        found = self._pool(
+            prompts, pooling_params, use_tqdm, truncate_prompt_tokens, adapters=lora_request
+        )
         return [
             _as(ClassificationRequestOutput, o, ClassificationOutput(o.outputs.data.tolist()))
             for o in found
         ]
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def reward(
         self, prompts: Any, *, use_tqdm: Bar = True, pooling_params: Params = None,
-        truncate_prompt_tokens: int | None = None,
+        truncate_prompt_tokens: int | None = None, lora_request: Adapters = None,
     ) -> list[PoolingRequestOutput]:  # fmt: skip
         """Returns the reward of each prompt, [X], or of each of its tokens, [tokens, X].
 
@@ -101,20 +111,24 @@ class PoolingMethods:
         """
         _config(self.engine.model_config, "reward", "classify", "token_classify")
         raw = PoolingParams(use_activation=False) if pooling_params is None else pooling_params
-        return self._pool(prompts, raw, use_tqdm, truncate_prompt_tokens)
+        return self._pool(prompts, raw, use_tqdm, truncate_prompt_tokens, adapters=lora_request)
 
-    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.POOLING_ELSEWHERE)
+    @checked(llm_arguments.POOLING, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def score(
         self, data_1: Texts, data_2: Texts, *, use_tqdm: Bar = True,
         pooling_params: PoolingParams | None = None, truncate_prompt_tokens: int | None = None,
+        lora_request: Adapters = None,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         """Returns the score of each pair: of one text with each of several, or of two lists.
 
         A model with one class reads both texts of a pair; of embeddings it is the cosine, of those
         of tokens MaxSim (arXiv:2004.12832). Raises as `encode`.
+
+        lora_request: an adapter for all pairs, or one or None for each.
         """
         config = _config(self.engine.model_config, "score", "classify", "embed", "token_embed")
         pairs = read_pairs(data_1, data_2)
+        adapters = read_adapters(lora_request, len(pairs))
         if getattr(pooling_params, "late_interaction_params", None) is not None:
             raise ValueError(
                 "late_interaction_params are of encode, and score compares pairs by itself: leave "
@@ -129,21 +143,27 @@ class PoolingMethods:
             tokenizer = self.completions.tokenizer
             both = [paired(tokenizer, *pair, as_pair=config.pairs) for pair in pairs]
             prompts, firsts = [prompt for prompt, _ in both], [first for _, first in both]
-            found = self._pool(prompts, pooling_params, use_tqdm, truncate_prompt_tokens, firsts)
+            found = self._pool(
+                prompts, pooling_params, use_tqdm, truncate_prompt_tokens, firsts, adapters
+            )
             return [_scored(one, float(one.outputs.data[0])) for one in found]
         if pooling_params is None:
             pooling_params = PoolingParams(use_activation=True)
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is read once
-        outputs = self._pool(texts, pooling_params, use_tqdm, truncate_prompt_tokens)
+        ids = [0 if adapter is None else adapter.lora_int_id for adapter in adapters]
+        ends = [[(text, i) for text in pair] for pair, i in zip(pairs, ids, strict=True)]
+        known = dict(zip(ids, adapters, strict=True))
+        texts = list(dict.fromkeys(end for both in ends for end in both))  # each is read once
+        outputs = self._pool(
+            [text for text, _ in texts], pooling_params, use_tqdm, truncate_prompt_tokens,
+            adapters=[known[i] for _, i in texts],
+        )  # fmt: skip
         of = dict(zip(texts, outputs, strict=True))
         if config.task == "embed":
-            products = [float(of[a].outputs.data @ of[b].outputs.data) for a, b in pairs]
+            products = [float(of[a].outputs.data @ of[b].outputs.data) for a, b in ends]
         else:
-            queries = {a: query_of(of[a].outputs.data) for a in dict.fromkeys(a for a, _ in pairs)}
-            products = max_sim(
-                [queries[a] for a, _ in pairs], [of[b].outputs.data for _, b in pairs]
-            )
-        return [_scored(of[b], score) for (_, b), score in zip(pairs, products, strict=True)]
+            queries = {a: query_of(of[a].outputs.data) for a in dict.fromkeys(a for a, _ in ends)}
+            products = max_sim([queries[a] for a, _ in ends], [of[b].outputs.data for _, b in ends])
+        return [_scored(of[b], score) for (_, b), score in zip(ends, products, strict=True)]
 
     def _pool(
         self,
@@ -152,6 +172,7 @@ class PoolingMethods:
         use_tqdm: Bar,
         truncate: int | None,
         firsts: Sequence[int | None] | None = None,
+        adapters: Adapters = None,
     ) -> list[PoolingRequestOutput]:
         """Returns what is pooled of each prompt, activated as its parameters say.
 
@@ -169,7 +190,7 @@ class PoolingMethods:
         asked = [
             _sampling(*x, config) for x in zip(many, firsts or [None] * len(many), strict=True)
         ]
-        queued = read_asked(prompts, asked, None)
+        queued = read_asked(prompts, asked, None, adapters)
         late = [one.late_interaction_params for one in many]
         late_interaction.check(self.queries, late, config.task)
         try:

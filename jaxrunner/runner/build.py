@@ -149,11 +149,6 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
         check_own(mesh, asked, "say a number, as 'auto' goes by measured times")
     if speculator is not None and not model.samples:
         raise ValueError("runner='pooling' drafts no tokens: leave out speculative_config")
-    if config.enable_lora and not model.samples:
-        raise ValueError(
-            "runner='pooling' takes no adapters: leave out enable_lora, and merge one into the "
-            "checkpoint, as PEFT's merge_and_unload does"
-        )
     if config.num_decode_steps > 1 and model.heads:
         raise ValueError(
             f"num_decode_steps={config.num_decode_steps} needs a model without heads, "

@@ -1,8 +1,7 @@
 """Multi-head latent attention in the layers of a mixture. arXiv:2405.04434.
 
 A token's keys and values of all heads are products of one latent, which alone is cached, and a
-rotated key that all heads share. Prompts and decode steps run alike, absorbed: a head's queries are
-multiplied with what would make its keys of latents, and attend to the latents themselves.
+rotated key that all heads share. `ops.attend_latent` makes them, or runs absorbed.
 """
 
 from dataclasses import dataclass
@@ -85,14 +84,12 @@ class LatentLayer(FeedForward):
             x = rms_norm(ops.linear(h, self.q_down), self.q_norm, LATENT_EPS)
         q_THD, kv_TD = ops.linear(x, self.q), ops.linear(h, self.kv_down)
         still_THN, turned_THD = jnp.split(q_THD, [num_still], -1)
-        absorbed_THR = ops.per_head("thn,nhr->thr", still_THN, self.kv_up, slice(num_still))
         latent_TR = rms_norm(kv_TD[:, :rank], self.kv_norm, LATENT_EPS)
         key_TD = rotate(kv_TD[:, None, rank:], *turn)[:, 0]
-        q_THD = jnp.concatenate([absorbed_THR, rotate(turned_THD, *turn)], -1)
+        q_THD = jnp.concatenate([still_THN, rotate(turned_THD, *turn)], -1)
         latents_TD = jnp.concatenate([latent_TR, key_TD], -1)
         spec = spec._replace(scale=config.softmax_scale, value_dim=rank)
-        out_THR, cache = ops.attend_latent(q_THD, latents_TD, cache, spec)
-        out_THV = ops.per_head("thr,vhr->thv", out_THR, self.kv_up, slice(num_still, None))
+        out_THV, cache = ops.attend_latent(q_THD, latents_TD, self.kv_up, cache, spec)
         return ops.project(out_THV, self.o), cache
 
 

@@ -1,5 +1,9 @@
 """The independent reference: transformers with PyTorch on the CPU, in float32."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 import transformers
@@ -26,19 +30,9 @@ def logits(torch_model, ids) -> np.ndarray:
         return torch_model(torch.tensor([ids])).logits[0].numpy()
 
 
-def greedy(torch_model, ids, count: int) -> list[int]:
-    """Returns what `generate` appends to a prompt, one sequence at a time."""
-    reset_rope(torch_model)
-    mask = torch.ones(1, len(ids), dtype=torch.long)
-    out = torch_model.generate(
-        torch.tensor([ids]), attention_mask=mask, max_new_tokens=count, do_sample=False,
-        pad_token_id=0,
-    )  # fmt: skip
-    return out[0, len(ids) :].tolist()
-
-
-def reset_rope(torch_model) -> None:
-    """Forgets the longest sequence seen: dynamic scaling would carry it to the next one."""
-    rotary = torch_model.model.rotary_emb
-    rotary.max_seq_len_cached = rotary.original_max_seq_len
-    rotary.inv_freq = rotary.original_inv_freq
+def save(variant: str, folder: Path) -> Any:
+    """Writes a variant's checkpoint. Returns its module."""
+    made = model(variant)
+    made.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(families.settings(variant)))
+    return made

@@ -81,6 +81,8 @@ TOWER = dict(
     depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, out_hidden_size=48,
     num_position_embeddings=16,
 )  # fmt: skip
+# Families that have a vision tower, and the variant of their text model.
+BESIDE_TOWERS = dict(Qwen3_5="qwen 3.5", Qwen3_5Moe="qwen 3.5, experts")
 CONFIGS = dict(Qwen3_5="Qwen3_5TextConfig", Qwen3_5Moe="Qwen3_5MoeTextConfig")
 
 

@@ -1,9 +1,11 @@
 """Tiny mixtures of every family, made by transformers with weights that spread the routes."""
 
+from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+import pytest
+
+from tests.support.checkpoints import NEEDS_TORCH
 
 BASE: dict[str, Any] = dict(
     hidden_size=36, intermediate_size=44, num_hidden_layers=2, num_attention_heads=6,
@@ -62,18 +64,47 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", LOCAL | dict(sliding_window=6, rope_parameters=YARN)),
 }  # fmt: skip
 CONFIGS = dict(Llama4="Llama4TextConfig")
+TOWER = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+    patch_size=4, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16,
+)  # fmt: skip
 
 
 def model(variant: str) -> Any:
     """Returns the model of a variant, whose weights are large enough that experts matter."""
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     family, changes = VARIANTS[variant]
     torch.manual_seed(0)
     name = CONFIGS.get(family, f"{family}Config")
     config = getattr(transformers, name)(**BASE | changes)
-    made = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return _with_weights(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+
+
+def _with_weights(made: Any) -> Any:
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     made.set_experts_implementation("eager")  # others have no float64
     buffers = (pair for pair in made.named_buffers() if "correction" in pair[0])
     for name, weight in (*made.named_parameters(), *buffers):
         middle, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
         torch.nn.init.normal_(weight.data, middle, spread)
     return made
+
+
+def save(variant: str, folder: Path) -> Any:
+    """Writes a variant's checkpoint. Returns its module."""
+    made = model(variant)
+    made.save_pretrained(folder)
+    return made
+
+
+def save_beside_tower(folder: Path) -> Any:
+    """Writes a Llama 4 that has a vision tower. Returns the module of its text model."""
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
+    text = transformers.Llama4TextConfig(**BASE | VARIANTS["llama 4"][1]).to_dict()
+    torch.manual_seed(0)
+    config = transformers.Llama4Config(text_config=text, vision_config=TOWER)
+    made = _with_weights(transformers.Llama4ForConditionalGeneration(config).eval())
+    made.save_pretrained(folder)
+    return made.language_model

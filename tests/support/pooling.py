@@ -29,6 +29,7 @@ MODERN = ENCODER | dict(local_attention=8, pad_token_id=0, bos_token_id=1, eos_t
 KINDS: dict[str, dict[str, Any]] = dict(
     Bert=ENCODER, Roberta=ENCODER, XLMRoberta=ENCODER, ModernBert=MODERN, Gemma3Text=GEMMA
 )
+ENCODERS = ("BertModel", "RobertaModel", "XLMRobertaModel", "ModernBertModel", "Gemma3TextModel")
 ENGINE: dict[str, Any] = dict(
     max_num_seqs=3, max_num_batched_tokens=16, token_buckets=(16,), decode_buckets=(3,),
     num_blocks=24, block_size=16, dtype="float32", use_tqdm=False, warm_up=False, cache_dir=None,

@@ -62,10 +62,11 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
             return ops.add_norm(x, residual.all(), weight, eps)
         return norm_kernel.add_rms_norm(x, residual.parts, weight, more, eps=eps)
 
+    per_head = functools.partial(_per_head, ops, places)
     return replace(
-        ops, linear=linear, project=project, mlp=mlp, add_norm=add_norm,
+        ops, linear=linear, project=project, mlp=mlp, add_norm=add_norm, per_head=per_head,
         plain_linear=functools.partial(_plain_linear, ops, places),
-        per_head=functools.partial(_per_head, ops, places),
+        attend_latent=functools.partial(ops.attend_latent, per_head=per_head),
     )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Latent attention, absorbed and by keys and values of each head."""
