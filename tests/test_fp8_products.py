@@ -85,6 +85,6 @@ def test_other_products_are_refused_in_words(tokens: int, dtype: Any, scheme: Sc
     ],
 )
 def test_the_kernel_refuses_in_words(x: Any, x_scale: Any, weight: Any, words: str):
-    arrays = (jnp.zeros(of[:2], of[2]) for of in (x, x_scale, (*weight, FP8)))
+    tokens, x_scale, weight = (jnp.zeros(of[:2], of[2]) for of in (x, x_scale, (*weight, FP8)))
     with pytest.raises(ValueError, match=f"fp8_blocks wants .*{words}"):
-        fp8_blocks(*arrays, jnp.ones((2, 2)))
+        fp8_blocks(tokens, x_scale, weight, jnp.ones((2, 2)))
