@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.kernels_pallas.fp8_blocks import fp8_blocks
-from jaxrunner.ops.fp8_products import OF_BLOCKS
+from jaxrunner.ops.quantized_products import OF_FP8_BLOCKS
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
@@ -41,9 +41,9 @@ def test_the_oracle_of_the_kernel_is_what_plain_jax_computes():
 @pytest.mark.gpu
 def test_the_kernel_computes_what_plain_jax_does():
     w, x = weights(), jax.random.normal(jax.random.key(1), (512, 256), jnp.bfloat16)
-    assert OF_BLOCKS.refuses(x, w) is None
+    assert OF_FP8_BLOCKS.refuses(x, w) is None
     got, want = (
-        oracles.wide(jax.jit(run)(x, w)) for run in (OF_BLOCKS.run, lambda x, w: w.product(x))
+        oracles.wide(jax.jit(run)(x, w)) for run in (OF_FP8_BLOCKS.run, lambda x, w: w.product(x))
     )
     assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
 
@@ -51,9 +51,9 @@ def test_the_kernel_computes_what_plain_jax_does():
 @lowers
 def test_steps_of_many_tokens_are_served():
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    assert OF_BLOCKS.refuses(x, weights()) is None
+    assert OF_FP8_BLOCKS.refuses(x, weights()) is None
     with cuda():
-        text = jax.jit(OF_BLOCKS.run).trace(x, weights()).lower(lowering_platforms=("cuda",))
+        text = jax.jit(OF_FP8_BLOCKS.run).trace(x, weights()).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in text.as_text() and text.out_info.shape == (512, 2, 128)
 
 
@@ -71,7 +71,7 @@ def test_steps_of_many_tokens_are_served():
 )
 def test_other_products_are_refused_in_words(tokens: int, dtype: Any, scheme: Scheme, words: str):
     x: Any = jax.ShapeDtypeStruct((tokens, 256), dtype)
-    assert words in str(OF_BLOCKS.refuses(x, weights(scheme)))
+    assert words in str(OF_FP8_BLOCKS.refuses(x, weights(scheme)))
 
 
 @lowers
@@ -85,6 +85,6 @@ def test_other_products_are_refused_in_words(tokens: int, dtype: Any, scheme: Sc
     ],
 )
 def test_the_kernel_refuses_in_words(x: Any, x_scale: Any, weight: Any, words: str):
-    arrays = (jnp.zeros(of[:2], of[2]) for of in (x, x_scale, (*weight, FP8)))
+    tokens, x_scale, weight = (jnp.zeros(of[:2], of[2]) for of in (x, x_scale, (*weight, FP8)))
     with pytest.raises(ValueError, match=f"fp8_blocks wants .*{words}"):
-        fp8_blocks(*arrays, jnp.ones((2, 2)))
+        fp8_blocks(tokens, x_scale, weight, jnp.ones((2, 2)))

@@ -8,13 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import quantized_fit, quantized_matmul
+from jaxrunner.kernels_pallas import fp8_blocks, quantized_fit, quantized_matmul
+from jaxrunner.kernels_pallas.fp8_blocks import TERMS
 from jaxrunner.operation import Operation
+from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
 
 MANY = 16  # fp8 products want tokens, and both sides, in multiples
+FEWEST = 257  # tokens of products of fp8 blocks: for fewer, weights are widened as they are read
 
 
 def matrices(w: QuantizedLinear) -> tuple[Array, ...]:
@@ -117,6 +120,34 @@ def _refuses_fp8(x: Array, w: QuantizedLinear) -> str | None:
     return None
 
 
+def _fp8_blocks(x: Array, w: QuantizedLinear) -> Array:
+    """Multiplies fp8 with fp8, which share scales by runs of inputs."""
+    assert w.scheme.activation is not None
+    flat = x.reshape(x.shape[0], -1)
+    numbers, x_scale = rounded(flat, w.scheme.activation, w.input_scale, w.across)
+    weight, scale, *_ = matrices(w)
+    y = fp8_blocks.fp8_blocks(numbers.astype(E4M3), x_scale, weight, scale, dtype=x.dtype)
+    return w.outputs(y, None, x.dtype)
+
+
+def _refuses_fp8_blocks(x: Array, w: QuantizedLinear) -> str | None:
+    activation = w.scheme.activation
+    if w.scheme.code != E4M3 or activation is None or activation.code != E4M3:
+        return "wants weights and inputs in fp8"
+    if activation.group != TERMS or activation.static or w.zero is not None or w.order is not None:
+        return f"wants inputs of a token that share a scale by {TERMS}, and no zero points or order"
+    if x.shape[0] < FEWEST:
+        return f"is for at least {FEWEST} tokens, got {x.shape[0]}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"wants tokens in bfloat16 or float16, got {x.dtype}"
+    E, (weight, scale, *_) = math.prod(x.shape[1:]), jax.eval_shape(matrices, w)
+    numbers = jax.ShapeDtypeStruct((x.shape[0], E), E4M3)
+    x_scale = jax.ShapeDtypeStruct((x.shape[0], E // TERMS), jnp.float32)
+    return fp8_blocks.refuses(numbers, x_scale, weight, scale)
+
+
+# Not run on a GPU yet, and so not chosen: to choose it, it joins WHOLE and IN_PARTS.
+OF_FP8_BLOCKS = Operation("fp8_blocks", _fp8_blocks, _refuses_fp8_blocks)
 OF_FP8 = Operation("fp8 product", _fp8_product, _refuses_fp8)
 # Right on a GPU, and not chosen before their times are measured there: they go first, then.
 TILES = Operation("quantized_tile", _tiles, _refuses_tiles)
