@@ -23,7 +23,7 @@ from tests.support.every_family import CASES, logits
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 33, 40, 51, 60)
 PROMPTS = [np.random.default_rng(n).integers(1, 61, n).tolist() for n in LENGTHS]
 NEW_TOKENS, FEW = 64, 12
-# Of logprobs in float32, of logits up to about 10. Where two tokens are nearer in float64, either one
+# Of logprobs in float32, of logits up to about 10. Where two tokens are nearer in float64, either
 # is the likeliest: what follows is compared with what follows the one that is told.
 TOLERANCE = 1e-4
 # Gated delta nets in transformers' own float32 are 1.8e-4 from float64.
