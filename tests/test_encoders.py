@@ -29,11 +29,8 @@ EVERY = {"pooling_type": "ALL"}
 @pytest.mark.parametrize(
     "name",
     [
-        "BertModel",
-        pytest.param("RobertaModel", marks=pytest.mark.slow),
-        pytest.param("XLMRobertaModel", marks=pytest.mark.slow),
-        "ModernBertModel",
-        "Gemma3TextModel",
+        pytest.param(name, marks=pytest.mark.slow) if "Roberta" in name else name
+        for name in pooling.ENCODERS
     ],
 )
 def test_every_token_sees_its_whole_text_and_no_other(tmp_path, name):

@@ -48,6 +48,28 @@ def _save_plain(variant: str, folder: Path) -> Any:
 
 
 CASES = dict(_cases())
+# Those that differ from others of their family in sizes, weights or angles alone, which their
+# logits show.
+ALIKE = (
+    "llama, tied",
+    "llama, biases",
+    "llama, all heads have a key",
+    "llama, derived head size",
+    "llama, llama3 rope",
+    "llama, linear rope",
+    "llama, yarn",
+    "mistral, no window",
+    "qwen3, tied",
+    "gemma 3, scaled, capped logits",
+    "exaone 4, no window",
+    "olmo 2, one key",
+    "mistral small 3.1",
+    "olmoe, one key, a mixture",
+    "glm4, biases, all experts, a mixture",
+    "deepseek v2 lite, a mixture",
+    "deepseek v3, halves, a mixture",
+    "gpt-oss, one key, a mixture",
+)
 
 
 def logits(module: Any, texts: list[list[int]], prompt_lens: list[int]) -> list[np.ndarray]:
