@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
-from jaxrunner.caches.interleave import interleave_of
+from jaxrunner.caches.interleave import interleave_of, token_dims
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_modules import embed_tokens, score_rows, weights_of
@@ -149,8 +149,8 @@ class Program:
     def group_dims(self, group: CacheGroup) -> dict[str, Any]:
         """Sizes of the axes of a cache group; S is the tokens that a device has of a block."""
         N, L = group.num_blocks, self.engine.max_model_len
-        S = group.block_size // interleave_of(self.config).parts
-        return group.kind.dims | dict(N=N, S=S, M=group.table_len(L), J=1 + self.num_drafts)
+        sizes = group.kind.dims | token_dims(self.config, group.block_size)
+        return sizes | dict(N=N, M=group.table_len(L), J=1 + self.num_drafts)
 
 
 @functools.lru_cache(maxsize=64)  # asked for in every step

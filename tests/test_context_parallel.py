@@ -2,6 +2,7 @@
 on several."""
 
 import functools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,14 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.caches.interleave import Interleave, Part
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.online_softmax import NOTHING
 from jaxrunner.kernels_pallas.reference import attend, online_softmax
 from jaxrunner.kernels_pallas.split_kv_merge import join
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.llama import llama
+from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import Choice, paged
 from jaxrunner.parallel import context
 from jaxrunner.parallel.context import deal_out, merge
@@ -35,6 +38,12 @@ SIZES: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4
 )
 WINDOWS = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=6)
+LATENTS = dict(
+    architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", first_k_dense_replace=1,
+    moe_intermediate_size=12, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+    n_group=2, topk_group=1, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
+    qk_rope_head_dim=4, v_head_dim=5,
+)  # fmt: skip
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=14),
     SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9, logprobs=2),
@@ -69,12 +78,13 @@ def answers(engine: Engine) -> tuple[list[Any], list[Any]]:
 def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleave, **changes):
     """Returns an engine on one device, and one of the same weights on several."""
     sizes = dict(num_blocks=64, max_num_batched_tokens=16, token_buckets=(16,))
-    kinds = {name: changes.pop(name) for name in WINDOWS if name in changes}
+    kinds = {name: changes.pop(name) for name in WINDOWS | LATENTS if name in changes}
     settings = tiny.SETTINGS | SIZES | kinds | dict(num_key_value_heads=kv_heads)
-    config = tiny.config(**settings)
-    save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), settings)
-    several = shard(llama, config, make_mesh(num), interleave)
-    for (model, own), given in (((llama, config), {}), (several, changes)):
+    one = family, config = read_model(Settings(settings))
+    params = tiny.random_params(config, seed=3, params=family.params)
+    save_checkpoint(folder, family, config, params, settings)
+    several = shard(family, config, make_mesh(num), interleave)
+    for (model, own), given in ((one, {}), (several, changes)):
         params = load_params(folder, model, own, dtype="float32", progress=False)
         kv = {name: changes[name] for name in ("kv_dtype",) if name in changes}
         yield Engine(model, own, tiny.engine_config(**sizes | kv | given), params)
@@ -86,11 +96,15 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
     [
         (1, 4, (4, 1), dict(num_blocks=9, block_size=3, kv_dtype="int8")),
         pytest.param(
+            8, 4, (2, 2), dict(num_blocks=15, block_size=4, kv_dtype="int8", **LATENTS),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             2, 8, (4, 2), dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["8 bits, preempted", "windows, runs of 2, several steps"],
+    ids=["8 bits, preempted", "latents, 8 bits, preempted", "windows, runs of 2, several steps"],
 )  # fmt: skip
 def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_path):
     one, several = one_and_several(tmp_path, kv_heads, num, Interleave(*interleave), **changes)
@@ -98,11 +112,11 @@ def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_
     assert got == want
     for ours, theirs in zip(jax.tree.leaves(told), jax.tree.leaves(logprobs), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
-    assert (several.scheduler.num_preemptions > 0) == (changes["num_blocks"] < 10)
-    # A device holds one KV head, and of each token's keys there is one copy.
-    config, cache = several.config, several.runner.state.kv[0].k
-    own_shape = cache.sharding.shard_shape(cache.shape)
-    assert own_shape == (config.num_blocks, 1, config.block_size, 4)
+    assert (several.scheduler.num_preemptions > 0) == (changes["num_blocks"] < 20)
+    # A device holds one KV head or latent, and of each token's keys as many copies as it must.
+    config, cache = several.config, jax.tree.leaves(several.runner.state.kv[0])[0]
+    *_, S, _ = cache.sharding.shard_shape(cache.shape)
+    assert S == config.block_size and math.prod(cache.shape[1:-1]) == num * S
     (pool,) = several.pools
     assert pool.block_size == interleave[0] * config.block_size
     _goes_on_from_a_snapshot(several, dict(enumerate(want)), tmp_path / "saved")

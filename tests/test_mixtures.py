@@ -77,7 +77,8 @@ def logits_of(model, ids):
 QUICK = "qwen3", "deepseek v3", "gpt-oss"
 # What is cut, beside the experts.
 CUTS = {
-    "deepseek v3": {},
+    "deepseek v2 lite": {},
+    "deepseek v3": dict(decode_context_parallel_size=2),
     "gpt-oss": {},
     "gpt-oss, one key": dict(decode_context_parallel_size=2),
     "llama 4": {},

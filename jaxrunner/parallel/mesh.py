@@ -19,6 +19,8 @@ CUT = frozenset((*"KHFV", "shared_units", "inner"))
 UNITS, EXPERTS, EXPERT_PARALLEL = "expert_units", "experts", "expert_parallel"
 # Of layers with states, where `SPLIT_MIXERS` is a flag of the dims; else they are whole everywhere.
 GROUPS, OF_MIXERS, SPLIT_MIXERS = "mix_groups", ("mix_groups", "mixer_heads"), "split_mixers"
+# Of caches that have no heads, the tokens, where `DEALT_OUT` is a flag of the dims.
+TOKENS, DEALT_OUT = "block_tokens", "dealt_out"
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -67,7 +69,8 @@ def mesh_axis(axis: str, dims: Mapping[str, Any]) -> str | None:
     """Returns the axis of the mesh that one of an array is cut over; runs of "F/2" go with F."""
     own = EXPERTS if dims.get(EXPERT_PARALLEL) else UNITS
     mixers = OF_MIXERS if dims.get(SPLIT_MIXERS) else ()
-    return TENSOR if axis.partition("/")[0] in (*CUT, own, *mixers) else None
+    tokens = (TOKENS,) if dims.get(DEALT_OUT) else ()
+    return TENSOR if axis.partition("/")[0] in (*CUT, own, *mixers, *tokens) else None
 
 
 def spec_of(leaf: Any) -> PartitionSpec:

@@ -21,7 +21,7 @@ from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.context import check_context
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
-from jaxrunner.parallel.mesh import EXPERT_PARALLEL, GROUPS, SPLIT_MIXERS, TENSOR
+from jaxrunner.parallel.mesh import DEALT_OUT, EXPERT_PARALLEL, GROUPS, SPLIT_MIXERS, TENSOR
 from jaxrunner.parallel.requirements import check_mesh
 from jaxrunner.types import Array, Batch, Inputs
 
@@ -45,7 +45,7 @@ class ShardedConfig:
     def dims(self) -> dict[str, Any]:
         """Sizes of axes over all devices, copies of KV heads counted in; and what is cut."""
         num, dims = self.mesh.shape[TENSOR], self.whole.dims
-        flags = {EXPERT_PARALLEL: True} if self.expert_parallel else {}
+        flags = {EXPERT_PARALLEL: self.expert_parallel, DEALT_OUT: self.interleave != WHOLE}
         if GROUPS in dims and dims[GROUPS] % num == 0:
             flags[SPLIT_MIXERS] = True
         return copied_dims(dims, num) | flags

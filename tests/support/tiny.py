@@ -44,15 +44,15 @@ def config(**changes) -> DecoderConfig:
     return config
 
 
-def random_params(config: ModelConfig, seed: int = 0):
-    """Returns weights large enough that tokens depend on all of the context."""
+def random_params(config: ModelConfig, seed: int = 0, params: type = llama.params):
+    """Returns weights, of llama or a class, so large that tokens depend on all of the context."""
     rng = np.random.default_rng(seed)  # JAX's would compile a program for each shape
     dims = config.dims | {"param": jnp.float32}
 
     def make(axes, shape, dtype):
         return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.4, dtype)
 
-    return pytree.build(make, llama.params, dims)
+    return pytree.build(make, params, dims)
 
 
 def engine_config(**changes) -> EngineConfig:
