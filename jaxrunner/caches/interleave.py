@@ -23,11 +23,12 @@ def interleave_of(config: Any) -> Interleave:
 
 
 def token_dims(config: Any, block_size: int) -> dict[str, int]:
-    """Returns the sizes of axes of a block of so many tokens: S, those of one device, and
-    "block_tokens", those of all devices of a mesh where tokens are dealt out."""
+    """Returns the sizes of axes of a block of so many tokens: S, those of one device;
+    "block_tokens", those of all devices of a mesh where tokens are dealt out; "whole_block"."""
     parts = interleave_of(config).parts
     S = block_size // parts
-    return dict(S=S, block_tokens=S if parts == 1 else S * config.mesh.size)
+    of_all = S if parts == 1 else S * config.mesh.size
+    return dict(S=S, block_tokens=of_all, whole_block=block_size)
 
 
 class Part(NamedTuple):

@@ -18,6 +18,7 @@ from jaxrunner.caches.interleave import Interleave, Part, interleave_of
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import decode_attention, latent_reference, reference
+from jaxrunner.mixtures.recorded_routes import RoutesCache
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import cpu_attention, latent_attention
@@ -28,6 +29,7 @@ from jaxrunner.speculators.drafter import DrafterConfig
 from jaxrunner.types import Array, Batch, LayerCache
 
 DEALT_OUT = LayerCache, LatentCache
+WHOLE = (RoutesCache,)  # what each device has of all tokens, as it computes with all of them
 MOST_QUERIES = 8  # of a row in the kernel, which reads its keys anew for each
 
 
@@ -38,7 +40,7 @@ def check_context(config: ModelConfig | DrafterConfig, num: int, interleave: Int
       ValueError: they cannot; names the sizes of groups that would do.
     """
     parts, size = interleave
-    is_latent = {kind.leaves for kind in config.cache_kinds} == {LatentCache}
+    is_latent = any(kind.leaves is LatentCache for kind in config.cache_kinds)
     K = 1 if is_latent else config.dims["K"]
     what = "latents" if is_latent else f"num_key_value_heads={K}"
 
@@ -67,7 +69,8 @@ def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choic
     parts, size = interleave = interleave_of(config)
     if parts == 1:
         return choice
-    others = [type(kind).__name__ for kind in config.cache_kinds if kind.leaves not in DEALT_OUT]
+    goes = (*DEALT_OUT, *WHOLE)
+    others = [type(kind).__name__ for kind in config.cache_kinds if kind.leaves not in goes]
     if others:
         raise ValueError(
             f"decode_context_parallel_size={parts} deals out keys and values, "

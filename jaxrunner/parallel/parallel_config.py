@@ -8,7 +8,7 @@ from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
 from jaxrunner.mixtures.balanced import with_balance, with_loads
 from jaxrunner.mixtures.eplb_config import EplbConfig
-from jaxrunner.mixtures.recorded_routes import routes_place
+from jaxrunner.mixtures.recorded_routes import routes_group
 from jaxrunner.model import Model
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.pipeline import deal
@@ -37,10 +37,10 @@ class ParallelConfig:
                 f"enable_expert_parallel=True wants a mixture of experts, {config.architecture} is "
                 "none: leave it out"
             )
-        if routes_place(config) is not None:
-            self._refuse_cuts("enable_return_routed_experts=True")
+        if routes_group(config) is not None:
+            self._refuse_rank("enable_return_routed_experts=True")
         if self.eplb is not None:
-            self._refuse_cuts("enable_eplb=True")
+            self._refuse_rank("enable_eplb=True")
             model, config = self._balanced(model, config, self.eplb)
         if P > 1 or self.rank:
             if self.interleave != WHOLE:
@@ -54,18 +54,13 @@ class ParallelConfig:
             return shard(model, config, mesh, self.interleave, expert_parallel=whole)
         return model, config
 
-    def _refuse_cuts(self, asked: str) -> None:
-        """Refuses devices that have some of the layers, or of the tokens."""
-        sizes = dict(
-            pipeline_parallel_size=self.pipeline_parallel_size + (self.rank or 0),
-            decode_context_parallel_size=self.interleave.parts,
-        )
-        for name, size in sizes.items():
-            if size > 1:
-                raise ValueError(
-                    f"{asked} wants all layers and tokens on each device, got {name}={size}: set "
-                    "it to 1"
-                )
+    def _refuse_rank(self, asked: str) -> None:
+        """Refuses a stage alone, whose scheduler is not ours."""
+        if self.rank is not None:
+            raise ValueError(
+                f"{asked} is of engines that run all stages, rank={self.rank} runs one: leave one "
+                "of them out"
+            )
 
     def _balanced(
         self, model: Model, config: ModelConfig, eplb: EplbConfig

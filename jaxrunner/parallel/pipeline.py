@@ -19,6 +19,7 @@ from jaxrunner.model import Model, Source
 from jaxrunner.parallel.mesh import make_mesh, shardings
 from jaxrunner.parallel.stages import num_stages, stages_of
 from jaxrunner.parallel.tensor import ShardedConfig, shard
+from jaxrunner.slot_table import partition
 from jaxrunner.types import Inputs
 
 
@@ -110,10 +111,11 @@ def deal(
         )
     if rank is not None and rank >= num:
         raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
-    more = model.tables or model.heads or not model.tensor_parallel
+    read, _ = partition(model.tables)  # those that steps write have rows for all layers
+    more = read or model.heads or not model.tensor_parallel
     if more or not _layer_fields(model, config):
         raise ValueError(
-            f"{name} wants a model of layers alone, {config.architecture} has slot tables or "
+            f"{name} wants a model of layers alone, {config.architecture} reads slot tables or has "
             "heads, weights that are not declared by layer, or no Model.tensor_parallel: leave it "
             "out"
         )
@@ -169,8 +171,15 @@ def _put(x: Any, at: Any) -> Any:
     return x if x.sharding == at else jax.device_put(x, at)
 
 
-def _layers(config: StageConfig, *args: Any, **kwargs: Any) -> Any:
+def _layers(
+    config: StageConfig, *args: Any, extras: tuple[str, ...] = (), **kwargs: Any
+) -> Any:  # fmt: skip
+    """Runs the layers of a stage. extras: "name.3" is told by the stage that has layer 3."""
     held = config.pipeline_layers
+    own = tuple(
+        name for name in extras if int(name.rpartition(".")[2]) in range(held.start, held.stop)
+    )
+    kwargs |= dict(extras=own) if extras else {}
     return config.family.layers(config.whole, *args, first=held.start, last=held.stop, **kwargs)
 
 

@@ -19,6 +19,7 @@ from jaxrunner.mixtures.placement import Placement, imbalance, in_turn, of_exper
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.stages import whole_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.types import Array
@@ -54,7 +55,8 @@ class ExpertBalance:
 
     def loads(self) -> np.ndarray:
         """Returns the tokens of each expert so far, modulo 2^32: uint32 [layers, X]. Waits."""
-        return np.asarray(self._runner.state.tables[LOADS].counts).astype(np.uint32)
+        state = whole_state(self._runner.program.config, self._runner.state)
+        return np.asarray(state.tables[LOADS].counts).astype(np.uint32)
 
     def rebalance(self, loads: np.ndarray) -> None:
         """Moves copies of experts to where they balance loads, [layers, X]."""
@@ -90,11 +92,11 @@ def warm_up(runner: ModelRunner) -> None:
     config = cast(Any, runner.program.config)
     if getattr(config, "eplb", None) is None or runner.params is None:
         return
-    index, mesh = np.arange(config.num_places, dtype=np.int32), runner.program.mesh
+    index = np.arange(config.num_places, dtype=np.int32)
     layers = [layer.experts for layer in _target(runner.params).layers if layer.experts is not None]
-    first = {(x.shape, x.dtype): x for experts in layers for x in _leaves(experts).values()}
-    for x in first.values():
-        jax.block_until_ready(gather(mesh)(x, index))
+    every = [x for experts in layers for x in _leaves(experts).values()]
+    for x in {(x.shape, x.dtype, _mesh_of(x)): x for x in every}.values():
+        jax.block_until_ready(gather(_mesh_of(x))(x, index))
 
 
 def in_order(runner: ModelRunner) -> Any:
@@ -125,7 +127,7 @@ def move(runner: ModelRunner, new: Placement) -> None:
             continue
         stays = old.expert[i] == new.expert[i]
         index = np.where(stays, np.arange(stays.size), old.places[i, new.expert[i], 0])
-        made = _moved(layer.experts, index.astype(np.int32), runner.program.mesh)
+        made = _moved(layer.experts, index.astype(np.int32))
         made = replace(
             made,
             moved=put(moved[i], layer.experts.moved.sharding),
@@ -134,10 +136,17 @@ def move(runner: ModelRunner, new: Placement) -> None:
         runner.params = _with_layer(runner.params, i, replace(layer, experts=made))
 
 
-def _moved(experts: PlacedExperts, index: np.ndarray, mesh: Mesh | None) -> PlacedExperts:
-    leaves, run = _leaves(experts), gather(mesh)
-    # Waited for: the memory that a layer leaves is there for the next.
-    return replace(experts, **{n: jax.block_until_ready(run(x, index)) for n, x in leaves.items()})
+def _moved(experts: PlacedExperts, index: np.ndarray) -> PlacedExperts:
+    made: dict[str, Array] = {}
+    for name, x in _leaves(experts).items():
+        # Waited for: the memory that a layer leaves is there for the next.
+        made[name] = jax.block_until_ready(gather(_mesh_of(x))(x, index))
+    return replace(experts, **made)
+
+
+def _mesh_of(x: Array) -> Mesh | None:
+    """Returns the devices that have an array: those of its layer's stage."""
+    return getattr(x.sharding, "mesh", None)
 
 
 def _leaves(experts: PlacedExperts) -> dict[str, Array]:
