@@ -28,6 +28,8 @@ from jaxrunner.ops.backends import Choice, paged
 from jaxrunner.parallel import context
 from jaxrunner.parallel.context import deal_out, merge
 from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.pipeline import deal
+from jaxrunner.parallel.stages import whole_state
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.types import LayerCache
 from tests.outside.recurrent import RecurrentState
@@ -83,7 +85,10 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
     one = family, config = read_model(Settings(settings))
     params = tiny.random_params(config, seed=3, params=family.params)
     save_checkpoint(folder, family, config, params, settings)
-    several = shard(family, config, make_mesh(num), interleave)
+    if (stages := changes.pop("stages", 1)) > 1:
+        several = deal(family, config, stages, num, interleave=interleave)
+    else:
+        several = shard(family, config, make_mesh(num), interleave)
     for (model, own), given in ((one, {}), (several, changes)):
         params = load_params(folder, model, own, dtype="float32", progress=False)
         kv = {name: changes[name] for name in ("kv_dtype",) if name in changes}
@@ -99,12 +104,16 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
             8, 4, (2, 2), dict(num_blocks=15, block_size=4, kv_dtype="int8", **LATENTS),
             marks=pytest.mark.slow,
         ),
+        pytest.param(1, 2, (2, 1), dict(num_blocks=20, stages=2), marks=pytest.mark.slow),
         pytest.param(
             2, 8, (4, 2), dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["8 bits, preempted", "latents, 8 bits, preempted", "windows, runs of 2, several steps"],
+    ids=[
+        "8 bits, preempted", "latents, 8 bits, preempted", "stages",
+        "windows, runs of 2, several steps",
+    ],
 )  # fmt: skip
 def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_path):
     one, several = one_and_several(tmp_path, kv_heads, num, Interleave(*interleave), **changes)
@@ -114,7 +123,8 @@ def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
     assert (several.scheduler.num_preemptions > 0) == (changes["num_blocks"] < 20)
     # A device holds one KV head or latent, and of each token's keys as many copies as it must.
-    config, cache = several.config, jax.tree.leaves(several.runner.state.kv[0])[0]
+    config, state = several.config, whole_state(several.model_config, several.runner.state)
+    cache = jax.tree.leaves(state.kv[0])[0]
     *_, S, _ = cache.sharding.shard_shape(cache.shape)
     assert S == config.block_size and math.prod(cache.shape[1:-1]) == num * S
     (pool,) = several.pools

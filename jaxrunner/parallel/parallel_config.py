@@ -43,12 +43,10 @@ class ParallelConfig:
             self._refuse_rank("enable_eplb=True")
             model, config = self._balanced(model, config, self.eplb)
         if P > 1 or self.rank:
-            if self.interleave != WHOLE:
-                raise ValueError(
-                    f"pipeline_parallel_size={P} does not go with decode_context_parallel_size="
-                    f"{self.interleave.parts}: set one of them to 1"
-                )
-            return deal(model, config, P, N, self.devices, self.rank, expert_parallel=whole)
+            return deal(
+                model, config, P, N, self.devices, self.rank, interleave=self.interleave,
+                expert_parallel=whole,
+            )  # fmt: skip
         if N > 1 or self.devices is not None or self.interleave != WHOLE:
             mesh = make_mesh(N, self.devices)
             return shard(model, config, mesh, self.interleave, expert_parallel=whole)

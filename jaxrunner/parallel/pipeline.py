@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner import pytree
+from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model, Source
 from jaxrunner.parallel.mesh import make_mesh, shardings
@@ -93,6 +94,7 @@ def deal(
     devices: Sequence[Any] | None = None,
     rank: int | None = None,
     *,
+    interleave: Interleave = WHOLE,
     expert_parallel: bool = False,
 ) -> tuple[Model, ModelConfig]:
     """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
@@ -127,7 +129,9 @@ def deal(
             f"{len(devices)} ({devices[0].device_kind}): lower one"
         )
     meshes = [make_mesh(N, devices[N * s : N * (s + 1)]) for s in range(here)] * (num // here)
-    sharded = [shard(model, config, mesh, expert_parallel=expert_parallel) for mesh in meshes]
+    sharded = [
+        shard(model, config, mesh, interleave, expert_parallel=expert_parallel) for mesh in meshes
+    ]
     shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
     stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)
     spare = model.spare if rank is None else ("",)  # others read what is left
