@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+import inspect
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import entry_points_of
 from jaxrunner.lora.stacks import abstract_stacks, merged
-from jaxrunner.parallel.mesh import placed
+from jaxrunner.parallel.mesh import placed, ranked
 from jaxrunner.parallel.shards import on_shards
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
 from jaxrunner.sampling import RULES
@@ -37,6 +38,11 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     if getattr(key.size, "lora", False):
         params = merged(params, abstract_stacks(program))
     out, args = entry.output(program), entry.arguments(program, params, key.size)
+    if program.mesh is not None and program.num_ranks > 1:
+        names = inspect.signature(entry.function).parameters
+        pairs = zip(names, args, strict=False)
+        args = tuple(x if name == "params" else ranked(x, program.mesh) for name, x in pairs)
+        out = ranked(out, program.mesh)
     if program.mesh is not None:
         args = placed(args, program.mesh)
     return Spec(

@@ -22,6 +22,7 @@ from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
 from jaxrunner.loading.new_folder import new_folder
+from jaxrunner.parallel.mesh import check_one_rank
 from jaxrunner.parallel.pipeline import StageConfig
 from jaxrunner.parallel.processes import is_first, together
 from jaxrunner.parallel.stages import whole_state, with_cache, with_requests
@@ -59,12 +60,14 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
     and grammars waited for. Returns what these gave, as `Engine.step` would.
 
     Raises:
-      ValueError: the folder is there, or not seen by all processes of a mesh.
+      ValueError: the folder is there, or not seen by all processes of a mesh, which may have no
+        data ranks.
       RuntimeError: the engine sleeps, or has ended.
       FloatingPointError: as `Engine.step`; nothing is saved.
     """
     engine.status.check_awake()
     mesh = engine.runner.program.mesh
+    check_one_rank(mesh, "save_state", "let its requests end")
     with new_folder(Path(folder), mesh) as part:
         gained = engine.drain()
         engine.scheduler.recall()
@@ -99,6 +102,7 @@ def restore_engine(
         goes on as before; at worst it has forgotten cached prefixes.
     """
     folder, mesh = Path(folder).absolute(), engine.runner.program.mesh
+    check_one_rank(mesh, "restore_state", "add its requests anew")
     told, live, spec = check_snapshot(engine, folder)
     tables = orbax_io.read(folder / "tables", spec, mesh)
     try:
@@ -209,10 +213,10 @@ def _blocks_of(layer: LayerCache, count: int) -> Any:
 def _whole_blocks(runner: ModelRunner, i: int, count: int) -> Any:
     """Returns what so many blocks of a layer are like as they are saved: on one device, but where
     devices have other tokens each."""
-    program = runner.program
-    dealt_out = interleave_of(program.config) != WHOLE
-    program = program if dealt_out else whole_program(program)
-    return _blocks_of(abstract_state(program).kv[i], count)
+    config = runner.program.config
+    if interleave_of(config) != WHOLE:
+        return _blocks_of(whole_state(config, runner.state).kv[i], count)
+    return _blocks_of(abstract_state(whole_program(runner.program)).kv[i], count)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrunner import pytree
 
 TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabulary
+DATA = "data"  # axis of the mesh: ranks with requests of their own, and with `TENSOR` whole experts
 # Of the axes that `leaf` names, those that are cut; of a mixture's experts, their units or, where
 # `EXPERT_PARALLEL` is a flag of the dims, the experts themselves.
 CUT = frozenset((*"KHFV", "shared_units", "inner"))
@@ -23,8 +24,12 @@ GROUPS, OF_MIXERS, SPLIT_MIXERS = "mix_groups", ("mix_groups", "mixer_heads"), "
 TOKENS, DEALT_OUT = "block_tokens", "dealt_out"
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    tensor_parallel_size: int, devices: Sequence[Any] | None = None, num_ranks: int = 1
+) -> Mesh:
     """Returns a mesh of the first devices of this process, or of the first that are given.
+
+    num_ranks: data ranks, each of so many devices; the mesh has an axis of them if they are many.
 
     Where it has too few, of those of all processes that `jax.distributed` has joined.
 
@@ -37,7 +42,10 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -
             f"tensor_parallel_size={tensor_parallel_size} needs as many devices, there are "
             f"{len(devices)} ({devices[0].device_kind}): lower it"
         )
-    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,))
+    if num_ranks == 1:
+        return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,))
+    ranks = np.array(devices[: num_ranks * tensor_parallel_size]).reshape(num_ranks, -1)
+    return Mesh(ranks, (DATA, TENSOR))
 
 
 def _devices(num: int) -> Sequence[Any]:
@@ -59,8 +67,12 @@ def devices_of(config: Any) -> list[Any]:
 def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
     """Returns where each array of a pytree lies that is declared by axes."""
 
+    def over(axis: str) -> Any:
+        name = mesh_axis(axis, dims)
+        return (DATA, TENSOR) if name and axis == EXPERTS and DATA in mesh.shape else name
+
     def one(axes: tuple[str, ...], *_: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(mesh_axis(axis, dims) for axis in axes)))
+        return NamedSharding(mesh, PartitionSpec(*map(over, axes)))
 
     return pytree.build(one, cls, dims)
 
@@ -92,3 +104,38 @@ def placed(tree: Any, mesh: Mesh) -> Any:
         return x if isinstance(x.sharding, NamedSharding) else x.update(sharding=whole)
 
     return jax.tree.map(one, tree)
+
+
+def num_ranks(mesh: Mesh | None) -> int:
+    """Returns the data ranks of a mesh; 1 where requests are not dealt out to any."""
+    return 1 if mesh is None else mesh.shape.get(DATA, 1)
+
+
+def ranked(tree: Any, mesh: Mesh) -> Any:
+    """Returns abstract arrays as all data ranks have them, one rank's behind another's along the
+    first axis. Scalars are the same for all; what is no array, of some output, stands for one."""
+
+    def one(x: Any) -> Any:
+        if not hasattr(x, "shape"):
+            x = jax.ShapeDtypeStruct((1,), np.int32)
+        if not x.shape:
+            return x
+        first, *rest = (*spec_of(x), None)
+        over = DATA if first is None else (DATA, first)
+        at = NamedSharding(mesh, PartitionSpec(over, *rest[: x.ndim - 1]))
+        shape = num_ranks(mesh) * x.shape[0], *x.shape[1:]
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=at)
+
+    return jax.tree.map(one, tree)
+
+
+def check_one_rank(mesh: Mesh | None, asked: str, cure: str) -> None:
+    """Checks that a mesh has no data ranks.
+
+    Raises:
+      ValueError: it has some; names what was asked for.
+    """
+    if (num := num_ranks(mesh)) > 1:
+        raise ValueError(
+            f"{asked} does not go with data_parallel_size={num} and enable_expert_parallel: {cure}"
+        )

@@ -10,7 +10,7 @@ from jaxrunner.mixtures.balanced import with_balance, with_loads
 from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.mixtures.recorded_routes import routes_group
 from jaxrunner.model import Model
-from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.mesh import check_one_rank, make_mesh
 from jaxrunner.parallel.pipeline import deal
 from jaxrunner.parallel.tensor import shard
 
@@ -26,6 +26,7 @@ class ParallelConfig:
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
     enable_expert_parallel: bool = False  # whether devices have whole experts, not units of each
     eplb: EplbConfig | None = None  # when whole experts are spread anew; None counts no loads
+    num_ranks: int = 1  # ranks with requests of their own, over all of which experts lie
 
     def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the model and its config as they run on these devices; raises as what cuts."""
@@ -37,6 +38,8 @@ class ParallelConfig:
                 f"enable_expert_parallel=True wants a mixture of experts, {config.architecture} is "
                 "none: leave it out"
             )
+        if self.num_ranks > 1:
+            return self._over_ranks(model, config)
         if routes_group(config) is not None:
             self._refuse_rank("enable_return_routed_experts=True")
         if self.eplb is not None:
@@ -59,6 +62,19 @@ class ParallelConfig:
                 f"{asked} is of engines that run all stages, rank={self.rank} runs one: leave one "
                 "of them out"
             )
+
+    def _over_ranks(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
+        """Returns a mixture whose experts lie over data ranks."""
+        mesh = make_mesh(self.tensor_parallel_size, self.devices, self.num_ranks)
+        others = dict(
+            pipeline_parallel_size=self.pipeline_parallel_size > 1,
+            decode_context_parallel_size=self.interleave != WHOLE,
+            enable_eplb=self.eplb is not None,
+            enable_return_routed_experts=routes_group(config) is not None,
+        )
+        for name in (name for name, is_asked in others.items() if is_asked):
+            check_one_rank(mesh, name, "leave one of them out")
+        return shard(model, config, mesh, expert_parallel=True)
 
     def _balanced(
         self, model: Model, config: ModelConfig, eplb: EplbConfig

@@ -3,20 +3,24 @@
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from jaxrunner.api.validation import shown
-from jaxrunner.parallel.mesh import whole_on
+from jaxrunner.parallel.mesh import DATA, whole_on
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.scheduling.request import GrammarOutput
 
 
 class GrammarMasks:
-    """Makes masks, [B, J, ceil(V / 32)], int32."""
+    """Makes masks, [B, J, ceil(V / 32)], int32; of data ranks one behind another."""
 
     def __init__(self, program: Program):
         # Where a mask lies that many steps share: with devices of several processes on the host.
         self._where, self._on_host = whole_on(program.mesh), program.is_shared
+        if (D := program.num_ranks) > 1 and program.mesh is not None:
+            self._where = NamedSharding(program.mesh, PartitionSpec(DATA))
+        self._num_ranks = D
         self._num_words = -(-program.config.vocab_size // 32)
         self._open: dict[tuple[int, int, int], jax.Array | np.ndarray] = {}
 
@@ -26,7 +30,7 @@ class GrammarMasks:
         Raises:
           TypeError, ValueError: the grammar is none, or names a request that is not in the step.
         """
-        shape = size.num_rows, 1 + size.num_drafts, self._num_words
+        shape = self._num_ranks * size.num_rows, 1 + size.num_drafts, self._num_words
         if grammar is None:
             return self._of_none(shape)
         self._check(grammar, req_ids, shape[1:])

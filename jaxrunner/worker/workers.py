@@ -1,6 +1,8 @@
 """Workers of one model, each on devices of its own, and what is done on all of them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 import math
 from typing import Any
 
@@ -89,7 +91,7 @@ class Workers(Lifecycle):
 
 
 def make_worker(*args: Any, data_parallel_size: int = 1, **kwargs: Any) -> Worker | Workers:
-    """Returns a worker, or several with devices of their own.
+    """Returns a worker, or several with devices of their own; one where experts lie over all.
 
     The other arguments are those of `Worker`.
 
@@ -107,5 +109,14 @@ def make_worker(*args: Any, data_parallel_size: int = 1, **kwargs: Any) -> Worke
             f"data_parallel_size={D}{more} needs {D * N} devices, there are {len(devices)} "
             f"({devices[0].device_kind}): lower one of them"
         )
+    if kwargs.get("enable_expert_parallel"):
+        return _over_ranks(D, Worker(*args, devices=devices[: D * N], **kwargs))
     own = [devices[i * N : (i + 1) * N] for i in range(D)]
     return Workers([Worker(*args, devices=part, **kwargs) for part in own])
+
+
+def _over_ranks(num: int, worker: Worker) -> Worker:
+    """Returns a worker that has read nothing yet, with experts over `num` data ranks."""
+    parallel = replace(worker._load.keywords["parallel"], num_ranks=num)
+    worker._load = partial(worker._load, parallel=parallel)
+    return worker
