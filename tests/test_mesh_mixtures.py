@@ -18,7 +18,7 @@ EXPERTS: dict[str, Any] = dict(tensor_parallel_size=2, enable_expert_parallel=Tr
 MESHES: dict[str, dict[str, Any]] = {
     "drafts": EXPERTS | dict(speculative_config=NGRAM),
     "tensor": dict(tensor_parallel_size=2),
-    "replicas of experts": EXPERTS | dict(data_parallel_size=2),
+    "data ranks": dict(data_parallel_size=3, enable_expert_parallel=True),
 }
 
 

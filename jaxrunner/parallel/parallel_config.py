@@ -38,13 +38,13 @@ class ParallelConfig:
                 f"enable_expert_parallel=True wants a mixture of experts, {config.architecture} is "
                 "none: leave it out"
             )
-        if self.num_ranks > 1:
-            return self._over_ranks(model, config)
         if routes_group(config) is not None:
             self._refuse_rank("enable_return_routed_experts=True")
         if self.eplb is not None:
             self._refuse_rank("enable_eplb=True")
             model, config = self._balanced(model, config, self.eplb)
+        if self.num_ranks > 1:
+            return self._over_ranks(model, config)
         if P > 1 or self.rank:
             return deal(
                 model, config, P, N, self.devices, self.rank, interleave=self.interleave,
@@ -69,7 +69,6 @@ class ParallelConfig:
         others = dict(
             pipeline_parallel_size=self.pipeline_parallel_size > 1,
             decode_context_parallel_size=self.interleave != WHOLE,
-            enable_eplb=self.eplb is not None,
             enable_return_routed_experts=routes_group(config) is not None,
         )
         for name in (name for name, is_asked in others.items() if is_asked):
@@ -81,13 +80,13 @@ class ParallelConfig:
     ) -> tuple[Model, ModelConfig]:
         """Returns a mixture with copies of experts, which all devices have as many of; on one
         device one that counts their loads."""
-        N, more = self.tensor_parallel_size, eplb.num_redundant_experts
+        N, D, more = self.tensor_parallel_size, self.num_ranks, eplb.num_redundant_experts
         if not any(getattr(config, "sparse", ())):
             raise ValueError(
                 f"enable_eplb=True wants a mixture of experts, {config.architecture} is none: "
                 "leave it out"
             )
-        if N == 1:
+        if N * D == 1:
             if more:
                 raise ValueError(
                     f"eplb_config.num_redundant_experts={more} are copies for other devices, "
@@ -105,9 +104,10 @@ class ParallelConfig:
                 "quantised: leave it out, or take a checkpoint of float experts"
             )
         X = config.dims["experts"]
-        if (X + more) % N:
+        if (X + more) % (N * D):
+            ranks = "" if D == 1 else f" with data_parallel_size={D}"
             raise ValueError(
                 f"eplb_config.num_redundant_experts={more} makes {X + more} experts, which "
-                f"tensor_parallel_size={N} does not divide: take {-X % N}"
+                f"tensor_parallel_size={N}{ranks} does not divide: take {-X % (N * D)}"
             )
         return with_balance(model, config, eplb)

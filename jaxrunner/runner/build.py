@@ -32,7 +32,7 @@ from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.rule import Rule
 from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.sampling import RULES
-from jaxrunner.slot_table import check_names
+from jaxrunner.slot_table import check_names, partition
 from jaxrunner.speculators.draft_model import DraftModelConfig
 from jaxrunner.speculators.drafter import DraftedConfig
 
@@ -180,7 +180,8 @@ def _check_ranks(model: Model, mesh: Mesh, config: EngineConfig) -> None:
     if drafts is not None and (drafts.adaptive or drafts.extras or drafts.lookahead):
         why = "drafts of layers, or of a number by measured times"
         check_one_rank(mesh, why, "take ngram or suffix, or none")
-    if model.heads or model.tables:
+    read, _ = partition(model.tables)
+    if model.heads or read:
         check_one_rank(mesh, "a model with heads or slot tables", "leave one of them out")
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxrunner.mixtures.balanced import LOADS, PlacedExperts, maps, placed
 from jaxrunner.mixtures.placement import Placement, imbalance, in_turn, of_experts, place
-from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.stages import whole_state
@@ -37,7 +36,8 @@ class ExpertBalance:
         if self.eplb is not None:
             mesh = runner.program.mesh
             check_own(mesh, "enable_eplb=True", "leave it out")
-            self._num_devices = 1 if mesh is None else mesh.shape[TENSOR]
+            # Of one stage, and of all data ranks.
+            self._num_devices = 1 if mesh is None else mesh.size
             self._before: np.ndarray = np.zeros(0, np.uint32)
 
     def step(self, num_steps: int) -> None:
@@ -55,8 +55,10 @@ class ExpertBalance:
 
     def loads(self) -> np.ndarray:
         """Returns the tokens of each expert so far, modulo 2^32: uint32 [layers, X]. Waits."""
-        state = whole_state(self._runner.program.config, self._runner.state)
-        return np.asarray(state.tables[LOADS].counts).astype(np.uint32)
+        program = self._runner.program
+        counts = np.asarray(whole_state(program.config, self._runner.state).tables[LOADS].counts)
+        of_ranks = counts.reshape(program.num_ranks, -1, counts.shape[1])
+        return of_ranks.astype(np.uint32).sum(0, dtype=np.uint32)
 
     def rebalance(self, loads: np.ndarray) -> None:
         """Moves copies of experts to where they balance loads, [layers, X]."""
@@ -177,8 +179,8 @@ def gather(mesh: Mesh | None) -> Any:
     """Returns what gathers rows of an array, cut by rows over a mesh: (x [P, ...], index [P])."""
     if mesh is None:
         return jax.jit(lambda x, index: x[index])
-    rows = PartitionSpec(TENSOR)
-    run = functools.partial(_exchange, mesh.shape[TENSOR])
+    rows = PartitionSpec(mesh.axis_names)
+    run = functools.partial(_exchange, mesh.size, mesh.axis_names)
     return jax.jit(
         jax.shard_map(
             run, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
@@ -186,15 +188,15 @@ def gather(mesh: Mesh | None) -> Any:
     )
 
 
-def _exchange(num: int, x: Array, index: Array) -> Array:
+def _exchange(num: int, axes: tuple[str, ...], x: Array, index: Array) -> Array:
     """Gathers rows of all devices, [m, ...] each, one for each device at a time."""
     m = x.shape[0]
-    first = jax.lax.axis_index(TENSOR) * m
+    first = jax.lax.axis_index(axes) * m
 
     def one(i: Array, out: Array) -> Array:
         wanted = index.reshape(num, m)[:, i] - first  # by device
         here = ((wanted >= 0) & (wanted < m)).reshape(num, *[1] * (x.ndim - 1))
         rows = jnp.where(here, x[jnp.clip(wanted, 0, m - 1)], jnp.zeros((), x.dtype))
-        return out.at[i].set(jax.lax.psum_scatter(rows, TENSOR))  # one device has it, others zeros
+        return out.at[i].set(jax.lax.psum_scatter(rows, axes))  # one device has it, others zeros
 
     return jax.lax.fori_loop(0, m, one, jnp.zeros_like(x))
