@@ -1,5 +1,4 @@
-"""Decode context parallelism on fake devices of a CPU: what one device gives, of tokens that lie
-on several."""
+"""Decode context parallelism on a CPU's fake devices: what one gives, of tokens on several."""
 
 import functools
 import math
@@ -40,12 +39,6 @@ SIZES: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4
 )
 WINDOWS = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=6)
-LATENTS = dict(
-    architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", first_k_dense_replace=1,
-    moe_intermediate_size=12, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
-    n_group=2, topk_group=1, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
-    qk_rope_head_dim=4, v_head_dim=5,
-)  # fmt: skip
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=14),
     SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9, logprobs=2),
@@ -80,7 +73,7 @@ def answers(engine: Engine) -> tuple[list[Any], list[Any]]:
 def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleave, **changes):
     """Returns an engine on one device, and one of the same weights on several."""
     sizes = dict(num_blocks=64, max_num_batched_tokens=16, token_buckets=(16,))
-    kinds = {name: changes.pop(name) for name in WINDOWS | LATENTS if name in changes}
+    kinds = {name: changes.pop(name) for name in WINDOWS | tiny.LATENTS if name in changes}
     settings = tiny.SETTINGS | SIZES | kinds | dict(num_key_value_heads=kv_heads)
     one = family, config = read_model(Settings(settings))
     params = tiny.random_params(config, seed=3, params=family.params)
@@ -101,7 +94,7 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
     [
         (1, 4, (4, 1), dict(num_blocks=9, block_size=3, kv_dtype="int8")),
         pytest.param(
-            8, 4, (2, 2), dict(num_blocks=15, block_size=4, kv_dtype="int8", **LATENTS),
+            8, 4, (2, 2), dict(num_blocks=15, block_size=4, kv_dtype="int8", **tiny.LATENTS),
             marks=pytest.mark.slow,
         ),
         pytest.param(1, 2, (2, 1), dict(num_blocks=20, stages=2), marks=pytest.mark.slow),

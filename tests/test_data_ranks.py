@@ -139,7 +139,9 @@ def test_an_llm_over_ranks_is_an_llm(folder, tmp_path):
 def test_experts_are_balanced_over_all_ranks(folder):
     prompts = [dict(prompt_token_ids=[n, *range(9), 5]) for n in range(3 * D)]
     eplb = dict(num_redundant_experts=6, window_size=2, step_interval=3)
-    several = RANKS | dict(tensor_parallel_size=2, enable_eplb=True, eplb_config=eplb)
+    several: dict[str, Any] = RANKS | dict(
+        tensor_parallel_size=2, enable_eplb=True, eplb_config=eplb
+    )
     with LLM(str(folder), **SIZES) as one, LLM(str(folder), **SIZES | several) as llm:
         want, got = (each.generate(prompts, GREEDY, on_error="raise") for each in (one, llm))
         assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
