@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM
+from jaxrunner.hf_config import Settings
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.new_folder import check_seen
-from tests.support import processes, small_checkpoint
+from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.registry import read_model
+from tests.support import processes, small_checkpoint, tiny
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
@@ -80,6 +83,20 @@ def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
     ]
     with pytest.raises(ValueError, match="is not the same folder in all processes of this mesh"):
         check_seen(tmp_path / "of another machine")
+
+
+@pytest.mark.slow
+def test_data_ranks_lie_in_two_processes(tmp_path):
+    settings = tiny.SETTINGS | processes.MIXTURE
+    model, config = read_model(Settings(settings))
+    params = tiny.random_params(config, seed=5, params=model.params)
+    save_checkpoint(tmp_path, model, config, params, settings)
+    started = start(tmp_path, "ranks")
+    with LLM(str(tmp_path), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
+        want = processes.answers(llm)
+    for one in map(told_by, started):
+        assert one["tokens"] == one["after a sleep"] == want
+        assert one["report"].startswith("devices: 4 x cpu, data 4, tensor 1\n")
 
 
 def told_by(process: subprocess.Popen) -> dict[str, Any]:

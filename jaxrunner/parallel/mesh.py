@@ -113,12 +113,10 @@ def num_ranks(mesh: Mesh | None) -> int:
 
 def ranked(tree: Any, mesh: Mesh) -> Any:
     """Returns abstract arrays as all data ranks have them, one rank's behind another's along the
-    first axis. Scalars are the same for all; what is no array, of some output, stands for one."""
+    first axis. Scalars, and what is no array, are the same for all."""
 
     def one(x: Any) -> Any:
-        if not hasattr(x, "shape"):
-            x = jax.ShapeDtypeStruct((1,), np.int32)
-        if not x.shape:
+        if not getattr(x, "shape", ()):
             return x
         first, *rest = (*spec_of(x), None)
         over = DATA if first is None else (DATA, first)

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
 from typing import Any, cast
 
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from jaxrunner.parallel.mesh import DATA
+from jaxrunner.parallel.placement import put
 from jaxrunner.program import AdmitSize, Bucket, CopySize, MultiStepBucket, Program, SampleSize
 from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.scheduling.request import NewRequest
@@ -34,6 +37,9 @@ class RankedRequests:
         self._num_slots = program.engine.max_num_seqs
         self._none: tuple[list[Write], ...] = tuple([] for _ in program.cache_groups)
         self.lora_ids = {}  # there are no adapters
+        self._where = None
+        if program.mesh is not None and program.is_shared:
+            self._where = NamedSharding(program.mesh, PartitionSpec(DATA))
 
     def __getitem__(self, request_id: str) -> int:
         rank = self._rank[request_id]
@@ -124,7 +130,7 @@ class RankedRequests:
             strict=True,
         )  # fmt: skip
         plans = [t.plan(*own, size) for t, own in zip(self.tables, parts, strict=True)]
-        return np.concatenate(plans)
+        return self._upload(plans)
 
     def admissions(
         self, new: list[NewRequest], blocks: Writes
@@ -150,9 +156,14 @@ class RankedRequests:
         for size in dict.fromkeys(size for parts in each for size, _ in parts):
             of_size = ([vector for own, vector in parts if own == size] for parts in each)
             for vectors in itertools.zip_longest(*of_size):
-                yield size, np.concatenate([
-                    make(size) if x is None else x for x, make in zip(vectors, none, strict=True)
-                ])  # fmt: skip
+                pairs = zip(vectors, none, strict=True)
+                yield size, self._upload([make(size) if x is None else x for x, make in pairs])
+
+    def _upload(self, vectors: list[np.ndarray]) -> Any:
+        """Returns the vectors of ranks one behind another; on the devices of several processes,
+        each of which has those of its own ranks, where JAX takes none of the host's."""
+        whole = np.concatenate(vectors)
+        return whole if self._where is None else put(whole, self._where)
 
     def _own(self, blocks: Writes) -> Sequence[Any]:
         return blocks if any(blocks) else [self._none] * len(self.tables)

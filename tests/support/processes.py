@@ -1,6 +1,8 @@
 """One of several processes with a mesh over the devices of all, as a program.
 
 python -m tests.support.processes RANK PROCESSES PORT DEVICES CHECKPOINT FOLDER [RANK_THAT_DIES]
+
+FOLDER is where state is saved, or "ranks" for a mixture over data ranks.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,6 +30,10 @@ SIZES: dict[str, Any] = dict(
     max_num_seqs=3, max_num_batched_tokens=32, token_buckets=(32,), decode_buckets=(3,),
     max_model_len=48, num_blocks=24, block_size=4, dtype="float32", warm_up=False, use_tqdm=False,
     cache_dir=None,
+)  # fmt: skip
+MIXTURE: dict[str, Any] = dict(
+    architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=12, vocab_size=64, num_hidden_layers=1, eos_token_id=63,
 )  # fmt: skip
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [9, 2], [7] * 9, [8, 2, 8], [1, 2, 3, 4], [5, 5], [6], [2] * 5]
 RULES: list[dict[str, Any]] = [
@@ -105,6 +111,16 @@ def main(checkpoint: str, num_devices: int, saved_in: str) -> dict[str, Any]:
     return told
 
 
+def of_ranks(checkpoint: str, num_devices: int) -> dict[str, Any]:
+    """Returns the tokens of a mixture whose data ranks lie in several processes."""
+    sizes: dict[str, Any] = SIZES | dict(tokenizer=tokenizer(), enable_expert_parallel=True)
+    with LLM(checkpoint, **sizes, data_parallel_size=num_devices) as llm:
+        told = dict(tokens=answers(llm), report=llm.report())
+        llm.sleep(level=1)
+        llm.wake_up()
+        return told | {"after a sleep": answers(llm)}
+
+
 def tokenizer() -> Tokenizer:
     """Returns one whose tokens are 64 characters from "!" on, as bytes."""
     vocab = {chr(ord("!") + i): i for i in range(64)}
@@ -147,6 +163,9 @@ if __name__ == "__main__":
     jax.distributed.initialize(
         f"127.0.0.1:{port}", num_processes, rank, heartbeat_timeout_seconds=HEARTBEAT_S
     )
+    if sys.argv[6] == "ranks":
+        print(json.dumps(of_ranks(sys.argv[5], num_devices)), flush=True)
+        os._exit(0)
     if len(sys.argv) > 7:
         told = dying(sys.argv[5], num_devices, rank == int(sys.argv[7]))
         print(json.dumps(told), flush=True)
