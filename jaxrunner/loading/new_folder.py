@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+from functools import partial
 import os
 from pathlib import Path
 import tempfile
@@ -36,7 +37,10 @@ def new_folder(folder: Path, mesh: Mesh | None = None, *, sums: bool = True) -> 
         unfinished = Path(together(mesh, make)[0])
         together(mesh, lambda: check_seen(unfinished))
         part = unfinished / "whole"
-        yield part
+        try:
+            yield part
+        except Exception as error:
+            together(mesh, partial(_again, error))  # the others would wait for this process
 
         def finish() -> None:
             if is_first(mesh):
@@ -45,6 +49,10 @@ def new_folder(folder: Path, mesh: Mesh | None = None, *, sums: bool = True) -> 
                 os.rename(part, folder)
 
         together(mesh, finish)
+
+
+def _again(error: Exception) -> None:
+    raise error
 
 
 def check_new(folder: Path) -> None:

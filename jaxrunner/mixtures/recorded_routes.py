@@ -37,6 +37,7 @@ class RoutesKind(FullAttention):
 
     num_routes: int
     leaves: ClassVar[type] = RoutesCache
+    is_small: ClassVar[bool] = True  # beside keys and values, whose pools share memory by layers
 
     @property
     def dims(self) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def together(mesh: Mesh | None, run: Callable[[], str | None]) -> list[str]:
 def _error_of(name: str, words: str) -> Exception:
     """Returns an error of another process, as what it was there if Python has that."""
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, ValueError | TypeError | OSError | RuntimeError):
+    if kind in (ValueError, TypeError, RuntimeError):
+        return kind(words)
+    if isinstance(kind, type) and issubclass(kind, OSError):
         return kind(words)
     return RuntimeError(f"{name} in another process: {words}")
 
