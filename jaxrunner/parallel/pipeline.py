@@ -113,8 +113,9 @@ def deal(
         )
     if rank is not None and rank >= num:
         raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
-    read, _ = partition(model.tables)  # those that steps write have rows for all layers
-    more = read or model.heads or not model.tensor_parallel
+    # Those that steps write by layer are told by the stages that have these.
+    by_layer = [t for t in partition(model.tables)[1] if "layers" in dict(t.dims)]
+    more = len(by_layer) < len(model.tables) or model.heads or not model.tensor_parallel
     if more or not _layer_fields(model, config):
         raise ValueError(
             f"{name} wants a model of layers alone, {config.architecture} reads slot tables or has "
@@ -180,9 +181,8 @@ def _layers(
 ) -> Any:  # fmt: skip
     """Runs the layers of a stage. extras: "name.3" is told by the stage that has layer 3."""
     held = config.pipeline_layers
-    own = tuple(
-        name for name in extras if int(name.rpartition(".")[2]) in range(held.start, held.stop)
-    )
+    here = tuple(f".{i}" for i in range(held.start, held.stop))
+    own = tuple(name for name in extras if name.endswith(here))
     kwargs |= dict(extras=own) if extras else {}
     return config.family.layers(config.whole, *args, first=held.start, last=held.stop, **kwargs)
 
