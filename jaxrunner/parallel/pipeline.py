@@ -113,15 +113,7 @@ def deal(
         )
     if rank is not None and rank >= num:
         raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
-    # Those that steps write by layer are told by the stages that have these.
-    by_layer = [t for t in partition(model.tables)[1] if "layers" in dict(t.dims)]
-    more = len(by_layer) < len(model.tables) or model.heads or not model.tensor_parallel
-    if more or not _layer_fields(model, config):
-        raise ValueError(
-            f"{name} wants a model of layers alone, {config.architecture} reads slot tables or has "
-            "heads, weights that are not declared by layer, or no Model.tensor_parallel: leave it "
-            "out"
-        )
+    _check_by_layer(model, config, name)
     devices = jax.local_devices() if devices is None else devices
     here = num if rank is None else 1
     if here * N > len(devices):
@@ -137,6 +129,18 @@ def deal(
     stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)
     spare = model.spare if rank is None else ("",)  # others read what is left
     return sharded[0][0]._replace(layers=_layers, spare=spare), cast(ModelConfig, stage)
+
+
+def _check_by_layer(model: Model, config: ModelConfig, name: str) -> None:
+    # Those that steps write by layer are told by the stages that have these.
+    by_layer = [t for t in partition(model.tables)[1] if "layers" in dict(t.dims)]
+    more = len(by_layer) < len(model.tables) or model.heads or not model.tensor_parallel
+    if more or not _layer_fields(model, config):
+        raise ValueError(
+            f"{name} wants a model of layers alone, {config.architecture} reads slot tables or has "
+            "heads, weights that are not declared by layer, or no Model.tensor_parallel: leave it "
+            "out"
+        )
 
 
 def to_stages(config: Any, params: Any) -> Any:
