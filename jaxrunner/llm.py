@@ -60,7 +60,8 @@ class LLM(PoolingMethods, LLMNames):
         whole experts with `enable_expert_parallel`, else units of each.
     decode_context_parallel_size: of these, those that each keep a part of a KV head's tokens,
         `cp_kv_cache_interleave_size` in turn; they would keep copies.
-    data_parallel_size: engines with `tensor_parallel_size` devices each, which share the requests.
+    data_parallel_size: engines with `tensor_parallel_size` devices each, which share the requests;
+        with `enable_expert_parallel` ranks of one, over whose devices whole experts lie.
     pipeline_parallel_size: stages, with some of the layers and `tensor_parallel_size` devices each.
     check_nan: whether weights are searched for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
-from jaxrunner.caches.interleave import interleave_of
+from jaxrunner.caches.interleave import interleave_of, token_dims
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_modules import embed_tokens, score_rows, weights_of
 from jaxrunner.model import MakeOps, Model
-from jaxrunner.parallel.mesh import TENSOR, mesh_of, placed, shardings
+from jaxrunner.parallel.mesh import TENSOR, mesh_of, num_ranks, placed, ranked, shardings
 from jaxrunner.parallel.stages import held_caches, is_last, joined, num_stages, stages_of
 from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.rule import Rule
@@ -81,6 +81,14 @@ class Program:
     def mesh(self) -> jax.sharding.Mesh | None:
         """The devices it runs on; None for one."""
         return mesh_of(self.config)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks, each with slots and KV blocks of the engine's sizes; 1 where there are none.
+
+        All sizes of a program are those of one; arrays of them all lie one behind another.
+        """
+        return num_ranks(self.mesh)
 
     @property
     def is_shared(self) -> bool:
@@ -149,8 +157,8 @@ class Program:
     def group_dims(self, group: CacheGroup) -> dict[str, Any]:
         """Sizes of the axes of a cache group; S is the tokens that a device has of a block."""
         N, L = group.num_blocks, self.engine.max_model_len
-        S = group.block_size // interleave_of(self.config).parts
-        return group.kind.dims | dict(N=N, S=S, M=group.table_len(L), J=1 + self.num_drafts)
+        sizes = group.kind.dims | token_dims(self.config, group.block_size)
+        return sizes | dict(N=N, M=group.table_len(L), J=1 + self.num_drafts)
 
 
 @functools.lru_cache(maxsize=64)  # asked for in every step
@@ -250,17 +258,25 @@ def _state_of(program: Program) -> State:
     if program.mesh is None:
         return _zeros(program)
     # Made where it is to lie: else JAX makes each shard on its first device, which may be full.
-    where = jax.tree.map(lambda x: x.sharding, abstract_state(program))
+    where = jax.tree.map(lambda x: x.sharding, _of_all_ranks(program))
     return jax.jit(_zeros, static_argnums=0, out_shardings=where)(program)
 
 
 def _zeros(program: Program) -> State:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_state(program))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _of_all_ranks(program))
+
+
+def _of_all_ranks(program: Program) -> State:
+    state, mesh = abstract_state(program), program.mesh
+    return state if mesh is None or program.num_ranks == 1 else ranked(state, mesh)
 
 
 @functools.lru_cache(maxsize=8)  # every program of an engine asks for it
 def abstract_state(program: Program) -> State:
-    """Returns the shapes and dtypes of an engine's state, and on a mesh where each array lies."""
+    """Returns the shapes and dtypes of an engine's state, and on a mesh where each array lies.
+
+    Of data ranks it is one's; `ranked` tells those of all.
+    """
     dims, groups, mesh = program.dims, program.cache_groups, program.mesh
     of_layer = [groups[g] for g in program.layer_groups]
     caches = [(g.kind.leaves, dims | program.group_dims(g)) for g in of_layer]

@@ -25,7 +25,8 @@ class SlotTable(NamedTuple):
     # Those of its axes whose arrays are no request's: a row has nothing for them, and they stay.
     shared: tuple[str, ...] = ()
     # (table, extras by name, batch) -> the table behind the layers of a step, of a model's table
-    # that is told the `extras` of these. Layers do not read it.
+    # that is told the `extras` of these. Layers do not read it. In a pipeline its arrays begin with
+    # axis "layers", and each stage writes the rows of its own, of which extras "name.3" tell.
     observe: Callable[[Any, dict[str, Any], Any], Any] | None = None
     extras: tuple[str, ...] = ()
 

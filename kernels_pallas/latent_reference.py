@@ -12,12 +12,15 @@ T is B * query_len; of DeepSeek's models D is 576, `rank` 512, and H 16 to 128.
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax.numpy as jnp
+
+from jaxrunner.caches.interleave import Part
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.model import AttentionSpec
 from jaxrunner.types import Array, Batch, LayerCache
 
-Attend = Callable[[Batch, Array, LayerCache, AttentionSpec], Array]
+Attend = Callable[[Batch, Array, LayerCache, AttentionSpec, Part | None], Array]
 
 
 def write_latents(batch: Batch, latents: Array, cache: LatentCache, group: int) -> LatentCache:
@@ -35,16 +38,19 @@ def write_latents(batch: Batch, latents: Array, cache: LatentCache, group: int) 
 
 
 def attend(
-    batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec,
-    of_one_head: Attend = reference.attend,
+    batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec, part: Part | None = None,
+    *, of_one_head: Attend = reference.attend,
 ) -> Array:  # fmt: skip
     """Causal attention of q, [T, H, D], over the latents of each token's request.
 
-    of_one_head: does it for keys and values. Returns [T, H, spec.value_dim].
+    of_one_head: does it for keys and values. Returns [T, H, spec.value_dim]; where these blocks
+    hold a part of its tokens, one more column, as `online_softmax` does.
     """
     rows, scale = cache.latents[:, None], None if cache.scale is None else cache.scale[:, None]
     one_head = LayerCache(k=rows, v=rows, k_scale=scale, v_scale=scale)
-    return of_one_head(batch, q, one_head, spec)[..., : spec.value_dim]
+    out = of_one_head(batch, q, one_head, spec, part)
+    value = out[..., : spec.value_dim]
+    return value if part is None else jnp.concatenate([value, out[..., -1:]], -1)
 
 
 def dense(batch_size: int, q: Array, latents: Array, spec: AttentionSpec) -> Array:

@@ -1,7 +1,7 @@
-"""Decode context parallelism on fake devices of a CPU: what one device gives, of tokens that lie
-on several."""
+"""Decode context parallelism on a CPU's fake devices: what one gives, of tokens on several."""
 
 import functools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +15,20 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.caches.interleave import Interleave, Part
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.online_softmax import NOTHING
 from jaxrunner.kernels_pallas.reference import attend, online_softmax
 from jaxrunner.kernels_pallas.split_kv_merge import join
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.llama import llama
+from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import Choice, paged
 from jaxrunner.parallel import context
 from jaxrunner.parallel.context import deal_out, merge
 from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.pipeline import deal
+from jaxrunner.parallel.stages import whole_state
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.types import LayerCache
 from tests.outside.recurrent import RecurrentState
@@ -69,12 +73,16 @@ def answers(engine: Engine) -> tuple[list[Any], list[Any]]:
 def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleave, **changes):
     """Returns an engine on one device, and one of the same weights on several."""
     sizes = dict(num_blocks=64, max_num_batched_tokens=16, token_buckets=(16,))
-    kinds = {name: changes.pop(name) for name in WINDOWS if name in changes}
+    kinds = {name: changes.pop(name) for name in WINDOWS | tiny.LATENTS if name in changes}
     settings = tiny.SETTINGS | SIZES | kinds | dict(num_key_value_heads=kv_heads)
-    config = tiny.config(**settings)
-    save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), settings)
-    several = shard(llama, config, make_mesh(num), interleave)
-    for (model, own), given in (((llama, config), {}), (several, changes)):
+    one = family, config = read_model(Settings(settings))
+    params = tiny.random_params(config, seed=3, params=family.params)
+    save_checkpoint(folder, family, config, params, settings)
+    if (stages := changes.pop("stages", 1)) > 1:
+        several = deal(family, config, stages, num, interleave=interleave)
+    else:
+        several = shard(family, config, make_mesh(num), interleave)
+    for (model, own), given in ((one, {}), (several, changes)):
         params = load_params(folder, model, own, dtype="float32", progress=False)
         kv = {name: changes[name] for name in ("kv_dtype",) if name in changes}
         yield Engine(model, own, tiny.engine_config(**sizes | kv | given), params)
@@ -86,11 +94,19 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
     [
         (1, 4, (4, 1), dict(num_blocks=9, block_size=3, kv_dtype="int8")),
         pytest.param(
+            8, 4, (2, 2), dict(num_blocks=15, block_size=4, kv_dtype="int8", **tiny.LATENTS),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(1, 2, (2, 1), dict(num_blocks=20, stages=2), marks=pytest.mark.slow),
+        pytest.param(
             2, 8, (4, 2), dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["8 bits, preempted", "windows, runs of 2, several steps"],
+    ids=[
+        "8 bits, preempted", "latents, 8 bits, preempted", "stages",
+        "windows, runs of 2, several steps",
+    ],
 )  # fmt: skip
 def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_path):
     one, several = one_and_several(tmp_path, kv_heads, num, Interleave(*interleave), **changes)
@@ -98,11 +114,12 @@ def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_
     assert got == want
     for ours, theirs in zip(jax.tree.leaves(told), jax.tree.leaves(logprobs), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
-    assert (several.scheduler.num_preemptions > 0) == (changes["num_blocks"] < 10)
-    # A device holds one KV head, and of each token's keys there is one copy.
-    config, cache = several.config, several.runner.state.kv[0].k
-    own_shape = cache.sharding.shard_shape(cache.shape)
-    assert own_shape == (config.num_blocks, 1, config.block_size, 4)
+    assert (several.scheduler.num_preemptions > 0) == (changes["num_blocks"] < 20)
+    # A device holds one KV head or latent, and of each token's keys as many copies as it must.
+    config, state = several.config, whole_state(several.model_config, several.runner.state)
+    cache = jax.tree.leaves(state.kv[0])[0]
+    *_, S, _ = cache.sharding.shard_shape(cache.shape)
+    assert S == config.block_size and math.prod(cache.shape[1:-1]) == num * S
     (pool,) = several.pools
     assert pool.block_size == interleave[0] * config.block_size
     _goes_on_from_a_snapshot(several, dict(enumerate(want)), tmp_path / "saved")

@@ -18,9 +18,6 @@ from jaxrunner.loading.declared import abstract_params
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
-from jaxrunner.parallel.context import deal_out
-from jaxrunner.parallel.mesh import make_mesh
-from jaxrunner.parallel.tensor import Interleave, ShardedConfig
 from jaxrunner.program import Bucket, Program, abstract_state
 from jaxrunner.sampling import RULES
 from jaxrunner.worker.kv_cache_spec import kv_cache_specs
@@ -142,13 +139,3 @@ V3, FLASH = (dict(architectures=[f"{name}ForCausalLM"]) for name in ("DeepseekV3
 def test_what_latent_attention_does_not_honour_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         read_model(Settings(LITE | changes))
-
-
-@pytest.mark.devices(2)
-def test_latents_are_not_dealt_out_to_devices():
-    model, config = read_model(Settings(LITE))
-    dealt: Any = ShardedConfig(model, config, make_mesh(2), Interleave(2, 1))
-    choice = backends.Choice("reference", backends.paged, "")
-    words = "deals out keys and values, DeepseekV2ForCausalLM has LatentAttention: leave it out"
-    with pytest.raises(ValueError, match=words):
-        deal_out(choice, dealt, engine())

@@ -15,8 +15,8 @@ NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
 EXPERTS: dict[str, Any] = dict(tensor_parallel_size=2, enable_expert_parallel=True)
 MESHES: dict[str, dict[str, Any]] = {
     "drafts": EXPERTS | dict(speculative_config=NGRAM),
-    "replicas of experts": EXPERTS | dict(data_parallel_size=2),
     "tensor": dict(tensor_parallel_size=2),
+    "data ranks": dict(data_parallel_size=3, enable_expert_parallel=True),
 }
 
 

@@ -4,16 +4,24 @@ import json
 import os
 from pathlib import Path
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxrunner import LLM
-from tests.support import processes, small_checkpoint
+from jaxrunner.hf_config import Settings
+from jaxrunner.loading.loader import load
+from jaxrunner.loading.new_folder import check_seen
+from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.registry import read_model
+from tests.support import processes, small_checkpoint, tiny
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
@@ -47,33 +55,59 @@ def start(*args: object, **environment: str) -> list[subprocess.Popen]:
     ]  # fmt: skip
 
 
-def test_two_processes_give_the_tokens_of_one(checkpoint):
-    started = start(checkpoint)
+def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
+    """Also where they save weights or requests at work, for other meshes too."""
+    started = start(checkpoint, tmp_path)
     with LLM(str(checkpoint), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
         want = processes.answers(llm)
+        told = [told_by(process) for process in started]
+        rest = processes.last_of(llm.restore_state(tmp_path / "state"))
+        assert len(rest) > 5 and rest == {i: want[i] for i in rest}
+        llm.load_params(tmp_path / "params")
+        shutil.copy(checkpoint / "config.json", tmp_path / "shards")
+        loaded = load(tmp_path / "shards", tokenizer=None, load_format="sharded_state")
+        for other in llm.params, loaded.read_params(progress=False):
+            ours = load(checkpoint, tokenizer=None).read_params(progress=False)
+            jax.tree.map(np.testing.assert_array_equal, other, ours)
     assert want[4][:4] == [32, 33, 33, 32]  # ABBA, as its grammar wants
-    told = []
-    for process in started:
-        out, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors[-3000:]
-        told.append(json.loads(out.splitlines()[-1]))
     for one in told:
-        assert one["tokens"] == one["after a sleep"] == one["reloaded"] == want
+        assert one["tokens"] == one["after a sleep"] == one["reloaded"] == one["saved"] == want
         assert one["report"].startswith("devices: 4 x cpu, tensor 4\n")
-        *alone, warm_up, drafts, three = one["refused"]
-        for name, words in zip(
-            ["save_params", "load_params", "save_sharded_state", "save_state", "restore_state"],
-            alone, strict=True,
-        ):  # fmt: skip
-            assert re.match(f"{name} wants a mesh of one process, this one is over 2", words)
+        warm_up, drafts, three = one["refused"]
         assert re.match("warm_up='background' wants a mesh of one process", warm_up)
         assert "'auto' wants a mesh of one process" in drafts and "say a number" in drafts
         assert "a mesh over 2 processes wants all of their devices, 4, got 3 x cpu" in three
+    assert [one["together"] for one in told] == [
+        ["no disk", "KeyError in another process: 'no disk'"],
+        ["no disk", "'no disk'"],
+    ]
+    with pytest.raises(ValueError, match="is not the same folder in all processes of this mesh"):
+        check_seen(tmp_path / "of another machine")
+
+
+@pytest.mark.slow
+def test_data_ranks_lie_in_two_processes(tmp_path):
+    settings = tiny.SETTINGS | processes.MIXTURE
+    model, config = read_model(Settings(settings))
+    params = tiny.random_params(config, seed=5, params=model.params)
+    save_checkpoint(tmp_path, model, config, params, settings)
+    started = start(tmp_path, "ranks")
+    with LLM(str(tmp_path), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
+        want = processes.answers(llm)
+    for one in map(told_by, started):
+        assert one["tokens"] == one["after a sleep"] == want
+        assert one["report"].startswith("devices: 4 x cpu, data 4, tensor 1\n")
+
+
+def told_by(process: subprocess.Popen) -> dict[str, Any]:
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_other(checkpoint, rank=1):
-    started = start(checkpoint, rank)
+    started = start(checkpoint, checkpoint, rank)
     started[rank].communicate(timeout=240)
     died_s = time.monotonic()
     _, errors = started[1 - rank].communicate(timeout=240)
@@ -84,7 +118,7 @@ def test_a_process_that_dies_ends_the_other(checkpoint, rank=1):
 @pytest.mark.slow
 def test_a_process_that_outlives_another_says_so(checkpoint, rank=1):
     """All its requests end at once, later ones are refused, and it closes."""
-    started = start(checkpoint, rank, JAX_ENABLE_RECOVERABILITY="1")
+    started = start(checkpoint, checkpoint, rank, JAX_ENABLE_RECOVERABILITY="1")
     started[rank].communicate(timeout=240)
     out, errors = started[1 - rank].communicate(timeout=240)
     assert started[1 - rank].returncode == 0, errors[-3000:]

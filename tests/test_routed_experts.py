@@ -13,6 +13,7 @@ from jaxrunner.loading.loader import load
 from jaxrunner.ops.backends import dense
 from jaxrunner.ops.routing import with_routes
 from jaxrunner.types import Inputs
+from jaxrunner.worker.worker import Worker
 
 pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the reference needs transformers")
@@ -24,6 +25,7 @@ SIZES: dict[str, Any] = dict(
     token_buckets=(64,), decode_buckets=(8,), skip_tokenizer_init=True, warm_up=False,
     cache_dir=None, use_tqdm=False, enable_return_routed_experts=True,
 )  # fmt: skip
+RANK: dict[str, Any] = dict(pipeline_parallel_size=2, rank=0)
 OFF: dict[str, Any] = dict(enable_return_routed_experts=False)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False)
 
@@ -86,6 +88,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "preempted": dict(num_blocks=12, max_model_len=80),
     "several steps a launch": dict(num_decode_steps=4),
     "drafts": dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
+    "stages": dict(pipeline_parallel_size=2),
     "two devices": dict(tensor_parallel_size=2, enable_expert_parallel=True),
 }
 
@@ -94,8 +97,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "name",
     [
         "preempted",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in [*VARIANTS][1:-1]),
-        pytest.param("two devices", marks=[pytest.mark.slow, pytest.mark.devices(2)]),
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.devices(2)])
+            for name in [*VARIANTS][1:]
+        ),
     ],
 )
 def test_routes_depend_on_the_request_alone(name, mixture, llm):
@@ -104,8 +109,29 @@ def test_routes_depend_on_the_request_alone(name, mixture, llm):
     with LLM(mixture("qwen3")[1], **SIZES | VARIANTS[name]) as other:
         got = ask(other, PROMPTS[:4], params)
         assert name != "preempted" or other.engine.scheduler.num_preemptions
+        (again,), (own,) = (replayed(each) for each in (other, llm))
+        np.testing.assert_allclose(again.logprobs, own.logprobs, atol=1e-4)
     for a, b in zip(want, got, strict=True):
         np.testing.assert_array_equal(a.outputs[0].routed_experts, b.outputs[0].routed_experts)
+
+
+def replayed(llm):
+    """Returns the scores of tokens whose routes are given."""
+    routes = np.random.default_rng(0).permuted(np.tile(np.arange(X), (17, Y, 1)), axis=-1)[..., :k]
+    prompt = dict(prompt_token_ids=PROMPTS[2])
+    return llm.score_tokens(prompt, routed_experts=[routes], use_tqdm=False)
+
+
+@pytest.mark.slow
+@pytest.mark.devices(2)
+def test_routes_are_whole_where_tokens_are_dealt_out(mixture):
+    folder = mixture("deepseek v3")[1]
+    several: dict[str, Any] = dict(tensor_parallel_size=2, decode_context_parallel_size=2)
+    with LLM(folder, **SIZES) as one, LLM(folder, **SIZES | several) as other:
+        for a, b in zip(ask(one, PROMPTS), ask(other, PROMPTS), strict=True):
+            np.testing.assert_array_equal(a.outputs[0].routed_experts, b.outputs[0].routed_experts)
+        (a,), (b,) = (replayed(llm) for llm in (one, other))
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -201,11 +227,10 @@ def test_what_keeps_no_routes_is_refused(mixture, tmp_path):
     from tests.support import small_checkpoint
 
     folder = mixture("qwen3")[1]
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
-        sizes: dict[str, Any] = {name: 2}
-        words = "routed_experts=True wants all layers and tokens on each device, got "
-        with pytest.raises(ValueError, match=words + name):
-            LLM(folder, **SIZES | sizes)
+    with pytest.raises(
+        ValueError, match="routed_experts=True is of engines that run all stages, r"
+    ):
+        Worker(folder, **RANK, enable_return_routed_experts=True).read_checkpoint()
     with LLM(folder, **SIZES | OFF) as other:
         words = "routed_experts are replayed where routes are kept: build the LLM with enable_ret"
         with pytest.raises(ValueError, match=words):

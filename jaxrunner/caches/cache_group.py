@@ -123,7 +123,8 @@ def layer_groups(kinds: Sequence[CacheKind]) -> tuple[int, ...]:
 def cache_groups(kinds: Sequence[CacheKind], sizes: PoolSizes) -> tuple[CacheGroup, ...]:
     """Returns the groups of an engine, given the kind of each layer."""
     layers = {kind: tuple(i for i, k in enumerate(kinds) if k == kind) for kind in kinds}
+    num = sum(not getattr(kind, "is_small", False) for kind in kinds)
     return tuple(
-        CacheGroup(kind, of, *kind.pool(sizes._replace(share=len(of) / len(kinds))))
+        CacheGroup(kind, of, *kind.pool(sizes._replace(share=len(of) / num)))
         for kind, of in layers.items()
     )

@@ -22,6 +22,15 @@ def interleave_of(config: Any) -> Interleave:
     return getattr(config, "interleave", WHOLE)
 
 
+def token_dims(config: Any, block_size: int) -> dict[str, int]:
+    """Returns the sizes of axes of a block of so many tokens: S, those of one device;
+    "block_tokens", those of all devices of a mesh where tokens are dealt out; "whole_block"."""
+    parts = interleave_of(config).parts
+    S = block_size // parts
+    of_all = S if parts == 1 else S * config.mesh.size
+    return dict(S=S, block_tokens=of_all, whole_block=block_size)
+
+
 class Part(NamedTuple):
     """The tokens of one device, `rank`, of those that a request's tokens are dealt out to.
 

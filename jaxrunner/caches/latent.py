@@ -18,11 +18,12 @@ class LatentCache:
     """Paged latents of one layer. D is what is kept of a token: the latent that all heads share,
     and behind it a key that is rotated.
 
-    Those of 8 bits are multiples of a scale, one for each token. Every device of a mesh has all.
+    Those of 8 bits are multiples of a scale, one for each token. Every device of a mesh has S
+    tokens of a block: all of them, unless they are dealt out.
     """
 
-    latents: Array = leaf("N S D", "kv")
-    scale: Array | None = leaf("N S", jnp.float32, when="scaled")
+    latents: Array = leaf("N block_tokens D", "kv")
+    scale: Array | None = leaf("N block_tokens", jnp.float32, when="scaled")
 
 
 @dataclass(frozen=True, kw_only=True)

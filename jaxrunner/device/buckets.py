@@ -61,8 +61,11 @@ def choose(
     several: bool = False,
     num_drafts: int = 0,
     lora: bool = False,
+    others: Sequence[Sequence[int]] = (),
 ) -> Bucket:
     """Returns the first bucket that holds rows of `counts` tokens; one not pending, if there is.
+
+    others: counts of other data ranks, whose step is of the same size.
 
     several: of several steps in one launch, which run at uniform sizes alone.
     num_drafts: that each row is to be proposed, at least. lora: whether one has an adapter.
@@ -70,7 +73,12 @@ def choose(
     Raises:
       ValueError: none does.
     """
-    tokens, rows, most = sum(counts), len(counts), max(counts)
+    every = counts, *others
+    tokens, rows, most = (
+        max(map(sum, every)),
+        max(map(len, every)),
+        max(map(max, filter(None, every))),
+    )
     fits = [
         b
         for b in buckets

@@ -189,7 +189,8 @@ def _forward_output(program: Program) -> tuple:
     if (speculator := program.model.speculator) is not None:
         kept = pytree.abstract(Batch, one), dict.fromkeys(speculator.extras, 0)
     logits = logits_spec(program, 1, 1)
-    return abstract_state(program), logits, rows, 0, targets, heads_spec(program, 1), kept
+    hidden = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    return abstract_state(program), logits, rows, hidden, targets, heads_spec(program, 1), kept
 
 
 ENTRY_POINTS = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+import inspect
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import entry_points_of
 from jaxrunner.lora.stacks import abstract_stacks, merged
-from jaxrunner.parallel.mesh import placed
-from jaxrunner.parallel.shards import on_shards
+from jaxrunner.parallel.mesh import placed, ranked
+from jaxrunner.parallel.shards import on_shards, told_to_all
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
 from jaxrunner.sampling import RULES
 
@@ -37,10 +38,16 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     if getattr(key.size, "lora", False):
         params = merged(params, abstract_stacks(program))
     out, args = entry.output(program), entry.arguments(program, params, key.size)
+    function = entry.function
+    if program.mesh is not None and program.num_ranks > 1:
+        names = inspect.signature(entry.function).parameters
+        pairs = zip(names, args, strict=False)
+        args = tuple(x if name == "params" else ranked(x, program.mesh) for name, x in pairs)
+        function, out = told_to_all(function, out), ranked(out, program.mesh)
     if program.mesh is not None:
         args = placed(args, program.mesh)
     return Spec(
-        on_shards(entry.function, program.mesh, args, out),
+        on_shards(function, program.mesh, args, out),
         static,
         args,
         out,

@@ -10,6 +10,7 @@ from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.parallel.mesh import check_one_rank
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import to_host
 from jaxrunner.parallel.tensor import ShardedConfig
@@ -69,5 +70,6 @@ def _checked(engine: Any, num: int) -> Loaded:
             "scale_elastic_ep moves one engine with enable_expert_parallel=True over several "
             "devices, and without a drafter that has weights: build the LLM so"
         )
+    check_one_rank(config.mesh, "scale_elastic_ep", "build another LLM")
     engine.status.check_awake()
     return engine.worker.cut_anew(num)

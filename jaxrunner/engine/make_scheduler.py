@@ -1,5 +1,7 @@
 """The scheduler that an engine's sizes ask for."""
 
+from typing import cast
+
 import jax
 
 from jaxrunner.caches.cache_group import reads_whole
@@ -8,11 +10,32 @@ from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program import Program
 from jaxrunner.scheduling.adapter_turns import AdapterTurns
 from jaxrunner.scheduling.block_pool import BlockPool
+from jaxrunner.scheduling.ranks import RankedScheduler
+from jaxrunner.scheduling.router import Router
 from jaxrunner.scheduling.scheduler import Scheduler
 from jaxrunner.scheduling.state_pool import make_pools
 
 
 def make_scheduler(
+    program: Program, pinned: set[int] | None = None
+) -> tuple[list[BlockPool], Scheduler]:
+    """Returns new block pools, one for each cache group of each data rank, and a scheduler of all.
+
+    pinned: as of `scheduler_of_rank`.
+    """
+    if (D := program.num_ranks) == 1:
+        return scheduler_of_rank(program, pinned)
+    engine, made = program.engine, [scheduler_of_rank(program) for _ in range(D)]
+    router = Router(
+        D, block_size=engine.block_size, margin=engine.max_num_batched_tokens,
+        by_prefix=engine.enable_prefix_caching,
+    )  # fmt: skip
+    ranked = RankedScheduler([scheduler for _, scheduler in made], router)
+    # It has the interface of a scheduler.
+    return [pool for pools, _ in made for pool in pools], cast(Scheduler, ranked)
+
+
+def scheduler_of_rank(
     program: Program, pinned: set[int] | None = None
 ) -> tuple[list[BlockPool], Scheduler]:
     """Returns new block pools, one for each cache group, and a scheduler over them.

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
-import os
 from pathlib import Path
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
 from jaxrunner.engine.snapshot import Restored, check_snapshot, restore_engine, save_engine
 from jaxrunner.engine.steps import launch_all, wait_for_one
-from jaxrunner.loading import orbax_io
+from jaxrunner.loading.new_folder import new_folder
 from jaxrunner.lora.lora_request import check_lora_request
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.runner.model_runner import ModelRunner
@@ -192,18 +190,14 @@ class Replicas:
 
     def save(self, folder: Path, states: Mapping[str, Any], **more: Any) -> None:
         """Writes all engines into a new folder; see `save_engines`."""
-        orbax_io.check_new(folder)
         self.status.check_awake()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
-            part = Path(unfinished, "snapshot")
+        with new_folder(folder, sums=False) as part:  # each engine has its own
             left = dict(states)
             for i, engine in reversed([*enumerate(self.engines)]):
                 # What has ended goes with the first.
                 mine = [r for r in left if r in engine.unfinished or i == 0]
                 told = more | {"states": [left.pop(r) for r in mine]}
                 self._gained += save_engine(engine, part / f"replica{i}", told)
-            os.rename(part, folder)  # whole, or not there
 
     def restore(self, folder: Path, convert: Callable[..., Any]) -> list[Restored]:
         """Takes up what `save` wrote, as `snapshot.restore_engine` does for one; raises as it."""

@@ -7,9 +7,7 @@ those blocks that count, and host objects as JSON. It holds neither weights nor 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
-import os
 from pathlib import Path
-import tempfile
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +21,10 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
+from jaxrunner.loading.new_folder import new_folder
+from jaxrunner.parallel.mesh import check_one_rank
 from jaxrunner.parallel.pipeline import StageConfig
-from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.processes import is_first, together
 from jaxrunner.parallel.stages import whole_state, with_cache, with_requests
 from jaxrunner.parallel.tensor import ShardedConfig
 from jaxrunner.parallel.whole import (
@@ -60,31 +60,28 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
     and grammars waited for. Returns what these gave, as `Engine.step` would.
 
     Raises:
-      ValueError: the folder is there.
+      ValueError: the folder is there, or not seen by all processes of a mesh, which may have no
+        data ranks.
       RuntimeError: the engine sleeps, or has ended.
       FloatingPointError: as `Engine.step`; nothing is saved.
     """
-    check_own(engine.runner.program.mesh, "save_state", "let its requests end")
-    folder = Path(folder).absolute()
-    orbax_io.check_new(folder)
     engine.status.check_awake()
-    gained = engine.drain()
-    engine.scheduler.recall()
-    state, filled = whole_state(engine.model_config, engine.runner.state), _filled(engine)
-    host = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
-        part = Path(unfinished, "snapshot")
-        orbax_io.write(part / "tables", (state.requests, state.tables))
+    mesh = engine.runner.program.mesh
+    check_one_rank(mesh, "save_state", "let its requests end")
+    with new_folder(Path(folder), mesh) as part:
+        gained = engine.drain()
+        engine.scheduler.recall()
+        state, filled = whole_state(engine.model_config, engine.runner.state), _filled(engine)
+        host = {name: getattr(owner, attribute) for name, owner, attribute in _fields(engine)}
+        orbax_io.write(part / "tables", (state.requests, state.tables), mesh)
         for i, blocks in enumerate(filled):
             # One at a time: a copy of the whole cache may fit neither device nor host.
-            values = jax.tree.map(partial(_read, np.array(blocks)), state.kv[i])
+            values = _read(state.kv[i], np.array(blocks))
             whole = _whole_blocks(engine.runner, i, len(blocks))
-            orbax_io.write(part / f"layer{i}", merge(values, whole))
+            orbax_io.write(part / f"layer{i}", merge(values, whole), mesh)
         told = dict(context=_context(engine), filled=filled, host=host, more=more)
-        (part / "host.json").write_text(serialization.dumps(told), encoding="utf-8")
-        checksums.write(part)
-        os.rename(part, folder)  # whole, or not there
+        if is_first(mesh):
+            (part / "host.json").write_text(serialization.dumps(told), encoding="utf-8")
     return gained
 
 
@@ -104,10 +101,10 @@ def restore_engine(
         those of the saved one, which it names, or there is no tokenizer for a grammar. The engine
         goes on as before; at worst it has forgotten cached prefixes.
     """
-    check_own(engine.runner.program.mesh, "restore_state", "add its requests anew")
-    folder = Path(folder).absolute()
+    folder, mesh = Path(folder).absolute(), engine.runner.program.mesh
+    check_one_rank(mesh, "restore_state", "add its requests anew")
     told, live, spec = check_snapshot(engine, folder)
-    tables = orbax_io.read(folder / "tables", spec)
+    tables = orbax_io.read(folder / "tables", spec, mesh)
     try:
         engine.grammars.resume(live)
         more = told["more"] if convert is None else _converted(convert, told["more"], live)
@@ -134,15 +131,19 @@ def check_snapshot(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[R
 
     Returns the objects of the host, the unfinished requests, and what the tables must be like.
     """
-    if not (folder / "host.json").is_file():
-        raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")
     engine.status.check_awake()
     if engine.has_unfinished:
         raise RuntimeError("requests are at work: finish or abort them, then restore")
-    checksums.check(folder, required=True)
+    together(engine.runner.program.mesh, partial(_check_files, folder))
     told, requests = _told(engine, folder)
     live = [request for request in requests if request.status is not Status.FINISHED]
     return told, live, _spec(engine, folder, told["filled"])
+
+
+def _check_files(folder: Path) -> None:
+    if not (folder / "host.json").is_file():
+        raise FileNotFoundError(f"{folder} must be a folder that an engine was saved in")
+    checksums.check(folder, required=True)
 
 
 def _told(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request]]:
@@ -164,7 +165,8 @@ def _spec(engine: Engine, folder: Path, filled: list[list[int]]) -> Any:
     """Returns what the tables must be like, once all files are known to be so."""
     state = whole_state(engine.model_config, engine.runner.state)
     for i, blocks in enumerate(filled):
-        orbax_io.check_like(folder / f"layer{i}", _whole_blocks(engine.runner, i, len(blocks)))
+        whole = _whole_blocks(engine.runner, i, len(blocks))
+        orbax_io.check_like(folder / f"layer{i}", whole, engine.runner.program.mesh)
     return orbax_io.abstract((state.requests, state.tables))
 
 
@@ -177,8 +179,14 @@ def _converted(convert: Callable, more: Any, live: Sequence[Request]) -> Any:
         ) from error
 
 
-def _read(blocks: np.ndarray, cache: Array) -> np.ndarray:
-    return np.asarray(cache[blocks])
+def _read(layer: LayerCache, blocks: np.ndarray) -> Any:
+    """Returns what a layer's blocks hold, on its devices."""
+    where = jax.tree.map(lambda x: x.sharding, layer)
+    return jax.jit(_take, out_shardings=where)(layer, blocks)
+
+
+def _take(layer: LayerCache, blocks: Array) -> LayerCache:
+    return jax.tree.map(lambda cache: cache[blocks], layer)
 
 
 @deferred
@@ -187,7 +195,8 @@ def _fill(runner: ModelRunner, i: int, blocks: np.ndarray, folder: Path) -> None
     config, whole = runner.program.config, _whole_blocks(runner, i, len(blocks))
     layer = whole_state(config, runner.state).kv[i]
     spec = _blocks_of(layer, len(blocks))
-    values = copied(orbax_io.read(folder, merged_spec(spec, whole)), spec)
+    saved = orbax_io.read(folder, merged_spec(spec, whole), runner.program.mesh)
+    values = copied(saved, spec)
     runner.state = with_cache(config, runner.state, i, _put(layer, blocks, values))
 
 
@@ -204,10 +213,10 @@ def _blocks_of(layer: LayerCache, count: int) -> Any:
 def _whole_blocks(runner: ModelRunner, i: int, count: int) -> Any:
     """Returns what so many blocks of a layer are like as they are saved: on one device, but where
     devices have other tokens each."""
-    program = runner.program
-    dealt_out = interleave_of(program.config) != WHOLE
-    program = program if dealt_out else whole_program(program)
-    return _blocks_of(abstract_state(program).kv[i], count)
+    config = runner.program.config
+    if interleave_of(config) != WHOLE:
+        return _blocks_of(whole_state(config, runner.state).kv[i], count)
+    return _blocks_of(abstract_state(whole_program(runner.program)).kv[i], count)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -1,37 +1,35 @@
 """Trees of arrays in folders, by orbax: any program that knows orbax can read them."""
 
-import os
 from pathlib import Path
-import tempfile
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums
+from jaxrunner.loading.new_folder import new_folder
+from jaxrunner.parallel.processes import is_shared, together
 
 MOST_NAMED = 3  # leaves in one message
 
 
-def save(folder: Path, tree: Any) -> None:
+def save(folder: Path, tree: Any, mesh: Mesh | None = None) -> None:
     """Writes arrays, and the checksum of each file, into a new folder, which appears once whole.
 
+    mesh: whose arrays they are; of several processes each writes what its devices have, and all
+        see the folder.
+
     Raises:
-      ValueError: the folder is there.
+      ValueError: the folder is there, or not seen by all.
     """
-    check_new(folder)
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as unfinished:
-        part = Path(unfinished, "arrays")
-        write(part, tree)
-        checksums.write(part)
-        os.rename(part, folder)
+    with new_folder(folder, mesh) as part:
+        write(part, tree, mesh)
 
 
-def restore(folder: Path, like: Any) -> Any:
+def restore(folder: Path, like: Any, mesh: Mesh | None = None) -> Any:
     """Returns a tree of arrays. like: their shapes, dtypes, and the devices they are to lie on.
 
     Files that another program wrote have no checksums, and are taken without.
@@ -40,35 +38,39 @@ def restore(folder: Path, like: Any) -> Any:
       FileNotFoundError: there is no such folder.
       ValueError: it holds others, and names up to three, or a file has changed since `save`.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} must be a folder that arrays were saved in")
-    checksums.check(folder, required=False)
-    return read(folder, like)
+
+    def check() -> None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} must be a folder that arrays were saved in")
+        checksums.check(folder, required=False)
+
+    together(mesh, check)
+    return read(folder, like, mesh)
 
 
-def write(folder: Path, tree: Any) -> None:
+def write(folder: Path, tree: Any, mesh: Mesh | None = None) -> None:
     """Writes arrays as orbax does, without checksums."""
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer(mesh) as checkpointer:
         checkpointer.save(folder.absolute(), tree)
 
 
-def read(folder: Path, like: Any) -> Any:
+def read(folder: Path, like: Any, mesh: Mesh | None = None) -> Any:
     """Returns what `write` wrote; as `restore` otherwise."""
-    check_like(folder, like)
-    with ocp.StandardCheckpointer() as checkpointer:
+    check_like(folder, like, mesh)
+    with _checkpointer(mesh) as checkpointer:
         try:
             return checkpointer.restore(folder.absolute(), abstract(like))
         except Exception as error:  # of orbax, and of what it reads with
             raise ValueError(f"{folder} cannot be read as orbax's: {in_words(error)}") from error
 
 
-def check_like(folder: Path, like: Any) -> None:
+def check_like(folder: Path, like: Any, mesh: Mesh | None = None) -> None:
     """Checks that a folder holds arrays of these shapes and dtypes, without reading them.
 
     Raises:
       ValueError: it does not; names up to three.
     """
-    stored = _stored(folder)
+    stored = _stored(folder, mesh)
     wanted = {
         jax.tree_util.keystr(path, simple=True, separator="."): f"{x.dtype}{list(x.shape)}"
         for path, x in jax.tree.leaves_with_path(like)
@@ -84,9 +86,9 @@ def check_like(folder: Path, like: Any) -> None:
         )
 
 
-def _stored(folder: Path) -> dict[str, str]:
+def _stored(folder: Path, mesh: Mesh | None) -> dict[str, str]:
     """Returns the dtypes and shapes of the arrays in a folder, by name."""
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer(mesh) as checkpointer:
         try:
             metadata = checkpointer.metadata(folder.absolute()).item_metadata
             stored = {x.name: f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(metadata)}
@@ -110,11 +112,12 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def check_new(folder: Path) -> None:
-    """Checks that nothing is there yet.
-
-    Raises:
-      ValueError: something is.
-    """
-    if folder.exists():
-        raise ValueError(f"{folder} is there already: name a new folder")
+def _checkpointer(mesh: Mesh | None) -> ocp.StandardCheckpointer:
+    """Returns what writes and reads in all processes of a mesh, or in this one alone."""
+    if is_shared(mesh) or jax.process_count() == 1:
+        return ocp.StandardCheckpointer()
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
+    )
+    return ocp.StandardCheckpointer(multiprocessing_options=alone)

@@ -13,7 +13,8 @@ from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.loading import safetensors_file
 from jaxrunner.loading.weights import check_checkpoint, load_params
 from jaxrunner.model import Source, Stored, StoredConfig
-from jaxrunner.parallel.processes import host_copy
+from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.processes import host_copy, is_first, together
 from jaxrunner.parallel.tensor import sources_on_mesh
 from jaxrunner.parallel.whole import merge_one, whole_params
 
@@ -27,17 +28,17 @@ def save(
 ) -> None:  # fmt: skip
     """Writes params as safetensors files, of at most `max_size` bytes of weights each.
 
-    Files of a mesh are those of one device, and any mesh reads them.
+    Files of a mesh are those of one device, and any mesh reads them. Of several processes the first
+    one writes them.
 
     A weight that is larger has a file of its own. pattern: the names of the files.
 
     Raises:
       TypeError, ValueError: a bad pattern or size, or such files are there.
     """
-    folder, pattern = Path(folder), _checked(pattern)
+    folder, pattern, mesh = Path(folder), _checked(pattern), mesh_of(config)
     most = validate("max_size", max_size, _MAX_SIZE)
-    if old := _files(folder, pattern):
-        raise ValueError(f"{folder} holds {old[0].name} already: name another folder")
+    together(mesh, lambda: _check_free(folder, pattern))
     leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     shapes = [leaf.shape for leaf in jax.tree.leaves(whole_params(type(params), config))]
     parts: list[dict[str, Any]] = [{}]
@@ -46,11 +47,28 @@ def save(
         if parts[-1] and most is not None and size + leaf.nbytes > most:
             parts.append({})
         parts[-1][name] = leaf, shape
-    folder.mkdir(parents=True, exist_ok=True)
     for i, part in enumerate(parts):
-        tensors = {name: (leaf.dtype, shape) for name, (leaf, shape) in part.items()}
-        arrays = (merge_one(host_copy(leaf), shape) for leaf, shape in part.values())
-        safetensors_file.write(folder / pattern.format(rank=0, part=i), tensors, arrays)
+        file = folder / pattern.format(rank=0, part=i)
+        together(mesh, partial(_write, file, part, first=is_first(mesh)))
+
+
+def _check_free(folder: Path, pattern: str) -> None:
+    if old := _files(folder, pattern):
+        raise ValueError(f"{folder} holds {old[0].name} already: name another folder")
+
+
+def _write(file: Path, part: dict[str, Any], *, first: bool) -> None:
+    """Writes weights, told with their shapes on one device, in the first process of a mesh; all
+    take part in bringing them together."""
+    tensors = {name: (leaf.dtype, shape) for name, (leaf, shape) in part.items()}
+    arrays = (merge_one(host_copy(leaf), shape) for leaf, shape in part.values())
+    try:
+        if first:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            safetensors_file.write(file, tensors, arrays)
+    finally:
+        for _ in arrays:  # the others wait for each
+            pass
 
 
 def load(

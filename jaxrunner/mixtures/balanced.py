@@ -136,9 +136,14 @@ def _first(num_experts: int, num_places: int, slots: int) -> Placement:
 def _count(
     names: tuple[str, ...], loads: ExpertLoads, found: dict[str, Array], batch: Batch
 ) -> ExpertLoads:
-    """Adds the tokens of a step to the loads; those of padding have no expert."""
-    layers = np.array([i for i, name in enumerate(names) if name])
-    experts = jnp.stack([found[name] for name in names if name])
+    """Adds the tokens of a step to the loads; those of padding have no expert.
+
+    Layers of other stages of a pipeline are not found here, and count there.
+    """
+    layers = np.array([i for i, name in enumerate(names) if name in found], np.int32)
+    if not layers.size:
+        return loads
+    experts = jnp.stack([found[names[i]] for i in layers])
     at = jnp.asarray(layers)[:, None, None], experts
     return ExpertLoads(loads.counts.at[at].add(1, mode="drop"))
 

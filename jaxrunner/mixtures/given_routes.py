@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.api.validation import shown
-from jaxrunner.mixtures.recorded_routes import NONE, routes_place
+from jaxrunner.mixtures.recorded_routes import NONE, routes_group
 
 
 def check_given(given: Any, prompt_len: int, config: Any) -> np.ndarray:
@@ -17,7 +17,7 @@ def check_given(given: Any, prompt_len: int, config: Any) -> np.ndarray:
       TypeError: it is no array of integers.
       ValueError: the engine keeps no routes, or the shape or an expert is out of range.
     """
-    if routes_place(config) is None:
+    if routes_group(config) is None:
         raise ValueError(
             "routed_experts are replayed where routes are kept: build the LLM with "
             "enable_return_routed_experts=True"

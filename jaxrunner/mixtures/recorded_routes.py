@@ -1,8 +1,8 @@
 """A mixture whose routes are kept, as a model that the rest knows no difference of.
 
-The experts of each token lie in blocks like its keys and values, one more cache behind those of the
-layers: what shares a prefix, is computed in chunks or again has the routes of its tokens. Routes
-that are given lie there too, before the step that computes their tokens replays them.
+The experts of each token lie in blocks like its keys and values, one more cache of each layer: what
+shares a prefix, is computed in chunks or again has the routes of its tokens. Routes that are given
+lie there too, before the step that computes their tokens replays them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,28 +26,28 @@ GIVEN = -2  # a given expert e is kept as GIVEN - e
 
 @pytree
 class RoutesCache:
-    """The experts of each token in all layers."""
+    """The experts of each token in one layer; every device of a mesh has those of all tokens."""
 
-    experts: Array = leaf("N S layers routes", jnp.int16)
+    experts: Array = leaf("N whole_block routes", jnp.int16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutesKind(FullAttention):
     """Routes of all tokens; none is given back before a request ends."""
 
-    num_layers: int
     num_routes: int
     leaves: ClassVar[type] = RoutesCache
+    is_small: ClassVar[bool] = True  # beside keys and values, whose pools share memory by layers
 
     @property
     def dims(self) -> dict[str, Any]:
-        """Layers, and experts of a token in each."""
-        return dict(layers=self.num_layers, routes=self.num_routes)
+        """Experts of a token."""
+        return dict(routes=self.num_routes)
 
 
 @dataclass(frozen=True)
 class RecordedConfig:
-    """The config of a mixture, and of the cache that has its routes."""
+    """The config of a mixture, and of the caches that have its routes."""
 
     family: Model = field(repr=False)
     plain: Any  # its own config
@@ -59,14 +59,13 @@ class RecordedConfig:
 
     @functools.cached_property
     def routes_kind(self) -> RoutesKind:
-        """What is kept of each token's routes."""
-        layers, chosen = self.plain.num_hidden_layers, self.plain.router.num_experts_per_tok
-        return RoutesKind(num_layers=layers, num_routes=chosen)
+        """What each layer keeps of a token's routes."""
+        return RoutesKind(num_routes=self.plain.router.num_experts_per_tok)
 
     @functools.cached_property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What the layers keep, and the routes."""
-        return (*self.plain.cache_kinds, self.routes_kind)
+        """What the layers keep, and then the routes of each."""
+        return (*self.plain.cache_kinds, *(self.routes_kind,) * self.plain.num_hidden_layers)
 
 
 def with_recorded_routes(model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
@@ -84,11 +83,10 @@ def with_recorded_routes(model: Model, config: ModelConfig) -> tuple[Model, Mode
     return recorded, cast(ModelConfig, RecordedConfig(model, config))
 
 
-def routes_place(config: Any) -> tuple[int, int] | None:
-    """Returns which cache has the routes, and its group; None where they are not kept."""
-    if (kind := getattr(config, "routes_kind", None)) is None:
-        return None
-    return config.cache_kinds.index(kind), distinct(config.cache_kinds).index(kind)
+def routes_group(config: Any) -> int | None:
+    """Returns the cache group of routes; None where they are not kept."""
+    kind = getattr(config, "routes_kind", None)
+    return None if kind is None else distinct(config.cache_kinds).index(kind)
 
 
 def _embed(config: RecordedConfig, params: Any, inputs: Inputs) -> Array:
@@ -105,27 +103,32 @@ def _sources(config: RecordedConfig) -> Any:
 
 def _layers(
     config: RecordedConfig, params: Any, x: Array, kv: tuple[Any, ...], inputs: Inputs, ops: Ops,
-    *, extras: tuple[str, ...] = (), **which: Any,
+    *, first: int = 0, last: int | None = None, extras: tuple[str, ...] = (), **which: Any,
 ) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
-    """Runs all layers, and writes down the experts of each token."""
-    cache = kv[-1]
-    batch, place = ops.batch, routes_place(config)
-    assert batch is not None and place is not None, "a trainer keeps no routes"
-    index, (N, S, Y, k) = batch.cache_index[place[1]], cache.experts.shape
-    kept = cache.experts.reshape(N * S, Y, k)
+    """Runs layers, and writes down the experts of each token."""
+    num = config.num_hidden_layers
+    end = num if last is None else last
+    own, kept = kv[: first - end], [cache.experts for cache in kv[first - end :]]
+    batch, group = ops.batch, routes_group(config)
+    assert batch is not None and group is not None, "a trainer keeps no routes"
+    index, (_, S, k) = batch.cache_index[group], kept[0].shape
+    at = index // S, index % S
     if not batch.query_len:  # steps of a token each replay none
-        given = kept.at[index].get(mode="fill", fill_value=NONE).astype(jnp.int32)
-        params = with_routes(params, jnp.where(given <= GIVEN, GIVEN - given, NONE))
+        none = jnp.full((x.shape[0], k), NONE, jnp.int32)
+        given = [one.at[at].get(mode="fill", fill_value=NONE).astype(jnp.int32) for one in kept]
+        every = [*[none] * first, *given, *[none] * (num - end)]
+        routes = jnp.stack([jnp.where(one <= GIVEN, GIVEN - one, NONE) for one in every], 1)
+        params = with_routes(params, routes)
         ops = replace(ops, route=functools.partial(_replay, ops))
-    names = [f"routed_experts.{i}" if sparse else "" for i, sparse in enumerate(config.sparse)]
+    names = [f"routed_experts.{i}" if config.sparse[i] else "" for i in range(first, end)]
     wanted = tuple(dict.fromkeys((*extras, *filter(None, names))))
-    run, which = config.family.layers, which | dict(extras=wanted)
-    hidden, own, found = run(config.plain, params, x, kv[:-1], inputs, ops, **which)
-    none = jnp.full((x.shape[0], k), NONE, jnp.int32)
-    routes = jnp.stack([found.get(name, none) for name in names], 1)
-    kept = kept.at[index].set(routes.astype(jnp.int16), mode="drop")
-    own = *own, RoutesCache(kept.reshape(N, S, Y, k))
-    return hidden, own, {name: found[name] for name in extras}
+    run, which = config.family.layers, which | dict(first=first, last=end, extras=wanted)
+    hidden, own, found = run(config.plain, params, x, own, inputs, ops, **which)
+    written = (
+        one.at[at].set(found[name].astype(jnp.int16) if name else NONE, mode="drop")
+        for one, name in zip(kept, names, strict=True)
+    )
+    return hidden, (*own, *map(RoutesCache, written)), {name: found[name] for name in extras}
 
 
 def _replay(ops: Ops, config: RouterConfig, w: Router, logits: Array) -> Routes:

@@ -2,36 +2,47 @@
 
 Of tensor_parallel_size=N devices each KV head has N / K. In groups of C neighbours each keeps the
 keys and values of every C-th token. Queries of a group's heads go to all of it, and what each
-device finds among its tokens is merged (Flash-Decoding's merge, across devices).
+device finds among its tokens is merged (Flash-Decoding's merge, across devices). Latents, of which
+all devices would hold a copy, are dealt out alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.interleave import Interleave, Part, interleave_of
+from jaxrunner.caches.latent import LatentCache
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import decode_attention, reference
-from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm, StoredConfig
+from jaxrunner.kernels_pallas import decode_attention, latent_reference, reference
+from jaxrunner.mixtures.recorded_routes import RoutesCache
+from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import cpu_attention
+from jaxrunner.ops import cpu_attention, latent_attention
 from jaxrunner.ops.backends import Choice
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.speculators.drafter import DrafterConfig
 from jaxrunner.types import Array, Batch, LayerCache
 
+DEALT_OUT = LayerCache, LatentCache
+WHOLE = (RoutesCache,)  # what each device has of all tokens, as it computes with all of them
 MOST_QUERIES = 8  # of a row in the kernel, which reads its keys anew for each
 
 
-def check_context(config: StoredConfig, num: int, interleave: Interleave) -> None:
+def check_context(config: ModelConfig | DrafterConfig, num: int, interleave: Interleave) -> None:
     """Checks that `num` devices of a model can be cut into groups that share a KV head.
 
     Raises:
       ValueError: they cannot; names the sizes of groups that would do.
     """
-    K, (parts, size) = config.dims["K"], interleave
+    parts, size = interleave
+    is_latent = any(kind.leaves is LatentCache for kind in config.cache_kinds)
+    K = 1 if is_latent else config.dims["K"]
+    what = "latents" if is_latent else f"num_key_value_heads={K}"
 
     def fits(n: int) -> bool:
         return n == 1 or (num % n == 0 and num // n % K == 0)
@@ -40,7 +51,7 @@ def check_context(config: StoredConfig, num: int, interleave: Interleave) -> Non
         good = ", ".join(str(n) for n in range(1, num + 1) if fits(n))
         raise ValueError(
             f"decode_context_parallel_size={parts} must divide tensor_parallel_size={num} into "
-            f"a multiple of {config.architecture}'s num_key_value_heads={K}: take one of {good}"
+            f"a multiple of {config.architecture}'s {what}: take one of {good}"
         )
     if parts == 1 and size != 1:
         raise ValueError(
@@ -58,7 +69,8 @@ def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choic
     parts, size = interleave = interleave_of(config)
     if parts == 1:
         return choice
-    others = [type(kind).__name__ for kind in config.cache_kinds if kind.leaves is not LayerCache]
+    goes = (*DEALT_OUT, *WHOLE)
+    others = [type(kind).__name__ for kind in config.cache_kinds if kind.leaves not in goes]
     if others:
         raise ValueError(
             f"decode_context_parallel_size={parts} deals out keys and values, "
@@ -79,32 +91,51 @@ def context_ops(
 ) -> Ops:
     """Makes the operations of a layer whose keys and values are dealt out to devices."""
 
-    def attend(
-        q: Array, k: Array, v: Array, cache: LayerCache, spec: AttentionSpec
-    ) -> tuple[Array, LayerCache]:
-        part, own = own_part(interleave, batch, cache)
-        cache = reference.write_kv(own, k, v, cache, spec.group)
+    def of_all(
+        operations: Sequence[Operation], own: Batch, q: Array, cache: Any, spec: AttentionSpec,
+        part: Part,
+    ) -> Array:  # fmt: skip
         queries, whole = _gather_heads(q, interleave.parts), spec._replace(sinks=None)
-        found = run_first("attention", ATTENTION, own, queries, cache, whole, part, note=note)
+        found = run_first("attention", operations, own, queries, cache, whole, part, note=note)
         found = _own_heads(found, interleave.parts)
         if spec.sinks is not None:  # one more part, which gives nothing
             sinks = jnp.zeros_like(found[:1]).at[..., -1].set(spec.sinks.astype(found.dtype))
             found = jnp.concatenate([found, sinks])
-        return merge(found).astype(q.dtype), cache
+        return merge(found).astype(q.dtype)
+
+    def attend(
+        q: Array, k: Array, v: Array, cache: LayerCache, spec: AttentionSpec
+    ) -> tuple[Array, LayerCache]:
+        part, own = own_part(interleave, batch, (cache.k.shape[0], cache.k.shape[2]))
+        cache = reference.write_kv(own, k, v, cache, spec.group)
+        return of_all(ATTENTION, own, q, cache, spec, part), cache
+
+    def attend_latent(
+        q: Array, latents: Array, cache: LatentCache, spec: AttentionSpec
+    ) -> tuple[Array, LatentCache]:
+        N, S, _ = cache.latents.shape
+        part, own = own_part(interleave, batch, (N, S))
+        cache = latent_reference.write_latents(own, latents, cache, spec.group)
+        return of_all(latent_attention.PLAIN, own, q, cache, spec, part), cache
 
     def rotate_attend(
         qkv: Array, heads: RopeAndNorm, cache: LayerCache, spec: AttentionSpec
     ) -> tuple[Array, LayerCache]:
         return attend(*split_heads(qkv, heads), cache, spec)
 
-    return replace(make(batch, note=note), attend=attend, rotate_attend=rotate_attend)
+    return replace(
+        make(batch, note=note), attend=attend, rotate_attend=rotate_attend,
+        attend_latent=attend_latent,
+    )  # fmt: skip
 
 
-def own_part(interleave: Interleave, batch: Batch, cache: LayerCache) -> tuple[Part, Batch]:
-    """Returns the part that this device has, and the batch as it writes it into its cache."""
+def own_part(
+    interleave: Interleave, batch: Batch, cache_shape: tuple[int, int]
+) -> tuple[Part, Batch]:
+    """Returns the part that this device has, and the batch as it writes it into its cache of
+    `cache_shape`, (N, S)."""
     part = Part(*interleave, jax.lax.axis_index(TENSOR) % interleave.parts)
-    shape = cache.k.shape[0], cache.k.shape[2]
-    index = tuple(part.cache_index(index, shape) for index in batch.cache_index)
+    index = tuple(part.cache_index(index, cache_shape) for index in batch.cache_index)
     return part, replace(batch, cache_index=index)
 
 

@@ -13,16 +13,23 @@ import numpy as np
 from jaxrunner import pytree
 
 TENSOR = "tensor"  # axis of the mesh: each layer's heads, MLP units and vocabulary
+DATA = "data"  # axis of the mesh: ranks with requests of their own, and with `TENSOR` whole experts
 # Of the axes that `leaf` names, those that are cut; of a mixture's experts, their units or, where
 # `EXPERT_PARALLEL` is a flag of the dims, the experts themselves.
 CUT = frozenset((*"KHFV", "shared_units", "inner"))
 UNITS, EXPERTS, EXPERT_PARALLEL = "expert_units", "experts", "expert_parallel"
 # Of layers with states, where `SPLIT_MIXERS` is a flag of the dims; else they are whole everywhere.
 GROUPS, OF_MIXERS, SPLIT_MIXERS = "mix_groups", ("mix_groups", "mixer_heads"), "split_mixers"
+# Of caches that have no heads, the tokens, where `DEALT_OUT` is a flag of the dims.
+TOKENS, DEALT_OUT = "block_tokens", "dealt_out"
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    tensor_parallel_size: int, devices: Sequence[Any] | None = None, num_ranks: int = 1
+) -> Mesh:
     """Returns a mesh of the first devices of this process, or of the first that are given.
+
+    num_ranks: data ranks, each of so many devices; the mesh has an axis of them if they are many.
 
     Where it has too few, of those of all processes that `jax.distributed` has joined.
 
@@ -35,7 +42,10 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -
             f"tensor_parallel_size={tensor_parallel_size} needs as many devices, there are "
             f"{len(devices)} ({devices[0].device_kind}): lower it"
         )
-    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,))
+    if num_ranks == 1:
+        return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,))
+    ranks = np.array(devices[: num_ranks * tensor_parallel_size]).reshape(num_ranks, -1)
+    return Mesh(ranks, (DATA, TENSOR))
 
 
 def _devices(num: int) -> Sequence[Any]:
@@ -57,8 +67,12 @@ def devices_of(config: Any) -> list[Any]:
 def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
     """Returns where each array of a pytree lies that is declared by axes."""
 
+    def over(axis: str) -> Any:
+        name = mesh_axis(axis, dims)
+        return (DATA, TENSOR) if name and axis == EXPERTS and DATA in mesh.shape else name
+
     def one(axes: tuple[str, ...], *_: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(mesh_axis(axis, dims) for axis in axes)))
+        return NamedSharding(mesh, PartitionSpec(*map(over, axes)))
 
     return pytree.build(one, cls, dims)
 
@@ -67,7 +81,8 @@ def mesh_axis(axis: str, dims: Mapping[str, Any]) -> str | None:
     """Returns the axis of the mesh that one of an array is cut over; runs of "F/2" go with F."""
     own = EXPERTS if dims.get(EXPERT_PARALLEL) else UNITS
     mixers = OF_MIXERS if dims.get(SPLIT_MIXERS) else ()
-    return TENSOR if axis.partition("/")[0] in (*CUT, own, *mixers) else None
+    tokens = (TOKENS,) if dims.get(DEALT_OUT) else ()
+    return TENSOR if axis.partition("/")[0] in (*CUT, own, *mixers, *tokens) else None
 
 
 def spec_of(leaf: Any) -> PartitionSpec:
@@ -89,3 +104,36 @@ def placed(tree: Any, mesh: Mesh) -> Any:
         return x if isinstance(x.sharding, NamedSharding) else x.update(sharding=whole)
 
     return jax.tree.map(one, tree)
+
+
+def num_ranks(mesh: Mesh | None) -> int:
+    """Returns the data ranks of a mesh; 1 where requests are not dealt out to any."""
+    return 1 if mesh is None else mesh.shape.get(DATA, 1)
+
+
+def ranked(tree: Any, mesh: Mesh) -> Any:
+    """Returns abstract arrays as all data ranks have them, one rank's behind another's along the
+    first axis. Scalars, and what is no array, are the same for all."""
+
+    def one(x: Any) -> Any:
+        if not getattr(x, "shape", ()):
+            return x
+        first, *rest = (*spec_of(x), None)
+        over = DATA if first is None else (DATA, first)
+        at = NamedSharding(mesh, PartitionSpec(over, *rest[: x.ndim - 1]))
+        shape = num_ranks(mesh) * x.shape[0], *x.shape[1:]
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=at)
+
+    return jax.tree.map(one, tree)
+
+
+def check_one_rank(mesh: Mesh | None, asked: str, cure: str) -> None:
+    """Checks that a mesh has no data ranks.
+
+    Raises:
+      ValueError: it has some; names what was asked for.
+    """
+    if (num := num_ranks(mesh)) > 1:
+        raise ValueError(
+            f"{asked} does not go with data_parallel_size={num} and enable_expert_parallel: {cure}"
+        )

@@ -8,9 +8,9 @@ from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
 from jaxrunner.mixtures.balanced import with_balance, with_loads
 from jaxrunner.mixtures.eplb_config import EplbConfig
-from jaxrunner.mixtures.recorded_routes import routes_place
+from jaxrunner.mixtures.recorded_routes import routes_group
 from jaxrunner.model import Model
-from jaxrunner.parallel.mesh import make_mesh
+from jaxrunner.parallel.mesh import check_one_rank, make_mesh
 from jaxrunner.parallel.pipeline import deal
 from jaxrunner.parallel.tensor import shard
 
@@ -26,6 +26,7 @@ class ParallelConfig:
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
     enable_expert_parallel: bool = False  # whether devices have whole experts, not units of each
     eplb: EplbConfig | None = None  # when whole experts are spread anew; None counts no loads
+    num_ranks: int = 1  # ranks with requests of their own, over all of which experts lie
 
     def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the model and its config as they run on these devices; raises as what cuts."""
@@ -37,48 +38,55 @@ class ParallelConfig:
                 f"enable_expert_parallel=True wants a mixture of experts, {config.architecture} is "
                 "none: leave it out"
             )
-        if routes_place(config) is not None:
-            self._refuse_cuts("enable_return_routed_experts=True")
+        if routes_group(config) is not None:
+            self._refuse_rank("enable_return_routed_experts=True")
         if self.eplb is not None:
-            self._refuse_cuts("enable_eplb=True")
+            self._refuse_rank("enable_eplb=True")
             model, config = self._balanced(model, config, self.eplb)
+        if self.num_ranks > 1:
+            return self._over_ranks(model, config)
         if P > 1 or self.rank:
-            if self.interleave != WHOLE:
-                raise ValueError(
-                    f"pipeline_parallel_size={P} does not go with decode_context_parallel_size="
-                    f"{self.interleave.parts}: set one of them to 1"
-                )
-            return deal(model, config, P, N, self.devices, self.rank, expert_parallel=whole)
+            return deal(
+                model, config, P, N, self.devices, self.rank, interleave=self.interleave,
+                expert_parallel=whole,
+            )  # fmt: skip
         if N > 1 or self.devices is not None or self.interleave != WHOLE:
             mesh = make_mesh(N, self.devices)
             return shard(model, config, mesh, self.interleave, expert_parallel=whole)
         return model, config
 
-    def _refuse_cuts(self, asked: str) -> None:
-        """Refuses devices that have some of the layers, or of the tokens."""
-        sizes = dict(
-            pipeline_parallel_size=self.pipeline_parallel_size + (self.rank or 0),
-            decode_context_parallel_size=self.interleave.parts,
+    def _refuse_rank(self, asked: str) -> None:
+        """Refuses a stage alone, whose scheduler is not ours."""
+        if self.rank is not None:
+            raise ValueError(
+                f"{asked} is of engines that run all stages, rank={self.rank} runs one: leave one "
+                "of them out"
+            )
+
+    def _over_ranks(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
+        """Returns a mixture whose experts lie over data ranks."""
+        mesh = make_mesh(self.tensor_parallel_size, self.devices, self.num_ranks)
+        others = dict(
+            pipeline_parallel_size=self.pipeline_parallel_size > 1,
+            decode_context_parallel_size=self.interleave != WHOLE,
+            enable_return_routed_experts=routes_group(config) is not None,
         )
-        for name, size in sizes.items():
-            if size > 1:
-                raise ValueError(
-                    f"{asked} wants all layers and tokens on each device, got {name}={size}: set "
-                    "it to 1"
-                )
+        for name in (name for name, is_asked in others.items() if is_asked):
+            check_one_rank(mesh, name, "leave one of them out")
+        return shard(model, config, mesh, expert_parallel=True)
 
     def _balanced(
         self, model: Model, config: ModelConfig, eplb: EplbConfig
     ) -> tuple[Model, ModelConfig]:
         """Returns a mixture with copies of experts, which all devices have as many of; on one
         device one that counts their loads."""
-        N, more = self.tensor_parallel_size, eplb.num_redundant_experts
+        N, D, more = self.tensor_parallel_size, self.num_ranks, eplb.num_redundant_experts
         if not any(getattr(config, "sparse", ())):
             raise ValueError(
                 f"enable_eplb=True wants a mixture of experts, {config.architecture} is none: "
                 "leave it out"
             )
-        if N == 1:
+        if N * D == 1:
             if more:
                 raise ValueError(
                     f"eplb_config.num_redundant_experts={more} are copies for other devices, "
@@ -96,9 +104,10 @@ class ParallelConfig:
                 "quantised: leave it out, or take a checkpoint of float experts"
             )
         X = config.dims["experts"]
-        if (X + more) % N:
+        if (X + more) % (N * D):
+            ranks = "" if D == 1 else f" with data_parallel_size={D}"
             raise ValueError(
                 f"eplb_config.num_redundant_experts={more} makes {X + more} experts, which "
-                f"tensor_parallel_size={N} does not divide: take {-X % N}"
+                f"tensor_parallel_size={N}{ranks} does not divide: take {-X % (N * D)}"
             )
         return with_balance(model, config, eplb)

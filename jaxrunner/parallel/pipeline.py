@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner import pytree
+from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model, Source
 from jaxrunner.parallel.mesh import make_mesh, shardings
 from jaxrunner.parallel.stages import num_stages, stages_of
 from jaxrunner.parallel.tensor import ShardedConfig, shard
+from jaxrunner.slot_table import partition
 from jaxrunner.types import Inputs
 
 
@@ -92,6 +94,7 @@ def deal(
     devices: Sequence[Any] | None = None,
     rank: int | None = None,
     *,
+    interleave: Interleave = WHOLE,
     expert_parallel: bool = False,
 ) -> tuple[Model, ModelConfig]:
     """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
@@ -110,13 +113,7 @@ def deal(
         )
     if rank is not None and rank >= num:
         raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
-    more = model.tables or model.heads or not model.tensor_parallel
-    if more or not _layer_fields(model, config):
-        raise ValueError(
-            f"{name} wants a model of layers alone, {config.architecture} has slot tables or "
-            "heads, weights that are not declared by layer, or no Model.tensor_parallel: leave it "
-            "out"
-        )
+    _check_by_layer(model, config, name)
     devices = jax.local_devices() if devices is None else devices
     here = num if rank is None else 1
     if here * N > len(devices):
@@ -125,11 +122,25 @@ def deal(
             f"{len(devices)} ({devices[0].device_kind}): lower one"
         )
     meshes = [make_mesh(N, devices[N * s : N * (s + 1)]) for s in range(here)] * (num // here)
-    sharded = [shard(model, config, mesh, expert_parallel=expert_parallel) for mesh in meshes]
+    sharded = [
+        shard(model, config, mesh, interleave, expert_parallel=expert_parallel) for mesh in meshes
+    ]
     shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
     stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)
     spare = model.spare if rank is None else ("",)  # others read what is left
     return sharded[0][0]._replace(layers=_layers, spare=spare), cast(ModelConfig, stage)
+
+
+def _check_by_layer(model: Model, config: ModelConfig, name: str) -> None:
+    # Those that steps write by layer are told by the stages that have these.
+    by_layer = [t for t in partition(model.tables)[1] if "layers" in dict(t.dims)]
+    more = len(by_layer) < len(model.tables) or model.heads or not model.tensor_parallel
+    if more or not _layer_fields(model, config):
+        raise ValueError(
+            f"{name} wants a model of layers alone, {config.architecture} reads slot tables or has "
+            "heads, weights that are not declared by layer, or no Model.tensor_parallel: leave it "
+            "out"
+        )
 
 
 def to_stages(config: Any, params: Any) -> Any:
@@ -169,8 +180,14 @@ def _put(x: Any, at: Any) -> Any:
     return x if x.sharding == at else jax.device_put(x, at)
 
 
-def _layers(config: StageConfig, *args: Any, **kwargs: Any) -> Any:
+def _layers(
+    config: StageConfig, *args: Any, extras: tuple[str, ...] = (), **kwargs: Any
+) -> Any:  # fmt: skip
+    """Runs the layers of a stage. extras: "name.3" is told by the stage that has layer 3."""
     held = config.pipeline_layers
+    here = tuple(f".{i}" for i in range(held.start, held.stop))
+    own = tuple(name for name in extras if name.endswith(here))
+    kwargs |= dict(extras=own) if extras else {}
     return config.family.layers(config.whole, *args, first=held.start, last=held.stop, **kwargs)
 
 

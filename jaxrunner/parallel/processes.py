@@ -4,12 +4,16 @@ All of them make the same calls in the same order, and so launch the same progra
 only one of them knows, a clock or its own memory, may decide what is launched.
 """
 
+import builtins
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 import numpy as np
+
+TOLD_BYTES = 2048  # of what one process tells all
 
 
 def is_shared(mesh: Mesh | None) -> bool:
@@ -28,6 +32,47 @@ def check_own(mesh: Mesh | None, asked: str, cure: str) -> None:
             f"{asked} wants a mesh of one process, this one is over {jax.process_count()}, which "
             f"must all launch the same: {cure}"
         )
+
+
+def is_first(mesh: Mesh | None) -> bool:
+    """Whether this process writes what one of a mesh is to write."""
+    return not is_shared(mesh) or jax.process_index() == 0
+
+
+def together(mesh: Mesh | None, run: Callable[[], str | None]) -> list[str]:
+    """Runs a function in each process of a mesh. Returns what each said, in their order.
+
+    Where it raises in one, which may be what only one of them sees of a disk, it raises in all, so
+    that none goes on to a launch that others never come to. All of it waits for the last one.
+    """
+    if not is_shared(mesh):
+        return [run() or ""]
+    said, failed, own = "", "", None
+    try:
+        said = run() or ""
+    except Exception as error:
+        failed, own = f"{type(error).__name__}\n{error}", error
+    told = np.zeros(TOLD_BYTES, np.uint8)
+    data = f"{'!' if failed else '='}{failed or said}".encode()[:TOLD_BYTES]
+    told[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(told))
+    texts = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    if own is not None:
+        raise own
+    for text in texts:
+        if text[0] == "!":
+            raise _error_of(*text[1:].split("\n", 1))
+    return [text[1:] for text in texts]
+
+
+def _error_of(name: str, words: str) -> Exception:
+    """Returns an error of another process, as what it was there if Python has that."""
+    kind = getattr(builtins, name, None)
+    if kind in (ValueError, TypeError, RuntimeError):
+        return kind(words)
+    if isinstance(kind, type) and issubclass(kind, OSError):
+        return kind(words)
+    return RuntimeError(f"{name} in another process: {words}")
 
 
 def agreed_least(mesh: Mesh | None, number: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrunner.parallel.mesh import spec_of
+from jaxrunner.parallel.mesh import DATA, spec_of
 
 
 def on_shards(
@@ -22,6 +22,31 @@ def on_shards(
         return function
     flat = (jax.tree.flatten(jax.tree.map(spec_of, tree)) for tree in (args, out))
     return _on_shards(function, mesh, *((tuple(specs), treedef) for specs, treedef in flat))
+
+
+def told_to_all(function: Callable[..., Any], out: Any) -> Callable[..., Any]:
+    """Returns `function` under `on_shards`, with what the host reads of each data rank on all.
+
+    out: a tree like what it returns, in which that is no array.
+    """
+    leaves, treedef = jax.tree.flatten(out)
+    return _told_to_all(function, tuple(not hasattr(x, "shape") for x in leaves), treedef)
+
+
+@functools.lru_cache(maxsize=1024)
+def _told_to_all(
+    function: Callable[..., Any], is_told: tuple[bool, ...], treedef: Any
+) -> Callable[..., Any]:
+    told = jax.tree.unflatten(treedef, is_told)
+
+    def of_all(is_told: bool, x: Any) -> Any:
+        return jax.lax.all_gather(x, DATA, tiled=True) if is_told else x
+
+    @functools.wraps(function)
+    def run(*args: Any, **static: Any) -> Any:
+        return jax.tree.map(of_all, told, function(*args, **static))
+
+    return run
 
 
 @functools.lru_cache(maxsize=1024)  # a function that is new each time would be lowered each time

@@ -115,13 +115,41 @@ def joined(parts: list[State]) -> PipelineState:
     )
 
 
+def parts_of(state: State | PipelineState) -> list[State]:
+    """Returns the states of stages, or the one there is."""
+    if not isinstance(state, PipelineState):
+        return [state]
+    return [state.part(i) for i in range(len(state.requests))]
+
+
+def with_part(state: Any, i: int, part: State) -> Any:
+    """Returns a state of any stages, with another one of stage i."""
+    return state.put(i, part) if isinstance(state, PipelineState) else part
+
+
 def whole_state(config: Any, state: State | PipelineState) -> State:
-    """Returns a state as that of one stage: the requests of the last one, the caches of all."""
+    """Returns a state as that of one stage: the requests of the last one, the caches of all.
+
+    A table that steps write by layer, which all stages have, is told on the host.
+    """
     if not isinstance(state, PipelineState):
         return state
     pairs = zip(stages_of(config), state.kv, strict=True)
     kv = {i: x for stage, of in pairs for i, x in zip(held_caches(stage), of, strict=True)}
-    return State(state.requests[-1], tuple(kv[i] for i in sorted(kv)), state.tables[-1])
+    tables = state.tables[-1] | _by_layer(config, state)
+    return State(state.requests[-1], tuple(kv[i] for i in sorted(kv)), tables)
+
+
+def _by_layer(config: Any, state: PipelineState) -> dict[str, Any]:
+    """Returns the tables with rows of layers, of each the rows of the stage that has it."""
+    held, (*_, last) = [stage.pipeline_layers for stage in stages_of(config)], state.tables
+
+    def rows(*parts: Array) -> np.ndarray:
+        return np.concatenate([np.asarray(x)[of] for x, of in zip(parts, held, strict=True)])
+
+    written = [table.name for table in config.family.tables if table.observe is not None]
+    names = [name for name in written if name in last]
+    return {name: jax.tree.map(rows, *(tables[name] for tables in state.tables)) for name in names}
 
 
 def with_cache(config: Any, state: Any, i: int, cache: Any) -> Any:

@@ -21,7 +21,16 @@ from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.context import check_context
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
-from jaxrunner.parallel.mesh import EXPERT_PARALLEL, GROUPS, SPLIT_MIXERS, TENSOR
+from jaxrunner.parallel.mesh import (
+    DATA,
+    DEALT_OUT,
+    EXPERT_PARALLEL,
+    EXPERTS,
+    GROUPS,
+    SPLIT_MIXERS,
+    TENSOR,
+    num_ranks,
+)
 from jaxrunner.parallel.requirements import check_mesh
 from jaxrunner.types import Array, Batch, Inputs
 
@@ -45,7 +54,7 @@ class ShardedConfig:
     def dims(self) -> dict[str, Any]:
         """Sizes of axes over all devices, copies of KV heads counted in; and what is cut."""
         num, dims = self.mesh.shape[TENSOR], self.whole.dims
-        flags = {EXPERT_PARALLEL: True} if self.expert_parallel else {}
+        flags = {EXPERT_PARALLEL: self.expert_parallel, DEALT_OUT: self.interleave != WHOLE}
         if GROUPS in dims and dims[GROUPS] % num == 0:
             flags[SPLIT_MIXERS] = True
         return copied_dims(dims, num) | flags
@@ -82,6 +91,12 @@ def shard(
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
     check_mesh(mesh)
+    if num_ranks(mesh) > 1 and config.dims[EXPERTS] % mesh.size:
+        raise ValueError(
+            f"data_parallel_size={num_ranks(mesh)} with tensor_parallel_size={mesh.shape[TENSOR]} "
+            f"and enable_expert_parallel has {mesh.size} devices, which do not divide "
+            f"num_experts={config.dims[EXPERTS]}: change one of them"
+        )
     check_sizes(config, mesh.shape[TENSOR], expert_parallel=expert_parallel)
     made = ShardedConfig(model, config, mesh, interleave, expert_parallel)
     check_runs(model.params, made.dims, mesh.shape[TENSOR])
@@ -93,10 +108,14 @@ def shard(
 
 
 def all_reduce_ops(
-    make: MakeOps, batch: Batch, *, expert_parallel: bool = False, note: Note = unnoted
-) -> Ops:
-    """Makes the operations of a layer on shards: what is added to the residual is summed."""
-    ops = make(batch, note=note)
+    make: MakeOps, batch: Batch, *, expert_parallel: bool = False, data_ranks: bool = False,
+    note: Note = unnoted,
+) -> Ops:  # fmt: skip
+    """Makes the operations of a layer on shards: what is added to the residual is summed.
+
+    data_ranks: whether experts are those of several, whose tokens come together for them.
+    """
+    ops, axes = make(batch, note=note), (DATA, TENSOR) if data_ranks else (TENSOR,)
 
     def project(x: Array, w: Weights) -> Array:
         return _all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)))
@@ -107,12 +126,14 @@ def all_reduce_ops(
     def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
         if not expert_parallel:
             return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")))
-        own = _own_routes(routes, w.num_experts)
+        if data_ranks:
+            x, routes = jax.tree.map(_of_all_ranks, (x, routes))
+        own = _own_routes(routes, w.num_experts, axes)
         residual = ops.experts(x, own, w)
         if residual.ndim == 3:  # parts of no expert are anything
             here = (own.experts < w.num_experts).T[..., None]
             residual = jnp.where(here, residual, 0)
-        return _all_reduce(residual)
+        return _all_reduce(_of_own_rank(residual) if data_ranks else residual)
 
     return replace(ops, project=project, mlp=mlp, experts=experts, norm_heads=_norm_heads)
 
@@ -131,17 +152,32 @@ def _norm_heads(x: Array, weight: Array, eps: float) -> Array:
     return (x32 * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * weight[None]
 
 
-def _own_routes(routes: Routes, num: int) -> Routes:
+def _of_all_ranks(x: Array) -> Array:
+    """Returns rows of tokens, [T, ...], of all data ranks, one rank's behind another's."""
+    return jax.lax.all_gather(x, DATA, tiled=True)
+
+
+def _of_own_rank(residual: Array) -> Array:
+    """Sums over data ranks a residual, [tokens of all, E] or parts of it; each has its own's."""
+    parts = residual.sum(0) if residual.ndim == 3 else residual
+    return jax.lax.psum_scatter(parts, DATA, tiled=True)
+
+
+def _own_routes(routes: Routes, num: int, axes: tuple[str, ...]) -> Routes:
     """Returns the routes to a device's own experts, `num` of them, by their numbers there."""
-    own = routes.experts - jax.lax.axis_index(TENSOR) * num
+    own = routes.experts - jax.lax.axis_index(axes) * num
     here = (own >= 0) & (own < num)
     return Routes(jnp.where(here, own, num), jnp.where(here, routes.weights, 0.0))
 
 
 @functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
-def all_reduced(make: MakeOps, expert_parallel: bool = False) -> MakeOps:
+def all_reduced(
+    make: MakeOps, expert_parallel: bool = False, data_ranks: bool = False
+) -> MakeOps:  # fmt: skip
     """Returns `all_reduce_ops` of what makes the operations of one device."""
-    return functools.partial(all_reduce_ops, make, expert_parallel=expert_parallel)
+    return functools.partial(
+        all_reduce_ops, make, expert_parallel=expert_parallel, data_ranks=data_ranks
+    )
 
 
 def _all_reduce(residual: Array) -> Array:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrunner.caches.cache_group import reads_whole, rewinds
 from jaxrunner.config import EngineConfig, ModelConfig
@@ -21,7 +22,7 @@ from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
-from jaxrunner.parallel.mesh import mesh_of
+from jaxrunner.parallel.mesh import check_one_rank, mesh_of, num_ranks
 from jaxrunner.parallel.pipeline import refuse
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
@@ -31,7 +32,7 @@ from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.rule import Rule
 from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.sampling import RULES
-from jaxrunner.slot_table import check_names
+from jaxrunner.slot_table import check_names, partition
 from jaxrunner.speculators.draft_model import DraftModelConfig
 from jaxrunner.speculators.drafter import DraftedConfig
 
@@ -110,7 +111,8 @@ def build(
         choice = choice._replace(ops=adapted(choice.ops))
     if (mesh := mesh_of(model_config)) is not None:
         whole_experts = getattr(model_config, "expert_parallel", False)
-        choice = choice._replace(ops=all_reduced(choice.ops, whole_experts))
+        data_ranks = num_ranks(mesh) > 1
+        choice = choice._replace(ops=all_reduced(choice.ops, whole_experts, data_ranks))
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES and model.samples else None
@@ -132,6 +134,8 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
     mesh, speculator = mesh_of(model_config), model.speculator
     if reads_whole(model_config.cache_kinds):
         _check_whole(config)
+    if mesh is not None:
+        _check_ranks(model, mesh, config)
     if mesh is not None and config.enforce_eager:
         raise ValueError(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
@@ -159,6 +163,21 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
             f"a speculator needs caches in which a rejected token is written over, "
             f"{model_config.architecture} has {lost}: leave out speculative_config"
         )
+
+
+def _check_ranks(model: Model, mesh: Mesh, config: EngineConfig) -> None:
+    """Checks what steps of data ranks have in common; raises as `build`."""
+    drafts, num = model.speculator, config.num_decode_steps
+    if num > 1:
+        check_one_rank(mesh, f"num_decode_steps={num}", "set it to 1")
+    if config.enable_lora:
+        check_one_rank(mesh, "enable_lora=True", "merge an adapter into the checkpoint")
+    if drafts is not None and (drafts.adaptive or drafts.extras or drafts.lookahead):
+        why = "drafts of layers, or of a number by measured times"
+        check_one_rank(mesh, why, "take ngram or suffix, or none")
+    read, _ = partition(model.tables)
+    if model.heads or read:
+        check_one_rank(mesh, "a model with heads or slot tables", "leave one of them out")
 
 
 def _check_whole(config: EngineConfig) -> None:

@@ -3,20 +3,26 @@
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from jaxrunner.api.validation import shown
-from jaxrunner.parallel.mesh import whole_on
+from jaxrunner.parallel.mesh import DATA, whole_on
+from jaxrunner.parallel.placement import put
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.scheduling.request import GrammarOutput
 
 
 class GrammarMasks:
-    """Makes masks, [B, J, ceil(V / 32)], int32."""
+    """Makes masks, [B, J, ceil(V / 32)], int32; of data ranks one behind another."""
 
     def __init__(self, program: Program):
         # Where a mask lies that many steps share: with devices of several processes on the host.
         self._where, self._on_host = whole_on(program.mesh), program.is_shared
+        self._of_rank = None
+        if program.num_ranks > 1 and program.mesh is not None:
+            self._of_rank = NamedSharding(program.mesh, PartitionSpec(DATA))
+        self._num_ranks = program.num_ranks
         self._num_words = -(-program.config.vocab_size // 32)
         self._open: dict[tuple[int, int, int], jax.Array | np.ndarray] = {}
 
@@ -26,7 +32,7 @@ class GrammarMasks:
         Raises:
           TypeError, ValueError: the grammar is none, or names a request that is not in the step.
         """
-        shape = size.num_rows, 1 + size.num_drafts, self._num_words
+        shape = self._num_ranks * size.num_rows, 1 + size.num_drafts, self._num_words
         if grammar is None:
             return self._of_none(shape)
         self._check(grammar, req_ids, shape[1:])
@@ -34,7 +40,7 @@ class GrammarMasks:
         for req_id, allowed in zip(*grammar, strict=True):
             one = mask[req_ids.index(req_id)]
             one[: len(allowed) if allowed.ndim == 2 else None] = allowed
-        return mask
+        return mask if self._of_rank is None else put(mask, self._of_rank)
 
     def _check(
         self, grammar: GrammarOutput, req_ids: tuple[str, ...], of_one: tuple[int, int]
@@ -64,5 +70,8 @@ class GrammarMasks:
         """Returns a mask that allows all tokens, made once."""
         if shape not in self._open:
             mask = np.full(shape, -1, np.int32)
-            self._open[shape] = mask if self._on_host else jax.device_put(mask, self._where)
+            if self._of_rank is not None:
+                self._open[shape] = put(mask, self._of_rank)
+            else:
+                self._open[shape] = mask if self._on_host else jax.device_put(mask, self._where)
         return self._open[shape]

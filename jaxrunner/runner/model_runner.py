@@ -28,6 +28,8 @@ from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
 from jaxrunner.program import MultiStepBucket, SampleSize, make_state
+from jaxrunner.ranks.outputs import output_layout
+from jaxrunner.ranks.requests import make_requests
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.build import Built
 from jaxrunner.runner.grammar_masks import GrammarMasks
@@ -35,7 +37,7 @@ from jaxrunner.runner.make_programs import in_order, make_programs
 from jaxrunner.runner.profiling import Profiler
 from jaxrunner.runner.program_table import Key, Started
 from jaxrunner.runner.prompt_scores import launch_scores
-from jaxrunner.runner.request_table import RequestTable, Write
+from jaxrunner.runner.request_table import Write
 from jaxrunner.runner.runner_weights import RunnerWeights
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
@@ -58,7 +60,7 @@ class ModelRunner(RunnerWeights):
         self.params = None if to_come else params
         config = self.program.engine
         self.buckets = step_buckets(config, self.program.model.speculator)
-        self.requests, self.adapters = RequestTable(self.program), device_adapters(self.program)
+        self.requests, self.adapters = make_requests(self.program), device_adapters(self.program)
         self._check = None if trusted else StepCheck(self.program, self.adapters)
         self.params_spec = orbax_io.abstract(params)  # what new ones must be like
         # Nothing there refers to the runner, so that its memory goes when it does.
@@ -70,9 +72,11 @@ class ModelRunner(RunnerWeights):
         self._forwarded: tuple[Any, ...] | None = None
         program = self.program
         self._masks = GrammarMasks(program)
-        self._layout = functools.cache(lambda *size: Layout(output_spec(program, *size)))
-        heads = program.model.heads
-        self._token_heads = tuple(head.name for head in heads if head.axes.startswith("T"))
+        self._layout = functools.cache(
+            lambda *size: output_layout(program, output_spec(program, *size))
+        )
+        of_tokens = (head for head in program.model.heads if head.axes.startswith("T"))
+        self._token_heads = tuple(head.name for head in of_tokens)
         awaited_at_exit(self)
 
     @functools.cached_property
@@ -143,7 +147,7 @@ class ModelRunner(RunnerWeights):
 
     def restart(self) -> None:
         """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
-        self.requests, self._forwarded = RequestTable(self.program), None
+        self.requests, self._forwarded = make_requests(self.program), None
         self._check = self._check and StepCheck(self.program, self.adapters)
         if not pytree.is_alive(self.state):
             pytree.delete(self.state)
@@ -234,7 +238,7 @@ class ModelRunner(RunnerWeights):
         if grammar_output is not None and drafts is not None:
             handle.expect_drafts(drafts)
         if scores:
-            handle.expect_scores({self.requests[r]: r for r in work.req_ids}, scores)
+            handle.expect_scores({self.requests[r]: r for r in work.req_ids if r}, scores)
         return handle
 
     def _forward(self, work: Work, *x: Any) -> jax.Array:
@@ -270,9 +274,10 @@ class ModelRunner(RunnerWeights):
         all_tokens = self.buckets
         if output.replays_routes:
             all_tokens = [b for b in self.buckets if not b.query_len]
+        own, *others = self.requests.of_ranks(req_ids, each)
         bucket = choose(
-            all_tokens, each, lambda b: is_pending(step_key(b, n)), several=several,
-            num_drafts=output.num_proposed, lora=lora,
+            all_tokens, own, lambda b: is_pending(step_key(b, n)), several=several,
+            num_drafts=output.num_proposed, lora=lora, others=others,
         )  # fmt: skip
         self.traffic[bucket.query_len][sum(each)] += 1
         sample = self.requests.sample_size(req_ids, bucket)
@@ -283,9 +288,8 @@ class ModelRunner(RunnerWeights):
         if new or not fits:
             self._admit(new, none if fits else blocks)
         plan = self.requests.plan(req_ids, each, blocks if fits else none, bucket)
-        return Work(
-            req_ids, bucket, plan, sample, *self.requests.count_targets(counts), counts=tuple(each)
-        )
+        ids = self.requests.rows(req_ids, bucket.num_rows)
+        return Work(ids, bucket, plan, sample, *self.requests.count_targets(counts), tuple(each))
 
     def _admit(self, new: list[NewRequest], blocks: Sequence[list[Write]]) -> None:
         """Writes new requests into the device's tables, in as many launches as it takes."""

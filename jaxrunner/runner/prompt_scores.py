@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrunner.device.packing import Layout
 from jaxrunner.program import Program
+from jaxrunner.ranks.outputs import scores_layout
 from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.runner.step_handle import Work
 from jaxrunner.shapes import prompt_logprobs_size, prompt_logprobs_spec
@@ -28,5 +29,5 @@ def launch_scores(
         packed = run(params, tables, hidden, targets, np.int32(first))
         if size.num_logprobs == program.config.vocab_size:
             packed = np.asarray(packed)  # of many tokens they would fill the device
-        scores.append((Layout(prompt_logprobs_spec(program, size)), packed))
+        scores.append((scores_layout(program, prompt_logprobs_spec(program, size)), packed))
     return scores

@@ -203,6 +203,25 @@ class RequestTable:
             rows = new[i * size.num_rows : (i + 1) * size.num_rows]
             yield size, self._admission(rows, [writes[:, part] for writes in flat], size)
 
+    def no_admission(self, size: AdmitSize) -> np.ndarray:
+        """Returns a packed admission of nothing."""
+        return self._admission([], [_flat([])] * (1 + len(self._program.cache_groups)), size)
+
+    def no_copies(self, size: CopySize) -> np.ndarray:
+        """Returns packed copies of nothing."""
+        sizes = [group.num_blocks for group in self._program.cache_groups]
+        none = (pad([], size.num_copies, N) for N in sizes)
+        parts = tuple(host_value(Copies, source=one, to=one) for one in none)
+        return pack(copies_spec(self._program, size), parts)
+
+    def of_ranks(self, req_ids: Iterable[str], values: Iterable[Any]) -> list[list[Any]]:
+        """Returns what belongs to requests, by data rank: there is one."""
+        return [list(values)]
+
+    def rows(self, req_ids: Sequence[str], num_rows: int) -> tuple[str, ...]:
+        """Returns the request of each row."""
+        return tuple(req_ids)
+
     def _admission_spec(self, size: AdmitSize) -> tuple[Any, Layout]:
         spec = admission_spec(self._program, size)
         return spec, Layout(spec)

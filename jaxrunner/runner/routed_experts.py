@@ -1,50 +1,55 @@
-"""Routes of requests between a device and its host: read where a request ends, or given before.
+"""Routes of requests between devices and their host: read where a request ends, or given before.
 
 Launches run in their order, so what is read is what the steps launched before have written.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+import functools
+import itertools
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.indexing import take
-from jaxrunner.mixtures.recorded_routes import GIVEN, RoutesCache, routes_place
+from jaxrunner.mixtures.recorded_routes import GIVEN, RoutesCache, routes_group
 from jaxrunner.parallel.mesh import placed
 from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.stages import parts_of, with_part
 from jaxrunner.program import Program, abstract_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.scheduling.request import Request, SchedulerOutput
-from jaxrunner.types import Array
+from jaxrunner.types import Array, State
 
+Parts = list[list[jax.Array]]  # runs of blocks, of each stage [blocks, S, its layers, k]
 CHUNK = 1024  # tokens of a launch, about
 WHOLE = ("stop", "length", "repetition")  # ends of requests that are told their routes
 
 
 class ToldRoutes:
-    """Routes on their way from a device."""
+    """Routes on their way from the devices."""
 
-    def __init__(self, parts: list[jax.Array], count: int) -> None:
-        """parts: [blocks, S, layers, k] each; count: of the tokens in them that are meant."""
+    def __init__(self, parts: Parts, count: int) -> None:
+        """count: of the tokens in `parts` that are meant."""
         self._parts, self._count = parts, count
         self._whole: np.ndarray | None = None
-        for part in parts:
+        for part in itertools.chain(*parts):
             part.copy_to_host_async()
 
     @property
     def is_ready(self) -> bool:
         """Whether `get` does not wait."""
-        return all(cast(Any, part).is_ready() for part in self._parts)
+        return all(cast(Any, part).is_ready() for part in itertools.chain(*self._parts))
 
     def get(self) -> np.ndarray:
         """Waits for the routes, and returns them, int16 [tokens, layers, k]."""
         if self._whole is None:
-            parts = [np.asarray(part).reshape(-1, *part.shape[2:]) for part in self._parts]
-            self._whole, self._parts = np.concatenate(parts)[: self._count], []
+            runs = [np.concatenate([*map(np.asarray, run)], 2) for run in self._parts]
+            whole = np.concatenate([run.reshape(-1, *run.shape[2:]) for run in runs])
+            self._whole, self._parts = whole[: self._count], []
         return self._whole
 
 
@@ -53,18 +58,21 @@ class RoutesReader:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, program = runner, runner.program
-        place = routes_place(program.config)
-        self.is_on = place is not None
+        group = routes_group(program.config)
+        self.is_on = group is not None
         self._on_their_way: deque[ToldRoutes] = deque()
-        self._preempted: dict[str, list[jax.Array]] = {}  # of steps that may yet end a request
-        if place is None:
+        self._preempted: dict[str, Parts] = {}  # of steps that may yet end a request
+        if group is None:
             return
         check_own(program.mesh, "enable_return_routed_experts=True", "leave it out")
-        self._layer, self._group = place
+        self._group = group
         self._size = program.cache_groups[self._group].block_size
         self._blocks = -(-min(CHUNK, program.engine.max_model_len) // self._size)
         self._most = self._blocks * self._size  # tokens of a launch
-        self._read, self._write = _compiled(program, *place, self._blocks, self._most)
+        self._stages = [
+            _compiled(stage, group, self._blocks, self._most)
+            for stage in program.stages or (program,)
+        ]
 
     def end(self, requests: Iterable[Request]) -> None:
         """Reads the routes of requests that have ended well, before another step is launched."""
@@ -100,22 +108,23 @@ class RoutesReader:
 
     def forget(self) -> None:
         """Takes given routes off the device that a step which failed has not replayed."""
-        if self.is_on:
-            state = self._runner.state
-            kv = list(state.kv)
-            kv[self._layer] = jax.tree.map(jnp.zeros_like, kv[self._layer])
-            self._runner.state = replace(state, kv=tuple(kv))
+        for i in range(len(self._stages) if self.is_on else 0):
+            self._with_caches(i, lambda caches: jax.tree.map(jnp.zeros_like, caches))
 
     def collect(self, *, wait: bool = False) -> None:
         """Takes what has come off the device, or with `wait` all."""
         while self._on_their_way and (wait or self._on_their_way[0].is_ready):
             self._on_their_way.popleft().get()
 
-    def _launch(self, request: Request) -> list[jax.Array]:
-        state, slot = self._runner.state, self._runner.requests[request.request_id]
-        table, cache, step = state.requests.blocks[self._group], state.kv[self._layer], self._blocks
+    def _launch(self, request: Request) -> Parts:
+        slot, step = self._runner.requests[request.request_id], self._blocks
+        parts = [
+            (stage.read, stage.caches(part), part.requests.blocks[self._group])
+            for stage, part in zip(self._stages, parts_of(self._runner.state), strict=True)
+        ]
         firsts = range(0, -(-(request.num_known - 1) // self._size) or 1, step)
-        return [self._read(cache, table, np.array([slot, first], np.int32)) for first in firsts]
+        places = [np.array([slot, first], np.int32) for first in firsts]
+        return [[read(caches, table, at) for read, caches, table in parts] for at in places]
 
     def _put(self, table: np.ndarray, start: int, kept: np.ndarray) -> None:
         """Writes the routes of tokens from position `start` on, as they are kept."""
@@ -125,36 +134,61 @@ class RoutesReader:
         index[:count] = table[positions // self._size] * self._size + positions % self._size
         routes = np.zeros((most, *kept.shape[1:]), np.int16)
         routes[:count] = kept
-        state = self._runner.state
-        kv = list(state.kv)
-        kv[self._layer] = self._write(kv[self._layer], index, routes)
-        self._runner.state = replace(state, kv=tuple(kv))
+        first = 0
+        for i, stage in enumerate(self._stages):
+            of_stage = routes[:, first : first + len(stage.places)]
+            self._with_caches(i, functools.partial(stage.write, index=index, experts=of_stage))
+            first += len(stage.places)
+
+    def _with_caches(self, i: int, change: Callable[[Any], Any]) -> None:
+        """Changes the caches of routes of stage i."""
+        state, places = self._runner.state, self._stages[i].places
+        part = parts_of(state)[i]
+        made = dict(zip(places, change(self._stages[i].caches(part)), strict=True))
+        kv = tuple(made.get(j, cache) for j, cache in enumerate(part.kv))
+        self._runner.state = with_part(state, i, replace(part, kv=kv))
 
 
-def _compiled(program: Program, layer: int, group: int, num_blocks: int, num_tokens: int) -> Any:
+class _Stage(NamedTuple):
+    """The caches of routes that a stage has, and what reads and writes them."""
+
+    places: list[int]
+    read: Any
+    write: Any
+
+    def caches(self, part: State) -> list[Any]:
+        """Returns those of a stage's state."""
+        return [part.kv[place] for place in self.places]
+
+
+def _compiled(program: Program, group: int, num_blocks: int, num_tokens: int) -> _Stage:
     """Returns what reads so many blocks of a request, and what writes so many tokens."""
     state = abstract_state(program)
-    cache, table = cast(Any, state.kv[layer]), state.requests.blocks[group]
-    tokens = jax.ShapeDtypeStruct((num_tokens, *cache.experts.shape[2:]), jnp.int16)
+    stage = _Stage([i for i, g in enumerate(program.layer_groups) if g == group], None, None)
+    caches, table = stage.caches(state), state.requests.blocks[group]
+    layers, k = len(caches), caches[0].experts.shape[-1]
+    tokens = jax.ShapeDtypeStruct((num_tokens, layers, k), jnp.int16)
     ints = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, num_tokens)]
     if program.mesh is not None:
         tokens, *ints = placed([tokens, *ints], program.mesh)
     read = jax.jit(_read, static_argnames="num_blocks")
-    write = jax.jit(_write, donate_argnames="cache")
-    return (
-        read.lower(cache, table, ints[0], num_blocks=num_blocks).compile(),
-        write.lower(cache, ints[1], tokens).compile(),
+    write = jax.jit(_write, donate_argnames="caches")
+    return stage._replace(
+        read=read.lower(caches, table, ints[0], num_blocks=num_blocks).compile(),
+        write=write.lower(caches, index=ints[1], experts=tokens).compile(),
     )
 
 
-def _read(cache: RoutesCache, table: Array, at: Array, *, num_blocks: int) -> Array:
+def _read(caches: list[RoutesCache], table: Array, at: Array, *, num_blocks: int) -> Array:
     """Returns the routes in blocks of a request: at is its slot, and the first one's place."""
-    places = at[1] + jnp.arange(num_blocks)
-    return take(cache.experts, take(table, (at[0], places)))
+    blocks = take(table, (at[0], at[1] + jnp.arange(num_blocks)))
+    return jnp.stack([take(cache.experts, blocks) for cache in caches], 2)
 
 
-def _write(cache: RoutesCache, index: Array, experts: Array) -> RoutesCache:
+def _write(caches: list[RoutesCache], *, index: Array, experts: Array) -> list[RoutesCache]:
     """Writes routes, [tokens, layers, k], to block * S + offset of each."""
-    N, S, *rest = cache.experts.shape
-    kept = cache.experts.reshape(N * S, *rest).at[index].set(experts, mode="drop")
-    return RoutesCache(kept.reshape(N, S, *rest))
+    at = jnp.divmod(index, caches[0].experts.shape[1])
+    return [
+        RoutesCache(cache.experts.at[at].set(experts[:, y], mode="drop"))
+        for y, cache in enumerate(caches)
+    ]

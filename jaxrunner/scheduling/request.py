@@ -137,6 +137,7 @@ class NewRequest:
     copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
     lora_id: int = 0  # of its adapter, 0 for none
+    data_rank: int = 0  # that has it
     lora_place: int = 0  # of its adapter on the device, plus one; a runner sets it
 
     @property
@@ -182,6 +183,7 @@ class SchedulerOutput:
     # Of this launch. Of several, each computes a token of each request, and its drafts; then
     # `num_scheduled_tokens` are the most tokens that all of them give, `num_drafts` those of one.
     num_steps: int = 1
+    parts: list["SchedulerOutput"] = field(default_factory=list)  # by data rank, where there are
     replays_routes: bool = False  # whether it has tokens with given routes, or may have
 
     @property

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxrunner.mixtures.balanced import LOADS, PlacedExperts, maps, placed
 from jaxrunner.mixtures.placement import Placement, imbalance, in_turn, of_experts, place
-from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import check_own
+from jaxrunner.parallel.stages import whole_state
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.types import Array
@@ -36,7 +36,8 @@ class ExpertBalance:
         if self.eplb is not None:
             mesh = runner.program.mesh
             check_own(mesh, "enable_eplb=True", "leave it out")
-            self._num_devices = 1 if mesh is None else mesh.shape[TENSOR]
+            # Of one stage, and of all data ranks.
+            self._num_devices = 1 if mesh is None else mesh.size
             self._before: np.ndarray = np.zeros(0, np.uint32)
 
     def step(self, num_steps: int) -> None:
@@ -54,7 +55,10 @@ class ExpertBalance:
 
     def loads(self) -> np.ndarray:
         """Returns the tokens of each expert so far, modulo 2^32: uint32 [layers, X]. Waits."""
-        return np.asarray(self._runner.state.tables[LOADS].counts).astype(np.uint32)
+        program = self._runner.program
+        counts = np.asarray(whole_state(program.config, self._runner.state).tables[LOADS].counts)
+        of_ranks = counts.reshape(program.num_ranks, -1, counts.shape[1])
+        return of_ranks.astype(np.uint32).sum(0, dtype=np.uint32)
 
     def rebalance(self, loads: np.ndarray) -> None:
         """Moves copies of experts to where they balance loads, [layers, X]."""
@@ -90,11 +94,11 @@ def warm_up(runner: ModelRunner) -> None:
     config = cast(Any, runner.program.config)
     if getattr(config, "eplb", None) is None or runner.params is None:
         return
-    index, mesh = np.arange(config.num_places, dtype=np.int32), runner.program.mesh
+    index = np.arange(config.num_places, dtype=np.int32)
     layers = [layer.experts for layer in _target(runner.params).layers if layer.experts is not None]
-    first = {(x.shape, x.dtype): x for experts in layers for x in _leaves(experts).values()}
-    for x in first.values():
-        jax.block_until_ready(gather(mesh)(x, index))
+    every = [x for experts in layers for x in _leaves(experts).values()]
+    for x in {(x.shape, x.dtype, _mesh_of(x)): x for x in every}.values():
+        jax.block_until_ready(gather(_mesh_of(x))(x, index))
 
 
 def in_order(runner: ModelRunner) -> Any:
@@ -125,7 +129,7 @@ def move(runner: ModelRunner, new: Placement) -> None:
             continue
         stays = old.expert[i] == new.expert[i]
         index = np.where(stays, np.arange(stays.size), old.places[i, new.expert[i], 0])
-        made = _moved(layer.experts, index.astype(np.int32), runner.program.mesh)
+        made = _moved(layer.experts, index.astype(np.int32))
         made = replace(
             made,
             moved=put(moved[i], layer.experts.moved.sharding),
@@ -134,10 +138,17 @@ def move(runner: ModelRunner, new: Placement) -> None:
         runner.params = _with_layer(runner.params, i, replace(layer, experts=made))
 
 
-def _moved(experts: PlacedExperts, index: np.ndarray, mesh: Mesh | None) -> PlacedExperts:
-    leaves, run = _leaves(experts), gather(mesh)
-    # Waited for: the memory that a layer leaves is there for the next.
-    return replace(experts, **{n: jax.block_until_ready(run(x, index)) for n, x in leaves.items()})
+def _moved(experts: PlacedExperts, index: np.ndarray) -> PlacedExperts:
+    made: dict[str, Array] = {}
+    for name, x in _leaves(experts).items():
+        # Waited for: the memory that a layer leaves is there for the next.
+        made[name] = jax.block_until_ready(gather(_mesh_of(x))(x, index))
+    return replace(experts, **made)
+
+
+def _mesh_of(x: Array) -> Mesh | None:
+    """Returns the devices that have an array: those of its layer's stage."""
+    return getattr(x.sharding, "mesh", None)
 
 
 def _leaves(experts: PlacedExperts) -> dict[str, Array]:
@@ -168,8 +179,8 @@ def gather(mesh: Mesh | None) -> Any:
     """Returns what gathers rows of an array, cut by rows over a mesh: (x [P, ...], index [P])."""
     if mesh is None:
         return jax.jit(lambda x, index: x[index])
-    rows = PartitionSpec(TENSOR)
-    run = functools.partial(_exchange, mesh.shape[TENSOR])
+    rows = PartitionSpec(mesh.axis_names)
+    run = functools.partial(_exchange, mesh.size, mesh.axis_names)
     return jax.jit(
         jax.shard_map(
             run, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
@@ -177,15 +188,15 @@ def gather(mesh: Mesh | None) -> Any:
     )
 
 
-def _exchange(num: int, x: Array, index: Array) -> Array:
+def _exchange(num: int, axes: tuple[str, ...], x: Array, index: Array) -> Array:
     """Gathers rows of all devices, [m, ...] each, one for each device at a time."""
     m = x.shape[0]
-    first = jax.lax.axis_index(TENSOR) * m
+    first = jax.lax.axis_index(axes) * m
 
     def one(i: Array, out: Array) -> Array:
         wanted = index.reshape(num, m)[:, i] - first  # by device
         here = ((wanted >= 0) & (wanted < m)).reshape(num, *[1] * (x.ndim - 1))
         rows = jnp.where(here, x[jnp.clip(wanted, 0, m - 1)], jnp.zeros((), x.dtype))
-        return out.at[i].set(jax.lax.psum_scatter(rows, TENSOR))  # one device has it, others zeros
+        return out.at[i].set(jax.lax.psum_scatter(rows, axes))  # one device has it, others zeros
 
     return jax.lax.fori_loop(0, m, one, jnp.zeros_like(x))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxrunner import pytree
-from jaxrunner.caches.interleave import interleave_of
+from jaxrunner.caches.interleave import token_dims
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.parallel.stages import held_caches, stages_of
 from jaxrunner.program import engine_groups
@@ -30,8 +30,7 @@ def kv_cache_specs(model: ModelConfig, config: EngineConfig) -> dict[str, KVCach
     kv: dict[str, Any] = dict(kv=jnp.dtype(config.kv_dtype), scaled=config.scaled)
     dims, specs = model.dims | kv, dict[int, KVCacheSpec]()
     for group in engine_groups(model, config):
-        S = group.block_size // interleave_of(model).parts
-        sizes = dims | group.kind.dims | dict(N=1, S=S, J=1)
+        sizes = dims | group.kind.dims | token_dims(model, group.block_size) | dict(N=1, J=1)
         page_bytes = num_bytes(pytree.abstract(group.kind.leaves, sizes))
         spec = KVCacheSpec(
             group.block_size, sizes.get("K", 0), sizes.get("D", 0), config.kv_dtype,

@@ -16,7 +16,6 @@ from jaxrunner.loading.declared import own_dtypes, wanted_tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.stacked_experts import unstacked
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
-from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
 from jaxrunner.quantization.per_channel import of_floats
 from jaxrunner.runner.model_runner import ModelRunner
@@ -160,11 +159,11 @@ class WeightUpdates(NotHere, abc.ABC):
         """Writes the weights into a new folder, a tree like `params`, as orbax does.
 
         Raises:
-          ValueError: the folder is there.
+          ValueError: the folder is there, or not seen by all processes of the mesh.
           RuntimeError: the weights sleep.
         """
-        self._check_own("save_params")
-        orbax_io.save(Path(folder), merge(self._awake(), self._whole))
+        params = merge(self._awake(), self._whole)
+        orbax_io.save(Path(folder), params, self.runner.program.mesh)
 
     @checked(arguments.IN_FOLDER)
     def load_params(self, folder: str | Path) -> None:
@@ -173,9 +172,8 @@ class WeightUpdates(NotHere, abc.ABC):
         Raises:
           FileNotFoundError, ValueError: they are not like the old ones, which stay; names where.
         """
-        self._check_own("load_params")
-        spec = self.runner.params_spec
-        params = orbax_io.restore(Path(folder), merged_spec(spec, self._whole))
+        spec, mesh = self.runner.params_spec, self.runner.program.mesh
+        params = orbax_io.restore(Path(folder), merged_spec(spec, self._whole), mesh)
         self.update_params(copied(params, spec))
 
     @checked(arguments.SAVE_SHARDED_STATE)
@@ -192,7 +190,6 @@ class WeightUpdates(NotHere, abc.ABC):
           TypeError, ValueError: a bad argument, or such files are there.
           RuntimeError: the weights sleep.
         """
-        self._check_own("save_sharded_state")
         params, config = self._awake(), cast(Any, self.runner.program.config)
         if isinstance(params, Drafted):
             params, config = params.target, config.target
@@ -219,9 +216,6 @@ class WeightUpdates(NotHere, abc.ABC):
         if self.params is None:
             raise RuntimeError("the weights sleep: wake_up first, or give all with update_params")
         return in_order(self.runner)
-
-    def _check_own(self, asked: str) -> None:
-        check_own(self.runner.program.mesh, asked, "reload_weights reads a checkpoint there too")
 
     @property
     def _whole(self) -> Any:

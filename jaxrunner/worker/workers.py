@@ -1,6 +1,8 @@
 """Workers of one model, each on devices of its own, and what is done on all of them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 import math
 from typing import Any
 
@@ -89,7 +91,7 @@ class Workers(Lifecycle):
 
 
 def make_worker(*args: Any, data_parallel_size: int = 1, **kwargs: Any) -> Worker | Workers:
-    """Returns a worker, or several with devices of their own.
+    """Returns a worker, or several with devices of their own; one where experts lie over all.
 
     The other arguments are those of `Worker`.
 
@@ -98,14 +100,26 @@ def make_worker(*args: Any, data_parallel_size: int = 1, **kwargs: Any) -> Worke
     """
     if (D := data_parallel_size) == 1:
         return Worker(*args, **kwargs)
+    over_ranks = bool(kwargs.get("enable_expert_parallel"))
     names = "tensor_parallel_size", "pipeline_parallel_size"
     sizes = {name: kwargs[name] for name in names if kwargs.get(name, 1) > 1}
     N, devices = math.prod(sizes.values()), jax.local_devices()
+    if over_ranks and D * N > len(devices):
+        devices = jax.devices()
     if D * N > len(devices):
         more = "".join(f" with {name}={size}" for name, size in sizes.items())
         raise ValueError(
             f"data_parallel_size={D}{more} needs {D * N} devices, there are {len(devices)} "
             f"({devices[0].device_kind}): lower one of them"
         )
+    if over_ranks:
+        return _over_ranks(D, devices[: D * N], Worker(*args, **kwargs))
     own = [devices[i * N : (i + 1) * N] for i in range(D)]
     return Workers([Worker(*args, devices=part, **kwargs) for part in own])
+
+
+def _over_ranks(num: int, devices: Sequence[Any], worker: Worker) -> Worker:
+    """Returns a worker that has read nothing yet, with experts over `num` data ranks."""
+    parallel = replace(worker._load.keywords["parallel"], num_ranks=num, devices=devices)
+    worker._load = partial(worker._load, parallel=parallel)
+    return worker

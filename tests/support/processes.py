@@ -1,19 +1,28 @@
 """One of several processes with a mesh over the devices of all, as a program.
 
-python -m tests.support.processes RANK PROCESSES PORT DEVICES CHECKPOINT [RANK_THAT_DIES]
+python -m tests.support.processes RANK PROCESSES PORT DEVICES CHECKPOINT FOLDER [RANK_THAT_DIES]
+
+FOLDER is where state is saved, or "ranks" for a mixture over data ranks.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+import itertools
 import json
 import os
+from pathlib import Path
 import sys
 import time
 from typing import Any
 
 import jax
+import numpy as np
 import tokenizers
 
-from jaxrunner import LLM, SamplingParams
-from jaxrunner.api.sampling_params import StructuredOutputsParams
+from jaxrunner import LLM, RequestOutput, SamplingParams
+from jaxrunner.api.sampling_params import RequestOutputKind, StructuredOutputsParams
+from jaxrunner.loading import orbax_io
+from jaxrunner.parallel.processes import host_copy, together
 from jaxrunner.text.tokenizer import Tokenizer
 
 HEARTBEAT_S = 10  # without any of a process it is taken for dead
@@ -21,6 +30,10 @@ SIZES: dict[str, Any] = dict(
     max_num_seqs=3, max_num_batched_tokens=32, token_buckets=(32,), decode_buckets=(3,),
     max_model_len=48, num_blocks=24, block_size=4, dtype="float32", warm_up=False, use_tqdm=False,
     cache_dir=None,
+)  # fmt: skip
+MIXTURE: dict[str, Any] = dict(
+    architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=12, vocab_size=64, num_hidden_layers=1, eos_token_id=63,
 )  # fmt: skip
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [9, 2], [7] * 9, [8, 2, 8], [1, 2, 3, 4], [5, 5], [6], [2] * 5]
 RULES: list[dict[str, Any]] = [
@@ -32,14 +45,52 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
+def rules() -> list[SamplingParams]:
+    return [SamplingParams(**RULES[i % len(RULES)]) for i in range(len(PROMPTS))]
+
+
 def answers(llm: LLM) -> list[list[int]]:
     prompts = [dict(prompt_token_ids=ids) for ids in PROMPTS]
-    params = [SamplingParams(**RULES[i % len(RULES)]) for i in range(len(prompts))]
-    outputs = llm.generate(prompts, params, on_error="raise", use_tqdm=False)
+    outputs = llm.generate(prompts, rules(), on_error="raise", use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def main(checkpoint: str, num_devices: int) -> dict[str, Any]:
+def saved(llm: LLM, folder: Path) -> list[list[int]]:
+    """Saves weights in both ways and the requests in the midst. Returns the tokens that follow what
+    is restored."""
+    params = jax.tree.map(lambda x: np.asarray(host_copy(x)), llm.params)
+    llm.save_params(folder / "params")
+    llm.save_sharded_state(folder / "shards", max_size=9000)
+    llm.reload_weights([("model.norm.weight", np.zeros(llm.model_config.dims["E"], np.float32))])
+    llm.load_params(folder / "params")
+    for ours, theirs in zip(*map(jax.tree.leaves, (llm.params, params)), strict=True):
+        np.testing.assert_array_equal(host_copy(ours), theirs)
+    so_far = [replace(one, output_kind=RequestOutputKind.CUMULATIVE) for one in rules()]
+    told = llm.stream([dict(prompt_token_ids=ids) for ids in PROMPTS], so_far)
+    first = last_of(itertools.islice(told, 7))
+    llm.save_state(folder / "state")
+    del told  # which aborts the requests
+    orbax_io.save(folder / f"own{jax.process_index()}", dict(x=np.arange(3)))  # no other's concern
+    both = first | last_of(llm.restore_state(folder / "state"))
+    return [both[i] for i in range(len(PROMPTS))]
+
+
+def last_of(told: Iterable[RequestOutput]) -> dict[int, list[int]]:
+    """Returns the tokens of each request that is told of, by the place of its prompt."""
+    return {int(one.request_id) % len(PROMPTS): one.outputs[0].token_ids for one in told}
+
+
+def one_fails(error: type[Exception]) -> Callable[[], None]:
+    """Returns what fails in the second process alone."""
+
+    def run() -> None:
+        if jax.process_index() == 1:
+            raise error("no disk")
+
+    return run
+
+
+def main(checkpoint: str, num_devices: int, saved_in: str) -> dict[str, Any]:
     sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
     told: dict[str, Any] = {}
     with LLM(checkpoint, **sizes) as llm:
@@ -50,15 +101,24 @@ def main(checkpoint: str, num_devices: int) -> dict[str, Any]:
         llm.reload_weights()
         told["reloaded"] = answers(llm)
         told["report"] = llm.report()
-        told["refused"] = []
-        for call in (llm.save_params, llm.load_params, llm.save_sharded_state, llm.save_state,
-                     llm.restore_state):  # fmt: skip
-            told["refused"].append(refused(call, f"{checkpoint}/none"))
-        told["refused"].append(refused(llm.engine.warm_up, background=True))
+        told["saved"] = saved(llm, Path(saved_in))
+        told["refused"] = [refused(llm.engine.warm_up, background=True)]
+        told["together"] = [refused(together, llm.engine.runner.program.mesh, one_fails(error))
+                            for error in (FileNotFoundError, KeyError)]  # fmt: skip
     drafts = dict(method="draft_model", model=checkpoint, num_speculative_tokens="auto")
     told["refused"].append(refused(LLM, checkpoint, **sizes, speculative_config=drafts))
     told["refused"].append(refused(LLM, checkpoint, **sizes | dict(tensor_parallel_size=3)))
     return told
+
+
+def of_ranks(checkpoint: str, num_devices: int) -> dict[str, Any]:
+    """Returns the tokens of a mixture whose data ranks lie in several processes."""
+    sizes: dict[str, Any] = SIZES | dict(tokenizer=tokenizer(), enable_expert_parallel=True)
+    with LLM(checkpoint, **sizes, data_parallel_size=num_devices) as llm:
+        told = dict(tokens=answers(llm), report=llm.report())
+        llm.sleep(level=1)
+        llm.wake_up()
+        return told | {"after a sleep": answers(llm)}
 
 
 def tokenizer() -> Tokenizer:
@@ -103,8 +163,11 @@ if __name__ == "__main__":
     jax.distributed.initialize(
         f"127.0.0.1:{port}", num_processes, rank, heartbeat_timeout_seconds=HEARTBEAT_S
     )
-    if len(sys.argv) > 6:
-        told = dying(sys.argv[5], num_devices, rank == int(sys.argv[6]))
+    if sys.argv[6] == "ranks":
+        print(json.dumps(of_ranks(sys.argv[5], num_devices)), flush=True)
+        os._exit(0)
+    if len(sys.argv) > 7:
+        told = dying(sys.argv[5], num_devices, rank == int(sys.argv[7]))
         print(json.dumps(told), flush=True)
         os._exit(0)  # JAX waits at its end for the process that is gone
-    print(json.dumps(main(sys.argv[5], num_devices)), flush=True)
+    print(json.dumps(main(sys.argv[5], num_devices, sys.argv[6])), flush=True)

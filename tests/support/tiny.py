@@ -34,6 +34,12 @@ SETTINGS: dict[str, Any] = dict(
     vocab_size=61,
     max_position_embeddings=128,
 )
+LATENTS: dict[str, Any] = dict(  # settings beside these, for latent attention
+    architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", first_k_dense_replace=1,
+    moe_intermediate_size=12, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+    n_group=2, topk_group=1, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
+    qk_rope_head_dim=4, v_head_dim=5,
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -44,15 +50,15 @@ def config(**changes) -> DecoderConfig:
     return config
 
 
-def random_params(config: ModelConfig, seed: int = 0):
-    """Returns weights large enough that tokens depend on all of the context."""
+def random_params(config: ModelConfig, seed: int = 0, params: type = llama.params):
+    """Returns weights, of llama or a class, so large that tokens depend on all of the context."""
     rng = np.random.default_rng(seed)  # JAX's would compile a program for each shape
     dims = config.dims | {"param": jnp.float32}
 
     def make(axes, shape, dtype):
         return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.4, dtype)
 
-    return pytree.build(make, llama.params, dims)
+    return pytree.build(make, params, dims)
 
 
 def engine_config(**changes) -> EngineConfig:
