@@ -1,5 +1,6 @@
 """What holds for every test: strict JAX, eight fake devices, no network."""
 
+import ctypes
 import gc
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -36,6 +37,14 @@ from tests.support import executables
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Where each operation stands in Python: a twentieth of lowering, and nothing reads it here.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+# What XLA gives back between two programs stays with the process, which asks for it again.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+    libc.mallopt(M_TOP_PAD, 1 << 26)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
 
 # The embedded model has as many layers: one is compiled, a third of the time of all of them.
 parts.LEAST_CALLS = 8

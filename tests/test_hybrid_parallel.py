@@ -52,12 +52,10 @@ QUICK: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
     ),
 }  # fmt: skip
 SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
-    "a group each": ("bamba", {}, 2, [(3, 68), (4, 12, 10)]),
     "convolutions": ("lfm 2", {}, 2, [(2, 24)]),
     "one group of keys": (
         "qwen 3 next", dict(linear_num_key_heads=1), 2, [(3, 52), (4, 6, 10)],
     ),
-    "experts, scaled": ("granite 4", {}, 2, [(3, 68), (4, 12, 10)]),
     "experts of a latent": (
         "nemotron h, latent experts, biases", EIGHT_HEADS | dict(mamba_num_heads=8), 4,
         [(3, 120), (8, 10, 10)],
@@ -66,7 +64,6 @@ SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
         "falcon h1, normed before, biases", EIGHT_HEADS | dict(mamba_n_groups=4), 4,
         [(3, 40), (2, 10, 10)],
     ),
-    "experts beside delta nets": ("qwen 3.5, experts", {}, 2, [(3, 42), (3, 6, 10)]),
 }  # fmt: skip
 
 
@@ -95,13 +92,12 @@ def test_tokens_are_those_of_one_device(variant, changes, num, of_device, tmp_pa
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        ("falcon h1", dict(pipeline_parallel_size=2)),
+        ("nemotron h", dict(pipeline_parallel_size=2)),
         *(
             pytest.param(variant, sizes, marks=pytest.mark.slow)
             for variant, sizes in (
-                ("nemotron h", dict(pipeline_parallel_size=2)),
                 ("bamba", dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
-                ("qwen 3.5", dict(data_parallel_size=2, tensor_parallel_size=2)),
+                ("qwen 3.5, experts", dict(data_parallel_size=2, tensor_parallel_size=2)),
                 ("granite 4", dict(tensor_parallel_size=2, enable_expert_parallel=True)),
             )
         ),
@@ -141,9 +137,8 @@ def test_weights_and_states_of_a_mesh_are_read_by_one_device(tmp_path):
 
 @pytest.mark.devices(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["bamba", "qwen 3.5"])
-def test_weights_of_8_bits_are_cut_as_others_are(variant, tmp_path):
-    hybrids.save(variant, tmp_path)
+def test_weights_of_8_bits_are_cut_as_others_are(tmp_path):
+    hybrids.save("bamba", tmp_path)
     with LLM(tmp_path, quantization="fp8", **SIZES) as llm:
         want = generate(llm)
     with LLM(tmp_path, quantization="fp8", tensor_parallel_size=2, **SIZES) as llm:
@@ -177,10 +172,10 @@ def test_adapters_of_mixers_are_those_of_merged_weights(variant, changes, tmp_pa
     save_file(changed, str(tmp_path / "merged" / WHOLE))
     with LLM(tmp_path / "merged", **SIZES) as llm:
         want = generate(llm)
-    for num in (1, 2):
-        more: dict[str, Any] = dict(
-            enable_lora=True, max_lora_rank=8, max_loras=2, tensor_parallel_size=num
-        )
-        with LLM(tmp_path / "base", **SIZES | more) as llm:
-            adapter = LoRARequest("one", 1, str(tmp_path / "adapter"))
-            assert generate(llm, lora_request=adapter) == want != generate(llm)
+    adapted: dict[str, Any] = dict(enable_lora=True, max_lora_rank=8, max_loras=2)
+    with LLM(tmp_path / "base", tensor_parallel_size=2, **SIZES | adapted) as llm:
+        adapter = LoRARequest("one", 1, str(tmp_path / "adapter"))
+        given = [adapter, None, adapter, adapter, None, adapter]
+        got = generate(llm, lora_request=given)
+    for one, tokens, merged in zip(given, got, want, strict=True):
+        assert (tokens == merged) == (one is adapter)

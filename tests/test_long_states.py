@@ -9,8 +9,8 @@ from jaxrunner import LLM, SamplingParams
 from tests.support import hybrids
 
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (2000, 1999, 1537)]
-CHUNKS = 64, 256, 2048
-# Of float32 logprobs, between chunks of any two lengths and beside transformers in float64.
+CHUNKS = 64, 2048
+# Of float32 logprobs, between both lengths of chunks and beside transformers in float64.
 TOLERANCE = 5e-4
 
 
@@ -37,11 +37,10 @@ def generate(folder: Any, chunk: int) -> tuple[list[list[int]], list[np.ndarray]
 @pytest.mark.parametrize("variant", ["lfm 2", "nemotron h", "qwen 3 next"])
 def test_chunks_of_a_long_prompt_change_no_greedy_token(variant, tmp_path):
     module = hybrids.save(variant, tmp_path, max_position_embeddings=2048).double()
-    (tokens, logprobs), *others = (generate(tmp_path, chunk) for chunk in CHUNKS)
-    for other, told in others:
-        assert other == tokens
-        for got, want in zip(told, logprobs, strict=True):
-            np.testing.assert_allclose(got, want, atol=TOLERANCE)
+    (tokens, logprobs), (others, told) = (generate(tmp_path, chunk) for chunk in CHUNKS)
+    assert others == tokens
+    for got, want in zip(told, logprobs, strict=True):
+        np.testing.assert_allclose(got, want, atol=TOLERANCE)
     logits = hybrids.logits(module, PROMPTS[0] + tokens[0])
     assert tokens[0] == logits[len(PROMPTS[0]) - 1 : -1].argmax(-1).tolist()
     shifted = logits - logits.max(-1, keepdims=True)

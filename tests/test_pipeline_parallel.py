@@ -97,10 +97,9 @@ def wanted(weights):
     return answers(engine(weights, num_blocks=60), 1)
 
 
-@pytest.mark.devices("num")
-@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_tokens_are_those_of_one_device(weights, wanted, num):
-    e, aborted = engine(weights, num), {3, 8, 9, 15, 20}
+@pytest.mark.devices(3)
+def test_tokens_are_those_of_one_device(weights, wanted):
+    e, aborted = engine(weights, 3), {3, 8, 9, 15, 20}
     got = answers(e, 1, aborted=aborted)
     runner, programs = e.runner, e.runner.programs
     assert isinstance(programs, PipelinePrograms)
@@ -117,9 +116,8 @@ def test_tokens_are_those_of_one_device(weights, wanted, num):
 
 
 @pytest.mark.devices(3)
-@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_drafts_of_the_last_stage_change_no_token(weights, wanted, num):
-    e = engine(weights, num, ngram(2, min_n=1, max_n=2))
+def test_drafts_of_the_last_stage_change_no_token(weights, wanted):
+    e = engine(weights, 3, ngram(2, min_n=1, max_n=2))
     got = answers(e, 1)
     assert e.scheduler.num_preemptions
     assert sum(sum(r.draft_counts[2:]) for r in got) > 5
@@ -131,15 +129,15 @@ def test_drafts_of_the_last_stage_change_no_token(weights, wanted, num):
 @pytest.mark.devices(3)
 @pytest.mark.slow
 def test_a_snapshot_in_the_midst_goes_on_in_any_number_of_stages(weights, wanted, tmp_path):
-    e, asked = engine(weights, 2), requests(1)
+    e, asked = engine(weights, 3), requests(1)
     made = [e.add(f"{i}", *one, eos_token_ids=[60]) for i, one in enumerate(asked)]
     for _ in range(25):
         e.step()
     save_engine(e, tmp_path / "saved")
     unfinished = {r.request_id: len(r.output_token_ids) for r in made if not r.finish_reason}
     assert max(unfinished.values()) and e.scheduler.num_preemptions
-    for num in (1, 2, 3):
-        other = engine(weights, num) if num != 2 else e
+    for num in (1, 3):
+        other = engine(weights, num) if num != 3 else e
         if other is not e:
             found = restore_engine(other, tmp_path / "saved").requests
             assert {name: len(r.output_token_ids) for name, r in found.items()} == unfinished
