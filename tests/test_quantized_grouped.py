@@ -15,8 +15,7 @@ from jaxrunner.kernels_pallas.group_tokens import Groups
 from jaxrunner.kernels_pallas.quantized_grouped import Few
 from jaxrunner.kernels_pallas.quantized_grouped_case import QUANTIZED_MIXTURES, few_bits
 from jaxrunner.linear import Linear
-from jaxrunner.ops import experts
-from jaxrunner.ops.grouped_experts import GROUPED, OF_FEW_BITS
+from jaxrunner.ops.grouped_experts import OF_FEW_BITS
 from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import CODES, Activation, Scheme
@@ -137,14 +136,6 @@ def test_kernels_serve_the_formats_of_mixtures(scheme: str, tokens: int):
         parts = jax.eval_shape(OF_FEW_BITS.run, x, routes, w)
     assert parts.shape == (4, tokens, E)
     assert parts.dtype == (jnp.float32 if tokens == 8 else jnp.bfloat16)
-
-
-def test_kernels_are_asked_once_they_are_chosen():
-    """Until a GPU has run them, plain JAX computes what they would."""
-    w = experts_of(SCHEMES["blocks"], 4, 256, 128)
-    x, routes, told = jnp.ones((3, 256), jnp.bfloat16), routes_of(3, 4, 2), []
-    jax.eval_shape(lambda *args: experts.experts(*args, note=told.append), x, routes, w)
-    assert told[-1].name == ("plain JAX" if OF_FEW_BITS not in GROUPED else OF_FEW_BITS.name)
 
 
 @lowers

@@ -13,7 +13,6 @@ from jaxrunner.kernels_pallas import (
 )
 from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
 from jaxrunner.kernels_pallas.grouped_mlp import TILES, TuningConfig
-from jaxrunner.kernels_pallas.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized_grouped import Few
 from jaxrunner.operation import Operation
 from jaxrunner.ops import grouping
@@ -27,7 +26,6 @@ from jaxrunner.types import Array
 # too much is read along. Larger ones are for prefills, where two warpgroups compute.
 LARGE, CONSUMERS = TILES[-1], 2
 SMALL = 32  # rows of tiles that four warpgroups have registers for, where they widen weights
-WHOLE = 2 * ROWS  # outputs of a piece of work, of which no half is left over
 
 
 def _route(config: RouterConfig, w: Router, logits: Array, real: Array) -> Routes:
@@ -78,18 +76,6 @@ def _experts(x: Array, routes: Routes, w: Experts) -> Array:
 
 
 def _refuses_experts(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
-    if not isinstance(w, Experts):
-        return f"wants weights that are Experts, got {type(w).__name__}"
-    if w.gate_up_bias is not None or w.down_bias is not None:
-        return "wants experts without bias"
-    if w.activation != "swiglu":
-        return f"wants SwiGLU, got {w.activation}"
-    if x.shape[1] % WHOLE:
-        return f"wants tokens of a multiple of {WHOLE} numbers, got {x.shape[1]}"
-    return grouped_mlp.refuses(x, w.gate_up, w.down, *_sizes(x, routes, w))
-
-
-def _refuses_biased(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
     if not isinstance(w, Experts):
         return f"wants weights that are Experts, got {type(w).__name__}"
     if (w.gate_up_bias is None) != (w.down_bias is None):
@@ -215,12 +201,9 @@ def group_many(x: Array, routes: Routes, num_experts: int, tile: int) -> Groups:
 
 # (config, router, logits [T, X], real [T]) -> Routes
 BY_LOGITS = Operation("route", _route, _refuses_route)
-# Not run on a GPU yet, and so not chosen: to choose it, it joins ROUTE.
 BY_SCORES = Operation("route by scores", _by_scores, _refuses_by_scores)
-ROUTE = (BY_LOGITS,)
+ROUTE = BY_LOGITS, BY_SCORES
 # (x [T, E], routes, w) -> parts whose sum is what the experts add, [k, T, E]
 OF_FLOATS = Operation("grouped_mlp", _experts, _refuses_experts)
-# Not run on a GPU yet, and so not chosen: to choose them, they join GROUPED.
-BIASED = Operation("grouped_mlp with biases", _experts, _refuses_biased)
 OF_FEW_BITS = Operation("quantized_grouped", _few_bits, _refuses_few_bits)
-GROUPED = (OF_FLOATS,)
+GROUPED = OF_FLOATS, OF_FEW_BITS

@@ -146,11 +146,12 @@ def _refuses_fp8_blocks(x: Array, w: QuantizedLinear) -> str | None:
     return fp8_blocks.refuses(numbers, x_scale, weight, scale)
 
 
-# Not run on a GPU yet, and so not chosen: to choose it, it joins WHOLE and IN_PARTS.
+# Right on a GPU, and not chosen before its times are measured there: it joins WHOLE, then.
 OF_FP8_BLOCKS = Operation("fp8_blocks", _fp8_blocks, _refuses_fp8_blocks)
 OF_FP8 = Operation("fp8 product", _fp8_product, _refuses_fp8)
-# Right on a GPU, and not chosen before their times are measured there: they go first, then.
 TILES = Operation("quantized_tile", _tiles, _refuses_tiles)
 TILES_IN_PARTS = Operation("quantized_tile in parts", _tiles_parts, _refuses_tiles_parts)
-WHOLE = (Operation("quantized_matmul", _matmul, _refuses), OF_FP8)
-IN_PARTS = (Operation("quantized_matmul in parts", _matmul_parts, _refuses_parts), OF_FP8)
+MATMUL = Operation("quantized_matmul", _matmul, _refuses)
+MATMUL_IN_PARTS = Operation("quantized_matmul in parts", _matmul_parts, _refuses_parts)
+WHOLE = TILES, MATMUL, OF_FP8
+IN_PARTS = TILES_IN_PARTS, MATMUL_IN_PARTS, OF_FP8

@@ -18,11 +18,13 @@ from jaxrunner.caches.interleave import Interleave, Part, interleave_of
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import decode_attention, latent_reference, reference
+from jaxrunner.linear import per_head
 from jaxrunner.mixtures.recorded_routes import RoutesCache
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import cpu_attention, latent_attention
+from jaxrunner.ops import cpu_attention
 from jaxrunner.ops.backends import Choice
+from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.speculators.drafter import DrafterConfig
@@ -111,12 +113,17 @@ def context_ops(
         return of_all(ATTENTION, own, q, cache, spec, part), cache
 
     def attend_latent(
-        q: Array, latents: Array, cache: LatentCache, spec: AttentionSpec
-    ) -> tuple[Array, LatentCache]:
+        q: Array, latents: Array, up: Any, cache: LatentCache, spec: AttentionSpec,
+        *, per_head: latent_attention.PerHead = per_head,
+    ) -> tuple[Array, LatentCache]:  # fmt: skip
         N, S, _ = cache.latents.shape
         part, own = own_part(interleave, batch, (N, S))
         cache = latent_reference.write_latents(own, latents, cache, spec.group)
-        return of_all(latent_attention.PLAIN, own, q, cache, spec, part), cache
+
+        def of_parts(q: Array) -> Array:
+            return of_all(latent_attention.PLAIN, own, q, cache, spec, part)
+
+        return latent_attention.absorbed(of_parts, per_head, q, latents, up, spec), cache
 
     def rotate_attend(
         qkv: Array, heads: RopeAndNorm, cache: LayerCache, spec: AttentionSpec

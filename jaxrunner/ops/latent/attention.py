@@ -33,14 +33,14 @@ def attend_latent(
     """
     cache = latent_reference.write_latents(batch, latents, cache, spec.group)
 
-    def absorbed(batch: Batch, q: Array) -> Array:
+    def run_absorbed(batch: Batch, q: Array) -> Array:
         def attend(q: Array) -> Array:
             return run_first("attention", operations, batch, q, cache, spec, note=note)
 
-        return _absorbed(attend, per_head, q, up, latents.shape[-1] - (spec.value_dim or 0))
+        return absorbed(attend, per_head, q, latents, up, spec)
 
-    known = (*prompts, Operation("absorbed", lambda batch, q, *_: absorbed(batch, q)))
-    args = batch, q, up, cache, spec, absorbed
+    known = (*prompts, Operation("absorbed", lambda batch, q, *_: run_absorbed(batch, q)))
+    args = batch, q, up, cache, spec, run_absorbed
     return run_first("latent attention", known, *args, note=note), cache
 
 
@@ -55,13 +55,15 @@ def trained(
         run = functools.partial(latent_reference.dense, batch_size)
         return run_first("attention", (Operation("plain JAX", run),), q, latents, spec, note=note)
 
-    return _absorbed(attend, per_head, q, up, latents.shape[-1] - (spec.value_dim or 0)), None
+    return absorbed(attend, per_head, q, latents, up, spec), None
 
 
-def _absorbed(
-    attend: Callable[[Array], Array], per_head: PerHead, q: Array, up: Any, num_turned: int
-) -> Array:
-    """Attends q, [T, H, N + D], by attention to latents; D are `num_turned`. Returns [T, H, V]."""
+def absorbed(
+    attend: Callable[[Array], Array], per_head: PerHead, q: Array, latents: Array, up: Any,
+    spec: AttentionSpec,
+) -> Array:  # fmt: skip
+    """Attends q, [T, H, N + D], by attention to latents, [T, R + D]. Returns [T, H, V]."""
+    num_turned = latents.shape[-1] - (spec.value_dim or 0)
     still_THN, turned_THD = jnp.split(q, [num_still := q.shape[-1] - num_turned], -1)
     absorbed_THR = per_head("thn,nhr->thr", still_THN, up, slice(num_still))
     out_THR = attend(jnp.concatenate([absorbed_THR, turned_THD], -1))
