@@ -139,6 +139,7 @@ def test_kernels_serve_the_formats_of_mixtures(scheme: str, tokens: int):
     assert parts.dtype == (jnp.float32 if tokens == 8 else jnp.bfloat16)
 
 
+@lowers
 def test_kernels_are_asked_once_they_are_chosen():
     """Until a GPU has run them, plain JAX computes what they would."""
     w = experts_of(SCHEMES["blocks"], 4, 256, 128)
