@@ -72,7 +72,7 @@ def logits_of(model, ids):
 
 
 # What is cut, beside the experts.
-CUTS = {
+CUTS: dict[str, dict[str, Any]] = {
     "deepseek v3": dict(decode_context_parallel_size=2),
     "gpt-oss, one key": dict(decode_context_parallel_size=2),
     "llama 4, ragged chunks, two experts": dict(decode_context_parallel_size=2),
