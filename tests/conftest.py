@@ -45,8 +45,8 @@ if hasattr(libc := ctypes.CDLL(None), "mallopt"):
     libc.mallopt(M_TOP_PAD, 1 << 26)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
 
-# The embedded model has as many layers: one is compiled, a third of the time of all of them.
-parts.LEAST_CALLS = 8
+# Equal layers are compiled once, and sampling once for programs of as many requests.
+parts.LEAST_CALLS = 2
 
 # `jaxrunner.lm_eval` cannot be imported without lm-eval, so neither can its tests.
 collect_ignore_glob = [] if find_spec("lm_eval") else ["test_lm_eval*.py"]
@@ -85,6 +85,7 @@ def few_executables():
     yield
     if is_crowded():
         lowering._lower.cache_clear()
+        parts._first.cache_clear()
         jax.clear_caches()
         gc.collect()
         # What is free would count as held, and each module to come would forget all once more.
@@ -117,6 +118,15 @@ def pytest_runtest_setup(item):
             needed = item.callspec.params[needed]
         if needed > len(jax.devices()):
             pytest.skip(f"needs {needed} devices, there are {len(jax.devices())}")
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Leaves programs whole, as a GPU runs them."""
+    monkeypatch.setattr(parts, "LEAST_CALLS", 12)
+    lowering._lower.cache_clear()
+    yield
+    lowering._lower.cache_clear()
 
 
 @pytest.fixture(scope="session")

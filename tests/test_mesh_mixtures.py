@@ -10,7 +10,7 @@ import pytest
 from test_mixtures import PROMPTS, SIZES, greedy, logits_of, tokens, variants
 
 from jaxrunner import LLM
-from jaxrunner.device import lowering
+from jaxrunner.device import lowering, parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.devices(4)]
 NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
@@ -27,6 +27,7 @@ def few_maps() -> Iterator[None]:
     """Forgets executables: those of all variants are more than a process can map."""
     yield
     lowering._lower.cache_clear()
+    parts._first.cache_clear()
     jax.clear_caches()
     gc.collect()
 
