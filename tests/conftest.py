@@ -30,7 +30,7 @@ import pytest
 from safetensors.flax import load_file, save_file
 
 from jaxrunner import embedded
-from jaxrunner.device import parts
+from jaxrunner.device import lowering, parts
 from tests.support import executables
 
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
@@ -46,8 +46,8 @@ if hasattr(libc := ctypes.CDLL(None), "mallopt"):
     libc.mallopt(M_TOP_PAD, 1 << 26)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
 
-# The embedded model has as many layers: one is compiled, a third of the time of all of them.
-parts.LEAST_CALLS = 8
+# Equal layers are compiled once, and sampling once for programs of as many requests.
+parts.LEAST_CALLS = 2
 
 # `jaxrunner.lm_eval` cannot be imported without lm-eval, so neither can its tests.
 collect_ignore_glob = [] if find_spec("lm_eval") else ["test_lm_eval*.py"]
@@ -104,6 +104,15 @@ def pytest_runtest_setup(item):
             needed = item.callspec.params[needed]
         if needed > len(jax.devices()):
             pytest.skip(f"needs {needed} devices, there are {len(jax.devices())}")
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Leaves programs whole, as a GPU runs them."""
+    monkeypatch.setattr(parts, "LEAST_CALLS", 12)
+    lowering._lower.cache_clear()
+    yield
+    lowering._lower.cache_clear()
 
 
 @pytest.fixture(scope="session")

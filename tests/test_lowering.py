@@ -44,7 +44,7 @@ def process_of(made: Engine) -> LoweringProcess:
     return LoweringProcess(task)
 
 
-def test_a_process_lowers_what_this_one_lowers_and_says_what_it_cannot():
+def test_a_process_lowers_what_this_one_lowers_and_says_what_it_cannot(whole):
     made = engine(num_processes=1)
     spec = spec_of(made.runner, KEY)
     process = process_of(made)

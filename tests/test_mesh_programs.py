@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.device import lowering
+from jaxrunner.device import lowering, parts
 from jaxrunner.device.lowering import Build, LoweringProcess, lower, lowering_task
 from jaxrunner.device.program_spec import usual_spec
 from jaxrunner.engine.engine import Engine
@@ -36,6 +36,7 @@ def no_cache_of_jax():
     jax.config.update(OWN[1], None)
     compilation_cache.reset_cache()
     lowering._lower.cache_clear()
+    parts._first.cache_clear()
     yield
     jax.config.update(OWN[1], folder)
 
@@ -91,6 +92,7 @@ def test_engines_of_one_mesh_share_what_is_lowered():
 
 def test_a_process_lowers_for_a_mesh():
     lowering._lower.cache_clear()
+    parts._first.cache_clear()
     made = engine()
     program, params = replace(made.runner.program, rules=()), made.runner.params_spec
     task = lowering_task(usual_spec, program, params)

@@ -8,7 +8,7 @@ from test_engine import run
 from test_program_cache import make, no_cache_of_jax, reasons
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.device import lowering, parts
+from jaxrunner.device import parts
 from jaxrunner.device.program_key import Key
 from jaxrunner.program import Bucket
 from jaxrunner.runner.program_table import LOADED
@@ -24,15 +24,6 @@ reads_parts = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Cuts programs at calls of which there are two; tiny models have no more."""
-    monkeypatch.setattr(parts, "LEAST_CALLS", 2)
-    lowering._lower.cache_clear()
-    yield
-    lowering._lower.cache_clear()
-
-
 def greedy(prompt):
     """Returns the likeliest tokens, each by a pass over all before it."""
     ids = list(prompt)
@@ -42,7 +33,7 @@ def greedy(prompt):
 
 
 @reads_parts
-def test_tokens_and_later_starts_are_those_of_whole_programs(few, tmp_path):
+def test_tokens_and_later_starts_are_those_of_whole_programs(tmp_path):
     for reason in ("warm-up", LOADED):
         engine = make(tmp_path)
         engine.warm_up()
@@ -51,7 +42,7 @@ def test_tokens_and_later_starts_are_those_of_whole_programs(few, tmp_path):
         assert run(engine, PROMPTS, [GREEDY] * 2) == [greedy(prompt) for prompt in PROMPTS]
 
 
-def test_caches_are_updated_in_place(few):
+def test_caches_are_updated_in_place():
     runner = tiny.runner()
     caches = jax.tree.leaves(runner.state.kv)
     before = [cache.unsafe_buffer_pointer() for cache in caches]
@@ -96,7 +87,7 @@ def test_a_program_is_cut_at_calls_that_are_many(more, is_cut):
 
 def test_a_program_with_much_between_its_calls_is_whole():
     def between(x):
-        for _ in range(parts.LEAST_CALLS):
+        for _ in range(parts.LEAST_CALLS + parts.MOST_REST):
             x = repeated(x, 1.5)[0] + 1
         return x
 
@@ -125,7 +116,7 @@ def test_sampling_is_compiled_once_for_programs_of_as_many_rows():
 
 
 @reads_parts
-def test_steps_of_as_many_rows_share_what_samples(few):
+def test_steps_of_as_many_rows_share_what_samples():
     runner = tiny.runner(decode_buckets=(5,), token_buckets=(16, 32))
     buckets = Bucket(5, 5, 1), Bucket(16, 5), Bucket(32, 5)
     found = [runner.programs[Key("step", bucket)] for bucket in buckets]

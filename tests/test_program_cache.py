@@ -14,7 +14,7 @@ import pytest
 from test_engine import PROMPTS, params_of, run
 
 import jaxrunner
-from jaxrunner.device import lowering
+from jaxrunner.device import lowering, parts
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
@@ -36,6 +36,7 @@ def no_cache_of_jax():
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     lowering._lower.cache_clear()
+    parts._first.cache_clear()
     jax.clear_caches()
     yield
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -245,7 +246,7 @@ def test_folders_by_name(tmp_path):
         find_folder(cast(Any, 3))
 
 
-def test_executables_have_the_structure_that_is_said(tmp_path):
+def test_executables_have_the_structure_that_is_said(whole, tmp_path):
     engine = make(tmp_path)
     engine.warm_up(all_rules=True)
     for key, executable in engine.runner.programs._table.items():

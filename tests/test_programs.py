@@ -181,7 +181,7 @@ def test_the_ledger_says_what_was_compiled_and_why():
 
 @pytest.mark.parametrize("name", ["step", "forward"])
 @pytest.mark.parametrize("size", [Bucket(5, 5, 1), Bucket(32, 5, 0)])
-def test_the_step_never_copies_the_cache(name, size):
+def test_the_step_never_copies_the_cache(whole, name, size):
     """The cache is donated and updated in place: no instruction copies an array of its shape."""
     runner = tiny.runner()
     program = runner.programs[Key(name, size)]

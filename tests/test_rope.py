@@ -129,6 +129,6 @@ def test_a_partial_rotation_is_refused_where_old_files_say_it():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's fusions on a CPU")
-def test_angles_are_computed_once_for_all_layers_and_heads():
+def test_angles_are_computed_once_for_all_layers_and_heads(whole):
     text = tiny.runner().programs[Key("step", Bucket(32, 5))].as_text()
     assert text.count(" cosine(") == text.count(" sine(") == 1

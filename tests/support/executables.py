@@ -7,12 +7,13 @@ from pathlib import Path
 
 import jax
 
-from jaxrunner.device import lowering
+from jaxrunner.device import lowering, parts
 
 
 def forget() -> None:
     """Frees all executables, and what the compiler held for them."""
     lowering._lower.cache_clear()
+    parts._first.cache_clear()
     jax.clear_caches()
     gc.collect()
     # What is free would count as held, and each module to come would forget all once more.

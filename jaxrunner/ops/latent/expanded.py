@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.indexing import find_rows, take
 from jaxrunner.kernels_pallas import prefill_attention as kernel
-from jaxrunner.kernels_pallas.latent_reference import Attend
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Operation
 from jaxrunner.types import Array, Batch, LayerCache
 
 LEAST_TOKENS = 512  # of a step; fewer are as many rows of the decode kernel
 ROOM = 2  # times a step's tokens, of the rows' tokens that keys are made of, cached ones too
+Attend = Callable[[Batch, Array, LayerCache, AttentionSpec], Array]
 Absorbed = Callable[[Batch, Array], Array]  # (batch, q [T, H, N + D]) -> [T, H, V]
 
 
