@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import save_file
 
 from jaxrunner.loading import tensors
 from jaxrunner.loading.quantized import read_quantized
@@ -15,6 +14,7 @@ from tests.support import quantized
 from tests.support.quantized import SETTINGS
 
 torch: Any = pytest.importorskip("torch")
+save_file: Any = pytest.importorskip("safetensors.torch").save_file
 transformers: Any = pytest.importorskip("transformers")
 fp8: Any = pytest.importorskip("transformers.integrations.finegrained_fp8")
 

@@ -136,6 +136,7 @@ def dying(checkpoint: str, num_devices: int, is_it: bool) -> dict[str, Any]:
     Without JAX's recoverability these end too.
     """
     sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
+    sizes |= dict(step_timeout_s=30.0)  # a sum may wait for the one that is gone, or fail
     with LLM(checkpoint, **sizes) as llm:
         answers(llm)
         if is_it:
