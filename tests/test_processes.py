@@ -105,9 +105,18 @@ def told_by(process: subprocess.Popen) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def one_dies(checkpoint) -> dict[str, list[subprocess.Popen]]:
+    """Two processes of which the second dies, by whether the first may outlive it: both pairs at
+    once, as they wait more than they work."""
+    recoverable = dict(JAX_ENABLE_RECOVERABILITY="1")
+    started = {"ends": start(checkpoint, checkpoint, 1)}
+    return started | {"goes on": start(checkpoint, checkpoint, 1, **recoverable)}
+
+
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_other(checkpoint, rank=1):
-    started = start(checkpoint, checkpoint, rank)
+def test_a_process_that_dies_ends_the_other(one_dies, rank=1):
+    started = one_dies["ends"]
     started[rank].communicate(timeout=240)
     died_s = time.monotonic()
     _, errors = started[1 - rank].communicate(timeout=240)
@@ -116,12 +125,12 @@ def test_a_process_that_dies_ends_the_other(checkpoint, rank=1):
 
 
 @pytest.mark.slow
-def test_a_process_that_outlives_another_says_so(checkpoint, rank=1):
+def test_a_process_that_outlives_another_says_so(one_dies, rank=1):
     """All its requests end at once, later ones are refused, and it closes.
 
     A sum over both fails, or waits for the one that is gone until the step's time is over.
     """
-    started = start(checkpoint, checkpoint, rank, JAX_ENABLE_RECOVERABILITY="1")
+    started = one_dies["goes on"]
     started[rank].communicate(timeout=240)
     out, errors = started[1 - rank].communicate(timeout=240)
     assert started[1 - rank].returncode == 0, errors[-3000:]

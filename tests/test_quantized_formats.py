@@ -10,7 +10,7 @@ import pytest
 from jaxrunner.linear import Linear
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
-from jaxrunner.ops import products
+from jaxrunner.ops import products, quantized_products
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.support import quantized
 from tests.support.quantized import SETTINGS
@@ -122,11 +122,12 @@ def test_what_runs_a_product_is_told_with_the_reason(tmp_path):
     )
     assert {chosen.name for chosen in found} == {"plain JAX", "two products"}
     reason = "wants weights that are Linear, got QuantizedLinear"
-    own = {"quantized_matmul", "quantized_matmul in parts", "fp8 product"}
+    own = {one.name for one in (*quantized_products.WHOLE, *quantized_products.IN_PARTS)}
     assert {why for one in found for name, why in one.refused.items() if name not in own} == {
         reason
     }
-    assert found[0].refused.keys() == {"quantized_matmul", "fp8 product"}
+    assert list(found[0].refused) == ["quantized_tile", "quantized_matmul", "fp8 product"]
+    assert found[0].refused["quantized_tile"] == "wants weights without zero points"
     assert found[0].refused["fp8 product"] == "wants weights and inputs in fp8"
 
 

@@ -80,6 +80,7 @@ def check_new(where: str, new: NewRequest, program: Program) -> None:
         prompt_logprobs_start=Bound(int, 0, NEVER),
         lora_id=Bound(int, 0, _INT32 if program.engine.enable_lora else 0),
         lora_place=Bound(int, 0, _INT32),
+        data_rank=Bound(int, 0, program.num_ranks - 1),
     )
     for name, bound in bounds.items():
         validate(f"{where}.{name}", getattr(new, name), bound)

@@ -49,6 +49,7 @@ NEW: dict[str, Kind] = dict(
                 (((20, 60),), ((-1, 20),), ((20,),), 3, None, ((0, 2**40),), (("a", "b"),), "ab")),
     cache_salt=Kind(lambda v: None if isinstance(v, bytes) else False, ("a", None, 3, [])),
     lora_id=Kind(integer(0, 0).good, (1, -1, 2**31, None, "a", True, 0.0)),
+    data_rank=Kind(integer(0, 0).good, (1, -1, 2**31, None, "a", True, 0.0)),
     lora_place=Kind(integer(0, 2**31 - 1).good, (-1, 2**31, None, "a", True, 1.5)),
 )  # fmt: skip
 COUNT = Kind(

@@ -144,7 +144,7 @@ def dying(checkpoint: str, num_devices: int, is_it: bool) -> dict[str, Any]:
         many = [dict(prompt_token_ids=ids) for ids in PROMPTS]  # more than run at a time
         outputs = llm.generate(many, SamplingParams(temperature=0), use_tqdm=False)
         told: dict[str, Any] = dict(errors=[output.error for output in outputs])
-        time.sleep(2 * HEARTBEAT_S)
+        time.sleep(1.2 * HEARTBEAT_S)
         told["later"] = refused(llm.generate, many)
     return told
 
