@@ -218,7 +218,7 @@ class Checked(Driver):
         model = SimpleNamespace(vocab_size=40)
         groups = [replace(group, num_blocks=load.num_blocks) for group in load.groups]
         program: Any = SimpleNamespace(
-            engine=engine, config=model, extra_args=[], cache_groups=groups
+            engine=engine, config=model, extra_args=[], cache_groups=groups, num_ranks=1
         )
         self.steps = StepCheck(program)
 
