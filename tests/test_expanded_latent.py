@@ -97,7 +97,7 @@ def test_what_is_not_served_is_absorbed(changes, words):
 @lowers
 def test_the_kernel_of_prompts_serves_deepseeks_sizes(monkeypatch):
     assert "wants a head_dim that is a multiple of 16" in refused()
-    monkeypatch.setattr(latent_attention, "PROMPTS", (EXPANDED,))
+    monkeypatch.setattr(expanded_latent, "PROMPTS", (EXPANDED,))
     lite = PRESETS["deepseek_v2_lite"].config | dict(num_hidden_layers=1)
     model, config = read_model(Settings(lite))
     sizes: dict[str, Any] = dict(dtype="bfloat16", kv_dtype="bfloat16", num_blocks=40)

@@ -32,6 +32,7 @@ from jaxrunner.ops import (
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.latent import attention as latent_attention
+from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, norm_heads, split_heads, swiglu
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
@@ -123,7 +124,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
 
     latent = latent_attention.LATENT_ATTENTION, batch, note
     attend_latent = functools.partial(
-        latent_attention.attend_latent, *latent, prompts=latent_attention.PROMPTS
+        latent_attention.attend_latent, *latent, prompts=expanded.PROMPTS
     )
     return Ops(
         attend=attend,

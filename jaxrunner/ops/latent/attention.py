@@ -80,12 +80,17 @@ def _decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> 
 
 
 def _refuses_decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> str | None:
+    return unlike(cache, spec) or latent_decode.refuses(q, cache.latents, spec.value_dim or 0)
+
+
+def unlike(cache: LatentCache, spec: AttentionSpec) -> str | None:
+    """Says why no kernel attends so, or to such latents; None if some may."""
     if cache.scale is not None:
         return f"wants latents without scales, got {cache.latents.dtype}"
     partly = spec.window is not None or spec.chunk_size is not None
     if partly or spec.soft_cap is not None or spec.sinks is not None:
         return "wants attention to all keys, without a cap or sinks"
-    return latent_decode.refuses(q, cache.latents, spec.value_dim or 0)
+    return None
 
 
 # (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, of its latents'
@@ -99,6 +104,3 @@ PLAIN = (
     Operation("plain JAX", latent_reference.attend),
 )
 LATENT_ATTENTION = (Operation("latent_decode", _decode, _refuses_decode), *PLAIN)
-# (batch, q [T, H, N + D], up, cache, spec, absorbed) -> [T, H, V]. No GPU has measured `EXPANDED`
-# yet, of `ops.latent.expanded`: put it here once it is faster.
-PROMPTS: tuple[Operation, ...] = ()

@@ -17,6 +17,7 @@ from jaxrunner.indexing import find_rows, take
 from jaxrunner.kernels_pallas import prefill_attention as kernel
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Operation
+from jaxrunner.ops.latent.attention import unlike
 from jaxrunner.types import Array, Batch, LayerCache
 
 LEAST_TOKENS = 512  # of a step; fewer are as many rows of the decode kernel
@@ -102,11 +103,8 @@ def refuses(
         return f"wants steps of {LEAST_TOKENS} tokens, got {got}"
     if not isinstance(up, jax.Array):
         return f"wants weights without adapters, got {type(up).__name__}"
-    if cache.scale is not None:
-        return f"wants latents without scales, got {cache.latents.dtype}"
-    partly = spec.window is not None or spec.chunk_size is not None
-    if partly or spec.soft_cap is not None or spec.sinks is not None:
-        return "wants attention to all keys, without a cap or sinks"
+    if (reason := unlike(cache, spec)) is not None:
+        return reason
     (_, H, width), V = q.shape, _num_values(q, up, cache, spec)
     if V > width:
         return f"wants values no wider than keys, got {V} and {width}"
@@ -120,3 +118,6 @@ def _kernel(batch: Batch, q: Array, kv: LayerCache, spec: AttentionSpec) -> Arra
 
 
 EXPANDED = Operation("expanded", functools.partial(expanded, attend=_kernel), refuses)
+# (batch, q [T, H, N + D], up, cache, spec, absorbed) -> [T, H, V]. No GPU has measured `EXPANDED`
+# yet: put it here once it is faster.
+PROMPTS: tuple[Operation, ...] = ()
