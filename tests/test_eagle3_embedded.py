@@ -28,7 +28,7 @@ FOLDER = embedded.EAGLE3_PATH
 RECORD = read_json(FOLDER / "training.json")
 EXCERPT = Path(__file__).parent / "data" / "held_out.txt"  # secrets.py of Python 3.12.1
 
-SIZE = 32  # tokens of the longest sequence
+SIZE = 24  # tokens of the longest sequence
 
 
 @functools.cache
