@@ -115,7 +115,7 @@ RULES = {StateSpaceInputs: state_space(H, P, K), DeltaRuleInputs: delta_rule(H, 
 
 
 def stepper(kind: type) -> tuple[Any, Any, Any]:
-    """Returns the inputs of each block, a rule in chunks of 4 tokens, and what runs a step of it."""
+    """Returns the inputs of each block, a rule in chunks of 4 tokens, and what runs its steps."""
     of = {block: inputs_of(kind, block) for block in LENGTHS}
     rule = RULES[kind]._replace(chunk_size=4)
 
