@@ -66,8 +66,8 @@ def wanted(folder) -> list[Any]:
 @pytest.mark.devices(2 * D)
 @pytest.mark.parametrize(
     ("tensor", "speculator"),
-    [(1, None), (2, None), (1, ngram(2, min_n=1, max_n=2))],
-    ids=["one device a rank", "two devices a rank", "drafts"],
+    [(2, None), (1, ngram(2, min_n=1, max_n=2))],
+    ids=["two devices a rank", "drafts, one device a rank"],
 )
 def test_tokens_are_those_of_one_device(tensor, speculator, folder, wanted):
     """Of requests that use every feature of sampling, crowd each other, and some of which end."""
