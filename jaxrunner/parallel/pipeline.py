@@ -95,12 +95,13 @@ def deal(
     rank: int | None = None,
     *,
     interleave: Interleave = WHOLE,
-    expert_parallel: bool = False,
+    **experts: Any,
 ) -> tuple[Model, ModelConfig]:
     """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
     of the last stage, and tells the others.
 
     rank: the stage that this process runs alone, on the first devices; all where None.
+    experts: what else `shard` takes.
 
     Raises:
       ValueError: fewer layers than stages, fewer devices, or a model that cannot be cut; names it.
@@ -123,7 +124,7 @@ def deal(
         )
     meshes = [make_mesh(N, devices[N * s : N * (s + 1)]) for s in range(here)] * (num // here)
     sharded = [
-        shard(model, config, mesh, interleave, expert_parallel=expert_parallel) for mesh in meshes
+        shard(model, config, mesh, interleave, **experts) for mesh in meshes
     ]
     shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
     stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)

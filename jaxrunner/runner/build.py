@@ -112,7 +112,9 @@ def build(
     if (mesh := mesh_of(model_config)) is not None:
         whole_experts = getattr(model_config, "expert_parallel", False)
         data_ranks = num_ranks(mesh) > 1
-        choice = choice._replace(ops=all_reduced(choice.ops, whole_experts, data_ranks))
+        exchange_from = getattr(model_config, "exchange_from", None)
+        ops = all_reduced(choice.ops, whole_experts, data_ranks, exchange_from)
+        choice = choice._replace(ops=ops)
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES and model.samples else None
