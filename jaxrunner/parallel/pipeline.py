@@ -164,6 +164,19 @@ def refuse(config: Any, what: str, cure: str) -> None:
         raise ValueError(f"pipeline_parallel_size={num} does not go with {what}: {cure}")
 
 
+def check_drafts(config: Any, *, by_layers: bool, adaptive: bool) -> None:
+    """Checks that the last stage alone makes drafts, and needs no layers for them.
+
+    Raises:
+      ValueError: in a pipeline, other ones.
+    """
+    if by_layers or adaptive or getattr(config, "alone", False):
+        refuse(
+            config, "drafts of layers, of 'auto' numbers, or of a rank alone",
+            "take ngram or suffix and a number, or none",
+        )  # fmt: skip
+
+
 def homes(config: Any) -> Any:
     """Returns where each weight lies that this process reads: on the first stage that needs it."""
     found: dict[tuple[Any, ...], Any] = {}

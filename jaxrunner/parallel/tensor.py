@@ -95,7 +95,7 @@ def shard(
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
     check_mesh(mesh)
-    if num_ranks(mesh) > 1 and config.dims[EXPERTS] % mesh.size:
+    if expert_parallel and num_ranks(mesh) > 1 and config.dims[EXPERTS] % mesh.size:
         raise ValueError(
             f"data_parallel_size={num_ranks(mesh)} with tensor_parallel_size={mesh.shape[TENSOR]} "
             f"and enable_expert_parallel has {mesh.size} devices, which do not divide "

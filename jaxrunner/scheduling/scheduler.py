@@ -127,10 +127,7 @@ class Scheduler:
         """
         if self.admission.remote is not None:
             self.admission.poll(idle=not self.running)
-        decodes = (num_steps > 1 or self.adaptive) and self._decodes
-        sizes = num_steps, self.num_drafts, self.max_num_batched_tokens
-        room = in_flight.have_room
-        several = num_steps > 1 and decodes and room(self.running, *sizes, self.tables)
+        decodes, several = self.adaptive and self._decodes, self.may_decode(num_steps)
         output = SchedulerOutput(finished_req_ids=self._finished)
         output.num_steps = num_steps if several else 1
         output.num_proposed = self._most_drafts
@@ -153,6 +150,13 @@ class Scheduler:
         if self._most_drafts:
             in_flight.count_drafts(output)
         return output
+
+    def may_decode(self, num_steps: int) -> bool:
+        """Whether the next step may be several, where more than one is asked for."""
+        if num_steps == 1 or not self._decodes:
+            return False
+        sizes = num_steps, self.num_drafts, self.max_num_batched_tokens
+        return in_flight.have_room(self.running, *sizes, self.tables)
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[int]]
