@@ -11,7 +11,7 @@ from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.mixtures.recorded_routes import routes_group
 from jaxrunner.model import Model
 from jaxrunner.parallel.mesh import check_one_rank, make_mesh
-from jaxrunner.parallel.pipeline import deal
+from jaxrunner.parallel.pipeline import deal, refuse_spread
 from jaxrunner.parallel.tensor import shard
 
 # How tokens come to whole experts: all to all devices, or each to the devices of its own.
@@ -53,9 +53,14 @@ class ParallelConfig:
         if self.num_ranks > 1:
             return self._over_ranks(model, config, experts)
         if P > 1 or self.rank:
-            return deal(
+            model, made = deal(
                 model, config, P, N, self.devices, self.rank, interleave=self.interleave, **experts
             )
+            if self.eplb is not None:
+                refuse_spread(made, "enable_eplb=True", "leave it out")
+            if routes_group(config) is not None:
+                refuse_spread(made, "enable_return_routed_experts=True", "leave it out")
+            return model, made
         if N > 1 or self.devices is not None or self.interleave != WHOLE:
             return shard(model, config, make_mesh(N, self.devices), self.interleave, **experts)
         return model, config
