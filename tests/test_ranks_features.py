@@ -73,7 +73,7 @@ def test_a_mixture_drafts_for_itself(several, folder, wanted):
 
 @pytest.mark.devices(D)
 def test_adapters_of_all_ranks_share_their_places(folder):
-    """Five adapters and none for nine requests, of which as many run as there are two places for."""
+    """Five adapters, and two places, for nine requests."""
     base = load_file(Path(folder, "model.safetensors"))
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     made = [lora.make(base, i, targets=targets) for i in range(1, 6)]

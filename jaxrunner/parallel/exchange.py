@@ -1,8 +1,8 @@
 """Tokens go to the devices of their experts and back: an all-to-all of as many rows as there are.
 
-Each device has an even share of its rank's tokens. A token goes once to each device that has some of
-its experts, whichever these are, so rows have room under any skew and none is dropped. All devices
-know all routes, and so how many rows each of them sends and where these lie.
+Each device has an even share of its rank's tokens. A token goes once to each device that has some
+of its experts, so rows have room under any skew and none is dropped. All devices know all routes,
+and so how many rows each of them sends and where these lie.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def _routes_of(every: Routes, token: Array, first: Array, num_own: int) -> Route
 
 
 def own_parts(residual: Array, routes: Routes, num_own: int) -> Array:
-    """Returns a residual, [T, E] or parts of it, [k, T, E], in which parts of other devices' experts
+    """Returns a residual, [T, E] or parts of it, [k, T, E], where parts of other devices' experts
     are nothing: a kernel leaves anything there."""
     if residual.ndim < 3:
         return residual

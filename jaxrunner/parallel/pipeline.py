@@ -35,7 +35,11 @@ class StageConfig:
     alone: bool = False  # whether the others are no concern of its engine, but of its user
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("shards", "rank", "held"):  # asked while it is unpickled
+        if name.startswith("_") or name in (
+            "shards",
+            "rank",
+            "held",
+        ):  # asked while it is unpickled
             raise AttributeError(name)
         return getattr(self.shards[self.rank], name)
 
@@ -143,9 +147,7 @@ def deal(
             f"{len(devices)} ({devices[0].device_kind}): lower one"
         )
     meshes = [make_mesh(N, devices[N * s : N * (s + 1)]) for s in range(here)] * (num // here)
-    sharded = [
-        shard(model, config, mesh, interleave, **experts) for mesh in meshes
-    ]
+    sharded = [shard(model, config, mesh, interleave, **experts) for mesh in meshes]
     shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
     held = _held(meshes, name) if rank is None else range(rank, rank + 1)
     stage = StageConfig(shards, held[-1], held, alone=rank is not None)
@@ -162,7 +164,8 @@ def _held(meshes: Sequence[Mesh], name: str) -> range:
             "change tensor_parallel_size"
         )
     found = [s for s, (owner,) in enumerate(owners) if owner == jax.process_index()]
-    if len(found) < len(meshes) and (left := {*range(jax.process_count())} - {o for o, in owners}):
+    left = {*range(jax.process_count())} - {owner for (owner,) in owners}
+    if left and len(found) < len(meshes):
         raise ValueError(
             f"{name} leaves processes {sorted(left)} without a stage: raise it, or start fewer"
         )

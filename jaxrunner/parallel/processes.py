@@ -17,8 +17,8 @@ TOLD_BYTES = 2048  # of what one process tells all
 
 
 def is_shared(mesh: Mesh | None) -> bool:
-    """Whether a mesh is over the devices of several processes."""
-    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+    """Whether a mesh is over devices of this process and of others."""
+    return mesh is not None and mesh.is_multi_process and len(mesh.local_devices) > 0
 
 
 def check_own(mesh: Mesh | None, asked: str, cure: str) -> None:

@@ -1,4 +1,4 @@
-"""What stages in several processes tell each other: hidden states by their devices, tokens by hosts.
+"""What stages in several processes tell each other: hidden states by devices, tokens by hosts.
 
 A device runs what it is given in order, so tokens that came back that way would stall it until the
 last stage has them. They go through the key-value store that `jax.distributed` keeps.
@@ -168,7 +168,10 @@ def _taken(key: str, timeout_s: float | None) -> bytes:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             if end_s is not None and time.monotonic() > end_s:
-                raise StepTimeout(f"no other process told a step's tokens in {timeout_s} s") from error
+                raise StepTimeout(
+                    f"no process told the tokens of a step in step_timeout_s={timeout_s}: the last "
+                    "stage's has ended, or its device hangs"
+                ) from error
             continue
         _store().key_value_delete(key)
         return value

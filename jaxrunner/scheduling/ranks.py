@@ -61,7 +61,7 @@ class RankedScheduler:
     def schedule(self, num_steps: int = 1) -> SchedulerOutput:
         """Plans the next step of all ranks, or several where those with work may do so."""
         busy = [rank for rank in self.ranks if rank.num_running or rank.admission.may_start]
-        if not all(rank.may_decode(num_steps) for rank in busy):
+        if num_steps > 1 and not all(rank.may_decode(num_steps) for rank in busy):
             num_steps = 1
         parts = [rank.schedule(num_steps) for rank in self.ranks]
         whole = SchedulerOutput(

@@ -30,11 +30,8 @@ def main(checkpoint: str) -> dict[str, Any]:
         told["refused"].append(refused(llm.engine.warm_up, background=True))
     with LLM(checkpoint, **sizes, pipeline_parallel_size=4) as llm:
         told["four stages"] = answers(llm)
-    for changes in (
-        dict(speculative_config=NGRAM),
-        dict(pipeline_parallel_size=3, tensor_parallel_size=1),
-    ):
-        told["refused"].append(refused(LLM, checkpoint, **sizes | two | changes))
+    asked = dict(speculative_config=NGRAM), dict(tensor_parallel_size=3)
+    told["refused"] += [refused(LLM, checkpoint, **sizes | two | changes) for changes in asked]
     return told
 
 
