@@ -1,4 +1,4 @@
-"""What goes on over data ranks: adapters, drafts of layers, several steps a launch."""
+"""What goes on over data ranks: adapters, drafts of layers, several steps a launch, contexts."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,14 @@ PROMPTS = [[n, *range(9), 5] for n in range(3 * D)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made, (model, config) = tmp_path_factory.mktemp("mixture"), read_model(Settings(MIXTURE))
+    return checkpoint(tmp_path_factory.mktemp("mixture"), MIXTURE)
+
+
+def checkpoint(folder: Path, settings: dict[str, Any]) -> str:
+    model, config = read_model(Settings(settings))
     params = tiny.random_params(config, seed=5, params=model.params)
-    save_checkpoint(made, model, config, params, MIXTURE)
-    return str(made)
+    save_checkpoint(folder, model, config, params, settings)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,8 @@ def answers(folder: str, loras: Any = None, **changes: Any) -> list[list[int]]:
         outputs = llm.generate(prompts, rules, on_error="raise", lora_request=loras)
         if "num_decode_steps" in changes:
             assert any(key.name == "multi_step" for key in llm.runner.programs.ready())
+        if "decode_context_parallel_size" in changes:  # of so many devices, a block has each one's
+            assert llm.memory_plan.num_tokens == 2 * SIZES["num_blocks"] * SIZES["block_size"]
         if "speculative_config" in changes:
             told = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
             stood, drafted = (
@@ -69,6 +75,18 @@ def test_several_steps_a_launch_change_no_token(folder, wanted):
 def test_a_mixture_drafts_for_itself(several, folder, wanted):
     drafts = dict(method="draft_model", model=folder, num_speculative_tokens=1)
     assert answers(folder, **several, speculative_config=drafts) == wanted
+
+
+@pytest.mark.devices(8)
+@pytest.mark.slow
+def test_tokens_of_a_rank_are_dealt_out_to_its_devices(tmp_path):
+    even = dict(num_experts=8, num_attention_heads=4, intermediate_size=32, vocab_size=64)
+    folder = checkpoint(tmp_path, MIXTURE | even)
+    eight: dict[str, Any] = dict(
+        data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True,
+        decode_context_parallel_size=2,
+    )  # fmt: skip
+    assert answers(folder, **eight) == answers(folder)
 
 
 @pytest.mark.devices(D)

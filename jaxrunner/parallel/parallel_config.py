@@ -101,12 +101,11 @@ class ParallelConfig:
         mesh = make_mesh(self.tensor_parallel_size, self.devices, self.num_ranks)
         others = dict(
             pipeline_parallel_size=self.pipeline_parallel_size > 1,
-            decode_context_parallel_size=self.interleave != WHOLE,
             enable_return_routed_experts=routes_group(config) is not None,
         )
         for name in (name for name, is_asked in others.items() if is_asked):
             check_one_rank(mesh, name, "leave one of them out")
-        return shard(model, config, mesh, **experts)
+        return shard(model, config, mesh, self.interleave, **experts)
 
     def _balanced(
         self, model: Model, config: ModelConfig, eplb: EplbConfig

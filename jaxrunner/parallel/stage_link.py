@@ -7,7 +7,7 @@ last stage has them. They go through the key-value store that `jax.distributed` 
 from collections.abc import Sequence
 import secrets
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax._src import distributed  # the store has no public name
@@ -132,7 +132,7 @@ class Told:
     def is_ready(self) -> bool:
         """Whether it is there."""
         if self._x is not None:
-            return self._x.is_ready()
+            return cast(Any, self._x).is_ready()
         return self._value is not None
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
