@@ -1,12 +1,17 @@
 """Tokens sent to the devices of their experts and back, on fake devices of a CPU."""
 
 import functools
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_aot import PLUGIN, ROOT
 from test_data_ranks import GREEDY, MIXTURE, RANKS, SIZES
 
 from jaxrunner import LLM
@@ -18,6 +23,7 @@ from jaxrunner.parallel.exchange import exchanged
 from jaxrunner.parallel.mesh import DATA, TENSOR, make_mesh
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from tests.support import tiny
+from tests.support.lowering import NEW
 
 T, E, OWN, K = 5, 3, 2, 4  # tokens of a rank, experts of a device, routes of a token
 EXCHANGE: dict[str, Any] = dict(all2all_backend="ragged_all_to_all", all2all_token_threshold=3)
@@ -70,6 +76,18 @@ def test_each_token_gets_the_sum_of_its_experts(mesh, is_parts):
         alone = rng.random((D * T, 1)) < 0.5  # the others have gone, their neighbours stay
         some = np.where(alone & (experts >= 0), experts, X).astype(np.int32)
         np.testing.assert_array_equal(run(x, some, weights), np.where(alone, got, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PLUGIN and NEW), reason="needs JAX 0.11, the CUDA 13 plugin and ptxas")
+def test_gpus_send_ragged_rows_and_gather_routes_alone():
+    told = dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+    command = [sys.executable, str(ROOT / "tests" / "support" / "aot_exchange.py")]
+    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    # The third gather is of what the devices of a rank have summed.
+    assert found["ragged-all-to-all"] == 2 and found["all-gather"] <= 3 and len(found) == 2
 
 
 @pytest.fixture(scope="module")
