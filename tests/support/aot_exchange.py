@@ -45,5 +45,6 @@ if __name__ == "__main__":
         jax.shard_map(run, mesh=mesh, in_specs=OF_RANK, out_specs=OF_RANK, check_vma=False)
     )
     compiled = function.lower(x, experts, experts.update(dtype=jnp.float32)).compile()
-    found = re.findall(r" (all-gather|all-reduce|[\w-]*all-to-all)(?:-start)?\(", compiled.as_text())
+    text = compiled.as_text() or ""
+    found = re.findall(r" (all-gather|all-reduce|[\w-]*all-to-all)(?:-start)?\(", text)
     print(json.dumps(Counter(found)))
