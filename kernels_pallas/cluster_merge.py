@@ -6,8 +6,10 @@ PTX: https://docs.nvidia.com/cuda/parallel-thread-execution/ (`mapa`, `st.shared
 `barrier.cluster`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,6 +22,7 @@ from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.query_rows import Tile, split
 from jaxrunner.types import Array
 
+PEER = "peer"  # the axis of a cluster's blocks
 QUAD = 4  # threads that have a row of a product's result
 COLUMNS = 8  # that those have side by side
 SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -31,12 +34,11 @@ def scratch(size: int, rows: int, D: int) -> list[Any]:
     return [parts, plgpu.SMEM((size, rows), jnp.float32)]
 
 
-def exchange(acc: Array, weight: Array, tile: Tile, parts: Ref, weights: Ref, peer: Array) -> None:
+def exchange(acc: Array, weight: Array, tile: Tile, boxes: Sequence[Ref]) -> None:
     """Stores this block's part, [64, D], and its weight, [64], in all blocks; then all have all.
 
     acc: normed; weight: the base 2 logarithm of its total; tile: which of 64 rows are stored;
-    parts, [size, rows, D // size], and weights, [size, rows]: `scratch`; peer: this block's place
-    in the cluster.
+    boxes: `scratch`. The cluster's axis is `PEER`.
     """
     layout = plgpu.Layout.WGMMA
 
@@ -68,10 +70,10 @@ def exchange(acc: Array, weight: Array, tile: Tile, parts: Ref, weights: Ref, pe
                         _store(arith.addi(_there(weights, to), _bytes(place)), value)
         _meet()
 
-    send(acc, weight, parts, weights, peer)
+    send(acc, weight, *boxes, lax.axis_index(PEER))
 
 
-def merge(parts: Ref, weights: Ref, peer: Array, out: Ref, total: Ref | None = None) -> None:
+def merge(boxes: Sequence[Ref], out: Ref, total: Ref | None = None) -> None:
     """Writes this block's columns of what `exchange` has brought, merged, to device memory.
 
     out: [rows, D], or [Q, G, D]; total: [rows, 8], whose first column gets the merged weight.
@@ -100,13 +102,13 @@ def merge(parts: Ref, weights: Ref, peer: Array, out: Ref, total: Ref | None = N
                     acc = arith.truncf(pair, acc)
                 column = arith.addi(arith.index_cast(index, begin), column)
                 place = [row] if len(shape) == 1 else split(row, shape[1])
-                alignment = of.element_type.width // 4  # bytes of two
+                alignment = utils.bitwidth(of.element_type) // 4  # bytes of two
                 vector.store(acc, out, [*place, column], alignment=alignment)
                 for ref in total:
                     with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, column, zero)):
                         memref.store(weight, ref, [row, zero])
 
-    take(parts, weights, out, peer, *more)
+    take(*boxes, out, lax.axis_index(PEER), *more)
 
 
 def meet() -> None:

@@ -150,13 +150,12 @@ def decode_attention(
 
 
 def _launch(
-    body: functools.partial[None],
-    grid: tuple[int, int],
-    scratch: list[Any],
-    cluster: int,
+    body: functools.partial[None], grid: tuple[int, int], scratch: list[Any], cluster: int,
     **params: Any,
-) -> Callable[..., None]:
-    several: Any = dict(cluster=(cluster,), cluster_names=("peer",)) if cluster > 1 else {}
+) -> Callable[..., None]:  # fmt: skip
+    several: Any = (
+        dict(cluster=(cluster,), cluster_names=(cluster_merge.PEER,)) if cluster > 1 else {}
+    )
     return plgpu.kernel(
         body, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch, **several,
         kernel_name=f"decode_{body.func.__name__.strip('_')}",
@@ -187,17 +186,19 @@ def _attend(
     """Attends an item; of clusters, a second one where there are more items than clusters."""
     pdl.begin()
     item, (blocks_ref, items_ref) = lax.axis_index("item"), refs[3:5]
-    attend = functools.partial(_attend_item, config, padded, num_ref, *refs, **static)
+    attend = functools.partial(
+        _attend_item, config, padded, num_ref, *refs, cluster=cluster, **static
+    )
     total = items_ref.shape[0] // cluster
     if clusters == total:
-        attend(item, cluster)
+        attend(item=item)
         return
     later = jnp.minimum(item + clusters, total - 1) * cluster
     more = (item + clusters < total) & (items_ref[later, 0] < blocks_ref.shape[0])
     turns = jnp.where(more, 2, 1)
 
     def turn(i: Array, _: None) -> None:
-        attend(item + i * clusters, cluster)
+        attend(item=item + i * clusters)
         pl.when(i + 1 < turns)(cluster_merge.meet)  # all have read what the next item overwrites
         return _
 
@@ -208,15 +209,14 @@ def _attend_item(
     config: TuningConfig, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref, v_ref: Ref,
     blocks_ref: Ref, items_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref,
     weight_ref: Ref, q_smem: Ref, k_smem: Ref, v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
-    v_ready: Barrier, flag: Ref, *rest: Any,
-    scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
-    weighed: bool, tile: query_rows.Tile,
+    v_ready: Barrier, flag: Ref, *boxes: Ref,
+    item: Array, cluster: int, scale: float, window: int | None, soft_cap: float | None,
+    sinks: bool, query_len: int, weighed: bool, tile: query_rows.Tile,
 ) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
-    *boxes, item, cluster = rest
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
     h = lax.axis_index("head")
-    peer = lax.axis_index("peer") if boxes else 0
+    peer = lax.axis_index(cluster_merge.PEER) if boxes else 0
     own = decode_item.read(items_ref, item * cluster + peer)
     row, first, last, part_of, length, first_block, head, num = own
     new = query_rows.num_queries(num_ref, row)
@@ -337,18 +337,17 @@ def _leave(
     acc, best, total = result
     weight = best + jnp.log2(total)
     if boxes:
-        peer = lax.axis_index("peer")
-        cluster_merge.exchange(acc, weight, tile, *boxes, peer)
+        cluster_merge.exchange(acc, weight, tile, boxes)
 
     def whole() -> None:
         if boxes:
-            cluster_merge.merge(*boxes, peer, out)
+            cluster_merge.merge(boxes, out)
         else:
             put_rows(acc.astype(out.dtype), out, tile=tile)
 
     def part() -> None:
         if boxes:
-            cluster_merge.merge(*boxes, peer, *parts)
+            cluster_merge.merge(boxes, *parts)
         else:
             put_rows(acc, parts[0], tile=tile)
             wide = lax.broadcast_in_dim(weight, (ROWS, 8), [0])

@@ -46,13 +46,13 @@ class Tile(NamedTuple):
 
         flat: whether one number of both is wanted, `token * group + head`.
         """
-        token, head = both = split(row, self.pitch)
+        token, head = split(row, self.pitch)
         index, less = ir.IndexType.get(), arith.CmpIPredicate.ult
         sizes = mgpu.c(self.query_len, index), mgpu.c(self.group, index)
-        inside = [arith.cmpi(less, x, size) for x, size in zip(both, sizes, strict=True)]
-        if flat:
-            both = [arith.addi(arith.muli(token, sizes[1]), head)]
-        return both, arith.andi(*inside)
+        inside = arith.andi(arith.cmpi(less, token, sizes[0]), arith.cmpi(less, head, sizes[1]))
+        if not flat:
+            return [token, head], inside
+        return [arith.addi(arith.muli(token, sizes[1]), head)], inside
 
 
 def tile_of(query_len: int, group: int) -> Tile:
