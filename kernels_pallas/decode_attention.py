@@ -93,7 +93,9 @@ def decode_attention(
         want = f"{B} rows of query_len={query_len} tokens"
         raise ValueError(f"decode_attention wants q of {want}, got {T}: pass both as they are")
     G = H // K
-    cluster = 1 if weighed or k_scale is not None else cluster_of(B, K, G * query_len, D, config)
+    cluster = 1
+    if not weighed and k_scale is None:
+        cluster = cluster_of(q.shape, k.shape, blocks.shape, window, query_len, config)
     items = plan(
         seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len,
         cluster=cluster,
@@ -126,7 +128,8 @@ def decode_attention(
         fixed, counts = (padded,), (num_tokens,)
     assert not weighed or (query_len == 1 and k_scale is None)
     if k_scale is None:
-        clusters = num_items - B + 1 if cluster > 1 else num_items
+        # Of two CTAs, so many as run at a time, each with a second item where there are more.
+        clusters = num_items - B + 1 if cluster == 2 else num_items
         static |= dict(weighed=weighed, cluster=cluster, clusters=clusters, tile=tile)
         body = functools.partial(_attend, config, *fixed, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
@@ -335,24 +338,22 @@ def _leave(
     part. Few rows are written, so that registers do.
     """
     acc, best, total = result
-    weight = best + jnp.log2(total)
-    if boxes:
-        cluster_merge.exchange(acc, weight, tile, boxes)
+
+    def weight() -> Array:
+        return best + jnp.log2(total)
 
     def whole() -> None:
-        if boxes:
-            cluster_merge.merge(boxes, out)
-        else:
-            put_rows(acc.astype(out.dtype), out, tile=tile)
+        put_rows(acc.astype(out.dtype), out, tile=tile)
 
     def part() -> None:
-        if boxes:
-            cluster_merge.merge(boxes, *parts)
-        else:
-            put_rows(acc, parts[0], tile=tile)
-            wide = lax.broadcast_in_dim(weight, (ROWS, 8), [0])
-            put_rows(plgpu.layout_cast(wide, plgpu.Layout.WGMMA), parts[1], tile=tile)
+        put_rows(acc, parts[0], tile=tile)
+        wide = lax.broadcast_in_dim(weight(), (ROWS, 8), [0])
+        put_rows(plgpu.layout_cast(wide, plgpu.Layout.WGMMA), parts[1], tile=tile)
 
+    if boxes:
+        cluster_merge.exchange(acc, weight(), tile, boxes)
+        whole = functools.partial(cluster_merge.merge, boxes, out)
+        part = functools.partial(cluster_merge.merge, boxes, *parts)
     if merge is None:
         part()
         return

@@ -12,8 +12,9 @@ from jaxrunner.indexing import find_rows
 from jaxrunner.types import Array
 
 MAX_PARTS = 64  # that a request is split into
-MAX_HEAD_DIM = 128  # of a cluster's items: two of 256 have no room on a multiprocessor
-MAX_BOX = 4096  # numbers of a part that blocks of a cluster receive, so that two blocks fit
+MAX_HEAD_DIM = 128  # of what clusters read: of 256 a multiprocessor has room for one CTA
+MAX_BOX = 4096  # numbers of a part that CTAs of a cluster receive, so that two CTAs fit
+CLUSTER = 8  # CTAs: the most that a cluster may have
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class TuningConfig:
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
     least: int = 2  # tiles of a part: as many as are in flight from its start
-    cluster: int = 8  # blocks at most that merge a row's parts as a cluster
+    cluster: int = 24  # tiles of a row, at most, that a cluster of 8 CTAs reads; 0 for no clusters
 
 
 DEFAULT = TuningConfig()
@@ -49,7 +50,7 @@ def plan(
 ) -> Items:  # fmt: skip
     """Shares the keys of rows with `seq_lens`, [B], out among clusters of the chip's CTAs.
 
-    The CTAs of a cluster share each of its items: `I` is a multiple of `cluster`.
+    cluster: of `cluster_of`; its CTAs share each of its items, so `I` is a multiple.
     """
     _, num_kv_heads, S, _ = cache_shape
     B, slots = seq_lens.shape[0], max(1, config.num_ctas // (num_kv_heads * cluster))
@@ -62,10 +63,16 @@ def plan(
     # A merge takes longer the more parts there are, and a part the more tiles it has.
     share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
     share = jnp.maximum(share, config.least * cluster)
+    if cluster > 1:
+        # Rows are whole where parts would need two turns, and always in clusters of 8.
+        longest = jnp.maximum(tiles.max(), 1)
+        turns = ((tiles + share - 1) // share).sum() > slots
+        whole = (longest <= 2 * share) & turns if cluster < CLUSTER else True
+        share = jnp.where(whole, longest, share)
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
-    least = 0 if skip_empty else 1
-    parts = jnp.clip((tiles + share - 1) // share, least, MAX_PARTS)
-    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + slots - 1))
+    parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS)
+    num_items = B if cluster == CLUSTER else B + slots - 1
+    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, num_items))
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
     row = find_rows(end, item)
@@ -92,14 +99,22 @@ def _repeat(x: Array, num: int) -> Array:
     return jnp.broadcast_to(x[:, None], (x.shape[0], num)).reshape(-1)
 
 
-def cluster_of(B: int, num_kv_heads: int, rows: int, D: int, config: TuningConfig) -> int:
-    """Returns how many blocks share an item of one of B rows; 1 where rows are in few parts.
+def cluster_of(
+    q_shape: tuple[int, ...], cache_shape: tuple[int, ...], table: tuple[int, ...],
+    window: int | None, query_len: int, config: TuningConfig,
+) -> int:  # fmt: skip
+    """Returns how many CTAs share an item and merge it as a cluster; 1 where that gains nothing.
 
-    rows: query heads of a KV head, of all tokens, each of D numbers.
+    Eight where no row has many tiles, by its window or the width of `table`, [B, M], and there are
+    few rows; two of rows of several tokens where the chip has room for two a row. Others lose: of
+    four CTAs, or of eight all over the chip, not all clusters find room at a time.
     """
-    room, size = config.num_ctas // (B * num_kv_heads), 1
-    if rows * D > MAX_BOX or D > MAX_HEAD_DIM:
-        return size
-    while 2 * size <= min(room, config.cluster) and D % (16 * size) == 0:
-        size *= 2
-    return size
+    (_, H, D), (_, K, S, _), (B, M) = q_shape, cache_shape, table
+    most, room = M * S, config.num_ctas // (B * K)
+    if window is not None:  # its first key may be a tile's last
+        most = min(most, window + query_len - 1 + config.block_kv - 1)
+    if D > MAX_HEAD_DIM or H // K * query_len * D > MAX_BOX:
+        return 1
+    if most <= config.cluster * config.block_kv and room >= 2 * CLUSTER and D % (8 * CLUSTER) == 0:
+        return CLUSTER
+    return 2 if room == 2 and query_len > 1 and config.cluster else 1
