@@ -4,7 +4,8 @@ Both are bandwidth-bound, so all is about reading KV once: a request's tokens an
 a KV head share a tile (`query_rows`).
 Each work item is a run of key tiles of one request and KV head. A request whose run is longer than
 the chip's share is split (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html);
-the part that ends last merges them (`split_kv_merge`). `decode_plan` finds the items.
+the part that ends last merges them (`split_kv_merge`), or a cluster of blocks does, each of which
+has one (`cluster_merge`). `decode_plan` finds the items.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,10 @@ DEFAULT = TuningConfig()
 
 
 class Items(NamedTuple):
-    """Which keys each CTA reads. `I` items at most, those behind the last are row B."""
+    """Which keys each CTA reads. `I` items at most, those behind the last are row B.
+
+    The CTAs of a cluster are side by side, and `part`, `head` and `parts` are of whole clusters.
+    """
 
     row: Array  # [I]
     first: Array  # [I] first tile

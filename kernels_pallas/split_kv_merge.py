@@ -36,17 +36,9 @@ def unit(D: int) -> int:
 
 
 def finish(
-    part: Ref,
-    weight: Ref,
-    h: Array,
-    first: Array,
-    num: Array,
-    out: Ref,
-    counter: Ref,
-    flag: Ref,
-    *,
-    blocks: int = 1,
-) -> None:
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref,
+    *, blocks: int = 1,
+) -> None:  # fmt: skip
     """Merges `num` parts of KV head h, from item `first` on, some rows by each of the last blocks.
 
     part: [I, K, rows, D], normed; weight: [I, K, rows, 8], the base 2 logarithm of its total; rows
