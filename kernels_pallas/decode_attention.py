@@ -4,7 +4,8 @@ Both are bandwidth-bound, so all is about reading KV once: a request's tokens an
 a KV head share a tile (`query_rows`).
 Each work item is a run of key tiles of one request and KV head. A request whose run is longer than
 the chip's share is split (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html);
-the part that ends last merges them (`split_kv_merge`). `decode_plan` finds the items.
+the part that ends last merges them (`split_kv_merge`), or a cluster of blocks does, each of which
+has one (`cluster_merge`). `decode_plan` finds the items.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import (
+    cluster_merge,
     decode_item,
     decode_quantized_kv,
     mosaic,
@@ -27,7 +29,7 @@ from jaxrunner.kernels_pallas import (
     query_rows,
     split_kv_merge,
 )
-from jaxrunner.kernels_pallas.decode_plan import DEFAULT, TuningConfig, plan
+from jaxrunner.kernels_pallas.decode_plan import DEFAULT, TuningConfig, cluster_of, plan
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
 from jaxrunner.kernels_pallas.stores import put, put_rows
@@ -92,10 +94,14 @@ def decode_attention(
         want = f"{B} rows of query_len={query_len} tokens"
         raise ValueError(f"decode_attention wants q of {want}, got {T}: pass both as they are")
     G = H // K
+    cluster = 1
+    if not weighed and k_scale is None:
+        cluster = cluster_of(q.shape, k.shape, blocks.shape, window, query_len, config)
     items = plan(
-        seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len
-    )
-    num_items, rows = items.row.shape[0], G * query_len
+        seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len,
+        cluster=cluster,
+    )  # fmt: skip
+    num_items, rows = items.row.shape[0] // cluster, G * query_len
     unit = split_kv_merge.unit(D)
     part_rows = -(-rows // unit) * unit
     out = jax.empty_ref(jax.ShapeDtypeStruct((T, K, G, D), q.dtype))
@@ -105,10 +111,13 @@ def decode_attention(
     )
     counters = jnp.zeros((B, K), jnp.int32)
     sink = jnp.full((K, ROWS), NOTHING, jnp.float32)
+    tile = query_rows.tile_of(query_len, G)
+    if k_scale is not None and query_len > 1:
+        tile = tile._replace(pitch=G)
     if sinks is not None:
-        of_heads = sinks.reshape(K, G).astype(jnp.float32) * LOG2_E
-        sink = sink.at[:, :rows].set(jnp.tile(of_heads, query_len) if query_len > 1 else of_heads)
-    heads, padded = _queries(q, K, query_len)
+        sinks = sinks.reshape(K, G).astype(jnp.float32) * LOG2_E
+        sink = query_rows.of_heads(sinks, tile, NOTHING)
+    heads, padded = query_rows.queries(q, K, tile)
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     static |= dict(query_len=query_len)
     rest = blocks, jnp.stack(items, 1), sink, counters, out, part, weight
@@ -120,10 +129,15 @@ def decode_attention(
         fixed, counts = (padded,), (num_tokens,)
     assert not weighed or (query_len == 1 and k_scale is None)
     if k_scale is None:
-        static |= dict(weighed=weighed)
+        # Of two CTAs, so many as run at a time, each with a second item where there are more.
+        clusters = num_items - B + 1 if cluster == 2 else num_items
+        static |= dict(weighed=weighed, cluster=cluster, clusters=clusters, tile=tile)
         body = functools.partial(_attend, config, *fixed, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
-        launch = _launch(body, (num_items, K), _scratch(q.dtype, D, copies, config))
+        scratch = _scratch(q.dtype, D, copies, query_len if tile.apart else 1, config)
+        if cluster > 1:
+            scratch += cluster_merge.scratch(cluster, part_rows, D)
+        launch = _launch(body, (clusters, K), scratch, cluster)
         launch(*counts, heads, k, v, *rest)
     else:
         body = functools.partial(
@@ -131,7 +145,7 @@ def decode_attention(
         )
         scratch = decode_quantized_kv.scratch(k, max(padded, 8), config.stages, config.block_kv)
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
-        launch = _launch(body, (num_items, K), scratch, **params)
+        launch = _launch(body, (num_items, K), scratch, 1, **params)
         launch(*counts, heads, k, v, k_scale, v_scale, *rest)
     if weighed:
         both = jax.freeze(part)[:, :, :G], jax.freeze(weight)[:, :, :G, :1]
@@ -139,27 +153,15 @@ def decode_attention(
     return jax.freeze(out).reshape(T, H, D)
 
 
-def _queries(q: Array, K: int, query_len: int) -> tuple[Array, int]:
-    """Returns q, [T, H, D], as the kernels read it, and the rows of a tile that they read.
-
-    Of one token a row, [rows, D], where each KV head's rows are padded to those; of several,
-    [T * K, G, D].
-    """
-    T, H, D = q.shape
-    G = H // K
-    if query_len > 1:
-        return q.reshape(T * K, G, D), -(-G * query_len // 8) * 8
-    # A copy into tiles of 8 rows must not straddle them.
-    padded = G if 8 % G == 0 else -(-G // 8) * 8
-    heads = jnp.pad(q.reshape(T * K, G, D), ((0, 0), (0, padded - G), (0, 0))).reshape(-1, D)
-    return jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0))), padded
-
-
 def _launch(
-    body: functools.partial[None], grid: tuple[int, int], scratch: list[Any], **params: Any
-) -> Callable[..., None]:
+    body: functools.partial[None], grid: tuple[int, int], scratch: list[Any], cluster: int,
+    **params: Any,
+) -> Callable[..., None]:  # fmt: skip
+    several: Any = (
+        dict(cluster=(cluster,), cluster_names=(cluster_merge.PEER,)) if cluster > 1 else {}
+    )
     return plgpu.kernel(
-        body, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch,
+        body, out_type=(), grid=grid, grid_names=("item", "head"), scratch_types=scratch, **several,
         kernel_name=f"decode_{body.func.__name__.strip('_')}",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **params
@@ -167,14 +169,14 @@ def _launch(
     )  # fmt: skip
 
 
-def _scratch(dtype: DTypeLike, D: int, copies: int, config: TuningConfig) -> list[Any]:
+def _scratch(dtype: DTypeLike, D: int, copies: int, tokens: int, config: TuningConfig) -> list[Any]:
     tiled = mosaic.tiled(plgpu.find_swizzle(D * 16) // 2, 2)
     kv = (config.stages, config.block_kv, D)
     return [
         plgpu.SMEM((ROWS, D), dtype, transforms=tiled),
         plgpu.SMEM(kv, dtype, transforms=tiled),
         plgpu.SMEM(kv, dtype, transforms=tiled),
-        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=tokens),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
         split_kv_merge.FLAG,
@@ -182,23 +184,48 @@ def _scratch(dtype: DTypeLike, D: int, copies: int, config: TuningConfig) -> lis
 
 
 def _attend(
+    config: TuningConfig, padded: int, num_ref: Ref | None, *refs: Any,
+    cluster: int, clusters: int, **static: Any,
+) -> None:  # fmt: skip
+    """Attends an item; of clusters, a second one where there are more items than clusters."""
+    pdl.begin()
+    item, (blocks_ref, items_ref) = lax.axis_index("item"), refs[3:5]
+    attend = functools.partial(
+        _attend_item, config, padded, num_ref, *refs, cluster=cluster, **static
+    )
+    total = items_ref.shape[0] // cluster
+    if clusters == total:
+        attend(item=item)
+        return
+    later = jnp.minimum(item + clusters, total - 1) * cluster
+    more = (item + clusters < total) & (items_ref[later, 0] < blocks_ref.shape[0])
+    turns = jnp.where(more, 2, 1)
+
+    def turn(i: Array, _: None) -> None:
+        attend(item=item + i * clusters)
+        pl.when(i + 1 < turns)(cluster_merge.meet)  # all have read what the next item overwrites
+        return _
+
+    lax.fori_loop(0, turns, turn, None)
+
+
+def _attend_item(
     config: TuningConfig, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref, v_ref: Ref,
     blocks_ref: Ref, items_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref,
     weight_ref: Ref, q_smem: Ref, k_smem: Ref, v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
-    v_ready: Barrier, flag: Ref,
-    *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
-    weighed: bool,
+    v_ready: Barrier, flag: Ref, *boxes: Ref,
+    item: Array, cluster: int, scale: float, window: int | None, soft_cap: float | None,
+    sinks: bool, query_len: int, weighed: bool, tile: query_rows.Tile,
 ) -> None:  # fmt: skip
     """One item: an online softmax (arXiv:2205.14135) over its tiles of one KV head's keys."""
-    pdl.begin()
-    item, h = lax.axis_index("item"), lax.axis_index("head")
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
-    own = decode_item.read(items_ref, item)
+    h = lax.axis_index("head")
+    peer = lax.axis_index(cluster_merge.PEER) if boxes else 0
+    own = decode_item.read(items_ref, item * cluster + peer)
     row, first, last, part_of, length, first_block, head, num = own
     new = query_rows.num_queries(num_ref, row)
     reach = None if window is None else window + new - 1  # of all the row's tokens
-    layout = plgpu.Layout.WGMMA
-    per_row = layout.reduce(1)
+    layout, per_row = LAYOUT, LAYOUT.reduce(1)
 
     def wide(x: Array, like: Array) -> Array:
         return lax.broadcast_in_dim(x, like.shape, [0])
@@ -209,11 +236,11 @@ def _attend(
 
     @pl.when(row < B)
     def _() -> None:
-        queries = None
-        if query_len == 1:
-            _copy(q_ref, (row * K + h) * padded, q_smem.at[pl.ds(0, max(padded, 8))], q_ready)
+        start = row * (query_len * K) + h
+        if tile.apart:
+            _copy(q_ref, start * padded, K * padded, tile, q_smem, q_ready)
+            queries = None
         else:  # asked for before keys
-            start = row * (query_len * K) + h
             queries = query_rows.load(q_ref, start, padded, query_len, K)
 
         def fetch(tile: Array, stage: Index, block: Array) -> None:
@@ -238,12 +265,12 @@ def _attend(
         else:
             put(q_smem.at[pl.ds(0, queries.shape[0])], queries)
             plgpu.commit_smem()
-        token, seen_by = query_rows.sight(ROWS, out_ref.shape[2], per_row, length, new)
+        token, seen_by = query_rows.sight(ROWS, tile.pitch, per_row, length, new)
 
-        def tile_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def tile_step(at: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, best, total, block = carry
-            stage = lax.rem(tile - first, config.stages)
-            next_block = block_of(tile + config.stages + 1)
+            stage = lax.rem(at - first, config.stages)
+            next_block = block_of(at + config.stages + 1)
             mosaic.barrier_wait(k_ready.at[stage])
 
             def multiply(scores: Ref) -> Array:
@@ -254,7 +281,7 @@ def _attend(
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
             limit = length if token is None else wide(seen_by, scores)
-            visible = seen(tile * C, (ROWS, C), 1, limit, window)
+            visible = seen(at * C, (ROWS, C), 1, limit, window)
             scores = jnp.where(visible, scores * LOG2_E, NOTHING)
             new_best = jnp.maximum(best, scores.max(axis=1))
             p = jnp.exp2(scores - wide(new_best, scores))
@@ -262,16 +289,16 @@ def _attend(
             total = total * kept + p.sum(axis=1)
             acc = acc * wide(kept, acc)
             mosaic.barrier_wait(v_ready.at[stage])
-            _silence(v_smem.at[stage], tile, length, reach)
+            _silence(v_smem.at[stage], at, length, reach)
 
             def accumulate(acc: Ref) -> None:
                 mosaic.wgmma(acc, p.astype(v_smem.dtype), v_smem.at[stage])
 
             acc = pl.run_state(accumulate)(mosaic.ACC.init(acc))
 
-            @pl.when(tile + config.stages < last)
+            @pl.when(at + config.stages < last)
             def _() -> None:
-                fetch(tile + config.stages, stage, block)
+                fetch(at + config.stages, stage, block)
 
             return acc, new_best, total, next_block
 
@@ -284,7 +311,8 @@ def _attend(
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         if sinks:
             sink = mosaic.load(sink_ref.at[h], layout=per_row, optimized=False)
-            best, total, kept = with_sink(sink, part_of, best, total)
+            once = part_of if cluster == 1 else jnp.where(peer == 0, part_of, 1)
+            best, total, kept = with_sink(sink, once, best, total)
             acc = acc * wide(kept, acc)
         safe = jnp.maximum(total, 1e-30)
         acc = acc / wide(safe, acc)
@@ -294,47 +322,62 @@ def _attend(
         counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            split_kv_merge.finish(part_ref, weight_ref, h, head, num, mine, counter, flag)
+            split_kv_merge.finish(
+                part_ref, weight_ref, h, head, num, mine, counter, flag, blocks=cluster
+            )
 
-        _leave((acc, best, safe), mine, parts, part_of, None if weighed else merge)
+        _leave((acc, best, safe), tile, mine, parts, part_of, boxes, None if weighed else merge)
 
 
 def _leave(
-    result: tuple[Array, Array, Array], out: Ref, parts: tuple[Ref, Ref], part_of: Array,
-    merge: Callable[[], None] | None,
+    result: tuple[Array, Array, Array], tile: query_rows.Tile, out: Ref, parts: tuple[Ref, Ref],
+    part_of: Array, boxes: tuple[Ref, ...], merge: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     """Writes what a row's only item found; or a part of it and its weight, and merges.
 
-    Without `merge` what any item found is a part. Few rows are written, so that registers do.
+    An item of a cluster is what its blocks have found. Without `merge` what any item found is a
+    part. Few rows are written, so that registers do.
     """
-    if merge is None:
-        _leave_part(result, parts)
-        return
+    acc, best, total = result
 
-    @pl.when(part_of == 0)
-    def _() -> None:
-        put_rows(result[0].astype(out.dtype), out)
+    def weight() -> Array:
+        return best + jnp.log2(total)
+
+    def whole() -> None:
+        put_rows(acc.astype(out.dtype), out, tile=tile)
+
+    def part() -> None:
+        put_rows(acc, parts[0], tile=tile)
+        wide = lax.broadcast_in_dim(weight(), (ROWS, 8), [0])
+        put_rows(plgpu.layout_cast(wide, plgpu.Layout.WGMMA), parts[1], tile=tile)
+
+    if boxes:
+        cluster_merge.exchange(acc, weight(), tile, boxes)
+        whole = functools.partial(cluster_merge.merge, boxes, out)
+        part = functools.partial(cluster_merge.merge, boxes, *parts)
+    if merge is None:
+        part()
+        return
+    pl.when(part_of == 0)(whole)
 
     @pl.when(part_of != 0)
     def _() -> None:
-        _leave_part(result, parts)
+        part()
         merge()
 
 
-def _leave_part(result: tuple[Array, Array, Array], parts: tuple[Ref, Ref]) -> None:
-    """Writes a part of what a row found, and its weight."""
-    acc, best, total = result
-    put_rows(acc, parts[0])
-    weight = lax.broadcast_in_dim(best + jnp.log2(total), (ROWS, 8), [0])
-    put_rows(plgpu.layout_cast(weight, plgpu.Layout.WGMMA), parts[1])
+def _copy(
+    queries: Ref, start: Array, stride: int, tile: query_rows.Tile, rows: Ref, ready: Barrier
+) -> None:
+    """Starts copies of a row's tokens into rows, [64, D]; of queries, [..., D], from `start` on.
 
-
-def _copy(queries: Ref, start: Array, heads: Ref, ready: Barrier) -> None:
-    """Starts a copy of queries, [rows, D], from `start` on.
-
-    Rows behind the head group are read along; nothing comes of them.
+    stride: rows from a token to the next. Rows behind the head group are read along; nothing comes
+    of them.
     """
-    mosaic.copy_gmem_to_smem(queries.at[pl.ds(start, heads.shape[0])], heads, ready)
+    num = -(-tile.group // 8) * 8
+    for i in range(tile.query_len):
+        source = queries.at[pl.ds(start + i * stride, num)]
+        mosaic.copy_gmem_to_smem(source, rows.at[pl.ds(i * tile.pitch, num)], ready)
 
 
 def _silence(values_ref: Ref, tile: Array, length: Array, window: Index | None) -> None:

@@ -12,6 +12,9 @@ from jaxrunner.indexing import find_rows
 from jaxrunner.types import Array
 
 MAX_PARTS = 64  # that a request is split into
+MAX_HEAD_DIM = 128  # of what clusters read: of 256 a multiprocessor has room for one CTA
+MAX_BOX = 4096  # numbers of a part that CTAs of a cluster receive, so that two CTAs fit
+CLUSTER = 8  # CTAs: the most that a cluster may have
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,17 @@ class TuningConfig:
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
     least: int = 2  # tiles of a part: as many as are in flight from its start
+    cluster: int = 24  # tiles of a row, at most, that a cluster of 8 CTAs reads; 0 for no clusters
 
 
 DEFAULT = TuningConfig()
 
 
 class Items(NamedTuple):
-    """Which keys each CTA reads. `I` items at most, those behind the last are row B."""
+    """Which keys each CTA reads. `I` items at most, those behind the last are row B.
+
+    The CTAs of a cluster are side by side, and `part`, `head` and `parts` are of whole clusters.
+    """
 
     row: Array  # [I]
     first: Array  # [I] first tile
@@ -42,24 +49,33 @@ class Items(NamedTuple):
 
 def plan(
     seq_lens: Array, blocks: Array, cache_shape: tuple[int, ...], window: int | None,
-    config: TuningConfig, *, skip_empty: bool = False, query_len: int = 1,
+    config: TuningConfig, *, skip_empty: bool = False, query_len: int = 1, cluster: int = 1,
 ) -> Items:  # fmt: skip
-    """Shares the keys of rows with `seq_lens`, [B], out among the chip's CTAs."""
+    """Shares the keys of rows with `seq_lens`, [B], out among clusters of the chip's CTAs.
+
+    cluster: of `cluster_of`; its CTAs share each of its items, so `I` is a multiple.
+    """
     _, num_kv_heads, S, _ = cache_shape
-    B, extra = seq_lens.shape[0], -(-config.num_ctas // num_kv_heads)
+    B, slots = seq_lens.shape[0], max(1, config.num_ctas // (num_kv_heads * cluster))
     last = (seq_lens + config.block_kv - 1) // config.block_kv
     first = jnp.zeros_like(last)
     if window is not None:
         first = jnp.maximum(seq_lens - (window + query_len - 1), 0) // config.block_kv
     tiles = last - first
-    share = (tiles.sum() * num_kv_heads + config.num_ctas - 1) // config.num_ctas
+    share = (tiles.sum() + slots - 1) // slots
     # A merge takes longer the more parts there are, and a part the more tiles it has.
     share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
-    share = jnp.maximum(share, config.least)
+    share = jnp.maximum(share, config.least * cluster)
+    if cluster > 1:
+        # Rows are whole where parts would need two turns, and always in clusters of 8.
+        longest = jnp.maximum(tiles.max(), 1)
+        turns = ((tiles + share - 1) // share).sum() > slots
+        whole = (longest <= 2 * share) & turns if cluster < CLUSTER else True
+        share = jnp.where(whole, longest, share)
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
-    least = 0 if skip_empty else 1
-    parts = jnp.clip((tiles + share - 1) // share, least, MAX_PARTS)
-    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + extra))
+    parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS)
+    num_items = B if cluster == CLUSTER else B + slots - 1
+    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, num_items))
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
     row = find_rows(end, item)
@@ -67,13 +83,41 @@ def plan(
     head, num, tiles, first = (end - parts)[of], parts[of], tiles[of], first[of]
     part = item - head
     start = first + part * tiles // num
+    width = first + (part + 1) * tiles // num - start
+    edge = start[:, None] + width[:, None] * jnp.arange(cluster + 1)[None] // cluster
+    at = jnp.minimum(edge[:, :-1] * config.block_kv // S, blocks.shape[1] - 1)
     return Items(
-        row=row,
-        first=start,
-        last=first + (part + 1) * tiles // num,
-        part=jnp.where(num == 1, 0, jnp.where(part == 0, 2, 1)),
-        length=seq_lens[of],
-        block=blocks[of, jnp.minimum(start * config.block_kv // S, blocks.shape[1] - 1)],
-        head=head,
-        parts=num,
+        row=_repeat(row, cluster),
+        first=edge[:, :-1].reshape(-1),
+        last=edge[:, 1:].reshape(-1),
+        part=_repeat(jnp.where(num == 1, 0, jnp.where(part == 0, 2, 1)), cluster),
+        length=_repeat(seq_lens[of], cluster),
+        block=blocks[of[:, None], at].reshape(-1),
+        head=_repeat(head, cluster),
+        parts=_repeat(num, cluster),
     )
+
+
+def _repeat(x: Array, num: int) -> Array:
+    return jnp.broadcast_to(x[:, None], (x.shape[0], num)).reshape(-1)
+
+
+def cluster_of(
+    q_shape: tuple[int, ...], cache_shape: tuple[int, ...], table: tuple[int, ...],
+    window: int | None, query_len: int, config: TuningConfig,
+) -> int:  # fmt: skip
+    """Returns how many CTAs share an item and merge it as a cluster; 1 where that gains nothing.
+
+    Eight where no row has many tiles, by its window or the width of `table`, [B, M], and there are
+    few rows; two of rows of several tokens where the chip has room for two a row. Others lose: of
+    four CTAs, or of eight all over the chip, not all clusters find room at a time.
+    """
+    (_, H, D), (_, K, S, _), (B, M) = q_shape, cache_shape, table
+    most, room = M * S, config.num_ctas // (B * K)
+    if window is not None:  # its first key may be a tile's last
+        most = min(most, window + query_len - 1 + config.block_kv - 1)
+    if D > MAX_HEAD_DIM or H // K * query_len * D > MAX_BOX:
+        return 1
+    if most <= config.cluster * config.block_kv and room >= 2 * CLUSTER and D % (8 * CLUSTER) == 0:
+        return CLUSTER
+    return 2 if room == 2 and query_len > 1 and config.cluster else 1

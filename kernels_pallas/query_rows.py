@@ -1,11 +1,11 @@
-"""Several query tokens of a batch row as rows of one tile: head g of token i in row i * G + g.
+"""Several query tokens of a batch row, and the query heads of a KV head, as rows of one tile.
 
 The tokens of a row of the batch are its last ones, and each sees one key more than that before it.
 A row may have fewer than its `query_len` places; tokens behind them see what its last one sees.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,7 +20,68 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Index, Layout, Ref
 from jaxrunner.types import Array
 
+ROWS = 64  # of a product's tile
 VECTOR = 8  # numbers that a thread reads at a time
+
+
+class Tile(NamedTuple):
+    """Which rows of a product's 64 are of a head: head g of token i is row `i * pitch + g`."""
+
+    query_len: int
+    group: int
+    pitch: int
+
+    @property
+    def apart(self) -> bool:
+        """Tells that no two tokens are in one tile of eight rows, so that copies may bring them."""
+        return self.query_len == 1 or self.pitch != self.group
+
+    @property
+    def lower_halves(self) -> bool:
+        """Tells that all heads are in the first eight of the 16 rows that a warp has."""
+        return self.group <= 8 and self.pitch % 16 == 0
+
+    def place(self, row: ir.Value, *, flat: bool) -> tuple[list[ir.Value], ir.Value]:
+        """Returns the token and head that a row is of, and whether there are such. In MLIR.
+
+        flat: whether one number of both is wanted, `token * group + head`.
+        """
+        token, head = split(row, self.pitch)
+        index, less = ir.IndexType.get(), arith.CmpIPredicate.ult
+        sizes = mgpu.c(self.query_len, index), mgpu.c(self.group, index)
+        inside = arith.andi(arith.cmpi(less, token, sizes[0]), arith.cmpi(less, head, sizes[1]))
+        if not flat:
+            return [token, head], inside
+        return [arith.addi(arith.muli(token, sizes[1]), head)], inside
+
+
+def tile_of(query_len: int, group: int) -> Tile:
+    """Spreads tokens over a tile, so that all its warps store some, where copies can bring them."""
+    pitch = ROWS // query_len // 8 * 8
+    fits = pitch > group and (8 % group == 0 or group % 8 == 0)
+    return Tile(query_len, group, pitch if query_len == 1 or fits else group)
+
+
+def queries(q: Array, K: int, tile: Tile) -> tuple[Array, int]:
+    """Returns q, [T, H, D], as kernels read it, and how many rows they read of a KV head.
+
+    Where a copy brings a token's heads, [rows, D], each KV head's padded to that many; else
+    [T * K, G, D], and the rows of all tokens.
+    """
+    (T, _, D), G = q.shape, tile.group
+    if not tile.apart:
+        return q.reshape(T * K, G, D), -(-G * tile.query_len // 8) * 8
+    # A copy into tiles of 8 rows must not straddle them.
+    padded = G if 8 % G == 0 else -(-G // 8) * 8
+    heads = jnp.pad(q.reshape(T * K, G, D), ((0, 0), (0, padded - G), (0, 0))).reshape(-1, D)
+    return jnp.pad(heads, ((0, -heads.shape[0] % 8), (0, 0))), padded
+
+
+def of_heads(x: Array, tile: Tile, fill: float) -> Array:
+    """Returns numbers of heads, [K, G], as those of a tile's rows, [K, 64]; others are `fill`."""
+    rows = tile.query_len * tile.pitch
+    x = jnp.pad(x, ((0, 0), (0, tile.pitch - tile.group)), constant_values=fill)
+    return jnp.pad(jnp.tile(x, tile.query_len), ((0, 0), (0, ROWS - rows)), constant_values=fill)
 
 
 def num_queries(ref: Ref | None, row: Array) -> Index:
@@ -36,7 +97,7 @@ def of_row(ref: Ref, row: Array, h: Array, query_len: int) -> Ref:
 
 
 def sight(
-    rows: int, group: int, layout: Layout, length: Array, num: Index
+    rows: int, pitch: int, layout: Layout, length: Array, num: Index
 ) -> tuple[Array | None, Array]:
     """Returns which token each row of a tile is of, and how many of `length` keys that sees.
 
@@ -45,7 +106,7 @@ def sight(
     if isinstance(num, int):
         return None, length
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout)
-    token = lax.div(row, jnp.full_like(row, group))
+    token = lax.div(row, jnp.full_like(row, pitch))
     return token, length - jnp.maximum(num - 1 - token, 0)
 
 

@@ -5,6 +5,7 @@ come last: a block's reads take longer the more there are, though all of the chi
 """
 
 from collections.abc import Callable
+import functools
 import math
 from typing import Any
 
@@ -35,13 +36,15 @@ def unit(D: int) -> int:
 
 
 def finish(
-    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
-) -> None:
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref,
+    *, blocks: int = 1,
+) -> None:  # fmt: skip
     """Merges `num` parts of KV head h, from item `first` on, some rows by each of the last blocks.
 
     part: [I, K, rows, D], normed; weight: [I, K, rows, 8], the base 2 logarithm of its total; rows
     are a multiple of `unit`. out: [G, D], or [Q, G, D] of Q query tokens. counter: 0 at first, in
     device memory; flag: a `FLAG`. What a block has written before is seen by those that merge.
+    blocks: of a cluster, each of which has written some columns of a part; the last one merges.
 
     Blocks wait for each other here, so those that do must leave room for the row's others: blocks
     start in the order of their indices, so that of all waiting ones only those of one row, of K KV
@@ -51,25 +54,38 @@ def finish(
     cores = grid_barrier.multiprocessors() or CORES
     heads = unit(D)
     layout = _row_a_warp() if heads == FEW else _layout(D)
-    units = rows // heads
-    most = jnp.minimum(num, min(units, 1 + (cores - 1) // K))
-    mine = _rank(counter, flag, num, most) - (num - most)
+    units, count = rows // heads, min(8, NUMBERS // D)
+    most = jnp.minimum(num, min(units, 1 + (cores - 1) // K) if blocks == 1 else 1)
+    mine = _rank(counter, flag, num * blocks, most) - (num * blocks - most)
 
-    def merge(start: Array) -> None:
-        def pick(ref: Ref, i: Array) -> Ref:
+    def merge(starts: list[Array]) -> None:
+        """Merges some heads from each of `starts` on, all read before the first is merged."""
+
+        def pick(ref: Ref, i: Array, start: Array) -> Ref:
             return ref.at[i, h, pl.ds(start, heads)]
 
-        merged = _merged(pick, part, weight, first, num, layout)
-        put_rows(merged.astype(out.dtype), out, layout, first=start)
+        picks = [functools.partial(pick, start=start) for start in starts]
+        merged = _merged(picks, part, weight, first, num, layout, count // len(starts))
+        for start, x in zip(starts, merged, strict=True):
+            put_rows(x.astype(out.dtype), out, layout, first=start)
 
-    @pl.when(mine >= 0)
-    def _() -> None:
-        def each(i: Array, _: None) -> None:
-            of = mine + i * most
-            pl.when(of < units)(lambda: merge(of * heads))
-            return _
+    def each(num_units: int, i: Array, _: None) -> None:
+        of = [mine + (num_units * i + j) * most for j in range(num_units)]
+        # A unit too many is the last one once more.
+        starts = [jnp.minimum(x, units - 1) * heads for x in of]
+        pl.when(of[0] < units)(lambda: merge(starts))
+        return _
 
-        lax.fori_loop(0, units, each, None)
+    def merge_all(num_units: int) -> None:
+        lax.fori_loop(0, -(-units // num_units), functools.partial(each, num_units), None)
+
+    two = min(2, units, count)
+    few = (num * two <= count) & (most * two <= units)  # parts: those of two units are read at once
+    if two == 1:
+        pl.when(mine >= 0)(lambda: merge_all(1))
+        return
+    pl.when((mine >= 0) & few)(lambda: merge_all(two))
+    pl.when((mine >= 0) & jnp.logical_not(few))(lambda: merge_all(1))
 
 
 def _rank(counter: Ref, flag: Ref, num: Array, most: Array) -> Array:
@@ -123,43 +139,52 @@ def join(part: Array, weight: Array, row: Array, num_rows: int) -> Array:
 
 
 def _merged(
-    pick: Callable[[Ref, Array], Ref], part: Ref, weight: Ref, first: Array, num: Array,
-    layout: Layout,
-) -> Array:  # fmt: skip
-    """Returns what `pick` takes of parts, [rows, D], and of weights, [rows, 8], merged."""
-    D = part.shape[3]
-    shape = pick(part, first).shape
+    picks: list[Callable[[Ref, Array], Ref]], part: Ref, weight: Ref, first: Array, num: Array,
+    layout: Layout, count: int,
+) -> list[Array]:  # fmt: skip
+    """Returns what each of `picks` takes of parts, [rows, D], and of weights, [rows, 8], merged.
+
+    count: parts that are read at a time.
+    """
+    shape = picks[0](part, first).shape
     by_row = layout.reduce(1)
-    count = min(8, NUMBERS // D)
 
     def wide(x: Array) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), layout)
 
-    def add(chunk: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        acc, best, total = carry
-        at = [chunk * count + j for j in range(count)]
+    def read(pick: Callable[[Ref, Array], Ref], at: list[Array]) -> list[tuple[Array, Array]]:
         items = [first + jnp.minimum(i, num - 1) for i in at]
         parts = [mosaic.load(pick(part, i), layout=layout, optimized=False) for i in items]
         columns = (pick(weight, i).at[:, 0] for i in items)
         weights = [mosaic.load(column, layout=by_row, optimized=False) for column in columns]
         weights = [jnp.where(i < num, w, NOTHING) for i, w in zip(at, weights, strict=True)]
+        return list(zip(parts, weights, strict=True))
+
+    def joined(found: list[tuple[Array, Array]], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        acc, best, total = carry
         new_best = best
-        for w in weights:
+        for _, w in found:
             new_best = jnp.maximum(new_best, w)
         kept = jnp.exp2(best - new_best)
         acc, total = acc * wide(kept), total * kept
-        for x, w in zip(parts, weights, strict=True):
+        for x, w in found:
             w = jnp.exp2(w - new_best)
             acc, total = acc + x * wide(w), total + w
         return acc, new_best, total
 
-    carry = (
+    def add(chunk: Array, carry: list[tuple[Array, ...]]) -> list[tuple[Array, ...]]:
+        at = [chunk * count + j for j in range(count)]
+        found = [read(pick, at) for pick in picks]
+        return [joined(*pair) for pair in zip(found, carry, strict=True)]
+
+    nothing = (
         plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout),
         plgpu.layout_cast(jnp.full(shape[:1], NOTHING, jnp.float32), by_row),
         plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), by_row),
     )
-    acc, _, total = lax.fori_loop(0, lax.div(num + count - 1, count), add, carry)
-    return acc / wide(total)
+    chunks = lax.div(num + count - 1, count)
+    carry = lax.fori_loop(0, chunks, add, [nothing] * len(picks))
+    return [acc / wide(total) for acc, _, total in carry]
 
 
 def _layout(D: int) -> Layout:

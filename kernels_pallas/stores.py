@@ -27,11 +27,13 @@ def put(ref: Ref, x: Array) -> None:
 
 
 def put_rows(
-    x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA, *, first: Array | None = None
-) -> None:
+    x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA, *, first: Array | None = None,
+    tile: query_rows.Tile | None = None,
+) -> None:  # fmt: skip
     """Writes the first rows of x, [m, n], from registers: as many as ref has from `first` on.
 
-    ref: [rows, n], or [Q, G, n] of Q query tokens. first: 0 if None.
+    ref: [rows, n], or [Q, G, n] of Q query tokens. first: 0 if None. tile: which of x's rows are
+    the heads of tokens, where they are not the first ones.
     """
     more = () if first is None else (first,)
 
@@ -45,8 +47,12 @@ def put_rows(
         places = x.layout.thread_idxs(x.shape)
         for (row, column), value in zip(places, x.registers.flat, strict=True):
             row = functools.reduce(arith.addi, starts, row)
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row, limit)):
+            if tile is not None:
+                place, inside = tile.place(row, flat=len(shape) == 1)
+            else:
                 place = [row] if len(shape) == 1 else query_rows.split(row, shape[1])
+                inside = arith.cmpi(arith.CmpIPredicate.ult, row, limit)
+            with mgpu.when(inside):
                 vector.store(value, ref, [*place, column])
 
     write(x, ref, *more)

@@ -1,0 +1,84 @@
+"""Decode attention's plan: who reads which keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.kernels_pallas.decode_plan import CLUSTER, TuningConfig, cluster_of, plan
+from jaxrunner.kernels_pallas.query_rows import tile_of
+
+HEADS, TABLE = 8, 256
+
+
+@functools.partial(jax.jit, static_argnames=("cluster", "window"))
+def planned(lens, blocks, *, cluster, window):
+    shape = (9, HEADS, 64, 128)
+    return plan(lens, blocks, shape, window, TuningConfig(), skip_empty=True, cluster=cluster)
+
+
+@pytest.mark.parametrize("window", [None, 300], ids=["all keys", "window"])
+@pytest.mark.parametrize("B, cluster", [(1, 1), (1, 8), (2, 8), (8, 1), (12, 2), (16, 2), (40, 1)])
+def test_items_read_each_tile_once(B: int, cluster: int, window: int | None):
+    rng = np.random.default_rng()
+    for most in (60, 1100, 16000):
+        lens = np.where(rng.random(B) < 0.2, 0, rng.integers(1, most, B)).astype(np.int32)
+        blocks = rng.integers(0, 99, (B, TABLE), np.int32)
+        items = planned(jnp.asarray(lens), jnp.asarray(blocks), cluster=cluster, window=window)
+        row, first, last, part, length, block, head, parts = map(np.asarray, items)
+        slots = TuningConfig().num_ctas // (HEADS * cluster)
+        # Of clusters of two CTAs, those that run at a time have two items each at most.
+        assert row.size == cluster * (B if cluster == CLUSTER else B + slots - 1)
+        assert cluster != 2 or B + slots - 1 <= 2 * slots
+        for r in range(B):
+            mine = np.flatnonzero(row == r)
+            tiles = [t for i in mine for t in range(first[i], last[i])]
+            start = 0 if window is None else max(int(lens[r]) - window, 0) // 64
+            assert tiles == list(range(start, -(-int(lens[r]) // 64)))
+            assert (length[mine] == lens[r]).all() and (parts[mine] * cluster == mine.size).all()
+            assert cluster != CLUSTER or mine.size <= cluster
+            kinds = [0] if mine.size == cluster else [2] + [1] * (mine.size // cluster - 1)
+            assert mine.size == 0 or part[mine].tolist() == np.repeat(kinds, cluster).tolist()
+            assert (head[mine] * cluster == mine[:1]).all()
+            busy = mine[first[mine] < last[mine]]
+            assert (block[busy] == blocks[r, first[busy]]).all()
+
+
+@pytest.mark.parametrize("rows", [9, 12, 16])
+def test_rows_of_about_one_length_are_not_cut_for_a_second_turn(rows: int):
+    lens = np.where(np.arange(16) < rows, 1000 + 10 * np.arange(16), 0).astype(np.int32)
+    blocks = jnp.zeros((16, TABLE), jnp.int32)
+    items = planned(jnp.asarray(lens), blocks, cluster=2, window=None)
+    assert np.asarray(items.parts)[: 2 * rows].tolist() == [1] * (2 * rows)
+
+
+@pytest.mark.parametrize("B, M, D, query_len, window, size", [
+    (1, 24, 128, 1, None, 8), (2, 24, 128, 4, None, 8), (1, 25, 128, 4, None, 1),
+    (1, 128, 128, 1, 1024, 8), (1, 128, 128, 1, 4096, 1), (3, 16, 128, 4, None, 1),
+    (8, 16, 128, 4, None, 1), (12, 128, 128, 4, None, 2), (16, 128, 128, 4, None, 2),
+    (16, 16, 128, 1, None, 1), (17, 16, 128, 4, None, 1), (1, 16, 128, 16, None, 1),
+    (1, 16, 64, 4, None, 8), (1, 16, 80, 4, None, 1), (1, 16, 256, 4, None, 1),
+])  # fmt: skip
+def test_clusters_are_where_they_gain(
+    B: int, M: int, D: int, query_len: int, window: int | None, size: int
+):
+    q, cache = (B * query_len, 4 * HEADS, D), (99, HEADS, 64, D)
+    sizes = q, cache, (B, M), window, query_len
+    assert cluster_of(*sizes, TuningConfig()) == size
+    assert cluster_of(*sizes, TuningConfig(cluster=0)) == 1
+    assert B * HEADS * size <= TuningConfig().num_ctas or size == 1
+
+
+@pytest.mark.parametrize("query_len, group, pitch", [
+    (1, 4, 64), (1, 7, 64), (2, 16, 32), (4, 4, 16), (4, 16, 16), (3, 7, 7), (3, 8, 16), (5, 1, 8),
+    (5, 12, 12), (8, 8, 8), (8, 4, 8),
+])  # fmt: skip
+def test_tokens_lie_apart_where_copies_can_bring_them(query_len: int, group: int, pitch: int):
+    tile = tile_of(query_len, group)
+    assert tile.pitch == pitch
+    assert tile.apart == (query_len == 1 or pitch > group)
+    rows = [i * pitch + g for i in range(query_len) for g in range(group)]
+    assert len(set(rows)) == len(rows) and max(rows) < 64
+    assert tile.lower_halves == all(row % 16 < 8 for row in rows)
