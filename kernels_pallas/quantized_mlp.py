@@ -73,7 +73,7 @@ class _Static(NamedTuple):
 def refuses(
     x: Shaped, gate_up: Few, down: Few, code: str, config: TuningConfig = TuningConfig()
 ) -> str | None:
-    """Says why x, [T, E], gates and what they gate, [2 * F, E], and down, [E, F], are not served."""
+    """Says why x, [T, E], gate_up, of [2 * F, E] numbers, and down, of [E, F], are not served."""
     for w in gate_up, down:
         if reason := refuses_numbers(x, w.scale, code, widen.PAIRS):
             return reason
@@ -81,7 +81,8 @@ def refuses(
         return f"wants {TOKENS} tokens, got {x.shape[0]}"
     (T, E), F, packed = x.shape, gate_up.weight.shape[0] // 2, widen.PACKED[code]
     if (down.weight.shape[0], down.weight.shape[1] * packed) != (E, F):
-        return f"wants weights of {E}, [2 * F, E] and [E, F], got {gate_up.weight.shape}, {down.weight.shape}"
+        shapes = gate_up.weight.shape, down.weight.shape
+        return f"wants weights of {E}, [2 * F, E] and [E, F], got {shapes}"
     fit = _fit(T, E, F, gate_up.scale.shape, down.scale.shape, code, config)
     return fit if isinstance(fit, str) else None
 

@@ -77,7 +77,7 @@ class Steps(NamedTuple):
         return Window(self.run, self.sums, spans, self.turns, rounds, self.gap)
 
 
-def unlike(E: int, F: int, scale: tuple[int, int], code: str) -> str | None:
+def unlike(E: int, F: int, scale: tuple[int, ...], code: str) -> str | None:
     """Says why weights of F outputs and E inputs are not served, or None; scale: their shape."""
     terms, group = STEP * widen.PACKED[code], E // scale[1]
     if E % terms or F % 8:
@@ -124,15 +124,12 @@ class Own(NamedTuple):
     def read(self, w_smem: Ref, slot: Array) -> list[Array]:
         """Reads a step's weights, [ROWS, n] in bytes; or gates, [ROWS / 2, n], and the others."""
         s, first = self.s, slot * self.s.place
-        if not s.gap:
-            height = s.place // s.groups
-            return [widen.load_weights(w_smem.at[pl.ds(first + self.group * height, ROWS)], s.packed)]
-        half = ROWS // 2
+        if s.gap:
+            starts, num = [self.group * (ROWS // 2) + i * s.units for i in range(2)], ROWS // 2
+        else:
+            starts, num = [self.group * (s.place // s.groups)], ROWS
         return [
-            widen.load_weights(
-                w_smem.at[pl.ds(first + i * s.units + self.group * half, half)], s.packed
-            )
-            for i in range(2)
+            widen.load_weights(w_smem.at[pl.ds(first + start, num)], s.packed) for start in starts
         ]
 
 
@@ -207,9 +204,7 @@ def put_units(total: Array, ref: Ref, first: Array) -> None:
     units = (gate / (1 + jnp.exp(-gate)) * up).astype(ref.dtype)
 
     @mosaic.inline_mgpu(arg_types=(_HALF, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def write(
-        _: Any, x: mgpu.FragmentedArray, ref: ir.Value, first: mgpu.FragmentedArray
-    ) -> None:
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value, first: mgpu.FragmentedArray) -> None:
         index = ir.IndexType.get()
         sizes = [mgpu.c(n, index) for n in ir.MemRefType(ref.type).shape]
         begin = arith.index_cast(index, first.registers.item())

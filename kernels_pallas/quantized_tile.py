@@ -49,6 +49,7 @@ class TuningConfig:
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
     num_ctas: int = 132  # at most: an H200's
     exact: bool = False  # scales are multiplied with sums
+    unrolled: int = 1  # steps of a loop's body: of all but the last one the next overlaps
     spread: bool = True  # registers are moved from the warpgroup that copies to the others
 
 
@@ -123,7 +124,7 @@ def _fit(
     steps = E // (c.terms * c.parts)
     form = Form(
         code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
-        c.turns,
+        c.turns, c.unrolled,
     )  # fmt: skip
     left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
     left -= c.groups * c.turns * form.kept * 4
@@ -131,6 +132,8 @@ def _fit(
     stages -= stages % c.turns  # a place is of one warpgroup's steps for ever
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
+    if steps % (c.turns * c.unrolled) or (c.unrolled > 1 and c.exact and form.sums > 1):
+        return f"wants steps in multiples of {c.turns * c.unrolled}, of one scale, got {steps}"
     items = tiles // c.cluster * c.parts * chunks
     form = form._replace(stages=stages)
     return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)

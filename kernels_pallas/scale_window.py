@@ -91,7 +91,7 @@ class Window(NamedTuple):
 
         return load(held, lax.rem(index, self.steps) * self.sums + i)
 
-    def _copy(self, step: Array, first: Array, ref: Ref, held: Ref) -> None:
+    def _copy(self, step: Index, first: Array, ref: Ref, held: Ref) -> None:
         """Reads a window; `step`: which of all its first is."""
         scalar, entries = plgpu.Layout.WG_SPLAT(()), self.steps * self.sums
         total, powers = entries * self.units, ref.dtype == jnp.uint8
@@ -137,15 +137,10 @@ class Window(NamedTuple):
         step = arith.addi(start, arith.muli(turn, _number(self.turns)))
         column = arith.muli(arith.divui(step, _number(self.spans)), _number(self.sums))
         column = arith.addi(column, arith.remui(entry, _number(self.sums)))
-        return [
-            arith.minui(at, _number(size - 1))
-            for at, size in ((row, rows), (column, columns))
-        ]
+        return [arith.minui(at, _number(size - 1)) for at, size in ((row, rows), (column, columns))]
 
 
-def _move(
-    ref: ir.Value, place: list[ir.Value], held: ir.Value, to: ir.Value, powers: bool
-) -> None:
+def _move(ref: ir.Value, place: list[ir.Value], held: ir.Value, to: ir.Value, powers: bool) -> None:
     """Copies one number; in bytes there are integers, or exponents of `powers` of two."""
     f32 = ir.F32Type.get()
     if ir.MemRefType(ref.type).element_type != f32:

@@ -36,7 +36,7 @@ def load_tokens(ref: Ref) -> Array:
 
 
 def widen(raw: Array, code: str) -> Array:
-    """Returns weights, [64 or 32, TERMS] in bytes or half as many, divided by FACTOR, as bfloat16."""
+    """Returns weights, [64 or 32, TERMS], a byte or half of one each, as bfloat16, over FACTOR."""
     pair, packed = PAIRS[code], PACKED[code]
     given, wide = (rows_of(n, raw.shape[0]) for n in (packed, 1))
     out = plgpu.ShapeDtypeStruct((raw.shape[0], TERMS), jnp.bfloat16, layout=wide)
@@ -203,5 +203,6 @@ def _e2m1(word: ir.Value, i: int) -> ir.Value:
 PAIRS: dict[str, Pair] = {
     "float8_e4m3fn": _e4m3, "int8": _int8, "int4": _int4, "float4_e2m1fn": _e2m1,
 }  # fmt: skip
-FACTOR = {code: 64.0 if code in ("int8", "int4") else 1.0 for code in PAIRS}  # less than that
+# What `widen` divides numbers by: as whole numbers they are the low bits of a bfloat16.
+FACTOR = {code: 64.0 if code in ("int8", "int4") else 1.0 for code in PAIRS}
 PACKED = {code: CODES[code].packed for code in PAIRS}

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas.quantized_fit import FEWEST, fit, multiply
 from jaxrunner.kernels_pallas import quantized_mlp
+from jaxrunner.kernels_pallas.quantized_fit import FEWEST, fit, multiply
 from jaxrunner.kernels_pallas.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
 from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.operation import Operation
@@ -21,6 +21,7 @@ from tests.support.lowering import cuda, lowers
 FP8 = "float8_e4m3fn"
 BLOCKS, FOUR = Scheme(FP8, (128, 128)), Scheme("int4", (1, 128), has_zero=True)
 DYNAMIC = Scheme(FP8, activation=Activation(FP8))
+BOTH_IN_BLOCKS = Scheme(FP8, (128, 128), activation=Activation(FP8, group=128))
 Three = tuple[Any, Any, Any]
 
 
@@ -51,6 +52,9 @@ def weights(scheme: Scheme, outputs: int = 512, inputs: int = 1024) -> Quantized
         (products.project, 64, FOUR, 4096, "quantized_matmul in parts"),
         (products.linear, 512, BLOCKS, 6144, "plain JAX"),
         (products.linear, 512, DYNAMIC, 6144, "fp8 product"),
+        (products.linear, 512, BOTH_IN_BLOCKS, 6144, "fp8_blocks"),
+        (products.project, 8192, BOTH_IN_BLOCKS, 4096, "fp8_blocks"),
+        (products.linear, 256, BOTH_IN_BLOCKS, 6144, "quantized_tile"),
     ],
 )
 def test_what_runs_a_product_follows_its_tokens(run, tokens, scheme, outputs, name):
