@@ -316,6 +316,8 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(64, 1024, 512, "float8_e4m3fn", groups=4),
     quantized_tiles(64, 1024, 512, "float8_e4m3fn", run=128, group=128, exact=True, unrolled=2),
     quantized_tiles(256, 1024, 512, "int4", group=128, terms=64, unrolled=4),
+    quantized_tiles(64, 1024, 1024, "int4", group=128, exact=True, unrolled=2, gated=True),
+    quantized_tiles(128, 512, 1024, "float8_e4m3fn", num_ctas=2, gated=True),
     quantized_tiles(64, 1024, 256, "int4", group=128, groups=1, turns=2, parts=2, exact=True),
     quantized_tiles(128, 1024, 512, "float4_e2m1fn", group=256, exact=True, cluster=1),
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),

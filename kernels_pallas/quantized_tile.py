@@ -61,6 +61,7 @@ class _Static(NamedTuple):
     tiles: int  # of rows, of which a cluster has several
     clusters: int
     items: int  # of a cluster's work
+    gated: bool  # one warpgroup has gates, the other what they gate
     c: TuningConfig
 
     @property
@@ -94,18 +95,31 @@ class _Static(NamedTuple):
         """Warpgroups whose sums others add to their own."""
         return self.consumers - self.c.groups
 
+    @property
+    def places(self) -> int:
+        """Places for sums that warpgroups give each other."""
+        return self.writers + self.gated
 
-def refuses(x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
+    def first(self, tile: Array, group: Array) -> Array:
+        """Returns the first row of a warpgroup's weights in their matrix."""
+        if not self.gated:
+            return (tile * self.c.groups + group) * ROWS
+        return (group * self.tiles + tile) * ROWS
+
+
+def refuses(
+    x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig, gated: bool = False
+) -> str | None:
     """Says why x, [T, E], weight, [F, E / packed], and scale, [F / run, G], are not served."""
     if reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS):
         return reason
     (T, E), F = x.shape, weight.shape[0]
-    fit = _fit(T, E, F, scale.shape, code, c)
+    fit = _fit(T, E, F, scale.shape, code, c, gated)
     return fit if isinstance(fit, str) else None
 
 
 def _fit(
-    T: int, E: int, F: int, scale: tuple[int, ...], code: str, c: TuningConfig
+    T: int, E: int, F: int, scale: tuple[int, ...], code: str, c: TuningConfig, gated: bool
 ) -> _Static | str:
     """Shares the work out, or says why it cannot."""
     # Of one token the copies read eight: what is not there is 0.
@@ -119,6 +133,8 @@ def _fit(
         )
     if E % scale[1] or F % scale[0] or group % PIECE or (group % c.terms and c.terms % group):
         return f"wants scales of runs that divide {c.terms} or that it divides, got {group}"
+    if gated and (c.groups, c.turns, c.parts) != (2, 1, 1):
+        return f"wants gates in one warpgroup, the others in one, got {c.groups} x {c.turns}"
     tiles, chunks = F // (ROWS * c.groups), -(-T // tokens)
     size = c.terms * (2 * tokens + ROWS * c.groups // packed)
     steps = E // (c.terms * c.parts)
@@ -126,7 +142,7 @@ def _fit(
         code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
         c.turns, c.unrolled,
     )  # fmt: skip
-    left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
+    left = SMEM_BYTES - (c.groups * (c.turns - 1) + gated) * ROWS * tokens * 4 - 2048
     left -= c.groups * c.turns * form.kept * 4
     stages = min(c.stages, left // size, steps)
     stages -= stages % c.turns  # a place is of one warpgroup's steps for ever
@@ -136,28 +152,30 @@ def _fit(
         return f"wants steps in multiples of {c.turns * c.unrolled}, of one scale, got {steps}"
     items = tiles // c.cluster * c.parts * chunks
     form = form._replace(stages=stages)
-    return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
+    return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, gated, c)
 
 
 def quantized_tile(
     x: Array, weight: Array, scale: Array, *, code: str, dtype: Any = None,
-    config: TuningConfig = TuningConfig(),
+    config: TuningConfig = TuningConfig(), gated: bool = False,
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times the weights: [T, F] in `dtype`, that of x if None.
 
-    With several parts, which are to be added up: [parts, T, F]. weight: [F, E] in 8 bits, or
+    With several parts, which are to be added up: [parts, T, F]. Where the first half of the weights
+    is `gated`, the gates, the units of an MLP: [T, F / 2] (arXiv:2002.05202). weight: [F, E] in 8 bits, or
     [F, E / 2] with two numbers a byte, the first in the low half, of int4 8 more than the number.
     scale: float32 [F / run, E / group], of runs of rows and of terms.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(x, weight, scale, code, config):
+    if why := refuses(x, weight, scale, code, config, gated):
         raise ValueError(f"quantized_tile {why}")
     (T, E), F, c = x.shape, weight.shape[0], config
-    s = _fit(T, E, F, scale.shape, code, c)
+    s = _fit(T, E, F, scale.shape, code, c, gated)
     assert isinstance(s, _Static)
-    width, shape = c.terms // s.packed, (T, F) if c.parts == 1 else (c.parts, T, F)
+    width, outputs = c.terms // s.packed, F // (1 + gated)
+    shape = (T, outputs) if c.parts == 1 else (c.parts, T, outputs)
     return plgpu.kernel(
         functools.partial(_kernel, s),
         out_type=jax.ShapeDtypeStruct(shape, dtype or x.dtype),
@@ -169,13 +187,13 @@ def quantized_tile(
                 (s.stages, c.terms // PIECE, s.T, PIECE), x.dtype, transforms=mosaic.tiled(PIECE, 2)
             ),
             other=plgpu.SMEM(
-                (max(s.writers, 1), *((ROWS, s.T) if s.writers else (8, 8))), jnp.float32
+                (max(s.places, 1), *((ROWS, s.T) if s.places else (8, 8))), jnp.float32
             ),
             kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=1 + c.terms // PIECE, num_barriers=s.stages),
+            full=plgpu.Barrier(num_arrivals=1 + gated + c.terms // PIECE, num_barriers=s.stages),
             free=_free(s),
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
-            read=plgpu.Barrier(num_arrivals=c.groups),
+            read=plgpu.Barrier(num_arrivals=1 if gated else c.groups),
         ),
         grid=(s.clusters,), grid_names=("team",), num_threads=s.consumers + 1, thread_name="wg",
         cluster=(c.cluster,) if c.cluster > 1 else (),
@@ -222,7 +240,7 @@ def _kernel(
 
         def one(r: Array, _: None) -> None:
             at = item(r)
-            first = (at.tile * s.c.groups + group) * ROWS
+            first = s.first(at.tile, group)
             mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
             y = (exact if s.c.exact else rounded)(s.form, held, mine)
             _finish(s, group, turn, r, at, first, y, out, other, told, read)
@@ -254,9 +272,11 @@ def _fetch(
 
     def weights(step: Index) -> None:
         (tile, _, _), n, slot = place(step)
-        width = s.c.terms // s.packed
-        source = w.at[pl.ds(tile * s.rows, s.rows), pl.ds(n * width, width)]
-        mosaic.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+        width, num = s.c.terms // s.packed, s.rows // (1 + s.gated)
+        for i in range(1 + s.gated):
+            row = s.first(tile, jnp.int32(i)) if s.gated else tile * s.rows
+            source = w.at[pl.ds(row, num), pl.ds(n * width, width)]
+            mosaic.copy_gmem_to_smem(source, w_smem.at[slot, pl.ds(i * num, num)], full.at[slot])
 
     def tokens(step: Index) -> None:
         (_, _, chunk), n, slot = place(step)
@@ -283,22 +303,24 @@ def _finish(
 ) -> None:  # fmt: skip
     """Adds up the sums of warpgroups with the same rows, and writes them."""
     groups, turns = s.c.groups, s.c.turns
-    if turns > 1:
+    gives, takes = (group > 0, group == 0) if s.gated else (turn > 0, turn == 0)
+    if s.places:
 
-        @pl.when(turn > 0)
+        @pl.when(gives)
         def _() -> None:
             pl.when(r > 0)(lambda: mosaic.barrier_wait(read))
-            put(other.at[(turn - 1) * groups + group], y)
+            put(other.at[0 if s.gated else (turn - 1) * groups + group], y)
             mosaic.barrier_arrive(told)
 
-    @pl.when(turn == 0)
+    @pl.when(takes)
     def _() -> None:
         total = y
-        if turns > 1:
+        if s.places:
             mosaic.barrier_wait(told)
-            for i in range(turns - 1):
-                source = other.at[i * groups + group]
-                total = total + mosaic.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+            for i in range(s.places if s.gated else turns - 1):
+                source = other.at[0 if s.gated else i * groups + group]
+                more = mosaic.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+                total = total / (1 + jnp.exp(-total)) * more if s.gated else total + more
             mosaic.barrier_arrive(read)
         target = out if len(out.shape) == 2 else out.at[at.part]
         num = min(s.T, target.shape[0])
