@@ -39,23 +39,21 @@ def quantized_products(
 
 
 def quantized_tiles(
-    T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0, gated: bool = False,
-    **sizes: Any,
-) -> Case:  # fmt: skip
+    T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0, **sizes: Any
+) -> Case:
     """T tokens times a weight, as above, in tiles of the sizes of a TuningConfig."""
     config = TuningConfig(**sizes)
     make = functools.partial(_make, T, E, F, code, run, group or E, False)
 
     def run_it(x: Array, weight: Array, scale: Array) -> Array:
         if config.parts == 1:
-            return quantized_tile(x, weight, scale, code=code, config=config, gated=gated)
+            return quantized_tile(x, weight, scale, code=code, config=config)
         wide: Any = dict(dtype=jnp.float32, config=config)
         return quantized_tile(x, weight, scale, code=code, **wide).sum(0).astype(x.dtype)
 
-    told = ", ".join(f"{key} {value}" for key, value in sizes.items()) + ", gated" * gated
+    told = ", ".join(f"{key} {value}" for key, value in sizes.items())
     name, amount = f"{T} x {E} x {F}, {code}, {told}", E * F / widen.PACKED[code]
-    options: dict[str, Any] = dict(code=code) | (dict(gated=True) if gated else {})
-    return Case("quantized_tile", name, make, run_it, amount, "TB/s", options)
+    return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
 
 
 def quantized_mlps(T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0) -> Case:

@@ -23,7 +23,6 @@ class Rule(NamedTuple):
     tokens: int  # at most
     whole: tuple[TuningConfig, ...]
     parts: tuple[TuningConfig, ...]  # of sums that another kernel adds up
-    gated: tuple[TuningConfig, ...] = ()  # of gates and what they gate
 
 
 # Two warpgroups have 232 registers a thread, four have 112. Sums multiplied with scales want twice
@@ -42,7 +41,6 @@ RULES = (
             TuningConfig(groups=2, parts=4, exact=True),
             TuningConfig(groups=1, turns=2, parts=2, exact=True),
         ),
-        (TuningConfig(exact=True, unrolled=2), TuningConfig(exact=True)),
     ),
     Rule(
         128,
@@ -64,12 +62,11 @@ RULES = (
 
 
 def fit(
-    x: Shaped, weight: Shaped, scale: Shaped, code: str, *, in_parts: bool = False,
-    gated: bool = False,
-) -> TuningConfig | str:  # fmt: skip
+    x: Shaped, weight: Shaped, scale: Shaped, code: str, *, in_parts: bool = False
+) -> TuningConfig | str:
     """Returns the sizes for x, [T, E], weight, [F, E / packed], and scale, [F / run, G].
 
-    Or why tiles do not serve them, in words. gated: whether the weights are gates and others.
+    Or why tiles do not serve them, in words.
     """
     T = x.shape[0]
     if not MIN_TOKENS <= T <= MAX_TOKENS:
@@ -78,11 +75,9 @@ def fit(
     # A scale of a whole sum is multiplied with it in any case.
     found = [
         replace(c, exact=c.exact and scale.shape[1] > 1)
-        for c in (rule.gated if gated else rule.parts if in_parts else rule.whole)
+        for c in (rule.parts if in_parts else rule.whole)
     ]
-    if not found:
-        return f"is ahead with SwiGLU for up to {RULES[0].tokens} tokens, got {T}"
-    reasons = [quantized_tile.refuses(x, weight, scale, code, c, gated) for c in found]
+    reasons = [quantized_tile.refuses(x, weight, scale, code, c) for c in found]
     served = [c for c, reason in zip(found, reasons, strict=True) if reason is None]
     if not served:
         return str(reasons[-1])
@@ -106,18 +101,15 @@ def _longest(T: int, F: int, c: TuningConfig) -> float:
 
 
 def multiply(
-    x: Array, weight: Array, scale: Array, *, code: str, in_parts: bool = False,
-    gated: bool = False, dtype: Any = None,
-) -> Array:  # fmt: skip
+    x: Array, weight: Array, scale: Array, *, code: str, in_parts: bool = False, dtype: Any = None
+) -> Array:
     """Returns what `quantized_tile` does, with the sizes that `fit` finds.
 
     Raises:
       ValueError: what `fit` says.
     """
-    c = fit(x, weight, scale, code, in_parts=in_parts, gated=gated)
+    c = fit(x, weight, scale, code, in_parts=in_parts)
     if isinstance(c, str):
         raise ValueError(f"quantized_tile {c}")
     wide = jnp.dtype(jnp.float32) if in_parts else dtype
-    return quantized_tile.quantized_tile(
-        x, weight, scale, code=code, dtype=wide, config=c, gated=gated
-    )
+    return quantized_tile.quantized_tile(x, weight, scale, code=code, dtype=wide, config=c)

@@ -147,8 +147,7 @@ def sums(
         return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
 
     def one(index: Array, totals: list[Array]) -> list[Array]:
-        if s.group:
-            own.fill(index)
+        s.window.refill(index, own.fill)
         slot = lax.rem(begin + own.turn + index * s.turns, s.stages)
         mosaic.barrier_wait(full.at[slot])
         raw = own.read(w_smem, slot)
@@ -156,7 +155,7 @@ def sums(
             values = []
             for j in range(i * pieces, (i + 1) * pieces):
                 cut = [lax.slice(r, (0, j * size), (r.shape[0], (j + 1) * size)) for r in raw]
-                values.append([widen.widen(r, s.code) for r in cut])
+                values.append([widen.widen(r, s.code, power) for r in cut])
             if own.zero is not None:
                 less = own.zeros(index, i)
                 values = [[value - less for value in both] for both in values]
@@ -173,9 +172,9 @@ def sums(
         mosaic.barrier_arrive(free.at[slot])
         return totals
 
+    power = widen.multiplier(s.code)
     rounds = lax.div(s.steps - own.turn + s.turns - 1, s.turns)
-    if not s.group:
-        own.fill(0)
+    own.fill(0)
     totals = lax.fori_loop(0, rounds, one, [nothing() for _ in range(s.T // columns)])
     factor = widen.FACTOR[s.code]
     return [total * (factor if s.group else own.scales(0, 0) * factor) for total in totals]

@@ -8,6 +8,7 @@ A scale that all terms share is multiplied with their sum.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -40,7 +41,6 @@ class Form(NamedTuple):
     groups: int  # of terms that a row has
     stages: int
     turns: int = 1  # warpgroups that have the same rows, and steps by turns
-    unrolled: int = 1  # steps of a loop's body: of all but the last one the next overlaps
 
     @property
     def sums(self) -> int:
@@ -87,32 +87,26 @@ class Sum(NamedTuple):
 
 def rounded(f: Form, held: Held, of: Sum) -> Array:
     """Returns a warpgroup's sums, [ROWS, tokens]; weights are multiplied with scales."""
-    layout, rounds, pieces = plgpu.Layout.WGMMA, f.steps // f.turns, f.terms // PIECE
-
-    def place(index: Array) -> Array:
-        return lax.rem(of.begin + of.turn + index * f.turns, f.stages)
+    layout, rounds = plgpu.Layout.WGMMA, f.steps // f.turns
 
     def multiply(acc: Ref) -> Array:
-        def body(many: Array, _: None) -> None:
-            steps = [many * f.unrolled + i for i in range(f.unrolled)]
-            for i, index in enumerate(steps):
-                _fill(f, held, of, index)
-                piece = _read_step(f, held, of.group, place(index))
-                scales = _scales(f, held, index) if f.group else []
-                values = [_scaled(f, piece(j), scales, j) for j in range(pieces)]
-                for j, value in enumerate(values):
-                    mosaic.wgmma(acc, value, held.x.at[place(index), j].T)
-                if i:
-                    plgpu.wgmma_wait(pieces)
-                    mosaic.barrier_arrive(held.free.at[place(steps[i - 1])])
-            # A product in flight at the end of a loop's body would make all others wait.
+        def body(index: Array, _: None) -> None:
+            f.window.refill(index, functools.partial(_fill, f, held, of))
+            slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
+            piece = _read_step(f, held, of.group, slot)
+            scales = _scales(f, held, index) if f.group else []
+            for j in range(f.terms // PIECE):
+                mosaic.wgmma(acc, _scaled(f, piece(j), scales, j), held.x.at[slot, j].T)
+            # A product in flight while the next weights are widened would make them all wait.
             plgpu.wgmma_wait(0)
-            mosaic.barrier_arrive(held.free.at[place(steps[-1])])
+            mosaic.barrier_arrive(held.free.at[slot])
             return _
 
-        lax.fori_loop(0, rounds // f.unrolled, body, None)
+        lax.fori_loop(0, rounds, body, None)
         return acc[...]
 
+    if f.group:
+        _fill(f, held, of, 0)
     y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
     if not f.group:
         whole = by_row(held.scale, of.first, f.run, jnp.int32(0), layout)
@@ -122,13 +116,11 @@ def rounded(f: Form, held: Held, of: Sum) -> Array:
 
 def exact(f: Form, held: Held, of: Sum) -> Array:
     """Returns a warpgroup's sums, [ROWS, tokens]; sums are multiplied with scales."""
-    if f.unrolled > 1:
-        return _overlapped(f, held, of)
     layout, rounds = plgpu.Layout.WGMMA, f.steps // f.turns
     pieces = f.terms // PIECE // f.sums
 
     def body(index: Array, total: Array) -> Array:
-        _fill(f, held, of, index)
+        f.window.refill(index, functools.partial(_fill, f, held, of))
         slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
         piece = _read_step(f, held, of.group, slot)
         scales = _scales(f, held, index)
@@ -151,55 +143,12 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
         return total
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
+    _fill(f, held, of, 0)
     return lax.fori_loop(0, rounds, body, zeros)
 
 
-def _overlapped(f: Form, held: Held, of: Sum) -> Array:
-    """Returns what `exact` does, of steps of one sum each, without zero points.
-
-    The weights of a step are widened while the tensor cores work for the one before.
-    """
-    layout, rounds, pieces = plgpu.Layout.WGMMA, f.steps // f.turns, f.terms // PIECE
-
-    def place(index: Array) -> Array:
-        return lax.rem(of.begin + of.turn + index * f.turns, f.stages)
-
-    def start(acc: Ref, index: Array) -> None:
-        _fill(f, held, of, index)
-        piece = _read_step(f, held, of.group, place(index))
-        values = [widen_tile.plain(piece(j), f.code) for j in range(pieces)]
-        for j, value in enumerate(values):
-            mosaic.wgmma(acc, value, held.x.at[place(index), j].T)
-
-    def body(many: Array, total: Array) -> Array:
-        steps = [many * f.unrolled + i for i in range(f.unrolled)]
-
-        def multiply(*accs: Ref) -> Array:
-            now = total
-            for i, (acc, index) in enumerate(zip(accs, steps, strict=True)):
-                scales = None
-                if i + 1 < len(steps):
-                    if i == 0:
-                        start(acc, index)
-                    start(accs[i + 1], steps[i + 1])
-                    y = mosaic.wgmma_accumulator_load(acc, wait_n=pieces)
-                else:
-                    y = acc[...]
-                [scales] = _scales(f, held, index)
-                now = now + y * _wide(scales, f.tokens)
-                mosaic.barrier_arrive(held.free.at[place(index)])
-            return now
-
-        return pl.run_scoped(multiply, *[mosaic.ACC((ROWS, f.tokens), jnp.float32)] * f.unrolled)
-
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
-    return lax.fori_loop(0, rounds // f.unrolled, body, zeros)
-
-
-def _fill(f: Form, held: Held, of: Sum, index: Array) -> None:
+def _fill(f: Form, held: Held, of: Sum, index: Index) -> None:
     """Has scales and zero points of a step in shared memory, and of some after it."""
-    if not f.group:
-        return
     refs = [held.scale] if held.zero is None else [held.scale, held.zero]
     kept = [(ref, held.kept.at[i]) for i, ref in enumerate(refs)]
     f.window.fill(index, of.start + of.turn, of.first, *kept)

@@ -49,7 +49,6 @@ class TuningConfig:
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
     num_ctas: int = 132  # at most: an H200's
     exact: bool = False  # scales are multiplied with sums
-    unrolled: int = 1  # steps of a loop's body: of all but the last one the next overlaps
     spread: bool = True  # registers are moved from the warpgroup that copies to the others
 
 
@@ -61,7 +60,6 @@ class _Static(NamedTuple):
     tiles: int  # of rows, of which a cluster has several
     clusters: int
     items: int  # of a cluster's work
-    gated: bool  # one warpgroup has gates, the other what they gate
     c: TuningConfig
 
     @property
@@ -95,31 +93,18 @@ class _Static(NamedTuple):
         """Warpgroups whose sums others add to their own."""
         return self.consumers - self.c.groups
 
-    @property
-    def places(self) -> int:
-        """Places for sums that warpgroups give each other."""
-        return self.writers + self.gated
 
-    def first(self, tile: Array, group: Array) -> Array:
-        """Returns the first row of a warpgroup's weights in their matrix."""
-        if not self.gated:
-            return (tile * self.c.groups + group) * ROWS
-        return (group * self.tiles + tile) * ROWS
-
-
-def refuses(
-    x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig, gated: bool = False
-) -> str | None:
+def refuses(x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
     """Says why x, [T, E], weight, [F, E / packed], and scale, [F / run, G], are not served."""
     if reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS):
         return reason
     (T, E), F = x.shape, weight.shape[0]
-    fit = _fit(T, E, F, scale.shape, code, c, gated)
+    fit = _fit(T, E, F, scale.shape, code, c)
     return fit if isinstance(fit, str) else None
 
 
 def _fit(
-    T: int, E: int, F: int, scale: tuple[int, ...], code: str, c: TuningConfig, gated: bool
+    T: int, E: int, F: int, scale: tuple[int, ...], code: str, c: TuningConfig
 ) -> _Static | str:
     """Shares the work out, or says why it cannot."""
     # Of one token the copies read eight: what is not there is 0.
@@ -133,49 +118,43 @@ def _fit(
         )
     if E % scale[1] or F % scale[0] or group % PIECE or (group % c.terms and c.terms % group):
         return f"wants scales of runs that divide {c.terms} or that it divides, got {group}"
-    if gated and (c.groups, c.turns, c.parts) != (2, 1, 1):
-        return f"wants gates in one warpgroup, the others in one, got {c.groups} x {c.turns}"
     tiles, chunks = F // (ROWS * c.groups), -(-T // tokens)
     size = c.terms * (2 * tokens + ROWS * c.groups // packed)
     steps = E // (c.terms * c.parts)
     form = Form(
         code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
-        c.turns, c.unrolled,
+        c.turns,
     )  # fmt: skip
-    left = SMEM_BYTES - (c.groups * (c.turns - 1) + gated) * ROWS * tokens * 4 - 2048
+    left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
     left -= c.groups * c.turns * form.kept * 4
     stages = min(c.stages, left // size, steps)
     stages -= stages % c.turns  # a place is of one warpgroup's steps for ever
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
-    if steps % (c.turns * c.unrolled) or (c.unrolled > 1 and c.exact and form.sums > 1):
-        return f"wants steps in multiples of {c.turns * c.unrolled}, of one scale, got {steps}"
     items = tiles // c.cluster * c.parts * chunks
     form = form._replace(stages=stages)
-    return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, gated, c)
+    return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
 
 
 def quantized_tile(
     x: Array, weight: Array, scale: Array, *, code: str, dtype: Any = None,
-    config: TuningConfig = TuningConfig(), gated: bool = False,
+    config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times the weights: [T, F] in `dtype`, that of x if None.
 
-    With several parts, which are to be added up: [parts, T, F]. Where the first half of the weights
-    is `gated`, the gates, the units of an MLP: [T, F / 2] (arXiv:2002.05202). weight: [F, E] in 8 bits, or
+    With several parts, which are to be added up: [parts, T, F]. weight: [F, E] in 8 bits, or
     [F, E / 2] with two numbers a byte, the first in the low half, of int4 8 more than the number.
     scale: float32 [F / run, E / group], of runs of rows and of terms.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(x, weight, scale, code, config, gated):
+    if why := refuses(x, weight, scale, code, config):
         raise ValueError(f"quantized_tile {why}")
     (T, E), F, c = x.shape, weight.shape[0], config
-    s = _fit(T, E, F, scale.shape, code, c, gated)
+    s = _fit(T, E, F, scale.shape, code, c)
     assert isinstance(s, _Static)
-    width, outputs = c.terms // s.packed, F // (1 + gated)
-    shape = (T, outputs) if c.parts == 1 else (c.parts, T, outputs)
+    width, shape = c.terms // s.packed, (T, F) if c.parts == 1 else (c.parts, T, F)
     return plgpu.kernel(
         functools.partial(_kernel, s),
         out_type=jax.ShapeDtypeStruct(shape, dtype or x.dtype),
@@ -187,13 +166,13 @@ def quantized_tile(
                 (s.stages, c.terms // PIECE, s.T, PIECE), x.dtype, transforms=mosaic.tiled(PIECE, 2)
             ),
             other=plgpu.SMEM(
-                (max(s.places, 1), *((ROWS, s.T) if s.places else (8, 8))), jnp.float32
+                (max(s.writers, 1), *((ROWS, s.T) if s.writers else (8, 8))), jnp.float32
             ),
             kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=1 + gated + c.terms // PIECE, num_barriers=s.stages),
+            full=plgpu.Barrier(num_arrivals=1 + c.terms // PIECE, num_barriers=s.stages),
             free=_free(s),
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
-            read=plgpu.Barrier(num_arrivals=1 if gated else c.groups),
+            read=plgpu.Barrier(num_arrivals=c.groups),
         ),
         grid=(s.clusters,), grid_names=("team",), num_threads=s.consumers + 1, thread_name="wg",
         cluster=(c.cluster,) if c.cluster > 1 else (),
@@ -240,7 +219,7 @@ def _kernel(
 
         def one(r: Array, _: None) -> None:
             at = item(r)
-            first = s.first(at.tile, group)
+            first = (at.tile * s.c.groups + group) * ROWS
             mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
             y = (exact if s.c.exact else rounded)(s.form, held, mine)
             _finish(s, group, turn, r, at, first, y, out, other, told, read)
@@ -272,11 +251,9 @@ def _fetch(
 
     def weights(step: Index) -> None:
         (tile, _, _), n, slot = place(step)
-        width, num = s.c.terms // s.packed, s.rows // (1 + s.gated)
-        for i in range(1 + s.gated):
-            row = s.first(tile, jnp.int32(i)) if s.gated else tile * s.rows
-            source = w.at[pl.ds(row, num), pl.ds(n * width, width)]
-            mosaic.copy_gmem_to_smem(source, w_smem.at[slot, pl.ds(i * num, num)], full.at[slot])
+        width = s.c.terms // s.packed
+        source = w.at[pl.ds(tile * s.rows, s.rows), pl.ds(n * width, width)]
+        mosaic.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
 
     def tokens(step: Index) -> None:
         (_, _, chunk), n, slot = place(step)
@@ -303,24 +280,22 @@ def _finish(
 ) -> None:  # fmt: skip
     """Adds up the sums of warpgroups with the same rows, and writes them."""
     groups, turns = s.c.groups, s.c.turns
-    gives, takes = (group > 0, group == 0) if s.gated else (turn > 0, turn == 0)
-    if s.places:
+    if turns > 1:
 
-        @pl.when(gives)
+        @pl.when(turn > 0)
         def _() -> None:
             pl.when(r > 0)(lambda: mosaic.barrier_wait(read))
-            put(other.at[0 if s.gated else (turn - 1) * groups + group], y)
+            put(other.at[(turn - 1) * groups + group], y)
             mosaic.barrier_arrive(told)
 
-    @pl.when(takes)
+    @pl.when(turn == 0)
     def _() -> None:
         total = y
-        if s.places:
+        if turns > 1:
             mosaic.barrier_wait(told)
-            for i in range(s.places if s.gated else turns - 1):
-                source = other.at[0 if s.gated else i * groups + group]
-                more = mosaic.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-                total = total / (1 + jnp.exp(-total)) * more if s.gated else total + more
+            for i in range(turns - 1):
+                source = other.at[i * groups + group]
+                total = total + mosaic.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
             mosaic.barrier_arrive(read)
         target = out if len(out.shape) == 2 else out.at[at.part]
         num = min(s.T, target.shape[0])

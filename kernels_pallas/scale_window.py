@@ -5,6 +5,7 @@ Read a step ahead it would have each step wait; here all steps of a window are a
 while the first weights are on their way.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -57,17 +58,19 @@ class Window(NamedTuple):
         return self.steps * self.sums * self.stride
 
     def fill(self, index: Index, start: Index, first: Array, *kept: tuple[Ref, Ref]) -> None:
-        """Reads what the steps from `index` on need, if the window has none of them.
+        """Reads what the steps from `index` on need.
 
         index: of the warpgroup's steps; start: which step of all its first is; first: of its rows
         in the matrix of scales, times `run`. kept: matrices, [rows / run, G], in float32, in
         int8 or in e8m0, and what of them is held in shared memory, [size] in float32.
         """
+        for ref, held in kept:
+            self._copy(start + index * self.turns, first, ref, held)
 
-        @pl.when(lax.rem(index, self.steps) == 0)
-        def _() -> None:
-            for ref, held in kept:
-                self._copy(start + index * self.turns, first, ref, held)
+    def refill(self, index: Array, fill: Callable[[Array], None]) -> None:
+        """Has what a step needs read, if it is the first of a window behind the first."""
+        if self.steps < self.rounds:
+            pl.when((index > 0) & (lax.rem(index, self.steps) == 0))(lambda: fill(index))
 
     def read(self, held: Ref, index: Index, i: int, layout: Layout) -> Array:
         """Returns what 64 rows have for sum i of a step, [64] in float32.

@@ -147,14 +147,6 @@ def _refuses_swiglu(x: Array, gate_up: Weights, down: Weights, note: Note) -> st
     return matmul.refuses(x, gate_up.weight)
 
 
-def _quantized_swiglu_mlp(x: Array, gate_up: QuantizedLinear, down: Weights, note: Note) -> Array:
-    return project(quantized_products.units(x, gate_up), down, note=note)
-
-
-def _refuses_quantized_swiglu(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
-    return quantized_products.refuses_units(x, gate_up)
-
-
 def _two_products(x: Array, gate_up: Weights, down: Weights, note: Note) -> Array:
     known = (*gate_up.kernels, *_known(gate_up).gate_up, PLAIN)
     both = run_first("gate_up", known, x, gate_up, note=note)
@@ -168,7 +160,6 @@ MLP = (
     Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp),
     quantized_products.MLP,
     Operation("swiglu", _swiglu_mlp, _refuses_swiglu),
-    Operation("quantized swiglu", _quantized_swiglu_mlp, _refuses_quantized_swiglu),
     Operation("two products", _two_products),
 )
 KNOWN: dict[type, Known] = {

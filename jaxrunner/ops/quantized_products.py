@@ -152,35 +152,14 @@ def _whole_mlp(x: Array, gate_up: QuantizedLinear, down: QuantizedLinear, note: 
     return quantized_mlp.quantized_mlp(x, first, second, code=gate_up.scheme.code)
 
 
-def units(x: Array, w: QuantizedLinear) -> Array:
-    """Returns the units of a gated MLP, [T, F], of x, [T, E], in tiles."""
-    weight, scale = matrices(w)
-    return quantized_fit.multiply(x, weight, scale, code=w.scheme.code, gated=True)
-
-
-def refuses_units(x: Array, w: Weights) -> str | None:
-    """Says why tiles do not serve gates and what they gate, or None."""
-    if not isinstance(w, QuantizedLinear):
-        return "wants weights of few bits"
-    if (reason := _unlike_floats(w)) is not None:
-        return reason
-    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, gated=True)
-    return found if isinstance(found, str) else None
-
-
-def _unlike_floats(w: QuantizedLinear) -> str | None:
-    """Says why no kernel of an MLP serves these weights."""
-    if w.zero is not None or w.scheme.activation is not None or w.num_in != 1:
-        return "wants weights without zero points, with one axis of inputs that stay floats"
-    return _unlike(w, in_parts=True)
-
-
 def _refuses_whole_mlp(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
     if not (isinstance(gate_up, QuantizedLinear) and isinstance(down, QuantizedLinear)):
         return "wants weights of few bits"
     for w in gate_up, down:
-        if (reason := _unlike_floats(w)) is not None:
+        if (reason := _unlike(w, in_parts=True)) is not None:
             return reason
+        if w.zero is not None or w.scheme.activation is not None or w.num_in != 1:
+            return "wants weights without zero points, with one axis of inputs that stay floats"
     code = gate_up.scheme.code
     if code != down.scheme.code:
         return f"wants weights of one kind, got {code} and {down.scheme.code}"
