@@ -17,7 +17,14 @@ from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_modules import embed_tokens, score_rows, weights_of
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import TENSOR, mesh_of, num_ranks, placed, ranked, shardings
-from jaxrunner.parallel.stages import held_caches, is_last, joined, num_stages, stages_of
+from jaxrunner.parallel.stages import (
+    held_caches,
+    is_last,
+    is_spread,
+    joined,
+    num_stages,
+    stages_of,
+)
 from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
@@ -92,8 +99,8 @@ class Program:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes run it, each on its own devices of the mesh."""
-        return self.mesh is not None and self.mesh.is_multi_process
+        """Whether several processes run it, each on its own devices of the mesh, or its stages."""
+        return is_spread(self.config) or (self.mesh is not None and self.mesh.is_multi_process)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:

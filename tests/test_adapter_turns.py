@@ -5,6 +5,8 @@ import random
 import pytest
 
 from jaxrunner.scheduling.adapter_turns import AdapterTurns
+from jaxrunner.scheduling.ranks import RankedScheduler
+from jaxrunner.scheduling.router import Router
 from tests.support.scheduling import check, make, new, step
 
 PINNED = 9
@@ -44,3 +46,19 @@ def test_others_start_while_one_waits_for_a_place():
     assert not s.admission.may_start and s.schedule(2).num_steps == 2
     s.finish(["a"], "abort")
     assert set(step(s).requests) == {"b", "d"} and not turns.admits(s.requests["c"])
+
+
+def test_a_place_that_one_data_rank_frees_is_another_ones():
+    """Not in the midst of several steps, of which all ranks take as many."""
+    made, turns = [make(max_num_seqs=2)[0] for _ in range(2)], AdapterTurns(1, set())
+    for scheduler in made:
+        scheduler.admission.adapters = turns
+    s = RankedScheduler(made, Router(2, block_size=4, margin=16, by_prefix=False))
+    for name, lora_id in dict(a=1, b=2, c=0, d=0).items():  # b and d are the second one's
+        s.add(new(name, 2, 9, lora_id=lora_id))
+    assert set(step(s).requests) == {"a", "c", "d"} and not made[1].admission.may_start
+    assert s.schedule(2).num_steps == 2
+    s.finish(["a"], "abort")
+    assert made[1].admission.may_start
+    mixed = s.schedule(2)
+    assert mixed.num_steps == 1 and {*mixed.requests} >= {"b"}

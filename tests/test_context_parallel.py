@@ -88,23 +88,23 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
         yield Engine(model, own, tiny.engine_config(**sizes | kv | given), params)
 
 
-@pytest.mark.devices("num")
+@pytest.mark.devices(8)
 @pytest.mark.parametrize(
     "kv_heads,num,interleave,changes",
     [
         (1, 4, (4, 1), dict(num_blocks=9, block_size=3, kv_dtype="int8")),
         pytest.param(
-            8, 4, (2, 2), dict(num_blocks=15, block_size=4, kv_dtype="int8", **tiny.LATENTS),
+            8, 4, (2, 2),
+            dict(num_blocks=15, block_size=4, kv_dtype="int8", stages=2, **tiny.LATENTS),
             marks=pytest.mark.slow,
         ),
-        pytest.param(1, 2, (2, 1), dict(num_blocks=20, stages=2), marks=pytest.mark.slow),
         pytest.param(
             2, 8, (4, 2), dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS),
             marks=pytest.mark.slow,
         ),
     ],
     ids=[
-        "8 bits, preempted", "latents, 8 bits, preempted", "stages",
+        "8 bits, preempted", "latents in stages, 8 bits, preempted",
         "windows, runs of 2, several steps",
     ],
 )  # fmt: skip

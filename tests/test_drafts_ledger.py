@@ -14,10 +14,10 @@ from jaxrunner.models.llama import llama
 from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from tests.support import features, tiny
-from tests.support.drafters import DRAFTERS, adaptive, with_ngrams
+from tests.support.drafters import ADAPTIVE, DRAFTERS, with_itself_or_none, with_ngrams
 
 KINDS = dict(eagle3=DRAFTERS["eagle3"], another=DRAFTERS["another"], ngram=with_ngrams)
-KINDS["adaptive"] = lambda: adaptive(*DRAFTERS["eagle3"]())
+KINDS["adaptive"] = with_itself_or_none
 GPU: dict[str, Any] = dict(
     max_num_seqs=256, max_num_batched_tokens=8192, decode_buckets=GPU_SIZES, token_buckets=(),
     num_decode_steps=4, num_blocks=12,
@@ -45,7 +45,7 @@ def test_drafts_need_at_most_half_as_many_programs_more(kind, all_rules, num_dec
 @pytest.mark.slow
 def test_no_request_compiles_anything_after_warm_up():
     model, config, params = KINDS["adaptive"]()  # whose programs are those of all drafts, and more
-    sizes = tiny.engine_config(num_blocks=16, num_decode_steps=2, policy="priority")
+    sizes = tiny.engine_config(**ADAPTIVE)
     e = Engine(model, config, sizes, params, make_compiler=features.ParityCompiler)
     e.warm_up(all_rules=True)
     programs, rng, compiled = e.runner.programs, np.random.default_rng(0), []

@@ -18,6 +18,7 @@ from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import dense
 from jaxrunner.speculators import eagle3_head as eagle3
+from jaxrunner.train import acceptance as measure
 from jaxrunner.train import eagle3_command
 from jaxrunner.train import tokenizer as text
 from jaxrunner.train.acceptance import Pair, acceptance, head_of, mean_length
@@ -38,6 +39,12 @@ def shipped():
     head, drafter = load_drafter(FOLDER, target, dtype="float32")
     assert isinstance(target, DecoderConfig)
     return Pair(target, head), (params, drafter)
+
+
+@pytest.fixture
+def one_window(monkeypatch):
+    """Measures one window at a time, and seven of padding less."""
+    monkeypatch.setattr(measure, "EVAL_BATCH", 1)
 
 
 def sha256(path: Path) -> str:
@@ -66,6 +73,7 @@ def test_the_command_s_defaults_are_what_it_was_trained_with():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_window")
 def test_drafts_stand_as_often_as_stated():
     pair, params = shipped()
     bpe = Tokenizer.from_file(str(embedded.PATH / "tokenizer.json"))
@@ -124,6 +132,7 @@ def stood_behind(given: list[int], num_drafts: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_window")
 def test_acceptance_is_that_of_drafting_behind_each_token(monkeypatch):
     """With noise that is the same for all tokens of a place, sampled drafts are greedy ones."""
     monkeypatch.setattr(jax.random, "gumbel", lambda key, shape: jnp.zeros(shape))

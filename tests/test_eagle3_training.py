@@ -194,7 +194,7 @@ def test_training_ends_at_the_first_measure_behind_its_budget():
 
 @pytest.mark.slow
 def test_the_command_writes_a_head_that_loads(tmp_path, monkeypatch, capsys):
-    texts = [CODE.replace("add", f"add_{i}").replace("Box", f"Box{i}") * 9 for i in range(40)]
+    texts = [CODE.replace("add", f"add_{i}").replace("Box", f"Box{i}") * 2 for i in range(40)]
     bpe = text.train_tokenizer(texts, 320)
     config = dataclasses.replace(TARGET, vocab_size=bpe.get_vocab_size())
     values = tiny.SETTINGS | dict(

@@ -23,7 +23,7 @@ from jaxrunner.operation import Operation, unnoted
 from jaxrunner.ops import backends
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded as expanded_latent
-from jaxrunner.ops.latent.expanded import EXPANDED, expanded, refuses
+from jaxrunner.ops.latent.expanded import expanded, refuses
 from jaxrunner.program import Bucket, Program
 from jaxrunner.sampling import RULES
 from tests.support import oracles
@@ -95,9 +95,8 @@ def test_what_is_not_served_is_absorbed(changes, words):
 
 
 @lowers
-def test_the_kernel_of_prompts_serves_deepseeks_sizes(monkeypatch):
+def test_the_kernel_of_prompts_serves_deepseeks_sizes():
     assert "wants a head_dim that is a multiple of 16" in refused()
-    monkeypatch.setattr(expanded_latent, "PROMPTS", (EXPANDED,))
     lite = PRESETS["deepseek_v2_lite"].config | dict(num_hidden_layers=1)
     model, config = read_model(Settings(lite))
     sizes: dict[str, Any] = dict(dtype="bfloat16", kv_dtype="bfloat16", num_blocks=40)

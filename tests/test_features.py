@@ -220,7 +220,7 @@ def matrix(pairs: Sequence[Pair] = PAIRS) -> dict[Pair, str]:
     params = {p: some for p, some in wanted.items() if isinstance(some, SamplingParams)}
     with LLM(
         str(embedded.PATH), dtype="float32", max_model_len=L, max_num_seqs=16, block_size=16,
-        max_num_batched_tokens=48, token_buckets=(48,), decode_buckets=(16,), num_blocks=96,
+        max_num_batched_tokens=32, token_buckets=(32,), decode_buckets=(16,), num_blocks=96,
         policy="priority", hf_overrides=dict(eos_token_id=EOS), generation_config="vllm",
         use_tqdm=False, warm_up=False,
     ) as llm:  # fmt: skip

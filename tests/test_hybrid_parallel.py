@@ -44,16 +44,17 @@ def states(llm: LLM) -> list[tuple[int, ...]]:
     return [x.sharding.shard_shape(x.shape)[2:] for x in jax.tree.leaves(found)]
 
 
+Case = tuple[str, dict[str, Any], int, list[tuple[int, ...]]]
 # Variant, changes of its config, devices, and what one of them has of a convolution and a state.
-QUICK: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
+QUICK: dict[str, Case] = {
     "one group": ("bamba", ONE_GROUP, 2, [(3, 116), (8, 12, 10)]),
     "delta nets, one KV head": (
         "qwen 3 next", dict(num_key_value_heads=1), 2, [(3, 32), (2, 6, 10)],
     ),
 }  # fmt: skip
-SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
+SLOW: dict[str, Case] = {
     "convolutions": ("lfm 2", {}, 2, [(2, 24)]),
-    "one group of keys": (
+    "one group of keys, weights of 8 bits": (
         "qwen 3 next", dict(linear_num_key_heads=1), 2, [(3, 52), (4, 6, 10)],
     ),
     "experts of a latent": (
@@ -75,12 +76,14 @@ SLOW: dict[str, tuple[str, dict[str, Any], int, list[tuple[int, ...]]]] = {
         *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
     ],
 )
-def test_tokens_are_those_of_one_device(variant, changes, num, of_device, tmp_path):
+def test_tokens_are_those_of_one_device(request, variant, changes, num, of_device, tmp_path):
     hybrids.save(variant, tmp_path, **changes)
-    with LLM(tmp_path, **SIZES) as llm:
+    weights = "fp8" if "8 bits" in request.node.callspec.id else None
+    with LLM(tmp_path, quantization=weights, **SIZES) as llm:
         want = generate(llm)
         assert llm.engine.scheduler.num_preemptions
-    with LLM(tmp_path, tensor_parallel_size=num, **SIZES | PREFIXES | DRAFTS) as llm:
+    several: dict[str, Any] = dict(tensor_parallel_size=num, quantization=weights)
+    with LLM(tmp_path, **several, **SIZES | PREFIXES | DRAFTS) as llm:
         assert generate(llm) == want
         assert generate(llm) == want  # from prefixes
         assert sum(request.num_cached_tokens for request in llm.generate(
@@ -92,11 +95,10 @@ def test_tokens_are_those_of_one_device(variant, changes, num, of_device, tmp_pa
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        ("nemotron h", dict(pipeline_parallel_size=2)),
+        ("nemotron h", dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
         *(
             pytest.param(variant, sizes, marks=pytest.mark.slow)
             for variant, sizes in (
-                ("bamba", dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
                 ("qwen 3.5, experts", dict(data_parallel_size=2, tensor_parallel_size=2)),
                 ("granite 4", dict(tensor_parallel_size=2, enable_expert_parallel=True)),
             )
@@ -133,16 +135,6 @@ def test_weights_and_states_of_a_mesh_are_read_by_one_device(tmp_path):
     for output in told:
         found[int(output.request_id)] += output.outputs[0].token_ids
     assert found == want
-
-
-@pytest.mark.devices(2)
-@pytest.mark.slow
-def test_weights_of_8_bits_are_cut_as_others_are(tmp_path):
-    hybrids.save("bamba", tmp_path)
-    with LLM(tmp_path, quantization="fp8", **SIZES) as llm:
-        want = generate(llm)
-    with LLM(tmp_path, quantization="fp8", tensor_parallel_size=2, **SIZES) as llm:
-        assert generate(llm) == want
 
 
 @pytest.mark.devices(4)

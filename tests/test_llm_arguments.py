@@ -74,7 +74,7 @@ def test_a_keyword_of_vllm_is_answered_with_what_to_do(name):
 def test_a_keyword_that_is_not_there_is_answered_with_the_nearest(name, near):
     with pytest.raises(TypeError, match=f"^LLM has no argument '{name}': the nearest is '{near}'"):
         LLM_(MODEL, **{name: 1})
-    with pytest.raises(TypeError, match=r"^LLM has no argument 'qqqqqq': it has async_depth, "):
+    with pytest.raises(TypeError, match=r"^LLM has no argument 'qqqqqq': it has all2all_backend, "):
         LLM_(MODEL, qqqqqq=1)
     with pytest.raises(TypeError, match="LLM is given policy twice: give it once"):
         LLM_(MODEL, policy="fcfs", scheduling_policy="fcfs")

@@ -4,7 +4,6 @@ import importlib
 import json
 from pathlib import Path
 import shutil
-import subprocess
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ from lm_eval.tasks import TaskManager
 import pytest
 
 from jaxrunner import embedded
-from jaxrunner.lm_eval import JaxRunnerLM
+from jaxrunner.lm_eval import JaxRunnerLM, main
 from tests.support.harness import MAX_LENGTH, SIZES, generate, requests, score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,19 +154,20 @@ def test_tokenizers_have_names_of_their_own(checkpoints):
 
 
 @pytest.mark.slow
-def test_the_command_line_knows_jaxrunner(tmp_path):
+def test_the_command_line_knows_jaxrunner(tmp_path, monkeypatch, capsys):
     tasks = write_tasks(tmp_path, keep=lambda doc: len(str(doc)) < 110)
     for file in embedded.PATH.glob("*.json"):
         shutil.copy(file, tmp_path)
     edit(tmp_path / "config.json", num_hidden_layers=1, hidden_size=16, intermediate_size=16)
     args = f"pretrained={tmp_path},load_format=dummy,dtype=float32,max_length=40,warm_up=False"
-    command = [sys.executable, "-m", "jaxrunner.lm_eval", "run", "--model", "jaxrunner"]
+    command = ["jaxrunner.lm_eval", "run", "--model", "jaxrunner"]
     command += ["--model_args", args + ",max_num_batched_tokens=32,max_num_seqs=2,num_blocks=8"]
     command += ["--tasks", "jaxrunner_choices", "--include_path", tasks, "--limit", "2"]
     command += ["--output_path", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "jaxrunner_choices" in done.stdout and "acc_norm" in done.stdout
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    shown = capsys.readouterr().out
+    assert "jaxrunner_choices" in shown and "acc_norm" in shown
     (written,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(written.read_text())["n-samples"]["jaxrunner_choices"]["effective"] == 2
 

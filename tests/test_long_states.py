@@ -34,7 +34,7 @@ def generate(folder: Any, chunk: int) -> tuple[list[list[int]], list[np.ndarray]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["lfm 2", "nemotron h", "qwen 3 next"])
+@pytest.mark.parametrize("variant", ["nemotron h", "qwen 3 next"])
 def test_chunks_of_a_long_prompt_change_no_greedy_token(variant, tmp_path):
     module = hybrids.save(variant, tmp_path, max_position_embeddings=2048).double()
     (tokens, logprobs), (others, told) = (generate(tmp_path, chunk) for chunk in CHUNKS)

@@ -99,7 +99,6 @@ SERVED = {
     "a mixture with a gate": ("mixture", "qwen2"),
     "latents": ("mixture", "deepseek v3"),
     "states, a mixture with a gate": ("hybrid", "qwen 3.5, experts"),
-    "states, another tower": ("tower", "qwen 3.5"),
 }
 QUICK = "a tower, other names", "a mixture with a gate"
 
@@ -123,14 +122,13 @@ def test_tokens_are_those_of_merged_models(of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.devices(2)
-@pytest.mark.parametrize("cut", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_adapters_of_latents_go_with_two_devices(cut, tmp_path):
+@pytest.mark.devices(4)
+def test_adapters_of_latents_go_with_stages_of_two_devices(tmp_path):
     module = saved("mixture", "deepseek v3", tmp_path)
     tensors = lora.of_module(module, 1)
     adapter = LoRARequest("made", 1, lora_tensors=tensors, lora_config=CONFIG)
-    sizes: dict[str, Any] = SIZES | {cut: 2}
-    with LLM(tmp_path, **sizes) as llm:
+    cut: dict[str, Any] = dict(tensor_parallel_size=2, pipeline_parallel_size=2)
+    with LLM(tmp_path, **SIZES | cut) as llm:
         told = answers(llm, adapter)
     lora.merge_into(module, tensors, CONFIG)
     check_likeliest(module, told)

@@ -57,13 +57,14 @@ def rounded(tensors):
 
 
 PARTS: dict[str, dict[str, Any]] = {
-    "two devices, a KV head on both": dict(tensor_parallel_size=2),
     "drafts and several steps": dict(
         num_decode_steps=2, max_num_batched_tokens=16, token_buckets=(16,),
         speculative_config=dict(method="draft_model", num_speculative_tokens=2),
     ),
     "fp8": dict(quantization="fp8"),
-    "two engines": dict(data_parallel_size=2),
+    "two engines, a KV head on both devices of each": dict(
+        data_parallel_size=2, tensor_parallel_size=2
+    ),
     "two stages": dict(pipeline_parallel_size=2),
 }  # fmt: skip
 
@@ -74,7 +75,7 @@ PARTS: dict[str, dict[str, Any]] = {
         pytest.param(
             p,
             marks=[pytest.mark.slow] * (not p.startswith("drafts"))
-            + [pytest.mark.devices(2)] * p.startswith("two"),
+            + [pytest.mark.devices(4)] * p.startswith("two"),
         )
         for p in PARTS
     ],

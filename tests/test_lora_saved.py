@@ -112,8 +112,7 @@ PARTS: dict[str, dict[str, Any]] = {
         num_decode_steps=2, max_num_batched_tokens=16, token_buckets=(16,),
         speculative_config=dict(method="draft_model", num_speculative_tokens=2),
     ),
-    "two devices": dict(tensor_parallel_size=2),
-    "two stages": dict(pipeline_parallel_size=2),
+    "two stages of two devices": dict(pipeline_parallel_size=2, tensor_parallel_size=2),
 }  # fmt: skip
 
 
@@ -121,8 +120,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "part",
     [
         pytest.param("drafts and several steps", marks=pytest.mark.slow),
-        pytest.param("two devices", marks=pytest.mark.devices(2)),
-        pytest.param("two stages", marks=pytest.mark.devices(2)),
+        pytest.param("two stages of two devices", marks=pytest.mark.devices(4)),
     ],
 )
 def test_other_parts_of_an_engine_go_with_them(saved, part):

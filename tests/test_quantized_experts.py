@@ -142,12 +142,11 @@ def test_one_expert_at_a_time_is_widened(tmp_path: Any):
 @pytest.mark.parametrize(
     ("format_", "parallel"),
     [
-        ("compressed packed 4 bits", {}),
         ("gptq, desc_act", {}),
         ("gptq, desc_act", dict(enable_expert_parallel=True)),
         ("fp8 tensor, static", dict(enable_expert_parallel=True)),
     ],
-    ids=["cut units", "cut order", "cut experts", "cut scales of inputs"],
+    ids=["cut units and their order", "cut experts", "cut scales of inputs"],
 )
 def test_tokens_are_those_of_the_floats_on_one_device_and_on_two(
     tmp_path: Any, format_: str, parallel: dict[str, Any]

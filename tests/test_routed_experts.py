@@ -88,8 +88,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "preempted": dict(num_blocks=12, max_model_len=80),
     "several steps a launch": dict(num_decode_steps=4),
     "drafts": dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
-    "stages": dict(pipeline_parallel_size=2),
-    "two devices": dict(tensor_parallel_size=2, enable_expert_parallel=True),
+    "stages of two devices": dict(
+        pipeline_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True
+    ),
 }
 
 
@@ -98,7 +99,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     [
         "preempted",
         *(
-            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.devices(2)])
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.devices(4)])
             for name in [*VARIANTS][1:]
         ),
     ],

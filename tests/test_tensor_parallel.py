@@ -78,7 +78,7 @@ CUTS = [pytest.param("few KV heads", 8, marks=pytest.mark.slow)]
 @pytest.mark.parametrize(("saved", "num"), CUTS, indirect=["saved"])
 def test_tokens_are_those_of_one_device(saved, num):
     folder, config = saved
-    sizes: dict[str, Any] = dict(num_blocks=24, num_decode_steps=2)
+    sizes: dict[str, Any] = dict(num_blocks=24)
     params = load_params(folder, llama, config, dtype="float32", progress=False)
     want, logprobs, _ = answers(llama, config, params, **sizes)
     model, on_mesh = shard(llama, config, make_mesh(num))

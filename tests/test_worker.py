@@ -103,7 +103,7 @@ def test_a_wrong_order_is_told():
 
 def test_a_shutdown_gives_memory_back_and_may_be_repeated():
     before = live_bytes()
-    worker = ready(make(enforce_eager=True))
+    worker = ready(make())
     assert worker.compile_or_warm_up_model() < 60 and live_bytes() > before
     for _ in range(2):
         worker.shutdown()

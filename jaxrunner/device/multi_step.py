@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import put_blocks
+from jaxrunner.parallel.mesh import DATA
 from jaxrunner.program import MultiStepBucket, Program
 from jaxrunner.shapes import output_spec
 from jaxrunner.step import step
@@ -33,7 +34,10 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
         i, state, outputs, _ = carry
         state, output = one(state, plan)
         outputs = jax.tree.map(lambda table, x: table.at[i].set(x), outputs, output)
-        return i + 1, state, outputs, ((output.num_sampled > 0) & ~output.finished).any()
+        goes_on = ((output.num_sampled > 0) & ~output.finished).any()
+        if program.num_ranks > 1:  # which take part in each other's steps
+            goes_on = jax.lax.psum(goes_on.astype(jnp.int32), DATA) > 0
+        return i + 1, state, outputs, goes_on
 
     def is_due(carry: tuple) -> Array:
         i, _, _, goes_on = carry

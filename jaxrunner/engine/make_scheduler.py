@@ -21,11 +21,16 @@ def make_scheduler(
 ) -> tuple[list[BlockPool], Scheduler]:
     """Returns new block pools, one for each cache group of each data rank, and a scheduler of all.
 
-    pinned: as of `scheduler_of_rank`.
+    pinned: adapters that keep their places; None where the engine has none.
     """
-    if (D := program.num_ranks) == 1:
-        return scheduler_of_rank(program, pinned)
-    engine, made = program.engine, [scheduler_of_rank(program) for _ in range(D)]
+    engine, D = program.engine, program.num_ranks
+    made = [scheduler_of_rank(program) for _ in range(D)]
+    if pinned is not None:
+        adapters = AdapterTurns(engine.max_loras, pinned)  # on all ranks the same ones
+        for _, scheduler in made:
+            scheduler.admission.adapters = adapters
+    if D == 1:
+        return made[0]
     router = Router(
         D, block_size=engine.block_size, margin=engine.max_num_batched_tokens,
         by_prefix=engine.enable_prefix_caching,
@@ -35,13 +40,8 @@ def make_scheduler(
     return [pool for pools, _ in made for pool in pools], cast(Scheduler, ranked)
 
 
-def scheduler_of_rank(
-    program: Program, pinned: set[int] | None = None
-) -> tuple[list[BlockPool], Scheduler]:
-    """Returns new block pools, one for each cache group, and a scheduler over them.
-
-    pinned: adapters that keep their places; None where the engine has none.
-    """
+def scheduler_of_rank(program: Program) -> tuple[list[BlockPool], Scheduler]:
+    """Returns new block pools, one for each cache group, and a scheduler over them."""
     config, groups = program.engine, program.cache_groups
     speculator, buckets = program.model.speculator, step_buckets(config)
     whole = reads_whole(group.kind for group in groups)
@@ -60,6 +60,4 @@ def scheduler_of_rank(
         step_sizes=() if whole else [b.num_tokens for b in buckets if not b.query_len],
         step_cost=CPU_STEP_COST if jax.default_backend() == "cpu" else 0,
     )  # fmt: skip
-    if pinned is not None:
-        scheduler.admission.adapters = AdapterTurns(config.max_loras, pinned)
     return pools, scheduler

@@ -23,7 +23,7 @@ from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
 from jaxrunner.loading.new_folder import new_folder
 from jaxrunner.parallel.mesh import check_one_rank
-from jaxrunner.parallel.pipeline import StageConfig
+from jaxrunner.parallel.pipeline import StageConfig, refuse_spread
 from jaxrunner.parallel.processes import is_first, together
 from jaxrunner.parallel.stages import whole_state, with_cache, with_requests
 from jaxrunner.parallel.tensor import ShardedConfig
@@ -68,6 +68,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
     engine.status.check_awake()
     mesh = engine.runner.program.mesh
     check_one_rank(mesh, "save_state", "let its requests end")
+    refuse_spread(engine.model_config, "save_state", "let its requests end")
     with new_folder(Path(folder), mesh) as part:
         gained = engine.drain()
         engine.scheduler.recall()
@@ -103,6 +104,7 @@ def restore_engine(
     """
     folder, mesh = Path(folder).absolute(), engine.runner.program.mesh
     check_one_rank(mesh, "restore_state", "add its requests anew")
+    refuse_spread(engine.model_config, "restore_state", "add its requests anew")
     told, live, spec = check_snapshot(engine, folder)
     tables = orbax_io.read(folder / "tables", spec, mesh)
     try:

@@ -76,4 +76,4 @@ def _params(model: Stored, config: StoredConfig) -> Any:
 
 def _own(config: StoredConfig, tree: Any) -> Any:
     """Returns what a tree like the weights says of those that this process reads."""
-    return config.own(tree) if isinstance(config, StageConfig) and config.alone else tree
+    return config.held_part(tree) if isinstance(config, StageConfig) else tree

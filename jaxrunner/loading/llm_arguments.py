@@ -42,6 +42,8 @@ MODEL: dict[str, Bound] = {  # and its weights
     "enable_return_routed_experts": FLAG,
     "enable_eplb": FLAG,
     "eplb_config": DICT_OR_NONE,
+    "all2all_backend": TEXT,
+    "all2all_token_threshold": Bound(int, 1, COUNT, optional=True),
     "check_nan": FLAG,
     "cache_dir": FOLDER_OR_NONE,
 }

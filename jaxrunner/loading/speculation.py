@@ -14,7 +14,7 @@ from jaxrunner.loading.loader import Loaded
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.parallel.drafter import shard_drafter
 from jaxrunner.parallel.mesh import mesh_of
-from jaxrunner.parallel.pipeline import refuse
+from jaxrunner.parallel.pipeline import check_drafts
 from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.speculators import mimo_mtp
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
@@ -37,8 +37,8 @@ def with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
     Raises:
       FileNotFoundError, ValueError: the drafter's checkpoint is bad, or not for this model.
     """
-    if isinstance(config.method, str) and config.method not in WITHOUT_WEIGHTS:
-        refuse(loaded.config, f"method={config.method!r}", "take ngram, suffix or no drafts")
+    by_layers = not isinstance(config.method, Speculator) and config.method not in WITHOUT_WEIGHTS
+    check_drafts(loaded.config, by_layers=by_layers, adaptive=config.is_adaptive)
     drafting = _with_speculator(loaded, config)
     speculator, rejection = drafting.model.speculator, config.rejection_sample_method
     rates = conditional_rates(config) if rejection == "synthetic" else ()
@@ -75,7 +75,10 @@ def _with_speculator(loaded: Loaded, config: SpeculativeConfig) -> Loaded:
         folder = weights.folder(name="speculative_config.model")
         family, drafter = read_drafter(method, folder, target, has_weights=not is_dummy)
     if mesh is not None:
-        family, drafter = shard_drafter(family, drafter, mesh, interleave_of(loaded.config))
+        family, drafter = shard_drafter(
+            family, drafter, mesh, interleave_of(loaded.config),
+            expert_parallel=getattr(loaded.config, "expert_parallel", False),
+        )  # fmt: skip
     if not is_dummy:
         weights = replace(weights, load_format="auto", model_loader_extra_config=None)
     weights.check(family, drafter)

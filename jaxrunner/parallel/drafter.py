@@ -14,16 +14,20 @@ from jaxrunner.speculators.drafter import Drafter, DrafterConfig
 
 
 def shard_drafter(
-    family: Drafter, config: DrafterConfig, mesh: Mesh, interleave: Interleave = WHOLE
-) -> tuple[Drafter, DrafterConfig]:
+    family: Drafter, config: DrafterConfig, mesh: Mesh, interleave: Interleave = WHOLE,
+    *, expert_parallel: bool = False,
+) -> tuple[Drafter, DrafterConfig]:  # fmt: skip
     """Returns a drafter whose functions run on each device of a mesh, under `shard_map`.
+
+    expert_parallel: whether devices have whole experts of the model, and so of a draft model.
 
     Raises:
       ValueError: it does not run on shards, or a size of its layers is no multiple of the devices;
         says which would do.
     """
     if isinstance(config, DraftModelConfig):
-        model, own = shard(config.model, config.config, mesh, interleave)
+        whole = expert_parallel and "experts" in config.dims
+        model, own = shard(config.model, config.config, mesh, interleave, expert_parallel=whole)
         return draft_model(model), DraftModelConfig(model, own)
     if not family.tensor_parallel:
         raise ValueError(

@@ -11,8 +11,12 @@ from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.mixtures.recorded_routes import routes_group
 from jaxrunner.model import Model
 from jaxrunner.parallel.mesh import check_one_rank, make_mesh
-from jaxrunner.parallel.pipeline import deal
+from jaxrunner.parallel.pipeline import deal, refuse_spread
 from jaxrunner.parallel.tensor import shard
+
+# How tokens come to whole experts: all to all devices, or each to the devices of its own.
+BACKENDS = REPLICATED, EXCHANGED = "allgather_reducescatter", "ragged_all_to_all"
+DEFAULT_THRESHOLD = 1024  # not measured: far above any step of decoding
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class ParallelConfig:
     enable_expert_parallel: bool = False  # whether devices have whole experts, not units of each
     eplb: EplbConfig | None = None  # when whole experts are spread anew; None counts no loads
     num_ranks: int = 1  # ranks with requests of their own, over all of which experts lie
+    all2all_backend: str = REPLICATED  # how tokens come to whole experts, one of `BACKENDS`
+    all2all_token_threshold: int | None = None  # tokens of a step that go by `EXCHANGED`
 
     def cut(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
         """Returns the model and its config as they run on these devices; raises as what cuts."""
@@ -43,17 +49,42 @@ class ParallelConfig:
         if self.eplb is not None:
             self._refuse_rank("enable_eplb=True")
             model, config = self._balanced(model, config, self.eplb)
+        experts: dict[str, Any] = dict(expert_parallel=whole, exchange_from=self._exchange_from())
         if self.num_ranks > 1:
-            return self._over_ranks(model, config)
+            return self._over_ranks(model, config, experts)
         if P > 1 or self.rank:
-            return deal(
-                model, config, P, N, self.devices, self.rank, interleave=self.interleave,
-                expert_parallel=whole,
-            )  # fmt: skip
+            model, made = deal(
+                model, config, P, N, self.devices, self.rank, interleave=self.interleave, **experts
+            )
+            if self.eplb is not None:
+                refuse_spread(made, "enable_eplb=True", "leave it out")
+            if routes_group(config) is not None:
+                refuse_spread(made, "enable_return_routed_experts=True", "leave it out")
+            return model, made
         if N > 1 or self.devices is not None or self.interleave != WHOLE:
-            mesh = make_mesh(N, self.devices)
-            return shard(model, config, mesh, self.interleave, expert_parallel=whole)
+            return shard(model, config, make_mesh(N, self.devices), self.interleave, **experts)
         return model, config
+
+    def _exchange_from(self) -> int | None:
+        """Returns the tokens of a step from which on these go to their experts; None for never."""
+        backend, least = self.all2all_backend, self.all2all_token_threshold
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"all2all_backend={backend!r} is none of {', '.join(BACKENDS)}: take one of them"
+            )
+        if backend == REPLICATED:
+            if least is not None:
+                raise ValueError(
+                    f"all2all_token_threshold={least} is of all2all_backend={EXCHANGED!r}: set it, "
+                    "or leave this out"
+                )
+            return None
+        if not self.enable_expert_parallel or self.tensor_parallel_size * self.num_ranks == 1:
+            raise ValueError(
+                f"all2all_backend={backend!r} wants whole experts on several devices: set "
+                "enable_expert_parallel, and tensor_parallel_size or data_parallel_size"
+            )
+        return DEFAULT_THRESHOLD if least is None else least
 
     def _refuse_rank(self, asked: str) -> None:
         """Refuses a stage alone, whose scheduler is not ours."""
@@ -63,17 +94,18 @@ class ParallelConfig:
                 "of them out"
             )
 
-    def _over_ranks(self, model: Model, config: ModelConfig) -> tuple[Model, ModelConfig]:
-        """Returns a mixture whose experts lie over data ranks."""
+    def _over_ranks(
+        self, model: Model, config: ModelConfig, experts: dict[str, Any]
+    ) -> tuple[Model, ModelConfig]:
+        """Returns a mixture whose experts lie over data ranks. experts: what `shard` is told."""
         mesh = make_mesh(self.tensor_parallel_size, self.devices, self.num_ranks)
         others = dict(
             pipeline_parallel_size=self.pipeline_parallel_size > 1,
-            decode_context_parallel_size=self.interleave != WHOLE,
             enable_return_routed_experts=routes_group(config) is not None,
         )
         for name in (name for name, is_asked in others.items() if is_asked):
             check_one_rank(mesh, name, "leave one of them out")
-        return shard(model, config, mesh, expert_parallel=True)
+        return shard(model, config, mesh, self.interleave, **experts)
 
     def _balanced(
         self, model: Model, config: ModelConfig, eplb: EplbConfig

@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrunner import pytree
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig
 from jaxrunner.model import Model, Source
 from jaxrunner.parallel.mesh import make_mesh, shardings
-from jaxrunner.parallel.stages import num_stages, stages_of
+from jaxrunner.parallel.stages import is_spread, num_stages, stages_of
 from jaxrunner.parallel.tensor import ShardedConfig, shard
 from jaxrunner.slot_table import partition
 from jaxrunner.types import Inputs
@@ -30,10 +31,15 @@ class StageConfig:
 
     shards: tuple[ShardedConfig, ...] = field(repr=False, hash=False)  # on the mesh of each stage
     rank: int  # this one
-    alone: bool = False  # whether the other stages are no concern of this process
+    held: range  # the stages that this process runs
+    alone: bool = False  # whether the others are no concern of its engine, but of its user
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("shards", "rank"):  # asked while it is unpickled
+        if name.startswith("_") or name in (
+            "shards",
+            "rank",
+            "held",
+        ):  # asked while it is unpickled
             raise AttributeError(name)
         return getattr(self.shards[self.rank], name)
 
@@ -50,9 +56,12 @@ class StageConfig:
     @property
     def pipeline_stages(self) -> tuple["StageConfig", ...]:
         """The stages that this process runs."""
-        if self.alone:
-            return (self,)
-        return tuple(replace(self, rank=rank) for rank in range(self.num_stages))
+        return tuple(replace(self, rank=rank) for rank in self.held)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes run the other stages of the same engine."""
+        return len(self.held) < self.num_stages and not self.alone
 
     @property
     def pipeline_layers(self) -> slice:
@@ -79,6 +88,15 @@ class StageConfig:
             is_leaf=lambda x: isinstance(x, Source),
         )
 
+    def held_part(self, tree: Any) -> Any:
+        """Returns what `own` does, of all stages of this process together."""
+        stages = self.pipeline_stages
+        return jax.tree.map_with_path(
+            lambda path, x: x if any(stage.reads(path) for stage in stages) else None,
+            tree,
+            is_leaf=lambda x: isinstance(x, Source),
+        )
+
     @property
     def shardings(self) -> Any:
         """Where each weight lies that this stage computes with."""
@@ -95,12 +113,16 @@ def deal(
     rank: int | None = None,
     *,
     interleave: Interleave = WHOLE,
-    expert_parallel: bool = False,
+    **experts: Any,
 ) -> tuple[Model, ModelConfig]:
     """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
     of the last stage, and tells the others.
 
+    Where this process has too few devices, of those of all processes that `jax.distributed` has
+    joined, each of which runs the stages on its own; the config is that of the last one here.
+
     rank: the stage that this process runs alone, on the first devices; all where None.
+    experts: what else `shard` takes.
 
     Raises:
       ValueError: fewer layers than stages, fewer devices, or a model that cannot be cut; names it.
@@ -114,21 +136,40 @@ def deal(
     if rank is not None and rank >= num:
         raise ValueError(f"rank={rank} is none of {name}: take 0 to {num - 1}")
     _check_by_layer(model, config, name)
-    devices = jax.local_devices() if devices is None else devices
     here = num if rank is None else 1
+    if devices is None:
+        devices = jax.local_devices()
+        if rank is None and num * N > len(devices):
+            devices = jax.devices()
     if here * N > len(devices):
         raise ValueError(
             f"{name} with tensor_parallel_size={N} needs {here * N} devices, there are "
             f"{len(devices)} ({devices[0].device_kind}): lower one"
         )
     meshes = [make_mesh(N, devices[N * s : N * (s + 1)]) for s in range(here)] * (num // here)
-    sharded = [
-        shard(model, config, mesh, interleave, expert_parallel=expert_parallel) for mesh in meshes
-    ]
+    sharded = [shard(model, config, mesh, interleave, **experts) for mesh in meshes]
     shards = tuple(cast(ShardedConfig, config) for _, config in sharded)
-    stage = StageConfig(shards, num - 1 if rank is None else rank, alone=rank is not None)
-    spare = model.spare if rank is None else ("",)  # others read what is left
+    held = _held(meshes, name) if rank is None else range(rank, rank + 1)
+    stage = StageConfig(shards, held[-1], held, alone=rank is not None)
+    spare = model.spare if len(held) == num else ("",)  # others read what is left
     return sharded[0][0]._replace(layers=_layers, spare=spare), cast(ModelConfig, stage)
+
+
+def _held(meshes: Sequence[Mesh], name: str) -> range:
+    """Returns the stages that lie on devices of this process, which are neighbours."""
+    owners = [sorted({device.process_index for device in mesh.devices.flat}) for mesh in meshes]
+    if any(len(owner) > 1 for owner in owners):
+        raise ValueError(
+            f"{name} wants each stage on devices of one process, got stages of processes {owners}: "
+            "change tensor_parallel_size"
+        )
+    found = [s for s, (owner,) in enumerate(owners) if owner == jax.process_index()]
+    left = {*range(jax.process_count())} - {owner for (owner,) in owners}
+    if left and len(found) < len(meshes):
+        raise ValueError(
+            f"{name} leaves processes {sorted(left)} without a stage: raise it, or start fewer"
+        )
+    return range(found[0], found[-1] + 1)
 
 
 def _check_by_layer(model: Model, config: ModelConfig, name: str) -> None:
@@ -163,15 +204,38 @@ def refuse(config: Any, what: str, cure: str) -> None:
         raise ValueError(f"pipeline_parallel_size={num} does not go with {what}: {cure}")
 
 
+def check_drafts(config: Any, *, by_layers: bool, adaptive: bool) -> None:
+    """Checks that the last stage alone makes drafts, and needs no layers for them.
+
+    Raises:
+      ValueError: in a pipeline, other ones.
+    """
+    if by_layers or adaptive or len(stages_of(config)) < num_stages(config):
+        refuse(
+            config, "drafts of layers, of 'auto' numbers, or of some of the stages",
+            "take ngram or suffix and a number, in one process, or none",
+        )  # fmt: skip
+
+
+def refuse_spread(config: Any, what: str, cure: str) -> None:
+    """Refuses what does not go with stages in several processes.
+
+    Raises:
+      ValueError: the config is of such a pipeline.
+    """
+    if is_spread(config):
+        raise ValueError(
+            f"{what} does not go with a pipeline over {jax.process_count()} processes: {cure}"
+        )
+
+
 def homes(config: Any) -> Any:
     """Returns where each weight lies that this process reads: on the first stage that needs it."""
     found: dict[tuple[Any, ...], Any] = {}
     for stage in reversed(config.pipeline_stages):
         found |= dict(jax.tree.leaves_with_path(stage.shardings))
-    if config.alone:
-        return config.shardings
     whole = shardings(config.family.params, config.dims | {"param": "float32"}, config.mesh)
-    return jax.tree.map_with_path(lambda path, _: found[path], whole)
+    return jax.tree.map_with_path(lambda path, _: found.get(path), whole)
 
 
 def _put(x: Any, at: Any) -> Any:

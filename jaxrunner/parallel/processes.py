@@ -17,8 +17,8 @@ TOLD_BYTES = 2048  # of what one process tells all
 
 
 def is_shared(mesh: Mesh | None) -> bool:
-    """Whether a mesh is over the devices of several processes."""
-    return mesh is not None and mesh.is_multi_process
+    """Whether a mesh is over devices of this process and of others."""
+    return mesh is not None and mesh.is_multi_process and len(mesh.local_devices) > 0
 
 
 def check_own(mesh: Mesh | None, asked: str, cure: str) -> None:
@@ -75,9 +75,9 @@ def _error_of(name: str, words: str) -> Exception:
     return RuntimeError(f"{name} in another process: {words}")
 
 
-def agreed_least(mesh: Mesh | None, number: int) -> int:
-    """Returns the least of the numbers that the processes of a mesh say."""
-    if not is_shared(mesh):
+def agreed_least(number: int, *, shared: bool) -> int:
+    """Returns the least of the numbers that all processes say; that of this one if not shared."""
+    if not shared:
         return number
     halves = np.array(divmod(number, 2**31), np.int32)  # integers of JAX have 32 bits
     return min(

@@ -17,7 +17,8 @@ import numpy as np
 from jaxrunner.parallel.mesh import mesh_of
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import is_shared
-from jaxrunner.parallel.stages import stages_of
+from jaxrunner.parallel.stage_link import links_of
+from jaxrunner.parallel.stages import is_spread, stages_of
 from jaxrunner.parallel.time_limit import ends_within
 
 Version = tuple[int, ...]
@@ -113,6 +114,9 @@ def check_links(config: Any, timeout_s: float | None = None) -> None:
         (*pairwise(meshes), *((meshes[-1], m) for m in meshes[:-1]))
     ):
         check_transfer(source, target, limit_s)
+    for link in links_of(config) if is_spread(config) else ():
+        if link is not None:
+            _try_link("a transfer to a stage of another process", str(link), link.check, limit_s)
 
 
 def check_sum(mesh: Mesh, timeout_s: float) -> None:

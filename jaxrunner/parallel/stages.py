@@ -48,6 +48,11 @@ def is_last(config: Any) -> bool:
     return getattr(config, "is_last_stage", True)
 
 
+def is_spread(config: Any) -> bool:
+    """Whether stages of a config's engine lie in several processes."""
+    return getattr(config, "is_spread", False)
+
+
 @pytree
 class Outcome:
     """What the last stage sampled in a step, and its drafts for the next one, where it has any."""
@@ -64,6 +69,7 @@ class Sampled:
     rows: tuple[SamplingMetadata, ...] = each("stages")
     outcomes: tuple[Outcome, ...] = each("stages")  # none until they are told
     slots: tuple[int, ...] = static()  # of the rows; R where another request has the slot by now
+    told: Any = static(default=None)  # where another process samples: what reads its tokens
 
 
 @pytree

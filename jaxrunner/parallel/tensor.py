@@ -20,6 +20,7 @@ from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.context import check_context
+from jaxrunner.parallel.exchange import exchanged, own_parts
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import (
     DATA,
@@ -44,6 +45,7 @@ class ShardedConfig:
     mesh: Mesh
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
     expert_parallel: bool = False  # whether devices have whole experts, not units of each
+    exchange_from: int | None = None  # tokens of a step, from which on these go to their experts
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "whole":  # asked while it is unpickled
@@ -74,11 +76,13 @@ def sources_on_mesh(model: Stored, config: Any) -> Any:
 
 def shard(
     model: Model, config: ModelConfig, mesh: Mesh, interleave: Interleave = WHOLE,
-    *, expert_parallel: bool = False,
+    *, expert_parallel: bool = False, exchange_from: int | None = None,
 ) -> tuple[Model, ModelConfig]:  # fmt: skip
     """Returns a model whose functions run on each device of a mesh, under `shard_map`.
 
     expert_parallel: whether devices have whole experts, not units of each.
+    exchange_from: tokens of a rank's step, from which on these go to their experts' devices and
+        back, where else all come together; None for never.
 
     Raises:
       ValueError: the model does not run on shards, or a size is no multiple of the devices; says
@@ -91,14 +95,14 @@ def shard(
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"
         )
     check_mesh(mesh)
-    if num_ranks(mesh) > 1 and config.dims[EXPERTS] % mesh.size:
+    if expert_parallel and num_ranks(mesh) > 1 and config.dims[EXPERTS] % mesh.size:
         raise ValueError(
             f"data_parallel_size={num_ranks(mesh)} with tensor_parallel_size={mesh.shape[TENSOR]} "
             f"and enable_expert_parallel has {mesh.size} devices, which do not divide "
             f"num_experts={config.dims[EXPERTS]}: change one of them"
         )
     check_sizes(config, mesh.shape[TENSOR], expert_parallel=expert_parallel)
-    made = ShardedConfig(model, config, mesh, interleave, expert_parallel)
+    made = ShardedConfig(model, config, mesh, interleave, expert_parallel, exchange_from)
     check_runs(model.params, made.dims, mesh.shape[TENSOR])
     check_context(config, mesh.shape[TENSOR], interleave)
     sharded = model._replace(
@@ -109,11 +113,12 @@ def shard(
 
 def all_reduce_ops(
     make: MakeOps, batch: Batch, *, expert_parallel: bool = False, data_ranks: bool = False,
-    note: Note = unnoted,
+    exchange_from: int | None = None, note: Note = unnoted,
 ) -> Ops:  # fmt: skip
     """Makes the operations of a layer on shards: what is added to the residual is summed.
 
-    data_ranks: whether experts are those of several, whose tokens come together for them.
+    data_ranks: whether experts are those of several, whose tokens come together for them; but where
+        `exchange_from` says, as in `shard`.
     """
     ops, axes = make(batch, note=note), (DATA, TENSOR) if data_ranks else (TENSOR,)
 
@@ -126,16 +131,20 @@ def all_reduce_ops(
     def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
         if not expert_parallel:
             return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")))
+        if exchange_from is not None and x.shape[0] >= exchange_from:
+            run = functools.partial(_run_experts, ops, w)
+            return exchanged(run, x, routes, w.num_experts, axes)
         if data_ranks:
             x, routes = jax.tree.map(_of_all_ranks, (x, routes))
         own = _own_routes(routes, w.num_experts, axes)
-        residual = ops.experts(x, own, w)
-        if residual.ndim == 3:  # parts of no expert are anything
-            here = (own.experts < w.num_experts).T[..., None]
-            residual = jnp.where(here, residual, 0)
+        residual = own_parts(ops.experts(x, own, w), own, w.num_experts)
         return _all_reduce(_of_own_rank(residual) if data_ranks else residual)
 
     return replace(ops, project=project, mlp=mlp, experts=experts, norm_heads=_norm_heads)
+
+
+def _run_experts(ops: Ops, w: ExpertWeights, x: Array, routes: Routes) -> Array:
+    return ops.experts(x, routes, w)
 
 
 def _norm_heads(x: Array, weight: Array, eps: float) -> Array:
@@ -172,12 +181,14 @@ def _own_routes(routes: Routes, num: int, axes: tuple[str, ...]) -> Routes:
 
 @functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
 def all_reduced(
-    make: MakeOps, expert_parallel: bool = False, data_ranks: bool = False
+    make: MakeOps, expert_parallel: bool = False, data_ranks: bool = False,
+    exchange_from: int | None = None,
 ) -> MakeOps:  # fmt: skip
     """Returns `all_reduce_ops` of what makes the operations of one device."""
     return functools.partial(
-        all_reduce_ops, make, expert_parallel=expert_parallel, data_ranks=data_ranks
-    )
+        all_reduce_ops, make, expert_parallel=expert_parallel, data_ranks=data_ranks,
+        exchange_from=exchange_from,
+    )  # fmt: skip
 
 
 def _all_reduce(residual: Array) -> Array:

@@ -3,6 +3,7 @@
 A step is of one size for all ranks; one without requests in it has rows of padding.
 """
 
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
 from typing import Any, cast
@@ -29,14 +30,11 @@ def make_requests(program: Program) -> RequestTable:
 class RankedRequests:
     """A `RequestTable` for each data rank. Slots count on from rank to rank."""
 
-    lora_ids: dict[str, int]
-
     def __init__(self, program: Program):
         self.tables = [RequestTable(program) for _ in range(program.num_ranks)]
         self._rank: dict[str, int] = {}
         self._num_slots = program.engine.max_num_seqs
         self._none: tuple[list[Write], ...] = tuple([] for _ in program.cache_groups)
-        self.lora_ids = {}  # there are no adapters
         self._where = None
         if program.mesh is not None and program.is_shared:
             self._where = NamedSharding(program.mesh, PartitionSpec(DATA))
@@ -63,6 +61,15 @@ class RankedRequests:
         """Frees a request's slot; an unknown id is ignored."""
         if (rank := self._rank.pop(request_id, None)) is not None:
             self.tables[rank].remove(request_id)
+
+    def note_adapter(self, request: NewRequest) -> None:
+        """Notes the adapter of a request that has a slot, if it has one."""
+        self.tables[request.data_rank].note_adapter(request)
+
+    @property
+    def lora_ids(self) -> Mapping[str, int]:
+        """Adapters of the requests that have one, by their ids."""
+        return ChainMap(*(table.lora_ids for table in self.tables))
 
     @property
     def num_taken(self) -> int:

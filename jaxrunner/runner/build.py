@@ -23,7 +23,7 @@ from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
 from jaxrunner.parallel.mesh import check_one_rank, mesh_of, num_ranks
-from jaxrunner.parallel.pipeline import refuse
+from jaxrunner.parallel.pipeline import check_drafts, refuse
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
@@ -112,7 +112,9 @@ def build(
     if (mesh := mesh_of(model_config)) is not None:
         whole_experts = getattr(model_config, "expert_parallel", False)
         data_ranks = num_ranks(mesh) > 1
-        choice = choice._replace(ops=all_reduced(choice.ops, whole_experts, data_ranks))
+        exchange_from = getattr(model_config, "exchange_from", None)
+        ops = all_reduced(choice.ops, whole_experts, data_ranks, exchange_from)
+        choice = choice._replace(ops=ops)
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES and model.samples else None
@@ -135,7 +137,7 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
     if reads_whole(model_config.cache_kinds):
         _check_whole(config)
     if mesh is not None:
-        _check_ranks(model, mesh, config)
+        _check_ranks(model, mesh)
     if mesh is not None and config.enforce_eager:
         raise ValueError(
             "enforce_eager=True runs each operation by itself, which shards cannot: leave it out, "
@@ -144,13 +146,12 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
     if config.num_decode_steps > 1:
         refuse(model_config, f"num_decode_steps={config.num_decode_steps}", "set it to 1")
     if speculator is not None:
-        alone = getattr(model_config, "alone", False)
-        if alone or speculator.adaptive or speculator.extras or speculator.lookahead:
-            why = "of a rank alone" if alone else "of its layers or of a number by measured times"
-            refuse(model_config, f"drafts {why}", "take ngram or suffix in one process, or none")
+        by_layers = bool(speculator.extras or speculator.lookahead)
+        check_drafts(model_config, by_layers=by_layers, adaptive=speculator.adaptive)
     if speculator is not None and speculator.adaptive:
         asked = "speculative_config.num_speculative_tokens='auto'"
         check_own(mesh, asked, "say a number, as 'auto' goes by measured times")
+        check_one_rank(mesh, asked, "say a number")
     if speculator is not None and not model.samples:
         raise ValueError("runner='pooling' drafts no tokens: leave out speculative_config")
     if config.num_decode_steps > 1 and model.heads:
@@ -165,16 +166,8 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
         )
 
 
-def _check_ranks(model: Model, mesh: Mesh, config: EngineConfig) -> None:
+def _check_ranks(model: Model, mesh: Mesh) -> None:
     """Checks what steps of data ranks have in common; raises as `build`."""
-    drafts, num = model.speculator, config.num_decode_steps
-    if num > 1:
-        check_one_rank(mesh, f"num_decode_steps={num}", "set it to 1")
-    if config.enable_lora:
-        check_one_rank(mesh, "enable_lora=True", "merge an adapter into the checkpoint")
-    if drafts is not None and (drafts.adaptive or drafts.extras or drafts.lookahead):
-        why = "drafts of layers, or of a number by measured times"
-        check_one_rank(mesh, why, "take ngram or suffix, or none")
     read, _ = partition(model.tables)
     if model.heads or read:
         check_one_rank(mesh, "a model with heads or slot tables", "leave one of them out")

@@ -7,7 +7,7 @@ from typing import cast
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.program_spec import program_spec, step_key
 from jaxrunner.device.stage_entry_points import BEFORE
-from jaxrunner.parallel.pipeline import to_stages
+from jaxrunner.parallel.pipeline import refuse_spread, to_stages
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.program import Bucket, Program
 from jaxrunner.runner.build import Built
@@ -36,6 +36,7 @@ def in_order(
       ValueError: several processes run them, in which others would be there first.
     """
     check_own(program.mesh, "warm_up='background'", "take warm_up=True")
+    refuse_spread(program.config, "warm_up='background'", "take warm_up=True")
     kinds = [[b for b in buckets if b.lora == lora] for lora in sorted({b.lora for b in buckets})]
     ragged = [[b for b in own if not b.query_len][-1] for own in kinds]
     decodes = [max((b for b in own if b.query_len), key=lambda b: b.num_rows) for own in kinds]

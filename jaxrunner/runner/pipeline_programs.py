@@ -11,14 +11,25 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import BEFORE
-from jaxrunner.parallel.stages import Outcome, PipelineState, Sampled, is_last, rank_of
+from jaxrunner.parallel.stage_link import Post, StageLink, links_of
+from jaxrunner.parallel.stages import (
+    Outcome,
+    PipelineState,
+    Sampled,
+    is_last,
+    is_spread,
+    rank_of,
+)
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.runner.program_table import Compilation, ProgramTable, Started
+from jaxrunner.shapes import output_spec
 
 INSTEAD = dict(step="stage", forward="stage")  # of the last stage's, what the others run
 
@@ -29,13 +40,21 @@ class PipelinePrograms:
     def __init__(self, program: Program, tables: Sequence[ProgramTable]):
         """tables: of `program.stages`."""
         ends = is_last(program.stages[-1].config)
-        self._tables, self._R = tables, program.engine.max_num_seqs
+        self._program, self._tables, self._R = program, tables, program.engine.max_num_seqs
         self._before = tables[:-1] if ends else tables
         self._last = tables[-1] if ends else None
         self._is_whole = ends and rank_of(program.stages[0].config) == 0
         self._at = [
             NamedSharding(stage.mesh, PartitionSpec()) for stage in program.stages if stage.mesh
         ]
+        # Of stages that other processes run: hidden states come, and go on, and tokens are told.
+        self._came: StageLink | None = None
+        self._goes: StageLink | None = None
+        self._post: Post | None = None
+        if is_spread(program.config):
+            self._came, self._goes = links_of(program.config)
+            last: Any = program.config
+            self._post = Post(last.shards[-1].mesh.devices.flat[0].process_index)
         self._run: dict[str, Callable[..., Any]] = dict(
             step=self._step, forward=self._forward, sample=self._sample, admit=self._admit,
             propose=self._propose, copy=self._copy, prompt_logprobs=self._prompt_logprobs,
@@ -51,27 +70,60 @@ class PipelinePrograms:
         """Launches the stages before the last. Returns the state, x behind them, and the rows."""
         slots = tuple(vector[: size.num_rows].tolist())  # a plan's first leaf
         due = [step for step in state.sampled if self._meet(step.slots, slots)]
+        if self._came is not None:
+            for step in due if self._last else ():  # the first stage awaits them to begin
+                self._wait(step)
+            x = (self._came.receive(*self._hidden(size.num_tokens)),)
         state, rows = replace(state, sampled=_without(state.sampled, due)), []
         for i, table in enumerate(self._before):
             part = state.part(i)
             for step in due:
-                part = _receive(table, part, step, i)
+                part = _receive(table, part, self._heard(step), i)
             part, out, row = table[Key("stage", size)](params[i], part, vector, *x)
             state, rows = state.put(i, part), [*rows, row]
             x = (jax.device_put(out, self._at[i + 1]) if i + 1 < len(self._at) else out,)
+        if self._goes is not None:
+            self._goes.send(*x)
         return state, x, Sampled(tuple(rows), (), slots)
+
+    def _hidden(self, num_tokens: int) -> tuple[tuple[int, int], Any]:
+        """Returns the shape and dtype of what goes from stage to stage."""
+        return (num_tokens, self._program.dims["E"]), jnp.dtype(self._program.engine.dtype)
+
+    def _heard(self, step: Sampled) -> Sampled:
+        """Returns a step with its tokens, which are waited for where another process tells them."""
+        if step.outcomes or step.told is None:
+            return step
+        tokens = Layout(output_spec(self._program, step.told[1])).read(self._wait(step)).token_ids
+        return replace(step, outcomes=(Outcome(tokens, None, None),) * len(step.rows))
+
+    def _wait(self, step: Sampled) -> np.ndarray:
+        """Returns what is told of a step once it is; raises as `Told.wait`."""
+        return step.told[0].wait(self._program.engine.step_timeout_s)
+
+    def _told(self, packed: jax.Array | None) -> Any:
+        """Returns what the host reads, in all processes where there are several."""
+        return packed if self._post is None else self._post.next(packed)
+
+    def _awaits(self, state: PipelineState, rows: Sampled, size: SampleSize) -> tuple:
+        """Returns the state in which tokens that another process samples are awaited, and these."""
+        told = self._told(None)
+        rows = rows if told is None else replace(rows, told=(told, size))
+        return replace(state, sampled=(*state.sampled, rows)), told
 
     def _meet(self, slots: Iterable[int], others: Iterable[int]) -> bool:
         return not (set(slots) - {self._R}).isdisjoint(others)
 
     def _step(self, size: Any, params: Any, state: PipelineState, vector: np.ndarray):
         """Runs a whole step; returns the state and the packed `StepOutput`."""
-        assert self._last is not None, "a stage alone runs steps in two parts"
         state, x, rows = self._stages(size, params, state, vector, ())
+        if self._last is None:
+            return self._awaits(state, rows, SampleSize(size.num_rows))
         part, packed, outcome = self._last[Key("step", size)](
             params[-1], state.part(-1), vector, *x
         )
-        return self._sent(state.put(-1, part), rows, outcome), packed
+        told = self._told(packed), SampleSize(size.num_rows)
+        return self._sent(state.put(-1, part), rows, outcome, told), told[0]
 
     def _forward(
         self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, *x: jax.Array
@@ -93,11 +145,12 @@ class PipelinePrograms:
         """Runs the second phase, on the last stage; without it, awaits what that samples."""
         before, own = rows
         if self._last is None:
-            return replace(state, sampled=(*state.sampled, before)), None
+            return self._awaits(state, before, size)
         part, packed, outcome = self._last[Key("sample", size)](
             logits, state.part(-1), own, mask, heads
         )
-        return self._sent(state.put(-1, part), before, outcome), packed
+        told = self._told(packed), size
+        return self._sent(state.put(-1, part), before, outcome, told), told[0]
 
     def _propose(
         self, size: Any, params: Any, state: PipelineState, batch: Any, rows: Any, *args: Any
@@ -118,9 +171,16 @@ class PipelinePrograms:
             state = replace(state, sampled=(*earlier, replace(last, outcomes=outcomes)))
         return state, drafts
 
-    def _sent(self, state: PipelineState, rows: Sampled, outcome: Outcome) -> PipelineState:
-        """Returns the state in which tokens are on their way to the stages before the last."""
-        if not self._before:
+    def _sent(
+        self, state: PipelineState, rows: Sampled, outcome: Outcome, told: tuple[Any, SampleSize]
+    ) -> PipelineState:
+        """Returns the state in which tokens are on their way to the stages before the last.
+
+        told: what the host reads of them, and how it is packed.
+        """
+        if self._post is not None:
+            rows = replace(rows, told=told)
+        elif not self._before:
             return state
         sent = tuple(
             jax.device_put(outcome, at) for at, _ in zip(self._at, rows.rows, strict=False)
@@ -133,7 +193,7 @@ class PipelinePrograms:
         sampled = []
         for step in state.sampled:
             slots = tuple(self._R if slot in new else slot for slot in step.slots)
-            if self._meet(slots, slots) or not step.outcomes:
+            if self._meet(slots, slots) or not (step.outcomes or step.told):
                 sampled.append(replace(step, slots=slots))
         state = replace(state, sampled=tuple(sampled))
         for i, table in enumerate(self._tables):
@@ -146,12 +206,18 @@ class PipelinePrograms:
         return state
 
     def _prompt_logprobs(self, size: Any, params: Any, state: PipelineState, *args: Any) -> Any:
-        assert self._last is not None
-        return self._last[Key("prompt_logprobs", size)](params[-1], state.part(-1), *args)
+        if self._last is None:
+            return self._told(None)
+        run = self._last[Key("prompt_logprobs", size)]
+        return self._told(run(params[-1], state.part(-1), *args))
 
     def start(self, keys: Iterable[Key], first: Iterable[Key]) -> Started:
         """Has threads load or compile programs of all stages, as `ProgramTable.start` does."""
         keys, first, started = list(keys), list(first), Started()
+        sizes = {key.size.num_tokens for key in keys if key.name in INSTEAD}
+        for link in filter(None, (self._came, self._goes)):
+            for num_tokens in sorted(sizes):
+                link.prepare(*self._hidden(num_tokens))
         for i, table in enumerate(self._tables):
             found = table.start(self._of(table, keys), self._of(table, first))
             started |= {Key(f"stage {i}: {key.name}", key.size): of for key, of in found.items()}

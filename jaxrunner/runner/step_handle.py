@@ -124,7 +124,7 @@ class StepHandle:
         """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
         self._names, self._scores = names, scores
         for _, packed in scores:
-            if isinstance(packed, jax.Array):
+            if not isinstance(packed, np.ndarray):
                 packed.copy_to_host_async()
 
     def expect_drafts(self, drafts: jax.Array) -> None:
@@ -139,7 +139,7 @@ class StepHandle:
 
     def _arrays(self) -> list[jax.Array]:
         arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
-        return [x for x in arrays if isinstance(x, jax.Array)]
+        return [x for x in arrays if x is not None and not isinstance(x, np.ndarray)]
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the step's outputs are on the host.

@@ -17,6 +17,7 @@ class AdapterTurns:
         self.max_loras, self.pinned = max_loras, pinned
         self._users: dict[int, set[str]] = {}  # requests by adapter, the first to start first
         self._draining = 0  # an adapter, 0 for none
+        self.num_freed = 0  # places so far, which another may take
 
     def admits(self, request: Request) -> bool:
         """Whether a request may start, as far as adapters go."""
@@ -40,5 +41,6 @@ class AdapterTurns:
         users.discard(request.request_id)
         if request.lora_id in self._users and not users:
             del self._users[request.lora_id]
+            self.num_freed += 1
             if self._draining == request.lora_id:
                 self._draining = 0

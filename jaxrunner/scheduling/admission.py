@@ -33,6 +33,7 @@ class Admission:
         self._preempted: set[str] = set()  # unfinished requests that ever were
         self.adapters: AdapterTurns | None = None  # whose turn it is, where requests have some
         self._no_room = False  # for the first that waits, since a request last gave blocks up
+        self._num_freed = 0  # of `adapters` then: data ranks share their places
 
     @property
     def num_waiting(self) -> int:
@@ -47,7 +48,7 @@ class Admission:
     @property
     def may_start(self) -> bool:
         """Whether one might start, were a slot free."""
-        if self.queue and not self._no_room:
+        if self.queue and (not self._no_room or self._is_freed):
             return True
         return self.remote is not None and bool(self.remote.loaded)
 
@@ -126,9 +127,14 @@ class Admission:
             passed_over and not self.queue
         ):  # those that wait for a place on the device wait for an end
             self._no_room = not any(map(self._admits, passed_over))
+            self._num_freed = 0 if self.adapters is None else self.adapters.num_freed
         for request in passed_over:
             self.queue.add_request(request)
         return started
+
+    @property
+    def _is_freed(self) -> bool:
+        return self.adapters is not None and self.adapters.num_freed != self._num_freed
 
     def _admits(self, request: Request) -> bool:
         """Whether a request's adapter has a place, or may be given one."""

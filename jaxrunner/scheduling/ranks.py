@@ -59,9 +59,14 @@ class RankedScheduler:
         self.ranks[rank].add(request)
 
     def schedule(self, num_steps: int = 1) -> SchedulerOutput:
-        """Plans the next step of all ranks; `num_steps` is 1."""
+        """Plans the next step of all ranks, or several where those with work may do so."""
+        busy = [rank for rank in self.ranks if rank.num_running or rank.admission.may_start]
+        if num_steps > 1 and not all(rank.may_decode(num_steps) for rank in busy):
+            num_steps = 1
         parts = [rank.schedule(num_steps) for rank in self.ranks]
-        whole = SchedulerOutput(parts=parts, num_proposed=parts[0].num_proposed)
+        whole = SchedulerOutput(
+            parts=parts, num_proposed=parts[0].num_proposed, num_steps=num_steps
+        )
         for i, part in enumerate(parts):
             for new in part.scheduled_new_reqs:
                 new.data_rank = i

@@ -127,10 +127,8 @@ class Scheduler:
         """
         if self.admission.remote is not None:
             self.admission.poll(idle=not self.running)
-        decodes = (num_steps > 1 or self.adaptive) and self._decodes
-        sizes = num_steps, self.num_drafts, self.max_num_batched_tokens
-        room = in_flight.have_room
-        several = num_steps > 1 and decodes and room(self.running, *sizes, self.tables)
+        decodes = self.adaptive and self.may_decode()
+        several = num_steps > 1 and self.may_decode(num_steps)
         output = SchedulerOutput(finished_req_ids=self._finished)
         output.num_steps = num_steps if several else 1
         output.num_proposed = self._most_drafts
@@ -153,6 +151,15 @@ class Scheduler:
         if self._most_drafts:
             in_flight.count_drafts(output)
         return output
+
+    def may_decode(self, num_steps: int = 1) -> bool:
+        """Whether requests that run are due a token or none, have blocks, and no other waits."""
+        if self.num_running < self.max_num_seqs and self.admission.may_start:
+            return False
+        if not self.running or any(request.num_missing > 1 for request in self.running):
+            return False
+        sizes = num_steps, self.num_drafts, self.max_num_batched_tokens
+        return num_steps == 1 or in_flight.have_room(self.running, *sizes, self.tables)
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[int]]
@@ -262,13 +269,6 @@ class Scheduler:
         if self.chunks is None or (fits and not self.chunks.step_cost):
             return self.max_num_batched_tokens
         return self.chunks.of(due, self.waiting.first(free), most_drafts, fits=fits)
-
-    @property
-    def _decodes(self) -> bool:
-        """Whether requests run, each is due a token or none, and no other is kept waiting."""
-        if self.num_running < self.max_num_seqs and self.admission.may_start:
-            return False
-        return bool(self.running) and all(request.num_missing <= 1 for request in self.running)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Takes a running request off the device. Returns the tokens it had in this step."""

@@ -15,7 +15,8 @@ from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.pipeline import to_stages
-from jaxrunner.parallel.processes import agreed_least
+from jaxrunner.parallel.processes import agreed_least, is_shared
+from jaxrunner.parallel.stages import is_spread
 from jaxrunner.rule import Rule
 from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
@@ -112,10 +113,12 @@ def _plan_stages(
         need = _need(built._replace(program=stage), part, device, size)
         costs = SizeCosts(stage, part, need)
         found.append((*plan_memory(costs, size, device, shrink=shrink), costs))
-    if len(found) == 1:
+    if len(found) == 1 and not is_spread(program.config):
         return found[0][:2]
     length, num_blocks = (
-        min(getattr(config, name) for config, *_ in found)
+        agreed_least(
+            min(getattr(config, name) for config, *_ in found), shared=is_spread(program.config)
+        )
         for name in ("max_model_len", "num_blocks")
     )
     plans = [costs.plan(length, num_blocks, plan.requested) for _, plan, costs in found]
@@ -127,8 +130,9 @@ def _agreed(device: Device | None, mesh: Mesh | None) -> Device | None:
     """Returns the least memory that any process of a mesh has: all must have as many blocks."""
     if device is None:
         return None
-    limit = agreed_least(mesh, device.limit)
-    return Device(limit, limit - agreed_least(mesh, device.limit - device.others))
+    limit = agreed_least(device.limit, shared=is_shared(mesh))
+    free = agreed_least(device.limit - device.others, shared=is_shared(mesh))
+    return Device(limit, limit - free)
 
 
 def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) -> ProgramMemory:

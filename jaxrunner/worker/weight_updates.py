@@ -16,6 +16,7 @@ from jaxrunner.loading.declared import own_dtypes, wanted_tensors
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.loading.stacked_experts import unstacked
 from jaxrunner.loading.weights import check_finite, check_leaves, check_tensors, like, with_tensors
+from jaxrunner.parallel.pipeline import refuse_spread
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
 from jaxrunner.quantization.per_channel import of_floats
 from jaxrunner.runner.model_runner import ModelRunner
@@ -162,6 +163,7 @@ class WeightUpdates(NotHere, abc.ABC):
           ValueError: the folder is there, or not seen by all processes of the mesh.
           RuntimeError: the weights sleep.
         """
+        refuse_spread(self.runner.program.config, "save_params", "have one process read them all")
         params = merge(self._awake(), self._whole)
         orbax_io.save(Path(folder), params, self.runner.program.mesh)
 
@@ -173,6 +175,7 @@ class WeightUpdates(NotHere, abc.ABC):
           FileNotFoundError, ValueError: they are not like the old ones, which stay; names where.
         """
         spec, mesh = self.runner.params_spec, self.runner.program.mesh
+        refuse_spread(self.runner.program.config, "load_params", "take reload_weights")
         params = orbax_io.restore(Path(folder), merged_spec(spec, self._whole), mesh)
         self.update_params(copied(params, spec))
 
@@ -191,6 +194,7 @@ class WeightUpdates(NotHere, abc.ABC):
           RuntimeError: the weights sleep.
         """
         params, config = self._awake(), cast(Any, self.runner.program.config)
+        refuse_spread(config, "save_sharded_state", "have one process read them all")
         if isinstance(params, Drafted):
             params, config = params.target, config.target
         sharded_state.save(path, config, params, pattern=pattern, max_size=max_size)

@@ -29,7 +29,7 @@ from jaxrunner.loading.loader import Loaded, load
 from jaxrunner.loading.speculation import with_speculator
 from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.parallel.mesh import devices_of
-from jaxrunner.parallel.parallel_config import ParallelConfig
+from jaxrunner.parallel.parallel_config import REPLICATED, ParallelConfig
 from jaxrunner.parallel.requirements import check_links
 from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
@@ -66,14 +66,14 @@ class Worker(WorkerSteps):
         model_loader_extra_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
         quantization: str | None = None,
-        runner: str = "auto", pooler_config: Any = None,
-        check_nan: bool = False,
+        runner: str = "auto", pooler_config: Any = None, check_nan: bool = False,
         download_dir: str | Path | None = None, hf_token: str | bool | None = None,
         tensor_parallel_size: int = 1,
         decode_context_parallel_size: int = 1, cp_kv_cache_interleave_size: int = 1,
         pipeline_parallel_size: int = 1,
         enable_expert_parallel: bool = False, enable_return_routed_experts: bool = False,
         enable_eplb: bool = False, eplb_config: dict[str, Any] | None = None,
+        all2all_backend: str = REPLICATED, all2all_token_threshold: int | None = None,
         rank: int | None = None, devices: Sequence[Any] | None = None,
         logits_fn: Callable[..., Any] | Rule | None = None,
         speculative_config: dict[str, Any] | None = None,
@@ -96,6 +96,7 @@ class Worker(WorkerSteps):
                 tensor_parallel_size, pipeline_parallel_size, rank, devices,
                 Interleave(decode_context_parallel_size, cp_kv_cache_interleave_size),
                 enable_expert_parallel, EplbConfig.read(eplb_config, enable_eplb=enable_eplb),
+                1, all2all_backend, all2all_token_threshold,
             ),
         )  # fmt: skip
         self._devices, asked = devices, speculative_config

@@ -75,6 +75,10 @@ MORE: dict[str, Kind] = dict(
     long_prefill_token_threshold=integer(0, 2**30), tensor_parallel_size=COUNT,
     data_parallel_size=COUNT, pipeline_parallel_size=COUNT, decode_context_parallel_size=COUNT,
     cp_kv_cache_interleave_size=size(1, 1, 2**16), enable_expert_parallel=SOME, enable_eplb=SOME,
+    all2all_backend=Kind(
+        lambda v: v == "allgather_reducescatter" if type(v) is str else False,
+        ("pplx", "", None, 3, "ragged_all_to_all"),
+    ), all2all_token_threshold=NONE,
     enable_return_routed_experts=SOME, eplb_config=MAPPING, enable_lora=SOME,
     max_loras=size(1, 1, 1024), max_lora_rank=size(1, 1, 512),
     max_cpu_loras=size(1, 1, 2**20, None),

@@ -54,6 +54,7 @@ ALIKE = (
     "llama, tied",
     "llama, biases",
     "llama, all heads have a key",
+    "llama, one key",
     "llama, derived head size",
     "llama, llama3 rope",
     "llama, linear rope",
@@ -63,12 +64,17 @@ ALIKE = (
     "gemma 3, scaled, capped logits",
     "exaone 4, no window",
     "olmo 2, one key",
+    "neox, one after the other",
     "mistral small 3.1",
     "olmoe, one key, a mixture",
     "glm4, biases, all experts, a mixture",
     "deepseek v2 lite, a mixture",
     "deepseek v3, halves, a mixture",
     "gpt-oss, one key, a mixture",
+    "lfm 2, biases, wide",
+    "granite 4, dense, rotated",
+    "falcon h1, normed",
+    "qwen 3 next, dense layers, biases",
 )
 
 

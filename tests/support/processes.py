@@ -35,6 +35,7 @@ MIXTURE: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=12, vocab_size=64, num_hidden_layers=1, eos_token_id=63,
 )  # fmt: skip
+GREEDY, USUAL = SamplingParams(temperature=0), SamplingParams(seed=4, max_tokens=6)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [9, 2], [7] * 9, [8, 2, 8], [1, 2, 3, 4], [5, 5], [6], [2] * 5]
 RULES: list[dict[str, Any]] = [
     dict(temperature=0, max_tokens=6),
@@ -49,9 +50,10 @@ def rules() -> list[SamplingParams]:
     return [SamplingParams(**RULES[i % len(RULES)]) for i in range(len(PROMPTS))]
 
 
-def answers(llm: LLM) -> list[list[int]]:
+def answers(llm: LLM, asked: SamplingParams | list[SamplingParams] | None = None):
+    """Returns the tokens of each of `PROMPTS`, with `rules()` where nothing else is asked."""
     prompts = [dict(prompt_token_ids=ids) for ids in PROMPTS]
-    outputs = llm.generate(prompts, rules(), on_error="raise", use_tqdm=False)
+    outputs = llm.generate(prompts, asked or rules(), on_error="raise", use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -115,10 +117,10 @@ def of_ranks(checkpoint: str, num_devices: int) -> dict[str, Any]:
     """Returns the tokens of a mixture whose data ranks lie in several processes."""
     sizes: dict[str, Any] = SIZES | dict(tokenizer=tokenizer(), enable_expert_parallel=True)
     with LLM(checkpoint, **sizes, data_parallel_size=num_devices) as llm:
-        told = dict(tokens=answers(llm), report=llm.report())
+        told = dict(tokens=answers(llm, USUAL), report=llm.report())
         llm.sleep(level=1)
         llm.wake_up()
-        return told | {"after a sleep": answers(llm)}
+        return told | {"after a sleep": answers(llm, USUAL)}
 
 
 def tokenizer() -> Tokenizer:
@@ -136,13 +138,13 @@ def dying(checkpoint: str, num_devices: int, is_it: bool) -> dict[str, Any]:
     Without JAX's recoverability these end too.
     """
     sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
-    sizes |= dict(step_timeout_s=30.0)  # a sum may wait for the one that is gone, or fail
+    sizes |= dict(step_timeout_s=15.0)  # a sum may wait for the one that is gone, or fail
     with LLM(checkpoint, **sizes) as llm:
-        answers(llm)
+        answers(llm, GREEDY)
         if is_it:
             os._exit(1)
         many = [dict(prompt_token_ids=ids) for ids in PROMPTS]  # more than run at a time
-        outputs = llm.generate(many, SamplingParams(temperature=0), use_tqdm=False)
+        outputs = llm.generate(many, GREEDY, use_tqdm=False)
         told: dict[str, Any] = dict(errors=[output.error for output in outputs])
         time.sleep(1.2 * HEARTBEAT_S)
         told["later"] = refused(llm.generate, many)

@@ -118,6 +118,5 @@ def _kernel(batch: Batch, q: Array, kv: LayerCache, spec: AttentionSpec) -> Arra
 
 
 EXPANDED = Operation("expanded", functools.partial(expanded, attend=_kernel), refuses)
-# (batch, q [T, H, N + D], up, cache, spec, absorbed) -> [T, H, V]. No GPU has measured `EXPANDED`
-# yet: put it here once it is faster.
-PROMPTS: tuple[Operation, ...] = ()
+# (batch, q [T, H, N + D], up, cache, spec, absorbed) -> [T, H, V], asked before absorbed attention.
+PROMPTS = (EXPANDED,)

@@ -1,0 +1,106 @@
+"""What goes on over data ranks: adapters, drafts of layers, several steps a launch, contexts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_data_ranks import MIXTURE, RANKS, SIZES, D
+
+from jaxrunner import LLM, LoRARequest, SamplingParams
+from jaxrunner.hf_config import Settings
+from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.registry import read_model
+from tests.support import lora, tiny
+
+PROMPTS = [[n, *range(9), 5] for n in range(3 * D)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("mixture"), MIXTURE)
+
+
+def checkpoint(folder: Path, settings: dict[str, Any]) -> str:
+    model, config = read_model(Settings(settings))
+    params = tiny.random_params(config, seed=5, params=model.params)
+    save_checkpoint(folder, model, config, params, settings)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def wanted(folder):
+    return answers(folder)
+
+
+def answers(folder: str, loras: Any = None, **changes: Any) -> list[list[int]]:
+    """Returns the tokens of requests of unlike lengths, half of which are drawn."""
+    rules = [
+        SamplingParams(temperature=n % 2, seed=n, max_tokens=2 + 2 * n, ignore_eos=True)
+        for n in range(len(PROMPTS))
+    ]
+    with LLM(folder, **SIZES | changes) as llm:
+        prompts = [dict(prompt_token_ids=ids) for ids in PROMPTS]
+        outputs = llm.generate(prompts, rules, on_error="raise", lora_request=loras)
+        if "num_decode_steps" in changes:
+            assert any(key.name == "multi_step" for key in llm.runner.programs.ready())
+        if "decode_context_parallel_size" in changes:  # of so many devices, a block has each one's
+            assert llm.memory_plan.num_tokens == 2 * SIZES["num_blocks"] * SIZES["block_size"]
+        if "speculative_config" in changes:
+            told = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+            stood, drafted = (
+                told[f"vllm:spec_decode_num_{name}_tokens"] for name in ("accepted", "draft")
+            )
+            assert stood == drafted > 20
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.devices(D)
+def test_several_steps_a_launch_change_no_token(folder, wanted):
+    assert answers(folder, **RANKS, num_decode_steps=3) == wanted
+
+
+@pytest.mark.devices(D)
+@pytest.mark.parametrize(
+    "several",
+    [
+        RANKS,
+        pytest.param(
+            dict(tensor_parallel_size=2, enable_expert_parallel=True), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["data ranks", "one rank"],
+)
+def test_a_mixture_drafts_for_itself(several, folder, wanted):
+    drafts = dict(method="draft_model", model=folder, num_speculative_tokens=1)
+    assert answers(folder, **several, speculative_config=drafts) == wanted
+
+
+@pytest.mark.devices(8)
+@pytest.mark.slow
+def test_tokens_of_a_rank_are_dealt_out_to_its_devices(tmp_path):
+    even = dict(num_experts=8, num_attention_heads=4, intermediate_size=32, vocab_size=64)
+    folder = checkpoint(tmp_path, MIXTURE | even)
+    eight: dict[str, Any] = dict(
+        data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True,
+        decode_context_parallel_size=2,
+    )  # fmt: skip
+    assert answers(folder, **eight) == answers(folder)
+
+
+@pytest.mark.devices(D)
+def test_adapters_of_all_ranks_share_their_places(folder):
+    """Five adapters, and two places, for nine requests."""
+    base = load_file(Path(folder, "model.safetensors"))
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    made = [lora.make(base, i, targets=targets) for i in range(1, 6)]
+    named = [
+        LoRARequest(f"{i}", i, lora_tensors=of[0], lora_config=of[1])
+        for i, of in enumerate(made, 1)
+    ]
+    asked = [[None, *named][n % 6] for n in range(len(PROMPTS))]
+    sizes: dict[str, Any] = dict(enable_lora=True, max_loras=2, max_lora_rank=8)
+    want = answers(folder, asked, **sizes)
+    assert answers(folder, asked, **RANKS, **sizes) == want
+    assert len({tuple(tokens[:2]) for tokens in want}) > 5 and np.size(asked) == len(PROMPTS)
