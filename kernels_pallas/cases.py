@@ -24,6 +24,7 @@ from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.quantized_case import (
     fitted_tiles,
     fp8_products,
+    quantized_mlps,
     quantized_products,
     quantized_tiles,
 )
@@ -312,6 +313,9 @@ TESTS: tuple[Case, ...] = (
     quantized_products(64, 1024, 352, "int4", group=128, zero=True),
     quantized_products(128, 768, 64, "float4_e2m1fn", group=256, max_parts=8),
     quantized_products(256, 2048, 512, "int8", max_parts=8),
+    quantized_mlps(1, 4096, 7168, "int4", group=128),
+    quantized_mlps(8, 4096, 7168, "float8_e4m3fn", run=128, group=128),
+    quantized_mlps(24, 4096, 1024, "int8"), quantized_mlps(32, 4096, 1024, "float8_e4m3fn"),
     quantized_tiles(64, 1024, 512, "float8_e4m3fn", run=128, group=128, groups=4, exact=True),
     quantized_tiles(64, 1024, 512, "float8_e4m3fn", groups=4),
     quantized_tiles(64, 1024, 256, "int4", group=128, groups=1, turns=2, parts=2, exact=True),
@@ -347,6 +351,8 @@ BENCH: tuple[Case, ...] = (
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F, parts in ((4096, 6144, 1), (4096, 4096, 8), (4096, 28672, 1), (14336, 4096, 8))
       for T in (1, 8, 64, 256)),
+    *(quantized_mlps(T, 4096, 14336, code, run=run, group=128) for code, run in
+      (("float8_e4m3fn", 128), ("int4", 1)) for T in (1, 8, 16)),
     *(fitted_tiles(T, E, F, code, run, in_parts=E == 14336 or F == 4096) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),

@@ -10,6 +10,7 @@ from jaxrunner.kernels_pallas import quantized_fit, widen
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.fp8_blocks import fp8_blocks
 from jaxrunner.kernels_pallas.quantized_matmul import quantized_matmul
+from jaxrunner.kernels_pallas.quantized_mlp import Few, quantized_mlp
 from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.types import Array
 
@@ -53,6 +54,21 @@ def quantized_tiles(
     told = ", ".join(f"{key} {value}" for key, value in sizes.items())
     name, amount = f"{T} x {E} x {F}, {code}, {told}", E * F / widen.PACKED[code]
     return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
+
+
+def quantized_mlps(T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0) -> Case:
+    """The gated MLP of T tokens and F units, of which `run` x `group` numbers share a scale."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        x, *gate_up = _make(T, E, 2 * F, code, run, group or E, False, seed)
+        return x, *gate_up, *_make(T, F, E, code, run, group or F, False, seed + 1)[1:]
+
+    def run_it(x: Array, *weights: Array) -> Array:
+        both = Few(*weights[:2]), Few(*weights[2:])
+        return quantized_mlp(x, *both, code=code).sum(0).astype(x.dtype)
+
+    name, amount = f"{T} x {E} x {F}, {code}", 3 * E * F / widen.PACKED[code]
+    return Case("quantized_mlp", name, make, run_it, amount, "TB/s", dict(code=code))
 
 
 def fitted_tiles(T: int, E: int, F: int, code: str, run: int, *, in_parts: bool) -> Case:

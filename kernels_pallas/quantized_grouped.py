@@ -194,6 +194,7 @@ def _call(
                 (f.stages, pieces, s.tile, PIECE), groups.x.dtype,
                 transforms=mosaic.tiled(PIECE, 2),
             ),
+            kept=plgpu.SMEM((HALVES * s.turns, 1 + (w.zero is not None), f.kept), jnp.float32),
             other=plgpu.SMEM((s.places, ROWS, s.tile) if s.places else (1, 8, 8), jnp.float32),
             full=plgpu.Barrier(num_arrivals=HALVES + pieces, num_barriers=f.stages),
             free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=f.stages),
@@ -223,15 +224,17 @@ def _static(
     height, num_scales = w.weight.shape[0] // num_experts, w.scale.shape[1]
     terms = _terms(E)
     size = terms * (2 * tile + HALVES * ROWS // widen.PACKED[code])
-    left = SMEM_BYTES - _places(c.turns, activation) * 4 * ROWS * tile - 2048
     # Sums with zero points, or with exponents, are of terms that share a scale, be they all.
     parted = num_scales > 1 or w.zero is not None or w.scale.dtype == jnp.uint8
     group = E // num_scales if parted else 0
-    stages = min(c.stages, left // size)
     # As many steps in each turn: one behind the last reads zeros.
     steps, run = -(-E // (terms * c.turns)) * c.turns, w.weight.shape[0] // w.scale.shape[0]
+    form = Form(code, tile, terms, steps, run, group, num_scales, 0, c.turns)
+    left = SMEM_BYTES - _places(c.turns, activation) * 4 * ROWS * tile - 2048
+    left -= HALVES * c.turns * form.kept * (1 + (w.zero is not None)) * 4
+    stages = min(c.stages, left // size)
     stages -= stages % c.turns  # a place is of one turn's steps for ever
-    form = Form(code, tile, terms, steps, run, group, num_scales, stages, c.turns)
+    form = form._replace(stages=stages)
     outputs = height // HALVES if activation else height
     step, gap = (ROWS, outputs) if activation else (HALVES * ROWS, ROWS)
     blocks = -(-outputs // step)
@@ -239,13 +242,13 @@ def _static(
 
 
 def _kernel(
-    s: _Static, *refs: Ref, w_smem: Ref, x_smem: Ref, other: Ref, full: Barrier,
+    s: _Static, *refs: Ref, w_smem: Ref, x_smem: Ref, kept: Ref, other: Ref, full: Barrier,
     free: Barrier, told: Barrier, taken: Barrier,
 ) -> None:  # fmt: skip
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     *given, out = refs
     at = dict(zip(s.names, given, strict=True))
-    held = Held(at["scale"], at.get("zero"), w_smem, x_smem, full, free)
+    held = Held(at["scale"], at.get("zero"), kept.at[wg], w_smem, x_smem, full, free)
 
     @pl.when(wg < HALVES * s.turns)
     def _() -> None:

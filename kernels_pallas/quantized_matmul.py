@@ -21,18 +21,22 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic, widen
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref, Shaped
-from jaxrunner.kernels_pallas.quantized_sums import by_row
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.quantized_steps import (
+    CONSUMERS,
+    REGISTERS,
+    STEP,
+    Own,
+    Steps,
+    sums,
+    unlike,
+)
 from jaxrunner.kernels_pallas.stores import put, put_transposed
 from jaxrunner.kernels_pallas.widen import TERMS
 from jaxrunner.types import Array
 
-STEP = 128  # bytes of a row of weights that a step takes: the widest swizzle
-CONSUMERS = 4  # warpgroups that compute
-REGISTERS = 112, 32  # of a thread that computes, and of one that copies: 480 for five warpgroups
 TOKENS = 1, *range(8, 65, 8)  # of a block; more are several blocks
 MAX_PARTS = 8
-AT_ONCE = 16  # tokens whose sums of one scale are in registers
 
 
 @dataclass(frozen=True)
@@ -46,41 +50,14 @@ class TuningConfig:
 class _Static(NamedTuple):
     """What is known when the kernel is compiled."""
 
-    code: str
-    T: int  # tokens of a block
-    height: int  # rows of weights of a warpgroup
-    groups: int  # of warpgroups: each has rows of its own
+    steps: Steps  # of a part
     tiles: int  # of rows
     parts: int  # of a sum
-    steps: int  # of a part
-    sums: int  # of a step: each has a scale of its own
-    run: int  # rows that share a scale
-    spans: int  # steps that share a scale
-    stages: int
-
-    @property
-    def packed(self) -> int:
-        return widen.PACKED[self.code]
-
-    @property
-    def columns(self) -> int:
-        """Tokens whose sums of one scale are in registers at a time."""
-        return 8 if self.T % AT_ONCE else AT_ONCE
-
-    @property
-    def rows(self) -> int:
-        """Rows of weights of a block."""
-        return self.groups * self.height
-
-    @property
-    def turns(self) -> int:
-        """Warpgroups that have the same rows, and steps in turn."""
-        return CONSUMERS // self.groups
 
     @property
     def writers(self) -> int:
         """Warpgroups whose sums others add to their own."""
-        return CONSUMERS - self.groups
+        return CONSUMERS - self.steps.groups
 
 
 def refuses(
@@ -107,17 +84,13 @@ def refuses_numbers(x: Shaped, scale: Shaped, code: str, codes: Collection[str])
 
 
 def _fit(
-    T: int, E: int, F: int, scale: tuple[int, ...], code: str, max_parts: int, config: TuningConfig
-) -> _Static | str:
+    T: int, E: int, F: int, scale: tuple[int, ...], code: str, max_parts: int, config: TuningConfig,
+    has_zero: bool = True,
+) -> _Static | str:  # fmt: skip
     """Shares the work out, or says why it cannot."""
-    packed = widen.PACKED[code]
-    terms, group = STEP * packed, E // scale[1]
-    if E % terms or F % 8:
-        return f"wants sums of a multiple of {terms} terms and outputs of 8, got {E} and {F}"
-    if E % scale[1] or F % scale[0] or (scale[1] > 1 and terms % group and group % terms):
-        return f"wants scales of runs that divide {terms} or that it divides, got {group}"
-    if group % TERMS:
-        return f"wants scales of a multiple of {TERMS} terms, got {group}"
+    if reason := unlike(E, F, scale, code):
+        return reason
+    terms, whole = STEP * widen.PACKED[code], scale[1] == 1
     # Of one token the copies read eight: what is not there is 0.
     steps, chunk = E // terms, max(8, min(T, TOKENS[-1]))
 
@@ -134,18 +107,15 @@ def _fit(
         if F % rows == 0 and steps % parts == 0 and _height(rows)
     ]
     _, rows, parts = min(sizes)
-    height = _height(rows)
-    groups, whole = rows // height, scale[1] == 1
-    sums = 1 if whole else max(1, terms // group)
-    spans = steps if whole else max(1, group // terms)
-    size = rows * STEP + chunk * terms * 2
-    left = SMEM_BYTES - (CONSUMERS - groups) * ROWS * chunk * 4 - ROWS * STEP - 2048
+    size, group = rows * STEP + chunk * terms * 2, 0 if whole else E // scale[1]
+    s = Steps(code, chunk, rows // _height(rows), steps // parts, F // scale[0], group, rows)
+    left = SMEM_BYTES - (CONSUMERS - s.groups) * ROWS * chunk * 4 - ROWS * STEP - 2048
+    left -= CONSUMERS * 4 * s.window.size * (1 + has_zero)
     stages = min(config.stages, left // size)
-    stages -= stages % (CONSUMERS // groups)  # a place is of one warpgroup's steps for ever
-    return _Static(
-        code, chunk, height, groups, F // rows, parts, steps // parts, sums, F // scale[0], spans,
-        stages,
-    )  # fmt: skip
+    stages -= stages % s.turns  # a place is of one warpgroup's steps for ever
+    if not stages:
+        return f"wants shared memory for a step of {size} bytes, has {left}"
+    return _Static(s._replace(stages=stages), F // rows, parts)
 
 
 def _height(rows: int) -> int:
@@ -173,9 +143,9 @@ def quantized_matmul(
     if why := refuses(x, weight, scale, code, max_parts, config):
         raise ValueError(f"quantized_matmul {why}")
     (T, E), F = x.shape, weight.shape[0]
-    s = _fit(T, E, F, scale.shape, code, max_parts, config)
+    s = _fit(T, E, F, scale.shape, code, max_parts, config, zero is not None)
     assert isinstance(s, _Static)
-    shape = (T, F) if max_parts == 1 else (s.parts, T, F)
+    shape, own = (T, F) if max_parts == 1 else (s.parts, T, F), s.steps
     layout = mosaic.tiled(STEP, 1), mosaic.tiled(TERMS, 2)
     zeros = () if zero is None else (zero,)
     return plgpu.kernel(
@@ -183,37 +153,42 @@ def quantized_matmul(
         out_type=jax.ShapeDtypeStruct(shape, dtype or x.dtype),
         scratch_types=[
             # A warpgroup reads 64 rows: behind its own are those of another.
-            plgpu.SMEM((s.stages * s.rows + ROWS, STEP), weight.dtype, transforms=layout[0]),
-            plgpu.SMEM((s.stages, s.T, STEP * s.packed), x.dtype, transforms=layout[1]),
-            plgpu.SMEM((max(s.writers, 1), ROWS, s.T), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
-            plgpu.Barrier(num_arrivals=s.groups, num_barriers=s.stages),
+            plgpu.SMEM((own.stages * own.place + ROWS, STEP), weight.dtype, transforms=layout[0]),
+            plgpu.SMEM((own.stages, own.T, own.terms), x.dtype, transforms=layout[1]),
+            plgpu.SMEM((s.writers, ROWS, own.T) if s.writers else (1, 8, 8), jnp.float32),
+            plgpu.SMEM((CONSUMERS, 1 + len(zeros), own.window.size), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=own.stages),
+            plgpu.Barrier(num_arrivals=own.groups, num_barriers=own.stages),
             plgpu.Barrier(num_arrivals=max(s.writers, 1)),
         ],
-        grid=(-(-T // s.T), s.parts, s.tiles), grid_names=("chunk", "part", "tile"),
+        grid=(-(-T // own.T), s.parts, s.tiles), grid_names=("chunk", "part", "tile"),
         num_threads=CONSUMERS + 1, thread_name="wg",
         kernel_name="quantized_matmul", compiler_params=COMPILER,
     )(x, weight, scale, *zeros)  # fmt: skip
 
 
 def _kernel(s: _Static, has_zero: bool, x: Ref, w: Ref, scale: Ref, *refs: Any) -> None:
-    zero, (out, w_smem, x_smem, other, full, free, told) = (
+    zero, (out, w_smem, x_smem, other, kept, full, free, told) = (
         (refs[0], refs[1:]) if has_zero else (None, refs)
     )
     wg, chunk, part, tile = (lax.axis_index(name) for name in ("wg", "chunk", "part", "tile"))
+    groups, columns = s.steps.groups, s.steps.columns
+    height = s.steps.place // groups
 
     @pl.when(wg < CONSUMERS)
     def _() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        group, turn = lax.rem(wg, s.groups), lax.div(wg, s.groups)
-        first = (tile * s.groups + group) * s.height
-        totals = _sum(s, group, turn, part, first, scale, zero, w_smem, x_smem, full, free)
+        group, turn = lax.rem(wg, groups), lax.div(wg, groups)
+        first = (tile * groups + group) * height
+        start = part * s.steps.steps
+        own = Own(s.steps, group, turn, start, first, scale, zero, kept.at[wg])
+        totals = sums(own, w_smem, x_smem, full, free)
         if s.writers:
 
             @pl.when(turn > 0)
             def _() -> None:
                 for n, total in enumerate(totals):
-                    put(other.at[wg - s.groups, :, pl.ds(n * s.columns, s.columns)], total)
+                    put(other.at[wg - groups, :, pl.ds(n * columns, columns)], total)
                 mosaic.barrier_arrive(told)
 
         @pl.when(turn == 0)
@@ -221,23 +196,21 @@ def _kernel(s: _Static, has_zero: bool, x: Ref, w: Ref, scale: Ref, *refs: Any) 
             if s.writers:
                 mosaic.barrier_wait(told)
             for n, y in enumerate(totals):
-                for i in range(1, s.turns):
-                    columns = pl.ds(n * s.columns, s.columns)
-                    at = other.at[group + (i - 1) * s.groups, :, columns]
+                for i in range(1, s.steps.turns):
+                    at = other.at[group + (i - 1) * groups, :, pl.ds(n * columns, columns)]
                     y = y + mosaic.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
                 target = out if len(out.shape) == 2 else out.at[part]
-                tokens = pl.ds(chunk * s.T + n * s.columns, min(s.columns, target.shape[0]))
-                outputs = target.at[tokens, pl.ds(first, s.height)]
-                put_transposed(y.astype(out.dtype), outputs)
+                tokens = pl.ds(chunk * s.steps.T + n * columns, min(columns, target.shape[0]))
+                put_transposed(y.astype(out.dtype), target.at[tokens, pl.ds(first, height)])
 
     @pl.when(wg == CONSUMERS)
     def _() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        _fetch(s, chunk, part, tile, x, w, w_smem, x_smem, full, free)
+        _fetch(s.steps, chunk, part, tile, x, w, w_smem, x_smem, full, free)
 
 
 def _fetch(
-    s: _Static, chunk: Array, part: Array, tile: Array, x: Ref, w: Ref, w_smem: Ref, x_smem: Ref,
+    s: Steps, chunk: Array, part: Array, tile: Array, x: Ref, w: Ref, w_smem: Ref, x_smem: Ref,
     full: Barrier, free: Barrier,
 ) -> None:  # fmt: skip
     """Copies weights and tokens, step by step."""
@@ -247,11 +220,11 @@ def _fetch(
 
     def weights(step: Index) -> None:
         slot, terms = lax.rem(step, s.stages), pl.ds((part * s.steps + step) * STEP, STEP)
-        target = w_smem.at[pl.ds(slot * s.rows, s.rows)]
-        mosaic.copy_gmem_to_smem(w.at[pl.ds(tile * s.rows, s.rows), terms], target, full.at[slot])
+        target = w_smem.at[pl.ds(slot * s.place, s.place)]
+        mosaic.copy_gmem_to_smem(w.at[pl.ds(tile * s.place, s.place), terms], target, full.at[slot])
 
     def tokens(step: Index) -> None:
-        slot, terms = lax.rem(step, s.stages), STEP * s.packed
+        slot, terms = lax.rem(step, s.stages), s.terms
         source = x.at[pl.ds(chunk * s.T, s.T), pl.ds((part * s.steps + step) * terms, terms)]
         mosaic.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot])
 
@@ -261,57 +234,3 @@ def _fetch(
     plgpu.griddepcontrol_launch_dependents()
     each(0, ahead, tokens)
     each(ahead, s.steps, wait, weights, tokens)
-
-
-def _sum(
-    s: _Static, group: Array, turn: Array, part: Array, first: Array, scale: Ref,
-    zero: Ref | None, w_smem: Ref, x_smem: Ref, full: Barrier, free: Barrier,
-) -> list[Array]:  # fmt: skip
-    """Returns the sums of a warpgroup's steps for its rows, [ROWS, columns] of some tokens each."""
-    pieces, size = STEP * s.packed // TERMS // s.sums, TERMS // s.packed
-    start, columns = part * s.steps, s.columns
-
-    def of_rows(ref: Ref, step: Index, i: int, layout: Layout = plgpu.Layout.WGMMA) -> Array:
-        column = lax.div(start + step, s.spans) * s.sums + i
-        return by_row(ref, first, s.run, column, layout)
-
-    def zeros() -> Array:
-        return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
-
-    def one(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        totals, scales = carry
-        step = turn + index * s.turns
-        slot = lax.rem(step, s.stages)
-        following = jnp.minimum(step + s.turns, s.steps - 1)
-        mosaic.barrier_wait(full.at[slot])
-        raw = widen.load_weights(w_smem.at[pl.ds(slot * s.rows + group * s.height, ROWS)], s.packed)
-        later = []
-        for i in range(s.sums):
-            later.append(of_rows(scale, following, i))
-            values = []
-            for j in range(i * pieces, (i + 1) * pieces):
-                piece = lax.slice(raw, (0, j * size), (ROWS, (j + 1) * size))
-                values.append(widen.widen(piece, s.code))
-            if zero is not None:
-                less = of_rows(zero, step, i, widen.WIDE).astype(jnp.bfloat16)
-                less = lax.broadcast_in_dim(less, (ROWS, TERMS), [0])
-                values = [value - plgpu.layout_cast(less, widen.WIDE) for value in values]
-            mine = lax.broadcast_in_dim(scales[i], (ROWS, columns), [0])
-            mine = plgpu.layout_cast(mine, plgpu.Layout.WGMMA)
-            found = []
-            for n, total in enumerate(totals):
-                y = zeros()
-                for j, value in enumerate(values, i * pieces):
-                    tokens, terms = pl.ds(n * columns, columns), pl.ds(j * TERMS, TERMS)
-                    x = widen.load_tokens(x_smem.at[slot, tokens, terms])
-                    y = widen.multiply(y, value, x)
-                found.append(total + y * mine)
-            totals = found
-        mosaic.barrier_arrive(free.at[slot])
-        return totals, later
-
-    begin = [of_rows(scale, jnp.minimum(turn, s.steps - 1), i) for i in range(s.sums)]
-    rounds = lax.div(s.steps - turn + s.turns - 1, s.turns)
-    totals = [zeros() for _ in range(s.T // columns)]
-    totals, _ = lax.fori_loop(0, rounds, one, (totals, begin))
-    return totals

@@ -8,6 +8,7 @@ A scale that all terms share is multiplied with their sum.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -22,6 +23,7 @@ import numpy as np
 from jaxrunner.kernels_pallas import mosaic, widen, widen_tile
 from jaxrunner.kernels_pallas.matmul import ROWS
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref
+from jaxrunner.kernels_pallas.scale_window import Window
 from jaxrunner.types import Array
 
 PIECE = 64  # terms of a product: 128 bytes of tokens, the widest swizzle
@@ -50,12 +52,23 @@ class Form(NamedTuple):
         """Steps that share a scale."""
         return max(1, self.group // self.terms) if self.group else self.steps
 
+    @property
+    def window(self) -> Window:
+        """Scales that a warpgroup has in shared memory."""
+        return Window(self.run, self.sums, self.spans, self.turns, self.steps // self.turns)
+
+    @property
+    def kept(self) -> int:
+        """Numbers of 4 bytes that it has there of each matrix: none of a scale of whole sums."""
+        return self.window.size if self.group else 1
+
 
 class Held(NamedTuple):
     """Where operands lie."""
 
     scale: Ref
     zero: Ref | None
+    kept: Ref  # [1 or 2, Form.kept]: scales and zero points of this warpgroup, in shared memory
     w: Ref  # [stages, rows, terms / packed], in shared memory
     x: Ref  # [stages, terms / PIECE, tokens, PIECE]
     full: Barrier
@@ -76,25 +89,24 @@ def rounded(f: Form, held: Held, of: Sum) -> Array:
     """Returns a warpgroup's sums, [ROWS, tokens]; weights are multiplied with scales."""
     layout, rounds = plgpu.Layout.WGMMA, f.steps // f.turns
 
-    def scales(step: Index) -> list[Array]:
-        return _rows(f, held.scale, of, step) if f.group else []
-
     def multiply(acc: Ref) -> Array:
-        def body(index: Array, now: list[Array]) -> list[Array]:
-            step = of.turn + index * f.turns
-            slot = lax.rem(of.begin + step, f.stages)
+        def body(index: Array, _: None) -> None:
+            f.window.refill(index, functools.partial(_fill, f, held, of))
+            slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
             piece = _read_step(f, held, of.group, slot)
-            later = scales(jnp.minimum(step + f.turns, f.steps - 1))
+            scales = _scales(f, held, index) if f.group else []
             for j in range(f.terms // PIECE):
-                mosaic.wgmma(acc, _scaled(f, piece(j), now, j), held.x.at[slot, j].T)
+                mosaic.wgmma(acc, _scaled(f, piece(j), scales, j), held.x.at[slot, j].T)
             # A product in flight while the next weights are widened would make them all wait.
             plgpu.wgmma_wait(0)
             mosaic.barrier_arrive(held.free.at[slot])
-            return later
+            return _
 
-        lax.fori_loop(0, rounds, body, scales(of.turn))
+        lax.fori_loop(0, rounds, body, None)
         return acc[...]
 
+    if f.group:
+        _fill(f, held, of, 0)
     y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
     if not f.group:
         whole = by_row(held.scale, of.first, f.run, jnp.int32(0), layout)
@@ -107,33 +119,47 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
     layout, rounds = plgpu.Layout.WGMMA, f.steps // f.turns
     pieces = f.terms // PIECE // f.sums
 
-    def scales(step: Index) -> list[Array]:
-        return _rows(f, held.scale, of, step)
-
-    def body(index: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        total, now = carry
-        step = of.turn + index * f.turns
-        slot = lax.rem(of.begin + step, f.stages)
+    def body(index: Array, total: Array) -> Array:
+        f.window.refill(index, functools.partial(_fill, f, held, of))
+        slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
         piece = _read_step(f, held, of.group, slot)
-        later = scales(jnp.minimum(step + f.turns, f.steps - 1))
-        less = [] if held.zero is None else _rows(f, held.zero, of, step)
+        scales = _scales(f, held, index)
         for i in range(f.sums):
+            less = None
+            if held.zero is not None:
+                less = f.window.read(held.kept.at[1], index, i, layout)
+                less = _wide(less.astype(jnp.bfloat16), PIECE)
 
-            def multiply(acc: Ref, i: int = i) -> Array:
+            def multiply(acc: Ref, i: int = i, less: Array | None = less) -> Array:
                 for j in range(i * pieces, (i + 1) * pieces):
                     value = widen_tile.plain(piece(j), f.code)
-                    if less:
-                        value = value - _wide(less[i].astype(value.dtype), PIECE)
+                    value = value if less is None else value - less
                     mosaic.wgmma(acc, value, held.x.at[slot, j].T)
                 return acc[...]
 
             y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
-            total = total + y * _wide(now[i], f.tokens)
+            total = total + y * _wide(scales[i], f.tokens)
         mosaic.barrier_arrive(held.free.at[slot])
-        return total, later
+        return total
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
-    return lax.fori_loop(0, rounds, body, (zeros, scales(of.turn)))[0]
+    _fill(f, held, of, 0)
+    return lax.fori_loop(0, rounds, body, zeros)
+
+
+def _fill(f: Form, held: Held, of: Sum, index: Index) -> None:
+    """Has scales and zero points of a step in shared memory, and of some after it."""
+    refs = [held.scale] if held.zero is None else [held.scale, held.zero]
+    kept = [(ref, held.kept.at[i]) for i, ref in enumerate(refs)]
+    f.window.fill(index, of.start + of.turn, of.first, *kept)
+
+
+def _scales(f: Form, held: Held, index: Array) -> list[Array]:
+    """Returns the scales of 64 rows for each sum of a step; those of e8m0 in bfloat16."""
+    layout = plgpu.Layout.WGMMA
+    found = [f.window.read(held.kept.at[0], index, i, layout) for i in range(f.sums)]
+    powers = held.scale.dtype == jnp.uint8
+    return [scale.astype(jnp.bfloat16) for scale in found] if powers else found
 
 
 def _read_step(f: Form, held: Held, group: Array, slot: Array) -> Callable[[int], Array]:
@@ -154,16 +180,6 @@ def _scaled(f: Form, raw: Array, scales: list[Array], j: int) -> Array:
     if mine[0].dtype == jnp.bfloat16:
         return widen_tile.shifted(raw, mine, f.code)
     return widen_tile.scaled(raw, [widen_tile.split(scale, f.code) for scale in mine], f.code)
-
-
-def _rows(f: Form, ref: Ref, of: Sum, step: Index) -> list[Array]:
-    """Reads what 64 rows have for each sum of a step; of exponents their powers of two."""
-    layout, group = plgpu.Layout.WGMMA, lax.div(of.start + step, f.spans)
-    columns = [group * f.sums + i for i in range(f.sums)]
-    if f.steps * f.terms > f.group * f.groups:  # of a step behind the last, whose tokens are zeros
-        columns = [jnp.minimum(column, f.groups - 1) for column in columns]
-    found = [by_row(ref, of.first, f.run, column, layout) for column in columns]
-    return [widen_tile.power(x) for x in found] if ref.dtype == jnp.uint8 else found
 
 
 def _wide(rows: Array, columns: int) -> Array:

@@ -120,17 +120,19 @@ def _fit(
         return f"wants scales of runs that divide {c.terms} or that it divides, got {group}"
     tiles, chunks = F // (ROWS * c.groups), -(-T // tokens)
     size = c.terms * (2 * tokens + ROWS * c.groups // packed)
-    left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
     steps = E // (c.terms * c.parts)
+    form = Form(
+        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
+        c.turns,
+    )  # fmt: skip
+    left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
+    left -= c.groups * c.turns * form.kept * 4
     stages = min(c.stages, left // size, steps)
     stages -= stages % c.turns  # a place is of one warpgroup's steps for ever
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles // c.cluster * c.parts * chunks
-    form = Form(
-        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], stages,
-        c.turns,
-    )  # fmt: skip
+    form = form._replace(stages=stages)
     return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
 
 
@@ -166,6 +168,7 @@ def quantized_tile(
             other=plgpu.SMEM(
                 (max(s.writers, 1), *((ROWS, s.T) if s.writers else (8, 8))), jnp.float32
             ),
+            kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
             full=plgpu.Barrier(num_arrivals=1 + c.terms // PIECE, num_barriers=s.stages),
             free=_free(s),
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
@@ -196,12 +199,11 @@ class _Item(NamedTuple):
 
 def _kernel(
     s: _Static, x: Ref, w: Ref, scale: Ref, out: Ref, *, w_smem: Ref, x_smem: Ref, other: Ref,
-    full: Barrier, free: Barrier, told: Barrier, read: Barrier,
+    kept: Ref, full: Barrier, free: Barrier, told: Barrier, read: Barrier,
 ) -> None:  # fmt: skip
     wg, team = lax.axis_index("wg"), lax.axis_index("team")
     peer = lax.axis_index("peer") if s.c.cluster > 1 else 0
     rounds = lax.div(s.items - team + s.clusters - 1, s.clusters)
-    held = Held(scale, None, w_smem, x_smem, full, free)
 
     def item(r: Array) -> _Item:
         n, wide = team + r * s.clusters, s.tiles // s.c.cluster
@@ -213,6 +215,7 @@ def _kernel(
         if s.c.spread:
             plgpu.set_max_registers(REGISTERS[s.consumers][0], action="increase")
         group, turn = lax.rem(wg, s.c.groups), lax.div(wg, s.c.groups)
+        held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free)
 
         def one(r: Array, _: None) -> None:
             at = item(r)

@@ -22,12 +22,13 @@ from jaxrunner.quantization.scheme import CODES
 from jaxrunner.types import Array
 
 TERMS = 64  # of a sum that `multiply` takes
-Pair = Callable[[ir.Value, int], ir.Value]  # (32 bits, which of its pairs) -> two bfloat16
+# (32 bits, which of its pairs, a multiplier) -> two bfloat16
+Pair = Callable[[ir.Value, int, ir.Value], ir.Value]
 
 
 def load_weights(ref: Ref, packed: int) -> Array:
-    """Reads weights, [64, n] in bytes, `packed` numbers in each."""
-    return mosaic.load(ref, layout=_rows(packed), optimized=False)
+    """Reads weights, [64 or 32, n] in bytes, `packed` numbers in each."""
+    return mosaic.load(ref, layout=rows_of(packed, ref.shape[0]), optimized=False)
 
 
 def load_tokens(ref: Ref) -> Array:
@@ -35,20 +36,46 @@ def load_tokens(ref: Ref) -> Array:
     return mosaic.load(ref, layout=_TOKENS, optimized=False)
 
 
-def widen(raw: Array, code: str) -> Array:
-    """Returns weights, [64, TERMS] in bytes or half as many, as bfloat16."""
-    pair, packed = PAIRS[code], PACKED[code]
-    out = plgpu.ShapeDtypeStruct((raw.shape[0], TERMS), jnp.bfloat16, layout=WIDE)
+def multiplier(code: str) -> Array:
+    """Returns what `widen` multiplies bits of numbers with, two powers of two in 32 bits.
 
-    @mosaic.inline_mgpu(arg_types=(_rows(packed),), return_type=out)
-    def convert(_: Any, raw: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        i32, kind = ir.IntegerType.get_signless(32), WIDE.to_mgpu()
+    A constant would be moved to a register for each product anew: the compiler must not know it.
+    """
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @mosaic.inline_mgpu(arg_types=(), return_type=out)
+    def make(_: Any) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        text = "{ .reg .b32 a; mov.u32 a, %smid; shr.u32 a, a, 31; or.b32 $0, a, "
+        value = mosaic.inline_asm(i32, [], f"{text}{_POWERS.get(code, 0):#x}; }}", "=r")
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return make()
+
+
+def widen(raw: Array, code: str, power: Array) -> Array:
+    """Returns weights, [64 or 32, TERMS], a byte or half of one each, as bfloat16, over FACTOR.
+
+    power: the code's `multiplier`.
+    """
+    pair, packed = PAIRS[code], PACKED[code]
+    given, wide = (rows_of(n, raw.shape[0]) for n in (packed, 1))
+    out = plgpu.ShapeDtypeStruct((raw.shape[0], TERMS), jnp.bfloat16, layout=wide)
+
+    @mosaic.inline_mgpu(arg_types=(given, plgpu.Layout.WG_SPLAT(())), return_type=out)
+    def convert(
+        _: Any, raw: mgpu.FragmentedArray, power: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
+        twice = power.registers.item()
+        i32, kind = ir.IntegerType.get_signless(32), wide.to_mgpu()
         registers = np.empty(kind.registers_shape(out.shape), dtype=object)
         for place, (_, reg) in zip(np.ndindex(registers.shape), np.ndenumerate(raw.registers),
                                    strict=True):  # fmt: skip
             words = utils.bitcast(reg, ir.VectorType.get((4 // packed,), i32))
             pairs = [
-                pair(_element(words, i), j) for i in range(4 // packed) for j in range(2 * packed)
+                pair(_element(words, i), j, twice)
+                for i in range(4 // packed)
+                for j in range(2 * packed)
             ]
             registers[place] = utils.bitcast(
                 utils.vector_concat([vector.broadcast(_vector(1, i32), p) for p in pairs]),
@@ -56,16 +83,21 @@ def widen(raw: Array, code: str) -> Array:
             )
         return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
 
-    return convert(raw)
+    return convert(raw, power)
 
 
-def multiply(acc: Array, weights: Array, tokens: Array) -> Array:
-    """Returns acc, [64, T], plus weights, [64, TERMS], times tokens, [T, TERMS]."""
+def multiply(acc: Array, weights: list[Array], tokens: Array) -> Array:
+    """Returns acc, [64, T], plus weights, [64, TERMS], times tokens, [T, TERMS].
+
+    Or two times [32, TERMS] of weights: each warp has eight rows of both, one behind the other.
+    """
     out = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA)
 
-    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, WIDE, _TOKENS), return_type=out)
+    layouts = plgpu.Layout.WGMMA, _TOKENS, *[rows_of(1, w.shape[0]) for w in weights]
+
+    @mosaic.inline_mgpu(arg_types=layouts, return_type=out)
     def add(
-        _: Any, acc: mgpu.FragmentedArray, w: mgpu.FragmentedArray, x: mgpu.FragmentedArray
+        _: Any, acc: mgpu.FragmentedArray, x: mgpu.FragmentedArray, *weights: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
 
@@ -74,7 +106,7 @@ def multiply(acc: Array, weights: Array, tokens: Array) -> Array:
             both = utils.bitcast(register, _vector(num // 2, i32))
             return [_element(both, i) for i in range(num // 2)]
 
-        upper, lower = (words(register) for register in w.registers.flat)
+        upper, lower = (words(register) for w in weights for register in w.registers.flat)
         mine = [words(register) for register in x.registers.flat]
         found = np.empty_like(acc.registers)
         for n in range(acc.shape[1] // 8):
@@ -91,7 +123,7 @@ def multiply(acc: Array, weights: Array, tokens: Array) -> Array:
             found[:, n] = np.array(halves, dtype=object).reshape(found[:, n].shape)
         return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
 
-    return add(acc, weights, tokens)
+    return add(acc, tokens, *weights)
 
 
 def _mma(sums: list[ir.Value], operands: list[ir.Value]) -> list[ir.Value]:
@@ -115,26 +147,25 @@ def _vector(num: int, kind: ir.Type) -> ir.Type:
     return ir.VectorType.get((num,), kind)
 
 
-def _rows(packed: int) -> Layout:
-    """Lays out weights: a warp has 16 rows, a thread 16 terms of two of them."""
+def rows_of(packed: int, height: int) -> Layout:
+    """Lays out weights, [height, n]: a warp has 16 rows of 64, or 8 of 32, a thread 16 terms."""
     size = 16 // packed
-    tiling = plgpu.Tiling(((64, 4 * size), (16, 4 * size), (8, size)))
+    tiling = plgpu.Tiling(((height, 4 * size), (height // 4, 4 * size), (8, size)))
     return plgpu.Layout.TILED(tiling, (-6,), (-2, -3), -1)
 
 
-WIDE = _rows(1)  # weights in bfloat16, [64, TERMS]
 # A thread has 16 terms of every eighth token, in two registers of 16 bytes.
 _TOKENS: Layout = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 64), (8, 16), (8,))), (plgpu.Replicated(4),), (-3, -4), -1
 )
 
 
-def _asm(word: ir.Value, text: str) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return mosaic.inline_asm(i32, [word], "{ .reg .b32 a<4>; " + text + " }", "=r,r")
+def _asm(word: ir.Value, text: str, *more: ir.Value) -> ir.Value:
+    i32, kinds = ir.IntegerType.get_signless(32), "=r,r" + ",r" * len(more)
+    return mosaic.inline_asm(i32, [word, *more], "{ .reg .b32 a<4>; " + text + " }", kinds)
 
 
-def _e4m3(word: ir.Value, i: int) -> ir.Value:
+def _e4m3(word: ir.Value, i: int, power: ir.Value) -> ir.Value:
     """Two numbers of fp8: sign, 4 bits of exponent, 3 of mantissa, each moved to its place."""
     select = 0x9180 if i == 0 else 0xB3A2  # each byte with its sign above
     return _asm(
@@ -147,15 +178,32 @@ def _e4m3(word: ir.Value, i: int) -> ir.Value:
     )
 
 
-def _int8(word: ir.Value, i: int) -> ir.Value:
-    """Two signed bytes: each is a mantissa of 128, less what its highest bit counts."""
+def _int8(word: ir.Value, i: int, power: ir.Value) -> ir.Value:
+    """Two signed bytes, a 64th of each.
+
+    In the low 8 bits of a bfloat16 a whole number counts 2 ** -133, in the lowest bit of the
+    exponent too.
+    """
     select = 0x4140 if i == 0 else 0x4342
     return _asm(
         word,
-        f"prmt.b32 a0, $1, 0x43, {select:#06x};"
-        "and.b32 a1, a0, 0xff7fff7f;"
-        "and.b32 a2, a0, 0xff80ff80;"
-        "sub.bf16x2 $0, a1, a2;",
+        "xor.b32 a0, $1, 0x80808080;"  # 128 more
+        f"prmt.b32 a0, a0, 0, {select:#06x};"
+        "mov.b32 a1, 0xc000c000;"  # -2
+        "fma.rn.bf16x2 $0, a0, $2, a1;",
+        power,
+    )
+
+
+def _int4(word: ir.Value, i: int, power: ir.Value) -> ir.Value:
+    """Two halves of a byte, which are 8 more than the numbers: a 64th of each, as `_int8`."""
+    return _asm(
+        word,
+        f"prmt.b32 a0, $1, 0, {0x4040 | i << 8 | i:#06x};"
+        "and.b32 a0, a0, 0x00f0000f;"
+        "mov.b32 a1, 0xbe00be00;"  # -8 / 64
+        "fma.rn.bf16x2 $0, a0, $2, a1;",
+        power,
     )
 
 
@@ -164,18 +212,7 @@ def _halves(i: int) -> str:
     return f"shr.u32 a0, $1, 4; prmt.b32 a1, $1, a0, {0xF0F0 | (i + 4) << 8 | i:#06x};"
 
 
-def _int4(word: ir.Value, i: int) -> ir.Value:
-    """Two halves of a byte, which are 8 more than the numbers."""
-    return _asm(
-        word,
-        f"{_halves(i)}"
-        "lop3.b32 a2, a1, 0x000f000f, 0x43004300, 0xea;"
-        "mov.b32 a3, 0x43084308;"
-        "sub.bf16x2 $0, a2, a3;",
-    )
-
-
-def _e2m1(word: ir.Value, i: int) -> ir.Value:
+def _e2m1(word: ir.Value, i: int, power: ir.Value) -> ir.Value:
     """Two numbers of fp4, in halves of a byte."""
     return _asm(
         word,
@@ -192,4 +229,7 @@ def _e2m1(word: ir.Value, i: int) -> ir.Value:
 PAIRS: dict[str, Pair] = {
     "float8_e4m3fn": _e4m3, "int8": _int8, "int4": _int4, "float4_e2m1fn": _e2m1,
 }  # fmt: skip
+_POWERS = {"int8": 0x7F007F00, "int4": 0x7D007F00}  # 2 ** 127; 2 ** 127 and 2 ** 123
+# What `widen` divides numbers by: as whole numbers they are the low bits of a bfloat16.
+FACTOR = {code: 64.0 if code in ("int8", "int4") else 1.0 for code in PAIRS}
 PACKED = {code: CODES[code].packed for code in PAIRS}

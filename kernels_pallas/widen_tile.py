@@ -87,27 +87,6 @@ def shifted(raw: Array, powers: Sequence[Array], code: str) -> Array:
     return _convert(raw, rows, code, lambda word, rows: _asm([word, *rows], text))
 
 
-def power(raw: Array) -> Array:
-    """Returns powers of two in bfloat16 of their exponents in e8m0, [64] in bytes: 127 for 1."""
-    rows = plgpu.Layout.WGMMA.reduce(1)
-    out = plgpu.ShapeDtypeStruct(raw.shape, jnp.bfloat16, layout=rows)
-
-    @mosaic.inline_mgpu(arg_types=(rows,), return_type=out)
-    def convert(_: Any, raw: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        i16 = ir.IntegerType.get_signless(16)
-        one, zero = ir.VectorType.get((1,), ir.BF16Type.get()), mgpu.c(0, i16)
-        registers = np.empty_like(raw.registers)
-        for at, register in np.ndenumerate(raw.registers):
-            bits = arith.extui(i16, _only(register))
-            least = arith.cmpi(arith.CmpIPredicate.eq, bits, zero)
-            # 2 ** -127 has no exponent of its own in bfloat16, either.
-            value = arith.select(least, mgpu.c(1 << 6, i16), arith.shli(bits, mgpu.c(7, i16)))
-            registers[at] = vector.broadcast(one, arith.bitcast(ir.BF16Type.get(), value))
-        return mgpu.FragmentedArray(_registers=registers, _layout=raw.layout, _is_signed=None)
-
-    return convert(raw)
-
-
 def plain(raw: Array, code: str) -> Array:
     """Returns weights, [64, n] in bytes, as numbers in bfloat16."""
     text = _plain(code, "$0")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrunner.kernels_pallas import quantized_mlp
 from jaxrunner.kernels_pallas.quantized_fit import FEWEST, fit, multiply
 from jaxrunner.kernels_pallas.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
 from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
@@ -20,6 +21,7 @@ from tests.support.lowering import cuda, lowers
 FP8 = "float8_e4m3fn"
 BLOCKS, FOUR = Scheme(FP8, (128, 128)), Scheme("int4", (1, 128), has_zero=True)
 DYNAMIC = Scheme(FP8, activation=Activation(FP8))
+BOTH_IN_BLOCKS = Scheme(FP8, (128, 128), activation=Activation(FP8, group=128))
 Three = tuple[Any, Any, Any]
 
 
@@ -46,10 +48,13 @@ def weights(scheme: Scheme, outputs: int = 512, inputs: int = 1024) -> Quantized
     [
         (products.linear, 8, BLOCKS, 6144, "quantized_matmul"),
         (products.linear, 1, FOUR, 512, "quantized_matmul"),
-        (products.linear, 256, DYNAMIC, 6144, "quantized_matmul"),
+        (products.linear, 256, DYNAMIC, 6144, "quantized_tile"),
         (products.project, 64, FOUR, 4096, "quantized_matmul in parts"),
         (products.linear, 512, BLOCKS, 6144, "plain JAX"),
         (products.linear, 512, DYNAMIC, 6144, "fp8 product"),
+        (products.linear, 512, BOTH_IN_BLOCKS, 6144, "fp8_blocks"),
+        (products.project, 8192, BOTH_IN_BLOCKS, 4096, "fp8_blocks"),
+        (products.linear, 256, BOTH_IN_BLOCKS, 6144, "quantized_tile"),
     ],
 )
 def test_what_runs_a_product_follows_its_tokens(run, tokens, scheme, outputs, name):
@@ -207,3 +212,66 @@ def test_the_kernel_of_tiles_refuses_in_words(x, weight, scale, code, sizes, wor
         jax.eval_shape(
             lambda *args: quantized_tile(*args, code=code, config=config), x, weight, scale
         )
+
+
+def mlp_weights(scheme: Scheme, E: int = 4096, F: int = 14336) -> tuple[Any, QuantizedLinear]:
+    """Returns shapes of the weights of an MLP, gates and what they gate on an axis of outputs."""
+    both = jax.tree.map(
+        lambda a: shaped(2, a.shape[0] // 2, *a.shape[1:], dtype=a.dtype), weights(scheme, 2 * F, E)
+    )
+    return both, weights(scheme, E, F)
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("tokens", "scheme", "name"),
+    [
+        (1, BLOCKS, "quantized_mlp"),
+        (8, Scheme("int4", (1, 128)), "quantized_mlp"),
+        (32, Scheme("int8"), "quantized_mlp"),
+        (32, Scheme("int4", (1, 128)), "two products"),
+        (64, BLOCKS, "two products"),
+        (8, FOUR, "two products"),
+        (8, DYNAMIC, "two products"),
+    ],
+)
+def test_the_mlp_of_few_tokens_is_one_kernel(tokens, scheme, name):
+    found: list[Any] = []
+    with cuda():
+        y = jax.eval_shape(
+            lambda x, *w: products.mlp(x, *w, note=found.append),
+            shaped(tokens, 4096), *mlp_weights(scheme),
+        )  # fmt: skip
+    assert next(one.name for one in found if one.operation == "mlp") == name
+    assert y.shape == (8, tokens, 4096) or name == "two products"
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(tokens=40), "tokens, got 40"),
+        (dict(E=4224), "in tiles of 256, got 4224"),
+        (dict(F=1000), "multiple of 128 terms"),
+        (dict(F=28672), "128 each, got 28672"),
+        (dict(rows=4352), "wants weights of 4096"),
+        (dict(group=32), "scales of a multiple of 64 terms, got 32"),
+        (dict(stages=3), "shared memory for 4 steps"),
+    ],
+)
+def test_the_mlp_of_other_shapes_is_refused(change, words):
+    given = dict(tokens=8, E=4096, F=14336, rows=0, group=128, stages=16) | change
+    tokens, E, F, rows, group, stages = given.values()
+
+    def few(outputs: int, inputs: int) -> quantized_mlp.Few:
+        scale = shaped(outputs, inputs // group, dtype=jnp.float32)
+        return quantized_mlp.Few(shaped(outputs, inputs, dtype=jnp.int8), scale)
+
+    config = quantized_mlp.TuningConfig(stages=stages)
+    args = shaped(tokens, E), few(2 * F, E), few(rows or E, F)
+    with cuda():
+        assert words in str(quantized_mlp.refuses(*args, "int8", config))
+        with pytest.raises(ValueError, match=f"quantized_mlp .*{words}"):
+            jax.eval_shape(
+                lambda *a: quantized_mlp.quantized_mlp(*a, code="int8", config=config), *args
+            )

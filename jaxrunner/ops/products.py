@@ -158,6 +158,7 @@ LINEAR = (Operation("gemv", _gemv, _refuses_gemv), Operation("matmul", _matmul, 
 PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 MLP = (
     Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp),
+    quantized_products.MLP,
     Operation("swiglu", _swiglu_mlp, _refuses_swiglu),
     Operation("two products", _two_products),
 )

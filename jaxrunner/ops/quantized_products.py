@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import fp8_blocks, quantized_fit, quantized_matmul
+from jaxrunner.kernels_pallas import fp8_blocks, quantized_fit, quantized_matmul, quantized_mlp
 from jaxrunner.kernels_pallas.fp8_blocks import TERMS
-from jaxrunner.operation import Operation
+from jaxrunner.linear import Weights
+from jaxrunner.operation import Note, Operation
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
@@ -146,12 +147,32 @@ def _refuses_fp8_blocks(x: Array, w: QuantizedLinear) -> str | None:
     return fp8_blocks.refuses(numbers, x_scale, weight, scale)
 
 
-# Right on a GPU, and not chosen before its times are measured there: it joins WHOLE, then.
+def _whole_mlp(x: Array, gate_up: QuantizedLinear, down: QuantizedLinear, note: Note) -> Array:
+    first, second = (quantized_mlp.Few(*matrices(w)) for w in (gate_up, down))
+    return quantized_mlp.quantized_mlp(x, first, second, code=gate_up.scheme.code)
+
+
+def _refuses_whole_mlp(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
+    if not (isinstance(gate_up, QuantizedLinear) and isinstance(down, QuantizedLinear)):
+        return "wants weights of few bits"
+    for w in gate_up, down:
+        if (reason := _unlike(w, in_parts=True)) is not None:
+            return reason
+        if w.zero is not None or w.scheme.activation is not None or w.num_in != 1:
+            return "wants weights without zero points, with one axis of inputs that stay floats"
+    code = gate_up.scheme.code
+    if code != down.scheme.code:
+        return f"wants weights of one kind, got {code} and {down.scheme.code}"
+    first, second = (quantized_mlp.Few(*_shapes(x, w)[1:]) for w in (gate_up, down))
+    return quantized_mlp.refuses(x, first, second, code)
+
+
 OF_FP8_BLOCKS = Operation("fp8_blocks", _fp8_blocks, _refuses_fp8_blocks)
+MLP = Operation("quantized_mlp", _whole_mlp, _refuses_whole_mlp)
 OF_FP8 = Operation("fp8 product", _fp8_product, _refuses_fp8)
 TILES = Operation("quantized_tile", _tiles, _refuses_tiles)
 TILES_IN_PARTS = Operation("quantized_tile in parts", _tiles_parts, _refuses_tiles_parts)
 MATMUL = Operation("quantized_matmul", _matmul, _refuses)
 MATMUL_IN_PARTS = Operation("quantized_matmul in parts", _matmul_parts, _refuses_parts)
-WHOLE = TILES, MATMUL, OF_FP8
-IN_PARTS = TILES_IN_PARTS, MATMUL_IN_PARTS, OF_FP8
+WHOLE = TILES, MATMUL, OF_FP8_BLOCKS, OF_FP8
+IN_PARTS = TILES_IN_PARTS, MATMUL_IN_PARTS, OF_FP8_BLOCKS, OF_FP8

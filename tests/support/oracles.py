@@ -107,6 +107,13 @@ def fp8_blocks(x, x_scale, weight, scale):
     return whole @ few_bits(weight, scale, code="float8_e4m3fn").T
 
 
+def quantized_mlp(x, gate_up, gate_up_scale, down, down_scale, *, code):
+    both = quantized_matmul(x, gate_up, gate_up_scale, code=code)
+    gate, up = np.split(both, 2, -1)
+    units = wide(jnp.asarray(gate / (1 + np.exp(-gate)) * up, x.dtype))
+    return units @ few_bits(down, down_scale, code=code).T
+
+
 quantized_tile = quantized_matmul
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
