@@ -73,9 +73,9 @@ def test_grammars_of_text_give_the_same_tokens_with_drafts():
 
 
 EOS = (features.EOS,)
+# Preempted requests with grammars and drafts are in the loads of `test_drafts_driver.py`.
 ENGINES = {
     "steps ahead": dict(async_depth=2),
-    "preempted": dict(async_depth=3, num_blocks=13),
     "several steps a launch": dict(async_depth=2, num_decode_steps=4),
 }
 
@@ -137,21 +137,13 @@ def num_accepted(requests: list[Request]) -> np.ndarray:
     return np.sum([r.draft_counts[2:] for r in requests if r.draft_counts], axis=0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        # Preempted requests with grammars and drafts are in the loads of `test_drafts_driver.py`.
-        pytest.param(changes, id=name, marks=[pytest.mark.slow] * (name == "preempted"))
-        for name, changes in ENGINES.items()
-    ],
-)
+@pytest.mark.parametrize("changes", ENGINES.values(), ids=ENGINES.keys())
 def test_drafts_change_no_token_of_a_request_with_a_grammar(changes):
     e = engine(*with_itself(), **changes)
     for temperature in (0.0, 1.0):
         requests = add(e, temperature=temperature)
         assert finish(e, requests) == plain(temperature)
         assert (num_accepted(requests[:4]) > 0).all()
-    assert bool(e.scheduler.num_preemptions) == ("num_blocks" in changes)
 
 
 def test_nothing_comes_behind_the_end_of_a_grammar():
@@ -200,7 +192,6 @@ def test_a_step_ends_before_a_token_that_means_nothing(j, value):
 @pytest.mark.parametrize(
     "verification",
     [
-        pytest.param(("standard",), id="standard", marks=pytest.mark.slow),
         pytest.param(("block",), id="block"),
         pytest.param(("synthetic", (1.0, 1.0, 1.0)), id="synthetic"),
     ],

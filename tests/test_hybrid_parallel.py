@@ -23,6 +23,7 @@ PREFIXES: dict[str, Any] = dict(
 DRAFTS: dict[str, Any] = dict(speculative_config=dict(method="ngram", num_speculative_tokens=2))
 ONE_GROUP: dict[str, Any] = dict(mamba_n_groups=1)  # of all heads, which devices cannot share
 MIXERS = ("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "out_proj")
+EXPERTS: dict[str, Any] = dict(tensor_parallel_size=2, enable_expert_parallel=True)
 EIGHT_HEADS: dict[str, Any] = dict(num_attention_heads=8, vocab_size=64)
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
@@ -95,17 +96,14 @@ def test_tokens_are_those_of_one_device(request, variant, changes, num, of_devic
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        ("nemotron h", dict(pipeline_parallel_size=2, tensor_parallel_size=2)),
-        *(
-            pytest.param(variant, sizes, marks=pytest.mark.slow)
-            for variant, sizes in (
-                ("qwen 3.5, experts", dict(data_parallel_size=2, tensor_parallel_size=2)),
-                ("granite 4", dict(tensor_parallel_size=2, enable_expert_parallel=True)),
-            )
+        ("nemotron h", EXPERTS | dict(pipeline_parallel_size=2)),
+        pytest.param(
+            "qwen 3.5, experts", dict(data_parallel_size=2, tensor_parallel_size=2),
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=str,
-)
+    ids=["stages of two devices", "two replicas of two devices"],
+)  # fmt: skip
 def test_stages_and_replicas_tell_the_tokens_of_one_device(variant, sizes, tmp_path):
     hybrids.save(variant, tmp_path)
     with LLM(tmp_path, **SIZES) as llm:

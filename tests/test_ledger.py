@@ -20,7 +20,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 from tests.support import features, tiny
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 # What `LLM` alone acts on.
 OF_TEXT = {
     "stop", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",

@@ -93,7 +93,6 @@ def check_likeliest(module: Any, told: list[list[tuple[int, float]]]) -> None:
 SERVED = {
     "a tower, other names": ("dense", "gemma 3, beside a tower"),
     "fused qkv": ("dense", "phi 3"),
-    "parallel blocks": ("dense", "command r"),
     "parallel blocks, fused qkv": ("dense", "pythia"),
     "inputs first": ("dense", "gpt 2"),
     "a mixture with a gate": ("mixture", "qwen2"),

@@ -76,7 +76,6 @@ CUTS: dict[str, dict[str, Any]] = {
     "deepseek v3": dict(decode_context_parallel_size=2),
     "gpt-oss, one key": dict(decode_context_parallel_size=2),
     "llama 4, ragged chunks, two experts": dict(decode_context_parallel_size=2),
-    "olmoe, one key": dict(decode_context_parallel_size=2),
 }
 
 

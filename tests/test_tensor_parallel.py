@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
-from jaxrunner.engine.engine import Engine
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.plain import norm_heads
@@ -36,28 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=14),
-    SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9),
-    SamplingParams(
-        temperature=0.8, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=1,
-        repetition_penalty=1.2, logit_bias={5: 1.0},
-    ),
-]  # fmt: skip
 LLM_SIZES: dict[str, Any] = dict(
     max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,),
     max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False,
 )  # fmt: skip
-
-
-def answers(model, config, params, **sizes):
-    """Returns tokens and logprobs of requests that crowd each other, and the engine."""
-    e = Engine(model, config, tiny.engine_config(**sizes), params)
-    prompts = [3, 1, 4, 1, 5, 9, 2, 6], [9, 2], list(range(1, 20)), [7] * 9
-    requests = [e.add(f"{i}", prompt, PARAMS[i % len(PARAMS)]) for i, prompt in enumerate(prompts)]
-    while e.has_unfinished:
-        e.step()
-    return [r.output_token_ids for r in requests], [r.logprobs for r in requests], e
 
 
 @pytest.fixture(scope="module")
@@ -68,29 +49,6 @@ def saved(request, tmp_path_factory):
     settings = tiny.SETTINGS | KINDS[request.param]
     save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), settings)
     return folder, config
-
-
-# A head on several devices, several on one: so does `test_an_llm_on_two_devices` too.
-CUTS = [pytest.param("few KV heads", 8, marks=pytest.mark.slow)]
-
-
-@pytest.mark.devices("num")
-@pytest.mark.parametrize(("saved", "num"), CUTS, indirect=["saved"])
-def test_tokens_are_those_of_one_device(saved, num):
-    folder, config = saved
-    sizes: dict[str, Any] = dict(num_blocks=24)
-    params = load_params(folder, llama, config, dtype="float32", progress=False)
-    want, logprobs, _ = answers(llama, config, params, **sizes)
-    model, on_mesh = shard(llama, config, make_mesh(num))
-    params = load_params(folder, model, on_mesh, dtype="float32", progress=False)
-    assert {len(x.sharding.device_set) for x in jax.tree.leaves(params)} == {num}
-    got, told, engine = answers(model, on_mesh, params, **sizes)
-    assert got == want
-    for ours, theirs in zip(jax.tree.leaves(told), jax.tree.leaves(logprobs), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-4)
-    cache = engine.runner.state.kv[0].k
-    heads = max(config.num_key_value_heads, num)
-    assert cache.shape[1] == heads and cache.sharding.shard_shape(cache.shape)[1] == heads // num
 
 
 @pytest.mark.devices(8)

@@ -22,11 +22,9 @@ def forget() -> None:
 
 
 def are_many() -> bool:
-    """Returns whether this process maps much memory, of 65,530 parts at most, or holds a fifth."""
+    """Returns whether this process maps much memory, of 65,530 parts at most, or holds 3 GiB."""
     process = Path("/proc/self")
     if not process.exists():
         return True
-    resident = int((process / "statm").read_text().split()[1])  # pages
-    if resident > os.sysconf("SC_PHYS_PAGES") // 5:
-        return True
-    return (process / "maps").read_bytes().count(b"\n") > 45_000
+    resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident > 3 << 30 or (process / "maps").read_bytes().count(b"\n") > 40_000
