@@ -53,14 +53,15 @@ class AttentionSpec(NamedTuple):
 class Recurrence(NamedTuple):
     """How matrices of a request follow from token to token, those of all heads at once.
 
-    Inputs are a pytree of [T, ...]; of padding all are 0, which must leave the matrices as they
-    are. Matrices are float32.
+    Inputs are a pytree of [T, groups or heads, ...], heads being a multiple of groups; of padding
+    all are 0, which must leave the matrices as they are. Matrices are float32.
     """
 
     matrices: tuple[int, ...]  # (heads, rows, columns)
     step: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of a token) -> both
     chunk: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of C tokens) -> both
     chunk_size: int = 64  # C
+    reads: str = ""  # the field of inputs that the matrices do not follow from
 
 
 class RopeAndNorm(NamedTuple):

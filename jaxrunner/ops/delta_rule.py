@@ -29,7 +29,7 @@ class DeltaRuleInputs:
 
 def delta_rule(heads: int, rows: int, columns: int) -> Recurrence:
     """Returns how the matrices of a gated delta net go on."""
-    return Recurrence((heads, rows, columns), step, _chunk)
+    return Recurrence((heads, rows, columns), step, _chunk, reads="q")
 
 
 def step(state: Array, token: DeltaRuleInputs) -> tuple[Array, Array]:

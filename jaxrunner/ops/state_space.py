@@ -28,7 +28,7 @@ class StateSpaceInputs:
 
 def state_space(heads: int, rows: int, columns: int) -> Recurrence:
     """Returns how the matrices of a Mamba-2 mixer go on."""
-    return Recurrence((heads, rows, columns), step, _chunk)
+    return Recurrence((heads, rows, columns), step, _chunk, reads="c")
 
 
 def step(state: Array, token: StateSpaceInputs) -> tuple[Array, Array]:
