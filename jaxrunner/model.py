@@ -53,13 +53,19 @@ class AttentionSpec(NamedTuple):
 class Recurrence(NamedTuple):
     """How matrices of a request follow from token to token, those of all heads at once.
 
+    Of C tokens, a chunk, `within` tells what does not depend on the matrices before them, of many
+    chunks at once; `carry` goes from chunk to chunk; `read` tells what tokens make of them, of many
+    chunks again.
+
     Inputs are a pytree of [T, groups or heads, ...], heads being a multiple of groups; of padding
     all are 0, which must leave the matrices as they are. Matrices are float32.
     """
 
     matrices: tuple[int, ...]  # (heads, rows, columns)
     step: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of a token) -> both
-    chunk: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of C tokens) -> both
+    within: Callable[[Any], Any]  # (inputs of C tokens) -> a chunk
+    carry: Callable[[Array, Any], tuple[Array, Any]]  # (matrices, chunk) -> both, what `read` takes
+    read: Callable[[Any, Any], Array]  # (chunk, what `carry` told) -> [C, ...]
     chunk_size: int = 64  # C
     reads: str = ""  # the field of inputs that the matrices do not follow from
 

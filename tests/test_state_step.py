@@ -19,7 +19,6 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.state_case import DELTA_RULE, STATE_SPACE, STATES
 from jaxrunner.kernels_pallas.state_step import Rows, Tokens, refuses, state_step
-from jaxrunner.model import Recurrence
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Chosen
 from jaxrunner.ops import backends, recurrence, state_steps
@@ -166,7 +165,7 @@ def test_sizes_of_models_are_served():
 
 
 def test_other_rules_are_refused():
-    rule = Recurrence((H, P, K), lambda state, _: (state, state), OF[StateSpaceInputs].chunk)
+    rule = OF[StateSpaceInputs]._replace(step=lambda state, _: (state, state))
     one: Any = sized(3, dtype="int32")
     rows = StateRows(one, one, one, sized(3, 1, dtype="int32"), one, (9, 0, 13))
     inputs = inputs_of(StateSpaceInputs, 3, np.ones(3, bool))

@@ -1,8 +1,8 @@
 """Carries the matrices of requests on over the rows of a step, as a `Recurrence` says.
 
 Rows of 1 + K tokens at most, which decode and verify drafts, run side by side, a token after the
-other, once the drafts of the step before that stand were replayed. Longer rows run a chunk after the
-other: the matrices of a chunk's end are those that the next one begins with.
+other, once the drafts of the step before that stand were replayed. Longer rows run by chunks: the
+matrices of a chunk's end are those that the next one begins with.
 """
 
 from collections.abc import Iterable
@@ -82,46 +82,74 @@ def _short_rows(
 
 
 PLAIN = (Operation("plain JAX", _short_rows),)
+AT_ONCE = 16  # chunks of long rows, whose matrices before and behind lie in memory
 
 
 def _long_rows(
     rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, out: Array
 ) -> tuple[Array, Array]:
-    """Runs rows of over 1 + K tokens. Returns all states, [N, ...], and what tokens make."""
+    """Runs rows of over 1 + K tokens. Returns all states, [N, ...], and what tokens make.
+
+    Their chunks, one row's behind another's, are computed several at once; the matrices alone go
+    from chunk to chunk.
+    """
     T, C, is_long = out.shape[0], rule.chunk_size, ~rows.is_short
+    L = min(AT_ONCE, -(-T // C))
     num_chunks = jnp.where(is_long, -(-rows.num // C), 0)
     ends = jnp.cumsum(num_chunks)
     sources, places = rows.source(is_long), rows.where(is_long).places[:, 0]
 
-    def one(i: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
-        states, out = carried
-        i = jnp.asarray(i)  # a number where nothing is compiled
-        row = find_rows(ends, i[None])[0]
-        nth = i - (ends[row] - num_chunks[row])
-        offset = nth * C + jnp.arange(C)
-        tokens = jnp.where(offset < rows.num[row], rows.start[row] + offset, T)
-        old = take(states, jnp.where(nth == 0, sources[row], places[row])).astype(jnp.float32)
+    def several(i: Array, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        states, out, state = carried
+        chunk = i * L + jnp.arange(L)
+        row = find_rows(ends, chunk)  # the number of rows for a chunk that there is not
+        nth = chunk - take(ends - num_chunks, row)
+        offset = nth[:, None] * C + jnp.arange(C)[None]
+        is_there = offset < take(rows.num, row)[:, None]
+        tokens = jnp.where(is_there, take(rows.start, row)[:, None] + offset, T)
+        is_last = is_there[:, 0] & (nth + 1 == take(num_chunks, row))
+        is_first = is_there[:, 0] & (nth == 0)
+        begins = jnp.where(is_first, row, len(ends))
+        begun = take(states, sources.at[begins].get(mode="fill", fill_value=rows.nowhere))
+        begun = begun.astype(jnp.float32)
         if waiting is not None:
-            old = _replayed(rule, waiting, states.dtype, row, nth == 0, old)
-        new, made = rule.chunk(old, _taken(inputs, tokens))
-        states = states.at[places[row]].set(new.astype(states.dtype), mode="drop")
-        return states, out.at[tokens].set(made, mode="drop")
+            begun = _replayed(rule, waiting, rows.waiting, states.dtype, begins, begun)
+        chunks = jax.vmap(rule.within)(_taken(inputs, tokens))
 
-    return jax.lax.fori_loop(0, ends[-1], one, (states, out))
+        def one(state: Array, of: Any) -> tuple[Array, tuple[Array, Any]]:
+            is_first, begun, chunk = of
+            state, told = rule.carry(jnp.where(is_first, begun, state), chunk)
+            state = state.astype(states.dtype).astype(jnp.float32)  # as if each chunk had a step
+            return state, (state, told)
+
+        state, (behind, told) = jax.lax.scan(one, state, (is_first, begun, chunks), unroll=L)
+        made = jax.vmap(rule.read)(chunks, told)
+        place = jnp.where(is_last, take(places, row), rows.nowhere)
+        states = states.at[place].set(behind.astype(states.dtype), mode="drop")
+        return states, out.at[tokens].set(made, mode="drop"), state
+
+    start = jnp.zeros(states.shape[1:], jnp.float32)
+    num = -(-ends[-1] // L)
+    states, out, _ = jax.lax.fori_loop(0, num, several, (states, out, start))
+    return states, out
 
 
 def _replayed(
-    rule: Recurrence, waiting: Any, dtype: Any, row: Array, is_first: Array, state: Array
+    rule: Recurrence, waiting: Any, num: Array, dtype: Any, row: Array, states: Array
 ) -> Array:
-    """Returns a row's state behind the inputs that wait for its first chunk."""
+    """Returns states, [L, ...], behind the inputs that wait for these rows' first chunks.
 
-    def run(state: Array) -> Array:
+    num: [B], how many there are of each row.
+    """
+
+    def run(states: Array) -> Array:
         for k in range(jax.tree.leaves(waiting)[0].shape[1]):
-            state, _ = rule.step(state, jax.tree.map(lambda x, k=k: x[row, k], waiting))
-            state = state.astype(dtype).astype(jnp.float32)
-        return state
+            token = jax.tree.map(lambda x, k=k: take(x[:, k], row), waiting)
+            states, _ = jax.vmap(rule.step)(states, token)
+            states = states.astype(dtype).astype(jnp.float32)
+        return states
 
-    return jax.lax.cond(is_first, run, lambda state: state, state)
+    return jax.lax.cond(take(num, row).any(), run, lambda states: states, states)
 
 
 def trained(
@@ -141,7 +169,9 @@ def trained(
         return x.reshape(batch_size, -1, C, *x.shape[2:])
 
     def run(inputs: Any) -> Array:
-        return jax.lax.scan(rule.chunk, jnp.zeros(rule.matrices, jnp.float32), inputs)[1]
+        chunks = jax.vmap(rule.within)(inputs)
+        _, told = jax.lax.scan(rule.carry, jnp.zeros(rule.matrices, jnp.float32), chunks)
+        return jax.vmap(rule.read)(chunks, told)
 
     made = jax.vmap(run)(jax.tree.map(chunks, inputs))
     made = made.reshape(batch_size, length + padding, *made.shape[3:])[:, :length]
