@@ -317,7 +317,7 @@ TESTS: tuple[Case, ...] = (
     fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
-    *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
+    *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256, 262208)),
     draws(8, 50257, "temperature"), draws(5, 32000, "min-p", min_p=0.05),
     draws(4, 4096, "top-p", p=0.9), draws(6, 1111, "all", k=300, p=0.9, min_p=0.01),
 )  # fmt: skip
