@@ -132,8 +132,9 @@ class Ops:
         returns it.
     norm_heads: (x [T, heads, D], weight [all heads, D], eps) -> the RMSNorm of a token's heads,
         taken together with those of other devices.
-    add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
-        is [T, E], or parts of it, [parts, T, E] in float32 or their dtype.
+    add_norm: (x, residual, weight, eps, one_more=False) -> (x + residual, its RMSNorm), [T, E]
+        each. The residual is [T, E], or parts of it, [parts, T, E] in float32 or their dtype. With
+        `one_more` the norm is by 1 + weight, in float32.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
     adapters: kernels of products with adapters.
@@ -156,7 +157,7 @@ class Ops:
     route: Callable[[RouterConfig, Router, Array], Routes]
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     norm_heads: Callable[[Array, Array, float], Array]
-    add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
+    add_norm: Callable[..., tuple[Array, Array]]
     plain_linear: Callable[[Array, Weights], Array] = lambda x, w: w.product(x)
     per_head: Callable[[str, Array, Array, slice], Array] = per_head
     batch: Batch | None = None

@@ -143,17 +143,19 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
     )
 
 
-def _norm_kernel(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    return add_norm.add_rms_norm(x, residual, weight, eps=eps)
+def _norm_kernel(
+    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False
+) -> tuple[Array, Array]:
+    return add_norm.add_rms_norm(x, residual, weight, eps=eps, one_more=one_more)
 
 
-def _refuses_norm(x: Array, residual: Array, weight: Array, eps: float) -> str | None:
+def _refuses_norm(x: Array, residual: Array, weight: Array, *_: Any) -> str | None:
     return add_norm.refuses(x, residual, weight)
 
 
-def _norm_of_parts(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def _norm_of_parts(x: Array, residual: Array, weight: Array, *how: Any) -> tuple[Array, Array]:
     whole = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
-    return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
+    return add_rms_norm(x, whole.astype(x.dtype), weight, *how)
 
 
 ADD_NORM = (

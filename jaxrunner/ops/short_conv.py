@@ -35,7 +35,7 @@ def convolve(
 
 
 def _before(rows: StateRows, cache: StateCache) -> Array:
-    """Returns the last inputs before each row, [B, taps, C], the oldest first; zeros of no token."""
+    """Returns the last inputs before each row, [B, taps, C], the oldest first; zeros before it."""
     source = rows.source()
     old = take(cache.conv, source)
     if cache.drafted_conv is None:

@@ -3,8 +3,8 @@
 Before it computes a token it looks at every KV slot that the token attends to: there must be the
 KV of this very prefix. So a block that is freed too early, shared wrongly or found before it is
 computed fails the step that reads it. A block of states has the number of tokens that its state is
-behind, and the names of their prefix and of those that end with a drafted token; unlike KV states are
-read before any is written.
+behind, and the names of their prefix and of those that end with a drafted token; unlike KV states
+are read before any is written.
 """
 
 from collections.abc import Sequence

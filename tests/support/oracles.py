@@ -68,11 +68,11 @@ def rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def add_rms_norm(x, residual, weight, *, eps):
+def add_rms_norm(x, residual, weight, *, eps, one_more=False):
     # The sum is rounded before it is normed: so says the specification.
     whole = wide(residual) if residual.ndim == 2 else wide(residual).sum(0)
     total = wide((wide(x) + whole).astype(jnp.bfloat16))
-    return total, rms_norm(total, wide(weight), eps)
+    return total, rms_norm(total, wide(weight) + one_more, eps)
 
 
 def matmul(x, weight):
@@ -209,7 +209,7 @@ def state_step(states, source, place, start, num, waiting, *given, axis, fields)
     held, out = wide(states).copy(), np.zeros(value.shape)
     old = held.copy()
     if replayed:  # behind the others; what they read is nobody's
-        again = replayed[:2] + [np.zeros_like(replayed[1])] + replayed[2:]
+        again = [*replayed[:2], np.zeros_like(replayed[1]), *replayed[2:]]
         pairs = zip((value, key, query, keep, beta), (*again, None), strict=False)
         value, key, query, keep, beta = (
             None if x is None else np.concatenate([x, y]) for x, y in pairs
