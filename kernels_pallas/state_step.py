@@ -137,8 +137,8 @@ def _kernel(
 ) -> None:  # fmt: skip
     if is_device:  # what interprets kernels knows no launches
         pdl.begin()
-    *refs, out = refs
-    tokens, waiting = jax.tree.unflatten(tree, refs)
+    *given, out = refs
+    tokens, waiting = jax.tree.unflatten(tree, given)  # references in place of arrays
     (N, H, *size), G = states.shape, tokens.key.shape[1]
     row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
     source, start, num = source_ref[row], start_ref[row], num_ref[row]
@@ -153,7 +153,7 @@ def _kernel(
     def state_at(place: Array) -> Ref:
         return states.at[place, head, mine] if axis else states.at[place, head, :, mine]
 
-    def take_in(of: Tokens, t: Any, state: Array) -> Array:
+    def take_in(of: Any, t: Any, state: Array) -> Array:
         """Returns the matrix behind a token."""
         value = load(of.value.at[t, head, mine], layout=along)
         key = spread(load(of.key.at[t, group], layout=across), axis)

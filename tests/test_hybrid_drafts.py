@@ -81,16 +81,15 @@ def test_drafts_of_several_steps_change_no_token(method, least, params, tmp_path
         save_eagle(drafter, folder)
         drafts |= dict(model=str(drafter))
     asked = [dict(prompt_token_ids=prompt) for prompt in PROMPTS]
-    sizes = SIZES | dict(num_decode_steps=3)
     told, accepted = [], 0
     for config in (None, drafts):
-        with LLM(folder, **sizes | dict(speculative_config=config)) as llm:
-            for _ in range(2):  # cold, then from checkpoints
-                outputs = llm.generate(asked, params, use_tqdm=False)
-                told.append([list(output.outputs[0].token_ids) for output in outputs])
-                metrics: list[Any] = [output.metrics for output in outputs]
-                accepted += sum(sum(one.num_accepted_tokens_per_pos or ()) for one in metrics)
-            assert sum((output.num_cached_tokens or 0) > 0 for output in outputs)
+        sizes: dict[str, Any] = SIZES | dict(num_decode_steps=3, speculative_config=config)
+        with LLM(folder, **sizes) as llm:
+            cold, warm = (llm.generate(asked, params, use_tqdm=False) for _ in range(2))
+        assert sum((output.num_cached_tokens or 0) > 0 for output in warm)
+        told += [[list(output.outputs[0].token_ids) for output in of] for of in (cold, warm)]
+        metrics: list[Any] = [output.metrics for output in (*cold, *warm)]
+        accepted += sum(sum(one.num_accepted_tokens_per_pos or ()) for one in metrics)
     assert told == told[:1] * 4
     assert accepted > least  # random weights draft few tokens that stand
 

@@ -43,7 +43,7 @@ def _refuses(
         return "wants the rule of a state space or a gated delta net"
     tokens = jax.eval_shape(functools.partial(_tokens, rule), inputs)
     axis, (*arrays, shape) = _AXES[rule.step], rows
-    held = jax.eval_shape(lambda *arrays: _rows(StateRows(*arrays, shape)), *arrays)
+    held = jax.eval_shape(lambda *arrays: _rows(StateRows._make((*arrays, shape))), *arrays)
     others = dict[str, Any](
         waiting=jax.eval_shape(functools.partial(_waiting, rule), waiting),
         config=_config(axis, rows, states),
