@@ -66,11 +66,11 @@ def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     return _plain(functools.partial(reference.dense_attention, batch_size), latent, states, note)
 
 
-def _states(batch: Batch, recur: tuple[Operation, ...], note: Note) -> dict[str, Any]:
+def _states(batch: Batch, recur: tuple[Operation, ...], note: Note, **sizes: int) -> dict[str, Any]:
     """Returns the operations that carry states of requests on."""
     return dict(
         convolve=functools.partial(short_conv.convolve, batch),
-        recur=functools.partial(recurrence.recur, recur, batch, note=note),
+        recur=functools.partial(recurrence.recur, recur, batch, note=note, **sizes),
     )
 
 
@@ -139,7 +139,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
         adapters=low_rank.KERNELS,
-        **_states(batch, state_steps.SHORT_ROWS, note),
+        **_states(batch, state_steps.SHORT_ROWS, note, at_once=16),  # a GPU has launches to save
     )
 
 

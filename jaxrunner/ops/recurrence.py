@@ -23,11 +23,12 @@ from jaxrunner.types import Array, Batch
 
 def recur(
     candidates: Iterable[Operation], batch: Batch, rule: Recurrence, inputs: Any,
-    cache: StateCache, group: int, *, note: Note = unnoted,
+    cache: StateCache, group: int, *, at_once: int = 4, note: Note = unnoted,
 ) -> tuple[Array, StateCache]:  # fmt: skip
     """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache.
 
-    candidates: of rows of 1 + K tokens at most, which `PLAIN` serves all.
+    candidates: of rows of 1 + K tokens at most, which `PLAIN` serves all. at_once: chunks of longer
+    ones, whose matrices before and behind lie in memory.
     """
     assert cache.recurrent is not None, "a kind without matrices"
     rows, states, drafted = state_rows(batch, group, cache), cache.recurrent, cache.drafted
@@ -36,7 +37,7 @@ def recur(
     args = rule, rows, inputs, waiting, states, query_len
     states, out = run_first("recur", candidates, *args, note=note)
     if not query_len:
-        states, out = _long_rows(rule, rows, inputs, waiting, states, out)
+        states, out = _long_rows(rule, rows, inputs, waiting, states, out, at_once)
     if drafted is not None:
         drafted = put(drafted, rows, rows.drafted(replay.packed(rule, inputs)))
     count = counted(rows, cache.count)
@@ -82,19 +83,19 @@ def _short_rows(
 
 
 PLAIN = (Operation("plain JAX", _short_rows),)
-AT_ONCE = 16  # chunks of long rows, whose matrices before and behind lie in memory
 
 
 def _long_rows(
-    rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, out: Array
-) -> tuple[Array, Array]:
+    rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, out: Array,
+    at_once: int,
+) -> tuple[Array, Array]:  # fmt: skip
     """Runs rows of over 1 + K tokens. Returns all states, [N, ...], and what tokens make.
 
     Their chunks, one row's behind another's, are computed several at once; the matrices alone go
     from chunk to chunk.
     """
     T, C, is_long = out.shape[0], rule.chunk_size, ~rows.is_short
-    L = min(AT_ONCE, -(-T // C))
+    L = min(at_once, -(-T // C))
     num_chunks = jnp.where(is_long, -(-rows.num // C), 0)
     ends = jnp.cumsum(num_chunks)
     sources, places = rows.source(is_long), rows.where(is_long).places[:, 0]
