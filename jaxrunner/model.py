@@ -53,14 +53,21 @@ class AttentionSpec(NamedTuple):
 class Recurrence(NamedTuple):
     """How matrices of a request follow from token to token, those of all heads at once.
 
-    Inputs are a pytree of [T, ...]; of padding all are 0, which must leave the matrices as they
-    are. Matrices are float32.
+    Of C tokens, a chunk, `within` tells what does not depend on the matrices before them, of many
+    chunks at once; `carry` goes from chunk to chunk; `read` tells what tokens make of them, of many
+    chunks again.
+
+    Inputs are a pytree of [T, groups or heads, ...], heads being a multiple of groups; of padding
+    all are 0, which must leave the matrices as they are. Matrices are float32.
     """
 
     matrices: tuple[int, ...]  # (heads, rows, columns)
     step: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of a token) -> both
-    chunk: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of C tokens) -> both
+    within: Callable[[Any], Any]  # (inputs of C tokens) -> a chunk
+    carry: Callable[[Array, Any], tuple[Array, Any]]  # (matrices, chunk) -> both, what `read` takes
+    read: Callable[[Any, Any], Array]  # (chunk, what `carry` told) -> [C, ...]
     chunk_size: int = 64  # C
+    reads: str = ""  # the field of inputs that the matrices do not follow from
 
 
 class RopeAndNorm(NamedTuple):
@@ -125,8 +132,9 @@ class Ops:
         returns it.
     norm_heads: (x [T, heads, D], weight [all heads, D], eps) -> the RMSNorm of a token's heads,
         taken together with those of other devices.
-    add_norm: (x, residual, weight, eps) -> (x + residual, its RMSNorm), [T, E] each. The residual
-        is [T, E], or parts of it, [parts, T, E] in float32 or their dtype.
+    add_norm: (x, residual, weight, eps, one_more=False) -> (x + residual, its RMSNorm), [T, E]
+        each. The residual is [T, E], or parts of it, [parts, T, E] in float32 or their dtype. With
+        `one_more` the norm is by 1 + weight, in float32.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
     adapters: kernels of products with adapters.
@@ -149,7 +157,7 @@ class Ops:
     route: Callable[[RouterConfig, Router, Array], Routes]
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     norm_heads: Callable[[Array, Array, float], Array]
-    add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
+    add_norm: Callable[..., tuple[Array, Array]]
     plain_linear: Callable[[Array, Weights], Array] = lambda x, w: w.product(x)
     per_head: Callable[[str, Array, Array, slice], Array] = per_head
     batch: Batch | None = None

@@ -165,7 +165,8 @@ class Program:
         """Sizes of the axes of a cache group; S is the tokens that a device has of a block."""
         N, L = group.num_blocks, self.engine.max_model_len
         sizes = group.kind.dims | token_dims(self.config, group.block_size)
-        return sizes | dict(N=N, M=group.table_len(L), J=1 + self.num_drafts)
+        drafted = dict(drafted=self.num_drafts, drafts=self.num_drafts > 0)
+        return sizes | drafted | dict(N=N, M=group.table_len(L), J=1 + self.num_drafts)
 
 
 @functools.lru_cache(maxsize=64)  # asked for in every step

@@ -22,7 +22,7 @@ def leaf(axes: str, dtype: Any = jnp.int32, *, when: str = "", each: str = "") -
     """Declares an array field with the named axes (`""` for a scalar).
 
     A `dtype` that is a string is looked up in the dims. With `when`, the field is None unless
-    that flag is true; with `each`, it is a tuple of one such array for each of that axis.
+    these flags are true; with `each`, it is a tuple of one such array for each of that axis.
     """
     axes_ = tuple(axes.split())
     return dataclasses.field(metadata=dict(axes=axes_, dtype=dtype, when=when, each=each))
@@ -101,7 +101,7 @@ def build(
         if meta.get("part"):
             own, more = dims[meta["part"]]
             return build(make, own, {**dims, **more})  # a tree of its own, with paths of its own
-        if meta.get("when") and not is_on(meta["when"]):
+        if not all(map(is_on, (meta.get("when") or "").split())):
             return None
         if "axes" not in meta:
             element = typing.get_args(hint)[0] if "each" in meta or meta.get("when") else hint

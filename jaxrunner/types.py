@@ -7,7 +7,8 @@ Logprobs N tokens, drawn or of prompts    C columns (of an update, copies)    Z 
 Model    Y layers  H query heads  K KV heads  P heads packed for one KV head (H / K + 2)
          D head dim  E embed  F MLP  V vocab
          experts, expert_units, shared_units of mixtures
-         mix_groups, mixer_heads of layers with states, inner that their last product reads
+         mix_groups, mixer_heads, mix_inputs of layers with states, inner that their last product
+         reads
 
 An index equal to the size of its axis is padding: reads give 0, writes are dropped.
 """

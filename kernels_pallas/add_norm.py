@@ -82,13 +82,14 @@ def refuses(
 
 def add_rms_norm(
     x: Array, residual: Array, weight: Array, more: LowRank | None = None, *, eps: float,
-    config: TuningConfig = TuningConfig(),
+    one_more: bool = False, config: TuningConfig = TuningConfig(),
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
 
     residual may be parts, [parts, T, E] in float32 or x's dtype, summed in float32. The sum is
     rounded to the dtype of x before it is normed, in float32; the normed row is rounded before it
-    is multiplied by weight, [E]. more: what adapters add to the sum, in float32.
+    is multiplied by weight, [E], or with `one_more` multiplied by 1 + weight in float32. more: what
+    adapters add to the sum, in float32.
 
     Raises:
       ValueError: what `refuses` says.
@@ -101,7 +102,7 @@ def add_rms_norm(
     cut = groups, warps, E // (groups * warps)
     row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
     total, out = plgpu.kernel(
-        partial(_kernel, eps=eps),
+        partial(_kernel, eps=eps, one_more=one_more),
         out_type=(row, row),
         scratch_types=(
             plgpu.SMEM((groups, warps), jnp.float32),
@@ -121,7 +122,7 @@ def add_rms_norm(
 
 
 def _kernel(
-    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, *refs: Any, eps: float,
+    x_ref: Ref, residual_ref: Ref, weight_ref: Ref, *refs: Any, eps: float, one_more: bool,
 ) -> None:  # fmt: skip
     *more, total_ref, out_ref, part_smem, barrier = refs
     pdl.begin()
@@ -145,7 +146,11 @@ def _kernel(
     mosaic.barrier_wait(barrier)
     square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
     gain = lax.rsqrt(square / (groups * warps * width) + eps)
-    put(out_ref.at[row, group], (x * gain).astype(weight.dtype) * weight)
+    if one_more:
+        normed = (x * gain * (1 + weight.astype(jnp.float32))).astype(weight.dtype)
+    else:
+        normed = (x * gain).astype(weight.dtype) * weight
+    put(out_ref.at[row, group], normed)
 
 
 def _added(

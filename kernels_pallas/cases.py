@@ -142,7 +142,7 @@ def latents(rows: Attention, heads: int = 16, rank: int = 512) -> Case:
     return Case("latent_decode", f"{rows.name}, {heads} heads", make, run, amount, unit, options)
 
 
-def norms(T: int, E: int, parts: int = 0) -> Case:
+def norms(T: int, E: int, parts: int = 0, one_more: bool = False) -> Case:
     """A residual addition and a norm of [T, E]; of `parts` to be summed, where there are any."""
 
     def make(seed: int) -> tuple[Array, ...]:
@@ -152,8 +152,10 @@ def norms(T: int, E: int, parts: int = 0) -> Case:
         wide = jnp.float32 if parts else jnp.bfloat16
         return x.astype(jnp.bfloat16), residual.astype(wide), weight.astype(jnp.bfloat16)
 
-    run, options = functools.partial(add_rms_norm, eps=1e-5), dict(eps=1e-5)
-    name, moved = f"{T} x {E}" + f" in {parts} parts" * (parts > 0), T * E * (6 + (4 * parts or 2))
+    options = dict[str, Any](eps=1e-5) | (dict(one_more=True) if one_more else {})
+    run = functools.partial(add_rms_norm, **options)
+    name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0) + ", 1 + w" * one_more
+    moved = T * E * (6 + (4 * parts or 2))
     return Case("add_rms_norm", name, make, run, float(moved), "TB/s", options)
 
 
@@ -299,7 +301,8 @@ TESTS: tuple[Case, ...] = (
     *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
-    norms(5, 1024, parts=4), norms(70, 4096, parts=3),
+    norms(5, 1024, parts=4), norms(70, 4096, parts=3), norms(5, 4096, parts=8, one_more=True),
+    norms(3, 3840, one_more=True),
     products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
     products(64, 1024, 48, gated=True), products(256, 1024, 14336, gated=True),
     mlps(8, 1024, 3072), mlps(40, 2048, 8192), mlps(64, 4096, 14336), mlps(128, 1024, 3072),
@@ -325,7 +328,7 @@ TESTS: tuple[Case, ...] = (
     fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
-    *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256)),
+    *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256, 262208)),
     draws(8, 50257, "temperature"), draws(5, 32000, "min-p", min_p=0.05),
     draws(4, 4096, "top-p", p=0.9), draws(6, 1111, "all", k=300, p=0.9, min_p=0.01),
 )  # fmt: skip

@@ -40,7 +40,7 @@ from jaxrunner.sampling.seed import TARGET
 from jaxrunner.types import Array
 
 DEFAULT = TuningConfig()
-MAX_CHUNKS = 64  # `settle` holds a register of each
+MAX_CHUNKS = 72  # `settle` holds a register of each; the 262,208 tokens of Gemma 3 are 65
 
 
 class SamplerOutput(NamedTuple):

@@ -43,9 +43,10 @@ class Rows(NamedTuple):
     """Where the matrices of each row are, by their index, and its tokens."""
 
     source: Array  # [B], int32, before its first token; N for zeros
-    place: Array  # [B, J], int32, behind each of its tokens
+    place: Array  # [B, P], int32, behind its first token; N for fewer than P places
     start: Array  # [B], int32, its first token
-    num: Array  # [B], int32, its tokens, J at most
+    num: Array  # [B], int32, its tokens
+    waiting: Array  # [B], int32, of K tokens those that come before the first
 
 
 class Tokens(NamedTuple):
@@ -53,29 +54,33 @@ class Tokens(NamedTuple):
 
     value: Array  # [T, H, X]
     key: Array  # [T, G, Y]
-    query: Array  # [T, G, Y]
+    query: Array | None  # [T, G, Y]; None where the matrices are not read
     keep: Array  # [T, H], what the matrices are multiplied with
     beta: Array | None = None  # [T, H], how much of the value at a key gives way; None: none does
 
 
 def refuses(
     states: Any, rows: Rows, tokens: Tokens, *, axis: int, query_len: int = 0,
-    config: TuningConfig = TuningConfig(),
+    waiting: Tokens | None = None, config: TuningConfig = TuningConfig(),
 ) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
     if states.ndim != 4 or states.dtype not in DTYPES:
         names = " or ".join(jnp.dtype(d).name for d in DTYPES)
         return f"wants states in {names}, [N, H, rows, columns], got {states}"
     _, H, *sizes = states.shape
-    (T, G, Y), (B, J), X = tokens.key.shape, rows.place.shape, sizes[1 - axis]
-    shapes = (T, H, X), (T, G, Y), (T, G, Y), (T, H), (T, H)
-    for name, x, shape in zip(Tokens._fields, tokens, shapes, strict=True):
-        if x is not None and (x.shape != shape or x.dtype != jnp.float32):
-            return f"wants {name} in float32, {list(shape)}, got {x}"
+    (T, G, Y), B, X = tokens.key.shape, rows.num.shape[0], sizes[1 - axis]
+    for of in (tokens, waiting or tokens):
+        T = of.key.shape[0]
+        shapes = (T, H, X), (T, G, Y), (T, G, Y), (T, H), (T, H)
+        for name, x, shape in zip(Tokens._fields, of, shapes, strict=True):
+            if x is not None and (x.shape != shape or x.dtype != jnp.float32):
+                return f"wants {name} in float32, {list(shape)}, got {x}"
     if Y != sizes[axis] or not G or H % G:
         return f"wants keys of {sizes[axis]} for groups of {H} heads, got {list(tokens.key.shape)}"
-    if query_len and (T != B * query_len or query_len > J):
-        return f"wants query_len={query_len} places of {B} rows, at most {J}, got {T} tokens"
+    if query_len and tokens.key.shape[0] != B * query_len:
+        return f"wants query_len={query_len} places of {B} rows, got {tokens.key.shape[0]} tokens"
+    if waiting is not None and waiting.key.shape[0] % B:
+        return f"wants as many waiting tokens of each of {B} rows, got {waiting.key.shape[0]}"
     if not _cuts(states, axis, config.shared):
         return f"wants matrices that warps share in parts of at most {MAX_NUMBERS}, got {sizes}"
     return None
@@ -83,7 +88,7 @@ def refuses(
 
 def state_step(
     states: Array, rows: Rows, tokens: Tokens, *, axis: int, query_len: int = 0,
-    config: TuningConfig = TuningConfig(), interpret: Any = None,
+    waiting: Tokens | None = None, config: TuningConfig = TuningConfig(), interpret: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Carries matrices S of rows on, a token after the other, and reads them by a query.
 
@@ -91,16 +96,18 @@ def state_step(
     Keys lie along `axis` of a matrix, values along the other one: 1 of a state space, 0 of a delta
     rule. Behind each token S is rounded to the dtype of `states`.
 
-    states: [N, H, rows, columns], written in place where the caller donates them: to the places of
-    tokens that there are, which must be below N. Rows without tokens touch nothing.
+    states: [N, H, rows, columns], written in place where the caller donates them, once a row: S
+    behind its first token, whose first place must be below N. Rows without tokens touch nothing.
     query_len: places that each row has for its tokens, side by side in the order of rows; 0 if they
-    have as many as tokens.
+    have as many as tokens. waiting: K tokens of each row, without queries, of which `rows.waiting`
+    come before the row's own. Where it is None, rows have a token at most.
     Returns the states and out, [T, H, X], zeros for tokens of no row.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(states, rows, tokens, axis=axis, query_len=query_len, config=config):
+    static = dict[str, Any](axis=axis, query_len=query_len)
+    if why := refuses(states, rows, tokens, waiting=waiting, config=config, **static):
         raise ValueError(f"state_step {why}")
     (_, H, *size), B = states.shape, rows.num.shape[0]
     width, lanes = _cut(states, axis, B * H, config)
@@ -108,9 +115,9 @@ def state_step(
     held = jax.new_ref(states)
     # Where rows have no places of their own, padding is of no row: zeros are written before.
     zeros = [] if query_len else [jax.new_ref(jnp.zeros(shape.shape, shape.dtype))]
-    beta = () if tokens.beta is None else (tokens.beta,)
+    given, tree = jax.tree.flatten((tokens, waiting))
     layout = _layout(axis, lanes, states.dtype, config.shared)
-    static = dict(axis=axis, query_len=query_len, width=width, layout=layout)
+    static |= dict(width=width, layout=layout, tree=tree)
     made = plgpu.kernel(
         functools.partial(_kernel, **static, is_device=interpret is None),
         out_type=(shape,) if query_len else (),
@@ -119,20 +126,20 @@ def state_step(
         kernel_name="state_step",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(held, *rows, tokens.value, tokens.key, tokens.query, tokens.keep, *beta, *zeros)
+    )(held, *rows, *given, *zeros)
     (out,) = made or map(jax.freeze, zeros)
     return jax.freeze(held), out
 
 
 def _kernel(
-    states: Ref, source_ref: Ref, place_ref: Ref, start_ref: Ref, num_ref: Ref, values: Ref,
-    keys: Ref, queries: Ref, keeps: Ref, *refs: Ref, axis: int, query_len: int, width: int,
-    layout: Layout, is_device: bool,
+    states: Ref, source_ref: Ref, place_ref: Ref, start_ref: Ref, num_ref: Ref, waiting_ref: Ref,
+    *refs: Ref, axis: int, query_len: int, width: int, layout: Layout, tree: Any, is_device: bool,
 ) -> None:  # fmt: skip
     if is_device:  # what interprets kernels knows no launches
         pdl.begin()
-    *betas, out = refs
-    (N, H, *size), J, G = states.shape, place_ref.shape[1], keys.shape[1]
+    *given, out = refs
+    tokens, waiting = jax.tree.unflatten(tree, given)  # references in place of arrays
+    (N, H, *size), G = states.shape, tokens.key.shape[1]
     row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
     source, start, num = source_ref[row], start_ref[row], num_ref[row]
     group, mine = lax.div(head, H // G), pl.ds(part * width, width)
@@ -146,19 +153,25 @@ def _kernel(
     def state_at(place: Array) -> Ref:
         return states.at[place, head, mine] if axis else states.at[place, head, :, mine]
 
+    def take_in(of: Any, t: Any, state: Array) -> Array:
+        """Returns the matrix behind a token."""
+        value = load(of.value.at[t, head, mine], layout=along)
+        key = spread(load(of.key.at[t, group], layout=across), axis)
+        state = of.keep[t, head] * state
+        if of.beta is not None:
+            value = of.beta[t, head] * (value - (state * key).sum(axis))
+        return state + spread(value, 1 - axis) * key
+
+    def rounded(state: Array) -> Array:
+        return state.astype(states.dtype).astype(jnp.float32)  # as if each token had a step
+
     def carry_on(j: Any, state: Array) -> Array:
-        """Takes in token j of the row."""
-        t, place = start + j, place_ref[row, j]
-        value = load(values.at[t, head, mine], layout=along)
-        key, query = (spread(load(x.at[t, group], layout=across), axis) for x in (keys, queries))
-        state = keeps[t, head] * state
-        for beta in betas:
-            value = beta[t, head] * (value - (state * key).sum(axis))
-        state = state + spread(value, 1 - axis) * key
-        kept = state.astype(states.dtype)
+        """Takes in token j of the row, which reads the matrix behind it."""
+        t = start + j
+        state = take_in(tokens, t, state)
+        query = spread(load(tokens.query.at[t, group], layout=across), axis)
         put(out.at[t, head, mine], (state * query).sum(axis))
-        put(state_at(place), kept)
-        return kept.astype(jnp.float32)  # as if each token had a step
+        return rounded(state)
 
     # Whoever had the block of a new row before is not read. `num` is looked at behind the load:
     # else one would wait for the other.
@@ -170,8 +183,21 @@ def _kernel(
 
     @pl.when(num > 0)
     def _() -> None:
-        first = carry_on(0, state)
-        if J > 1:
+        behind = state
+        if waiting is not None:
+            K = waiting.key.shape[0] // num_ref.shape[0]
+
+            def replay(k: Array, state: Array) -> Array:
+                return rounded(take_in(waiting, row * K + k, state))
+
+            behind = lax.fori_loop(0, waiting_ref[row], replay, behind)
+        first = carry_on(0, behind)
+        put(state_at(place_ref[row, 0]), first.astype(states.dtype))
+        for nth in range(1, place_ref.shape[1]):
+            pl.when(place_ref[row, nth] < N)(
+                lambda nth=nth: put(state_at(place_ref[row, nth]), first.astype(states.dtype))
+            )
+        if waiting is not None:
             lax.fori_loop(1, num, carry_on, first)
 
     if query_len:

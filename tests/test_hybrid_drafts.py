@@ -1,5 +1,6 @@
-"""Drafts of models with states: a state behind each token that a step verifies."""
+"""Drafts of models with states: the next step replays the inputs of those that stand."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams
-from tests.support import hybrids
+from jaxrunner.hf_config import Settings
+from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.models.registry import read_model
+from jaxrunner.speculators import eagle
+from tests.support import hybrids, tiny
+from tests.support.drafters import random_like
 
 SIZES: dict[str, Any] = hybrids.LLM_SIZES | dict(
     enable_prefix_caching=True, mamba_block_size=8, num_state_checkpoints=40,
@@ -46,6 +52,46 @@ def test_drafts_change_no_token(variant, tmp_path):
     for prompt, tokens in zip(PROMPTS, told, strict=True):
         logits = hybrids.logits(module, prompt + tokens)[len(prompt) - 1 : -1, ALLOWED]
         assert tokens == np.array(ALLOWED)[logits.argmax(-1)].tolist()
+
+
+SAMPLED = SamplingParams(
+    temperature=0.8, seed=5, max_tokens=25, ignore_eos=True, allowed_token_ids=ALLOWED
+)  # fmt: skip
+
+
+def save_eagle(folder: Path, target: Path) -> None:
+    """Writes an EAGLE head of random weights for a model."""
+    _, config = read_model(Settings(json.loads((target / "config.json").read_text())))
+    settings = tiny.SETTINGS | dict(
+        architectures=["LlamaForCausalLM"], hidden_size=config.hidden_size, num_hidden_layers=1,
+        vocab_size=config.vocab_size, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    head = eagle.read(Settings(settings), config, frozenset())
+    save_checkpoint(folder, eagle.eagle, head, random_like(eagle.Params, head.dims, 3), settings)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "least"), [("eagle", 4), ("suffix", 30)])
+def test_drafts_of_several_steps_change_no_token(method, least, params, tmp_path):
+    """In launches of several steps, from checkpoints, and drafted from hidden states too."""
+    folder, drafter = tmp_path / "model", tmp_path / "drafter"
+    hybrids.save("nemotron h", folder)
+    drafts: dict[str, Any] = dict(method=method, num_speculative_tokens=3)
+    if method == "eagle":
+        save_eagle(drafter, folder)
+        drafts |= dict(model=str(drafter))
+    asked = [dict(prompt_token_ids=prompt) for prompt in PROMPTS]
+    told, accepted = [], 0
+    for config in (None, drafts):
+        sizes: dict[str, Any] = SIZES | dict(num_decode_steps=3, speculative_config=config)
+        with LLM(folder, **sizes) as llm:
+            cold, warm = (llm.generate(asked, params, use_tqdm=False) for _ in range(2))
+        assert sum((output.num_cached_tokens or 0) > 0 for output in warm)
+        told += [[list(output.outputs[0].token_ids) for output in of] for of in (cold, warm)]
+        metrics: list[Any] = [output.metrics for output in (*cold, *warm)]
+        accepted += sum(sum(one.num_accepted_tokens_per_pos or ()) for one in metrics)
+    assert told == told[:1] * 4
+    assert accepted > least  # random weights draft few tokens that stand
 
 
 def test_a_drafter_has_no_states(tmp_path: Path):

@@ -42,7 +42,8 @@ def generate(llm: LLM, **more: Any) -> list[list[int]]:
 def states(llm: LLM) -> list[tuple[int, ...]]:
     """Returns the shapes of a device's convolutions and matrices, of the first layer with some."""
     found = next(layer for layer in llm.engine.runner.state.kv if hasattr(layer, "conv"))
-    return [x.sharding.shard_shape(x.shape)[2:] for x in jax.tree.leaves(found)]
+    kept = jax.tree.leaves((found.conv, found.recurrent))
+    return [x.sharding.shard_shape(x.shape)[1:] for x in kept]
 
 
 Case = tuple[str, dict[str, Any], int, list[tuple[int, ...]]]

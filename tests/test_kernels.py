@@ -177,7 +177,7 @@ def test_layers_of_mixed_batches_equal_plain_jax(make_batch, kv_dtype, chunk_siz
 attend = jax.jit(reference.attend, static_argnames="spec")  # else each operation is compiled
 
 
-@functools.partial(jax.jit, static_argnames="eps")
+@functools.partial(jax.jit, static_argnames=("eps", "one_more"))
 def add(x, residual, weight, **options):
     whole = residual if residual.ndim == 2 else residual.sum(0).astype(x.dtype)
     return add_rms_norm(x, whole, weight, **options)

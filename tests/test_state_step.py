@@ -19,7 +19,6 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.state_case import DELTA_RULE, STATE_SPACE, STATES
 from jaxrunner.kernels_pallas.state_step import Rows, Tokens, refuses, state_step
-from jaxrunner.model import Recurrence
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Chosen
 from jaxrunner.ops import backends, recurrence, state_steps
@@ -36,13 +35,14 @@ from tests.test_states import batch_of
 H, G, P, K = 4, 2, 32, 64
 pallas: Any = plgpu  # the interpreter is in newer ones alone
 OF = {StateSpaceInputs: state_space(H, P, K), DeltaRuleInputs: delta_rule(H, P, K)}
-# J, places of a row, and rows of (block, first position, tokens).
+# K, places of a row, and rows of (block, first position, tokens).
 BATCHES: dict[str, tuple[int, int, list[tuple[int, int, int]]]] = {
-    "decoding": (1, 1, [(4, 7, 1), (0, 0, 1), (3, 13, 1), (2, 30, 1)]),
-    "drafts": (3, 3, [(4, 7, 3), (0, 0, 2), (3, 11, 3), (2, 30, 1)]),
-    "beside prompts": (1, 0, [(4, 7, 1), (0, 0, 5), (3, 13, 1), (2, 0, 1)]),
-    "drafts beside prompts": (3, 0, [(4, 7, 2), (0, 4, 5), (3, 11, 3), (2, 0, 1)]),
+    "decoding": (0, 1, [(4, 7, 1), (0, 0, 1), (3, 13, 1), (2, 30, 1)]),
+    "drafts": (2, 3, [(4, 7, 3), (0, 0, 2), (3, 11, 3), (2, 30, 1)]),
+    "beside prompts": (0, 0, [(4, 7, 1), (0, 0, 5), (3, 13, 1), (2, 0, 1)]),
+    "drafts beside prompts": (2, 0, [(4, 7, 2), (0, 4, 5), (3, 11, 3), (2, 0, 1)]),
 }
+WAITING = {4: 2, 3: 1, 2: 0, 0: 2}  # tokens of each block that are to be replayed
 
 
 def interpreted() -> Any:
@@ -87,15 +87,24 @@ def inputs_of(kind: type, T: int, real: np.ndarray) -> Any:
 @pytest.mark.parametrize("kind", OF)
 def test_states_of_batches_equal_plain_jax(kind: type, name: str):
     """New rows in blocks of NaN, rows without tokens, longer ones, and what begins a block."""
-    J, Q, given = BATCHES[name]
+    drafts, Q, given = BATCHES[name]
     N, S, B, T = 7, 13, 6, 6 * Q or 16
     batch = batch_of(given, T, B, Q)
     blocks = jnp.repeat(batch.blocks[0], 3, axis=1).at[2, 1].set(5)  # another one from token 13 on
     batch = replace(batch, blocks=(blocks,))
-    states = np.random.default_rng(0).normal(size=(N, J, H, P, K)).astype(np.float32)
+    rng, width = np.random.default_rng(0), (H * P + H + G * K, G * P + H * K + 2 * H)
+    states = rng.normal(size=(N, H, P, K)).astype(np.float32)
     states[[5, *(block for block, first, _ in given if first == 0)]] = np.nan
+    drafted = rng.normal(size=(N, drafts, width[kind is DeltaRuleInputs])).astype(np.float32) / 8
+    count = np.full(N, 99)
+    for block, first, _ in given:
+        count[block] = first - WAITING[block]
+        drafted[block, WAITING[block] :] = np.nan
     inputs = inputs_of(kind, T, np.asarray(batch.row) < B)
-    cache = StateCache(jnp.zeros((N, J, 1, 1)), jnp.asarray(states), S)
+    cache = StateCache(jnp.zeros((N, 1, 1)), jnp.asarray(states), None, None, None, S)
+    if drafts:
+        kept = dict(drafted_conv=jnp.zeros((N, drafts, 1)), drafted=jnp.asarray(drafted))
+        cache = replace(cache, count=jnp.asarray(count), **kept)
     kernel = functools.partial(state_steps.step_rows, interpret=interpreted())
     candidates, told = (state_steps.KERNEL._replace(run=kernel), *recurrence.PLAIN), list[Chosen]()
 
@@ -109,7 +118,7 @@ def test_states_of_batches_equal_plain_jax(kind: type, name: str):
     (got, after), (want, expected) = run(candidates), run(recurrence.PLAIN)
     assert [one.name for one in told] == ["state_step", "plain JAX"]
     np.testing.assert_allclose(got, want, atol=2e-5)
-    np.testing.assert_allclose(after.recurrent, expected.recurrent, atol=2e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), after, expected)
     assert np.isfinite(got).all() and not np.asarray(got)[np.asarray(batch.row) == B].any()
 
 
@@ -122,7 +131,7 @@ def problem(rows: int = 64, columns: int = 128, groups: int = 2, **changes: Any)
     one, vectors = sized(3, dtype="int32"), sized(3, groups, changes.pop("key", columns))
     states = changes.pop("states", sized(9, 4, rows, columns))
     tokens = Tokens(sized(3, 4, rows), vectors, vectors, sized(3, 4))
-    return states, Rows(one, sized(3, 1, dtype="int32"), one, one), tokens._replace(**changes)
+    return states, Rows(one, sized(3, 1, dtype="int32"), one, one, one), tokens._replace(**changes)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def problem(rows: int = 64, columns: int = 128, groups: int = 2, **changes: Any)
         (problem(beta=sized(3, 4, dtype="bfloat16")), 1, r"wants beta in float32, \[3, 4\]"),
         (problem(key=64), 1, "wants keys of 128 for groups of 4 heads"),
         (problem(groups=3), 1, r"groups of 4 heads, got \[3, 3, 128\]"),
-        (problem(), 2, "wants query_len=2 places of 3 rows, at most 1, got 3 tokens"),
+        (problem(), 2, "wants query_len=2 places of 3 rows, got 3 tokens"),
         (problem(rows=5), 1, r"parts of at most 8192, got \[5, 128\]"),
         (problem(columns=2048), 1, r"parts of at most 8192, got \[64, 2048\]"),
     ],
@@ -156,11 +165,11 @@ def test_sizes_of_models_are_served():
 
 
 def test_other_rules_are_refused():
-    rule = Recurrence((H, P, K), lambda state, _: (state, state), OF[StateSpaceInputs].chunk)
+    rule = OF[StateSpaceInputs]._replace(step=lambda state, _: (state, state))
     one: Any = sized(3, dtype="int32")
-    rows = StateRows(one, one, one, sized(3, 1, dtype="int32"), (9, 1, 13))
+    rows = StateRows(one, one, one, sized(3, 1, dtype="int32"), one, (9, 0, 13))
     inputs = inputs_of(StateSpaceInputs, 3, np.ones(3, bool))
-    told = state_steps.KERNEL.refuses(rule, rows, inputs, sized(9, H, P, K), 1)
+    told = state_steps.KERNEL.refuses(rule, rows, inputs, None, sized(9, H, P, K), 1)
     assert told == "wants the rule of a state space or a gated delta net"
 
 

@@ -1,6 +1,7 @@
 """States over ragged batches, against loops over tokens in float64."""
 
 from dataclasses import replace
+import functools
 from typing import Any
 
 import jax
@@ -28,9 +29,20 @@ STEPS: dict[str, list[dict[int, int]]] = {
 }
 
 
-def behind(states: jax.Array, block: int) -> jax.Array:
-    """Returns the state behind the last token of a request."""
-    return states[block, LENGTHS[block] % states.shape[1]]
+def empty(
+    drafts: int, kind: Any = None, *, channels: int = 1, dtype: Any = jnp.float32, num: int = N,
+    S: int = 2**30,
+) -> StateCache:  # fmt: skip
+    """Returns a cache of NaN, whose counts are of no use either."""
+    nan = functools.partial(jnp.full, fill_value=jnp.nan)
+    return StateCache(
+        conv=nan((num, W - 1, channels)),
+        recurrent=nan((num, H, P, K), dtype=dtype) if kind else None,
+        count=jnp.full(num, 99) if drafts else None,
+        drafted_conv=nan((num, drafts, channels)) if drafts else None,
+        drafted=nan((num, drafts, WIDTHS[kind])) if drafts and kind else None,
+        S=S,
+    )
 
 
 def batch_of(rows: list[tuple[int, int, int]], T: int, B: int, query_len: int = 0) -> Batch:
@@ -111,7 +123,14 @@ def run(steps: list[dict[int, int]], advance: Any, cache: StateCache) -> tuple[d
     return {block: np.concatenate(parts) for block, parts in made.items()}, cache
 
 
+def _matrices(cache: StateCache) -> np.ndarray:
+    assert cache.recurrent is not None
+    return np.asarray(cache.recurrent)
+
+
 RULES = {StateSpaceInputs: state_space(H, P, K), DeltaRuleInputs: delta_rule(H, P, K)}
+# Numbers of a token that matrices follow from: x, decays and b; k, v, decays and betas.
+WIDTHS = {StateSpaceInputs: H * P + H + G * K, DeltaRuleInputs: G * P + H * K + 2 * H}
 
 
 def stepper(kind: type) -> tuple[Any, Any, Any]:
@@ -133,31 +152,31 @@ def stepper(kind: type) -> tuple[Any, Any, Any]:
     return of, rule, one
 
 
-@pytest.mark.parametrize("J", [1, 3], ids=["", "beside drafts"])
+@pytest.mark.parametrize("drafts", [0, 2], ids=["", "beside drafts"])
 @pytest.mark.parametrize("kind", RULES)
-def test_states_depend_on_the_request_alone(kind, J):
+def test_states_depend_on_the_request_alone(kind, drafts):
     """Whatever the chunks, the batch, its padding, and what others left in the blocks."""
     of, _, one = stepper(kind)
-    start = StateCache(jnp.zeros((N, J, 1, 1)), jnp.full((N, J, H, P, K), jnp.nan))
+    start = empty(drafts, kind)
     for steps in STEPS.values():
         made, cache = run(steps, one, start)
         for block, inputs in of.items():
             want, state = expected(inputs)
             np.testing.assert_allclose(made[block], want, atol=2e-5)
-            np.testing.assert_allclose(behind(jax.tree.leaves(cache)[1], block), state, atol=2e-5)
+            if cache.count is None or cache.count[block] == LENGTHS[block]:
+                np.testing.assert_allclose(_matrices(cache)[block], state, atol=2e-5)
         others = [block for block in range(N) if block not in LENGTHS]
-        assert np.isnan(jax.tree.leaves(cache)[1][np.array(others)]).all()
+        assert np.isnan(_matrices(cache)[np.array(others)]).all()
 
 
 @pytest.mark.parametrize("kind", RULES)
 def test_states_are_those_of_eager_steps_of_half_the_bytes_and_of_a_trainer(kind):
-    (of, rule, one), J = stepper(kind), 1
-    start = StateCache(jnp.zeros((N, J, 1, 1)), jnp.full((N, J, H, P, K), jnp.nan))
+    of, rule, one = stepper(kind)
     with jax.disable_jit():  # as with enforce_eager
-        made, _ = run(STEPS["decoding"], one, start)
+        made, _ = run(STEPS["decoding"], one, empty(0, kind))
     np.testing.assert_allclose(made[4], expected(of[4])[0], atol=2e-5)
     # Half of the bytes: rounded after each chunk, computed in float32.
-    short = StateCache(jnp.zeros((N, J, 1, 1)), jnp.full((N, J, H, P, K), jnp.nan, jnp.bfloat16))
+    short = empty(0, kind, dtype=jnp.bfloat16)
     made, cache = run(STEPS["beside rows that decode"], one, short)
     assert cache.recurrent is not None and cache.recurrent.dtype == jnp.bfloat16
     apart = max(np.abs(made[block] - expected(x)[0]).max() for block, x in of.items())
@@ -170,8 +189,8 @@ def test_states_are_those_of_eager_steps_of_half_the_bytes_and_of_a_trainer(kind
         np.testing.assert_allclose(found[9 * i :][:9], want, atol=2e-5)
 
 
-@pytest.mark.parametrize("J", [1, 3], ids=["", "beside drafts"])
-def test_convolutions_depend_on_the_request_alone(J):
+@pytest.mark.parametrize("drafts", [0, 2], ids=["", "beside drafts"])
+def test_convolutions_depend_on_the_request_alone(drafts):
     rng, C = np.random.default_rng(0), 7
     of = {b: rng.normal(size=(n, C)).astype(np.float32) for b, n in LENGTHS.items()}
     weight, bias = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((C, W), C))
@@ -190,11 +209,12 @@ def test_convolutions_depend_on_the_request_alone(J):
         ) + np.asarray(bias)
 
     for steps in STEPS.values():
-        made, cache = run(steps, one, StateCache(jnp.full((N, J, W - 1, C), jnp.nan), None))
+        made, cache = run(steps, one, empty(drafts, channels=C))
         for block, x in of.items():
             np.testing.assert_allclose(made[block], want(x), atol=1e-5)
-            last = behind(cache.conv, block)[-len(x) :]
-            np.testing.assert_array_equal(last, x[-W + 1 :])
+            counted = len(x) if cache.count is None else int(cache.count[block])
+            last = cache.conv[block][-counted:]
+            np.testing.assert_array_equal(last, x[max(0, counted - W + 1) : counted])
         assert np.isnan(cache.conv[np.array([1, 3, 5])]).all()
     found, _ = short_conv.trained(2, jnp.asarray(of[4][:18]), weight, bias, None, 0)
     np.testing.assert_allclose(found[9:], want(of[4][9:18]), atol=1e-5)
@@ -213,32 +233,46 @@ VERIFIED = [
 ]
 
 
+@pytest.mark.parametrize("size", [12, 1], ids=["two blocks", "a block a token"])
 @pytest.mark.parametrize("kind", RULES)
-def test_the_next_step_goes_on_from_any_token_that_was_verified(kind):
-    """Over two blocks of 12 tokens; what a wrong token brings is lost with it."""
-    rng, inputs, rule, J = np.random.default_rng(0), inputs_of(kind, 4), RULES[kind], 3
+def test_the_next_step_goes_on_from_any_token_that_was_verified(kind, size):
+    """What a wrong token brings is lost with it; other requests go on from ends of blocks."""
+    rng, inputs, rule = np.random.default_rng(0), inputs_of(kind, 4), RULES[kind]
     x = rng.normal(size=(23, 7)).astype(np.float32)
     weight = jnp.asarray(rng.normal(size=(7, W)), jnp.float32)
-    made, convolved, T = [], [], 12
-    cache = StateCache(jnp.full((N, J, W - 1, 7), jnp.nan), jnp.full((N, J, H, P, K), jnp.nan), 12)
-    for first, num, num_wrong in VERIFIED:
-        batch = batch_of([(4, first, num)], T, 5)
-        batch = replace(batch, blocks=(jnp.array([[4, 2]] * 5),))
+    made, convolved, T, blocks = [], [], 12, np.arange(24)[::-1] if size == 1 else [4, 2]
 
-        def tokens(of: np.ndarray, first: int = first, num: int = num, wrong: int = num_wrong):
+    @jax.jit
+    def run(batch: Batch, x: jax.Array, given: Any, cache: StateCache) -> Any:
+        y, cache = short_conv.convolve(batch, x, weight, None, cache, 0)
+        return y, *recurrence.recur(recurrence.PLAIN, batch, rule, given, cache, 0)
+
+    def step(first: int, num: int, wrong: int, cache: StateCache) -> Any:
+        batch = replace(batch_of([(4, first, num)], T, 5), blocks=(jnp.array([blocks] * 5),))
+
+        def tokens(of: np.ndarray) -> jax.Array:
             part = of[first : first + num].copy()
             part[num - wrong :] = -part[num - wrong :] * 0.3 - 0.1
             return jnp.asarray(np.concatenate([part, np.full((T - num, *of.shape[1:]), np.nan)]))
 
-        y, cache = short_conv.convolve(batch, tokens(x), weight, None, cache, 0)
         given = host_value(kind, **{name: tokens(of) for name, of in vars(inputs).items()})
-        out, cache = recurrence.recur(recurrence.PLAIN, batch, rule, given, cache, 0)
-        made.append(np.asarray(out[: num - num_wrong]))
-        convolved.append(np.asarray(y[: num - num_wrong]))
-    np.testing.assert_allclose(np.concatenate(made), expected(inputs)[0], atol=2e-5)
+        y, out, cache = run(batch, tokens(x), given, cache)
+        return np.asarray(y[: num - wrong]), np.asarray(out[: num - wrong]), cache
+
+    cache = empty(2, kind, channels=7, num=24, S=size)
+    for verified in VERIFIED:
+        y, out, cache = step(*verified, cache)
+        made.append(out)
+        convolved.append(y)
+    want, _ = expected(inputs)
     padded = np.concatenate([np.zeros((W - 1, 7)), x])
-    want = sum(padded[j : j + 23] * np.asarray(weight)[:, j] for j in range(W))
-    np.testing.assert_allclose(np.concatenate(convolved), want, atol=1e-5)
+    sums = np.stack([padded[j : j + 23] * np.asarray(weight)[:, j] for j in range(W)]).sum(0)
+    np.testing.assert_allclose(np.concatenate(made), want, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(convolved), sums, atol=1e-5)
+    for first in range(10, 19) if size == 1 else (12,):
+        y, out, _ = step(first, 2, 0, cache)
+        np.testing.assert_allclose(out, want[first:][:2], atol=2e-5)
+        np.testing.assert_allclose(y, sums[first:][:2], atol=1e-5)
 
 
 def test_a_state_is_one_block_of_a_request():

@@ -1,6 +1,9 @@
 """The state of each request in layers that carry one on from token to token, in place of keys.
 
 A short convolution keeps its last inputs; Mamba-2 and gated delta nets keep a matrix a head too.
+
+A step that verifies drafts keeps the state behind its first token, which always stands, and the
+inputs of those behind it. The next step replays the inputs of the drafts that stand.
 """
 
 from dataclasses import dataclass
@@ -17,9 +20,13 @@ from jaxrunner.types import Array
 class StateCache:
     """States of all requests, in one layer."""
 
-    # Behind each of the J tokens that a step verifies: inputs of the last ones, the oldest first.
-    conv: Array = leaf("N J taps mix_groups", "param")
-    recurrent: Array | None = leaf("N J mixer_heads rows columns", "state", when="recurs")
+    conv: Array = leaf("N taps mix_groups", "param")  # inputs of the last tokens, the oldest first
+    recurrent: Array | None = leaf("N mixer_heads rows columns", "state", when="recurs")
+    # Tokens that the state is behind, and inputs of those that may be drafts: of the convolution,
+    # and what matrices follow from, float32, as `ops.replay` packs it.
+    count: Array | None = leaf("N", when="drafts")
+    drafted_conv: Array | None = leaf("N drafted mix_groups", "param", when="drafts")
+    drafted: Array | None = leaf("N drafted mix_inputs", jnp.float32, when="drafts recurs")
     S: int = static(default=2**30)  # tokens of a block
 
 
@@ -28,17 +35,18 @@ class RecurrentState(Checkpointed):
     """A block is the state behind a token of a request, which starts anew with its first one.
 
     taps: tokens before one that its convolution reads. channels: numbers of a token that it reads.
-    matrices: (heads, rows, columns) of what recurs, empty for none. dtype: that they are kept in;
-        they are computed in float32.
+    matrices: (heads, rows, columns) of what recurs, empty for none. inputs: numbers of a token that
+        they follow from. dtype: that they are kept in; they are computed in float32.
     """
 
     taps: int
     channels: int
     matrices: tuple[int, ...] = ()
+    inputs: int = 0
     dtype: str = "float32"
 
     leaves: ClassVar[type] = StateCache
-    rewinds: ClassVar[bool] = True  # by a state behind each token that a step verifies
+    rewinds: ClassVar[bool] = True  # by inputs of the tokens that a step verifies
 
     @property
     def dims(self) -> dict[str, Any]:
@@ -47,4 +55,5 @@ class RecurrentState(Checkpointed):
         return dict(
             taps=self.taps, mix_groups=self.channels, recurs=bool(self.matrices),
             mixer_heads=heads, rows=rows, columns=columns, state=jnp.dtype(self.dtype),
+            mix_inputs=self.inputs,
         )  # fmt: skip

@@ -66,11 +66,11 @@ def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     return _plain(functools.partial(reference.dense_attention, batch_size), latent, states, note)
 
 
-def _states(batch: Batch, recur: tuple[Operation, ...], note: Note) -> dict[str, Any]:
+def _states(batch: Batch, recur: tuple[Operation, ...], note: Note, **sizes: int) -> dict[str, Any]:
     """Returns the operations that carry states of requests on."""
     return dict(
         convolve=functools.partial(short_conv.convolve, batch),
-        recur=functools.partial(recurrence.recur, recur, batch, note=note),
+        recur=functools.partial(recurrence.recur, recur, batch, note=note, **sizes),
     )
 
 
@@ -139,21 +139,23 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
         adapters=low_rank.KERNELS,
-        **_states(batch, state_steps.SHORT_ROWS, note),
+        **_states(batch, state_steps.SHORT_ROWS, note, at_once=16),  # a GPU has launches to save
     )
 
 
-def _norm_kernel(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    return add_norm.add_rms_norm(x, residual, weight, eps=eps)
+def _norm_kernel(
+    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False
+) -> tuple[Array, Array]:
+    return add_norm.add_rms_norm(x, residual, weight, eps=eps, one_more=one_more)
 
 
-def _refuses_norm(x: Array, residual: Array, weight: Array, eps: float) -> str | None:
+def _refuses_norm(x: Array, residual: Array, weight: Array, *_: Any) -> str | None:
     return add_norm.refuses(x, residual, weight)
 
 
-def _norm_of_parts(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def _norm_of_parts(x: Array, residual: Array, weight: Array, *how: Any) -> tuple[Array, Array]:
     whole = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
-    return add_rms_norm(x, whole.astype(x.dtype), weight, eps)
+    return add_rms_norm(x, whole.astype(x.dtype), weight, *how)
 
 
 ADD_NORM = (

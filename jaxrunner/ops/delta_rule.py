@@ -5,6 +5,7 @@ Householder-like matrices: arXiv:2406.06484, section 3, with decays as in arXiv:
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,20 @@ class DeltaRuleInputs:
     beta: Array = leaf("T heads", jnp.float32)  # from 0 to 1
 
 
+class _Chunk(NamedTuple):
+    """What a chunk of C tokens brings."""
+
+    u: Array  # [heads, C, columns], what tokens move values by, to which
+    w: Array  # [heads, C, rows], times the matrices before the chunk is added
+    scores: Array  # [heads, C, C], of queries and keys that they see
+    q: Array  # [heads, C, rows], with what is left of the matrices before the chunk
+    k: Array  # [heads, C, rows], with what is left of a token behind the chunk
+    left: Array  # [heads], of the matrices before the chunk
+
+
 def delta_rule(heads: int, rows: int, columns: int) -> Recurrence:
     """Returns how the matrices of a gated delta net go on."""
-    return Recurrence((heads, rows, columns), step, _chunk)
+    return Recurrence((heads, rows, columns), step, _within, _carry, _read, reads="q")
 
 
 def step(state: Array, token: DeltaRuleInputs) -> tuple[Array, Array]:
@@ -41,28 +53,36 @@ def step(state: Array, token: DeltaRuleInputs) -> tuple[Array, Array]:
     return state, (state * q).sum(1)
 
 
-def _chunk(state: Array, tokens: DeltaRuleInputs) -> tuple[Array, Array]:
-    """Takes in C tokens. Returns the state, and o, [C, heads, columns]."""
-    (C, H, columns), beta = tokens.v.shape, tokens.beta[:, :, None]
-    q, k = (_of_heads(one, 1, H) for one in (tokens.q, tokens.k))
-    total = jnp.cumsum(tokens.decay, 0)
+def _within(tokens: DeltaRuleInputs) -> _Chunk:
+    (C, H, columns), beta = tokens.v.shape, tokens.beta.T[:, :, None]
+    q, k = (_of_heads(one, 1, H).swapaxes(0, 1) for one in (tokens.q, tokens.k))
+    total = jnp.cumsum(tokens.decay, 0).T  # [heads, C]
     seen = jnp.tril(jnp.ones((C, C), bool))[None]
-    since = total.T[:, :, None] - total.T[:, None]
-    since = jnp.exp(jnp.where(seen, since, -jnp.inf))  # [heads, i, j]
+    since = jnp.exp(jnp.where(seen, total[:, :, None] - total[:, None], -jnp.inf))
     # What each token moves depends on what those before it moved: a triangle to solve.
-    lower = jnp.tril(_einsum("ihk,jhk->hij", beta * k, k) * since, -1)
+    lower = jnp.tril(_einsum("hik,hjk->hij", beta * k, k) * since, -1)
     grown = jnp.exp(total)[:, :, None]
-    given = jnp.concatenate([beta * tokens.v, beta * grown * k], -1).swapaxes(0, 1)
+    given = jnp.concatenate([beta * tokens.v.swapaxes(0, 1), -beta * grown * k], -1)
     solved = jax.lax.linalg.triangular_solve(
         lower + jnp.eye(C)[None], given, left_side=True, lower=True, unit_diagonal=True
     )
+    scores = _einsum("hik,hjk->hij", q, k) * since
+    behind = jnp.exp(total[:, -1:] - total)[:, :, None] * k
     u, w = solved[:, :, :columns], solved[:, :, columns:]
-    moved = u - _einsum("hik,hkv->hiv", w, state)
-    out = _einsum("hij,hjv->ihv", _einsum("ihk,jhk->hij", q, k) * since, moved)
-    out += _einsum("ihk,hkv->ihv", grown * q, state)
-    left = jnp.exp(total[-1][None] - total)[:, :, None]
-    gained = _einsum("jhk,hjv->hkv", left * k, moved)
-    return jnp.exp(total[-1])[:, None, None] * state + gained, out
+    return _Chunk(u, w, scores, grown * q, behind, jnp.exp(total[:, -1]))
+
+
+def _carry(state: Array, chunk: _Chunk) -> tuple[Array, tuple[Array, Array]]:
+    moved = chunk.u + _einsum("hik,hkv->hiv", chunk.w, state)
+    gained = _einsum("hjk,hjv->hkv", chunk.k, moved)
+    return chunk.left[:, None, None] * state + gained, (state, moved)
+
+
+def _read(chunk: _Chunk, told: tuple[Array, Array]) -> Array:
+    """Returns o, [C, heads, columns], given the matrices before the chunk and what was moved."""
+    state, moved = told
+    out = _einsum("hij,hjv->ihv", chunk.scores, moved)
+    return out + _einsum("hik,hkv->ihv", chunk.q, state)
 
 
 def _of_heads(groups: Array, axis: int, heads: int) -> Array:

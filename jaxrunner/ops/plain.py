@@ -35,10 +35,12 @@ def rms_norm_of_one_more(x: Array, weight: Array, eps: float) -> Array:
     return rms_norm(x.astype(jnp.float32), 1 + weight.astype(jnp.float32), eps).astype(x.dtype)
 
 
-def add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    """Returns x + residual, [T, E], and its norm."""
+def add_rms_norm(
+    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False
+) -> tuple[Array, Array]:
+    """Returns x + residual, [T, E], and its norm, by 1 + weight with `one_more`."""
     total = x + residual
-    return total, rms_norm(total, weight, eps)
+    return total, (rms_norm_of_one_more if one_more else rms_norm)(total, weight, eps)
 
 
 def swiglu(gate_up: Array) -> Array:

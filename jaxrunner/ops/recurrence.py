@@ -1,8 +1,8 @@
 """Carries the matrices of requests on over the rows of a step, as a `Recurrence` says.
 
-Rows of J tokens at most, which decode and verify drafts, run side by side, a token after the other.
-Longer rows run a chunk after the other: the matrices of a chunk's end are those that the next one
-begins with.
+Rows of 1 + K tokens at most, which decode and verify drafts, run side by side, a token after the
+other, once the drafts of the step before that stand were replayed. Longer rows run by chunks: the
+matrices of a chunk's end are those that the next one begins with.
 """
 
 from collections.abc import Iterable
@@ -16,50 +16,69 @@ from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import find_rows, take
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops.state_rows import StateRows, flat, state_rows
+from jaxrunner.ops import replay
+from jaxrunner.ops.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
 
 
 def recur(
     candidates: Iterable[Operation], batch: Batch, rule: Recurrence, inputs: Any,
-    cache: StateCache, group: int, *, note: Note = unnoted,
+    cache: StateCache, group: int, *, at_once: int = 4, note: Note = unnoted,
 ) -> tuple[Array, StateCache]:  # fmt: skip
     """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache.
 
-    candidates: of rows of J tokens at most, which `PLAIN` serves all.
+    candidates: of rows of 1 + K tokens at most, which `PLAIN` serves all. at_once: chunks of longer
+    ones, whose matrices before and behind lie in memory.
     """
     assert cache.recurrent is not None, "a kind without matrices"
-    rows, states = state_rows(batch, group, cache), flat(cache.recurrent)
-    query_len = batch.query_len if batch.query_len <= rows.shape[1] else 0
-    args = rule, rows, inputs, states, query_len
+    rows, states, drafted = state_rows(batch, group, cache), cache.recurrent, cache.drafted
+    query_len = batch.query_len if batch.query_len <= 1 + rows.shape[1] else 0
+    waiting = None if drafted is None else _waiting(rule, rows, inputs, drafted)
+    args = rule, rows, inputs, waiting, states, query_len
     states, out = run_first("recur", candidates, *args, note=note)
     if not query_len:
-        states, out = _long_rows(rule, rows, inputs, states, out)
-    return out, replace(cache, recurrent=states.reshape(cache.recurrent.shape))
+        states, out = _long_rows(rule, rows, inputs, waiting, states, out, at_once)
+    if drafted is not None:
+        drafted = put(drafted, rows, rows.drafted(replay.packed(rule, inputs)))
+    count = counted(rows, cache.count)
+    return out, replace(cache, recurrent=states, drafted=drafted, count=count)
+
+
+def _waiting(rule: Recurrence, rows: StateRows, inputs: Any, drafted: Array) -> Any:
+    """Returns the inputs that the state before each row has not taken in, [B, K, ...]; zeros behind
+    them, which change nothing."""
+    is_there = jnp.arange(drafted.shape[1])[None] < rows.waiting[:, None]
+    kept = jnp.where(is_there[:, :, None], take(drafted, rows.source()), 0)
+    return replay.unpacked(rule, kept, inputs)
 
 
 def _short_rows(
-    rule: Recurrence, rows: StateRows, inputs: Any, states: Array, query_len: int
+    rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, query_len: int
 ) -> tuple[Array, Array]:
-    """Runs rows of J tokens at most, which may be drafts, and keeps the state behind each.
+    """Runs rows of 1 + K tokens at most, which may be drafts, and keeps the state behind the first.
 
-    query_len: places that each row has for its tokens, if there are as many and no longer row.
-    Returns all states, [N * J, ...], and what tokens make, [T, ...].
+    waiting: [B, K, ...], inputs that come before; None where K is 0. query_len: places that each
+    row has for its tokens, if there are as many and no longer row.
+    Returns all states, [N, ...], and what tokens make, [T, ...].
     """
-    T, J = jax.tree.leaves(inputs)[0].shape[0], rows.shape[1]
-    old = rows.before(states, rows.num <= J).astype(jnp.float32)
+    T, K = jax.tree.leaves(inputs)[0].shape[0], rows.shape[1]
+
+    def advance(state: Array, token: Any) -> tuple[Array, Array]:
+        state, made = jax.vmap(rule.step)(state, token)
+        return state.astype(states.dtype).astype(jnp.float32), made  # as if each token had a step
+
+    state = take(states, rows.source(rows.is_short)).astype(jnp.float32)
+    for k in range(K):
+        state, _ = advance(state, jax.tree.map(lambda x, k=k: x[:, k], waiting))
     out = None
-    for j in range(J):
-        here = (rows.num > j) & (rows.num <= J)
-        token = jnp.where(here, rows.start + j, T)
-        old, made = jax.vmap(rule.step)(old, _taken(inputs, token))
-        kept = old.astype(states.dtype)
-        old = kept.astype(jnp.float32)  # as if each token had a step
-        out = jnp.zeros((T, *made.shape[1:]), made.dtype) if out is None else out
+    for j in range(1 + K):
+        token = jnp.where(rows.is_short & (rows.num > j), rows.start + j, T)
+        state, made = advance(state, _taken(inputs, token))
+        if out is None:
+            states = put(states, rows.where(rows.is_short), state)
+            out = jnp.zeros((T, *made.shape[1:]), made.dtype)
         out = out.at[token].set(made, mode="drop")
-        behind = jnp.where(here, rows.place(jnp.full_like(rows.num, j + 1)), rows.nowhere)
-        states = states.at[behind].set(kept, mode="drop")
-    assert out is not None, "J is 1 at least"
+    assert out is not None, "a row has a token at least"
     return states, out
 
 
@@ -67,29 +86,71 @@ PLAIN = (Operation("plain JAX", _short_rows),)
 
 
 def _long_rows(
-    rule: Recurrence, rows: StateRows, inputs: Any, states: Array, out: Array
-) -> tuple[Array, Array]:
-    """Runs rows of over J tokens. Returns all states, [N * J, ...], and what tokens make."""
-    T, C, J = out.shape[0], rule.chunk_size, rows.shape[1]
-    num_chunks = jnp.where(rows.num > J, -(-rows.num // C), 0)
+    rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, out: Array,
+    at_once: int,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Runs rows of over 1 + K tokens. Returns all states, [N, ...], and what tokens make.
+
+    Their chunks, one row's behind another's, are computed several at once; the matrices alone go
+    from chunk to chunk.
+    """
+    T, C, is_long = out.shape[0], rule.chunk_size, ~rows.is_short
+    L = min(at_once, -(-T // C))
+    num_chunks = jnp.where(is_long, -(-rows.num // C), 0)
     ends = jnp.cumsum(num_chunks)
-    sources, places = rows.place(jnp.zeros_like(rows.num)), rows.place(rows.num)
+    sources, places = rows.source(is_long), rows.where(is_long).places[:, 0]
 
-    def one(i: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
-        states, out = carried
-        i = jnp.asarray(i)  # a number where nothing is compiled
-        row = find_rows(ends, i[None])[0]
-        nth = i - (ends[row] - num_chunks[row])
-        offset = nth * C + jnp.arange(C)
-        tokens = jnp.where(offset < rows.num[row], rows.start[row] + offset, T)
-        place = places[row]
-        old = states[jnp.where(nth == 0, sources[row], place)].astype(jnp.float32)
-        old = jnp.where((rows.first[row] == 0) & (nth == 0), 0.0, old)
-        new, made = rule.chunk(old, _taken(inputs, tokens))
-        states = states.at[place].set(new.astype(states.dtype), mode="drop")
-        return states, out.at[tokens].set(made, mode="drop")
+    def several(i: Array, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        states, out, state = carried
+        chunk = i * L + jnp.arange(L)
+        row = find_rows(ends, chunk)  # the number of rows for a chunk that there is not
+        nth = chunk - take(ends - num_chunks, row)
+        offset = nth[:, None] * C + jnp.arange(C)[None]
+        is_there = offset < take(rows.num, row)[:, None]
+        tokens = jnp.where(is_there, take(rows.start, row)[:, None] + offset, T)
+        is_last = is_there[:, 0] & (nth + 1 == take(num_chunks, row))
+        is_first = is_there[:, 0] & (nth == 0)
+        begins = jnp.where(is_first, row, len(ends))
+        begun = take(states, sources.at[begins].get(mode="fill", fill_value=rows.nowhere))
+        begun = begun.astype(jnp.float32)
+        if waiting is not None:
+            begun = _replayed(rule, waiting, rows.waiting, states.dtype, begins, begun)
+        chunks = jax.vmap(rule.within)(_taken(inputs, tokens))
 
-    return jax.lax.fori_loop(0, ends[-1], one, (states, out))
+        def one(state: Array, of: Any) -> tuple[Array, tuple[Array, Any]]:
+            is_first, begun, chunk = of
+            state, told = rule.carry(jnp.where(is_first, begun, state), chunk)
+            state = state.astype(states.dtype).astype(jnp.float32)  # as if each chunk had a step
+            return state, (state, told)
+
+        state, (behind, told) = jax.lax.scan(one, state, (is_first, begun, chunks), unroll=L)
+        made = jax.vmap(rule.read)(chunks, told)
+        place = jnp.where(is_last, take(places, row), rows.nowhere)
+        states = states.at[place].set(behind.astype(states.dtype), mode="drop")
+        return states, out.at[tokens].set(made, mode="drop"), state
+
+    start = jnp.zeros(states.shape[1:], jnp.float32)
+    num = -(-ends[-1] // L)
+    states, out, _ = jax.lax.fori_loop(0, num, several, (states, out, start))
+    return states, out
+
+
+def _replayed(
+    rule: Recurrence, waiting: Any, num: Array, dtype: Any, row: Array, states: Array
+) -> Array:
+    """Returns states, [L, ...], behind the inputs that wait for these rows' first chunks.
+
+    num: [B], how many there are of each row.
+    """
+
+    def run(states: Array) -> Array:
+        for k in range(jax.tree.leaves(waiting)[0].shape[1]):
+            token = jax.tree.map(lambda x, k=k: take(x[:, k], row), waiting)
+            states, _ = jax.vmap(rule.step)(states, token)
+            states = states.astype(dtype).astype(jnp.float32)
+        return states
+
+    return jax.lax.cond(take(num, row).any(), run, lambda states: states, states)
 
 
 def trained(
@@ -109,7 +170,9 @@ def trained(
         return x.reshape(batch_size, -1, C, *x.shape[2:])
 
     def run(inputs: Any) -> Array:
-        return jax.lax.scan(rule.chunk, jnp.zeros(rule.matrices, jnp.float32), inputs)[1]
+        chunks = jax.vmap(rule.within)(inputs)
+        _, told = jax.lax.scan(rule.carry, jnp.zeros(rule.matrices, jnp.float32), chunks)
+        return jax.vmap(rule.read)(chunks, told)
 
     made = jax.vmap(run)(jax.tree.map(chunks, inputs))
     made = made.reshape(batch_size, length + padding, *made.shape[3:])[:, :length]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import take
-from jaxrunner.ops.state_rows import flat, state_rows
+from jaxrunner.ops.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
 
 
@@ -21,16 +21,28 @@ def convolve(
 
     weight: [C, W], that of the token itself last; bias: [C]. Sums are float32.
     """
-    rows, states = state_rows(batch, group, cache), flat(cache.conv)
-    old = rows.before(states)
+    rows = state_rows(batch, group, cache)
+    old = _before(rows, cache)
     y = _summed(x, weight, bias, old, batch.row, rows.start)
-    J = rows.shape[1]
-    # Behind the last token, and of rows that may have drafts behind each one before it.
-    for num in (rows.num, *(jnp.full_like(rows.num, j) for j in range(1, J))):
-        is_kept = (num == rows.num) | ((num < rows.num) & (rows.num <= J))
-        place = jnp.where(is_kept, rows.place(num), rows.nowhere)
-        states = states.at[place].set(_last_inputs(x, old, rows.start, num), mode="drop")
-    return y, replace(cache, conv=states.reshape(cache.conv.shape))
+    kept = _last_inputs(x, old, rows.start, rows.taken)
+    cache = replace(cache, conv=put(cache.conv, rows, kept))
+    if cache.drafted_conv is not None:
+        drafted = put(cache.drafted_conv, rows, rows.drafted(x))
+        cache = replace(cache, drafted_conv=drafted)
+    if cache.recurrent is None:  # else what carries matrices on counts, behind this
+        cache = replace(cache, count=counted(rows, cache.count))
+    return y, cache
+
+
+def _before(rows: StateRows, cache: StateCache) -> Array:
+    """Returns the last inputs before each row, [B, taps, C], the oldest first; zeros before it."""
+    source = rows.source()
+    old = take(cache.conv, source)
+    if cache.drafted_conv is None:
+        return old
+    taps, kept = old.shape[1], jnp.concatenate([old, take(cache.drafted_conv, source)], 1)
+    at = rows.waiting[:, None] + jnp.arange(taps)[None]
+    return jnp.take_along_axis(kept, at[:, :, None], 1)
 
 
 def _last_inputs(x: Array, old: Array, start: Array, num: Array) -> Array:

@@ -5,6 +5,7 @@ arXiv:2405.21060, section 6.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,19 @@ class StateSpaceInputs:
     c: Array = leaf("T groups columns", jnp.float32)
 
 
+class _Chunk(NamedTuple):
+    """What a chunk of C tokens brings."""
+
+    made: Array  # [C, heads, rows], what tokens make of those before them in the chunk
+    c: Array  # [C, groups, columns]
+    grown: Array  # [C, heads], what is left of the matrices before the chunk
+    gained: Array  # [heads, rows, columns], what the matrices behind it gain
+
+
 def state_space(heads: int, rows: int, columns: int) -> Recurrence:
     """Returns how the matrices of a Mamba-2 mixer go on."""
-    return Recurrence((heads, rows, columns), step, _chunk)
+    matrices = heads, rows, columns
+    return Recurrence(matrices, step, _within, _carry, _read, reads="c")
 
 
 def step(state: Array, token: StateSpaceInputs) -> tuple[Array, Array]:
@@ -38,18 +49,32 @@ def step(state: Array, token: StateSpaceInputs) -> tuple[Array, Array]:
     return state, (state * c[:, None]).sum(-1)
 
 
-def _chunk(state: Array, tokens: StateSpaceInputs) -> tuple[Array, Array]:
-    """Takes in C tokens. Returns the state, and y, [C, heads, rows]."""
-    x, (C, H, _) = tokens.x, tokens.x.shape
-    b, c = (jax.vmap(functools.partial(_of_heads, heads=H))(one) for one in (tokens.b, tokens.c))
+def _within(tokens: StateSpaceInputs) -> _Chunk:
+    x, b, c, (C, H, _) = tokens.x, tokens.b, tokens.c, tokens.x.shape
     total = jnp.cumsum(tokens.decay, 0)
     seen = jnp.tril(jnp.ones((C, C), bool))[:, :, None]
     since = jnp.exp(jnp.where(seen, total[:, None] - total[None], -jnp.inf))  # [i, j, heads]
-    y = _einsum("ijh,jhp->ihp", _einsum("ihn,jhn->ijh", c, b) * since, x)
-    y += jnp.exp(total)[:, :, None] * _einsum("ihn,hpn->ihp", c, state)
-    left = jnp.exp(total[-1][None] - total)[:, :, None]
-    gained = _einsum("jhp,jhn->hpn", x * left, b)
-    return jnp.exp(total[-1])[:, None, None] * state + gained, y
+    scores = jnp.repeat(_einsum("ign,jgn->ijg", c, b), H // c.shape[1], axis=2)
+    made = _einsum("ijh,jhp->ihp", scores * since, x)
+    left = x * jnp.exp(total[-1][None] - total)[:, :, None]
+    gained = _einsum("jgqp,jgn->gqpn", _by_groups(left, b), b).reshape(H, *x.shape[2:], -1)
+    return _Chunk(made, c, jnp.exp(total), gained)
+
+
+def _carry(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
+    return chunk.grown[-1][:, None, None] * state + chunk.gained, state
+
+
+def _read(chunk: _Chunk, state: Array) -> Array:
+    """Returns y, [C, heads, rows], given the matrices before the chunk."""
+    groups = state.reshape(chunk.c.shape[1], -1, *state.shape[1:])
+    y = _einsum("ign,gqpn->igqp", chunk.c, groups).reshape(chunk.made.shape)
+    return chunk.made + chunk.grown[:, :, None] * y
+
+
+def _by_groups(x: Array, of: Array) -> Array:
+    """Returns x by the groups of another: [C, heads, ...] -> [C, groups, heads of each, ...]."""
+    return x.reshape(x.shape[0], of.shape[1], -1, *x.shape[2:])
 
 
 def _of_heads(groups: Array, heads: int) -> Array:

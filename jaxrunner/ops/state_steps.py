@@ -16,14 +16,14 @@ from jaxrunner.types import Array
 
 
 def step_rows(
-    rule: Recurrence, rows: StateRows, inputs: Any, states: Array, query_len: int,
+    rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, query_len: int,
     *, interpret: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Does what plain JAX does with rows of J tokens at most, each state read and written once."""
+    """Does what plain JAX does with short rows, each state read and written once."""
     axis, tokens = _AXES[rule.step], _tokens(rule, inputs)
     return state_step.state_step(
         states, _rows(rows), tokens, axis=axis, query_len=query_len,
-        config=_config(axis, rows, states), interpret=interpret,
+        waiting=_waiting(rule, waiting), config=_config(axis, rows, states), interpret=interpret,
     )  # fmt: skip
 
 
@@ -31,25 +31,24 @@ def _config(axis: int, rows: StateRows, states: Array) -> TuningConfig:
     """Returns the sizes that were fastest on an H200 (docs/performance.md)."""
     if axis:
         return TuningConfig()
-    num_rows, num_tokens = rows.start.shape[0], rows.shape[1]
-    shared = num_tokens == 1 and num_rows >= FEW_ROWS and states.dtype == jnp.float32
+    num_rows, num_drafts = rows.start.shape[0], rows.shape[1]
+    shared = num_drafts == 0 and num_rows >= FEW_ROWS and states.dtype == jnp.float32
     return TuningConfig(numbers=8192, shared=shared)
 
 
 def _refuses(
-    rule: Recurrence, rows: StateRows, inputs: Any, states: Array, query_len: int
+    rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, query_len: int
 ) -> str | None:
     if rule.step not in _AXES:
         return "wants the rule of a state space or a gated delta net"
     tokens = jax.eval_shape(functools.partial(_tokens, rule), inputs)
-    axis, *arrays = _AXES[rule.step], rows.start, rows.num, rows.first, rows.blocks
-
-    def places(start: Array, num: Array, first: Array, blocks: Array) -> Rows:
-        return _rows(StateRows(start, num, first, blocks, rows.shape))
-
-    held = jax.eval_shape(places, *arrays)
-    config = _config(axis, rows, states)
-    return state_step.refuses(states, held, tokens, axis=axis, query_len=query_len, config=config)
+    axis, (*arrays, shape) = _AXES[rule.step], rows
+    held = jax.eval_shape(lambda *arrays: _rows(StateRows._make((*arrays, shape))), *arrays)
+    others = dict[str, Any](
+        waiting=jax.eval_shape(functools.partial(_waiting, rule), waiting),
+        config=_config(axis, rows, states),
+    )
+    return state_step.refuses(states, held, tokens, axis=axis, query_len=query_len, **others)
 
 
 FEW_ROWS = 8  # below, warps that share sums wait for one another longer than they read
@@ -64,13 +63,18 @@ def _tokens(rule: Recurrence, inputs: Any) -> Tokens:
     return Tokens(inputs.v, inputs.k, inputs.q, keep, inputs.beta)
 
 
+def _waiting(rule: Recurrence, waiting: Any) -> Tokens | None:
+    """Returns the tokens that are replayed, K of each row side by side."""
+    if waiting is None:
+        return None
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), waiting)
+    return _tokens(rule, flat)._replace(query=None)
+
+
 def _rows(rows: StateRows) -> Rows:
-    """Returns where the states of rows are, which have no token if they have more than J."""
-    J = rows.shape[1]
-    is_short = rows.num <= J
-    places = [rows.place(jnp.full_like(rows.num, j + 1)) for j in range(J)]
-    num = jnp.where(is_short, rows.num, 0)
-    return Rows(rows.source(is_short), jnp.stack(places, 1), rows.start, num)
+    """Returns where the states of rows are; long ones have no tokens."""
+    rows = rows.where(rows.is_short)
+    return Rows(rows.source(), rows.places, rows.start, rows.num, rows.waiting)
 
 
 KERNEL = Operation("state_step", step_rows, _refuses)

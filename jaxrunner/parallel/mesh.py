@@ -19,7 +19,8 @@ DATA = "data"  # axis of the mesh: ranks with requests of their own, and with `T
 CUT = frozenset((*"KHFV", "shared_units", "inner"))
 UNITS, EXPERTS, EXPERT_PARALLEL = "expert_units", "experts", "expert_parallel"
 # Of layers with states, where `SPLIT_MIXERS` is a flag of the dims; else they are whole everywhere.
-GROUPS, OF_MIXERS, SPLIT_MIXERS = "mix_groups", ("mix_groups", "mixer_heads"), "split_mixers"
+GROUPS, SPLIT_MIXERS = "mix_groups", "split_mixers"
+OF_MIXERS = "mix_groups", "mixer_heads", "mix_inputs"
 # Of caches that have no heads, the tokens, where `DEALT_OUT` is a flag of the dims.
 TOKENS, DEALT_OUT = "block_tokens", "dealt_out"
 

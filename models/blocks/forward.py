@@ -139,8 +139,9 @@ def _add_norm(
     config: BlockConfig, ops: Ops, x: Array, residual: Array, norm: Norm | None
 ) -> tuple[Array, Array]:
     """Returns x + residual and its norm, which is itself where there is none."""
-    if norm is not None and config.norm == "rms":
-        return ops.add_norm(x, residual, norm.norm_weight, config.rms_norm_eps)
+    if norm is not None and config.norm in ("rms", ONE_MORE):
+        one_more = config.norm == ONE_MORE
+        return ops.add_norm(x, residual, norm.norm_weight, config.rms_norm_eps, one_more)
     total = x + _whole(residual, x)
     return total, total if norm is None else _normed(config, total, norm)
 
@@ -192,8 +193,9 @@ def _layer_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Arra
 
 
 # (x, weight, bias, eps) -> the norm over the last axis of x.
+ONE_MORE = "rms of 1 + w"
 NORMS: dict[str, Callable[[Array, Array, Array | None, float], Array]] = {
     "rms": _rms,
-    "rms of 1 + w": _rms_of_one_more,
+    ONE_MORE: _rms_of_one_more,
     "layer": _layer_norm,
 }

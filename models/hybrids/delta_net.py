@@ -52,6 +52,7 @@ class DeltaNetConfig:
         matrices = self.value_heads, self.key_dim, self.value_dim
         return RecurrentState(
             taps=self.conv_width - 1, channels=self.channels, matrices=matrices,
+            inputs=self.key_heads * self.key_dim + self.inner + 2 * self.value_heads,
             dtype=self.state_dtype,
         )  # fmt: skip
 

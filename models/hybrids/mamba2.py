@@ -69,6 +69,7 @@ class MixerConfig:
         matrices = self.heads, self.head_dim, self.state_size
         return RecurrentState(
             taps=self.conv_width - 1, channels=self.channels, matrices=matrices,
+            inputs=self.inner + self.groups * self.state_size + self.heads,  # x, b and decays
             dtype=self.state_dtype,
         )  # fmt: skip
 

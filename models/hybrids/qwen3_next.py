@@ -90,19 +90,13 @@ class GatedAttentionLayer(FeedForward, Normed):
         return ops.project(out * jax.nn.sigmoid(gate), self.o), cache
 
 
-def _add_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    """Returns x + residual, whose residual is [T, E] or parts of it, and its norm."""
-    residual = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
-    x = x + residual.astype(x.dtype)
-    return x, rms_norm_of_one_more(x, weight, eps)
-
-
 def layers(
     config: Qwen3NextConfig, params: Params, x: Array, kv: tuple[Any, ...], inputs: Inputs,
     ops: Ops, *, first: int = 0, last: int | None = None, extras: tuple[str, ...] = (),
 ) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
     """Runs layers `first` to `last` as `llama.layers` does, with norms by 1 + w."""
-    ops = replace(ops, add_norm=_add_norm)
+    add_norm = ops.add_norm
+    ops = replace(ops, add_norm=lambda *given: add_norm(*given, True))
     return llama.layers(config, params, x, kv, inputs, ops, first=first, last=last, extras=extras)
 
 

@@ -2,13 +2,14 @@
 
 Before it computes a token it looks at every KV slot that the token attends to: there must be the
 KV of this very prefix. So a block that is freed too early, shared wrongly or found before it is
-computed fails the step that reads it. A state has the name of the prefix that it is behind, and
-lies in the block of its last token, at the place that the prefix's length gives it among those that
-a step verifies; unlike KV states are read before any is written.
+computed fails the step that reads it. A block of states has the number of tokens that its state is
+behind, and the names of their prefix and of those that end with a drafted token; unlike KV states
+are read before any is written.
 """
 
 from collections.abc import Sequence
 import random
+from typing import Any
 
 from jaxrunner.caches.cache_group import CacheGroup, has_checkpoints
 from jaxrunner.scheduling.request import NewRequest, Request, SchedulerOutput
@@ -92,7 +93,7 @@ class Device:
         self.groups, self.max_num_seqs = groups, max_num_seqs
         self.rows: dict[str, Row] = {}
         sizes = [(group.num_blocks or num_blocks) * group.block_size for group in groups]
-        self.kv: list[list[int | None]] = [[None] * size for size in sizes]
+        self.kv: list[list[Any]] = [[None] * size for size in sizes]
         self.num_no_ops = 0  # requests that had ended before a step that was to compute them
 
     def run(self, output: SchedulerOutput) -> dict[str, list[int]]:
@@ -153,25 +154,29 @@ class Device:
     def read_state(self, row: Row, g: int, group: CacheGroup) -> None:
         """Checks the state before the row's tokens, while no row has written any."""
         if count := row.num_computed:
-            held = self.kv[g][self.place(row, g, group, count)]
-            assert held == row.keys[count - 1], f"a foreign state of {count} tokens in group {g}"
+            held = self.kv[g][self.block_start(row, g, group, count - 1)]
+            assert held is not None, f"no state of {count} tokens in group {g}"
+            behind, keys = held
+            assert 0 <= count - behind < len(keys), "inputs that were not kept"
+            assert keys[count - behind] == row.keys[count - 1], f"a foreign state in group {g}"
 
     def write_state(self, row: Row, g: int, group: CacheGroup, n: int) -> None:
-        """Writes the states behind tokens that may be drafts, or the one behind a chunk."""
+        """Writes the state behind the first of tokens that may be drafts, with these as inputs, or
+        the state behind a chunk."""
         first, size, keys = row.num_computed, group.block_size, row.planned_keys()
         self.num_handed_on += 0 < first == first // size * size
         if n <= self.num_verified:
-            for count in range(first + 1, first + n + 1):
-                self.kv[g][self.place(row, g, group, count)] = keys[count - 1]
+            for position in range(first, first + n):
+                at = self.block_start(row, g, group, position)
+                self.kv[g][at] = first + 1, keys[first : first + n]
             return
         assert first // size == (first + n - 1) // size, "a checkpoint is passed over"
-        self.kv[g][self.place(row, g, group, first + n)] = keys[first + n - 1]
+        at = self.block_start(row, g, group, first)
+        self.kv[g][at] = first + n, [keys[first + n - 1]]
 
-    def place(self, row: Row, g: int, group: CacheGroup, count: int) -> int:
-        """Returns where the state behind `count` tokens is."""
-        size = group.block_size
-        start = self.slot(row, g, group, (count - 1) // size * size)
-        return start + count % self.num_verified
+    def block_start(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
+        """Returns where the block of a position begins, which has one state."""
+        return self.slot(row, g, group, position // group.block_size * group.block_size)
 
     def slot(self, row: Row, g: int, group: CacheGroup, position: int) -> int:
         block = row.tables[g][position // group.block_size]

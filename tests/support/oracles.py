@@ -68,11 +68,11 @@ def rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def add_rms_norm(x, residual, weight, *, eps):
+def add_rms_norm(x, residual, weight, *, eps, one_more=False):
     # The sum is rounded before it is normed: so says the specification.
     whole = wide(residual) if residual.ndim == 2 else wide(residual).sum(0)
     total = wide((wide(x) + whole).astype(jnp.bfloat16))
-    return total, rms_norm(total, wide(weight), eps)
+    return total, rms_norm(total, wide(weight) + one_more, eps)
 
 
 def matmul(x, weight):
@@ -206,26 +206,38 @@ def quantized_grouped(x, logits, real, *arrays, k, code, names, activation):
     return grouped_mlp(*args, k=k, activation=activation)
 
 
-def state_step(states, source, place, start, num, value, key, query, keep, beta=None, *, axis):
+def state_step(states, source, place, start, num, waiting, *given, axis, fields):
     """Matrices lie with keys behind values here, and heads have keys of their own."""
+    given = [wide(x) for x in given]
+    tokens, replayed = given[:fields], given[fields:]
+    value, key, query, keep, beta = (*tokens, *[None] * (5 - fields))
+    replays = len(replayed[0]) // len(num) if replayed else 0
     dtype, times = states.dtype, states.shape[1] // key.shape[1]
     held, out = wide(states).copy(), np.zeros(value.shape)
     old = held.copy()
-    value, key, query, keep = (wide(x) for x in (value, key, query, keep))
+    if replayed:  # behind the others; what they read is nobody's
+        again = [*replayed[:2], np.zeros_like(replayed[1]), *replayed[2:]]
+        pairs = zip((value, key, query, keep, beta), (*again, None), strict=False)
+        value, key, query, keep, beta = (
+            None if x is None else np.concatenate([x, y]) for x, y in pairs
+        )
     key, query = (np.repeat(x, times, 1) for x in (key, query))
     for b, n in enumerate(np.asarray(num)):
         if not n:
             continue
         s = old[source[b]] if source[b] < len(old) else np.zeros(old.shape[1:])
-        for j in range(n):
-            t = start[b] + j
+        first = [len(out) + b * replays + k for k in range(int(waiting[b]))]
+        for t in (*first, *range(start[b], start[b] + n)):
             s = (s if axis else s.swapaxes(1, 2)) * keep[t][:, None, None]
             moved = value[t]
             if beta is not None:
-                moved = wide(beta[t])[:, None] * (moved - np.einsum("hxy,hy->hx", s, key[t]))
+                moved = beta[t][:, None] * (moved - np.einsum("hxy,hy->hx", s, key[t]))
             s = s + np.einsum("hx,hy->hxy", moved, key[t])
-            out[t] = np.einsum("hxy,hy->hx", s, query[t])
+            if t < len(out):
+                out[t] = np.einsum("hxy,hy->hx", s, query[t])
             # Rounded before the next token: so says the specification.
             s = wide(jnp.asarray(s if axis else s.swapaxes(1, 2), jnp.float32).astype(dtype))
-            held[place[b, j]] = s
+            if t == start[b]:
+                for at in np.asarray(place[b]):
+                    held[at : at + 1] = s  # nothing behind the last
     return out, held
