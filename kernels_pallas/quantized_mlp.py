@@ -222,8 +222,12 @@ def _fetch(s: _Static, block: Array, tile: Array, part: Array, given: _Given, ri
         mine, half = tile * TILE, TILE // 2
         weights(step, given.down, [mine, mine + half], half, start + step)
 
+    # Fewer tokens than T are copied with zeros behind them; JAX would refuse so many rows from a
+    # number that it knows.
+    none = block * 0
+
     def tokens(step: Index, source: Ref, column: Index) -> None:
-        mine = source.at[pl.ds(0, T), pl.ds(column * terms, terms)]
+        mine = source.at[pl.ds(none, T), pl.ds(column * terms, terms)]
         mosaic.copy_gmem_to_smem(mine, ring.x.at[slot(step)], ring.full.at[slot(step)])
 
     def first_tokens(step: Index) -> None:

@@ -63,8 +63,15 @@ else:
 
 
 def pytest_addoption(parser, pluginmanager):
+    parser.addoption("--drive-steps", type=int, default=0, help="least steps of a random driver")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds a test may take; without pytest-timeout, no limit")
+
+
+@pytest.fixture
+def drive_steps(request):
+    """Returns the steps that each random driver is to make, 0 where its own number will do."""
+    return request.config.getoption("--drive-steps")
 
 
 def pytest_configure(config):

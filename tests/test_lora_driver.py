@@ -137,7 +137,10 @@ ACTIONS = dict(ask=10, abort=1, add_or_update=1, remove=1, pin=0.3)
 @pytest.mark.parametrize(
     "num_steps", [100, pytest.param(3_000, marks=pytest.mark.slow)], ids=["quick", "long"]
 )
-def test_tokens_are_those_of_merged_models_whatever_comes_and_goes(tmp_path: Any, num_steps: int):
+def test_tokens_are_those_of_merged_models_whatever_comes_and_goes(
+    tmp_path: Any, num_steps: int, drive_steps: int
+):
+    num_steps = max(num_steps, drive_steps)
     base = checkpoint.write(tmp_path, llama, SETTINGS)
     sizes = dict(enable_lora=True, max_loras=PLACES, max_lora_rank=8, num_decode_steps=2)
     with checkpoint.start(tmp_path, **sizes, num_blocks=14) as llm:
