@@ -113,8 +113,8 @@ def build(
         whole_experts = getattr(model_config, "expert_parallel", False)
         data_ranks = num_ranks(mesh) > 1
         exchange_from = getattr(model_config, "exchange_from", None)
-        ops = all_reduced(choice.ops, whole_experts, data_ranks, exchange_from)
-        choice = choice._replace(ops=ops)
+        reduced = all_reduced(choice.ops, whole_experts, data_ranks, exchange_from)
+        choice = choice._replace(ops=reduced)
     speculator = model.speculator
     # A rule of the user's own belongs to every draw; the kernel knows the usual ones alone.
     sample = choice.sample if rules == RULES and model.samples else None

@@ -9,12 +9,14 @@ import jax
 import numpy as np
 
 from jaxrunner.errors import NO_CHOICE, NO_NUMBER, StepTimeout
+from jaxrunner.parallel.stage_link import Told
 from jaxrunner.parallel.time_limit import ends_within
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs
 
 NewTokens = list[tuple[Request, list[int]]]  # requests that a step gave tokens, with these
+AWAITED = jax.Array, Told  # what of a step's outputs the host waits for
 
 
 class Work(NamedTuple):
@@ -124,7 +126,7 @@ class StepHandle:
         """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
         self._names, self._scores = names, scores
         for _, packed in scores:
-            if not isinstance(packed, np.ndarray):
+            if isinstance(packed, AWAITED):
                 packed.copy_to_host_async()
 
     def expect_drafts(self, drafts: jax.Array) -> None:
@@ -137,9 +139,9 @@ class StepHandle:
         """Whether the device has done the step, so that `get` waits for a copy at most."""
         return all(cast(Any, x).is_ready() for x in self._arrays())
 
-    def _arrays(self) -> list[jax.Array]:
+    def _arrays(self) -> list[jax.Array | Told]:
         arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
-        return [x for x in arrays if x is not None and not isinstance(x, np.ndarray)]
+        return [x for x in arrays if isinstance(x, AWAITED)]
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the step's outputs are on the host.

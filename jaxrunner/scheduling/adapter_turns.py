@@ -10,7 +10,7 @@ class AdapterTurns:
     those it has end, as each has a most length, and its place is the next one to be free.
     """
 
-    SAVED = ("_users", "_draining")  # in a snapshot
+    SAVED = ("_users", "_draining", "num_freed")  # in a snapshot
 
     def __init__(self, max_loras: int, pinned: set[int]):
         """pinned: adapters that keep their places; who changes the set tells by it."""

@@ -16,7 +16,7 @@ class Admission:
     max_tokens: the most tokens of a step; most_of_one: and of one request.
     """
 
-    SAVED = ("_preempted", "_no_room")
+    SAVED = ("_preempted", "_no_room", "_num_freed")
 
     def __init__(
         self,

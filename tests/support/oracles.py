@@ -210,17 +210,15 @@ def state_step(states, source, place, start, num, waiting, *given, axis, fields)
     """Matrices lie with keys behind values here, and heads have keys of their own."""
     given = [wide(x) for x in given]
     tokens, replayed = given[:fields], given[fields:]
-    value, key, query, keep, beta = (*tokens, *[None] * (5 - fields))
     replays = len(replayed[0]) // len(num) if replayed else 0
-    dtype, times = states.dtype, states.shape[1] // key.shape[1]
-    held, out = wide(states).copy(), np.zeros(value.shape)
+    dtype, times = states.dtype, states.shape[1] // tokens[1].shape[1]
+    held, out = wide(states).copy(), np.zeros(tokens[0].shape)
     old = held.copy()
     if replayed:  # behind the others; what they read is nobody's
         again = [*replayed[:2], np.zeros_like(replayed[1]), *replayed[2:]]
-        pairs = zip((value, key, query, keep, beta), (*again, None), strict=False)
-        value, key, query, keep, beta = (
-            None if x is None else np.concatenate([x, y]) for x, y in pairs
-        )
+        tokens = [np.concatenate(pair) for pair in zip(tokens, again, strict=True)]
+    named: list[Any] = [*tokens, *[None] * (5 - fields)]
+    value, key, query, keep, beta = named
     key, query = (np.repeat(x, times, 1) for x in (key, query))
     for b, n in enumerate(np.asarray(num)):
         if not n:
