@@ -35,12 +35,8 @@ class StageConfig:
     alone: bool = False  # whether the others are no concern of its engine, but of its user
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in (
-            "shards",
-            "rank",
-            "held",
-        ):  # asked while it is unpickled
-            raise AttributeError(name)
+        if name.startswith("_") or name in ("shards", "rank", "held"):
+            raise AttributeError(name)  # asked while it is unpickled
         return getattr(self.shards[self.rank], name)
 
     @property
