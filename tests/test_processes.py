@@ -1,15 +1,11 @@
 """Several processes with one mesh give the tokens of one process."""
 
 import json
-import os
 from pathlib import Path
 import re
 import shutil
-import socket
 import subprocess
-import sys
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,17 +18,12 @@ from jaxrunner.loading.new_folder import check_seen
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
 from tests.support import processes, small_checkpoint, tiny
+from tests.support.two_processes import ended, start, told_by
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
 )
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+PROGRAM = "tests.support.processes"
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +32,9 @@ def checkpoint(tmp_path_factory) -> Path:
     return small_checkpoint.save(folder, num_key_value_heads=2, num_hidden_layers=1)
 
 
-def start(*args: object, **environment: str) -> list[subprocess.Popen]:
-    """Returns two processes with two devices each."""
-    command, port = [sys.executable, "-m", "tests.support.processes"], str(free_port())
-    # Sets of names are in another order in each.
-    return [
-        subprocess.Popen(
-            [*command, str(rank), "2", port, "4", *map(str, args)], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1)) | environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-
-
 def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
     """Also where they save weights or requests at work, for other meshes too."""
-    started = start(checkpoint, tmp_path)
+    started = start(PROGRAM, checkpoint, tmp_path)
     with LLM(str(checkpoint), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
         want = processes.answers(llm)
         told = [told_by(process) for process in started]
@@ -73,8 +50,9 @@ def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
     for one in told:
         assert one["tokens"] == one["after a sleep"] == one["reloaded"] == one["saved"] == want
         assert one["report"].startswith("devices: 4 x cpu, tensor 4\n")
-        warm_up, drafts, three = one["refused"]
+        warm_up, own, drafts, three = one["refused"]
         assert re.match("warm_up='background' wants a mesh of one process", warm_up)
+        assert "own" in own and "cannot be written: orbax writes arrays that lie on all" in own
         assert "'auto' wants a mesh of one process" in drafts and "say a number" in drafts
         assert "a mesh over 2 processes wants all of their devices, 4, got 3 x cpu" in three
     assert [one["together"] for one in told] == [
@@ -91,7 +69,7 @@ def test_data_ranks_lie_in_two_processes(tmp_path):
     model, config = read_model(Settings(settings))
     params = tiny.random_params(config, seed=5, params=model.params)
     save_checkpoint(tmp_path, model, config, params, settings)
-    started = start(tmp_path, "ranks")
+    started = start(PROGRAM, tmp_path, "ranks")
     with LLM(str(tmp_path), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
         want = processes.answers(llm, processes.USUAL)
     for one in map(told_by, started):
@@ -99,27 +77,21 @@ def test_data_ranks_lie_in_two_processes(tmp_path):
         assert one["report"].startswith("devices: 4 x cpu, data 4, tensor 1\n")
 
 
-def told_by(process: subprocess.Popen) -> dict[str, Any]:
-    out, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors[-3000:]
-    return json.loads(out.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def one_dies(checkpoint) -> dict[str, list[subprocess.Popen]]:
     """Two processes of which the second dies, by whether the first may outlive it: both pairs at
     once, as they wait more than they work."""
     recoverable = dict(JAX_ENABLE_RECOVERABILITY="1")
-    started = {"ends": start(checkpoint, checkpoint, 1)}
-    return started | {"goes on": start(checkpoint, checkpoint, 1, **recoverable)}
+    started = {"ends": start(PROGRAM, checkpoint, checkpoint, 1)}
+    return started | {"goes on": start(PROGRAM, checkpoint, checkpoint, 1, **recoverable)}
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_other(one_dies, rank=1):
     started = one_dies["ends"]
-    started[rank].communicate(timeout=240)
+    ended(started[rank])
     died_s = time.monotonic()
-    _, errors = started[1 - rank].communicate(timeout=240)
+    _, errors = ended(started[1 - rank])
     assert time.monotonic() - died_s < processes.HEARTBEAT_S + 20
     assert started[1 - rank].returncode != 0 and "JAX distributed service" in errors
 
@@ -131,8 +103,8 @@ def test_a_process_that_outlives_another_says_so(one_dies, rank=1):
     A sum over both fails, or waits for the one that is gone until the step's time is over.
     """
     started = one_dies["goes on"]
-    started[rank].communicate(timeout=240)
-    out, errors = started[1 - rank].communicate(timeout=240)
+    ended(started[rank])
+    out, errors = ended(started[1 - rank])
     assert started[1 - rank].returncode == 0, errors[-3000:]
     told = json.loads(out.splitlines()[-1])
     gone = "a process of this mesh is gone, or failed in a step that all of them run (JaxRuntime"

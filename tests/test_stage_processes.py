@@ -1,8 +1,5 @@
 """Stages of a pipeline in two processes give the tokens of one device."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_pipeline_parallel as crowd
-from test_processes import ROOT, free_port, told_by
 
 from jaxrunner import LLM
 from jaxrunner.errors import StepTimeout
@@ -22,35 +18,23 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.parallel import pipeline, stage_link
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from tests.support import processes, small_checkpoint, tiny
+from tests.support.two_processes import start, told_by
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
 )
+PROGRAM = "tests.support.stage_processes"
 NOT_OVER_PROCESSES = (
     "save_state", "restore_state", "save_params", "load_params", "save_sharded_state",
     "warm_up='background'",
 )  # fmt: skip
 
 
-def start(what: object) -> list[subprocess.Popen]:
-    """Returns two processes with two devices each."""
-    command, port = [sys.executable, "-m", "tests.support.stage_processes"], str(free_port())
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    return [
-        subprocess.Popen(
-            [*command, str(rank), port, str(what)], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1), PYTHONPATH=paths),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> tuple[Any, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("checkpoint")
     checkpoint = small_checkpoint.save(folder, num_key_value_heads=2, num_hidden_layers=2)
-    started = start(checkpoint)
+    started = start(PROGRAM, checkpoint)
     with LLM(str(checkpoint), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
         want = processes.answers(llm)
     return want, [told_by(process) for process in started]
@@ -80,7 +64,7 @@ def test_what_processes_cannot_do_together_is_refused(told):
 @pytest.mark.slow
 def test_requests_that_crowd_each_other_get_the_tokens_of_one_device():
     """Rules, grammars, logprobs, preemption, and requests that end early."""
-    started, config = start("crowded"), tiny.config(**crowd.QWEN)
+    started, config = start(PROGRAM, "crowded"), tiny.config(**crowd.QWEN)
     one = crowd.engine((config, tiny.random_params(config, seed=5)), num_blocks=60)
     wanted = crowd.answers(one, 1)
     for told in map(told_by, started):

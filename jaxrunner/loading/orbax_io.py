@@ -49,9 +49,18 @@ def restore(folder: Path, like: Any, mesh: Mesh | None = None) -> Any:
 
 
 def write(folder: Path, tree: Any, mesh: Mesh | None = None) -> None:
-    """Writes arrays as orbax does, without checksums."""
+    """Writes arrays as orbax does, without checksums.
+
+    Raises:
+      ValueError: the mesh is one process's own, and there are others: orbax writes no such arrays.
+    """
+    if _is_alone(mesh):
+        raise ValueError(
+            f"{folder} cannot be written: orbax writes arrays that lie on all processes, this mesh "
+            f"is over one of {jax.process_count()}: take save_sharded_state, or a mesh over all"
+        )
     with _checkpointer(mesh) as checkpointer:
-        checkpointer.save(folder.absolute(), tree)
+        checkpointer.save(folder.absolute(), args=ocp.args.StandardSave(tree))
 
 
 def read(folder: Path, like: Any, mesh: Mesh | None = None) -> Any:
@@ -59,7 +68,8 @@ def read(folder: Path, like: Any, mesh: Mesh | None = None) -> Any:
     check_like(folder, like, mesh)
     with _checkpointer(mesh) as checkpointer:
         try:
-            return checkpointer.restore(folder.absolute(), abstract(like))
+            wanted = ocp.args.StandardRestore(abstract(like))
+            return checkpointer.restore(folder.absolute(), args=wanted)
         except Exception as error:  # of orbax, and of what it reads with
             raise ValueError(f"{folder} cannot be read as orbax's: {in_words(error)}") from error
 
@@ -112,12 +122,22 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _checkpointer(mesh: Mesh | None) -> ocp.StandardCheckpointer:
-    """Returns what writes and reads in all processes of a mesh, or in this one alone."""
-    if is_shared(mesh) or jax.process_count() == 1:
-        return ocp.StandardCheckpointer()
-    own = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
-    )
-    return ocp.StandardCheckpointer(multiprocessing_options=alone)
+def _checkpointer(mesh: Mesh | None) -> ocp.Checkpointer:
+    """Returns what writes and reads in all processes of a mesh, or in this one alone.
+
+    Not orbax's asynchronous one: its processes wait for keys that carry each process's own count of
+    saves, and hang once a process has saved more than another.
+    """
+    options = ocp.options.MultiprocessingOptions()
+    if _is_alone(mesh):
+        own = jax.process_index()
+        options = ocp.options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
+        )
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
+
+
+def _is_alone(mesh: Mesh | None) -> bool:
+    """Whether one process of several writes and reads what the others do not."""
+    return jax.process_count() > 1 and not is_shared(mesh)

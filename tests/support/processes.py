@@ -1,14 +1,14 @@
 """One of several processes with a mesh over the devices of all, as a program.
 
-python -m tests.support.processes RANK PROCESSES PORT DEVICES CHECKPOINT FOLDER [RANK_THAT_DIES]
+python -m tests.support.processes RANK PORT CHECKPOINT FOLDER [RANK_THAT_DIES]
 
 FOLDER is where state is saved, or "ranks" for a mixture over data ranks.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 import itertools
-import json
 import os
 from pathlib import Path
 import sys
@@ -24,7 +24,9 @@ from jaxrunner.api.sampling_params import RequestOutputKind, StructuredOutputsPa
 from jaxrunner.loading import orbax_io
 from jaxrunner.parallel.processes import host_copy, together
 from jaxrunner.text.tokenizer import Tokenizer
+from tests.support.two_processes import tell
 
+NUM_DEVICES = 4  # of both processes
 HEARTBEAT_S = 10  # without any of a process it is taken for dead
 SIZES: dict[str, Any] = dict(
     max_num_seqs=3, max_num_batched_tokens=32, token_buckets=(32,), decode_buckets=(3,),
@@ -72,7 +74,6 @@ def saved(llm: LLM, folder: Path) -> list[list[int]]:
     first = last_of(itertools.islice(told, 7))
     llm.save_state(folder / "state")
     del told  # which aborts the requests
-    orbax_io.save(folder / f"own{jax.process_index()}", dict(x=np.arange(3)))  # no other's concern
     both = first | last_of(llm.restore_state(folder / "state"))
     return [both[i] for i in range(len(PROMPTS))]
 
@@ -92,8 +93,8 @@ def one_fails(error: type[Exception]) -> Callable[[], None]:
     return run
 
 
-def main(checkpoint: str, num_devices: int, saved_in: str) -> dict[str, Any]:
-    sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
+def main(checkpoint: str, saved_in: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=NUM_DEVICES, tokenizer=tokenizer())
     told: dict[str, Any] = {}
     with LLM(checkpoint, **sizes) as llm:
         told["tokens"] = answers(llm)
@@ -105,6 +106,8 @@ def main(checkpoint: str, num_devices: int, saved_in: str) -> dict[str, Any]:
         told["report"] = llm.report()
         told["saved"] = saved(llm, Path(saved_in))
         told["refused"] = [refused(llm.engine.warm_up, background=True)]
+        own = Path(saved_in, f"own{jax.process_index()}")  # of no concern to others
+        told["refused"].append(refused(orbax_io.save, own, dict(x=np.arange(3))))
         told["together"] = [refused(together, llm.engine.runner.program.mesh, one_fails(error))
                             for error in (FileNotFoundError, KeyError)]  # fmt: skip
     drafts = dict(method="draft_model", model=checkpoint, num_speculative_tokens="auto")
@@ -113,10 +116,10 @@ def main(checkpoint: str, num_devices: int, saved_in: str) -> dict[str, Any]:
     return told
 
 
-def of_ranks(checkpoint: str, num_devices: int) -> dict[str, Any]:
+def of_ranks(checkpoint: str) -> dict[str, Any]:
     """Returns the tokens of a mixture whose data ranks lie in several processes."""
     sizes: dict[str, Any] = SIZES | dict(tokenizer=tokenizer(), enable_expert_parallel=True)
-    with LLM(checkpoint, **sizes, data_parallel_size=num_devices) as llm:
+    with LLM(checkpoint, **sizes, data_parallel_size=NUM_DEVICES) as llm:
         told = dict(tokens=answers(llm, USUAL), report=llm.report())
         llm.sleep(level=1)
         llm.wake_up()
@@ -132,12 +135,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(inner)
 
 
-def dying(checkpoint: str, num_devices: int, is_it: bool) -> dict[str, Any]:
+def dying(checkpoint: str, is_it: bool) -> dict[str, Any]:
     """Ends one of the processes between two requests; the others go on, and tell what came of it.
 
     Without JAX's recoverability these end too.
     """
-    sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=num_devices, tokenizer=tokenizer())
+    sizes: dict[str, Any] = SIZES | dict(tensor_parallel_size=NUM_DEVICES, tokenizer=tokenizer())
     sizes |= dict(step_timeout_s=15.0)  # a sum may wait for the one that is gone, or fail
     with LLM(checkpoint, **sizes) as llm:
         answers(llm, GREEDY)
@@ -160,17 +163,8 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> str:
 
 
 if __name__ == "__main__":
-    rank, num_processes, port, num_devices = map(int, sys.argv[1:5])
-    jax.config.update("jax_num_cpu_devices", num_devices // num_processes)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", num_processes, rank, heartbeat_timeout_seconds=HEARTBEAT_S
-    )
-    if sys.argv[6] == "ranks":
-        print(json.dumps(of_ranks(sys.argv[5], num_devices)), flush=True)
-        os._exit(0)
-    if len(sys.argv) > 7:
-        told = dying(sys.argv[5], num_devices, rank == int(sys.argv[7]))
-        print(json.dumps(told), flush=True)
-        os._exit(0)  # JAX waits at its end for the process that is gone
-    print(json.dumps(main(sys.argv[5], num_devices, sys.argv[6])), flush=True)
+    rank, port, checkpoint, folder, *dies = sys.argv[1:]
+    run = partial(of_ranks, checkpoint) if folder == "ranks" else partial(main, checkpoint, folder)
+    if dies:
+        run = partial(dying, checkpoint, rank in dies)
+    tell(int(rank), port, run, heartbeat_timeout_seconds=HEARTBEAT_S)

@@ -5,8 +5,7 @@ python -m tests.support.stage_processes RANK PORT CHECKPOINT
 CHECKPOINT may be "crowded", for an engine whose requests crowd each other.
 """
 
-import json
-import os
+from functools import partial
 import sys
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from jaxrunner.parallel.pipeline import deal, homes
 from tests.support import tiny
 from tests.support.features import ParityCompiler
 from tests.support.processes import SIZES, answers, refused, tokenizer
+from tests.support.two_processes import tell
 
 NGRAM = dict(method="ngram", num_speculative_tokens=2)
 
@@ -57,8 +57,4 @@ def crowded() -> dict[str, Any]:
 
 if __name__ == "__main__":
     rank, port, folder = sys.argv[1:]
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
-    print(json.dumps(crowded() if folder == "crowded" else main(folder)), flush=True)
-    os._exit(0)
+    tell(int(rank), port, crowded if folder == "crowded" else partial(main, folder))
