@@ -22,8 +22,10 @@ comma := ,
 space := $() $()
 # $(call project,a b) is -e '.[a,b]'
 project = -e '.$(addprefix [,$(addsuffix ],$(subst $(space),$(comma),$(strip $(1)))))'
+# Modules are compiled as they are imported, which few of them are: a third of the time.
+PIP = $(PY) -m pip install --quiet --no-compile
 # pip follows settings of its own, so what uv cannot find it may.
-install = $(if $(UV),$(UV) pip install --quiet --python $(PY) $(1) ||) $(PY) -m pip install --quiet $(1)
+install = $(if $(UV),$(UV) pip install --quiet --python $(PY) $(1) ||) $(PIP) $(1)
 
 .PHONY: help demo test lint dev clean
 
@@ -83,7 +85,7 @@ $(VENV)/.references: $(VENV)/.dev
 	@$(PY) -c 'import torch, transformers' 2>/dev/null || { \
 	  echo "Installing the references: transformers, $(TORCH) for the CPU"; \
 	  $(call install,'transformers>=5') || true; \
-	  $(PY) -m pip install --quiet '$(TORCH)$(TORCH_BUILD)' 2>/dev/null \
+	  $(PIP) '$(TORCH)$(TORCH_BUILD)' 2>/dev/null \
 	    $(if $(UV),|| $(UV) pip install --quiet --python $(PY) --torch-backend=cpu '$(TORCH)' 2>/dev/null) || true; }
 	@echo "Installing lm-eval, and what runs the notebooks"
 	@$(call install,$(call project,$(CUDA) dev eval notebook))
