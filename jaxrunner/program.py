@@ -14,6 +14,7 @@ from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, la
 from jaxrunner.caches.interleave import interleave_of, token_dims
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.lora.product import Product
+from jaxrunner.lora.saved_layers import LayerWeight
 from jaxrunner.lora.saved_modules import embed_tokens, score_rows, weights_of
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.parallel.mesh import TENSOR, mesh_of, num_ranks, placed, ranked, shardings
@@ -28,12 +29,7 @@ from jaxrunner.parallel.stages import (
 from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
-from jaxrunner.types import (
-    Array,
-    Inputs,
-    Requests,
-    State,
-)
+from jaxrunner.types import Array, Inputs, Requests, State
 
 MAX_TARGETS = 256  # prompt tokens that one launch scores
 MAX_STOP_IDS = 144  # of a request: its own, and the model's EOS
@@ -61,6 +57,7 @@ class Program:
     sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
     lora: tuple[Product, ...] = ()  # what adapters may change
     saved: tuple[tuple[str, str], ...] = ()  # fields that they may have instead, and the modules
+    saved_layers: tuple[LayerWeight, ...] = ()  # behind a pooling
 
     @property
     def extra_args(self) -> list[str]:

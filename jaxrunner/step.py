@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import cache_index, find_rows, put_blocks, put_rows, take
+from jaxrunner.lora.saved_layers import run_head
 from jaxrunner.lora.saved_modules import places_of_rows, weights_of
 from jaxrunner.program import Bucket, Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
@@ -86,14 +87,17 @@ def run_heads(
     *, program: Program,
 ) -> tuple[State, dict[str, Array]]:  # fmt: skip
     """Returns the state, and what the heads make of hidden, [T, E]: [B, ...] or [T, ...] each."""
-    told, tables, params = {}, dict(state.tables), weights_of(params)
+    told, tables = {}, dict(state.tables)
     for head in program.model.heads:
-        run = functools.partial(head.run, program.config, params, hidden, batch)
+        slot = batch.slot if head.axes.startswith("T") else rows.slot
+        place = places_of_rows(params, state, slot)
+        run = functools.partial(head.run, program.config)
         if head.table is None:
-            told[head.name] = run()
+            told[head.name] = run_head(run, params, (hidden, batch), place)
             continue
         table = tables[head.table.name]
-        told[head.name], kept = run(rows_of(table, rows.slot))
+        given = hidden, batch, rows_of(table, rows.slot)
+        told[head.name], kept = run_head(run, params, given, place)
         tables[head.table.name] = put_rows(table, rows.slot, kept)
     return replace(state, tables=tables), told
 

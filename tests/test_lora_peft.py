@@ -1,10 +1,12 @@
-"""Adapters that PEFT makes, saves and runs: tokens and logits are PEFT's own."""
+"""Adapters that PEFT makes, saves and runs: tokens, logits and scores are PEFT's own."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jaxrunner import LLM, LoRARequest
+from jaxrunner import LLM, LoRARequest, PoolingParams
+from tests.support import pooling
 from tests.test_lora_families import SIZES, answers, check_likeliest, saved, tokens
 
 peft = pytest.importorskip("peft", reason="the reference needs PEFT: pip install peft")
@@ -53,3 +55,39 @@ def test_tokens_are_those_of_peft(kind, tmp_path):
     check_likeliest(adapted, got)
     with adapted.disable_adapter():
         check_likeliest(adapted, base)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning:peft", "ignore::FutureWarning:transformers", "ignore::UserWarning:peft"
+)
+@pytest.mark.parametrize(
+    ("name", "task", "sizes"),
+    [
+        ("Qwen3ForSequenceClassification", "SEQ_CLS", {}),
+        ("BertForSequenceClassification", "SEQ_CLS", pooling.WHOLE),
+        ("RobertaForSequenceClassification", "SEQ_CLS", pooling.WHOLE),
+        ("BertForTokenClassification", "TOKEN_CLS", pooling.WHOLE),
+    ],
+    ids=["a decoder", "behind a pooler", "two layers", "each token"],
+)
+def test_scores_are_those_of_peft(name, task, sizes, tmp_path):
+    """PEFT names the head in `modules_to_save` by itself."""
+    module = pooling.save(tmp_path, name, num_labels=3)
+    targets = ["q_proj", "down_proj"] if name.startswith("Qwen3") else ["query", "value"]
+    config = peft.LoraConfig(r=4, lora_alpha=20, task_type=task, target_modules=targets)
+    adapted = peft.get_peft_model(module, config).eval()
+    torch.manual_seed(0)
+    for at, weight in adapted.named_parameters():
+        if "lora_" in at or "modules_to_save" in at:
+            torch.nn.init.normal_(weight.data, 0.0, 0.15)
+    adapted.save_pretrained(tmp_path / "adapter")
+    request, texts = LoRARequest("peft", 1, tmp_path / "adapter"), pooling.prompts(pooling.PROMPTS)
+    given: dict[str, Any] = dict(enable_lora=True, max_lora_rank=8) | sizes
+    raw = PoolingParams(use_activation=False)
+    with pooling.start(tmp_path, **given) as llm:
+        base, got = llm.encode(texts, raw), llm.encode(texts, raw, lora_request=request)
+    for ids, without, own in zip(pooling.PROMPTS, base, got, strict=True):
+        want = pooling.scores(adapted, ids)
+        np.testing.assert_allclose(own.outputs.data, want, rtol=1e-5, atol=1e-5)
+        assert np.abs(np.asarray(without.outputs.data) - want).max() > 0.01

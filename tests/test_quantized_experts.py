@@ -18,7 +18,7 @@ from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.outside import checkpoint
 from tests.support import quantized
-from tests.support.quantized_formats import rounded
+from tests.support.rounded_inputs import rounded
 
 X, E, F = 5, 64, 128
 SETTINGS: dict[str, Any] = quantized.SETTINGS | dict(

@@ -14,7 +14,8 @@ from jaxrunner.ops import products, quantized_products
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.support import quantized
 from tests.support.quantized import SETTINGS
-from tests.support.quantized_formats import FORMATS, rounded
+from tests.support.quantized_formats import FORMATS
+from tests.support.rounded_inputs import rounded
 
 E = SETTINGS["hidden_size"]
 

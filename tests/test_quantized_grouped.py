@@ -147,7 +147,7 @@ def test_kernels_say_what_they_do_not_serve():
     others: list[tuple[Any, Any, str]] = [
         (x, floats, "wants weights that are QuantizedExperts, got Linear"),
         (x, replace(w, gate_up=floats), "both products of few bits"),
-        (x, replace(w, gate_up=replace(gate_up, order=x)), "groups that are runs of inputs"),
+        (x, replace(w, gate_up=replace(gate_up, permutation=x)), "groups that are runs of inputs"),
         (x, replace(w, gate_up=replace(gate_up, input_scale=x)), "not by an expert's scale"),
         (x.astype(jnp.float32), w, "tokens in bfloat16 or float16"),
         (x, replace(w, activation="relu2"), "wants one of .*swiglu.*, got relu2"),

@@ -16,7 +16,8 @@ from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
 from jaxrunner.quantization.scheme import Activation
 from tests.support import quantized
-from tests.support.quantized_formats import FORMATS, rounded
+from tests.support.quantized_formats import FORMATS
+from tests.support.rounded_inputs import rounded
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")

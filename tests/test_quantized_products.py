@@ -1,5 +1,6 @@
 """What products with weights of few bits run through on a GPU, and what kernels refuse."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,12 +34,13 @@ def weights(scheme: Scheme, outputs: int = 512, inputs: int = 1024) -> Quantized
     """Returns shapes of weights, [outputs, inputs]."""
     rows, cols = scheme.block
     code = CODES[scheme.code]
-    of_scale = (outputs // rows, inputs // cols) if cols else (outputs // rows,)
+    of_scale = (outputs // rows, -(-inputs // cols)) if cols else (outputs // rows,)
     return QuantizedLinear(
         shaped(outputs, inputs // code.packed, dtype=code.stored),
         shaped(*of_scale, dtype=jnp.float32),
         shaped(*of_scale, dtype=jnp.int8) if scheme.has_zero else None,
-        None, None, None, scheme,
+        shaped(inputs, dtype=jnp.int32) if scheme.has_order else None,
+        None, None, scheme,
     )  # fmt: skip
 
 
@@ -216,10 +218,9 @@ def test_the_kernel_of_tiles_refuses_in_words(x, weight, scale, code, sizes, wor
 
 def mlp_weights(scheme: Scheme, E: int = 4096, F: int = 14336) -> tuple[Any, QuantizedLinear]:
     """Returns shapes of the weights of an MLP, gates and what they gate on an axis of outputs."""
-    both = jax.tree.map(
-        lambda a: shaped(2, a.shape[0] // 2, *a.shape[1:], dtype=a.dtype), weights(scheme, 2 * F, E)
-    )
-    return both, weights(scheme, E, F)
+    w = weights(scheme, 2 * F, E)
+    both = jax.tree.map(lambda a: shaped(2, a.shape[0] // 2, *a.shape[1:], dtype=a.dtype), w)
+    return replace(both, permutation=w.permutation), weights(scheme, E, F)
 
 
 @lowers

@@ -176,6 +176,10 @@ BAD_TENSORS = {
     "two orders": (
         "gptq, desc_act", {f"{K}.g_idx": np.zeros_like}, f"g_idx of {K}.g_idx and {Q}.g_idx must be"
     ),
+    "a group of few inputs": (
+        "gptq, desc_act", {f"{DOWN}.g_idx": lambda x: np.where(x == 2, 1, x)},
+        f"{DOWN}.g_idx must name each group but the last 24 times, got group 1 48 times",
+    ),
     "a group that is none": (
         "gptq, desc_act", {f"{DOWN}.g_idx": lambda x: x - 1}, "must name groups from 0 to 3, got"
     ),

@@ -26,10 +26,10 @@ LAYERS = tuple(
     parallel.stages caches inputs outputs logprobs config indexing operation ops.grouping linear
     experts ops.routing slot_table heads.head speculators.speculator speculators.draft_logits rule
     model quantization text scheduling lora.lora_request lora.product lora.table lora.adapted_linear
-    lora.saved_modules program lora.stacks shapes sampling kernels_pallas step device ops models
-    heads mixtures pooling speculators parallel lora loading runner.slot runner.request_table ranks
-    runner worker engine elastic pooling.llm llm sampling_params embedded __init__ lm_eval bench
-    check train __main__
+    lora.saved_modules lora.saved_layers program lora.stacks shapes sampling kernels_pallas step
+    device ops models heads mixtures pooling speculators parallel lora loading runner.slot
+    runner.request_table ranks runner worker engine elastic pooling.llm llm sampling_params embedded
+    __init__ lm_eval bench check train __main__
     """.split()
 )
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them

@@ -271,7 +271,7 @@ def _fill(name: str, dtype: Any) -> float | None:
         return 1.0
     if name == ".scale":
         return 2.0**-12 if jnp.issubdtype(dtype, jnp.floating) else 121.0  # 2^-6 of 4 bits
-    return 0.0 if name in (".order", ".moved", ".more") else None
+    return 0.0 if name in (".permutation", ".moved", ".more") else None
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -32,7 +32,7 @@ class Adapter:
     name: str
     lora_id: int
     matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    saved: Mapping[str, np.ndarray] = field(default_factory=dict)  # [V, E], by field of weights
+    saved: Mapping[str, np.ndarray] = field(default_factory=dict)  # by path in the weights
 
     @functools.cached_property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrunner.linear import Linear
 from jaxrunner.lora.adapter import Adapter
 from jaxrunner.lora.saved_modules import EMBED, HEAD
-from jaxrunner.lora.stacks import is_weights, name_of
+from jaxrunner.lora.stacks import BASE, TARGET, is_weights, name_of
 
 
 def merge(params: Any, adapter: Adapter) -> tuple[Any, dict[str, np.ndarray]]:
@@ -25,18 +25,16 @@ def merge(params: Any, adapter: Adapter) -> tuple[Any, dict[str, np.ndarray]]:
         has one of embedding and head alone, which are one in the model.
     """
     before: dict[str, np.ndarray] = {}
-    if hasattr(params, "target"):  # beside a drafter's
-        saved = {f"target.{name}": table for name, table in adapter.saved.items()}
-    else:
-        saved = adapter.saved
     _check_tied(params, adapter)
+    saved = _by_leaf(params, adapter.saved)
+
+    def put(path: Any, weight: Any) -> Any:
+        if (table := saved.get(name := name_of(path))) is None:
+            return weight
+        before[name] = np.asarray(weight)
+        return jax.device_put(table.astype(weight.dtype), weight.sharding)
 
     def one(path: Any, node: Any) -> Any:
-        if (table := saved.get(name_of(path))) is not None:
-            weight = node.weight if isinstance(node, Linear) else node
-            before[name_of(path)] = np.asarray(weight)
-            put = jax.device_put(table.astype(weight.dtype), weight.sharding)
-            return replace(node, weight=put) if isinstance(node, Linear) else put
         if (pair := adapter.matrices.get(name := name_of(path))) is None:
             return node
         if isinstance(node, jax.Array):  # of each head
@@ -47,23 +45,30 @@ def merge(params: Any, adapter: Adapter) -> tuple[Any, dict[str, np.ndarray]]:
                 f"{name} has weights of {type(node).__name__}, no adapter can be merged into them: "
                 "name it as lora_request"
             )
-        before[name] = np.asarray(node.weight)
+        before[f"{name}.weight"] = np.asarray(node.weight)
         return replace(node, weight=_added(node.weight, *pair, num_in=node.num_in))
 
+    params = jax.tree.map_with_path(put, params)
     return jax.tree.map_with_path(one, params, is_leaf=is_weights), before
 
 
 def put_back(params: Any, before: Mapping[str, np.ndarray]) -> Any:
     """Returns weights as they were before `merge`."""
 
-    def one(path: Any, node: Any) -> Any:
-        if (weight := before.get(name_of(path))) is None:
-            return node
-        if not isinstance(node, Linear):  # an embedding, or weights of each head
-            return jax.device_put(weight, node.sharding)
-        return replace(node, weight=jax.device_put(weight, node.weight.sharding))
+    def one(path: Any, weight: Any) -> Any:
+        old = before.get(name_of(path))
+        return weight if old is None else jax.device_put(old, weight.sharding)
 
-    return jax.tree.map_with_path(one, params, is_leaf=is_weights)
+    return jax.tree.map_with_path(one, params)
+
+
+def _by_leaf(params: Any, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns what an adapter has in place of weights, by the paths of these."""
+    prefix = next((part for part in (TARGET, BASE) if hasattr(params, part[:-1])), "")
+    own = getattr(params, prefix[:-1]) if prefix else params
+    of_head = ".weight" if isinstance(getattr(own, HEAD, None), Linear) else ""
+    names = {EMBED: prefix + EMBED, HEAD: prefix + HEAD + of_head}
+    return {names.get(field, field): table for field, table in saved.items()}
 
 
 def _check_tied(params: Any, adapter: Adapter) -> None:

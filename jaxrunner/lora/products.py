@@ -98,6 +98,8 @@ def whole_modules(model: Any, config: Any) -> dict[str, str]:
     found = {}
     if isinstance(embed := getattr(sources, EMBED, None), Source):
         found[EMBED] = embed.names[0].removesuffix(WEIGHT)
+        if isinstance(config, PooledConfig):  # it scores no tokens
+            return found
         head = getattr(sources, HEAD, None)
         source = getattr(head, "weight", None)
         found[HEAD] = source.names[0].removesuffix(WEIGHT) if source is not None else TIED_HEAD

@@ -26,7 +26,7 @@ TIED_HEAD = "lm_head"  # what trainers call a head that is the embedding
 class SavedModule:
     """The matrices of all adapters for one module, and which adapters have one."""
 
-    tables: tuple[Array, ...]  # of each place, [V, E]; one alone is written when an adapter comes
+    tables: tuple[Array, ...]  # of each place; one alone is written when an adapter comes
     has: Array = leaf("lora_places", jnp.bool)
 
 
@@ -91,8 +91,9 @@ def places_of_rows(params: Any, state: State, slot: Array, at: Any = ...) -> Arr
 
 def _with(params: Any, field: str, table: Array) -> Any:
     """Returns weights with a matrix in the place of the embedding or of the head."""
-    if hasattr(params, "target"):  # beside a drafter's
-        return replace(params, target=_with(params.target, field, table))
+    for part in ("target", "base"):  # beside a drafter's, and below a pooling
+        if hasattr(params, part):
+            return replace(params, **{part: _with(getattr(params, part), field, table)})
     if field == HEAD and isinstance(head := params.head, Linear):
         return replace(params, head=replace(head, weight=table))
     return replace(params, embed=table)  # the head of tied weights too

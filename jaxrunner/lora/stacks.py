@@ -75,12 +75,17 @@ def _at_of_heads(at: NamedSharding) -> Stack:
 
 
 def _saved(program: Program) -> Stacks:
-    """Returns the shapes and dtypes of what adapters have in place of embedding and head."""
-    dims, num = program.dims, program.engine.max_loras
-    table = jax.ShapeDtypeStruct((dims["V"], dims["E"]), dims["param"])
+    """Returns the shapes and dtypes of what adapters have in place of other weights."""
+    shape = program.dims["V"], program.dims["E"]
+    shapes = dict.fromkeys(_saved_fields(program), shape)
+    shapes |= {of.path: of.shape for of in program.saved_layers}
+    return {SAVED + field: _saved_module(program, shape) for field, shape in shapes.items()}
+
+
+def _saved_module(program: Program, shape: tuple[int, ...]) -> SavedModule:
+    num, table = program.engine.max_loras, jax.ShapeDtypeStruct(shape, program.dims["param"])
     has = jax.ShapeDtypeStruct((num,), jnp.bool)
-    of = pytree.host_value(SavedModule, tables=(table,) * num, has=has)
-    return {SAVED + field: of for field in _saved_fields(program)}
+    return pytree.host_value(SavedModule, tables=(table,) * num, has=has)
 
 
 def _saved_fields(program: Program) -> list[str]:

@@ -113,7 +113,7 @@ def _refuses_few_bits(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
     for product in products:
         if not isinstance(product, QuantizedLinear):
             return "wants both products of few bits"
-        if product.order is not None:
+        if product.permutation is not None:
             return "wants groups that are runs of inputs"
         if product.input_scale is not None:
             return "wants inputs that are rounded by token, not by an expert's scale"

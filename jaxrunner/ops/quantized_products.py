@@ -12,6 +12,7 @@ from jaxrunner.kernels_pallas import fp8_blocks, quantized_fit, quantized_matmul
 from jaxrunner.kernels_pallas.fp8_blocks import TERMS
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
+from jaxrunner.quantization import sorted_inputs
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
@@ -27,7 +28,11 @@ def matrices(w: QuantizedLinear) -> tuple[Array, ...]:
     weight = w.weight.reshape(math.prod(w.weight.shape[:outputs]), -1)
     scale = w.scale.reshape(math.prod(w.scale.shape[:outputs]), -1)
     zeros = () if w.zero is None else (w.zero.reshape(scale.shape),)
-    return weight, scale, *zeros
+    if w.permutation is None:
+        return weight, scale, *zeros
+    size = w.scheme.block[1]
+    own = (sorted_inputs.own_groups(a, w.num_inputs, size, w.across) for a in (scale, *zeros))
+    return weight, *own
 
 
 def _matmul(x: Array, w: QuantizedLinear) -> Array:
@@ -86,8 +91,8 @@ def _refuses_tiles_parts(x: Array, w: QuantizedLinear) -> str | None:
 
 def _unlike(w: QuantizedLinear, in_parts: bool) -> str | None:
     """Says why no kernel serves these weights."""
-    if w.order is not None:
-        return "wants groups that are runs of inputs"
+    if w.permutation is not None and w.num_inputs % w.scheme.block[1]:
+        return "wants whole groups of inputs"
     if in_parts and w.bias is not None:
         return "wants weights without bias"
     return None
@@ -135,8 +140,10 @@ def _refuses_fp8_blocks(x: Array, w: QuantizedLinear) -> str | None:
     activation = w.scheme.activation
     if w.scheme.code != E4M3 or activation is None or activation.code != E4M3:
         return "wants weights and inputs in fp8"
-    if activation.group != TERMS or activation.static or w.zero is not None or w.order is not None:
-        return f"wants inputs of a token that share a scale by {TERMS}, and no zero points or order"
+    if activation.group != TERMS or activation.static or w.zero is not None:
+        return f"wants inputs of a token that share a scale by {TERMS}, and no zero points"
+    if w.permutation is not None:
+        return "wants inputs that are held as they come"
     if x.shape[0] < FEWEST:
         return f"is for at least {FEWEST} tokens, got {x.shape[0]}"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -158,6 +165,8 @@ def _refuses_whole_mlp(x: Array, gate_up: Weights, down: Weights, note: Note) ->
     for w in gate_up, down:
         if (reason := _unlike(w, in_parts=True)) is not None:
             return reason
+        if w.permutation is not None:
+            return "wants inputs that are held as they come"
         if w.zero is not None or w.scheme.activation is not None or w.num_in != 1:
             return "wants weights without zero points, with one axis of inputs that stay floats"
     code = gate_up.scheme.code

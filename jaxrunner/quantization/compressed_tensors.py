@@ -12,7 +12,7 @@ from jaxrunner.quantization.compressed_group import Group, read_group
 from jaxrunner.quantization.fp8 import float_numbers, input_scale
 from jaxrunner.quantization.modules import PATTERN, pattern, read_names
 from jaxrunner.quantization.packed import WORD, unpacked
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite, read_order
+from jaxrunner.quantization.placing import Arrays, Placing, build, finite, read_permutation
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 
@@ -88,8 +88,12 @@ class CompressedTensors:
         if scheme.has_order:
             ids = [(k,) for _, k in placing.shapes]
             names = tuple(f"{module}.weight_g_idx" for module in placing.modules)
-            join = functools.partial(read_order, placing, names)
-            leaves["order"] = placing.tensors("weight_g_idx", join, *ids, dtypes=("int32", "int64"))
+            join, kinds = functools.partial(read_permutation, placing, names), ("int32", "int64")
+            of_inputs = placing.tensors("weight_g_idx", join, *ids, dtypes=kinds)
+            weight = leaves["weight"]
+            if not group.is_packed:
+                weight = weight._replace(join=functools.partial(_of_numbers, placing))
+            leaves |= dict(weight=weight.beside(of_inputs), permutation=of_inputs)
         if scheme.activation is not None and scheme.activation.static:
             leaves["input_scale"] = input_scale(placing, (1,))
         return build(placing.held, bias, **leaves)
@@ -151,7 +155,8 @@ def _packed(placing: Placing, group: Group) -> Source:
 
 def _of_words(placing: Placing, group: Group, parts: Arrays) -> np.ndarray:
     count = len(placing.modules)
-    for module, said, shape in zip(placing.modules, parts[count:], placing.shapes, strict=True):
+    shapes = zip(placing.modules, parts[count : 2 * count], placing.shapes, strict=True)
+    for module, said, shape in shapes:
         if tuple(said) != shape:
             raise ValueError(
                 f"{module}.weight_shape must be {list(shape)}, got {said.tolist()}: its "
@@ -161,9 +166,15 @@ def _of_words(placing: Placing, group: Group, parts: Arrays) -> np.ndarray:
     numbers = [unpacked(part, group.bits, 1)[:, :k] for part, (_, k) in pairs]
     if group.bits == 8:
         numbers = [(part ^ np.uint8(128)).view(np.int8) for part in numbers]
-    return placing.numbers(numbers)
+    return placing.numbers(numbers, parts[2 * count :] or None)
 
 
 def _of_bytes(placing: Placing, parts: Arrays) -> np.ndarray:
-    numbers = [np.stack([part & 15, part >> 4], -1).reshape(len(part), -1) for part in parts]
-    return placing.numbers(numbers)
+    count = len(placing.modules)
+    halves = [np.stack([part & 15, part >> 4], -1) for part in parts[:count]]
+    return placing.numbers([half.reshape(len(half), -1) for half in halves], parts[count:] or None)
+
+
+def _of_numbers(placing: Placing, parts: Arrays) -> np.ndarray:
+    count = len(placing.modules)
+    return placing.numbers(parts[:count], parts[count:])

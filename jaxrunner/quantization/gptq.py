@@ -12,7 +12,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named, pattern
 from jaxrunner.quantization.packed import WORD, unpacked
-from jaxrunner.quantization.placing import Arrays, Placing, build, read_order, read_scales
+from jaxrunner.quantization.placing import Arrays, Placing, build, read_permutation, read_scales
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 
@@ -98,7 +98,7 @@ class GPTQ:
         own = self.of(placing.modules[0])
         assert own is not None
         per_word, length = WORD // own.bits, placing.held.scheme.block[1]
-        joins = dict(weight=_numbers, zero=_zeros, order=_order)
+        joins = dict(weight=_numbers, zero=_zeros, permutation=_permutation)
         joins = {leaf: functools.partial(join, placing, own) for leaf, join in joins.items()}
         scales = functools.partial(read_scales, placing)
         words = [(k // per_word, n) for n, k in placing.shapes]
@@ -108,12 +108,13 @@ class GPTQ:
             weight=placing.tensors("qweight", joins["weight"], *words, dtypes=("int32",)),
             scale=placing.tensors("scales", scales, *groups, dtypes=DTYPES),
             zero=placing.tensors("qzeros", joins["zero"], *packed, dtypes=("int32",)),
-            order=placing.tensors("g_idx", joins["order"], *ids, dtypes=("int32",)),
+            permutation=placing.tensors("g_idx", joins["permutation"], *ids, dtypes=("int32",)),
         )
-        for leaf in ("zero", "order"):  # what is not held must be as usual: `_numbers` looks
-            if getattr(placing.held, leaf) is None:
-                weight, other = leaves["weight"], leaves.pop(leaf)
-                leaves["weight"] = weight.beside(other)
+        if placing.held.zero is None:  # they must be as usual: `_numbers` looks
+            leaves["weight"] = leaves["weight"].beside(leaves.pop("zero"))
+        leaves["weight"] = leaves["weight"].beside(leaves["permutation"])
+        if placing.held.permutation is None:
+            del leaves["permutation"]
         return build(placing.held, bias, **leaves)
 
 
@@ -129,7 +130,7 @@ def _numbers(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
                     "sym=True means: set sym to false in hf_overrides"
                 )
         rest = rest[count:]
-    if held.order is None:
+    if held.permutation is None:
         for module, ids in zip(placing.modules, rest, strict=True):
             if not np.array_equal(ids, np.arange(len(ids)) // held.scheme.block[1]):
                 raise ValueError(
@@ -138,7 +139,7 @@ def _numbers(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
                 )
     if own.bits == 8:
         numbers = [(part ^ np.uint8(128)).view(np.int8) for part in numbers]
-    return placing.numbers(numbers)
+    return placing.numbers(numbers, None if held.permutation is None else rest)
 
 
 def _zeros(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
@@ -158,8 +159,8 @@ def _wide_zeros(own: GPTQ, parts: Arrays) -> Arrays:
     return [unpacked(part, own.bits, 1).T.astype(np.int16) - np.int16(less) for part in parts]
 
 
-def _order(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
-    return read_order(placing, tuple(f"{module}.g_idx" for module in placing.modules), parts)
+def _permutation(placing: Placing, own: GPTQ, parts: Arrays) -> np.ndarray:
+    return read_permutation(placing, tuple(f"{name}.g_idx" for name in placing.modules), parts)
 
 
 def _read_version(settings: Settings) -> str:

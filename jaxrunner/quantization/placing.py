@@ -48,11 +48,15 @@ class Placing:
         names = tuple(f"{module}.{name}" for module in self.modules)
         return Source(names, tuple(map(tuple, shapes)), join, split, (dtypes,) * len(names))
 
-    def numbers(self, parts: Arrays) -> np.ndarray:
+    def numbers(self, parts: Arrays, groups: Arrays | None = None) -> np.ndarray:
         """Returns the leaf `weight` of what each module's weights are: [outputs, inputs] numbers.
 
-        Those of 4 bits, in bytes, come from 0 to 15.
+        Those of 4 bits, in bytes, come from 0 to 15. groups: of each module's inputs, where these
+        are held sorted by them.
         """
+        if groups is not None:
+            pairs = zip(parts, map(by_group, groups), strict=True)
+            parts = [part.reshape(len(part), -1)[:, inputs] for part, inputs in pairs]
         shaped = [a.reshape(shape) for a, shape in zip(parts, self.source.shapes, strict=True)]
         joined = self.source.join(shaped)
         if CODES[self.held.scheme.code].packed == 1:
@@ -154,20 +158,21 @@ def finite(parts: Arrays, names: tuple[str, ...]) -> Arrays:
 
 def build(held: QuantizedLinear, bias: Any, **leaves: Any) -> QuantizedLinear:
     """Returns the sources of a product's weights."""
-    names = ("weight", "scale", "zero", "order", "input_scale")
+    names = ("weight", "scale", "zero", "permutation", "input_scale")
     values: dict[str, Any] = dict.fromkeys(names) | leaves
     return QuantizedLinear(**values, bias=bias, scheme=held.scheme, num_in=held.num_in)
 
 
-def read_order(placing: Placing, names: tuple[str, ...], parts: Arrays) -> np.ndarray:
-    """Returns the leaf `order` of what each module's tensor says of its inputs' groups.
+def read_permutation(placing: Placing, names: tuple[str, ...], parts: Arrays) -> np.ndarray:
+    """Returns the leaf `permutation` of what each module's tensor says of its inputs' groups.
 
     Raises:
-      ValueError: a group that is none, or modules that are joined differ.
+      ValueError: a group that is none, or has too few inputs, or modules that are joined differ.
     """
     held = placing.held
-    assert held.order is not None
-    num, stack = held.scale.shape[-1], held.order.shape[: held.order.ndim - held.num_in]
+    assert held.permutation is not None
+    num, size = held.scale.shape[-1], held.scheme.block[1]
+    stack = held.permutation.shape[: held.permutation.ndim - held.num_in]
     for name, ids in zip(names, parts, strict=True):
         if ids.min() < 0 or ids.max() >= num:
             raise ValueError(
@@ -175,7 +180,20 @@ def read_order(placing: Placing, names: tuple[str, ...], parts: Arrays) -> np.nd
                 "download the checkpoint again"
             )
     ids = placing.shared(parts, "g_idx", names, stack)
-    return ids.astype(np.int32).reshape(held.order.shape)
+    for name, own in zip(names, parts, strict=True):
+        counts = np.bincount(own, minlength=num)
+        if (short := np.flatnonzero(counts[:-1] != size)).size:
+            group = int(short[0])
+            raise ValueError(
+                f"{name} must name each group but the last {size} times, got group {group} "
+                f"{counts[group]} times: quantise the model again, with group_size={size}"
+            )
+    return by_group(ids).astype(np.int32).reshape(held.permutation.shape)
+
+
+def by_group(ids: np.ndarray) -> np.ndarray:
+    """Returns inputs sorted by their groups, [..., inputs]; those of one stay in turn."""
+    return np.argsort(ids, axis=-1, kind="stable")
 
 
 def read_scales(placing: Placing, parts: Arrays) -> np.ndarray:

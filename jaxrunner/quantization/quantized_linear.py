@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrunner.operation import Operation
 from jaxrunner.pytree import leaf, pytree, static
+from jaxrunner.quantization import sorted_inputs
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.scheme import CODES, Scheme
 from jaxrunner.types import Array
@@ -27,7 +28,8 @@ class QuantizedLinear:
     weight: Array = leaf("outputs stored", "stored_dtype")
     scale: Array = leaf("scale_outputs scale_inputs", "scale_dtype")
     zero: Array | None = leaf("scale_outputs scale_inputs", jnp.int8, when="zero")
-    order: Array | None = leaf("stack inputs", jnp.int32, when="order")  # each input's group
+    # The input at each place, where inputs are held sorted by their groups: `sorted_inputs`.
+    permutation: Array | None = leaf("stack inputs", jnp.int32, when="permutation")
     input_scale: Array | None = leaf("stack", jnp.float32, when="input_scale")
     bias: Array | None = leaf("outputs", "param", when="bias")
     scheme: Scheme = static(default=Scheme("int8"))
@@ -46,7 +48,7 @@ class QuantizedLinear:
         x, w = jax.lax.optimization_barrier((x, self))
         dtype, (x, x_scale) = x.dtype, w.inputs(x)
         if w.scheme.is_grouped:
-            values = w.values(dtype)
+            values = w._values(dtype)
             y = _dot(x, values.reshape(-1, values.shape[-1]))
         else:
             y = w.scaled(_dot(x, w.weight.reshape(-1, x.shape[-1]).astype(dtype)))
@@ -61,15 +63,25 @@ class QuantizedLinear:
     def inputs(self, x: Array) -> tuple[Array, Array | None]:
         """Returns x, [..., *inputs], as [..., inputs], rounded where the scheme says so.
 
-        Also what its products are to be multiplied with, [..., 1] in float32, or None.
+        They come as the weights have them. Also what its products are to be multiplied with,
+        [..., 1] in float32, or None.
         """
         x = x.reshape(*x.shape[: x.ndim - self.num_in], -1)
         if self.scheme.activation is None:
-            return x, None
+            return self._by_place(x), None
         numbers, scale = rounded(x, self.scheme.activation, self.input_scale, self.across)
         if scale.shape[-1] > 1 or self.scheme.is_grouped:
-            return _times(numbers, scale, x.dtype), None
-        return numbers, scale
+            return self._by_place(_times(numbers, scale, x.dtype)), None
+        return self._by_place(numbers), scale
+
+    def _by_place(self, x: Array) -> Array:
+        if self.permutation is None:
+            return x
+        return sorted_inputs.by_place(x, self._flat(self.permutation), self.across)
+
+    def _flat(self, permutation: Array) -> Array:
+        """Returns it with its axes of inputs as one."""
+        return permutation.reshape(*permutation.shape[: permutation.ndim - self.num_in], -1)
 
     def scaled(self, y: Array) -> Array:
         """Multiplies sums of numbers, [..., outputs], with the scales of outputs."""
@@ -84,6 +96,13 @@ class QuantizedLinear:
 
     def values(self, dtype: Any = jnp.float32) -> Array:
         """Returns the weights that the numbers stand for, [*outputs, inputs], inputs flat."""
+        values = self._values(dtype)
+        if self.permutation is None:
+            return values
+        return sorted_inputs.by_input(values, self._flat(self.permutation), self.across)
+
+    def _values(self, dtype: Any) -> Array:
+        """Returns `values` with inputs as they are held."""
         numbers = self._numbers()
         scale, zero = self._spread(self.scale), self.zero
         if self.scheme.scale == "uint8":
@@ -107,10 +126,9 @@ class QuantizedLinear:
         outputs = self.weight.shape[: self.weight.ndim - self.num_in]
         scale = scale.reshape(*scale.shape[: len(outputs)], -1)
         scale = jnp.repeat(scale, outputs[-1] // scale.shape[-2], axis=-2)
-        if self.order is not None:
-            order = self.order.reshape(*self.order.shape[: self.order.ndim - self.num_in], -1)
-            spread = jax.vmap(_of_groups) if order.ndim > 1 else _of_groups
-            return spread(scale, order)
+        if self.permutation is not None:
+            size = self.scheme.block[1]
+            return sorted_inputs.spread(scale, self.num_inputs, size, self.across)
         return jnp.repeat(scale, self.num_inputs // scale.shape[-1], axis=-1)
 
     def on_shard(self, axis: str) -> "QuantizedLinear":
@@ -128,11 +146,6 @@ def _dot(x: Array, weight: Array) -> Array:
     return jax.lax.dot_general(
         x, weight, contracted, precision=exact, preferred_element_type=jnp.float32
     )
-
-
-def _of_groups(scale: Array, order: Array) -> Array:
-    """Returns scales, [..., inputs], of those of groups, given the group of each input."""
-    return scale[..., order]
 
 
 def _times(x: Array, scale: Array, dtype: Any) -> Array:

@@ -40,7 +40,8 @@ class Scheme:
     code: str  # in CODES
     block: tuple[int, int] = (1, 0)  # outputs and inputs that share a scale; 0 for all inputs
     has_zero: bool = False  # whether zero points are other than 0
-    has_order: bool = False  # whether each input says its group, where groups are no runs
+    # Whether each input of a checkpoint says its group: they are held sorted by these.
+    has_order: bool = False
     scale: str = "float32"  # dtype of scales; "uint8" is the exponent of a power of two, plus 127
     activation: Activation | None = None
 
@@ -86,7 +87,7 @@ class Scheme:
             scale_outputs=" ".join([*outputs[:-1], _run(outputs[-1], rows, dims)]),
             scale_inputs="groups" if self.has_order else " ".join(runs),
         )
-        flags = dict(zero="scheme_zero", order="scheme_order", input_scale="static_inputs")
+        flags = dict(zero="scheme_zero", permutation="scheme_order", input_scale="static_inputs")
         return {**given, **axes, **flags, "scheme": self}, {**dims, **own}
 
 

@@ -16,7 +16,7 @@ from jaxrunner.model import Source
 from jaxrunner.quantization.placing import Arrays, Placing
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 
-LEAVES = "weight", "scale", "zero", "order"  # what its values are made of
+LEAVES = "weight", "scale", "zero", "permutation"  # what its values are made of
 
 
 def widened(source: Source, method: Any) -> Source:
@@ -40,16 +40,22 @@ def widened(source: Source, method: Any) -> Source:
         return source  # of floats
     first, *others = leaves.values()
     whole = functools.reduce(Source.beside, others, first)
-    return whole._replace(join=functools.partial(_widen, source, held, leaves), split=None)
+    at = [whole.names.index(name) for name in dict.fromkeys(whole.names)]  # each tensor once
+    names = tuple(whole.names[i] for i in at)
+    shapes, dtypes = tuple(whole.shapes[i] for i in at), tuple(whole.dtypes[i] for i in at)
+    return Source(
+        names, shapes, functools.partial(_widen, source, held, leaves, names), None, dtypes
+    )
 
 
 def _widen(
-    source: Source, held: QuantizedLinear, leaves: Mapping[str, Source], parts: Arrays
-) -> np.ndarray:
-    rest = iter(parts)
-    made: dict[str, Any] = dict.fromkeys(("zero", "order", "input_scale", "bias"))
+    source: Source, held: QuantizedLinear, leaves: Mapping[str, Source], names: tuple[str, ...],
+    parts: Arrays,
+) -> np.ndarray:  # fmt: skip
+    tensors = dict(zip(names, parts, strict=True))
+    made: dict[str, Any] = dict.fromkeys(("zero", "permutation", "input_scale", "bias"))
     for leaf, of in leaves.items():
-        made[leaf] = jnp.asarray(of.join([next(rest) for _ in of.names]))
+        made[leaf] = jnp.asarray(of.join([tensors[name] for name in of.names]))
     w = QuantizedLinear(**made, scheme=held.scheme)
     return source.join([np.asarray(w.values())])
 

@@ -13,8 +13,10 @@ from jaxrunner.caches.cache_group import reads_whole, rewinds
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
+from jaxrunner.lora.pooled_layers import find_layers
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.products import find_products, find_saved
+from jaxrunner.lora.saved_layers import LayerWeight
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.mixtures.balanced import BalancedConfig
 from jaxrunner.mixtures.recorded_routes import RecordedConfig
@@ -104,9 +106,11 @@ def build(
     choice = deal_out(choice, model_config, config)
     products: tuple[Product, ...] = ()
     saved: tuple[tuple[str, str], ...] = ()
+    layers: tuple[LayerWeight, ...] = ()
     if config.enable_lora:
         products = find_products(model, model_config)
         saved = find_saved(model, model_config, config.lora_modules_to_save)
+        layers = find_layers(model_config)
         model = model._replace(tables=(*model.tables, ADAPTERS))
         choice = choice._replace(ops=adapted(choice.ops))
     if (mesh := mesh_of(model_config)) is not None:
@@ -120,7 +124,7 @@ def build(
     sample = choice.sample if rules == RULES and model.samples else None
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(
-        model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved
+        model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved, layers
     )
     check_names(program.tables)
     # What the code of others does is not known.

@@ -6,12 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrunner.api.validation import Bound, shown, validate
-from jaxrunner.loading.peft import read_adapter, read_folder, take_saved
+from jaxrunner.loading.peft.adapter import read_adapter, read_folder
+from jaxrunner.loading.peft.layers import take_layers
+from jaxrunner.loading.peft.saved import take_saved
 from jaxrunner.lora.adapter import Adapter, check_saved, pack
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.lora.merging import merge, put_back
 from jaxrunner.lora.module_names import by_names_of_model
+from jaxrunner.lora.pooled_layers import check_layers, head_modules
 from jaxrunner.lora.products import Places, places_of, spare_names, whole_modules
 from jaxrunner.worker.weight_updates import WeightUpdates
 
@@ -184,7 +187,11 @@ class Adapters(WeightUpdates):
         config, tensors, saved = take_saved(config, tensors, names, held, source)
         shape = program.dims["V"], program.dims["E"]
         check_saved({names[field]: table for field, table in saved.items()}, shape)
+        layers = program.saved_layers
+        config, tensors, weights = take_layers(config, tensors, layers, source)
+        check_layers(weights, layers, source)
         known = {module for product in program.lora for module in product.modules}
+        known |= head_modules(program.config)  # so that `pack` refuses low ranks of theirs
         spare = spare_names(program.model, program.config)
         modules = by_names_of_model(read_adapter(config, tensors, source), known, spare)
         dtype = jnp.dtype(program.engine.dtype)
@@ -192,7 +199,7 @@ class Adapters(WeightUpdates):
             program.lora, self._places, modules,
             dtype=dtype, max_rank=program.engine.max_lora_rank,
         )  # fmt: skip
-        saved = {field: table.astype(dtype) for field, table in saved.items()}
+        saved = {field: table.astype(dtype) for field, table in (saved | weights).items()}
         return Adapter(request.lora_name, request.lora_int_id, matrices, saved)
 
     def loras_in_use(self) -> Collection[int]:

@@ -101,6 +101,14 @@ def compressed(
     return tensors, weight
 
 
+def stored_groups(rng: np.random.Generator, N: int, K: int, *, size: int, seed: int = 0) -> Written:
+    numbers = rng.integers(-128, 128, (N, K)).astype(np.int8)
+    scale, g = scales(rng, N, K // size), groups(K, size, seed, ordered=True)
+    weight = numbers.astype(np.float32) * scale[:, g]
+    tensors = {"weight": numbers, "weight_scale": scale, "weight_g_idx": g.astype(np.int64)}
+    return tensors, weight
+
+
 def mxfp4(rng: np.random.Generator, N: int, K: int) -> Written:
     codes, exponents = rng.integers(0, 16, (N, K)), rng.integers(116, 123, (N, K // 32))
     weight = np.array(E2M1, np.float32)[codes]
@@ -141,17 +149,6 @@ def gptq(
     return tensors, np.ascontiguousarray(weight.T)
 
 
-def rounded(x: np.ndarray, activation: Any, scale: Any) -> np.ndarray:
-    """Returns inputs, [T, inputs], as the format's definition rounds them, in float64."""
-    x = np.asarray(x, np.float32).reshape(len(x), -1, activation.group or x.shape[1])
-    most = dict(int8=127, float8_e4m3fn=448)[activation.code]
-    if scale is None:
-        scale = np.abs(x).max(-1, keepdims=True) / np.float32(most)
-    numbers = np.clip(x / scale, -most - (activation.code == "int8"), most)
-    numbers = np.round(numbers) if activation.code == "int8" else numbers.astype(E4M3)
-    return (numbers.astype(np.float64) * scale).reshape(len(x), -1)
-
-
 def _compressed(layout: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     group = dict(targets=["Linear"], weights=weights) | more
     return dict(
@@ -186,7 +183,7 @@ def _block(rows: int, cols: int, scheme: str | None) -> dict[str, Any]:
 
 
 of = functools.partial
-SEEDED = fp8_block, fp8_tensor, compressed, gptq  # take `seed`
+SEEDED = fp8_block, fp8_tensor, compressed, gptq, stored_groups  # take `seed`
 # By name: quantization_config, and the writer of a module.
 FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 blocks": (
@@ -241,6 +238,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         ),
         of(channel, kind=np.int8),
     ),
+    "compressed int8 groups, order": (
+        _compressed(
+            "int-quantized", _weights(8, "int", "group", group_size=32, actorder="group")
+        ),
+        of(stored_groups, size=32),
+    ),
     "compressed packed 8 bits": (
         _compressed("pack-quantized", _weights(8, "int", "channel")),
         of(compressed, bits=8, size=0, zero=False, ordered=False),
@@ -279,6 +282,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq, desc_act": (
         _gptq(sym=False, desc_act=True, group_size=24),
         of(gptq, bits=4, size=24, sym=False, v1=True, ordered=True),
+    ),
+    "gptq, desc_act, whole groups": (
+        _gptq(desc_act=True), of(gptq, bits=4, size=32, sym=True, v1=True, ordered=True),
     ),
     "gptq 8 bits": (_gptq(bits=8), of(gptq, bits=8, size=32, sym=True, v1=True)),
 }  # fmt: skip
