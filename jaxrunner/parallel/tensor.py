@@ -89,7 +89,7 @@ def shard(
         which would do. Or the devices are of several kinds.
       RuntimeError: JAX and NCCL cannot sum over the devices.
     """
-    if not model.tensor_parallel:
+    if not model.tensor_parallel and mesh.size > 1:
         raise ValueError(
             f"tensor_parallel_size={mesh.shape[TENSOR]} wants a model that runs on shards, "
             f"{config.architecture} does not say so: set Model.tensor_parallel, or leave it out"

@@ -69,7 +69,8 @@ class PoolingFiles:
         Raises:
           ValueError: a setting that is not supported, or several devices.
         """
-        if mesh_of(config) is not None or stages_of(config):
+        mesh = mesh_of(config)
+        if (mesh is not None and mesh.size > 1) or stages_of(config):
             raise ValueError(
                 "runner='pooling' runs a model on one device: leave tensor_parallel_size and "
                 "pipeline_parallel_size out, data_parallel_size may be set"
