@@ -9,24 +9,14 @@ from safetensors.numpy import load_file
 from test_data_ranks import MIXTURE, RANKS, SIZES, D
 
 from jaxrunner import LLM, LoRARequest, SamplingParams
-from jaxrunner.hf_config import Settings
-from jaxrunner.loading.weights import save_checkpoint
-from jaxrunner.models.registry import read_model
-from tests.support import lora, tiny
+from tests.support import lora, small_checkpoint
 
 PROMPTS = [[n, *range(9), 5] for n in range(3 * D)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("mixture"), MIXTURE)
-
-
-def checkpoint(folder: Path, settings: dict[str, Any]) -> str:
-    model, config = read_model(Settings(settings))
-    params = tiny.random_params(config, seed=5, params=model.params)
-    save_checkpoint(folder, model, config, params, settings)
-    return str(folder)
+    return small_checkpoint.save_family(tmp_path_factory.mktemp("mixture"), MIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +71,7 @@ def test_a_mixture_drafts_for_itself(several, folder, wanted):
 @pytest.mark.slow
 def test_tokens_of_a_rank_are_dealt_out_to_its_devices(tmp_path):
     even = dict(num_experts=8, num_attention_heads=4, intermediate_size=32, vocab_size=64)
-    folder = checkpoint(tmp_path, MIXTURE | even)
+    folder = small_checkpoint.save_family(tmp_path, MIXTURE | even)
     eight: dict[str, Any] = dict(
         data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True,
         decode_context_parallel_size=2,

@@ -15,10 +15,11 @@ from jaxrunner.scheduling.scheduler import Scheduler
 class RankedScheduler:
     """Deals requests out to ranks, by their work and by prefix, and schedules all in one step."""
 
+    SAVED = ("_rank",)  # in a snapshot
     adaptive = False
 
     def __init__(self, schedulers: Sequence[Scheduler], router: Router) -> None:
-        self.ranks, self._router = list(schedulers), router
+        self.ranks, self.router = list(schedulers), router
         self._rank: dict[str, int] = {}  # of unfinished requests
 
     @property
@@ -52,9 +53,9 @@ class RankedScheduler:
         self.ranks[0].check(request)
         if leader is not None and leader.request_id in self._rank:
             rank = self._rank[leader.request_id]
-            self._router.follow(request, rank)
+            self.router.follow(request, rank)
         else:
-            rank = self._router.choose(request, range(len(self.ranks)))
+            rank = self.router.choose(request, range(len(self.ranks)))
         self._rank[request.request_id] = rank
         self.ranks[rank].add(request)
 
@@ -86,7 +87,7 @@ class RankedScheduler:
         pairs = zip(self.ranks, output.parts, strict=True)
         gained = [one for rank, part in pairs for one in rank.update(part, sampled)]
         for request, _ in gained:
-            self._router.observe(request)
+            self.router.observe(request)
             if request.finish_reason is not None:
                 self._rank.pop(request.request_id, None)
         return gained
@@ -99,7 +100,7 @@ class RankedScheduler:
         for rank in self.ranks:
             rank.finish(ids, reason, stop_reason)
         for request_id in ids:
-            self._router.drop(request_id)
+            self.router.drop(request_id)
             self._rank.pop(request_id, None)
 
     def restart(self) -> None:
@@ -114,7 +115,7 @@ class RankedScheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False where a request owns blocks, whose rank keeps them."""
-        self._router.forget()
+        self.router.forget()
         return all([rank.reset_prefix_cache() for rank in self.ranks])
 
     def outdate_prefixes(self, epoch: int, of_loras: Mapping[int, int] | None = None) -> None:
