@@ -153,7 +153,6 @@ def test_experts_are_balanced_over_all_ranks(folder):
         (dict(data_parallel_size=4), "has 4 devices, which do not divide num_experts=6: change"),
         (dict(speculative_config=AUTO), "num_speculative_tokens='auto' does not go with data_para"),
         (dict(enable_eplb=True, eplb_config=dict(num_redundant_experts=1)), "size=3 does not di"),
-        (dict(enable_return_routed_experts=True), "return_routed_experts does not go with data"),
         (dict(pipeline_parallel_size=2), "pipeline_parallel_size does not go with data_parallel"),
     ],
 )
