@@ -33,7 +33,6 @@ SIZES: dict[str, Any] = dict(
     cache_dir=None, skip_tokenizer_init=True,
 )  # fmt: skip
 RANKS: dict[str, Any] = dict(data_parallel_size=D, enable_expert_parallel=True)
-AUTO = dict(method="ngram", num_speculative_tokens="auto")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -151,7 +150,6 @@ def test_experts_are_balanced_over_all_ranks(folder):
     ("changes", "words"),
     [
         (dict(data_parallel_size=4), "has 4 devices, which do not divide num_experts=6: change"),
-        (dict(speculative_config=AUTO), "num_speculative_tokens='auto' does not go with data_para"),
         (dict(enable_eplb=True, eplb_config=dict(num_redundant_experts=1)), "size=3 does not di"),
         (dict(pipeline_parallel_size=2), "pipeline_parallel_size does not go with data_parallel"),
     ],

@@ -20,7 +20,7 @@ from tests.support import small_checkpoint
 
 Ends = dict[str, tuple[list[int], list[float], int]]
 NOT_SAVED = dict(
-    ranks="ranks router", router="_block_size _margin _num_blocks",
+    ranks="adaptive num_drafts ranks router", router="_block_size _margin _num_blocks",
     slots_of_ranks="_none _num_slots _where tables",
 )  # fmt: skip
 

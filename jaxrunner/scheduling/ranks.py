@@ -12,15 +12,20 @@ from jaxrunner.scheduling.router import Router
 from jaxrunner.scheduling.scheduler import Scheduler
 
 
+def ranks_of(scheduler: "Scheduler | RankedScheduler") -> list[Scheduler]:
+    """Returns the scheduler of each data rank."""
+    return scheduler.ranks if isinstance(scheduler, RankedScheduler) else [scheduler]
+
+
 class RankedScheduler:
     """Deals requests out to ranks, by their work and by prefix, and schedules all in one step."""
 
     SAVED = ("_rank",)  # in a snapshot
-    adaptive = False
 
     def __init__(self, schedulers: Sequence[Scheduler], router: Router) -> None:
         self.ranks, self.router = list(schedulers), router
         self._rank: dict[str, int] = {}  # of unfinished requests
+        self.adaptive, self.num_drafts = self.ranks[0].adaptive, self.ranks[0].num_drafts
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -60,14 +65,21 @@ class RankedScheduler:
         self.ranks[rank].add(request)
 
     def schedule(self, num_steps: int = 1) -> SchedulerOutput:
-        """Plans the next step of all ranks, or several where those with work may do so."""
+        """Plans the next step of all ranks, or several where those with work may do so.
+
+        Several steps, and drafts in adaptive numbers, are of decodes alone, in which ranks without
+        work have no part: nothing starts there.
+        """
         busy = [rank for rank in self.ranks if rank.num_running or rank.admission.may_start]
-        if num_steps > 1 and not all(rank.may_decode(num_steps) for rank in busy):
+        drafts = self.adaptive and self._share_drafts(busy)
+        if num_steps > 1 and not (busy and all(rank.may_decode(num_steps) for rank in busy)):
             num_steps = 1
-        parts = [rank.schedule(num_steps) for rank in self.ranks]
-        whole = SchedulerOutput(
-            parts=parts, num_proposed=parts[0].num_proposed, num_steps=num_steps
-        )
+        due = busy if drafts or num_steps > 1 else self.ranks
+        parts = [
+            rank.schedule(num_steps) if rank in due else SchedulerOutput() for rank in self.ranks
+        ]
+        num_proposed = max(part.num_proposed for part in parts)
+        whole = SchedulerOutput(parts=parts, num_proposed=num_proposed, num_steps=num_steps)
         for i, part in enumerate(parts):
             for new in part.scheduled_new_reqs:
                 new.data_rank = i
@@ -79,6 +91,14 @@ class RankedScheduler:
             whole.preempted_req_ids |= part.preempted_req_ids
             whole.requests |= part.requests
         return whole
+
+    def _share_drafts(self, busy: Sequence[Scheduler]) -> bool:
+        """Lets all ranks draft as many tokens, none where one with work computes a prompt; whether
+        they draft any."""
+        decodes = bool(busy) and all(rank.may_decode() for rank in busy)
+        for rank in self.ranks:
+            rank.num_drafts = self.num_drafts if decodes else 0
+        return self.ranks[0].num_drafts > 0
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[int]]
