@@ -16,6 +16,7 @@ from jaxrunner.engine.snapshot import owners_of, restore_engine, save_engine
 from jaxrunner.loading import checksums
 from jaxrunner.scheduling.ranks import RankedScheduler
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.scheduler import Scheduler
 from tests.support import small_checkpoint
 
 Ends = dict[str, tuple[list[int], list[float], int]]
@@ -76,11 +77,11 @@ def test_they_go_on_with_other_devices_a_rank(begun, folder):
 
 
 def forged(saved: Path, folder: Path, name: str, change: Any) -> Path:
-    """Writes a snapshot in which all ranks share another value."""
+    """Writes a snapshot that says something else of how requests are dealt out."""
     shutil.copytree(saved, folder)
     told = json.loads((folder / "host.json").read_text())
     host = dict(told["root"]["dict"])["host"]
-    (entry,) = [entry for entry in host[0]["dict"] if entry[0] == name]
+    (entry,) = [entry for entry in host[1]["dict"] if entry[0] == name]
     entry[1] = change
     (folder / "host.json").write_text(json.dumps(told))
     (folder / checksums.NAME).unlink()
@@ -108,13 +109,28 @@ def test_ranks_that_cannot_be_are_named(name, change, words, begun, tmp_path):
 
 @pytest.mark.devices(D)
 def test_each_attribute_is_saved_or_known_not_to_be(begun):
-    shared, *_ = owners_of(begun[0])
+    _, dealing, *_ = owners_of(begun[0])
     for name, attributes in NOT_SAVED.items():
-        owner = shared[name]
+        owner = dealing[name]
         assert {*vars(owner)} == {*attributes.split(), *owner.SAVED}
 
 
+@pytest.mark.slow
 @pytest.mark.devices(D)
-def test_another_number_of_ranks_is_refused(begun, folder):
-    with pytest.raises(ValueError, match=f"has requests on {D} data ranks, this one has 1: build"):
-        restore_engine(engine(folder, num_blocks=14), begun[1])
+def test_they_go_on_on_another_number_of_ranks(begun, folder, tmp_path):
+    """On one device, and from there, in the midst again, on three ranks."""
+    e, saved, want = begun
+    one = engine(folder, num_blocks=14)
+    taken = restore_engine(one, saved).requests
+    for _ in range(8):
+        one.step()
+    save_engine(one, tmp_path / "saved")
+    assert isinstance(one.scheduler, Scheduler) and one.scheduler.num_waiting > 1
+    ran = [request.request_id for request in one.scheduler.running]
+    on_one = ends(one, taken.values())
+    again = ends(e, restore_engine(e, tmp_path / "saved").requests.values())
+    assert len(again) < len(on_one) and on_one.keys() == want.keys()
+    for name, (tokens, values, _) in (on_one | again).items():
+        assert tokens == want[name][0]
+        np.testing.assert_allclose(values, want[name][1], atol=2e-3)
+    assert ran and all(again[name][2] == on_one[name][2] for name in ran)

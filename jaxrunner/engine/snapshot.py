@@ -5,26 +5,20 @@ those blocks that count, and host objects as JSON. It holds neither weights nor 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxrunner import pytree
-from jaxrunner.caches.interleave import WHOLE, interleave_of
 from jaxrunner.engine import serialization, snapshot_check
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
 from jaxrunner.loading.new_folder import new_folder
-from jaxrunner.parallel.pipeline import StageConfig, refuse_spread
+from jaxrunner.parallel.pipeline import refuse_spread
 from jaxrunner.parallel.processes import is_first, together
 from jaxrunner.parallel.stages import whole_state, with_requests
-from jaxrunner.parallel.tensor import ShardedConfig
-from jaxrunner.parallel.whole import sums_of, whole_params, whole_program
 from jaxrunner.ranks.cache_blocks import (
     Blocks,
     filled_blocks,
@@ -37,13 +31,10 @@ from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.block_pool import BlockPool
-from jaxrunner.scheduling.ranks import RankedScheduler
+from jaxrunner.scheduling.ranks import RankedScheduler, take_up
 from jaxrunner.scheduling.request import Request, Status
 from jaxrunner.scheduling.scheduler import Scheduler
-from jaxrunner.version import __version__
-from jaxrunner.worker.expert_balance import in_order
-
-MOST_NAMED = 3  # differences in one message
+from jaxrunner.worker.likeness import check_alike, likeness
 
 
 class Restored(NamedTuple):
@@ -76,7 +67,7 @@ def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewToke
         for i, blocks in enumerate(filled):
             # One at a time: a copy of the whole cache may fit neither device nor host.
             write_blocks(program, i, state.kv[i], blocks, part / f"layer{i}")
-        told = dict(context=_context(engine), filled=filled, host=_values(engine), more=more)
+        told = dict(context=likeness(engine.runner), filled=filled, host=_values(engine), more=more)
         if is_first(mesh):
             (part / "host.json").write_text(serialization.dumps(told), encoding="utf-8")
     return gained
@@ -87,7 +78,10 @@ def restore_engine(
     folder: str | Path,
     convert: Callable[[Any, Sequence[Request]], Any] | None = None,
 ) -> Restored:
-    """Makes an engine without requests the one that was saved. Cached prefixes come along.
+    """Makes an engine without requests the one that was saved.
+
+    On as many data ranks cached prefixes come along. On another number of ranks requests start
+    again from their tokens.
 
     convert: makes of what was saved along, and of all unfinished requests, what is returned.
 
@@ -101,7 +95,7 @@ def restore_engine(
     folder, mesh = Path(folder).absolute(), engine.runner.program.mesh
     refuse_spread(engine.model_config, "restore_state", "add its requests anew")
     told, live, spec = check_snapshot(engine, folder)
-    tables = orbax_io.read(folder / "tables", spec, mesh)
+    tables = None if spec is None else orbax_io.read(folder / "tables", spec, mesh)
     try:
         engine.grammars.resume(live)
         more = told["more"] if convert is None else _converted(convert, told["more"], live)
@@ -112,21 +106,19 @@ def restore_engine(
     while engine.step():
         pass  # of requests that have ended
     engine.reset_prefix_cache()  # its blocks are written to
-    try:
-        for i, blocks in enumerate(told["filled"]):
-            _fill(engine.runner, i, blocks, folder / f"layer{i}")
-    except BaseException:
-        if not pytree.is_alive(engine.runner.state):
-            engine.runner.restart()  # nobody needs what a lost cache held
-        raise
-    _commit(engine, told["host"], tables)
+    if tables is None:
+        _take_up(engine, told["host"], live)
+    else:
+        _fill_all(engine.runner, told["filled"], folder)
+        _commit(engine, told["host"], tables)
     return Restored({request.request_id: request for request in live}, more)
 
 
 def check_snapshot(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request], Any]:
     """Checks all that `restore_engine` reads but the contents of arrays; raises as it.
 
-    Returns the objects of the host, the unfinished requests, and what the tables must be like.
+    Returns the objects of the host, the unfinished requests, and what the tables must be like: None
+    where they are of another number of data ranks.
     """
     engine.status.check_awake()
     if engine.has_unfinished:
@@ -134,7 +126,8 @@ def check_snapshot(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[R
     together(engine.runner.program.mesh, partial(_check_files, folder))
     told, requests = _told(engine, folder)
     live = [request for request in requests if request.status is not Status.FINISHED]
-    return told, live, _spec(engine, folder, told["filled"])
+    is_alike = len(told["host"]) == len(owners_of(engine))
+    return told, live, _spec(engine, folder, told["filled"]) if is_alike else None
 
 
 def _check_files(folder: Path) -> None:
@@ -150,16 +143,14 @@ def _told(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Request]]:
         told, requests = serialization.loads(path.read_text(encoding="utf-8"))
         told = {name: told[name] for name in ("context", "filled", "host", "more")}
         context = {str(name): str(value) for name, value in told["context"].items()}
-        num_ranks = len(told["host"]) - 1
+        _, other_dealing, *other_ranks = told["host"]
     except Exception as error:  # whatever a text can make of itself
         raise ValueError(f"{path} is none that an engine wrote: {in_words(error)}") from error
-    _check_context(folder, context, _context(engine))
-    own = _values(engine)
-    if num_ranks != len(own) - 1:
-        raise ValueError(
-            f"the engine saved in {folder} has requests on {num_ranks} data ranks, this one has "
-            f"{len(own) - 1}: build it with data_parallel_size={num_ranks}"
-        )
+    check_alike(folder, context, likeness(engine.runner))
+    shared, dealing, *ranks = _values(engine)
+    if len(other_ranks) != len(ranks):
+        dealing = other_dealing  # which is not taken over
+    own = [shared, dealing, *ranks[:1] * len(other_ranks)]
     snapshot_check.check(engine, own, told, requests)
     return told, requests
 
@@ -182,6 +173,17 @@ def _converted(convert: Callable, more: Any, live: Sequence[Request]) -> Any:
         ) from error
 
 
+def _fill_all(runner: ModelRunner, filled: list[Blocks], folder: Path) -> None:
+    """Writes what blocks held into all caches."""
+    try:
+        for i, blocks in enumerate(filled):
+            _fill(runner, i, blocks, folder / f"layer{i}")
+    except BaseException:
+        if not pytree.is_alive(runner.state):
+            runner.restart()  # nobody needs what a lost cache held
+        raise
+
+
 @deferred
 def _fill(runner: ModelRunner, i: int, blocks: Blocks, folder: Path) -> None:
     """Writes what a layer's blocks held into its cache."""
@@ -197,22 +199,33 @@ def _commit(engine: Engine, host: list[dict[str, Any]], tables: tuple[Any, Any])
     engine.runner.state = with_requests(engine.runner.state, *tables)
 
 
+@deferred
+def _take_up(engine: Engine, host: list[dict[str, Any]], live: Sequence[Request]) -> None:
+    """Gives an engine the requests of one with another number of data ranks."""
+    shared, _, *ranks = host
+    for name, owner, attribute in [*_fields(dict(engine=engine, worker=engine.worker))]:
+        setattr(owner, attribute, shared[name])
+    started = {name for of in ranks for name in of["admission._preempted"]}
+    started |= {request.request_id for of in ranks for request in of["scheduler.running"]}
+    take_up(engine.scheduler, live, started)
+
+
 def owners_of(engine: Engine) -> list[dict[str, Any]]:
     """Returns what changes from step to step, by name; `SAVED` of each names its attributes.
 
-    First what there is one of, then what each data rank has of its own.
+    First what there is one of, then what deals requests out to data ranks, and what each has.
     """
     scheduler, slots, adapters = engine.scheduler, engine.runner.requests, engine.runner.adapters
     shared: dict[str, Any] = dict(engine=engine, worker=engine.worker)
-    ranks, tables = [scheduler], [slots]
+    ranks, tables, dealing = [scheduler], [slots], dict[str, Any]()
     if isinstance(scheduler, RankedScheduler) and isinstance(slots, RankedRequests):
         ranks, tables = scheduler.ranks, slots.tables
-        shared |= dict(ranks=scheduler, router=scheduler.router, slots_of_ranks=slots)
+        dealing = dict(ranks=scheduler, router=scheduler.router, slots_of_ranks=slots)
     if adapters:
         shared |= dict(adapters=adapters, turns=ranks[0].admission.adapters)
     G = len(engine.runner.program.cache_groups)
     of_ranks = [engine.pools[i * G : (i + 1) * G] for i in range(len(ranks))]
-    return [shared, *map(_owners_of_rank, ranks, tables, of_ranks)]
+    return [shared, dealing, *map(_owners_of_rank, ranks, tables, of_ranks)]
 
 
 def _owners_of_rank(
@@ -234,48 +247,8 @@ def _fields(owners: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _values(engine: Engine) -> list[dict[str, Any]]:
-    """Returns what a snapshot keeps, by name: of the engine, then of each data rank."""
+    """Returns what a snapshot keeps, by name; in the parts of `owners_of`."""
     return [
         {name: getattr(owner, attribute) for name, owner, attribute in _fields(owners)}
         for owners in owners_of(engine)
     ]
-
-
-def _context(engine: Engine) -> dict[str, str]:
-    """Says what an engine must have in common with the one that goes on in its place."""
-    program = whole_program(engine.runner.program)  # any mesh can go on
-    config = engine.model_config
-    model = config.family if isinstance(config, ShardedConfig | StageConfig) else program.model
-    functions = dict(layers=model.layers, logits=model.logits)
-    tables = [(table.name, table.extra_args) for table in program.tables]
-    told = dict(jaxrunner=__version__, tables=repr(tables))
-    told |= {name: f"{f.__module__}.{f.__qualname__}" for name, f in functions.items()}
-    told |= engine.runner.adapters.describe() if engine.runner.adapters else {}
-    configs: tuple[Any, Any] = program.config, program.engine
-    for config in configs:  # functions, which no other process has at one place, are no `repr`
-        told |= {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.repr}
-    pools = [(pool.layers, pool.block_size) for pool in engine.runner.program.cache_groups]
-    told |= dict(cache_groups=repr(pools))
-    if (interleave := interleave_of(engine.model_config)) != WHOLE:
-        told |= dict(interleave=f"{interleave} on {engine.runner.program.mesh}")
-    params = in_order(engine.runner)
-    whole = dict(jax.tree.leaves_with_path(whole_params(program.model.params, program.config)))
-    of_devices = dict[frozenset[Any], list[Any]]()  # each stage of a pipeline has some weights
-    for leaf in jax.tree.leaves_with_path(params):
-        of_devices.setdefault(frozenset(leaf[1].devices()), []).append(leaf)
-    for leaves in of_devices.values():
-        shapes = tuple(whole[path].shape for path, _ in leaves)
-        sums = jax.device_get(sums_of([x for _, x in leaves], shapes))
-        for (path, x), shape, total in zip(leaves, shapes, sums, strict=True):
-            name = f"params{jax.tree_util.keystr(path)}"
-            told[name] = f"{x.dtype}{list(shape)} of sum {total:#x}"
-    return told
-
-
-def _check_context(folder: Path, saved: dict[str, str], own: dict[str, str]) -> None:
-    if names := sorted(name for name in saved | own if saved.get(name) != own.get(name)):
-        pairs = [f"{n}={saved.get(n)}, not {own.get(n)}" for n in names[:MOST_NAMED]]
-        raise ValueError(
-            f"the engine saved in {folder} differs from this one in {len(names)} things, it had "
-            f"{'; '.join(pairs)}: build this one like it"
-        )

@@ -35,19 +35,19 @@ def check(
 ) -> None:
     """Checks what `serialization` read.
 
-    own: fields by name, those of the engine and then of each data rank, as `told["host"]` must have
-        them.
+    own: fields by name, as `told["host"]` must have them: of the engine, of what deals requests out
+        to data ranks, and of each rank.
 
     Raises:
       ValueError: it cannot be; says where.
     """
     live = [r for r in requests if getattr(r, "status", None) is not Status.FINISHED]
     _check_part("fields", _check_fields, told["host"], own)
-    shared, *ranks = told["host"]
+    shared, dealing, *ranks = told["host"]
     for i, request in enumerate(requests):
         name = f"request {getattr(request, 'request_id', i)!r:.99}"
         _check_part(name, _check_request, engine, request, {*map(id, live)})
-    _check_part("ranks", _check_ranks, shared, ranks, live)
+    _check_part("ranks", _check_ranks, dealing, ranks, live)
     for host in ranks:
         _check_part("queues", _check_queues, engine, host, live)
         _check_part("slots", _check_slots, engine, host)
@@ -119,7 +119,7 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
 
 
 def _check_ranks(
-    shared: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], live: Sequence[Request]
+    dealing: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], live: Sequence[Request]
 ) -> None:
     """Checks that each request is on one data rank, and what is said of where it is."""
     rank_of = {r.request_id: i for i, host in enumerate(ranks) for r in _requests(host)}
@@ -128,9 +128,9 @@ def _check_ranks(
     if len(ranks) == 1:
         return
     slots = {name: i for i, host in enumerate(ranks) for name in host["slots._slots"]}
-    _must(shared["ranks._rank"] == rank_of, "requests on other ranks")
-    _must(shared["slots_of_ranks._rank"] == slots, "slots on other ranks")
-    work, left, known = (shared[f"router.{name}"] for name in ("work", "_left", "_known"))
+    _must(dealing["ranks._rank"] == rank_of, "requests on other ranks")
+    _must(dealing["slots_of_ranks._rank"] == slots, "slots on other ranks")
+    work, left, known = (dealing[f"router.{name}"] for name in ("work", "_left", "_known"))
     _must({name: rank for name, (rank, _) in left.items()} == rank_of, "work of others")
     _must(all(type(tokens) is int for _, tokens in left.values()), "work of no number")
     sums = [sum(n for rank, n in left.values() if rank == i) for i in range(len(ranks))]

@@ -17,6 +17,21 @@ def ranks_of(scheduler: "Scheduler | RankedScheduler") -> list[Scheduler]:
     return scheduler.ranks if isinstance(scheduler, RankedScheduler) else [scheduler]
 
 
+def take_up(
+    scheduler: "Scheduler | RankedScheduler", requests: Iterable[Request], started: set[str]
+) -> None:
+    """Queues requests that other ranks had, in their order: they start again from their tokens.
+
+    started: ids of those that have run before, and been told how many of their tokens were cached.
+    """
+    for request in sorted(requests, key=lambda request: request.arrival):
+        request.blocks, request.num_held, request.full_len = (), 0, 0
+        request.num_computed = request.num_drafts = 0
+        scheduler.add(request)
+    for rank in ranks_of(scheduler):
+        rank.admission.note_preempted(started & rank.requests.keys())
+
+
 class RankedScheduler:
     """Deals requests out to ranks, by their work and by prefix, and schedules all in one step."""
 
