@@ -147,6 +147,18 @@ def test_what_cannot_be_is_named(part: str, change: tuple[str, Any], begun, tmp_
         restore_engine(e, tmp_path / "forged")
 
 
+def test_requests_on_no_rank_are_named(begun, tmp_path: Path):
+    e, saved = begun
+    shutil.copytree(saved, tmp_path / "forged")
+    path = tmp_path / "forged" / "host.json"
+    told = json.loads(path.read_text())
+    dict(told["root"]["dict"])["host"].pop()
+    path.write_text(json.dumps(told))
+    checksums.write(tmp_path / "forged")
+    with pytest.raises(ValueError, match="has ranks that cannot be: ValueError: there are none: s"):
+        restore_engine(e, tmp_path / "forged")
+
+
 def test_a_kind_that_host_json_does_not_know_is_named(begun, tmp_path: Path):
     e, saved = begun
     shutil.copytree(saved, tmp_path / "forged")

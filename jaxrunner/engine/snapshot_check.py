@@ -122,6 +122,7 @@ def _check_ranks(
     dealing: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], live: Sequence[Request]
 ) -> None:
     """Checks that each request is on one data rank, and what is said of where it is."""
+    _must(len(ranks) > 0, "there are none")
     rank_of = {r.request_id: i for i, host in enumerate(ranks) for r in _requests(host)}
     _must(len(rank_of) == sum(len(_requests(host)) for host in ranks), "requests on two ranks")
     _must(rank_of.keys() == {r.request_id for r in live}, "other requests on ranks")
