@@ -263,15 +263,16 @@ def _state_of(program: Program) -> State:
     if program.mesh is None:
         return _zeros(program)
     # Made where it is to lie: else JAX makes each shard on its first device, which may be full.
-    where = jax.tree.map(lambda x: x.sharding, _of_all_ranks(program))
+    where = jax.tree.map(lambda x: x.sharding, of_all_ranks(program))
     return jax.jit(_zeros, static_argnums=0, out_shardings=where)(program)
 
 
 def _zeros(program: Program) -> State:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _of_all_ranks(program))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of_all_ranks(program))
 
 
-def _of_all_ranks(program: Program) -> State:
+def of_all_ranks(program: Program) -> State:
+    """Returns the shapes and dtypes of the state of all data ranks, and where each array lies."""
     state, mesh = abstract_state(program), program.mesh
     return state if mesh is None or program.num_ranks == 1 else ranked(state, mesh)
 

@@ -12,14 +12,14 @@ from jaxrunner import LLM, SamplingParams
 from jaxrunner.device.buckets import choose
 from jaxrunner.engine.engine import Engine
 from jaxrunner.hf_config import Settings
-from jaxrunner.loading.weights import load_params, save_checkpoint
+from jaxrunner.loading.weights import load_params
 from jaxrunner.models.registry import read_model
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.program import Bucket
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.worker.expert_balance import placement_of
-from tests.support import failing, tiny
+from tests.support import failing, small_checkpoint, tiny
 from tests.support.features import ParityCompiler
 
 D = 3  # ranks
@@ -33,26 +33,22 @@ SIZES: dict[str, Any] = dict(
     cache_dir=None, skip_tokenizer_init=True,
 )  # fmt: skip
 RANKS: dict[str, Any] = dict(data_parallel_size=D, enable_expert_parallel=True)
-AUTO = dict(method="ngram", num_speculative_tokens="auto")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    made, (model, config) = tmp_path_factory.mktemp("mixture"), read_model(Settings(MIXTURE))
-    params = tiny.random_params(config, seed=5, params=model.params)
-    save_checkpoint(made, model, config, params, MIXTURE)
-    return made
+def folder(tmp_path_factory) -> str:
+    return small_checkpoint.save_family(tmp_path_factory.mktemp("mixture"), MIXTURE)
 
 
-def engine(folder: Path, tensor: int = 0, speculator: Any = None, **sizes: Any) -> Engine:
+def engine(folder: str, tensor: int = 0, speculator: Any = None, **sizes: Any) -> Engine:
     """Returns the engine of a mixture, over ranks of so many devices, or on one device."""
     model, config = read_model(Settings(MIXTURE))
     model = model._replace(speculator=speculator)
     if tensor:
         mesh = make_mesh(tensor, jax.local_devices(), D)
         model, config = shard(model, config, mesh, expert_parallel=True)
-    params = load_params(folder, model, config, dtype="float32", progress=False)
+    params = load_params(Path(folder), model, config, dtype="float32", progress=False)
     made = tiny.engine_config(**sizes)
     return Engine(model, config, made, params, make_compiler=ParityCompiler)
 
@@ -115,9 +111,9 @@ def test_an_llm_over_ranks_is_an_llm(folder, tmp_path):
         outputs = llm.generate(prompts, GREEDY, on_error="raise")
         return [output.outputs[0].token_ids for output in outputs]
 
-    with LLM(str(folder), **SIZES) as one:
+    with LLM(folder, **SIZES) as one:
         want, alone = tokens(one), one.generate(prompts[0], GREEDY)[0].outputs[0].token_ids
-        with LLM(str(folder), **SIZES | RANKS) as llm:
+        with LLM(folder, **SIZES | RANKS) as llm:
             assert llm.generate(prompts[0], GREEDY)[0].outputs[0].token_ids == alone
             assert tokens(llm) == want and llm.report().startswith("devices: 3 x cpu, data 3, te")
             assert len(llm.runner.programs.ready()) == 3  # a prefill's, a decode's, an admission's
@@ -126,9 +122,6 @@ def test_an_llm_over_ranks_is_an_llm(folder, tmp_path):
             llm.wake_up()
             llm.reload_weights()
             assert tokens(llm) == want
-            for call, words in (llm.save_state, "save"), (llm.restore_state, "restore"):
-                with pytest.raises(ValueError, match=f"{words}_state does not go with data_para"):
-                    call(tmp_path / "state")
             with pytest.raises(ValueError, match="scale_elastic_ep does not go with data_parall"):
                 llm.scale_elastic_ep(2)
         one.load_params(tmp_path / "params")
@@ -143,7 +136,7 @@ def test_experts_are_balanced_over_all_ranks(folder):
     several: dict[str, Any] = RANKS | dict(
         tensor_parallel_size=2, enable_eplb=True, eplb_config=eplb
     )
-    with LLM(str(folder), **SIZES) as one, LLM(str(folder), **SIZES | several) as llm:
+    with LLM(folder, **SIZES) as one, LLM(folder, **SIZES | several) as llm:
         want, got = (each.generate(prompts, GREEDY, on_error="raise") for each in (one, llm))
         assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
         balance, computed = llm.engine.balance, 3 * D * (11 + 5)
@@ -157,15 +150,13 @@ def test_experts_are_balanced_over_all_ranks(folder):
     ("changes", "words"),
     [
         (dict(data_parallel_size=4), "has 4 devices, which do not divide num_experts=6: change"),
-        (dict(speculative_config=AUTO), "num_speculative_tokens='auto' does not go with data_para"),
         (dict(enable_eplb=True, eplb_config=dict(num_redundant_experts=1)), "size=3 does not di"),
-        (dict(enable_return_routed_experts=True), "return_routed_experts does not go with data"),
         (dict(pipeline_parallel_size=2), "pipeline_parallel_size does not go with data_parallel"),
     ],
 )
 def test_what_does_not_go_with_ranks_is_refused(changes, words, folder):
     with pytest.raises(ValueError, match=words):
-        LLM(str(folder), **SIZES | RANKS | changes)
+        LLM(folder, **SIZES | RANKS | changes)
 
 
 def test_a_size_holds_the_rows_of_each_rank():

@@ -56,6 +56,15 @@ def test_the_number_is_what_gives_more_tokens_a_second(monkeypatch, verify, acce
     assert share == pytest.approx(1 - tried if pays else tried)
 
 
+def test_a_step_of_several_data_ranks_has_the_rows_of_the_one_with_most(monkeypatch):
+    policy = Machine(monkeypatch, verify=1.1, accept=0.6).policy
+    ranks = [{"a": 1}, {}, {str(i): 1 for i in range(8)}]
+    parts = [SchedulerOutput(num_scheduled_tokens=counts) for counts in ranks]
+    whole = SchedulerOutput(parts=parts, num_scheduled_tokens=ranks[0] | ranks[2])
+    policy.observe(whole, 100.0, None)
+    assert [*policy._seconds] == [(0, 8)]  # nine requests in one would be in the next size
+
+
 def test_it_follows_what_changes(monkeypatch):
     machine = Machine(monkeypatch, verify=1.6, accept=0.8)
     assert machine.share(8) > 0.9

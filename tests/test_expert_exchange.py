@@ -17,12 +17,11 @@ from test_data_ranks import GREEDY, MIXTURE, RANKS, SIZES
 from jaxrunner import LLM
 from jaxrunner.experts import Routes
 from jaxrunner.hf_config import Settings
-from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
 from jaxrunner.parallel.exchange import exchanged
 from jaxrunner.parallel.mesh import DATA, TENSOR, make_mesh
 from jaxrunner.parallel.parallel_config import ParallelConfig
-from tests.support import tiny
+from tests.support import small_checkpoint
 from tests.support.lowering import NEW
 
 T, E, OWN, K = 5, 3, 2, 4  # tokens of a rank, experts of a device, routes of a token
@@ -92,10 +91,7 @@ def test_gpus_send_ragged_rows_and_gather_routes_alone():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made, (model, config) = tmp_path_factory.mktemp("mixture"), read_model(Settings(MIXTURE))
-    params = tiny.random_params(config, seed=5, params=model.params)
-    save_checkpoint(made, model, config, params, MIXTURE)
-    return str(made)
+    return small_checkpoint.save_family(tmp_path_factory.mktemp("mixture"), MIXTURE)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM
-from jaxrunner.hf_config import Settings
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.new_folder import check_seen
-from jaxrunner.loading.weights import save_checkpoint
-from jaxrunner.models.registry import read_model
 from tests.support import processes, small_checkpoint, tiny
 from tests.support.two_processes import ended, start, told_by
 
@@ -65,15 +62,12 @@ def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
 
 @pytest.mark.slow
 def test_data_ranks_lie_in_two_processes(tmp_path):
-    settings = tiny.SETTINGS | processes.MIXTURE
-    model, config = read_model(Settings(settings))
-    params = tiny.random_params(config, seed=5, params=model.params)
-    save_checkpoint(tmp_path, model, config, params, settings)
-    started = start(PROGRAM, tmp_path, "ranks")
-    with LLM(str(tmp_path), tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
-        want = processes.answers(llm, processes.USUAL)
+    checkpoint = small_checkpoint.save_family(tmp_path, tiny.SETTINGS | processes.MIXTURE)
+    started = start(PROGRAM, checkpoint, "ranks")
+    with LLM(checkpoint, tokenizer=processes.tokenizer(), **processes.SIZES) as llm:
+        want, other = processes.answers(llm, processes.USUAL), processes.answers(llm)
     for one in map(told_by, started):
-        assert one["tokens"] == one["after a sleep"] == want
+        assert one["tokens"] == one["after a sleep"] == want and one["saved"] == other
         assert one["report"].startswith("devices: 4 x cpu, data 4, tensor 1\n")
 
 

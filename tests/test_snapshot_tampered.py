@@ -123,6 +123,7 @@ def ends(e: Engine, requests: dict[str, Any], change: str, *, abort: bool) -> No
 
 FORGED = {
     "fields": ("worker.weights_version", "first"),
+    "ranks": ("scheduler.requests", {"dict": []}),
     "queues": ("scheduler.running", []),
     "slots": ("slots._free", [0]),
     "blocks": ("pool0._num_refs", [0] * 14),
@@ -135,14 +136,26 @@ def test_what_cannot_be_is_named(part: str, change: tuple[str, Any], begun, tmp_
     shutil.copytree(saved, tmp_path / "forged")
     path = tmp_path / "forged" / "host.json"
     told = json.loads(path.read_text())
-    host = dict(told["root"]["dict"])["host"]["dict"]
-    [entry] = [entry for entry in host if entry[0] == change[0]]
+    host = dict(told["root"]["dict"])["host"]
+    [entry] = [entry for part in host for entry in part["dict"] if entry[0] == change[0]]
     entry[1] = change[1]
     path.write_text(json.dumps(told))
     checksums.write(tmp_path / "forged")
     with pytest.raises(
         ValueError, match=f"the snapshot has {part} that cannot be: ValueError: .*: save it again"
     ):
+        restore_engine(e, tmp_path / "forged")
+
+
+def test_requests_on_no_rank_are_named(begun, tmp_path: Path):
+    e, saved = begun
+    shutil.copytree(saved, tmp_path / "forged")
+    path = tmp_path / "forged" / "host.json"
+    told = json.loads(path.read_text())
+    dict(told["root"]["dict"])["host"].pop()
+    path.write_text(json.dumps(told))
+    checksums.write(tmp_path / "forged")
+    with pytest.raises(ValueError, match="has ranks that cannot be: ValueError: there are none: s"):
         restore_engine(e, tmp_path / "forged")
 
 

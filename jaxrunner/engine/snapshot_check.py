@@ -10,12 +10,12 @@ from dataclasses import fields
 from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.config import MAX_ID
 from jaxrunner.engine.engine import Engine
 from jaxrunner.errors import in_words
 from jaxrunner.mixtures.given_routes import check_given
 from jaxrunner.program import MAX_STOP_IDS
+from jaxrunner.ranks.cache_blocks import Blocks, filled_blocks
 from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.request import FINISH_REASONS, Request, Status
@@ -28,24 +28,31 @@ MAX_COUNT = 2**62
 
 
 def check(
-    engine: Engine, own: Mapping[str, Any], told: Mapping[str, Any], requests: Sequence[Request]
+    engine: Engine,
+    own: Sequence[Mapping[str, Any]],
+    told: Mapping[str, Any],
+    requests: Sequence[Request],
 ) -> None:
     """Checks what `serialization` read.
 
-    own: the engine's fields by name, as `told["host"]` must have them.
+    own: fields by name, as `told["host"]` must have them: of the engine, of what deals requests out
+        to data ranks, and of each rank.
 
     Raises:
       ValueError: it cannot be; says where.
     """
     live = [r for r in requests if getattr(r, "status", None) is not Status.FINISHED]
     _check_part("fields", _check_fields, told["host"], own)
+    shared, dealing, *ranks = told["host"]
     for i, request in enumerate(requests):
         name = f"request {getattr(request, 'request_id', i)!r:.99}"
         _check_part(name, _check_request, engine, request, {*map(id, live)})
-    _check_part("queues", _check_queues, engine, told["host"], live)
-    _check_part("slots", _check_slots, engine, told["host"])
-    _check_part("adapters", _check_adapters, engine, told["host"], live)
-    _check_part("blocks", _check_blocks, engine, told["host"], told["filled"])
+    _check_part("ranks", _check_ranks, dealing, ranks, live)
+    for host in ranks:
+        _check_part("queues", _check_queues, engine, host, live)
+        _check_part("slots", _check_slots, engine, host)
+    _check_part("adapters", _check_adapters, engine, shared, ranks, live)
+    _check_part("blocks", _check_blocks, engine, ranks, told["filled"])
 
 
 def _check_part(name: str, function: Callable[..., None], *args: Any) -> None:
@@ -62,10 +69,11 @@ def _must(holds: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _check_fields(host: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    _must(host.keys() == own.keys(), f"others are {sorted(host.keys() ^ own.keys())[:3]}")
-    for name, value in host.items():
-        _must(type(value) is type(own[name]), f"{name}, a {type(value).__name__}")
+def _check_fields(host: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
+    for part, like in zip(host, own, strict=True):
+        _must(part.keys() == like.keys(), f"others are {sorted(part.keys() ^ like.keys())[:3]}")
+        for name, value in part.items():
+            _must(type(value) is type(like[name]), f"{name}, a {type(value).__name__}")
 
 
 def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
@@ -86,7 +94,7 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
     for ids in (r.prompt_token_ids, r.output_token_ids):
         _must(not ids or 0 <= min(ids) <= max(ids) < config.vocab_size, "token ids out of range")
     _must(type(r.block_hashes) is tuple, "hashes")
-    _must(len(r.block_hashes) in (0, len(engine.pools)), "hashes of other cache groups")
+    _must(len(r.block_hashes) in (0, len(_pools(engine))), "hashes of other cache groups")
     _must(all(type(h) is bytes for hashes in r.block_hashes for h in hashes), "no hashes")
     _must(r.num_tokens == len(r.prompt_token_ids) + len(r.output_token_ids), "num_tokens")
     if id(r) not in live:
@@ -110,7 +118,36 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
         seen.add(id(r))
 
 
-def _check_queues(engine: Engine, host: Mapping[str, Any], live: Sequence[Request]) -> None:
+def _check_ranks(
+    dealing: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], live: Sequence[Request]
+) -> None:
+    """Checks that each request is on one data rank, and what is said of where it is."""
+    _must(len(ranks) > 0, "there are none")
+    rank_of = {r.request_id: i for i, host in enumerate(ranks) for r in _requests(host)}
+    _must(len(rank_of) == sum(len(_requests(host)) for host in ranks), "requests on two ranks")
+    _must(rank_of.keys() == {r.request_id for r in live}, "other requests on ranks")
+    if len(ranks) == 1:
+        return
+    slots = {name: i for i, host in enumerate(ranks) for name in host["slots._slots"]}
+    _must(dealing["ranks._rank"] == rank_of, "requests on other ranks")
+    _must(dealing["slots_of_ranks._rank"] == slots, "slots on other ranks")
+    work, left, known = (dealing[f"router.{name}"] for name in ("work", "_left", "_known"))
+    _must({name: rank for name, (rank, _) in left.items()} == rank_of, "work of others")
+    _must(all(type(tokens) is int for _, tokens in left.values()), "work of no number")
+    sums = [sum(n for rank, n in left.values() if rank == i) for i in range(len(ranks))]
+    _must(work == sums, "another sum of work")
+    bits = known.values()
+    _must(all(type(block) is bytes for block in known), "prompts without hashes")
+    _must(all(type(n) is int and 0 < n < 2 ** len(ranks) for n in bits), "prompts on no rank")
+
+
+def _requests(host: Mapping[str, Any]) -> Sequence[Request]:
+    return [*host["scheduler.requests"].values()]
+
+
+def _check_queues(engine: Engine, host: Mapping[str, Any], every: Sequence[Request]) -> None:
+    here = {*map(id, _requests(host))}
+    live = [request for request in every if id(request) in here]
     running, waiting = host["scheduler.running"], host["waiting._heap"]
     queued = [request for _, request in waiting]
     _must(all(type(a) is type(b) is int for (a, b), _ in waiting), "an order of no numbers")
@@ -140,8 +177,8 @@ def _heap(waiting: Sequence[Any]) -> list[Any]:
 
 
 def _check_tables(engine: Engine, request: Request) -> None:
-    _must(type(request.blocks) is tuple and len(request.blocks) == len(engine.pools), "tables")
-    for table, pool in zip(request.blocks, engine.pools, strict=True):
+    _must(type(request.blocks) is tuple and len(request.blocks) == len(_pools(engine)), "tables")
+    for table, pool in zip(request.blocks, _pools(engine), strict=True):
         _must(type(table) is list and all(type(block) is int for block in table), "a table")
         _must(all(0 <= block <= pool.null_block for block in table), "a block out of range")
         longest = -(-engine.config.max_model_len // pool.block_size)
@@ -170,11 +207,19 @@ def _check_slots(engine: Engine, host: Mapping[str, Any]) -> None:
         _must(slots[request.request_id].num_blocks == counts, "other counts of blocks")
 
 
-def _check_adapters(engine: Engine, host: Mapping[str, Any], live: Sequence[Request]) -> None:
-    adapters, running = engine.runner.adapters, host["scheduler.running"]
+def _check_adapters(
+    engine: Engine,
+    host: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+    live: Sequence[Request],
+) -> None:
+    """host: fields that all data ranks share."""
+    adapters, running = engine.runner.adapters, [r for of in ranks for r in of["scheduler.running"]]
     _must(all(type(r.lora_id) is int and r.lora_id >= 0 for r in live), "lora_id")
-    wanted, of_slots = {r.lora_id for r in live if r.lora_id}, host["slots.lora_ids"]
-    _must(of_slots.keys() <= host["slots._slots"].keys(), "adapters of other slots")
+    wanted, of_slots = {r.lora_id for r in live if r.lora_id}, dict[str, int]()
+    for of in ranks:
+        _must(of["slots.lora_ids"].keys() <= of["slots._slots"].keys(), "adapters of other slots")
+        of_slots |= of["slots.lora_ids"]
     counts = host["worker.lora_versions"]
     _must(all(type(i) is type(n) is int for i, n in counts.items()), "versions of no numbers")
     if adapters is None:
@@ -190,24 +235,32 @@ def _check_adapters(engine: Engine, host: Mapping[str, Any], live: Sequence[Requ
     _must(host["turns._draining"] in {0, *users}, "an adapter that nobody has")
 
 
-def _check_blocks(engine: Engine, host: Mapping[str, Any], filled: list[list[int]]) -> None:
-    known = []
-    for g, own in enumerate(engine.pools):
-        pool = BlockPool(own.num_blocks, own.block_size, own.group, own.enable_caching)
-        table = {name: host[f"pool{g}.{name}"] for name in BlockPool.SAVED}
-        vars(pool).update(table)
-        refs, free = table["_num_refs"], table["_free"]
-        owned = Counter(b for request in host["scheduler.running"] for b in request.blocks[g])
-        _must(all(type(count) is int for count in refs), "counts of no numbers")
-        _must(refs == [owned[block] for block in range(own.num_blocks)], "other counts of owners")
-        _must(sorted(free) == [b for b, n in enumerate(refs) if not n], "free ones that are owned")
-        for tokens_of, blocks_of in (("_published", "_blocks_of"), ("_tails", "_tails_of")):
-            listed = [(h, b) for h, blocks in table[blocks_of].items() for b in blocks]
-            held = [(h, b) for b, (h, tokens) in table[tokens_of].items() if len(tokens)]
-            _must(sorted(listed) == sorted(held), f"{blocks_of} unlike {tokens_of}")
-            _must({b for _, b in held} <= set(range(own.num_blocks)), f"{tokens_of} of others")
-            _must(all(type(h) is bytes for h, _ in held), f"{tokens_of} without hashes")
-        known.append(pool.filled() or [0])
-    config = engine.model_config
-    wanted = [known[g] for g in layer_groups(config.cache_kinds)]
+def _check_blocks(engine: Engine, ranks: Sequence[Mapping[str, Any]], filled: list[Blocks]) -> None:
+    pools = [_pool(host, own) for host in ranks for own in _pools(engine)]
+    wanted = filled_blocks(pools, engine.model_config.cache_kinds)
     _must(filled == wanted, "others in the files than in use")
+
+
+def _pools(engine: Engine) -> list[BlockPool]:
+    """Returns the pools of one data rank; those of others are like them."""
+    return engine.pools[: len(engine.runner.program.cache_groups)]
+
+
+def _pool(host: Mapping[str, Any], own: BlockPool) -> BlockPool:
+    """Returns a pool like one of the engine, with what is said of its blocks, all checked."""
+    g = own.group
+    pool = BlockPool(own.num_blocks, own.block_size, g, own.enable_caching)
+    table = {name: host[f"pool{g}.{name}"] for name in BlockPool.SAVED}
+    vars(pool).update(table)
+    refs, free = table["_num_refs"], table["_free"]
+    owned = Counter(b for request in host["scheduler.running"] for b in request.blocks[g])
+    _must(all(type(count) is int for count in refs), "counts of no numbers")
+    _must(refs == [owned[block] for block in range(own.num_blocks)], "other counts of owners")
+    _must(sorted(free) == [b for b, n in enumerate(refs) if not n], "free ones that are owned")
+    for tokens_of, blocks_of in (("_published", "_blocks_of"), ("_tails", "_tails_of")):
+        listed = [(h, b) for h, blocks in table[blocks_of].items() for b in blocks]
+        held = [(h, b) for b, (h, tokens) in table[tokens_of].items() if len(tokens)]
+        _must(sorted(listed) == sorted(held), f"{blocks_of} unlike {tokens_of}")
+        _must({b for _, b in held} <= set(range(own.num_blocks)), f"{tokens_of} of others")
+        _must(all(type(h) is bytes for h, _ in held), f"{tokens_of} without hashes")
+    return pool

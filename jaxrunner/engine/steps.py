@@ -25,6 +25,7 @@ from jaxrunner.runner.at_exit import not_awaited_at_exit
 from jaxrunner.runner.routed_experts import RoutesReader
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.draft_policy import DraftPolicy
+from jaxrunner.scheduling.ranks import ranks_of
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.scheduling.scheduler import Scheduler
 from jaxrunner.worker.expert_balance import ExpertBalance
@@ -115,7 +116,7 @@ class Steps(abc.ABC):
         """Schedules a step and launches it. Returns whether there was one."""
         n = 1 if self.runner.requests.need_single_steps else self.config.num_decode_steps
         if self._drafts is not None:
-            num_rows = self.scheduler.num_running
+            num_rows = max(rank.num_running for rank in ranks_of(self.scheduler))
             K = self._drafts.choose(num_rows)
             waits = K and self.runner.would_wait(num_rows, K, n)
             self.scheduler.num_drafts = 0 if waits else K

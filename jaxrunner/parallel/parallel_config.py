@@ -99,12 +99,8 @@ class ParallelConfig:
     ) -> tuple[Model, ModelConfig]:
         """Returns a mixture whose experts lie over data ranks. experts: what `shard` is told."""
         mesh = make_mesh(self.tensor_parallel_size, self.devices, self.num_ranks)
-        others = dict(
-            pipeline_parallel_size=self.pipeline_parallel_size > 1,
-            enable_return_routed_experts=routes_group(config) is not None,
-        )
-        for name in (name for name, is_asked in others.items() if is_asked):
-            check_one_rank(mesh, name, "leave one of them out")
+        if self.pipeline_parallel_size > 1:
+            check_one_rank(mesh, "pipeline_parallel_size", "leave one of them out")
         return shard(model, config, mesh, self.interleave, **experts)
 
     def _balanced(

@@ -1,1 +1,1 @@
-"""Data ranks of one engine: tables of requests, and outputs of steps, of all of them as one."""
+"""Data ranks of one engine: their tables of requests, outputs of steps and saved blocks, as one."""

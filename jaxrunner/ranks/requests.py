@@ -30,6 +30,8 @@ def make_requests(program: Program) -> RequestTable:
 class RankedRequests:
     """A `RequestTable` for each data rank. Slots count on from rank to rank."""
 
+    SAVED = ("_rank",)  # in a snapshot
+
     def __init__(self, program: Program):
         self.tables = [RequestTable(program) for _ in range(program.num_ranks)]
         self._rank: dict[str, int] = {}

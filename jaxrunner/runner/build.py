@@ -155,7 +155,6 @@ def _check_together(model: Model, model_config: ModelConfig, config: EngineConfi
     if speculator is not None and speculator.adaptive:
         asked = "speculative_config.num_speculative_tokens='auto'"
         check_own(mesh, asked, "say a number, as 'auto' goes by measured times")
-        check_one_rank(mesh, asked, "say a number")
     if speculator is not None and not model.samples:
         raise ValueError("runner='pooling' drafts no tokens: leave out speculative_config")
     if config.num_decode_steps > 1 and model.heads:

@@ -19,7 +19,7 @@ from jaxrunner.mixtures.recorded_routes import GIVEN, RoutesCache, routes_group
 from jaxrunner.parallel.mesh import placed
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.stages import parts_of, with_part
-from jaxrunner.program import Program, abstract_state
+from jaxrunner.program import Program, of_all_ranks
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.types import Array, State
@@ -66,7 +66,8 @@ class RoutesReader:
             return
         check_own(program.mesh, "enable_return_routed_experts=True", "leave it out")
         self._group = group
-        self._size = program.cache_groups[self._group].block_size
+        self._size = program.cache_groups[group].block_size
+        self._num_blocks = program.cache_groups[group].num_blocks  # of a data rank
         self._blocks = -(-min(CHUNK, program.engine.max_model_len) // self._size)
         self._most = self._blocks * self._size  # tokens of a launch
         self._stages = [
@@ -94,17 +95,23 @@ class RoutesReader:
 
     def give(self, scheduled: SchedulerOutput) -> None:
         """Writes given routes of the tokens of a step into their blocks, before it is launched."""
-        for request in scheduled.requests.values() if self.is_on else ():
-            if request.given_routes is None or scheduled.num_steps > 1:
-                continue
-            end = request.num_computed
-            start = end - scheduled.num_scheduled_tokens[request.request_id]
-            routes = request.given_routes[start:end]
-            scheduled.replays_routes |= len(routes) > 0
-            table = np.array(request.blocks[self._group], np.int64)
-            for first in range(0, len(routes), self._most):
-                part = routes[first : first + self._most]
-                self._put(table, start + first, GIVEN - part)
+        if not self.is_on or scheduled.num_steps > 1:
+            return
+        for rank, part in enumerate(scheduled.parts or [scheduled]):
+            for request in part.requests.values():
+                if request.given_routes is not None:
+                    num_tokens = part.num_scheduled_tokens[request.request_id]
+                    scheduled.replays_routes |= self._give(request, num_tokens, rank)
+
+    def _give(self, request: Request, num_tokens: int, rank: int) -> bool:
+        """Writes given routes of the last tokens that are planned of a request; whether any are."""
+        assert request.given_routes is not None
+        start = request.num_computed - num_tokens
+        routes = request.given_routes[start : request.num_computed]
+        table = np.array(request.blocks[self._group], np.int64) + rank * self._num_blocks
+        for first in range(0, len(routes), self._most):
+            self._put(table, start + first, GIVEN - routes[first : first + self._most])
+        return len(routes) > 0
 
     def forget(self) -> None:
         """Takes given routes off the device that a step which failed has not replayed."""
@@ -118,12 +125,13 @@ class RoutesReader:
 
     def _launch(self, request: Request) -> Parts:
         slot, step = self._runner.requests[request.request_id], self._blocks
+        before = slot // self._runner.program.engine.max_num_seqs * self._num_blocks
         parts = [
             (stage.read, stage.caches(part), part.requests.blocks[self._group])
             for stage, part in zip(self._stages, parts_of(self._runner.state), strict=True)
         ]
         firsts = range(0, -(-(request.num_known - 1) // self._size) or 1, step)
-        places = [np.array([slot, first], np.int32) for first in firsts]
+        places = [np.array([slot, first, before], np.int32) for first in firsts]
         return [[read(caches, table, at) for read, caches, table in parts] for at in places]
 
     def _put(self, table: np.ndarray, start: int, kept: np.ndarray) -> None:
@@ -163,16 +171,17 @@ class _Stage(NamedTuple):
 
 def _compiled(program: Program, group: int, num_blocks: int, num_tokens: int) -> _Stage:
     """Returns what reads so many blocks of a request, and what writes so many tokens."""
-    state = abstract_state(program)
+    state = of_all_ranks(program)
     stage = _Stage([i for i, g in enumerate(program.layer_groups) if g == group], None, None)
     caches, table = stage.caches(state), state.requests.blocks[group]
     layers, k = len(caches), caches[0].experts.shape[-1]
     tokens = jax.ShapeDtypeStruct((num_tokens, layers, k), jnp.int16)
-    ints = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, num_tokens)]
+    ints = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (3, num_tokens)]
     if program.mesh is not None:
         tokens, *ints = placed([tokens, *ints], program.mesh)
     read = jax.jit(_read, static_argnames="num_blocks")
-    write = jax.jit(_write, donate_argnames="caches")
+    where = jax.tree.map(lambda x: x.sharding, caches)
+    write = jax.jit(_write, donate_argnames="caches", out_shardings=where)
     return stage._replace(
         read=read.lower(caches, table, ints[0], num_blocks=num_blocks).compile(),
         write=write.lower(caches, index=ints[1], experts=tokens).compile(),
@@ -180,8 +189,9 @@ def _compiled(program: Program, group: int, num_blocks: int, num_tokens: int) ->
 
 
 def _read(caches: list[RoutesCache], table: Array, at: Array, *, num_blocks: int) -> Array:
-    """Returns the routes in blocks of a request: at is its slot, and the first one's place."""
-    blocks = take(table, (at[0], at[1] + jnp.arange(num_blocks)))
+    """Returns the routes in blocks of a request: at is its slot, the first one's place, and the
+    blocks of data ranks before its own."""
+    blocks = at[2] + take(table, (at[0], at[1] + jnp.arange(num_blocks)))
     return jnp.stack([take(cache.experts, blocks) for cache in caches], 2)
 
 

@@ -61,6 +61,10 @@ class Admission:
         request.status, self._no_room = Status.WAITING, False
         self.queue.add_request(request)
 
+    def note_preempted(self, request_ids: Iterable[str]) -> None:
+        """Takes in that requests which wait have run before."""
+        self._preempted.update(request_ids)
+
     def end(self, requests: Collection[Request]) -> None:
         """Takes out requests that are to end, and frees their blocks."""
         if any(request.status is Status.WAITING for request in requests):

@@ -84,7 +84,7 @@ class DraftPolicy:
         K, counts = output.num_proposed, output.num_scheduled_tokens
         if output.scheduled_new_reqs or max(counts.values()) > output.num_steps * (1 + K):
             return  # it computes prompts
-        if bucket := self._bucket(K, len(counts)):
+        if bucket := self._bucket(K, output.num_rows):
             self._take_time(K, bucket, (self._read_at - began) / output.num_steps)
 
     def _take_time(self, num_drafts: int, bucket: int, seconds: float) -> None:

@@ -12,14 +12,35 @@ from jaxrunner.scheduling.router import Router
 from jaxrunner.scheduling.scheduler import Scheduler
 
 
+def ranks_of(scheduler: "Scheduler | RankedScheduler") -> list[Scheduler]:
+    """Returns the scheduler of each data rank."""
+    return scheduler.ranks if isinstance(scheduler, RankedScheduler) else [scheduler]
+
+
+def take_up(
+    scheduler: "Scheduler | RankedScheduler", requests: Iterable[Request], started: set[str]
+) -> None:
+    """Queues requests that other ranks had, in their order: they start again from their tokens.
+
+    started: ids of those that have run before, and been told how many of their tokens were cached.
+    """
+    for request in sorted(requests, key=lambda request: request.arrival):
+        request.blocks, request.num_held, request.full_len = (), 0, 0
+        request.num_computed = request.num_drafts = 0
+        scheduler.add(request)
+    for rank in ranks_of(scheduler):
+        rank.admission.note_preempted(started & rank.requests.keys())
+
+
 class RankedScheduler:
     """Deals requests out to ranks, by their work and by prefix, and schedules all in one step."""
 
-    adaptive = False
+    SAVED = ("_rank",)  # in a snapshot
 
     def __init__(self, schedulers: Sequence[Scheduler], router: Router) -> None:
-        self.ranks, self._router = list(schedulers), router
+        self.ranks, self.router = list(schedulers), router
         self._rank: dict[str, int] = {}  # of unfinished requests
+        self.adaptive, self.num_drafts = self.ranks[0].adaptive, self.ranks[0].num_drafts
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -52,21 +73,28 @@ class RankedScheduler:
         self.ranks[0].check(request)
         if leader is not None and leader.request_id in self._rank:
             rank = self._rank[leader.request_id]
-            self._router.follow(request, rank)
+            self.router.follow(request, rank)
         else:
-            rank = self._router.choose(request, range(len(self.ranks)))
+            rank = self.router.choose(request, range(len(self.ranks)))
         self._rank[request.request_id] = rank
         self.ranks[rank].add(request)
 
     def schedule(self, num_steps: int = 1) -> SchedulerOutput:
-        """Plans the next step of all ranks, or several where those with work may do so."""
+        """Plans the next step of all ranks, or several where those with work may do so.
+
+        Several steps, and drafts in adaptive numbers, are of decodes alone, in which ranks without
+        work have no part: nothing starts there.
+        """
         busy = [rank for rank in self.ranks if rank.num_running or rank.admission.may_start]
-        if num_steps > 1 and not all(rank.may_decode(num_steps) for rank in busy):
+        drafts = self.adaptive and self._share_drafts(busy)
+        if num_steps > 1 and not (busy and all(rank.may_decode(num_steps) for rank in busy)):
             num_steps = 1
-        parts = [rank.schedule(num_steps) for rank in self.ranks]
-        whole = SchedulerOutput(
-            parts=parts, num_proposed=parts[0].num_proposed, num_steps=num_steps
-        )
+        due = busy if drafts or num_steps > 1 else self.ranks
+        parts = [
+            rank.schedule(num_steps) if rank in due else SchedulerOutput() for rank in self.ranks
+        ]
+        num_proposed = max(part.num_proposed for part in parts)
+        whole = SchedulerOutput(parts=parts, num_proposed=num_proposed, num_steps=num_steps)
         for i, part in enumerate(parts):
             for new in part.scheduled_new_reqs:
                 new.data_rank = i
@@ -79,6 +107,14 @@ class RankedScheduler:
             whole.requests |= part.requests
         return whole
 
+    def _share_drafts(self, busy: Sequence[Scheduler]) -> bool:
+        """Lets all ranks draft as many tokens, none where one with work computes a prompt; whether
+        they draft any."""
+        decodes = bool(busy) and all(rank.may_decode() for rank in busy)
+        for rank in self.ranks:
+            rank.num_drafts = self.num_drafts if decodes else 0
+        return self.ranks[0].num_drafts > 0
+
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[int]]
     ) -> list[tuple[Request, list[int]]]:
@@ -86,7 +122,7 @@ class RankedScheduler:
         pairs = zip(self.ranks, output.parts, strict=True)
         gained = [one for rank, part in pairs for one in rank.update(part, sampled)]
         for request, _ in gained:
-            self._router.observe(request)
+            self.router.observe(request)
             if request.finish_reason is not None:
                 self._rank.pop(request.request_id, None)
         return gained
@@ -99,7 +135,7 @@ class RankedScheduler:
         for rank in self.ranks:
             rank.finish(ids, reason, stop_reason)
         for request_id in ids:
-            self._router.drop(request_id)
+            self.router.drop(request_id)
             self._rank.pop(request_id, None)
 
     def restart(self) -> None:
@@ -114,7 +150,7 @@ class RankedScheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False where a request owns blocks, whose rank keeps them."""
-        self._router.forget()
+        self.router.forget()
         return all([rank.reset_prefix_cache() for rank in self.ranks])
 
     def outdate_prefixes(self, epoch: int, of_loras: Mapping[int, int] | None = None) -> None:

@@ -187,6 +187,11 @@ class SchedulerOutput:
     replays_routes: bool = False  # whether it has tokens with given routes, or may have
 
     @property
+    def num_rows(self) -> int:
+        """Rows that the step has, of each data rank."""
+        return max(len(part.num_scheduled_tokens) for part in self.parts or [self])
+
+    @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 

@@ -18,6 +18,8 @@ MOST_KNOWN = 2**16  # blocks that are remembered, those used last
 class Router:
     """The work of engines, in tokens, and the prompts that they were brought."""
 
+    SAVED = ("work", "_left", "_known")  # in a snapshot
+
     def __init__(self, num: int, *, block_size: int, margin: int, by_prefix: bool = True) -> None:
         """num: of engines. margin: tokens of work. by_prefix: whether engines keep prefixes."""
         self.work = [0] * num  # of unfinished requests: prompts to compute, and answers at most

@@ -69,12 +69,17 @@ def saved(llm: LLM, folder: Path) -> list[list[int]]:
     llm.load_params(folder / "params")
     for ours, theirs in zip(*map(jax.tree.leaves, (llm.params, params)), strict=True):
         np.testing.assert_array_equal(host_copy(ours), theirs)
+    return resumed(llm, folder / "state")
+
+
+def resumed(llm: LLM, folder: Path) -> list[list[int]]:
+    """Saves requests in the midst. Returns all tokens of each, the last ones restored."""
     so_far = [replace(one, output_kind=RequestOutputKind.CUMULATIVE) for one in rules()]
     told = llm.stream([dict(prompt_token_ids=ids) for ids in PROMPTS], so_far)
     first = last_of(itertools.islice(told, 7))
-    llm.save_state(folder / "state")
+    llm.save_state(folder)
     del told  # which aborts the requests
-    both = first | last_of(llm.restore_state(folder / "state"))
+    both = first | last_of(llm.restore_state(folder))
     return [both[i] for i in range(len(PROMPTS))]
 
 
@@ -117,12 +122,14 @@ def main(checkpoint: str, saved_in: str) -> dict[str, Any]:
 
 
 def of_ranks(checkpoint: str) -> dict[str, Any]:
-    """Returns the tokens of a mixture whose data ranks lie in several processes."""
+    """Returns the tokens of a mixture whose data ranks lie in several processes, also of requests
+    that were saved."""
     sizes: dict[str, Any] = SIZES | dict(tokenizer=tokenizer(), enable_expert_parallel=True)
     with LLM(checkpoint, **sizes, data_parallel_size=NUM_DEVICES) as llm:
         told = dict(tokens=answers(llm, USUAL), report=llm.report())
         llm.sleep(level=1)
         llm.wake_up()
+        told["saved"] = resumed(llm, Path(checkpoint, "state"))
         return told | {"after a sleep": answers(llm, USUAL)}
 
 

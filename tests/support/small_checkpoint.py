@@ -1,12 +1,15 @@
-"""A tiny checkpoint that meshes of up to four devices can cut, and an `LLM` of it."""
+"""Tiny checkpoints: one that meshes of up to four devices can cut, with an `LLM` of it, and those
+of any family."""
 
 from pathlib import Path
 from typing import Any
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.api.sampling_params import StructuredOutputsParams
+from jaxrunner.hf_config import Settings
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
+from jaxrunner.models.registry import read_model
 from tests.support import processes, tiny
 
 SETTINGS: dict[str, Any] = tiny.SETTINGS | dict(
@@ -26,6 +29,14 @@ def save(folder: Path, **settings: Any) -> Path:
     config = tiny.config(**SETTINGS | settings)
     save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), SETTINGS | settings)
     return folder
+
+
+def save_family(folder: Path, settings: dict[str, Any]) -> str:
+    """Writes random weights of the family that `settings` name, and returns their folder."""
+    model, config = read_model(Settings(settings))
+    params = tiny.random_params(config, seed=5, params=model.params)
+    save_checkpoint(folder, model, config, params, settings)
+    return str(folder)
 
 
 def start(folder: Path, **options: Any) -> LLM:
