@@ -18,7 +18,7 @@ NOT_SAVED = dict(
     chunks="_interval _most _sizes step_cost",
     worker="_checkpoint _device _engine_plan _host_params _places _runner _staged _unmerged "
     "lora_users status",
-    slots="_admission_layout _no_plan _program",
+    slots="_no_plan _packed _program",
     pool0="block_size enable_caching group null_block num_blocks",
 )
 
