@@ -1,4 +1,4 @@
-"""What a call asks for: each prompt with its parameters and its priority. Knows no JAX."""
+"""Reads the arguments of a call: prompts with parameters, priority, adapter. Knows no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,9 +27,9 @@ def read_asked(
     whole: bool = False,
     max_logprobs: int | None = None,
 ) -> list[Asked]:
-    """Returns each prompt with what belongs to it. The parameters are copies.
+    """Returns each prompt with its arguments. Parameters are copies.
 
-    whole: whether outputs are told once, at their end. max_logprobs: the most that a request may
+    whole: whether each prompt has one output, at its end. max_logprobs: the most that a request may
         ask for, -1 or None for no limit.
 
     Raises:
