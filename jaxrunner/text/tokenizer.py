@@ -1,4 +1,4 @@
-"""Text to token ids and back, as a checkpoint's tokenizer.json says. Knows no JAX."""
+"""Text to token ids and back, by a checkpoint's tokenizer.json. Knows no JAX."""
 
 from collections.abc import Iterable, Sequence
 import functools
