@@ -22,7 +22,7 @@ from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.replicas import Replicas, engines_of, make_engine
-from jaxrunner.engine.requested_prompts import overridden, read_adapters, read_asked
+from jaxrunner.engine.requested_prompts import overridden, read_adapters, read_requested
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.lora.lora_request import LoRARequest
@@ -176,11 +176,11 @@ class LLM(PoolingMethods, LLMNames):
         Raises:
           Interrupted: by Ctrl-C; a `KeyboardInterrupt` whose `outputs` are the answers so far.
         """
-        asked = read_asked(
+        requested = read_requested(
             prompts, self._or_defaults(sampling_params), priority, lora_request, whole=True,
             max_logprobs=self._max_logprobs,
         )  # fmt: skip
-        return self.completions.answer(asked, on_error=on_error, use_tqdm=use_tqdm)
+        return self.completions.answer(requested, on_error=on_error, use_tqdm=use_tqdm)
 
     @checked(llm_arguments.ON_ERROR, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def stream(
@@ -199,10 +199,10 @@ class LLM(PoolingMethods, LLMNames):
         prompt has `finished` set.
         """
         params, most = self._or_defaults(sampling_params), self._max_logprobs
-        asked = read_asked(prompts, params, priority, lora_request, max_logprobs=most)
+        requested = read_requested(prompts, params, priority, lora_request, max_logprobs=most)
         groups: list[list[RequestState]] = []
         try:
-            self.completions.queue(asked, into=groups, on_error=on_error)
+            self.completions.queue(requested, into=groups, on_error=on_error)
             yield from self.completions.stream(groups)
         finally:
             self.completions.drop(state for group in groups for state in group)
@@ -224,13 +224,13 @@ class LLM(PoolingMethods, LLMNames):
         """Answers one conversation, a list of messages, or several, a list of such lists."""
         tokenizer, prompts, many = self.get_tokenizer(), [], conversations(messages)
         template = chat_template or self._chat_template or None
-        asked = check_variables(chat_template_kwargs) | dict(
+        variables = check_variables(chat_template_kwargs) | dict(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
         )
         for conversation in many:
-            text = tokenizer.render_chat(conversation, asked, chat_template=template)
+            text = tokenizer.render_chat(conversation, variables, chat_template=template)
             # The template has written the special tokens itself.
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
@@ -273,9 +273,9 @@ class LLM(PoolingMethods, LLMNames):
         routed_experts: for each prompt the experts that compute it, int16 [tokens, layers, k], as
             `CompletionOutput.routed_experts` has them.
         """
-        prompts, asked = parse_prompts(prompts), dict(routed_experts=routed_experts)
-        starts = [start] * len(prompts)
-        return score(self.completions, prompts, starts, use_tqdm=use_tqdm, **asked)
+        parsed, routes = parse_prompts(prompts), dict(routed_experts=routed_experts)
+        starts = [start] * len(parsed)
+        return score(self.completions, parsed, starts, use_tqdm=use_tqdm, **routes)
 
     @checked(llm_arguments.ABORT)
     def abort(self, request_id: str) -> None:

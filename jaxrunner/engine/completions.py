@@ -10,13 +10,18 @@ import time
 from typing import Any
 
 from jaxrunner.api.outputs import Interrupted, RequestOutput, RequestOutputs
-from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
-from jaxrunner.engine.output_processor import RequestState, request_output
+from jaxrunner.engine.output_processor import (
+    RequestState,
+    has_new_outputs,
+    new_outputs,
+    request_output,
+)
 from jaxrunner.engine.progress import REDRAW_S, Bar, progress_bar, tell_failures
 from jaxrunner.engine.replicas import Replicas, engines_of, restore_engines, save_engines
-from jaxrunner.engine.requested_prompts import Asked
+from jaxrunner.engine.requested_prompts import RequestedPrompt
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.bad_word_ids import encode_words
@@ -106,7 +111,9 @@ class Completions:
         state.request = self.engine.add(state.request_id, token_ids, params, **kwargs)
         self._states[state.request_id] = state
 
-    def answer(self, asked: Sequence[Asked], *, on_error: str, use_tqdm: Bar) -> RequestOutputs:
+    def answer(
+        self, requested: Sequence[RequestedPrompt], *, on_error: str, use_tqdm: Bar
+    ) -> RequestOutputs:
         """Queues prompts, runs them, and returns their outputs in order. Warns of failed prompts.
 
         Raises:
@@ -115,7 +122,7 @@ class Completions:
         groups: list[list[RequestState]] = []
         try:
             try:
-                self.queue(asked, into=groups, on_error=on_error)
+                self.queue(requested, into=groups, on_error=on_error)
                 self.run(_all(groups), use_tqdm=use_tqdm)
             finally:
                 self.drop(_all(groups))
@@ -125,16 +132,16 @@ class Completions:
         except KeyboardInterrupt as error:
             self.drop(_all(groups))  # the interrupt may have come in the middle of the first call
             groups = [group for group in groups if group]
-            for prompt, params, _ in asked[len(groups) :]:
+            for prompt, params, _ in requested[len(groups) :]:
                 groups.append(self._new_states(prompt, params))
                 self.drop(groups[-1])
             raise Interrupted(_outputs(groups)) from error
 
     def queue(
-        self, asked: Iterable[Asked], *, into: list[list[RequestState]], on_error: str
+        self, requested: Iterable[RequestedPrompt], *, into: list[list[RequestState]], on_error: str
     ) -> None:
         """Adds prompts. into: gains a list of the completions of each."""
-        for prompt, params, rest in asked:
+        for prompt, params, rest in requested:
             into.append([])
             self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
 
@@ -171,9 +178,9 @@ class Completions:
         try:
             while left:
                 for group in left:
-                    yield from news(group)
-                left = [group for group in left if not all(s.told_all for s in group)]
-                if left and not any(map(has_news, left)):
+                    yield from new_outputs(group)
+                left = [group for group in left if not all(s.emitted_all for s in group)]
+                if left and not any(map(has_new_outputs, left)):
                     self.step()
         finally:
             self.drop(_all(groups))
@@ -273,27 +280,3 @@ def _outputs(groups: Iterable[list[RequestState]]) -> RequestOutputs:
     return RequestOutputs(
         request_output(group, [state.completion() for state in group]) for group in groups
     )
-
-
-def has_news(group: Sequence[RequestState]) -> bool:
-    """Whether `news` would yield."""
-    if group[0].params.output_kind == RequestOutputKind.FINAL_ONLY:
-        return all(state.finished for state in group)
-    return any(state.has_news for state in group)
-
-
-def news(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
-    """Yields a stream's outputs for new tokens of a prompt, and marks these as told."""
-    kind = group[0].params.output_kind
-    if kind == RequestOutputKind.FINAL_ONLY:
-        if has_news(group):
-            yield request_output(group, [state.completion(delta=True) for state in group])
-        return
-    growing = kind == RequestOutputKind.CUMULATIVE
-    for state in group:
-        if state.has_news:
-            is_new = growing or not any(s.has_told for s in group)
-            told = state.completion(delta=True)
-            told = state.completion() if growing else told
-            finished = all(s.told_all for s in group)
-            yield request_output(group, [told], finished=finished, with_prompt=is_new)

@@ -1,6 +1,6 @@
 """Turns the tokens of a request into its user's outputs: text, stop strings, deltas, times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import time
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrunner.api.logprobs import FlatLogprobs
 from jaxrunner.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.engine.completion_logprobs import CompletionLogprobs, LogprobDict
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.detokenizer import Detokenizer, StopChecker
@@ -34,8 +34,8 @@ class RequestState:
         self._detokenizer: Detokenizer | None = None
         self._stops = StopChecker(params)
         # How much `completion(delta=True)` has returned.
-        self._told_tokens = self._told_text = self._told_heads = 0
-        self.told_all = False  # whether that included the end
+        self._emitted_tokens = self._emitted_text = self._emitted_heads = 0
+        self.emitted_all = False  # whether that included the end
 
     def start(self, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         """Sets the prompt's tokens. Without a tokenizer the completion has no text."""
@@ -54,7 +54,7 @@ class RequestState:
         return dict(
             name=self.name, params=self.params, index=self.index, prompt=self.prompt,
             request=self.request, ages_s={k: now_s - t for k, t in self.times.items()},
-            told=(self._told_tokens, self._told_text, self._told_heads, self.told_all),
+            told=(self._emitted_tokens, self._emitted_text, self._emitted_heads, self.emitted_all),
         )  # fmt: skip
 
     @classmethod
@@ -67,7 +67,7 @@ class RequestState:
         now_s = time.monotonic()
         state.times = {k: now_s - age_s for k, age_s in saved["ages_s"].items()}
         (
-            state._told_tokens, state._told_text, state._told_heads, state.told_all,
+            state._emitted_tokens, state._emitted_text, state._emitted_heads, state.emitted_all,
         ) = saved["told"]  # fmt: skip
         return state
 
@@ -77,14 +77,16 @@ class RequestState:
         return self.finish_reason is not None
 
     @property
-    def has_told(self) -> bool:
+    def has_emitted(self) -> bool:
         """Whether `completion(delta=True)` has returned a token or the end."""
-        return self.told_all or self._told_tokens > 0
+        return self.emitted_all or self._emitted_tokens > 0
 
     @property
-    def has_news(self) -> bool:
+    def has_new_output(self) -> bool:
         """Whether `completion(delta=True)` would return something new."""
-        return not self.told_all and (self.finished or self._told_tokens < len(self.token_ids))
+        return not self.emitted_all and (
+            self.finished or self._emitted_tokens < len(self.token_ids)
+        )
 
     def update(self, request: Request, new_token_ids: Sequence[int]) -> bool:
         """Adds new tokens. Returns whether the completion ended here but the request has not."""
@@ -121,13 +123,13 @@ class RequestState:
 
     def completion(self, *, delta: bool = False) -> CompletionOutput:
         """Returns the completion so far, or with `delta` what is new since the last such call."""
-        start, shown = (self._told_tokens, self._told_text) if delta else (0, 0)
+        start, shown = (self._emitted_tokens, self._emitted_text) if delta else (0, 0)
         count, end = len(self.token_ids), len(self.text)
         if delta and not self.finished:
             end = max(shown, end - self._stops.num_held(self.text))
         if delta:
-            self._told_tokens, self._told_text = count, end
-            self.told_all = self.finished
+            self._emitted_tokens, self._emitted_text = count, end
+            self.emitted_all = self.finished
         return CompletionOutput(
             index=self.index,
             text=self.text[shown:end],
@@ -150,9 +152,9 @@ class RequestState:
     def _heads(self, *, delta: bool) -> dict[str, list[np.ndarray]] | None:
         """Returns outputs of the model's heads so far, with `delta` since the last such call."""
         heads = {} if self.request is None else self.request.heads
-        start = self._told_heads if delta else 0
+        start = self._emitted_heads if delta else 0
         if delta:
-            self._told_heads = max(map(len, heads.values()), default=0)
+            self._emitted_heads = max(map(len, heads.values()), default=0)
         return {name: values[start:] for name, values in heads.items()} or None
 
     def prompt_logprobs(self) -> list[LogprobDict | None] | FlatLogprobs | None:
@@ -240,3 +242,27 @@ def request_output(
         num_cached_tokens=first.request.num_cached_tokens if first.request else 0,
         error=next((state.error for state in group if state.error is not None), None),
     )
+
+
+def has_new_outputs(group: Sequence[RequestState]) -> bool:
+    """Whether `new_outputs` would yield."""
+    if group[0].params.output_kind == RequestOutputKind.FINAL_ONLY:
+        return all(state.finished for state in group)
+    return any(state.has_new_output for state in group)
+
+
+def new_outputs(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
+    """Yields a stream's outputs for new tokens of a prompt, and counts these as emitted."""
+    kind = group[0].params.output_kind
+    if kind == RequestOutputKind.FINAL_ONLY:
+        if has_new_outputs(group):
+            yield request_output(group, [state.completion(delta=True) for state in group])
+        return
+    growing = kind == RequestOutputKind.CUMULATIVE
+    for state in group:
+        if state.has_new_output:
+            is_first = growing or not any(s.has_emitted for s in group)
+            new = state.completion(delta=True)
+            output = state.completion() if growing else new
+            finished = all(s.emitted_all for s in group)
+            yield request_output(group, [output], finished=finished, with_prompt=is_first)
