@@ -1,4 +1,4 @@
-"""What a model is and how large an engine is: frozen, hashable, compiled in. Knows no device."""
+"""Configs of models and engines: frozen, hashable, compiled in. Knows no device."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,13 +14,13 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 NAN_POLICIES = ("error", "raise", "ignore")
 POLICIES = ("fcfs", "priority")
 MAX_ID = 2**31  # of a token: int32 on the device
-# Of places on the device: what a token adds up must not depend on where its adapter lies.
+# Ranks of places on the device: sums of a token must not depend on its adapter's place.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
 ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
 class ModelConfig(Protocol):
-    """What an engine needs to know of a model. Each family has a frozen dataclass that says it."""
+    """What an engine needs to know of a model. Each family has a frozen dataclass with it."""
 
     @property
     def architecture(self) -> str:
@@ -29,17 +29,17 @@ class ModelConfig(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that logits are of, V."""
+        """Columns of the logits, V."""
         ...
 
     @property
     def hidden_size(self) -> int:
-        """Of hidden states, E."""
+        """Width of hidden states, E."""
         ...
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers, Y."""
+        """Number of layers, Y."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class ModelConfig(Protocol):
 
     @property
     def dtype(self) -> str:
-        """That its checkpoint is stored in."""
+        """Dtype that its checkpoint is stored in."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class ModelConfig(Protocol):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps of the tokens before one; behind all, what some keep besides."""
+        """The cache kind of each layer, then, for layers with two caches, their second kinds."""
         ...
 
     @property
@@ -73,35 +73,36 @@ class ModelConfig(Protocol):
         ...
 
     def cache_salt(self, prompt_len: int) -> bytes:
-        """What, besides the tokens before it, a cached key depends on."""
+        """What cached keys of a prompt depend on besides its tokens; b"" for nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of an engine. Counts of tokens, requests or blocks; none is read from elsewhere."""
+    """Sizes and policies of an engine. Counts are of tokens, requests or blocks."""
 
     max_model_len: int
     num_blocks: int
-    block_size: int = 64  # of each device that a block is dealt out to
+    block_size: int = 64  # tokens of a block, on each of the devices that share out tokens
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    token_buckets: tuple[int, ...] = ()  # of steps with a prefill; powers of two where empty
-    decode_buckets: tuple[int, ...] = ()  # of steps where each request computes one token
+    token_buckets: tuple[int, ...] = ()  # sizes of steps with a prefill; powers of two where empty
+    decode_buckets: tuple[int, ...] = ()  # sizes of steps where each request decodes; likewise
     enable_prefix_caching: bool = True
     mamba_block_size: int | None = None  # tokens between checkpoints of states; None for none
-    num_state_checkpoints: int | None = None  # that are kept at least; `max_num_seqs` where None
+    num_state_checkpoints: int | None = None  # the least that are kept; None: `max_num_seqs`
     policy: str = "fcfs"
     long_prefill_token_threshold: int = 0  # most tokens of a request in a step; 0 for no limit
     async_depth: int = 2  # launches before the oldest is read
-    num_decode_steps: int = 1  # of one launch, where a batch does nothing else
+    num_decode_steps: int = 1  # steps of one launch, where all requests decode
     growth: int = 2  # ratio of one default bucket to the next
     kv_dtype: str = "float32"  # in JAX's name
     dtype: str = "float32"
     seed: int = 0
     logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
-    nan_policy: str = "error"  # of NaN or infinite logits: end the request, or raise, or go on
-    # From its launch, or the end of the one before. No `repr`: a snapshot may have had another.
+    nan_policy: str = "error"  # for NaN or infinite logits: end the request, raise, or ignore
+    # Counts from a step's launch or the end of the one before. Not in `repr`, which snapshots
+    # compare.
     step_timeout_s: float | None = field(default=600.0, repr=False)
     attention_backend: str = "auto"  # kernels where they serve the model, or one by name
     enforce_eager: bool = False  # nothing is compiled: each operation runs by itself
@@ -149,7 +150,7 @@ class EngineConfig:
 
 
 def check_checkpoints(engine: EngineConfig) -> None:
-    """Checks which states of layers that carry one on are kept for later requests.
+    """Checks the settings of checkpoints of recurrent states.
 
     Raises:
       TypeError, ValueError: a size that cannot be, or one without prefix caching.
@@ -159,8 +160,8 @@ def check_checkpoints(engine: EngineConfig) -> None:
     validate("num_state_checkpoints", num, Bound(int, 1, 2**20, optional=True))
     if interval is not None and not engine.enable_prefix_caching:
         raise ValueError(
-            f"mamba_block_size={interval} is of states that are kept for later requests: set "
-            "enable_prefix_caching=True, or leave it out"
+            f"mamba_block_size={interval} needs prefix caching: set enable_prefix_caching=True, or "
+            "leave it out"
         )
     if interval is not None and interval % engine.block_size:
         raise ValueError(
@@ -168,8 +169,7 @@ def check_checkpoints(engine: EngineConfig) -> None:
         )
     if interval is None and num is not None:
         raise ValueError(
-            f"num_state_checkpoints={num} is of an engine with mamba_block_size: set it too, or "
-            "leave this out"
+            f"num_state_checkpoints={num} needs mamba_block_size: set it too, or leave this out"
         )
 
 
@@ -198,7 +198,7 @@ def check_lora(
 
 
 def check_lora_modules(enable_lora: bool, names: tuple[str, ...]) -> None:
-    """Checks what adapters may have in place of the model's; raises as `check_lora`."""
+    """Checks which modules of the model adapters may replace; raises as `check_lora`."""
     validate("lora_modules_to_save", names, Bound(str, each=True, most=2))
     if names and not enable_lora:
         raise ValueError(
@@ -211,7 +211,7 @@ def check_dtype(name: str, value: Any, known: tuple[str, ...] = DTYPES) -> str:
     """Returns `value`, one of the `known` dtypes: those that models compute in.
 
     Raises:
-      ValueError: it is not one.
+      ValueError: it is none of them.
     """
     if value not in known:
         raise ValueError(f"{name} must be one of {known}, got {shown(value)}")
@@ -238,7 +238,7 @@ def read_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
     """Returns the ids of a special token: none, one, or a list in the file.
 
     Raises:
-      ValueError: one that is no id.
+      ValueError: a value is no id.
     """
     value = settings.take(key, (int, list), [])
     ids = tuple(value) if isinstance(value, list) else (value,)

@@ -1,6 +1,6 @@
-"""What goes wrong with a request, a step or an engine, in words for its user. Knows no JAX."""
+"""Error messages of requests, steps and engines, for their users. Knows no JAX."""
 
-FATAL = (KeyboardInterrupt, SystemExit, GeneratorExit)  # these end a program, and no request
+FATAL = (KeyboardInterrupt, SystemExit, GeneratorExit)  # raised to the caller, never swallowed
 MAX_WORDS = 300  # characters of a message
 NO_NUMBER = "the model gave NaN or infinite logits: look at its weights"
 NO_CHOICE = (
@@ -10,22 +10,23 @@ NO_CHOICE = (
 
 
 class StepTimeout(RuntimeError):
-    """A step did not end in the time that it may take; its device may hang."""
+    """A step exceeded its time limit; its device may hang."""
 
 
 def in_words(error: BaseException) -> str:
     """Returns an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Of several lines, such as a traceback in a message, the last one has the cause.
+    # In a message of several lines, such as one with a traceback, the last line has the cause.
     text = " ... ".join(line[:MAX_WORDS] for line in dict.fromkeys(lines[:1] + lines[-1:]))
     return f"{type(error).__name__}: {text}"
 
 
 def of_foreign_code(error: BaseException) -> str:
-    """Returns what code that is not ours raised; panics of Rust are no `Exception`.
+    """Returns an error of foreign code in words. Rust's panics are no `Exception`, so callers catch
+    `BaseException`.
 
     Raises:
-      BaseException: it is one of `FATAL`.
+      BaseException: `error`, if it is one of `FATAL`.
     """
     if isinstance(error, FATAL):
         raise error
@@ -33,7 +34,7 @@ def of_foreign_code(error: BaseException) -> str:
 
 
 def of_step(error: BaseException) -> str:
-    """Returns what the requests of a step that failed are told."""
+    """Returns the error of the requests of a failed step."""
     words = f"a step failed: {in_words(error)}"
     if "RESOURCE_EXHAUSTED" in words:
         words += ": lower gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
@@ -41,7 +42,7 @@ def of_step(error: BaseException) -> str:
 
 
 def of_engine(error: BaseException, cause: BaseException) -> str:
-    """Returns what all are told once a step has lost the state, and none can be made."""
+    """Returns the error of all requests once a step lost the state and no new one can be made."""
     return (
         f"the device state was lost ({in_words(error)}) and cannot be made anew "
         f"({in_words(cause)}): close this engine and build another one"
@@ -49,7 +50,7 @@ def of_engine(error: BaseException, cause: BaseException) -> str:
 
 
 def of_hang(timeout_s: float | None) -> str:
-    """Returns what all are told once a device has not ended a step in time."""
+    """Returns the error of all requests once a device has exceeded the time limit of a step."""
     return (
         f"the device did not end a step within step_timeout_s={timeout_s} and is not restarted, as "
         "it may hang: end this process; where steps take so long raise it, or None for no limit"
@@ -57,7 +58,7 @@ def of_hang(timeout_s: float | None) -> str:
 
 
 def of_processes(error: BaseException) -> str:
-    """Returns what all are told once a step over the devices of several processes has failed."""
+    """Returns the error of all requests once a step of several processes has failed."""
     return (
         "a process of this mesh is gone, or failed in a step that all of them run "
         f"({in_words(error)}): end those that are left, and start all anew"

@@ -29,7 +29,7 @@ class Routes(NamedTuple):
 class ExpertWeights(Protocol):
     """What mixtures ask of the pytree that holds their experts' weights."""
 
-    # (x, routes, w) -> `product`: asked before plain JAX runs
+    # (x, routes, w) -> `product`: candidates before plain JAX
     kernels: ClassVar[tuple[Operation, ...]]
 
     @property

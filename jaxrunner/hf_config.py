@@ -180,7 +180,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from error
+        raise ValueError(f"{path} must be JSON, got {error}: fetch it again") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        raise ValueError(
+            f"{path} must hold a JSON object, got {type(values).__name__}: fetch it again"
+        )
     return values

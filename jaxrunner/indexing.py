@@ -1,4 +1,4 @@
-"""Reads and writes by index, and rows of unlike lengths side by side."""
+"""Reads and writes by index, and rows of different lengths laid side by side."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jaxrunner.types import Array, Writes
 
 
 def find_rows(ends: Array, index: Array) -> Array:
-    """Returns the row, of those that end before `ends`, [B], in which each index, [T], lies.
+    """Returns the row of each index, [T], where row b ends before `ends[b]`, [B].
 
-    B for what lies behind them all; rows without a place are passed over. All ends are compared
-    with all indices, which on a GPU is one launch; a search is a loop that asks the host.
+    Empty rows are passed over; an index behind all rows gets B. All ends are compared with all
+    indices, in one kernel; a binary search would be a loop whose predicate the host reads.
     """
     return (ends[None] <= index[:, None]).sum(1, dtype=jnp.int32)
 

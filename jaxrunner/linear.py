@@ -1,7 +1,7 @@
-"""Weights of a product, `ops.linear(x, w)`, as one pytree.
+"""The weights of a product, `ops.linear(x, w)`, as one pytree.
 
-Another way to store them, in 8 bits with scales for example, is another class that has what
-`Weights` asks for. A model names the axes; the class says which arrays they are axes of.
+Other ways to store them, such as 8 bits with scales, are other classes that implement `Weights`. A
+model names the axes; the class declares which arrays have them.
 """
 
 import math
@@ -16,14 +16,14 @@ from jaxrunner.types import Array
 
 
 class Weights(Protocol):
-    """What products ask of the pytree that holds their weights.
+    """The interface of pytrees that hold the weights of a product.
 
-    One that must know that it has some of the inputs alone, the others being on other devices, has
-    a method `on_shard(axis of the mesh)`, which returns what takes its place there. Where devices
-    have the inputs of a product whole, `num_inputs` says how many of them a device multiplies.
+    A class whose product differs on a shard of the inputs has a method `on_shard(mesh_axis)`, which
+    returns its stand-in there. Where inputs of a product are whole on all devices, `num_inputs` is
+    how many of them a device multiplies.
     """
 
-    kernels: ClassVar[tuple[Operation, ...]]  # (x, w) -> `product`: asked before plain JAX runs
+    kernels: ClassVar[tuple[Operation, ...]]  # (x, w) -> `product`: candidates before plain JAX
 
     def product(self, x: Array) -> Array:
         """Multiplies x, [..., *inputs], in plain JAX. Returns [..., *outputs]."""
@@ -32,7 +32,7 @@ class Weights(Protocol):
 
 @pytree
 class Linear:
-    """Weights in the dtype that is computed in."""
+    """Weights in the model's dtype."""
 
     weight: Array = leaf("outputs inputs", "param")
     bias: Array | None = leaf("outputs", "param", when="bias")
@@ -50,9 +50,9 @@ class Linear:
 
 
 def per_head(axes: str, x: Array, weight: Array, part: slice) -> Array:
-    """Multiplies x, [T, H, ...], with some of a weight of each head, [outputs, H, inputs].
+    """Multiplies x, [T, H, ...], with a part of each head's weight, [outputs, H, inputs].
 
-    axes: of an einsum; part: of the outputs.
+    axes: the einsum's; part: the slice of the outputs.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(axes, x, weight[part], precision=precision)
@@ -67,7 +67,7 @@ def multiply(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 
     rows, out = x.shape[: x.ndim - axes], weight.shape[: weight.ndim - axes]
     size = math.prod(weight.shape[weight.ndim - axes :])
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    # As matrices: of weights with more axes XLA makes transposed copies in every step.
+    # As matrices, since XLA copies weights with more axes, transposed, in every step.
     y = jax.lax.dot_general(
         x.reshape(-1, size), weight.reshape(-1, size), (((1,), (1,)), ((), ())), precision=precision
     ).reshape(*rows, *out)

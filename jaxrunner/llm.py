@@ -22,7 +22,7 @@ from jaxrunner.engine.metrics import draft_counts
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.replicas import Replicas, engines_of, make_engine
-from jaxrunner.engine.requested_prompts import overridden, read_adapters, read_asked
+from jaxrunner.engine.requested_prompts import overridden, read_adapters, read_requested
 from jaxrunner.loading import llm_arguments
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.lora.lora_request import LoRARequest
@@ -52,27 +52,28 @@ class LLM(PoolingMethods, LLMNames):
         say: {"pattern": ...}.
     hf_overrides: keys of config.json to replace; None removes one.
     quantization: "fp8" or "int8" rounds weights that are floats to 8 bits while they are read.
-    runner, pooler_config: "pooling" tells arrays in place of tokens; see docs/pooling_models.md.
+    runner, pooler_config: "pooling" returns arrays in place of tokens, see docs/pooling_models.md.
     generation_config: "auto" takes default sampling parameters from the checkpoint's file of that
         name, "vllm" ignores them; `override_generation_config` replaces keys of it.
-    max_logprobs: the most that a request may ask for; None or -1 for all.
-    tensor_parallel_size: devices of this process that each have a shard of the model; of a mixture
-        whole experts with `enable_expert_parallel`, else units of each.
-    decode_context_parallel_size: of these, those that each keep a part of a KV head's tokens,
-        `cp_kv_cache_interleave_size` in turn; they would keep copies.
+    max_logprobs: the most logprobs that a request may ask for; None or -1 for no limit.
+    tensor_parallel_size: devices that each have a shard of the model: of a mixture whole experts
+        with `enable_expert_parallel`, else some units of every expert.
+    decode_context_parallel_size: how many of these devices share out the tokens of one KV head,
+        `cp_kv_cache_interleave_size` at a time, in place of a copy on each.
     data_parallel_size: engines with `tensor_parallel_size` devices each, which share the requests;
-        with `enable_expert_parallel` ranks of one, over whose devices whole experts lie.
+        with `enable_expert_parallel` ranks of one engine, whose devices share out the experts.
     pipeline_parallel_size: stages, with some of the layers and `tensor_parallel_size` devices each.
-    check_nan: whether weights are searched for NaN and infinity.
+    check_nan: searches the weights for NaN and infinity.
     logits_fn: `fn(logits [V], row) -> logits [V]`, compiled into the sampling of every request, or
         a `Rule`; see `jaxrunner.sampling.custom`, which also has a slow variant for any Python.
     speculative_config: how tokens are drafted, as `api.speculative_config.SpeculativeConfig` says:
-        {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}. No token changes by it.
+        {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}. Tokens stay the same.
     cache_dir: a folder where compiled programs are kept, None for none; see `program_cache`.
     warm_up: True compiles the programs of usual requests now, "all" also those of logprobs,
-        grammars and their like, else compiled when needed; "background" awaits the largest alone.
-    The other sizes are those of `sizing.plan_engine`; `memory_plan` says what they take. vLLM's
-    other keywords are taken where they ask for what is done anyway; see `llm_arguments`.
+        penalties and grammars, which otherwise compile when first needed; "background" waits for
+        the largest program only. False compiles each program when first needed.
+    Other keywords are those of `sizing.plan_engine`; `memory_plan` shows the memory they take.
+    vLLM's other keywords are accepted if they ask for built-in behaviour; see `llm_arguments`.
 
     Raises:
       FileNotFoundError, ValueError, TypeError, MemoryError: a bad checkpoint or setting; names it.
@@ -122,7 +123,7 @@ class LLM(PoolingMethods, LLMNames):
         self.tokenizer = loaded.tokenizer
         self._chat_template, self._max_logprobs = chat_template, max_logprobs
         self._defaults = overridden(loaded.default_params, override_generation_config)
-        with ExitStack() as undo:  # or it leaves nothing behind
+        with ExitStack() as undo:  # a start that fails frees what it took
             undo.callback(worker.shutdown)
             worker.start(warm_up=WARM_UPS[warm_up] if warm_up else None, progress=use_tqdm)
             self.memory_plan = worker.memory_plan
@@ -131,13 +132,13 @@ class LLM(PoolingMethods, LLMNames):
             undo.pop_all()
 
     def report(self) -> str:
-        """Says what runs on which device, and why, one line each, and what memory it takes."""
+        """Returns what runs on which device, and why, one line each, and the memory it takes."""
         engine, drafts = self.engine, draft_counts(self.completions.totals)
         replicas = engine.report() if isinstance(engine, Replicas) else ""
         balances = "".join(e.balance.describe() for e in engines_of(engine))
         steps = engine.config.num_decode_steps
-        said = describe_runner(engine.runner, steps, drafts, replicas, balances)
-        return f"{said}memory:\n{self.memory_plan}"
+        lines = describe_runner(engine.runner, steps, drafts, replicas, balances)
+        return f"{lines}memory:\n{self.memory_plan}"
 
     def __repr__(self) -> str:
         model, config = self.engine.model_config, self.engine.config
@@ -173,13 +174,13 @@ class LLM(PoolingMethods, LLMNames):
             message, and answers the others; "raise" raises before any is answered.
 
         Raises:
-          Interrupted: by Ctrl-C, a `KeyboardInterrupt` whose `outputs` have what there is so far.
+          Interrupted: by Ctrl-C; a `KeyboardInterrupt` whose `outputs` are the answers so far.
         """
-        asked = read_asked(
+        requested = read_requested(
             prompts, self._or_defaults(sampling_params), priority, lora_request, whole=True,
             max_logprobs=self._max_logprobs,
         )  # fmt: skip
-        return self.completions.answer(asked, on_error=on_error, use_tqdm=use_tqdm)
+        return self.completions.answer(requested, on_error=on_error, use_tqdm=use_tqdm)
 
     @checked(llm_arguments.ON_ERROR, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def stream(
@@ -191,17 +192,17 @@ class LLM(PoolingMethods, LLMNames):
         lora_request: Adapters = None,
         on_error: str = "return",
     ) -> Iterator[RequestOutput]:
-        """Answers prompts like `generate`, yielding what is new of each request as it comes.
+        """Answers prompts like `generate`, and yields outputs as their tokens arrive.
 
-        An output tells one completion as `output_kind` says: what is new since the last one (the
-        default), all so far, or all completions of its prompt once, at their end. The last one of
-        a prompt has `finished` set.
+        An output has one completion, as `output_kind` says: its new tokens (the default) or all of
+        its tokens so far; or, once, all finished completions of the prompt. The last output of a
+        prompt has `finished` set.
         """
         params, most = self._or_defaults(sampling_params), self._max_logprobs
-        asked = read_asked(prompts, params, priority, lora_request, max_logprobs=most)
+        requested = read_requested(prompts, params, priority, lora_request, max_logprobs=most)
         groups: list[list[RequestState]] = []
         try:
-            self.completions.queue(asked, into=groups, on_error=on_error)
+            self.completions.queue(requested, into=groups, on_error=on_error)
             yield from self.completions.stream(groups)
         finally:
             self.completions.drop(state for group in groups for state in group)
@@ -223,13 +224,13 @@ class LLM(PoolingMethods, LLMNames):
         """Answers one conversation, a list of messages, or several, a list of such lists."""
         tokenizer, prompts, many = self.get_tokenizer(), [], conversations(messages)
         template = chat_template or self._chat_template or None
-        asked = check_variables(chat_template_kwargs) | dict(
+        variables = check_variables(chat_template_kwargs) | dict(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
         )
         for conversation in many:
-            text = tokenizer.render_chat(conversation, asked, chat_template=template)
+            text = tokenizer.render_chat(conversation, variables, chat_template=template)
             # The template has written the special tokens itself.
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
@@ -251,7 +252,7 @@ class LLM(PoolingMethods, LLMNames):
     def loglikelihood(
         self, pairs: Sequence[tuple[Any, Any]], *, use_tqdm: Bar = True
     ) -> Loglikelihood:
-        """Returns how likely each continuation is after its context, and whether greedy says it.
+        """Returns the logprob of each continuation after its context, and whether it is greedy's.
 
         pairs: (context, continuation), each a text or token ids. A text is split as lm-eval does:
             trailing spaces of the context belong to the continuation. An empty context is BOS.
@@ -269,20 +270,21 @@ class LLM(PoolingMethods, LLMNames):
     ) -> list[TokenScores]:
         """Returns the logprob of each token of prompts, from position `start` on, as arrays.
 
-        routed_experts: of each prompt the experts to compute it, as `CompletionOutput` tells them.
+        routed_experts: for each prompt the experts that compute it, int16 [tokens, layers, k], as
+            `CompletionOutput.routed_experts` has them.
         """
-        prompts, asked = parse_prompts(prompts), dict(routed_experts=routed_experts)
-        starts = [start] * len(prompts)
-        return score(self.completions, prompts, starts, use_tqdm=use_tqdm, **asked)
+        parsed, routes = parse_prompts(prompts), dict(routed_experts=routed_experts)
+        starts = [start] * len(parsed)
+        return score(self.completions, parsed, starts, use_tqdm=use_tqdm, **routes)
 
     @checked(llm_arguments.ABORT)
     def abort(self, request_id: str) -> None:
-        """Ends a request at any phase; its output says so. Unknown ids are ignored."""
+        """Ends a waiting or running request, whose output says so. Unknown ids are ignored."""
         self.completions.abort(request_id)
 
     @checked(llm_arguments.SCALE)
     def scale_elastic_ep(self, new_tensor_parallel_size: int) -> None:
-        """Moves whole experts, and all else, to another number of devices; requests go on."""
+        """Moves experts and all else to another number of devices; requests go on."""
         self.engine = scale(self.completions, new_tensor_parallel_size)
         self.memory_plan = self.engine.worker.memory_plan
 

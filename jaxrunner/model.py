@@ -1,4 +1,4 @@
-"""What a model family is to the rest: its weights, three pure functions, and how to read it."""
+"""The interface of a model family: weights, three pure functions, and how its files are read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,15 +21,15 @@ from jaxrunner.types import Array, Batch, Inputs, LayerCache
 
 
 class AttentionSpec(NamedTuple):
-    """What attention of one layer is told when it is traced."""
+    """Static settings of one layer's attention."""
 
     group: int  # cache group of the layer
     window: int | None  # keys a token sees, itself included; None for all before it
     scale: float  # of the scores
-    sinks: Array | None = None  # [H], scores of no key: they take weight and give nothing
-    soft_cap: float | None = None  # that scores bend towards, by a tanh
+    sinks: Array | None = None  # [H], logits of attention sinks, which add to the softmax's sum
+    soft_cap: float | None = None  # bound of scores: soft_cap * tanh(score / soft_cap)
     value_dim: int | None = None  # numbers of a latent that are its value; None for other layers
-    chunk_size: int | None = None  # of the runs of positions whose tokens see their own run alone
+    chunk_size: int | None = None  # tokens see only their own run of so many positions
 
     def sees(self, query: Array, key: Array) -> Array:
         """Whether queries see keys, given the positions of both, which broadcast."""
@@ -51,27 +51,27 @@ class AttentionSpec(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """How matrices of a request follow from token to token, those of all heads at once.
+    """How a recurrent layer updates a request's state, a matrix for each head, token by token.
 
-    Of C tokens, a chunk, `within` tells what does not depend on the matrices before them, of many
-    chunks at once; `carry` goes from chunk to chunk; `read` tells what tokens make of them, of many
-    chunks again.
+    A chunk of C tokens is computed in three parts: `within`, for many chunks at once, what does not
+    depend on the state before the chunk; `carry`, one chunk after the other, the states; `read`,
+    for many chunks at once, the outputs of tokens.
 
-    Inputs are a pytree of [T, groups or heads, ...], heads being a multiple of groups; of padding
-    all are 0, which must leave the matrices as they are. Matrices are float32.
+    Inputs are a pytree of [T, groups or heads, ...], heads being a multiple of groups. Inputs of
+    padding are 0, and must not change the state. States are float32.
     """
 
     matrices: tuple[int, ...]  # (heads, rows, columns)
     step: Callable[[Array, Any], tuple[Array, Array]]  # (matrices, inputs of a token) -> both
     within: Callable[[Any], Any]  # (inputs of C tokens) -> a chunk
     carry: Callable[[Array, Any], tuple[Array, Any]]  # (matrices, chunk) -> both, what `read` takes
-    read: Callable[[Any, Any], Array]  # (chunk, what `carry` told) -> [C, ...]
+    read: Callable[[Any, Any], Array]  # (chunk, what `carry` returned) -> [C, ...]
     chunk_size: int = 64  # C
-    reads: str = ""  # the field of inputs that the matrices do not follow from
+    reads: str = ""  # the field of inputs that only outputs, and not states, depend on
 
 
 class RopeAndNorm(NamedTuple):
-    """What makes queries and keys of packed projections: norms of each head, then a rotation."""
+    """Norms of each head, then a rotation, that turn packed projections into queries and keys."""
 
     cos: Array  # [T, 1, D / 2], float32
     sin: Array
@@ -81,10 +81,10 @@ class RopeAndNorm(NamedTuple):
 
 
 class AdapterOps(NamedTuple):
-    """Kernels of products with adapters, asked before plain JAX runs; `ops.adapters` calls them.
+    """Kernels of products with adapters, the candidates before plain JAX; see `ops.adapters`.
 
-    They take y, what the base product of x gave, x, [T, I], the product's stack of adapters, and
-    the place of each token's adapter, plus one, [T].
+    They take y, the base product of x; x, [T, I]; the product's stack of adapters; and, [T], the
+    place of each token's adapter plus one, 0 for none.
     """
 
     summed: tuple[Operation, ...] = ()  # (x, the product's weights, place) -> as `Ops.linear`
@@ -100,7 +100,7 @@ class AttendLatent(Protocol):
         self, q: Array, latents: Array, up: Any, cache: Any, spec: AttentionSpec, *,
         per_head: Callable[[str, Array, Any, slice], Array] = per_head,
     ) -> tuple[Array, LatentCache | None]:  # fmt: skip
-        """Returns what `Ops` says. per_head: multiplies with `up`, as its operation does."""
+        """Returns as `Ops.attend_latent`. per_head: the operation that multiplies with `up`."""
         ...
 
 
@@ -168,23 +168,22 @@ class MakeOps(Protocol):
     """Makes the operations of a batch."""
 
     def __call__(self, batch: Batch, *, note: Note = unnoted) -> Ops:
-        """Returns them; `note` is told which implementation each runs."""
+        """Returns the operations; calls `note` with the implementation that each runs."""
         ...
 
 
 class Source(NamedTuple):
-    """Where one of our weights lies in a checkpoint.
+    """The tensors of a checkpoint that a weight is made of.
 
-    `join` makes it of the named tensors, in the shape and dtype that its class declares. Tensors of
-    a weight in a dtype that is computed in come in that one, those of any other weight as they are
-    stored. `split` is its inverse; None where a weight does not hold its tensors, as one of 8 bits.
-    Both see numpy arrays.
-
-    dtypes: what each tensor may be stored in; where empty, any that is computed in, or for a weight
-    in none of these any at all. Where a tensor may be in none that is computed in, `join` gets all
-    as they are, and what it makes is rounded to the weight's.
-    is_module: whether it is the matrix of a module that other families multiply with, and this one
-    holds as an array: quantised checkpoints have it in few bits.
+    join: returns the weight, in the shape and dtype that its class declares, from the tensors. If
+        that dtype is one that models compute in, tensors are converted to it first; else they come
+        as they are stored. Takes and returns numpy arrays, as does `split`.
+    split: inverse of `join`; None where the tensors cannot be restored, as from 8 bits.
+    dtypes: dtypes that each tensor may be stored in. Where empty: any that models compute in, or,
+        for a weight of another dtype, any. If a tensor may be stored in another dtype than models
+        compute in, `join` gets all tensors as stored, and its result is rounded to the weight's.
+    is_module: whether it is the matrix of a module that this family holds as an array, where others
+        multiply with it: quantised checkpoints have it in few bits.
     """
 
     names: tuple[str, ...]
@@ -195,19 +194,19 @@ class Source(NamedTuple):
     is_module: bool = False
 
     def beside(self, other: "Source") -> "Source":
-        """Returns a source of the tensors of both, whose `join` sees those of `other` last."""
+        """Returns a source of the tensors of both; its `join` gets those of `other` last."""
         names, shapes = self.names + other.names, self.shapes + other.shapes
         return Source(names, shapes, self.join, None, self.dtypes + other.dtypes)
 
     @classmethod
     def whole(cls, name: str, *shape: int, held: tuple[int, ...] = ()) -> "Source":
-        """Returns the source of a weight that is one tensor, `held` by us in another shape."""
+        """Returns the source of a weight that is one tensor; held: the weight's own shape."""
         held = held or shape
         return cls((name,), (shape,), lambda a: a[0].reshape(held), lambda a: [a.reshape(shape)])
 
 
 class Stored(Protocol):
-    """What loading asks of a family, or of what drafts for one: its weights, and where they lie."""
+    """What loading needs of a model family or a drafter: weights, and their tensors in files."""
 
     @property
     def params(self) -> type:
@@ -221,12 +220,12 @@ class Stored(Protocol):
 
     @property
     def spare(self) -> tuple[str, ...]:
-        """What names of tensors begin with that its files may hold, and that it does not read."""
+        """Prefixes of tensor names that its files may hold and that are not read."""
         ...
 
 
 class StoredConfig(Protocol):
-    """What loading asks of a config."""
+    """What loading needs of a config."""
 
     @property
     def architecture(self) -> str:
@@ -240,27 +239,27 @@ class StoredConfig(Protocol):
 
 
 class Model(NamedTuple):
-    """A model family."""
+    """A model family: pure functions of its `config` and `params`."""
 
     read: Callable[..., ModelConfig]  # (settings) -> config
     params: type  # pytree of weights, declared by axes
     embed: Callable[..., Array]  # (config, params, inputs) -> x [T, E], which `layers` take
     # (config, params, x, kv, inputs, ops, *, first=0, last=None, extras=()) -> hidden [T, E], kv,
-    # extras by name: runs layers `first` to `last`, whose caches `kv` holds. Hidden states are
-    # normed behind the last layer of all; those of an earlier one are the x of the next call.
+    # extras by name. Runs layers `first` to `last`, whose caches are `kv`. After the model's last
+    # layer hidden states are normed; after an earlier layer they are the x of the next call.
     layers: Callable[..., tuple[Array, tuple[Any, ...], dict[str, Array]]]
     logits: Callable[..., Array]  # (config, params, hidden [..., E]) -> [..., V], its dtype
     sources: Callable[..., Any]  # (config) -> `params` filled with `Source`
-    tables: tuple[SlotTable, ...] = ()  # what it reads of each request, `Inputs.tables`
-    heads: tuple[Head, ...] = ()  # what it tells besides tokens
-    speculator: Speculator | None = None  # what drafts tokens for it
-    # Whether it runs on shards: what layers add to x is made by `ops.project`, `ops.mlp` and
-    # `ops.experts`.
+    tables: tuple[SlotTable, ...] = ()  # parameters of requests that it reads in `Inputs.tables`
+    heads: tuple[Head, ...] = ()  # arrays that it returns besides tokens
+    speculator: Speculator | None = None  # drafts tokens for it
+    # Whether it runs on shards: `ops.project`, `ops.mlp` and `ops.experts` make all that layers
+    # add to x, and sum it over devices.
     tensor_parallel: bool = False
-    # As `logits`, of a device's own tokens alone, [..., V / devices]; None where it is not cut.
+    # As `logits`, of a device's part of the vocabulary, [..., V / devices]; None if it is whole.
     own_logits: Callable[..., Array] | None = None
-    spare: tuple[str, ...] = ()  # beginnings of names of tensors in its files that are not read
-    # False: heads tell all, and `logits` are one column, 0, or NaN where hidden states are.
+    spare: tuple[str, ...] = ()  # prefixes of names of tensors in its files that are not read
+    # False for models that only pool: `logits` are one column, 0, or NaN where hidden states are.
     samples: bool = True
 
     def forward(

@@ -1,4 +1,4 @@
-"""How one of several implementations of an operation is chosen, in the open."""
+"""Chooses one of several implementations of an operation, and records why others refused."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -9,19 +9,19 @@ class Operation(NamedTuple):
 
     name: str
     run: Callable[..., Any]
-    # (what `run` takes) -> why it does not serve that, in words; None where it does.
+    # (arguments of `run`) -> why it does not serve them, as text; None if it does.
     refuses: Callable[..., str | None] = lambda *args: None
 
 
 class Chosen(NamedTuple):
-    """What runs an operation, and why nothing before it does."""
+    """The implementation that runs an operation, and why those before it refused."""
 
     operation: str
     name: str
-    refused: dict[str, str]  # implementations that were asked first, and what each said
+    refused: dict[str, str]  # reasons of the candidates before it, by name
 
 
-Note = Callable[[Chosen], None]  # is told of each choice, while a program is traced
+Note = Callable[[Chosen], None]  # called with each choice while a program is traced
 
 
 def run_first(operation: str, candidates: Iterable[Operation], *args: Any, note: Note) -> Any:
@@ -37,4 +37,4 @@ def run_first(operation: str, candidates: Iterable[Operation], *args: Any, note:
 
 
 def unnoted(chosen: Chosen) -> None:
-    """Takes no note."""
+    """Ignores a choice."""

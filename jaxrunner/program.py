@@ -1,4 +1,4 @@
-"""The static half of an engine, and the shapes of everything that follows from it."""
+"""The static half of an engine: what is compiled in, padded sizes, and the device state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -34,9 +34,9 @@ from jaxrunner.types import Array, Inputs, Requests, State
 MAX_TARGETS = 256  # prompt tokens that one launch scores
 MAX_STOP_IDS = 144  # of a request: its own, and the model's EOS
 FEW_STOP_IDS = 16  # of a request whose admission is not wide
-# Lists of ids that few requests have: an admission may leave them out, or have few stop ids.
+# Axes of lists of ids that few requests have: an admission that is not wide leaves them out.
 WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
-# Fields of `EngineConfig` that choose which programs there are and when they run, not what they do.
+# Fields of `EngineConfig` that choose programs and when they run, and are not compiled in.
 HOST_ONLY = (
     "token_buckets", "decode_buckets", "growth", "num_decode_steps", "async_depth", "policy",
     "enable_prefix_caching", "long_prefill_token_threshold", "seed", "max_cpu_loras",
@@ -46,36 +46,36 @@ HOST_ONLY = (
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled into every program of an engine."""
+    """The static arguments of all programs of an engine."""
 
     model: Model
     config: ModelConfig
     engine: EngineConfig
-    ops: MakeOps  # what layers run on a batch
+    ops: MakeOps  # makes the operations of layers for a batch
     rules: tuple[Rule, ...] = ()
     num_drafts: int = 0  # K of a step, at most
-    sample: Callable[..., Any] | None = None  # draws by the usual rules; None for plain JAX
-    lora: tuple[Product, ...] = ()  # what adapters may change
-    saved: tuple[tuple[str, str], ...] = ()  # fields that they may have instead, and the modules
-    saved_layers: tuple[LayerWeight, ...] = ()  # behind a pooling
+    sample: Callable[..., Any] | None = None  # kernel for rules of every draw; None for plain JAX
+    lora: tuple[Product, ...] = ()  # products that adapters may change
+    saved: tuple[tuple[str, str], ...] = ()  # fields that adapters may replace, and their modules
+    saved_layers: tuple[LayerWeight, ...] = ()  # layers behind a pooling that they may replace
 
     @property
     def extra_args(self) -> list[str]:
-        """What slot tables read of a request's `extra_args`."""
+        """The names that slot tables read in `SamplingParams.extra_args`."""
         return [name for table in self.tables for name in table.extra_args]
 
     @functools.cached_property
     def traced(self) -> "Program":
-        """What programs are traced with: `HOST_ONLY` fields are as by default.
+        """The program that is traced: `HOST_ONLY` fields have their defaults.
 
-        Engines that differ in nothing else share executables.
+        So engines that differ only in these share executables.
         """
         default = {f.name: f.default for f in fields(EngineConfig) if f.name in HOST_ONLY}
         return replace(self, engine=replace(self.engine, **default))
 
     @functools.cached_property
     def tables(self) -> list[SlotTable]:
-        """What the state knows of each request beside its tokens: of rules, and of the model."""
+        """The slot tables of the state: of rules, the model, its speculator and its heads."""
         speculator = self.model.speculator
         drafts = () if speculator is None else speculator.tables
         kept = (head.table for head in self.model.heads if head.table is not None)
@@ -83,30 +83,30 @@ class Program:
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices it runs on; None for one."""
+        """The mesh that it runs on; None for one device."""
         return mesh_of(self.config)
 
     @property
     def num_ranks(self) -> int:
-        """Data ranks, each with slots and KV blocks of the engine's sizes; 1 where there are none.
+        """Data ranks, each with slots and KV blocks of the engine's sizes; 1 without data ranks.
 
-        All sizes of a program are those of one; arrays of them all lie one behind another.
+        Sizes of a program are those of one rank; arrays of all ranks are joined along an axis.
         """
         return num_ranks(self.mesh)
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes run it, each on its own devices of the mesh, or its stages."""
+        """Whether several processes run it, each on its own devices or stages."""
         return is_spread(self.config) or (self.mesh is not None and self.mesh.is_multi_process)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens whose logits each device draws from."""
+        """The part of the vocabulary whose logits each device samples from."""
         speculator, mesh = self.model.speculator, self.mesh
         if mesh is None or self.model.own_logits is None:
             return WHOLE
         reads_all = any(not rule.on_shards for rule in self.rules)
-        # They compare whole distributions; the others sample at each position.
+        # These compare whole distributions; the others only sample at each position.
         reads_all |= speculator is not None and speculator.rejection in ("standard", "block")
         return WHOLE if reads_all else Vocabulary(mesh.shape[TENSOR])
 
@@ -115,9 +115,9 @@ class Program:
         return embed_tokens(self.model, self.config, params, inputs)
 
     def logits(self, params: Any, hidden: Array, place: Array | None = None) -> Array:
-        """Returns the logits that a device draws from, [..., V], or those of its own tokens.
+        """Returns logits, [..., V] or a device's part of V, of hidden, [..., E].
 
-        place: [...], of each row's adapter where adapters may have heads, as `params` do.
+        place: [...], places of the rows' adapters, where `params` hold heads of adapters.
         """
         model = self.model
         of = model.logits if self.vocabulary.is_whole else model.own_logits
@@ -129,12 +129,12 @@ class Program:
 
     @functools.cached_property
     def stages(self) -> tuple["Program", ...]:
-        """The programs of a pipeline's stages in this process; none where it is no pipeline."""
+        """The programs of a pipeline's stages in this process; () without a pipeline."""
         return tuple(replace(self, config=config) for config in stages_of(self.config))
 
     @functools.cached_property  # asked for in every step
     def num_launches(self) -> int:
-        """Launches before the oldest is read: `async_depth` of each stage."""
+        """The most launches in flight: `async_depth` for each stage."""
         return self.engine.async_depth * num_stages(self.config)
 
     @property
@@ -173,8 +173,8 @@ def engine_groups(config: ModelConfig, engine: EngineConfig) -> tuple[CacheGroup
 
 
 def pool_sizes(config: ModelConfig, engine: EngineConfig) -> PoolSizes:
-    """Returns what an engine has room for; a block holds `block_size` tokens on each device that
-    tokens are dealt out to."""
+    """Returns the sizes of block pools. A block has `block_size` tokens on each device of a group
+    that shares out tokens."""
     e, parts = engine, interleave_of(config).parts
     tokens = e.max_model_len, e.max_num_seqs, e.max_num_batched_tokens
     return PoolSizes(
@@ -189,24 +189,24 @@ class Bucket(NamedTuple):
     num_tokens: int  # T
     num_rows: int  # B
     query_len: int = 0  # tokens of every row, 0 if rows differ
-    num_drafts: int = 0  # K, that each row may verify and is proposed
+    num_drafts: int = 0  # K: most drafts that a row verifies, and that are proposed for it
     lora: bool = False  # whether a request has an adapter
 
 
 class SampleSize(NamedTuple):
-    """The padded size of a draw, and what is compiled into it."""
+    """The padded size of sampling, and what is compiled into it."""
 
     num_rows: int  # B
-    all_rules: bool = False  # whether the rules that few requests want are there
+    all_rules: bool = False  # whether the rules that few requests have are compiled in
     num_logprobs: int = 0  # C, 0 for no logprobs
-    num_drafts: int = 0  # K, that each row may verify
+    num_drafts: int = 0  # K: most drafts that a row verifies
 
 
 class MultiStepBucket(NamedTuple):
     """The padded size of several decode steps in one launch."""
 
     num_steps: int
-    sample: SampleSize  # the draw of each step
+    sample: SampleSize  # of each step
     lora: bool = False  # whether a request has an adapter
 
     @property
@@ -227,7 +227,7 @@ class MultiStepBucket(NamedTuple):
 
 
 class PromptLogprobsSize(NamedTuple):
-    """The padded size of a launch that scores prompt tokens."""
+    """The padded size of a launch that computes logprobs of prompt tokens."""
 
     num_tokens: int  # T
     num_targets: int  # U
@@ -240,7 +240,7 @@ class AdmitSize(NamedTuple):
 
     num_rows: int  # A
     num_writes: int  # W
-    wide: bool = False  # whether it holds the `WIDE` lists, and many stop ids
+    wide: bool = False  # whether it has room for the `WIDE` lists and many stop ids
 
 
 class CopySize(NamedTuple):
@@ -262,7 +262,7 @@ def make_state(program: Program) -> Any:
 def _state_of(program: Program) -> State:
     if program.mesh is None:
         return _zeros(program)
-    # Made where it is to lie: else JAX makes each shard on its first device, which may be full.
+    # Created sharded: else JAX makes all shards on its first device, which may be full.
     where = jax.tree.map(lambda x: x.sharding, of_all_ranks(program))
     return jax.jit(_zeros, static_argnums=0, out_shardings=where)(program)
 
@@ -281,7 +281,7 @@ def of_all_ranks(program: Program) -> State:
 def abstract_state(program: Program) -> State:
     """Returns the shapes and dtypes of an engine's state, and on a mesh where each array lies.
 
-    Of data ranks it is one's; `ranked` tells those of all.
+    With data ranks it is the state of one; `ranked` returns that of all.
     """
     dims, groups, mesh = program.dims, program.cache_groups, program.mesh
     of_layer = [groups[g] for g in program.layer_groups]

@@ -36,14 +36,14 @@ def each(axis: str) -> Any:
 def nested(*, when: str = "", **given: str | int) -> Any:
     """Declares a pytree whose class leaves axes or flags open: `nested(outputs="K P D", bias="b")`.
 
-    given: what each of its axes and flags is called here, where a flag that is not named is off;
-    or numbers, its static fields. With `when`, the field is None unless that flag is true.
+    given: names here of its open axes and flags, where flags without a name are off; or numbers,
+    the values of its static fields. With `when`, the field is None unless that flag is true.
     """
     return dataclasses.field(metadata=dict(given=given, when=when))
 
 
 def part(name: str) -> Any:
-    """Declares a pytree of a class that `dims[name]` tells: (class, dims beside those there)."""
+    """Declares a pytree whose class is in the dims: `dims[name]` is (class, further dims)."""
     return dataclasses.field(metadata=dict(part=name))
 
 
@@ -66,7 +66,7 @@ def pytree(cls: type[T]) -> type[T]:
 
 
 def host_value(cls: type[T], **leaves: Any) -> T:
-    """Returns a `cls` of other leaves than device arrays: numpy's, or what stands for them."""
+    """Returns a `cls` whose leaves are no device arrays: numpy arrays, or placeholders."""
     return cls(**leaves)
 
 
@@ -80,11 +80,11 @@ def build(
 ) -> Any:
     """Builds a `cls` by calling `make(axes, shape, dtype)` for each array field.
 
-    given: what is left open in `cls`, as `nested` has it. path: names of fields, and indices, down
-    to it. The size of an axis of `each` is a count, or the dims of each of its parts, of which
-    "class" is the part's own; that of "F/2" is half of F. `dims["kinds"]`, where it is there, maps
-    classes to those that are built in their place, or to functions (path, given, dims) that return
-    such a class, and its given and dims.
+    given: open axes and flags of `cls`, as in `nested`. path: field names and indices down to it.
+    In the dims an axis of `each` is a count, or a list with further dims of each part, where
+    "class" is the part's own class. The size of axis "F/2" is half of F. An optional
+    `dims["kinds"]` maps classes to the classes that are built in their place, or to functions
+    (path, given, dims) that return such a class with its given and dims.
     """
     cls, given, dims = _stand_in(cls, dims, given, path)
     names = given or {}
@@ -128,7 +128,7 @@ def build(
 
 
 def _stand_in(cls: Any, dims: Dims, given: Given, path: tuple[str, ...]) -> tuple[Any, Given, Dims]:
-    """Returns what is built in the place of a class, with what is given for it and its dims."""
+    """Returns the class that is built in the place of `cls`, with its given and dims."""
     kind = dims.get("kinds", {}).get(cls, cls)
     return (kind, given, dims) if isinstance(kind, type) else kind(".".join(path), given, dims)
 
@@ -150,22 +150,22 @@ def zeros(cls: type[T], dims: Dims) -> T:
 
 
 def delete(tree: Any) -> None:
-    """Gives the device memory of a tree's arrays back at once, whoever still holds them."""
+    """Frees the device memory of a tree's arrays at once, even if they are still referenced."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             leaf.delete()
 
 
 def is_alive(tree: Any) -> bool:
-    """Whether no array was given away to a program that failed, nor came from one. Waits."""
+    """Whether no array was donated to a failed program, or is its output. Waits for the arrays."""
     try:
         return not any(x.is_deleted() for x in jax.tree.leaves(jax.block_until_ready(tree)))
-    except Exception:  # whatever a device makes JAX raise
+    except Exception:  # any error of a device
         return False
 
 
 def check(tree: Any, dims: Dims) -> None:
-    """Checks that `tree` is what its class declares.
+    """Checks that `tree` has the shapes and dtypes that its class declares.
 
     Raises:
       ValueError: a field has another shape or dtype; names the field.

@@ -1,7 +1,7 @@
 """How sampling rules are written and run.
 
-A rule is a class of per-slot parameters, a function that reads one request's parameters on the
-host, and a function that reshapes the logits of one token on the device.
+A rule is a pytree class of per-slot parameters, a function that reads one request's parameters on
+the host, and a function that changes the logits of one token on the device.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class NoParams:
 
 
 class Context(NamedTuple):
-    """What a rule may know of the token that is about to be sampled.
+    """What a rule may read about the token that is about to be sampled.
 
     The tokens before it, drafts included, are `request.token_ids[:position]`.
     """
@@ -35,22 +35,22 @@ class Context(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One sampling rule. It leaves the logits of a row that does not ask for it bit for bit."""
+    """One sampling rule. It keeps the logits of a row that does not use it, bit for bit."""
 
     name: str  # of its slot table
     params: type  # a pytree with one row a slot, zeros where there is no request
     # (params, seed) -> the row of one request. `params.extra_args` are pairs: `dict` of them.
     row: Callable[[SamplingParams, int], Any]
     apply: Callable[[Array, Any, Context], Array]  # (logits [V], row, context) -> logits [V]
-    # (row, context) -> whether the row asks for it; the rule is skipped where none does.
+    # (row, context) -> whether the row uses the rule; where no row does, it is skipped.
     is_active: Callable[[Any, Context], Array] | None = None
-    # Whether a request ever asks for it; None for what belongs to every draw. Where no request of
-    # a step wants any of these rules, they are not in its program.
+    # Whether a request uses the rule; None for rules of every draw. The program of a step whose
+    # requests use none of the other rules leaves those out.
     is_requested: Callable[[SamplingParams], bool] | None = None
-    truncates: bool = False  # whether it only takes tokens away, after the temperature
+    truncates: bool = False  # whether it only drops tokens, and runs after the temperature
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
-    # Whether logits may be those of a part of the tokens, `context.vocabulary`. Where a rule of an
-    # engine on several devices wants them all, each device samples from all.
+    # Whether `apply` can work on one device's part of the vocabulary, `context.vocabulary`. If any
+    # rule of an engine cannot, logits are gathered and every device samples from all tokens.
     on_shards: bool = False
 
     @property
@@ -84,7 +84,7 @@ def rows_of(table: Any, slot: Array) -> Any:
 
 
 def run(rule: Rule, logits: Array, table: Any, batch: Batched) -> Array:
-    """Runs a rule on logits, [N, V]; costs nothing where no row asks for it."""
+    """Runs a rule on logits, [N, V]; skipped on the device where no row uses it."""
     is_active = rule.is_active
 
     def apply(logits: Array) -> Array:

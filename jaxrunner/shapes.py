@@ -28,7 +28,7 @@ from jaxrunner.types import Admission, Copies, Logprobs, Plan, StepOutput
 
 @functools.lru_cache(maxsize=1024)  # asked for in every step
 def plan_spec(program: Program, size: Bucket | MultiStepBucket) -> Plan:
-    """Returns the abstract plan of a size; its W holds any blocks that its tokens can need."""
+    """Returns the abstract plan of a size; W is the most blocks that its tokens can need."""
     T, B = size.num_tokens, size.num_rows
     dims = program.dims
     pairs = zip(dims["G"], program.cache_groups, strict=True)
@@ -77,7 +77,7 @@ def logprob_widths(vocab_size: int) -> tuple[int, ...]:
 def prompt_logprobs_size(
     num_tokens: int, num_logprobs: int, *, lora: bool = False
 ) -> PromptLogprobsSize:
-    """Returns the size of the launches that score prompt tokens of a step of T."""
+    """Returns the size of launches that compute prompt logprobs of a step with T tokens."""
     return PromptLogprobsSize(num_tokens, min(MAX_TARGETS, num_tokens), num_logprobs, lora)
 
 
@@ -85,9 +85,9 @@ def prompt_logprobs_size(
 def output_spec(
     program: Program, size: SampleSize, num_steps: int = 1, num_tokens: int = 0
 ) -> StepOutput:
-    """Returns the abstract output of a step that draws so, or of several in one launch.
+    """Returns the abstract output of a step with this sampling, or of several in one launch.
 
-    num_tokens: T, of which heads tell what is of each token.
+    num_tokens: T, for heads that return an array for each token.
     """
     B, C, J = size.num_rows, size.num_logprobs, num_steps * (1 + size.num_drafts)
     dims = program.dims | dict(B=B, J=J, N=B * J, C=C, Z=int(C > 0))
@@ -96,7 +96,7 @@ def output_spec(
 
 
 def logits_spec(program: Program, num_rows: int, num_each: int) -> jax.ShapeDtypeStruct:
-    """Returns the abstract logits of a step, [B, J, V], and on a mesh how they are cut."""
+    """Returns the abstract logits of a step, [B, J, V], with their sharding on a mesh."""
     shape = num_rows, num_each, program.dims["V"]
     at = None
     if program.mesh is not None and not program.vocabulary.is_whole:
@@ -119,7 +119,7 @@ def heads_spec(
 
 @functools.lru_cache(maxsize=256)
 def prompt_logprobs_spec(program: Program, size: PromptLogprobsSize) -> tuple[Any, ...]:
-    """Returns the abstract output of a launch that scores: slots, positions, logprobs."""
+    """Returns the abstract output of prompt logprobs: slots, positions, logprobs."""
     U, C = size.num_targets, size.num_logprobs
     one = jax.ShapeDtypeStruct((U,), jnp.int32)
     return one, one, pytree.abstract(Logprobs, program.dims | dict(N=U, C=C))

@@ -1,6 +1,6 @@
-"""One engine step, as pure functions of the state.
+"""One engine step on the device, as pure functions of the state.
 
-`step` is the whole engine on the device; read it first.
+`step` calls all others in their order; read it first.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ from jaxrunner.types import (
 def step(
     params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket, size: SampleSize
 ) -> tuple[State, StepOutput]:
-    """Computes `plan`; each request that is due a token draws it as it asks. Donates `state`."""
+    """Computes the tokens of `plan`, and samples where a request's next is due. Donates `state`."""
     state, batch, rows, hidden, extras = forward(
         params, state, plan, program=program, bucket=bucket
     )
@@ -51,9 +51,9 @@ def step(
 
 
 def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: Bucket):
-    """Runs the model on the planned tokens.
+    """Runs the model on the planned tokens, up to the final norm.
 
-    Returns the state, batch, rows, hidden, [T, E], and the extras that the speculator reads.
+    Returns the state, the batch, its rows, hidden states, [T, E], and extras of the speculator.
     """
     requests = replace(state.requests, blocks=put_blocks(state.requests.blocks, plan.blocks))
     pools = [(group.num_blocks, group.block_size) for group in program.cache_groups]
@@ -65,7 +65,7 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
     ops = program.ops(replace(batch, inputs=inputs))
     extras = () if model.speculator is None else model.speculator.extras
     every = tuple(dict.fromkeys((*extras, *(name for t in written for name in t.extras))))
-    asked = dict(extras=every) if every else {}  # a model need not have extras that nobody reads
+    asked = dict(extras=every) if every else {}  # a model without extras has no such parameter
     x, params = program.embed(params, inputs), weights_of(params)
     hidden, kv, found = model.layers(config, params, x, state.kv, inputs, ops, **asked)
     tables = state.tables | observed(written, state.tables, found, batch)
@@ -76,7 +76,7 @@ def forward(params: Any, state: State, plan: Plan, *, program: Program, bucket: 
 def compute_logits(
     params: Any, state: State, hidden: Array, batch: Batch, program: Program
 ) -> Array:
-    """Returns the logits at `batch.logits_indices`, [B, J, V], in the dtype of `hidden`."""
+    """Returns logits, [B, J, V], at `batch.logits_indices` of hidden, [T, E], in its dtype."""
     at = batch.logits_indices
     place = places_of_rows(params, state, batch.slot, at)
     return program.logits(params, take(hidden, at), place)
@@ -86,20 +86,20 @@ def run_heads(
     params: Any, state: State, hidden: Array, batch: Batch, rows: SamplingMetadata,
     *, program: Program,
 ) -> tuple[State, dict[str, Array]]:  # fmt: skip
-    """Returns the state, and what the heads make of hidden, [T, E]: [B, ...] or [T, ...] each."""
-    told, tables = {}, dict(state.tables)
+    """Returns the state, and each head's output of hidden, [T, E]: [B, ...] or [T, ...]."""
+    outputs, tables = {}, dict(state.tables)
     for head in program.model.heads:
         slot = batch.slot if head.axes.startswith("T") else rows.slot
         place = places_of_rows(params, state, slot)
         run = functools.partial(head.run, program.config)
         if head.table is None:
-            told[head.name] = run_head(run, params, (hidden, batch), place)
+            outputs[head.name] = run_head(run, params, (hidden, batch), place)
             continue
         table = tables[head.table.name]
         given = hidden, batch, rows_of(table, rows.slot)
-        told[head.name], kept = run_head(run, params, given, place)
+        outputs[head.name], kept = run_head(run, params, given, place)
         tables[head.table.name] = put_rows(table, rows.slot, kept)
-    return replace(state, tables=tables), told
+    return replace(state, tables=tables), outputs
 
 
 @jax.named_scope("draw")
@@ -112,7 +112,10 @@ def draw(
     program: Program,
     size: SampleSize,
 ) -> SamplerOutput:
-    """Samples each position with logits, [B, J], as its request asks."""
+    """Samples a token at each position of logits, [B, J, V], by its request's parameters.
+
+    mask: bits of the tokens that grammars allow, [B, J, ceil(V / 32)]; None without grammars.
+    """
     B, J, V = logits.shape
     flat = Batched(
         slot=jnp.repeat(rows.slot, J),
@@ -135,10 +138,10 @@ def finish(
     state: State, rows: SamplingMetadata, drawn: SamplerOutput, heads: dict[str, Array],
     *, program: Program,
 ) -> tuple[State, StepOutput]:  # fmt: skip
-    """Writes what was drawn, [B, J], into the requests.
+    """Writes the sampled tokens, [B, J], into the requests.
 
-    A step gives the tokens before the first that means nothing; the next one says whether that
-    fails, as it would without drafts.
+    A row gains the tokens before its first failed position, behind which drafts may be wrong. If
+    the position still fails as the first of the next step, the request fails, as without drafts.
     """
     J, failed = drawn.token_ids.shape[1], drawn.not_finite | drawn.no_choice
     most = jnp.where(failed.any(1), jnp.maximum(jnp.argmax(failed, 1), 1), J)
@@ -172,7 +175,7 @@ def propose(
     program: Program,
     num_drafts: int,
 ) -> tuple[State, Array | None]:
-    """Writes drafts, [B, K], for the next step behind the tokens; None without a speculator."""
+    """Writes drafts for the next step behind the tokens. Returns the state and drafts, [B, K]."""
     if (speculator := program.model.speculator) is None:
         return state, None
     coupled = functools.partial(draw_coupled, state, rows.slot, program=program)
@@ -200,8 +203,8 @@ def prepare_inputs(
 ) -> tuple[Batch, SamplingMetadata]:
     """Lays the scheduled tokens of all requests side by side, padded to the bucket.
 
-    A request that has ended computes nothing, whatever the plan says. pools: (N, S) of
-    each cache group.
+    pools: (N, S) of each cache group. A request that ended on the device computes nothing: the
+    host plans ahead, and may not know that it ended.
     """
     T, B = bucket.num_tokens, bucket.num_rows
     num_tokens = jnp.where(take(requests.done, plan.slot), 0, plan.num_tokens)
@@ -251,14 +254,13 @@ def advance(
     requests: Requests, rows: SamplingMetadata, sampled: Array, accepted: Array | None = None,
     most: Array | None = None,
 ) -> tuple[Requests, Array, Array, Array]:  # fmt: skip
-    """Accepts the drafts that were sampled too, and writes the result into the requests.
+    """Accepts drafts, and writes the sampled tokens, [B, J], into the requests.
 
-    accepted: how many of each row do, [B], where another rule says it.
-    most: how many of the row's tokens mean something, [B], 1 at least; all where None.
+    accepted: how many drafts of each row are accepted, [B]. Where None, a draft is accepted if the
+        model sampled the same token at its position: tokens then equal those without drafts.
+    most: the most tokens that each row may gain, [B], at least 1; None for no limit.
 
-    A draft stands if the target sampled the same token at its position, so the output is token
-    for token what it would be without drafts. Returns the requests, and of each row how many
-    tokens it gained, how many drafts stood, and whether it ended.
+    Returns the requests and, [B] each: tokens gained, drafts accepted, whether the request ended.
     """
     J = sampled.shape[1]
     j = jnp.arange(J)[None]
@@ -266,8 +268,8 @@ def advance(
     at = rows.next_pos[:, None] + j
     if accepted is None:
         drafted = take(requests.token_ids, (rows.slot[:, None], at))
-        stands = (drafted == sampled) & (j < rows.num_drafts[:, None])
-        accepted = jnp.cumprod(stands, axis=1).sum(1)
+        is_equal = (drafted == sampled) & (j < rows.num_drafts[:, None])
+        accepted = jnp.cumprod(is_equal, axis=1).sum(1)
     if most is not None:
         accepted = jnp.minimum(accepted, most - 1)
     stops = jnp.any(sampled[:, :, None] == of_row(requests.stop_ids)[:, None], axis=2)
@@ -282,7 +284,7 @@ def advance(
     finished = rows.samples & (hit | (num >= room))
     columns = jnp.where(j < num[:, None], at, requests.token_ids.shape[1])
     computed = jnp.where(rows.samples, total - 1, rows.seq_lens)
-    # A row that computed nothing keeps what it has.
+    # A row that computed nothing is left as it is: its slot becomes padding.
     slot = jnp.where(rows.seq_lens > 0, rows.slot, requests.total_len.shape[0])
     requests = replace(
         requests,

@@ -1,9 +1,10 @@
-"""The data of one engine, and the letters its shapes are written in.
+"""The pytrees on the device, and the letters of their shapes. Arrays without a dtype are int32.
 
 Batch    T tokens, padded    B requests, padded    J logits of a request (1 + drafts)
-Engine   R request slots     L most tokens of a request    X stop ids    W writes of an update
+Engine   R request slots     L most tokens of a request    X stop ids
 Cache    G groups of layers  N KV blocks    S tokens in a block    M most blocks of a request
-Logprobs N tokens, drawn or of prompts    C columns (of an update, copies)    Z 1 if wanted, else 0
+Logprobs N tokens, sampled or of prompts    C columns    Z 1 if wanted, else 0
+Updates  A admitted requests    C copied blocks    W writes
 Model    Y layers  H query heads  K KV heads  P heads packed for one KV head (H / K + 2)
          D head dim  E embed  F MLP  V vocab
          experts, expert_units, shared_units of mixtures
@@ -25,7 +26,7 @@ Array = jax.Array
 
 @pytree
 class Requests:
-    """What each slot knows of its request. Outlives the step."""
+    """The request in each slot. Lives on the device from step to step."""
 
     token_ids: Array = leaf("R L")  # prompt, output, then unverified drafts
     total_len: Array = leaf("R")  # prompt and output tokens
@@ -35,7 +36,7 @@ class Requests:
     max_len: Array = leaf("R")  # `total_len` at which the request ends
     # Position of the first prompt token whose logprob is wanted.
     prompt_logprobs_start: Array = leaf("R")
-    # Tokens that end it, and ~token for those that are banned below `min_len` alone; V is none.
+    # Tokens that end the request; ~token for one that is only banned below `min_len`; V is padding.
     stop_ids: Array = leaf("R X")
     done: Array = leaf("R", jnp.bool)  # ended on the device; the host may not know it yet
     blocks: tuple[Array, ...] = leaf("R M", each="G")  # the KV block of each run of S tokens
@@ -43,10 +44,7 @@ class Requests:
 
 @pytree
 class LayerCache:
-    """Paged keys and values of one layer.
-
-    Those of 8 bits are multiples of a scale, one for each token and head.
-    """
+    """Paged keys and values of one layer. Those of 8 bits have a scale for each token and head."""
 
     k: Array = leaf("N K S D", "kv")
     v: Array = leaf("N K S D", "kv")
@@ -56,11 +54,11 @@ class LayerCache:
 
 @pytree
 class State:
-    """All that lives on the device between steps. Donated to every step."""
+    """What lives on the device from step to step. Donated to every step."""
 
     requests: Requests
     kv: tuple[LayerCache, ...] = each("Y")
-    # Parameters of each slot, as a `SlotTable` declares them.
+    # By the name of their `SlotTable`: rows of each slot, [R, ...].
     tables: dict[str, Any] = by_name(default_factory=dict)
 
 
@@ -92,7 +90,7 @@ class Copies:
 
 @pytree
 class Admission:
-    """Requests that enter the table before a step. `tokens` may follow in several admissions."""
+    """Requests that enter slots before a step. Long `tokens` take several admissions."""
 
     slot: Array = leaf("A")
     total_len: Array = leaf("A")
@@ -108,17 +106,17 @@ class Admission:
 
 @pytree
 class Inputs:
-    """What a model reads of each token."""
+    """What a model reads for each token of a step."""
 
     token_ids: Array = leaf("T")
     positions: Array = leaf("T")
-    rope_len: Array = leaf("T")  # sequence length that length-dependent rotary scaling sees
-    tables: dict[str, Any] = by_name(default_factory=dict)  # rows of the model's, [T, ...]
+    rope_len: Array = leaf("T")  # sequence length that length-dependent rotary scaling uses
+    tables: dict[str, Any] = by_name(default_factory=dict)  # rows of the model's tables, [T, ...]
 
 
 @pytree
 class Batch:
-    """One step laid out by token, derived on the device."""
+    """A step laid out by token; `prepare_inputs` computes it from the plan."""
 
     inputs: Inputs
     row: Array = leaf("T")  # the token's row in the batch, B for padding
@@ -133,20 +131,20 @@ class Batch:
 
 @pytree
 class SamplingMetadata:
-    """What each row of a step is due: all that sampling knows of a plan."""
+    """What sampling knows of each row of a step."""
 
     slot: Array = leaf("B")
     seq_lens: Array = leaf("B")  # 0 where the row computed nothing
-    samples: Array = leaf("B", jnp.bool)  # whether the request is due a token
+    samples: Array = leaf("B", jnp.bool)  # whether a token is sampled; not within a prompt
     next_pos: Array = leaf("B")  # position of the first sampled token
     num_drafts: Array = leaf("B")  # tokens of the step that are drafts
 
 
 @pytree
 class Targets:
-    """Prompt tokens whose logprobs are wanted, first ones first."""
+    """Prompt tokens whose logprobs are wanted, moved to the front."""
 
-    source: Array = leaf("T")  # the token of the step before the target, T where there is none
+    source: Array = leaf("T")  # index in the step of the token before the target; T is padding
     token_ids: Array = leaf("T")
     positions: Array = leaf("T")
     slot: Array = leaf("T")
@@ -154,28 +152,28 @@ class Targets:
 
 @pytree
 class Logprobs:
-    """What is told of tokens, sampled or given, in natural logarithms."""
+    """Natural logarithms of the probability of N tokens, sampled ones or a prompt's."""
 
     value: Array = leaf("N", jnp.float32)  # in the engine's `logprobs_mode`, as is `top_value`
-    rank: Array = leaf("N")  # tokens that are no less likely, itself included
+    rank: Array = leaf("N")  # how many tokens are at least as likely, itself included
     raw: Array = leaf("N", jnp.float32)  # under the softmax of the model's own logits
-    processed: Array = leaf("N", jnp.float32)  # under what it was sampled from
-    kept_mass: Array = leaf("N", jnp.float32)  # share that min-p, top-k and top-p left
-    top_ids: Array = leaf("N C")  # the likeliest ones, or those that a request names
+    processed: Array = leaf("N", jnp.float32)  # under the distribution that it was sampled from
+    kept_mass: Array = leaf("N", jnp.float32)  # probability that min-p, top-k and top-p kept
+    top_ids: Array = leaf("N C")  # the likeliest tokens, or `logprob_token_ids` of the request
     top_value: Array = leaf("N C", jnp.float32)
 
 
 @pytree
 class StepOutput:
-    """What the host reads back."""
+    """What the host reads of a step, downloaded as one vector."""
 
     token_ids: Array = leaf("B J")  # the first `num_sampled` are real
     num_sampled: Array = leaf("B")
     finished: Array = leaf("B", jnp.bool)
     not_finite: Array = leaf("B", jnp.bool)  # NaN or infinite logits: the tokens mean nothing
-    no_choice: Array = leaf("B", jnp.bool)  # rules left no token, so only the grammar counted
+    no_choice: Array = leaf("B", jnp.bool)  # rules left no token: sampled by the grammar alone
     logprobs: tuple[Logprobs, ...] = each("Z")  # one, or none
-    # Of the row, how many steps were to verify drafts, how many of these had any (a drafter may
-    # find none), the drafts of all, and how many steps accepted each draft.
+    # Of each row: steps that could verify drafts; steps that had any, as a lookup may find none;
+    # all their drafts; and for each of K positions the steps that accepted the draft there.
     drafts: Array | None = leaf("B 3+K", when="drafts")
     heads: dict[str, Array] = by_name(default_factory=dict)  # of the model's heads, [B, ...]

@@ -226,7 +226,7 @@ def test_nothing_remote_fills_states():
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "without prefixes": (
         dict(mamba_block_size=8, enable_prefix_caching=False),
-        "mamba_block_size=8 is of states that are kept for later requests: set enable_prefix",
+        "mamba_block_size=8 needs prefix caching: set enable_prefix",
     ),
     "multiples": (
         dict(mamba_block_size=6),
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "alone": (
         dict(num_state_checkpoints=2),
-        "num_state_checkpoints=2 is of an engine with mamba_block_size: set it too, or leave",
+        "num_state_checkpoints=2 needs mamba_block_size: set it too, or leave",
     ),
     "none": (dict(mamba_block_size=0), "mamba_block_size=0 is out of range"),
     "no number": (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxrunner import SamplingParams, StructuredOutputsParams
-from jaxrunner.engine.requested_prompts import read_asked
+from jaxrunner.engine.requested_prompts import read_requested
 from jaxrunner.loading import tensors
 from jaxrunner.pooling.pairs import read_pairs
 from tests.attack.values import HostileText
@@ -54,6 +54,6 @@ def test_sizes_of_an_engine_name_a_policy_that_is_none():
 
 def test_what_stands_beside_no_prompt_is_looked_at_too():
     one: Any = SamplingParams()
-    assert read_asked([], one, None) == []
+    assert read_requested([], one, None) == []
     with pytest.raises(TypeError, match=r"priority\[0\] must be an integer"):
-        read_asked([], one, "high")
+        read_requested([], one, "high")

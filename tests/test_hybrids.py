@@ -56,7 +56,7 @@ def test_routes_are_replayed_by_the_layers_that_have_experts(tmp_path):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prefixes": (
         dict(mamba_block_size=8),
-        "mamba_block_size=8 is of states that are kept for later requests: set enable_prefix",
+        "mamba_block_size=8 needs prefix caching: set enable_prefix",
     ),
     "kinds": (
         dict(hf_overrides=dict(layer_types=["conv", "mamba"])),

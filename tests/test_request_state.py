@@ -8,8 +8,7 @@ import tokenizers
 
 from jaxrunner import SamplingParams
 from jaxrunner.api.sampling_params import RequestOutputKind
-from jaxrunner.engine.completions import news
-from jaxrunner.engine.output_processor import RequestState
+from jaxrunner.engine.output_processor import RequestState, new_outputs
 from jaxrunner.pytree import host_value
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.stop import append_tokens
@@ -73,7 +72,7 @@ def test_a_stream_tells_the_logprobs_of_a_prompt_once(kind):
                 state.request = request
                 request.prompt_logprobs = [(np.array([1]), logprobs(1))]
             state.update(request, append_tokens(request, [2]))
-        seen += [output.prompt_logprobs for output in news(group)]
+        seen += [output.prompt_logprobs for output in new_outputs(group)]
     entries = group[0].prompt_logprobs()
     assert entries is not None and entries[0] is None and [*(entries[1] or {})] == [1, 4]
     again = entries if kind == RequestOutputKind.CUMULATIVE else []

@@ -7,7 +7,7 @@ from tests.support import tiny
 
 # What follows from model and sizes, belongs to a process, or is an owner itself.
 NOT_SAVED = dict(
-    engine="_alarm _drafts _gained _in_flight _unsampled balance config grammars model_config "
+    engine="_drafts _gained _in_flight _nan_error _unsampled balance config grammars model_config "
     "pools routes runner scheduler status waiting_since_s worker",
     scheduler="_most_drafts _most_tokens adaptive admission chunks max_model_len "
     "max_num_batched_tokens max_num_seqs num_drafts tables turns waiting",
@@ -18,7 +18,7 @@ NOT_SAVED = dict(
     chunks="_interval _most _sizes step_cost",
     worker="_checkpoint _device _engine_plan _host_params _places _runner _staged _unmerged "
     "lora_users status",
-    slots="_admission_layout _no_plan _program",
+    slots="_no_plan _packed _program",
     pool0="block_size enable_caching group null_block num_blocks",
 )
 

@@ -56,7 +56,7 @@ def test_methods_and_rejections_are_those_of_the_page():
     names = [spans(cell)[0] for cell, *_ in rows("Methods")]
     told = {ast.literal_eval(name) for name in names if name not in ("Speculator", "Drafter")}
     assert told == {*METHODS}
-    told = [ast.literal_eval(spans(cell)[0]) for cell, *_ in rows("Which drafts stand")[:4]]
+    told = [ast.literal_eval(spans(cell)[0]) for cell, *_ in rows("Which drafts are accepted")[:4]]
     assert tuple(told) == REJECTIONS
 
 

@@ -265,9 +265,9 @@ def test_a_file_cannot_shorten_or_pad_prompts(tmp_path):
     [
         ({"tokenizer.json": "{"}, "tokenizer.json is not a tokenizer .*: fetch it again"),
         ({"tokenizer.json": "{}"}, "tokenizer.json is not a tokenizer .*: fetch it again"),
-        ({"tokenizer_config.json": "{"}, r"config.json is not JSON \(.*\): fetch it again"),
-        ({"tokenizer_config.json": "[" * 10**5}, "tokenizer_config.json is not JSON"),
-        ({"special_tokens_map.json": "[]"}, "special_tokens_map.json must hold an object, got li"),
+        ({"tokenizer_config.json": "{"}, r"config.json must be JSON, got .*: fetch it again"),
+        ({"tokenizer_config.json": "[" * 10**5}, "tokenizer_config.json must be JSON"),
+        ({"special_tokens_map.json": "[]"}, "special_tokens_map.json must hold a JSON object, got"),
         ({"tokenizer_config.json": '{"eos_token": 3}'}, "eos_token must be a string or hold one"),
         ({"tokenizer_config.json": '{"eos_token": "</x>"}'}, "'</x>' is not in the vocabulary: co"),
         ({"tokenizer_config.json": '{"chat_template": 3}'}, "chat_template of tokenizer_config.j"),

@@ -1,4 +1,4 @@
-"""Checks what public functions are called with, as tables say, and hands it on. Knows no JAX."""
+"""Checks arguments of public functions against tables of bounds. Knows no JAX."""
 
 from collections.abc import Callable, Mapping
 import difflib
@@ -83,7 +83,7 @@ def checked(
 
 
 def check_same(name: str, key: str, value: Any, theirs: Elsewhere) -> None:
-    """Refuses a value of vLLM's argument that asks for what is not done here.
+    """Refuses a value of vLLM's argument that asks for behaviour that is not built in.
 
     Raises:
       ValueError: it does; says what to do instead.

@@ -74,7 +74,7 @@ def requests_html(outputs: Sequence["RequestOutput"]) -> str:
 
 
 def heat_map(completion: "CompletionOutput", decode: Decode | None = None) -> str:
-    """Returns a completion with each token coloured by its logprob; hovering tells more.
+    """Returns a completion with each token coloured by its logprob; hovering shows more.
 
     decode: a tokenizer's `decode`, for the tokens whose Logprob has no text.
     """

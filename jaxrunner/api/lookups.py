@@ -1,4 +1,4 @@
-"""The numbers of methods that look drafts up: their bounds, and vLLM's values where none are said.
+"""Settings of methods that look drafts up: bounds, and vLLM's defaults.
 
 Knows no JAX.
 """

@@ -18,7 +18,7 @@ INSTEAD: dict[str, str] = {
 
 
 class NotHere:
-    """Says of vLLM's methods that are not here what to do instead; `hasattr` says no."""
+    """Raises, for methods of vLLM that are not here, what to use instead; `hasattr` is False."""
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__

@@ -25,7 +25,7 @@ class CompletionOutput:
     raw_logprobs: np.ndarray | None = None  # under the model's own softmax
     processed_logprobs: np.ndarray | None = None  # under what it was sampled from, after all rules
     kept_mass: np.ndarray | None = None  # share that min-p, top-k, top-p left at its temperature
-    # Of each step that gave tokens, what the model's heads said, by their names.
+    # By head, its output in each step that gave tokens.
     heads: dict[str, list[np.ndarray]] | None = None
     # Of all tokens of prompt and output but the last, the experts of a mixture that computed them,
     # int16 [tokens, layers, k], -1 in layers without; with `enable_return_routed_experts`, told
@@ -146,7 +146,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _call(name: str, shown: dict[str, Any]) -> str:
-    """Returns the fields that say something, as a call would spell them."""
+    """Returns the fields that are set, as keyword arguments of a call."""
     return f"{name}({', '.join(f'{k}={v}' for k, v in shown.items() if v is not None)})"
 
 

@@ -51,11 +51,11 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None is what `max_model_len` leaves
+    max_tokens: int | None = 16  # None for as many as `max_model_len` leaves
     min_tokens: int = 0  # tokens before which no stop id is sampled and no stop string ends it
-    logprobs: int | None = None  # likeliest tokens told beside each sampled one; -1 is all
+    logprobs: int | None = None  # likeliest tokens listed beside each sampled one; -1 is all
     prompt_logprobs: int | None = None  # the same of the prompt
-    logprob_token_ids: Sequence[int] | None = None  # told in place of the likeliest
+    logprob_token_ids: Sequence[int] | None = None  # listed in place of the likeliest
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True

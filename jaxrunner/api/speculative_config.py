@@ -16,7 +16,7 @@ OF_A_MODEL = ("draft_model", "eagle", "eagle3")  # whose weights are a checkpoin
 REJECTIONS = ("exact", "standard", "block", "synthetic")
 AUTO = "auto"
 MAX_DRAFTS = 16
-AUTO_DRAFTS = 3  # the most with "auto", where nothing is said
+AUTO_DRAFTS = 3  # K with "auto", unless max_num_speculative_tokens is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class SpeculativeConfig:
     num_speculative_tokens: int | str | None = None
     max_num_speculative_tokens: int | None = None  # K with "auto"
     model: str | Path | None = None  # the checkpoint that drafts
-    # "greedy" drafts the likeliest token, "probabilistic" samples one with noise of its own.
-    # None is what most drafts stand with, if they have logits: "coupled" where verification is
-    # exact, with the noise that the target draws with; "probabilistic" where it weighs them.
+    # "greedy" drafts the likeliest token, "probabilistic" samples one with independent noise. None,
+    # for drafts with logits: with exact verification "coupled", which samples with the noise of the
+    # target's own draw; with "standard" and "block" "probabilistic".
     draft_sample_method: str | None = None
     rejection_sample_method: str = "exact"
     prompt_lookup_min: int | None = None  # tokens of the shortest n-gram that is looked up
@@ -49,7 +49,8 @@ class SpeculativeConfig:
     suffix_decoding_max_tree_depth: int | None = None  # tokens of a match and its drafts together
     suffix_decoding_max_cached_tokens: int | None = None  # of ended requests that are searched
     suffix_decoding_max_spec_factor: float | None = None  # drafts for each token of a match
-    suffix_decoding_min_token_prob: float | None = None  # share of matches that go on as a draft
+    # The least share of matches that must continue with a draft's token.
+    suffix_decoding_min_token_prob: float | None = None
     # Of K positions, the share of steps in which this draft and all before it are accepted.
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None  # tokens a step gives on average, 1 to K + 1
@@ -71,9 +72,9 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, given: Any) -> "SpeculativeConfig":
-        """Returns what the dict of a user says; one that is made stays as it is.
+        """Returns the config from a user's dict; a `SpeculativeConfig` is returned as it is.
 
-        Keys of vLLM that are not here are taken where they ask for what is done anyway.
+        Other keys of vLLM are accepted if they ask for built-in behaviour.
 
         Raises:
           TypeError: it is no dict; or as when one is made.
@@ -116,7 +117,7 @@ class SpeculativeConfig:
             return self.draft_sample_method
         if not (_has_weights(self.method) or self.method == "mtp"):
             return "greedy"  # there are no logits
-        # Only where a draft stands by being equal may it share the noise of what it is compared
+        # Only if drafts are accepted by equality may they share the noise of what they are compared
         # with: block verification looks at the noise of positions that are drawn again.
         of_logits = dict(exact="coupled", standard="probabilistic", block="probabilistic")
         return of_logits.get(self.rejection_sample_method, "greedy")

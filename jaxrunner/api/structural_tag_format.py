@@ -77,7 +77,7 @@ def check(given: Any, place: str, depth: int = 0) -> None:
 
 
 def _check_values(given: dict[str, Any], place: str) -> None:
-    """Checks what types do not say; raises as `check`."""
+    """Checks constraints beyond types; raises as `check`."""
     empty = [name for name in ("elements", "tags", "triggers", "end") if given.get(name) == []]
     if empty or given.get("pattern") == "":
         name = (empty or ["pattern"])[0]

@@ -1,4 +1,4 @@
-"""What a field may hold, as one table says, and how it is told when it does not. Knows no JAX."""
+"""Checks values against bounds, and names field, bound and value in errors. Knows no JAX."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -140,7 +140,7 @@ def elements(name: str, values: Any, wanted: str) -> Iterable[Any]:
 
 
 def _read(name: str, values: Iterable[Any]) -> Iterator[Any]:
-    """Yields elements of what may have no end, or fail as it is read."""
+    """Yields elements of an iterable that may be endless, or raise."""
     try:
         for i, value in enumerate(values):
             if i == MOST_READ:

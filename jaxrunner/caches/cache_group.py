@@ -32,7 +32,7 @@ class CacheKind(Protocol):
     """
 
     leaves: ClassVar[type]  # what one layer keeps: a pytree whose arrays begin with axis N
-    # Whether the first tokens of a block are of use to a request that goes on differently.
+    # Whether a block's first tokens can be copied for a request that continues differently.
     has_prefixes: ClassVar[bool]
 
     @property
@@ -100,12 +100,12 @@ def reads_whole(kinds: Iterable[CacheKind]) -> bool:
 
 
 def has_checkpoints(kinds: Iterable[CacheKind]) -> bool:
-    """Whether layers of one of these kinds go on from states that were kept, and from no others."""
+    """Whether a kind has recurrent states, whose prefixes end at checkpoints only."""
     return any(getattr(kind, "has_checkpoints", False) for kind in kinds)
 
 
 def rewinds(kind: CacheKind) -> bool:
-    """Whether a step can go on from any of the tokens that the one before has verified."""
+    """Whether a step can continue after any of the drafts that the step before verified."""
     return kind.has_prefixes or getattr(kind, "rewinds", False)
 
 

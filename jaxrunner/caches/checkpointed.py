@@ -47,6 +47,6 @@ class Checkpointed(abc.ABC):
     def longest_hit(
         self, block_size: int, is_cached: Callable[[int], bool], limit_tokens: int
     ) -> int:
-        """Returns the end of the last block that is there."""
+        """Returns the end of the last cached block."""
         blocks = reversed(range(limit_tokens // block_size))
         return next((i + 1 for i in blocks if is_cached(i)), 0) * block_size

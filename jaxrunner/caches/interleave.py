@@ -18,7 +18,7 @@ WHOLE = Interleave()  # one device has all tokens
 
 
 def interleave_of(config: Any) -> Interleave:
-    """Returns how a `ModelConfig` wants tokens dealt out: to one device where it does not say."""
+    """Returns how the devices of a `ModelConfig` share out tokens; by default one has all."""
     return getattr(config, "interleave", WHOLE)
 
 

@@ -1,4 +1,4 @@
-"""Which padded sizes steps run at."""
+"""Buckets: the padded sizes that step programs are compiled for, and the choice of one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,33 +7,33 @@ from jaxrunner.config import EngineConfig
 from jaxrunner.program import Bucket
 from jaxrunner.speculators.speculator import Speculator
 
-# Decode sizes on a GPU. For even traffic of up to 256 requests those from 8 on take 3% more than
-# the best six by the times of an H200, powers of two 10%; a request that is alone is common.
+# Decode sizes on a GPU. By the step times of an H200, if batches of up to 256 requests are equally
+# frequent, sizes from 8 on cost 3% more than the best six, powers of two 10% more. Size 1 is for
+# single requests, which are common.
 GPU_SIZES = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
-# On a CPU, where a step takes as long as its padded tokens and each program takes long to compile,
-# few sizes, and small ones. More requests at once than this share its cores for little gain.
+# On a CPU the time of a step grows with its padded tokens, and each program takes long to compile:
+# few sizes, and small ones. More than 8 requests at once share its cores for little gain.
 CPU_SIZES: dict[str, Any] = dict(
     max_num_seqs=8, max_num_batched_tokens=1024, decode_buckets=(1, 8, 64, 256),
     token_buckets=(32, 256, 1024, 4096),
 )  # fmt: skip
-# A first step of 32, 256 or 1,024 tokens of SmolLM2-135M's shape takes 160, 690 or 2,900 CPU ms:
-# about as long as if it had so many tokens more.
+# Fixed cost of a step, in tokens: a first step of 32, 256 or 1,024 tokens of SmolLM2-135M's shape
+# takes 160, 690 or 2,900 CPU ms.
 CPU_STEP_COST = 48
 
-
-# Tokens that an adaptive step verifies at most, drafts of each request being fewer where these are
-# many: behind 512 tokens a step of an 8B model takes an H200 as much longer as it has tokens more.
+# Most tokens of an adaptive step; with many requests each has fewer drafts. From 512 tokens on, the
+# time of a step of an 8B model on an H200 grows in proportion to its tokens.
 MOST_VERIFIED = 512
 
 
 def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> tuple[Bucket, ...]:
     """Returns the buckets of an engine, smallest first.
 
-    At each size a uniform one, as many tokens a row as it may verify and one, comes before the
-    ragged one. Every batch within `max_num_seqs` and `max_num_batched_tokens` fits one of them;
-    with adaptive drafts those that verify any fit the uniform ones alone, and these verify fewer
-    of each request where there are many. Steps with adapters have buckets of their own.
+    Rows of a uniform bucket have 1 + K tokens each, for K drafts; a ragged bucket has rows of any
+    length, and follows a uniform one of the same size. Every batch within `max_num_seqs` and
+    `max_num_batched_tokens` fits a bucket. With adaptive drafts only uniform buckets verify drafts,
+    fewer for each request in those of many rows. Steps with adapters have buckets of their own.
     """
     R, T = config.max_num_seqs, config.max_num_batched_tokens
     rows = config.decode_buckets or powers(1, R, config.growth)
@@ -63,15 +63,16 @@ def choose(
     lora: bool = False,
     others: Sequence[Sequence[int]] = (),
 ) -> Bucket:
-    """Returns the first bucket that holds rows of `counts` tokens; one not pending, if there is.
+    """Returns the first bucket that holds rows of `counts` tokens, preferably a compiled one.
 
-    others: counts of other data ranks, whose step is of the same size.
-
-    several: of several steps in one launch, which run at uniform sizes alone.
-    num_drafts: that each row is to be proposed, at least. lora: whether one has an adapter.
+    is_pending: whether a bucket's program is still being compiled.
+    several: whether the launch has several steps, which only uniform buckets run.
+    num_drafts: the least drafts that the step proposes for each row.
+    lora: whether a request of the step has an adapter.
+    others: counts of the other data ranks, which run in the same bucket.
 
     Raises:
-      ValueError: none does.
+      ValueError: no bucket holds them.
     """
     every = counts, *others
     tokens, rows, most = (

@@ -15,7 +15,7 @@ class Build:
 
     @property
     def executable(self) -> Any:
-        """Compiles, once."""
+        """The executable; compiles when first read, once."""
         with self._lock:
             if self._executable is None:
                 self._executable = self._lowered.compile(self._options)

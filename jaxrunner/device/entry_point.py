@@ -1,4 +1,4 @@
-"""What an entry point is: a device function that is compiled ahead of time, once for each size."""
+"""Entry points: device functions that are compiled ahead of time, once for each size."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,21 +16,21 @@ Sizes = Callable[[Program, Sequence[Bucket]], Iterable[Any]]
 
 
 class EntryPoint(NamedTuple):
-    """A device function and the sizes it is compiled for.
+    """A device function and the sizes that it is compiled for.
 
-    `function(*arguments, program=program, size=size)` returns the state first, where it does; the
-    size is hashable, a NamedTuple such as `Bucket`.
+    It is called as `function(*arguments, program=program, size=size)`, and returns the state first
+    if it returns one. Sizes are hashable NamedTuples such as `Bucket`.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: Callable[[Program, Any, Any], tuple[Any, ...]]  # (program, params, size): abstract
     output: Callable[[Program], Any]  # a tree with the structure of what it returns
-    sizes: Sizes = lambda program, buckets: ()  # those that usual requests need
-    rare_sizes: Sizes = lambda program, buckets: ()  # those of rare parameters, beside them
+    sizes: Sizes = lambda program, buckets: ()  # sizes for requests without rare parameters
+    rare_sizes: Sizes = lambda program, buckets: ()  # further sizes, for rare parameters
     donated: tuple[str, ...] = ("state",)  # names of parameters of `function`
     options: Callable[[Any], Options] = lambda size: ()  # by size
-    is_small: bool = False  # whether it is lowered, and run, in no time
+    is_small: bool = False  # whether it lowers and runs fast
     # (size) -> whether warm-up runs it once, on (params, state, a plan without requests).
     is_rehearsed: Callable[[Any], bool] = lambda size: False
 

@@ -46,7 +46,7 @@ from jaxrunner.types import Array, Batch, Plan, SamplingMetadata, State, Targets
 
 
 def step(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
-    """Runs a whole step of the usual requests. Returns the state and the packed `StepOutput`."""
+    """Runs a whole step without rare rules. Returns the state and the packed `StepOutput`."""
     plan = unpack(plan_spec(program, size), vector)
     usual = SampleSize(size.num_rows, num_drafts=size.num_drafts)
     state, output = device.step(params, state, plan, program=program, bucket=size, size=usual)
@@ -63,10 +63,10 @@ def multi_step(
 
 
 def forward(params: Any, state: State, vector: Array, *, program: Program, size: Bucket):
-    """Runs the first phase of a step: all but the sampling.
+    """Runs the first phase of a step: all but sampling.
 
-    Returns the state, the logits, [B, J, V], the rows, hidden, [T, E], prompt tokens to score, what
-    the heads say, and what `propose` takes of it; None where the model has no speculator.
+    Returns the state; logits, [B, J, V]; the rows; hidden states, [T, E]; the targets of prompt
+    logprobs; outputs of the heads; and (batch, extras) for `propose`, None without a speculator.
     """
     plan = unpack(plan_spec(program, size), vector)
     return forward_plan(params, state, plan, program=program, bucket=size)
@@ -80,7 +80,7 @@ def forward_plan(params: Any, state: State, plan: Plan, *, program: Program, buc
     logits = device.compute_logits(params, state, hidden, batch, program)
     targets = find_targets(state.requests, batch, rows)
     state, heads = device.run_heads(params, state, hidden, batch, rows, program=program)
-    # Sizes that are compiled in are no output.
+    # `query_len` is static, so it cannot be an output.
     kept = None if program.model.speculator is None else (replace(batch, query_len=0), extras)
     return state, logits, rows, hidden, targets, heads, kept
 
@@ -90,10 +90,10 @@ def sample(
     heads: dict[str, Array],
     *, program: Program, size: SampleSize,
 ) -> tuple[State, Array]:  # fmt: skip
-    """Runs the second phase. `state` is without its KV cache; mask is None where not `all_rules`.
+    """Runs the second phase, sampling. Returns the state and the packed `StepOutput`.
 
-    Returns the state and the packed `StepOutput`. mask: [B, J, ceil(V / 32)], a bit for each
-    token allowed.
+    state: without its KV caches.
+    mask: a bit for each token that grammars allow, [B, J, ceil(V / 32)]; None without `all_rules`.
     """
     drawn = device.draw(logits, state, rows, mask, program=program, size=size)
     state, output = device.finish(state, rows, drawn, heads, program=program)
@@ -104,7 +104,7 @@ def propose(
     params: Any, state: State, batch: Batch, rows: SamplingMetadata, hidden: Array,
     extras: dict[str, Array], *, program: Program, size: Bucket,
 ) -> tuple[State, Array | None]:  # fmt: skip
-    """Runs the third phase, of models with a speculator: drafts for the next step, [B, K]."""
+    """Runs the third phase, with a speculator: returns the state and drafts, [B, K]."""
     batch = replace(batch, query_len=size.query_len)
     drafting = functools.partial(device.propose, program=program, num_drafts=size.num_drafts)
     return drafting(params, state, batch, rows, hidden, extras)
@@ -114,7 +114,7 @@ def prompt_logprobs(
     params: Any, state: State, hidden: Array, targets: Targets, first: Array,
     *, program: Program, size: PromptLogprobsSize,
 ) -> Array:  # fmt: skip
-    """Describes the prompt tokens `first` to `first + U` of the targets.
+    """Computes logprobs of the prompt tokens `first` to `first + U` of the targets.
 
     Returns the packed slots, positions and `Logprobs`, [U] each.
     """
@@ -166,7 +166,10 @@ def propose_arguments(
     program: Program, params: Any, size: Bucket, *,
     phase: Callable[..., tuple] = forward, arguments: Callable[..., tuple] = _step_arguments,
 ) -> tuple:  # fmt: skip
-    """Returns what `propose` takes. phase: the first one, and arguments: what that takes."""
+    """Returns the abstract arguments of `propose`.
+
+    phase: the first phase, from whose outputs they follow. arguments: makes those of that phase.
+    """
     args = arguments(program, params, size)
     run = on_shards(phase, program.mesh, args, _forward_output(program))
     out = jax.eval_shape(functools.partial(run, program=program, size=size), *args)
@@ -182,7 +185,7 @@ def _prompt_logprobs_arguments(program: Program, params: Any, size: PromptLogpro
 
 
 def _forward_output(program: Program) -> tuple:
-    # The structure counts, not the shapes.
+    # Only the structure matters: shapes are placeholders.
     one = program.dims | {"B": 1, "B+1": 2, "J": 1, "T": 1, "query_len": 0}
     rows, targets = (pytree.abstract(cls, one) for cls in (SamplingMetadata, Targets))
     kept = None

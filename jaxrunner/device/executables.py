@@ -1,4 +1,4 @@
-"""Executables as bytes, and back: of whole programs and of those in parts."""
+"""Serialises executables, and loads them: whole programs and programs in parts."""
 
 from collections.abc import Sequence
 import io
@@ -16,7 +16,7 @@ MAGIC = b"parts\n"  # before several serialised executables
 
 
 def serialize(executable: Any) -> bytes:
-    """Returns what `load` reads, of a whole program or of one in parts."""
+    """Returns an executable, whole or in parts, as bytes for `load`."""
     if not isinstance(executable, Parts):
         return serialize_executable.serialize(executable)[0]
     programs, wiring, constants = executable.told
@@ -31,9 +31,9 @@ def serialize(executable: Any) -> bytes:
 
 
 def load(data: bytes, takes: Any, gives: Any, devices: Sequence[Any]) -> Any:
-    """Returns an executable that was serialised.
+    """Returns an executable from the bytes of `serialize`.
 
-    takes and gives: the structures of its arguments, as JAX has them, and of what it returns.
+    takes, gives: the tree structures of (args, kwargs) and of its results.
     """
     if not data.startswith(MAGIC):
         return serialize_executable.deserialize_and_load(

@@ -1,8 +1,8 @@
-"""Lowering of programs, from Python functions to what XLA compiles: in this process, or beside it.
+"""Lowering of programs: from Python functions to the StableHLO that XLA compiles.
 
-Python lowers one program at a time, and a step with kernels takes it several seconds. A
-`LoweringProcess` has no device: it lowers for the device of its parent and sends back what
-`jax.export` makes of a program, which the parent compiles.
+Python lowers one program at a time, and takes several seconds for a step with kernels. So child
+processes lower too: a `LoweringProcess` has no device, lowers for the device of its parent, and
+sends back the program as `jax.export` serialises it. The parent compiles it.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ import numpy as np
 from jaxrunner.device import parts
 from jaxrunner.device.build import Build
 
-# What changes how a function is traced; a lowering process is given them.
+# JAX's settings that change how a function is traced: a lowering process gets its parent's.
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans", "jax_default_prng_impl",
     "jax_threefry_partitionable", "jax_numpy_rank_promotion", "jax_numpy_dtype_promotion",
 )  # fmt: skip
-# It finds the modules of its parent, and leaves the device alone.
+# A child imports from its parent's path, and does not open the device.
 CHILD = """import sys; sys.path[:] = {path!r}
 import jax; jax.config.update("jax_platforms", "cpu")
 from jaxrunner.device.lowering import serve; serve()"""
@@ -46,7 +46,7 @@ class Spec(NamedTuple):
     out: Any = None  # a tree with the structure of what it returns
     donated: tuple[str, ...] = ("state",)
     options: tuple[tuple[str, str], ...] = ()  # XLA's
-    is_small: bool = False  # whether it is lowered in no time
+    is_small: bool = False  # lowers fast, so not worth sending to a process
 
 
 def lower(spec: Spec) -> Build:
@@ -57,7 +57,7 @@ def lower(spec: Spec) -> Build:
 
 @functools.lru_cache(maxsize=512)
 def _lower(spec: Spec, treedef: Any) -> Build:
-    """Lowers a function. Engines of equal sizes in one process share the result."""
+    """As `lower`, of flat arguments. Engines of equal sizes in one process share the result."""
     args = jax.tree.unflatten(treedef, spec.args)
     names = [name for name, _ in spec.static]
     jitted = jax.jit(spec.function, static_argnames=names, donate_argnames=spec.donated)
@@ -74,16 +74,16 @@ def run_eagerly(spec: Spec, *args: Any) -> Any:
 
 
 def output_bytes(executable: Any) -> int:
-    """Returns the bytes of a program's outputs, but for those in place of an argument.
+    """Returns the bytes of a program's outputs that do not alias a donated argument.
 
-    0 where the backend does not tell, as of some executables that were loaded.
+    Returns 0 where the backend has no memory analysis, as for some loaded executables.
     """
     memory = executable.memory_analysis()
     return 0 if memory is None else memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def extra_bytes(executable: Any) -> int:
-    """Returns what a program takes beside its arguments: temporaries, and `output_bytes`."""
+    """Returns the bytes a program takes beside its arguments: temporaries and `output_bytes`."""
     memory = executable.memory_analysis()
     return 0 if memory is None else memory.temp_size_in_bytes + output_bytes(executable)
 
@@ -98,9 +98,9 @@ class Died(Exception):
 
 
 class LoweringProcess:
-    """A process that lowers programs, one at a time, from the side of who asks.
+    """The parent's handle of a child process that lowers programs, one at a time.
 
-    task: what `lowering_task` gives.
+    task: bytes from `lowering_task`.
     """
 
     def __init__(self, task: bytes):
@@ -113,7 +113,7 @@ class LoweringProcess:
         self._send(task)
 
     def lower(self, key: Any, spec: Spec) -> Build:
-        """Returns the program of `key`, whose `spec` is known here too.
+        """Returns the lowered program of `key`; `spec` is this process's own `Spec` of it.
 
         Raises:
           Died: the process has ended, or the program cannot be exported.
@@ -139,31 +139,31 @@ class LoweringProcess:
         return Build(lowered, dict(spec.options))
 
     def kill(self) -> None:
-        """Ends the process, from any thread; what waits for an answer gets `Died`."""
+        """Kills the process, from any thread; a `lower` that waits for it raises `Died`."""
         self._process.kill()
 
     def close(self) -> None:
-        """Ends the process, when nothing waits for it."""
+        """Kills the process, waits until it has ended, and closes its pipes."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what nobody reads any more
+            with contextlib.suppress(OSError):  # unsent data of a broken pipe
                 pipe.close()
 
     def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, as reading will tell
+        with contextlib.suppress(OSError, ValueError):  # it has ended: reading its answer fails
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
 
 def lowering_task(spec: Callable[..., Any], *args: Any) -> bytes | None:
-    """Returns what a `LoweringProcess` is to lower: `spec(*args, key)` gives the `Spec` of a key.
+    """Returns the bytes that set a `LoweringProcess` up: `spec(*args, key)` is the `Spec` of a key.
 
-    None where that cannot be told to another process, or JAX cannot export programs here.
+    Returns None where they cannot be pickled, or JAX cannot export programs here.
     """
-    # Exported programs are written with flatbuffers.
+    # `jax.export` serialises with flatbuffers, an optional package.
     if not sys.executable or importlib.util.find_spec("flatbuffers") is None:
         return None
     device, described = jax.local_devices()[0], None
@@ -172,16 +172,16 @@ def lowering_task(spec: Callable[..., Any], *args: Any) -> bytes | None:
         described = getattr(mesh, "abstract_device", None)
     settings = {name: getattr(jax.config, name) for name in SETTINGS}
     task = settings, export.default_export_platform(), described, spec, args
-    told = io.BytesIO()
+    buffer = io.BytesIO()
     try:
-        _Pickler(told).dump(task)
-        return told.getvalue()
+        _Pickler(buffer).dump(task)
+        return buffer.getvalue()
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
 
 
 class _Pickler(pickle.Pickler):
-    """Tells another process of devices by their number and kind, as it has none of them."""
+    """Pickles a mesh as an abstract one, without devices: the child has none of them."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Returns an abstract mesh in place of a mesh."""
@@ -193,9 +193,9 @@ def _itself(value: Any) -> Any:
 
 
 def serve() -> None:
-    """Is the lowering process: reads a task, then answers each key with a program or an error."""
+    """Runs in the child: reads the task, then answers each key with a program or an error text."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
     settings, platform, device, spec, args = pickle.load(sys.stdin.buffer)
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -217,7 +217,7 @@ def serve() -> None:
 
 
 def _export(spec: Spec, platform: str) -> bytes:
-    """Returns a program of flat arguments and results, as bytes."""
+    """Returns a serialised program, whose arguments and results are flat lists of arrays."""
     leaves, treedef = jax.tree.flatten(spec.args)
 
     def flat(*leaves: Any) -> tuple[Any, ...]:

@@ -16,11 +16,11 @@ from jaxrunner.types import Array, Plan, State, StepOutput
 
 
 def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size: MultiStepBucket):
-    """Computes `plan`, a token of each request and its drafts, and goes on until each ends.
+    """Runs up to `size.num_steps` decode steps, each with a token of each request and its drafts.
 
-    The loop ends early when all have. On a GPU it is part of the launch (`xla_options.GRAPH`).
-    Returns the state and the outputs of all steps as one, with J for each step; tokens of a row
-    count up to its first that means nothing.
+    The loop ends early once all requests have ended. On a GPU it is part of the launch
+    (`xla_options.GRAPH`). Returns the state, and the outputs of all steps joined to one. A row
+    keeps the tokens before its first step without a valid token.
     """
     blocks = put_blocks(state.requests.blocks, plan.blocks)
     state = replace(state, requests=replace(state.requests, blocks=blocks))
@@ -35,7 +35,7 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
         state, output = one(state, plan)
         outputs = jax.tree.map(lambda table, x: table.at[i].set(x), outputs, output)
         goes_on = ((output.num_sampled > 0) & ~output.finished).any()
-        if program.num_ranks > 1:  # which take part in each other's steps
+        if program.num_ranks > 1:  # all ranks must run as many steps
             goes_on = jax.lax.psum(goes_on.astype(jnp.int32), DATA) > 0
         return i + 1, state, outputs, goes_on
 
@@ -60,12 +60,12 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
 
 
 def _join_steps(counts: Array, x: Array) -> Array:
-    """Returns x, [steps, B, J, ...], of which each step gave `counts`, [steps, B], of a row.
+    """Joins x, [steps, B, J, ...], of which the first `counts`, [steps, B], of each J are real.
 
-    [B, steps * J, ...]: what a row was given comes first, without gaps.
+    Returns [B, steps * J, ...], with the real entries of each row first.
     """
     num_steps, B, J = x.shape[:3]
-    if J == 1:  # what comes after a gap is not counted
+    if J == 1:  # there are no gaps before the last real entry
         return x[:, :, 0].swapaxes(0, 1)
     j = jnp.arange(J)[None, None]
     at = (jnp.cumsum(counts, 0) - counts)[..., None] + j

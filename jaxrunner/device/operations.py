@@ -1,4 +1,4 @@
-"""Which implementation of each operation a program runs, and why no other: asked, not guessed."""
+"""Lists which implementation of each operation a program runs, by tracing it."""
 
 from dataclasses import replace
 import functools

@@ -12,10 +12,10 @@ from jaxrunner.types import Array
 
 
 class Layout:
-    """Where each array of a tree lies in the vector that holds it. Worked out once for a `spec`."""
+    """Where each array of a tree lies in the packed int32 vector. Computed once for a `spec`."""
 
     def __init__(self, spec: Any):
-        """spec: a tree of abstract arrays of 32 bits or bools."""
+        """spec: a tree of abstract arrays, whose dtypes have 32 bits or are bool."""
         leaves, self._treedef = jax.tree.flatten(spec)
         ends = [0, *itertools.accumulate(math.prod(leaf.shape) for leaf in leaves)]
         self.size = ends[-1]
@@ -23,7 +23,11 @@ class Layout:
         self._parts = [(p, x.shape, x.dtype) for p, x in zip(places, leaves, strict=True)]
 
     def pack(self, tree: Any) -> np.ndarray:
-        """Packs numpy arrays or scalars, shaped as `spec`, into one vector."""
+        """Packs numpy arrays or scalars, shaped as `spec`, into one vector.
+
+        Raises:
+          ValueError: an array has another shape.
+        """
         out = np.empty(self.size, np.int32)
         values = self._treedef.flatten_up_to(tree)
         for (place, shape, dtype), value in zip(self._parts, values, strict=True):
@@ -34,7 +38,7 @@ class Layout:
         return out
 
     def read(self, vector: np.ndarray) -> Any:
-        """Returns the tree that `pack` or `pack_on_device` packed: views, but of bools."""
+        """Returns the tree that was packed into `vector`: views of it, but copies of bools."""
         out = []
         for place, shape, dtype in self._parts:
             part = vector[place].reshape(shape)
@@ -53,7 +57,7 @@ def pack(spec: Any, tree: Any) -> np.ndarray:
 
 
 def unpack(spec: Any, vector: Array) -> Any:
-    """Returns the tree that `pack` packed. Runs inside the program."""
+    """Returns the tree that `pack` packed, on the device: for use inside a program."""
     leaves, treedef = jax.tree.flatten(spec)
     out, at = [], 0
     for leaf in leaves:
@@ -70,7 +74,7 @@ def unpack(spec: Any, vector: Array) -> Any:
 
 @jax.named_scope("finish")
 def pack_on_device(tree: Any) -> Array:
-    """Packs a program's arrays of 32 bits or bools into one vector. Runs inside the program."""
+    """Packs arrays of 32 bits or bools into one vector, on the device: for use inside a program."""
 
     def words(x: Array) -> Array:
         x = x.astype(jnp.int32) if x.dtype == jnp.bool else x
@@ -80,7 +84,7 @@ def pack_on_device(tree: Any) -> Array:
 
 
 def pad(values: Any, size: int, fill: int) -> np.ndarray:
-    """Returns `values` as int32, filled up to `size`."""
+    """Returns `values` as int32, [size], with `fill` behind them."""
     out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out

@@ -1,10 +1,10 @@
-"""A program in parts, for a device that is slow to compile: equal parts are compiled once.
+"""A program in parts, for a CPU, where compiling is slow: equal parts are compiled once.
 
-XLA inlines each call of a jitted function, or copies what is called, so that a step of 30 equal
-layers takes 30 times a layer to compile. Here the jaxpr is cut at such calls: what comes before
-them, one of them, and what comes behind are an executable each, and a run launches the layers one
-by one. A launch costs some 30 us, which the layers of large models hide. Sampling is a part too: it
-is equal in all programs of as many requests, whatever their number of tokens.
+XLA inlines or copies every call of a jitted function, so a step of 30 equal layers takes 30 times
+as long to compile as one layer. Here the jaxpr is cut at these calls. The equations before the
+calls, the called function, and the equations behind them become one executable each, and a run
+launches the layers one by one. A launch costs about 30 us, little beside a layer of a large model.
+Sampling is a part too: it is equal in all programs with as many rows, whatever their tokens.
 """
 
 from collections import Counter
@@ -21,51 +21,51 @@ import numpy as np
 
 from jaxrunner.device.build import Build
 
-# Calls that are worth an executable of their own: so many equal ones, of so many operations.
+# Least number of equal calls, and of operations in each, for which cutting is worth it.
 LEAST_CALLS, LEAST_OPERATIONS = 12, 10
-MOST_REST = 5  # parts beside the calls; more of them cost more launches than they save
+MOST_REST = 5  # parts other than calls and sampling; with more, launches cost more than is saved
 SCOPES = "draw", "finish"  # of sampling, as `jax.named_scope` has them
 
 
 class Launch(NamedTuple):
-    """One part of a run; a value has a number, as in `Wiring`."""
+    """One launch of a part. Values are numbered as in `Wiring`."""
 
-    program: int
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
-    last: tuple[int, ...]  # values that nothing reads any more
+    program: int  # index of the part's executable
+    takes: tuple[int, ...]  # its arguments
+    gives: tuple[int, ...]  # its results
+    last: tuple[int, ...]  # values that no later launch reads
 
 
 class Wiring(NamedTuple):
-    """How the parts hang together. Arguments are the first values, constants come next."""
+    """How values go from part to part. The first values are the arguments, then the constants."""
 
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch, ...]  # in their order
     num_values: int
-    results: tuple[int, ...]
+    results: tuple[int, ...]  # values that the program returns
 
 
 class Part(NamedTuple):
     """What one executable is compiled from."""
 
-    jaxpr: Any  # closed
-    donated: tuple[int, ...]  # of its arguments
+    jaxpr: Any  # a `ClosedJaxpr`
+    donated: tuple[int, ...]  # indices of its donated arguments
 
 
 class LoweredParts:
-    """Lowered parts, in place of a `jax.stages.Lowered`."""
+    """Lowered parts; stands for a `jax.stages.Lowered`."""
 
     def __init__(self, parts: Iterable[Part], wiring: Wiring, constants: Sequence[Any], out: Any):
         self._lowered = [_lower(part) for part in parts]
         self._rest = wiring, constants, out
 
     def compile(self, options: dict[str, str]) -> "Parts":
-        """Compiles each part that no other program has."""
+        """Compiles each part, unless another program has compiled an equal one."""
         builds = [_first(_PartBuild(lowered, options)) for lowered in self._lowered]
         return Parts([build.executable for build in builds], *self._rest)
 
 
 class Parts:
-    """Compiled parts, called as the whole program would be."""
+    """Compiled parts; called as the whole program would be."""
 
     def __init__(self, programs: list[Any], wiring: Wiring, constants: Sequence[Any], out: Any):
         """constants: values behind the arguments. out: the structure of what a call returns."""
@@ -73,7 +73,7 @@ class Parts:
         self._constants = tuple(constants)
 
     def __call__(self, *args: Any) -> Any:
-        """Launches the parts one behind the other."""
+        """Launches the parts in their order."""
         values: list[Any] = [*jax.tree.leaves(args), *self._constants]
         values += [None] * (self._wiring.num_values - len(values))
         for program, takes, gives, last in self._wiring.launches:
@@ -146,7 +146,10 @@ def _joined(
     bound: list[tuple[_Piece, tuple[int, ...], tuple[int, ...]]], read: Counter, free: set[int],
     constants: list[Any], num_values: int, results: tuple[int, ...], traced: Any,
 ) -> LoweredParts:  # fmt: skip
-    """Returns pieces as parts, each given what it alone still reads of `free`."""
+    """Returns pieces as parts. A part donates those values of `free` that it reads last.
+
+    bound: each piece with the numbers of its arguments and results. read: readers of each value.
+    """
     launches, index, donations = [], dict[int, int](), list[tuple[Any, set[int]]]()
     for piece, takes, gives in bound:
         read -= Counter(set(takes))
@@ -164,7 +167,7 @@ def _joined(
 
 
 def _pieces(jaxpr: Any) -> list[_Piece] | None:
-    """Returns the parts of a jaxpr in the order to run them; None where few calls are equal."""
+    """Returns the pieces of a jaxpr in their order; None where cutting is not worth it."""
     count = Counter(id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if _is_call(eqn))
     often = {key for key, num in count.items() if num >= LEAST_CALLS}
 
@@ -173,7 +176,7 @@ def _pieces(jaxpr: Any) -> list[_Piece] | None:
             return id(eqn)
         return "sampling" if _scope(eqn) in SCOPES else None
 
-    # Each other equation stands behind the last of the own parts that it depends on.
+    # Every other equation runs right after the last own part that it depends on.
     behind: dict[Any, int] = {}
     own, rest = list[Any](), {0: list[Any]()}
     for key, run in itertools.groupby(jaxpr.eqns, own_part):
@@ -200,14 +203,14 @@ def _pieces(jaxpr: Any) -> list[_Piece] | None:
 
 
 def _piece(jaxpr: Any, eqns: list[Any], needed: set[Any]) -> _Piece:
-    """Returns equations as a piece, which gives what is needed of them; equal calls as one."""
+    """Returns equations as a piece with the results in `needed`; a call keeps its own jaxpr."""
     if len(eqns) == 1 and _is_call(eqns[0]):
         return _Piece(eqns[0].params["jaxpr"], eqns[0].invars, eqns[0].outvars)
     return _rest(jaxpr, eqns, needed)
 
 
 def _rest(jaxpr: Any, eqns: list[Any], needed: set[Any]) -> _Piece:
-    """Returns equations as a jaxpr of their own, which gives what is needed of them."""
+    """Returns equations as a new jaxpr with the results in `needed`."""
     made = {v: None for eqn in eqns for v in eqn.outvars}
     takes = list(dict.fromkeys(v for eqn in eqns for v in _variables(eqn) if v not in made))
     gives = [v for v in made if v in needed]
@@ -244,7 +247,7 @@ def _literals(pieces: list[_Piece], outvars: Sequence[Any]) -> list[Any]:
 
 
 def _in_place(jaxpr: Any, given: set[int]) -> tuple[int, ...]:
-    """Returns those of `given` arguments that an output can take the place of."""
+    """Returns the indices in `given` whose argument an output of equal shape can overwrite."""
     room = Counter((v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
     kept = []
     for at in sorted(given):

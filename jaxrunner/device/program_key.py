@@ -1,4 +1,4 @@
-"""The name of a compiled program, and how it is told. Knows no JAX."""
+"""The key of a compiled program, and its text. Knows no JAX."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ class Key(NamedTuple):
 
 
 def _words(size: Any) -> list[str]:
-    """Returns the fields of a size that say something, in words."""
+    """Returns the fields of a size that are not 0 or False, in words."""
     words = []
     for name, value in size._asdict().items() if hasattr(size, "_asdict") else ():
         if hasattr(value, "_asdict"):

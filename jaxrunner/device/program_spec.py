@@ -1,4 +1,4 @@
-"""Which programs an engine can need, and what each is compiled from."""
+"""The programs that an engine can need, and the `Spec` that each is compiled from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from jaxrunner.sampling import RULES
 
 
 def abstract(tree: Any) -> Any:
-    """Returns the shapes and dtypes of a tree of arrays, and on a mesh where each lies."""
+    """Returns a tree of arrays as abstract arrays, with their shardings on a mesh."""
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
         at = getattr(x, "sharding", None)
@@ -29,9 +29,9 @@ def abstract(tree: Any) -> Any:
 
 
 def program_spec(program: Program, params: Any, key: Key) -> Spec:
-    """Says what a program is compiled from: the one source for warm-up and dispatch.
+    """Returns what a program is compiled from, for warm-up and dispatch alike.
 
-    `params` may be abstract.
+    params: weights, which may be abstract.
     """
     program = program.traced
     entry, static = entry_points_of(program)[key.name], (("program", program), ("size", key.size))
@@ -58,7 +58,7 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
 
 
 def usual_spec(program: Program, params: Any, key: Key) -> Spec:
-    """Returns the `program_spec` of a program with the usual rules, which cannot be pickled."""
+    """As `program_spec`, with the rules of `RULES`, which cannot be pickled."""
     return program_spec(replace(program, rules=RULES), params, key)
 
 
@@ -74,7 +74,7 @@ def program_keys(program: Program, buckets: Sequence[Bucket], *, all_rules: bool
 
 
 def step_key(bucket: Bucket, num_steps: int) -> Key:
-    """Names the program of usual requests, of one step or of several in one launch."""
+    """Returns the key of a step, or of several steps in a launch, without rare rules."""
     if num_steps == 1:
         return Key("step", bucket)
     sample = SampleSize(bucket.num_rows, num_drafts=bucket.num_drafts)

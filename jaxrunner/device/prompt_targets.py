@@ -1,4 +1,4 @@
-"""Which prompt tokens a step is to score."""
+"""Finds the prompt tokens whose logprobs a step gives."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ from jaxrunner.types import Batch, Requests, SamplingMetadata, Targets
 
 
 def find_targets(requests: Requests, batch: Batch, rows: SamplingMetadata) -> Targets:
-    """Returns the prompt tokens to score: each follows a token of this step."""
+    """Returns the prompt tokens whose logprobs are wanted, each behind a token of this step."""
     T = batch.row.shape[0]
     slot, positions = batch.slot, batch.inputs.positions + 1
     wanted = batch.row < rows.slot.shape[0]

@@ -11,10 +11,10 @@ INTERVAL_S = 1e-4
 def short_switch_interval() -> Iterator[None]:
     """Sets the GIL switch interval to 0.1 ms while programs are lowered (Python's default is 5 ms).
 
-    A step releases the lock at each call of XLA, and would wait 5 ms to have it back.
+    A step releases the lock at each call of XLA, and would wait 5 ms to get it back.
     """
     usual = sys.getswitchinterval()
-    if usual <= INTERVAL_S:  # as another engine wants
+    if usual <= INTERVAL_S:  # another engine has set it
         yield
         return
     sys.setswitchinterval(INTERVAL_S)

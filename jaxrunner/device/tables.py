@@ -1,4 +1,4 @@
-"""Writes into an engine's tables between steps: requests that enter them, KV blocks to copy."""
+"""Device functions between steps: they admit requests into slots, and copy KV blocks."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,10 @@ from jaxrunner.types import Admission, Array, Copies, State
 
 
 def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
-    """Writes new requests, and `rows` of the slot tables that have some, into their slots."""
+    """Writes new requests, and their `rows` of slot tables by name, into their slots."""
 
     def put(table: Array, values: Array) -> Array:
-        # Lists are only as wide as this admission needs; their lengths are among the rest.
+        # Lists are only as wide as this admission needs; counts beside them say what is valid.
         columns = tuple(slice(n) for n in values.shape[1:])
         at = (admission.slot, *columns)
         return table.at[at].set(values, mode="drop") if values.size else table
@@ -25,7 +25,7 @@ def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
         "total_len", "num_computed", "prompt_len", "min_len", "max_len", "prompt_logprobs_start",
     )  # fmt: skip
     changed = {name: put(getattr(old, name), getattr(admission, name)) for name in names}
-    # These have no length of their own: what an earlier request left behind them goes.
+    # Stop ids have no count, so those of an earlier request are overwritten with padding.
     more = old.stop_ids.shape[1] - admission.stop_ids.shape[1]
     stop_ids = jnp.pad(admission.stop_ids, ((0, 0), (0, more)), constant_values=2**30)
     requests = replace(
@@ -41,7 +41,7 @@ def admit(state: State, admission: Admission, rows: dict[str, Any]) -> State:
 
 
 def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> State:
-    """Copies KV blocks in all layers, before a step that goes on writing the new ones."""
+    """Copies KV blocks in all layers, before a step that writes on in the copies."""
 
     def copy(copies: Copies, layer: Any) -> Any:
         def one(blocks: Array) -> Array:
@@ -50,7 +50,7 @@ def copy_blocks(state: State, copies: tuple[Copies, ...], program: Program) -> S
         return jax.tree.map(one, layer)
 
     if jax.default_backend() == "cpu":
-        copy = jax.jit(copy)  # calls, of which `device.parts` compiles one
+        copy = jax.jit(copy)  # equal calls, which `device.parts` compiles once
     kv = tuple(
         copy(copies[g], layer) for layer, g in zip(state.kv, program.layer_groups, strict=True)
     )

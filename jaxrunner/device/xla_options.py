@@ -5,21 +5,21 @@ import jax
 from jaxrunner.device.entry_point import Options
 from jaxrunner.program import Bucket, MultiStepBucket
 
-# XLA's default, and loops: the device looks by itself whether another step is due.
+# XLA's default, and loops: the device decides by itself whether another step runs.
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-# From JAX 0.12 on branches and small sums over devices, too: outside of a graph, the host waits for
-# all that is before a branch to read which one to take.
+# From JAX 0.12 on branches and small all-reduces too: for a branch outside of a graph the host
+# waits for all work before it, to read which branch to take.
 BRANCHES = jax.__version_info__ >= (0, 12)
 IN_GRAPHS += ",CONDITIONAL,COLLECTIVES_KERNEL" if BRANCHES else ""
 GRAPH = (("xla_gpu_enable_command_buffer", IN_GRAPHS),)
-# XLA would combine small sums into one that only NCCL serves, which is in no graph.
+# XLA would combine small all-reduces into one for NCCL, which cannot be in a graph.
 GRAPH += (("xla_gpu_all_reduce_combine_threshold_bytes", "0"),) if BRANCHES else ()
-# A graph is updated before it is launched, which takes 2 ms of the first token's time; kernels of a
-# prefill are long enough to be launched one by one.
+# Updating a graph before its launch takes 2 ms of the time to the first token; kernels of a prefill
+# are long enough to be launched one by one.
 NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
-# Of products of so many tokens cuBLAS has the fastest, and Triton's need not be compiled and timed.
+# From so many tokens on cuBLAS is the fastest, so Triton's products are not compiled and timed.
 MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
-# Products are timed, and not compared with each other, which takes longer.
+# The autotuner times products, and does not compare their results, which takes longer.
 TIMED = (("xla_gpu_autotune_level", "2"),)
 # With few tokens the first products of adapters leave most multiprocessors idle: a graph that is
 # ordered by what its kernels read and write runs them beside base products. Kernels that count in a

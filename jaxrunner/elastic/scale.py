@@ -1,4 +1,4 @@
-"""An engine on another number of devices: its requests go on where they were, on a new mesh."""
+"""Moves an engine to another number of devices: its requests continue on a new mesh."""
 
 from pathlib import Path
 import tempfile

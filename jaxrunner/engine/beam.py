@@ -159,7 +159,7 @@ def _advance(
     candidates = []
     for beam, request in zip(search.live, requests, strict=True):
         part = request.logprobs[0]
-        # In any logprobs mode: the sampled token's own logprob tells the norm.
+        # Works in any logprobs mode: the sampled token's raw logprob gives the normalisation.
         logprobs = part.top_value[0] + (part.raw[0] - part.value[0])
         for token, logprob in zip(part.top_ids[0].tolist(), logprobs.tolist(), strict=True):
             candidates.append((beam.cum_logprob + logprob, beam, token))

@@ -1,4 +1,4 @@
-"""Completions of prompts: queued, run, and handed their tokens. Threads may share one."""
+"""Queues completions of prompts, runs them, and hands out their tokens. Threads may share one."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,13 +10,18 @@ import time
 from typing import Any
 
 from jaxrunner.api.outputs import Interrupted, RequestOutput, RequestOutputs
-from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
-from jaxrunner.engine.output_processor import RequestState, request_output
+from jaxrunner.engine.output_processor import (
+    RequestState,
+    has_new_outputs,
+    new_outputs,
+    request_output,
+)
 from jaxrunner.engine.progress import REDRAW_S, Bar, progress_bar, tell_failures
 from jaxrunner.engine.replicas import Replicas, engines_of, restore_engines, save_engines
-from jaxrunner.engine.requested_prompts import Asked
+from jaxrunner.engine.requested_prompts import RequestedPrompt
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.bad_word_ids import encode_words
@@ -25,7 +30,7 @@ from jaxrunner.text.tokenizer import Tokenizer
 
 
 class Completions:
-    """Every unfinished completion of an engine, as its user will see it."""
+    """All unfinished completions of an engine, with their texts and outputs."""
 
     def __init__(
         self,
@@ -34,11 +39,11 @@ class Completions:
         eos_token_ids: Iterable[int],
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        # Some checkpoints say -1 for none.
+        # Some checkpoints have -1 for no EOS.
         self.eos_token_ids = frozenset(token for token in eos_token_ids if token >= 0)
         self._states: dict[str, RequestState] = {}
         self._num_named = 0
-        self.lock = threading.RLock()  # threads may generate at once: each step serves all
+        self.lock = threading.RLock()  # several threads may generate: each step serves all
         self._closed = False
         self.totals: Counter[str] = Counter()  # of completions that have ended; see `metrics`
 
@@ -53,7 +58,7 @@ class Completions:
     ) -> None:
         """Queues the `n` completions of a prompt; `kwargs` go to `Engine.add`.
 
-        into: gains the completions before they are queued: who is interrupted can `drop` them.
+        into: gains the completions before they are queued, so that an interrupt can `drop` them.
 
         Raises:
           RuntimeError: the engine sleeps or has ended.
@@ -106,16 +111,18 @@ class Completions:
         state.request = self.engine.add(state.request_id, token_ids, params, **kwargs)
         self._states[state.request_id] = state
 
-    def answer(self, asked: Sequence[Asked], *, on_error: str, use_tqdm: Bar) -> RequestOutputs:
-        """Queues prompts, runs them, and returns their outputs, in their order; tells of failures.
+    def answer(
+        self, requested: Sequence[RequestedPrompt], *, on_error: str, use_tqdm: Bar
+    ) -> RequestOutputs:
+        """Queues prompts, runs them, and returns their outputs in order. Warns of failed prompts.
 
         Raises:
-          Interrupted: by Ctrl-C; has the outputs as they were then.
+          Interrupted: by Ctrl-C; has the outputs so far.
         """
         groups: list[list[RequestState]] = []
         try:
             try:
-                self.queue(asked, into=groups, on_error=on_error)
+                self.queue(requested, into=groups, on_error=on_error)
                 self.run(_all(groups), use_tqdm=use_tqdm)
             finally:
                 self.drop(_all(groups))
@@ -123,23 +130,23 @@ class Completions:
             tell_failures(outputs)
             return outputs
         except KeyboardInterrupt as error:
-            self.drop(_all(groups))  # the interrupt may have come before this was done
+            self.drop(_all(groups))  # the interrupt may have come in the middle of the first call
             groups = [group for group in groups if group]
-            for prompt, params, _ in asked[len(groups) :]:
+            for prompt, params, _ in requested[len(groups) :]:
                 groups.append(self._new_states(prompt, params))
                 self.drop(groups[-1])
             raise Interrupted(_outputs(groups)) from error
 
     def queue(
-        self, asked: Iterable[Asked], *, into: list[list[RequestState]], on_error: str
+        self, requested: Iterable[RequestedPrompt], *, into: list[list[RequestState]], on_error: str
     ) -> None:
         """Adds prompts. into: gains a list of the completions of each."""
-        for prompt, params, rest in asked:
+        for prompt, params, rest in requested:
             into.append([])
             self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
 
     def run(self, states: Sequence[RequestState], *, use_tqdm: Bar = False) -> None:
-        """Steps until these completions are whole."""
+        """Steps until these completions have ended."""
         shown_s = time.monotonic()
         with progress_bar(use_tqdm, total=len(states), desc="Processed prompts") as bar:
             for state in states:
@@ -152,11 +159,11 @@ class Completions:
 
     @deferred
     def step(self) -> None:
-        """Runs one step of the engine for whoever waits, and hands out its tokens."""
-        self.engine.status.check_process()  # a lock may have been forked while it was held
+        """Runs one step of the engine, and hands its tokens to all completions."""
+        self.engine.status.check_process()  # a fork may have copied a held lock
         with self.lock:
             if self._closed:
-                return  # while this thread waited: all have ended
+                return  # closed while this thread waited for the lock
             self._hand_out(self.engine.step())
 
     def _hand_out(self, gained: NewTokens) -> None:
@@ -166,21 +173,21 @@ class Completions:
                 self.engine.finish([request.request_id], "stop")
 
     def stream(self, groups: Sequence[Sequence[RequestState]]) -> Iterator[RequestOutput]:
-        """Steps until the completions of each prompt are whole, and yields what is new of them."""
+        """Steps until all completions have ended, and yields their new tokens."""
         left = groups
         try:
             while left:
                 for group in left:
-                    yield from news(group)
-                left = [group for group in left if not all(s.told_all for s in group)]
-                if left and not any(map(has_news, left)):
+                    yield from new_outputs(group)
+                left = [group for group in left if not all(s.emitted_all for s in group)]
+                if left and not any(map(has_new_outputs, left)):
                     self.step()
         finally:
             self.drop(_all(groups))
 
     @deferred
     def save(self, folder: str | Path) -> None:
-        """Writes all that is unfinished, or not told yet, into a new folder; see `snapshot`."""
+        """Writes completions that are unfinished or not wholly handed out; see `snapshot`."""
         self.engine.status.check_awake()
         with self.lock:
             self._hand_out(self.engine.drain())
@@ -188,7 +195,7 @@ class Completions:
             save_engines(self.engine, folder, states, num_named=self._num_named)
 
     def restore(self, folder: str | Path) -> list[list[RequestState]]:
-        """Takes up what `save` wrote. Returns the completions of each prompt."""
+        """Restores what `save` wrote. Returns the completions of each prompt."""
         self.engine.status.check_awake()
         with self.lock:
             parts = [each.more for each in restore_engines(self.engine, folder, self._restored)]
@@ -212,7 +219,7 @@ class Completions:
         return states, max(int(more["num_named"]), num_named)
 
     def abort(self, name: str) -> None:
-        """Ends a prompt's completions at any phase; unknown names are ignored."""
+        """Aborts a prompt's completions, waiting or running; unknown names are ignored."""
         self.engine.status.check_process()
         with self.lock:
             for state in [state for state in self._states.values() if state.name == name]:
@@ -221,7 +228,7 @@ class Completions:
 
     @deferred
     def drop(self, states: Iterable[RequestState]) -> None:
-        """Forgets completions; those that are unfinished, after an interrupt, are aborted."""
+        """Forgets completions; aborts unfinished ones, as after an interrupt."""
         if self.engine.status.is_foreign:
             return
         with self.lock:
@@ -245,7 +252,7 @@ class Completions:
 
     @deferred
     def reset_prefix_cache(self, *, running: bool) -> bool:
-        """Forgets cached prefixes; with `running` also of requests at work, which start again."""
+        """Forgets cached prefixes; with `running` preempts running requests, which start again."""
         self.engine.status.check()
         with self.lock:
             if running:
@@ -269,31 +276,7 @@ def _all(groups: Iterable[Sequence[RequestState]]) -> list[RequestState]:
 
 
 def _outputs(groups: Iterable[list[RequestState]]) -> RequestOutputs:
-    """Returns the output of each prompt, as far as its completions have come."""
+    """Returns the output of each prompt so far."""
     return RequestOutputs(
         request_output(group, [state.completion() for state in group]) for group in groups
     )
-
-
-def has_news(group: Sequence[RequestState]) -> bool:
-    """Whether `news` would yield."""
-    if group[0].params.output_kind == RequestOutputKind.FINAL_ONLY:
-        return all(state.finished for state in group)
-    return any(state.has_news for state in group)
-
-
-def news(group: Sequence[RequestState]) -> Iterator[RequestOutput]:
-    """Yields what a stream has to tell of a prompt's completions, and marks it as told."""
-    kind = group[0].params.output_kind
-    if kind == RequestOutputKind.FINAL_ONLY:
-        if has_news(group):
-            yield request_output(group, [state.completion(delta=True) for state in group])
-        return
-    growing = kind == RequestOutputKind.CUMULATIVE
-    for state in group:
-        if state.has_news:
-            is_new = growing or not any(s.has_told for s in group)
-            told = state.completion(delta=True)
-            told = state.completion() if growing else told
-            finished = all(s.told_all for s in group)
-            yield request_output(group, [told], finished=finished, with_prompt=is_new)

@@ -33,7 +33,7 @@ from jaxrunner.worker.worker import Worker
 class Engine(Steps):
     """Drives a scheduler and a worker's runner, `async_depth` steps ahead of what it has read."""
 
-    SAVED = ("_seeds",)  # in a snapshot
+    SAVED = ("_seeds",)  # attributes that a snapshot has
 
     def __init__(
         self,
@@ -45,17 +45,18 @@ class Engine(Steps):
         make_compiler: Callable[[], Any] | None = None,
         **kwargs: Any,
     ):
-        """An engine of weights that are there; `of` has those that a worker loads.
+        """Makes an engine, and its worker, for weights that are loaded; see `of` for others.
 
-        make_compiler: returns a `GrammarCompiler`, once a request wants structured outputs.
-        `kwargs` go to `build`.
+        params: the weights, which `close` leaves in place.
+        make_compiler: returns a `GrammarCompiler`; called when a request first has a grammar.
+        `kwargs` go to `runner.build.build`, whose errors are raised.
         """
         built = build(model, model_config, config, params, **kwargs)
         self._set_up(Worker.of(ModelRunner(built, params, trusted=True)), make_compiler)
 
     @classmethod
     def of(cls, worker: Worker, *, make_compiler: Callable[[], Any] | None = None) -> "Engine":
-        """Returns the engine of a worker that has its runner; the weights may still be to come."""
+        """Returns the engine of a worker that has a runner; its weights may be loaded later."""
         engine = cls.__new__(cls)
         engine._set_up(worker, make_compiler)
         return engine
@@ -68,7 +69,7 @@ class Engine(Steps):
         super().__init__(worker, scheduler)
         self.grammars = StructuredOutputManager(make_compiler, in_step=program.is_shared)
         self._seeds = np.random.default_rng(self.config.seed)
-        # Of these objects, as the worker must not refer to the engine that has it.
+        # Bound to the queues: a reference to the engine, which holds the worker, would be a cycle.
         worker.lora_users = functools.partial(_adapters_of, scheduler, self.grammars)
 
     def add(
@@ -89,13 +90,15 @@ class Engine(Steps):
 
         eos_token_ids: ids that end it, unless ignored; the first has no `stop_reason`.
         prompt_logprobs_start: position of the first prompt token with logprobs; 1 where None.
-        leader: an unfinished request with this prompt, which is to be computed first and shared.
-        cache_salt: it shares cached blocks only with requests of the same.
-        routed_experts: experts that are to compute the prompt; see `check_given`.
-        lora_request: its adapter, which is read if it is not known.
+        leader: an unfinished request with the same prompt; this one waits until it can share the
+            blocks that the leader computes.
+        cache_salt: the request shares cached blocks only with requests of the same salt.
+        routed_experts: experts that compute the prompt, int16 [tokens, layers, k]; see
+            `given_routes.check_given`.
+        lora_request: its adapter, which is read unless it is loaded.
 
         Raises:
-          TypeError, ValueError: a bad argument, or an id that is in use; names it.
+          TypeError, ValueError: an argument is bad, or the id is in use; names it.
           RuntimeError: the engine sleeps, or has ended; see `WorkerStatus`.
         """
         self.status.check_awake()
@@ -114,9 +117,9 @@ class Engine(Steps):
 
     def queue(self, request: Request) -> None:
         """Queues what `new_request` has made and `check_among` has passed."""
-        ruled = request.params.structured_outputs is not None
-        (self.grammars.submit if ruled else self.scheduler.add)(request)
-        # Nothing refuses it any more.
+        has_grammar = request.params.structured_outputs is not None
+        (self.grammars.submit if has_grammar else self.scheduler.add)(request)
+        # Drawn last: a request that is refused must not change the seeds of later ones.
         if request.params.seed is None:
             request.seed = int(self._seeds.integers(2**63))
         if request.leader is not None:
@@ -134,15 +137,15 @@ class Engine(Steps):
 
     @deferred
     def step(self) -> NewTokens:
-        """Launches what can be launched, reads the oldest step.
+        """Launches steps, up to `async_depth` ahead, then reads the oldest.
 
-        Returns the requests that gained tokens or ended, with their new tokens. Where a step fails
-        its requests end with the error, and the others go on.
+        Returns the requests that gained tokens or ended, with their new tokens. The requests of a
+        step that fails end with its error; all others go on.
 
         Raises:
           RuntimeError: the engine has ended; see `WorkerStatus`.
-          FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Nothing
-            is lost: the request that it names has ended, the next step goes on.
+          FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Only the
+            request that it names has ended; the next call returns the tokens of all others.
         """
         self.launch()
         self.read()
@@ -150,7 +153,7 @@ class Engine(Steps):
 
     @deferred
     def drain(self) -> NewTokens:
-        """Reads what is in flight, waits for grammars, launches nothing. As `step` otherwise."""
+        """Reads all launched steps and waits for grammars; launches none. Otherwise as `step`."""
         self.scheduler.outdate_prefixes(self.worker.cache_epoch, self.worker.lora_versions)
         while self._in_flight:
             self.read()
@@ -160,10 +163,10 @@ class Engine(Steps):
         return self.take_gained()
 
     def finish(self, request_ids: Iterable[str], reason: str, stop_reason: Any = None) -> None:
-        """Ends requests at any phase; ids of ended requests are ignored.
+        """Ends waiting or running requests; ids of ended requests are ignored.
 
         Raises:
-          TypeError, ValueError: an id is no string, or there is no such reason.
+          TypeError, ValueError: an id is no string, or `reason` is unknown.
         """
         request_ids = check_ids(request_ids)
         check_reason(reason, stop_reason)
@@ -173,7 +176,7 @@ class Engine(Steps):
         self.routes.end(request for request in live if request is not None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests that nobody waits for any more; raises as `finish`."""
+        """Ends requests with the reason "abort"; raises as `finish`."""
         self.finish(request_ids, "abort")
 
     warm_up = forwarded("runner", ModelRunner.warm_up)
@@ -185,13 +188,13 @@ class Engine(Steps):
         return self.worker.weights_version
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes; False, and no change, while a request runs."""
+        """Forgets cached prefixes. Returns False, and changes nothing, while a request runs."""
         return self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives the device memory back; weights that the caller gave stay.
+        """Aborts all requests and frees the device memory, but for weights that the caller gave.
 
-        Requests are aborted. May be called twice; in a process forked off it does nothing.
+        May be called twice; in a forked process it does nothing.
         """
         if self.status.is_foreign:
             return

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of what must not be cut in two: a step gives its state away."""
+"""Defers Ctrl-C to the end of code that must not be cut in two, such as a step."""
 
 import contextlib
 import signal
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Deferred(contextlib.ContextDecorator):
-    """Within, an interrupt waits for the end; so it does in a function decorated `@deferred`."""
+    """A context, or decorator, within which an interrupt waits for the end."""
 
     def __enter__(self) -> "Deferred":
-        # Python handles signals in its main thread alone.
+        # Python handles signals in its main thread only.
         main = threading.current_thread() is threading.main_thread()
         self._old = signal.getsignal(signal.SIGINT) if main else None
         self._seen = False
@@ -19,7 +19,7 @@ class Deferred(contextlib.ContextDecorator):
         return self
 
     def _recreate_cm(self) -> "Deferred":
-        return Deferred()  # one for each call: calls nest
+        return Deferred()  # one for each call, as calls nest
 
     def _note(self, *_: Any) -> None:
         self._seen = True

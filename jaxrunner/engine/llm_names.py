@@ -1,4 +1,4 @@
-"""What an `LLM` does besides answering prompts: weights, sleep, settings, figures, vLLM's names."""
+"""Methods of `LLM` besides answering prompts: weights, sleep, settings, metrics, vLLM's names."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ CHANGEABLE = ("async_depth", "num_decode_steps")
 
 
 def _between_steps(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Returns a method that calls the worker's while no thread runs a step: it writes in place."""
+    """Returns a method that calls the worker's, which writes in place, between steps."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -44,7 +44,7 @@ def _between_steps(method: Callable[Concatenate[Any, P], T]) -> Callable[Concate
 
 
 class LLMNames(NotHere):
-    """The part of `LLM` that is not about prompts: its worker's methods, and vLLM's names."""
+    """The part of `LLM` without prompts: its worker's methods, and vLLM's names."""
 
     engine: Any  # `Engine`, or `Replicas` of it
     completions: Completions
@@ -75,7 +75,7 @@ class LLMNames(NotHere):
 
     @property
     def runner(self) -> ModelRunner:
-        """What holds weights and caches."""
+        """The runner, which holds weights and caches; of replicas the first live one."""
         return self.engine.runner
 
     @property
@@ -90,7 +90,7 @@ class LLMNames(NotHere):
 
     @property
     def load_config(self) -> LoadConfig:
-        """What `reload_weights` reads, as `update_config` may change it."""
+        """The checkpoint that `reload_weights` reads; `update_config` may change it."""
         return self.engine.worker.load_config
 
     @checked(SLEEP)
@@ -100,13 +100,13 @@ class LLMNames(NotHere):
             raise RuntimeError("requests are at work: finish or abort them, then sleep")
         self.engine.drain()
         while self.engine.step():
-            pass  # of requests that have ended
+            pass  # reads steps of requests that have ended
         self.engine.worker.sleep(level)
 
     def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
-        """Changes settings in which nothing is compiled; see `Lifecycle.update_config`.
+        """Changes settings that are not compiled in; see `Lifecycle.update_config`.
 
-        "engine_config" may have `async_depth`, and `num_decode_steps` of 1 or what it was at first.
+        "engine_config" may have `async_depth`, and `num_decode_steps`: 1 or its first value.
         """
         load = read_overrides(overrides)
         mine = load.pop("engine_config", {})
@@ -122,26 +122,26 @@ class LLMNames(NotHere):
         self.engine.config = config
 
     def close(self) -> None:
-        """Gives the device memory back, and aborts requests. May be called twice; none can follow.
+        """Aborts all requests and frees the device memory; no request can follow.
 
-        In a process that was forked off it does nothing.
+        May be called twice. In a forked process it does nothing.
         """
-        if not self.engine.status.is_foreign:  # whose lock may have been forked while it was held
+        if not self.engine.status.is_foreign:  # a fork may have copied a held lock
             self.completions.close()
 
     shutdown = close  # vLLM's name
 
     @checked(IN_FOLDER)
     def save_state(self, folder: str | Path) -> None:
-        """Writes all requests at work, caches included, into a new folder; they can go on."""
+        """Writes all unfinished requests, with KV blocks, to a new folder; they can continue."""
         self.completions.save(folder)
 
     @checked(IN_FOLDER)
     def restore_state(self, folder: str | Path) -> Iterator[RequestOutput]:
-        """Takes up what `save_state` wrote, and returns what is to be told of it, as `stream` does.
+        """Restores requests that `save_state` wrote, and yields their outputs as `stream` does.
 
-        The LLM must be like the one that wrote it, and have no request at work. Errors are those
-        of `snapshot.restore_engine`; nothing changes then.
+        The LLM must have the model and sizes of the one that saved, and no unfinished request.
+        Raises as `snapshot.restore_engine`; nothing changes then.
         """
         return self.completions.stream(self.completions.restore(folder))
 
@@ -152,25 +152,25 @@ class LLMNames(NotHere):
 
     @property
     def model_config(self) -> ModelConfig:
-        """What the model is."""
+        """The config of the model."""
         return self.engine.model_config
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what requests without parameters get, a copy, whose fields may be set."""
+        """Returns a copy of the parameters of requests without any; its fields may be set."""
         return self._defaults.clone()
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.
 
         Raises:
-          ValueError: there is none.
+          ValueError: there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer: leave skip_tokenizer_init out")
         return self.tokenizer
 
     def get_metrics(self) -> list[Metric]:
-        """Returns what is counted, as vLLM names it: requests, tokens, the use of the cache."""
+        """Returns metrics under vLLM's names: requests, tokens, use of the KV cache."""
         of_each = [
             (engine.scheduler, engine.pools, not engine.status.ended)
             for engine in engines_of(self.engine)
@@ -178,9 +178,9 @@ class LLMNames(NotHere):
         return read_metrics(of_each, self.completions.totals)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forgets cached prefixes; False, and no change, while a request runs.
+        """Forgets cached prefixes. Returns False, and changes nothing, while a request runs.
 
-        reset_running_requests: those that run are computed again, with the same tokens.
+        reset_running_requests: computes running requests again, with the same tokens.
         """
         if type(reset_running_requests) is not bool:
             raise TypeError(
@@ -195,10 +195,9 @@ class LLMNames(NotHere):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a method by its name, or a function with this, and returns its result in a list.
+        """Calls a method by its name, or a function with this LLM. Returns its result in a list.
 
-        There is one process, and an LLM has the methods of its worker. timeout: has no effect,
-        nothing is waited for.
+        There is one process, and an LLM has the methods of its worker. timeout: has no effect.
 
         Raises:
           AttributeError: there is no such method.
@@ -216,12 +215,12 @@ class LLMNames(NotHere):
         return [method(self, *args, **named)]
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Calls a function with the weights, a tree of arrays, and returns its result in a list.
+        """Calls a function with the weights, a tree of arrays. Returns its result in a list.
 
-        With `data_parallel_size` it is called with those of each replica.
+        With `data_parallel_size` it is called with the weights of each replica.
 
         Raises:
-          TypeError: it is no function.
+          TypeError: `func` is no function.
         """
         if not callable(func):
             raise TypeError(f"func must be a function of the weights, got {shown(func)}")

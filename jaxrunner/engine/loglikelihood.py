@@ -1,4 +1,4 @@
-"""How likely given tokens are: logprobs of prompts as arrays, gathered where they are wanted."""
+"""Scores given tokens: logprobs of prompts, as arrays, from a start position on."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,19 +17,19 @@ SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokeni
 
 
 class TokenScores(NamedTuple):
-    """The tokens of a prompt from some position on, given all before each."""
+    """Scores of the tokens of a prompt from some position on, each given all tokens before it."""
 
     token_ids: np.ndarray  # [n]
     logprobs: np.ndarray  # [n], float32, under the model's own softmax
     ranks: np.ndarray  # [n], 1 is the likeliest
-    is_likeliest: np.ndarray  # [n], whether greedy decoding would have said it
+    is_likeliest: np.ndarray  # [n], whether greedy decoding gives the token
 
 
 class Loglikelihood(NamedTuple):
-    """Continuations of contexts."""
+    """Scores of continuations, each after its context."""
 
     logprob: np.ndarray  # [pairs], float64, of the whole continuation
-    is_greedy: np.ndarray  # [pairs], whether greedy decoding would have said it
+    is_greedy: np.ndarray  # [pairs], whether greedy decoding gives the whole continuation
     tokens: list[TokenScores]
 
 
@@ -41,10 +41,10 @@ def score(
     routed_experts: Sequence[Any] | None = None,
     use_tqdm: Bar = False,
 ) -> list[TokenScores]:
-    """Scores the tokens of each prompt from its start on; the cache may hold those before it.
+    """Scores the tokens of each prompt from its start on; earlier ones may come from the cache.
 
-    The model's last layer runs on the tokens that are asked for, 256 at a time.
-    routed_experts: of each prompt those that are to compute it, as `check_given` takes them.
+    The head runs on the scored tokens only, 256 at a time.
+    routed_experts: for each prompt the experts that compute it, as `check_given` takes them.
 
     Raises:
       TypeError, ValueError: a prompt is bad, or its logits are NaN.
@@ -115,7 +115,7 @@ def _split(completions: Completions, i: int, pair: Any) -> tuple[list[int], list
         spaces = len(context) - len(context.rstrip())
         context, rest = context[: len(context) - spaces], context[len(context) - spaces :] + rest
         first, whole = tokenizer.encode(context), tokenizer.encode(context + rest)
-        # Where a token spans both, the continuation is taken by itself.
+        # If a token spans both, the continuation is encoded by itself.
         parts = first, whole[len(first) :] or tokenizer.encode(rest, add_special_tokens=False)
     else:
         parsed = parse_prompts([{"prompt_token_ids": part} for part in pair])

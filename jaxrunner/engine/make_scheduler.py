@@ -1,4 +1,4 @@
-"""The scheduler that an engine's sizes ask for."""
+"""Makes the scheduler and block pools for an engine's sizes."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""What an engine counts, by the names under which vLLM's users look for it. Knows no JAX."""
+"""Metrics of engines, under vLLM's names. Knows no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +36,8 @@ def read_metrics(
 ) -> list[Metric]:
     """Returns all figures.
 
-    engines: the scheduler and pools of each, and whether it has not ended. totals: of what has
-        ended on any of them, from `Completions`; they are told with the label of the first.
+    engines: the scheduler and pools of each, and whether it is alive. totals: counts of ended
+        completions on all engines, from `Completions`; they have the label of the first engine.
     """
     counters = dict(
         prompt_tokens=totals.get("prompt_tokens", 0),
@@ -79,9 +79,9 @@ def _of_engine(
 
 
 def draft_counts(totals: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the steps that verified drafts, these drafts, and how many steps accepted each.
+    """Returns steps that verified drafts, all these drafts, and steps that accepted each position.
 
-    () without.
+    Returns () without drafts.
     """
     num = sum(name.startswith("drafts ") for name in totals)
     return tuple(totals[f"drafts {i}"] for i in range(num))

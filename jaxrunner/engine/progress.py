@@ -1,4 +1,4 @@
-"""What a user sees on the screen while prompts are answered."""
+"""The progress bar and warnings of calls that answer prompts."""
 
 from collections.abc import Callable, Iterable
 import logging
@@ -20,7 +20,7 @@ def progress_bar(use_tqdm: Bar, **kwargs: Any) -> Any:
 
 
 def tell_failures(outputs: Iterable[RequestOutput]) -> None:
-    """Warns once of prompts that failed: their empty texts are easily overlooked."""
+    """Warns once of failed prompts, whose empty texts are easily overlooked."""
     outputs = list(outputs)
     errors = [output.error for output in outputs if output.error is not None]
     if errors:

@@ -1,4 +1,4 @@
-"""Engines on devices of their own, as one: each has requests of its own, and waits for no other."""
+"""Data parallelism: engines with devices and requests of their own, behind one interface."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
@@ -28,12 +28,12 @@ from jaxrunner.worker.workers import Workers
 class Replicas:
     """Engines of one model and size behind the methods of `Engine`, driven by one thread.
 
-    Tokens are those of one engine: seeds are drawn in the order of `add`. An engine that ends, as
-    its device has failed, ends its requests; those to come go to the others.
+    Tokens are those of one engine, as seeds are drawn in the order of `add`. An engine whose device
+    fails ends with its requests; later requests go to the others.
     """
 
     def __init__(self, workers: Workers, *, make_compiler: Callable[[], Any] | None = None) -> None:
-        """make_compiler: as of `Engine`; all engines share what it returns."""
+        """make_compiler: as for `Engine`; all engines share the compiler."""
         shared = make_compiler and functools.cache(make_compiler)
         self.worker, self.status = workers, workers.status
         self.engines = [Engine.of(worker, make_compiler=shared) for worker in workers.workers]
@@ -43,11 +43,11 @@ class Replicas:
         self.router = Router(
             len(self.engines),
             block_size=first.config.block_size,
-            margin=first.config.max_num_batched_tokens,  # a step at most is waited for longer
+            margin=first.config.max_num_batched_tokens,  # a prefix is worth one step of waiting
             by_prefix=first.config.enable_prefix_caching,
         )
         self._epoch = workers.cache_epoch
-        self._gained: NewTokens = []  # of engines whose turn was before one that raised
+        self._gained: NewTokens = []  # read before another engine raised, not yet returned
 
     @property
     def live(self) -> list[Engine]:
@@ -56,7 +56,7 @@ class Replicas:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner of the first engine that lives; all have the same weights and programs."""
+        """The runner of the first live engine; all have the same weights and programs."""
         return self.worker.runner
 
     @property
@@ -115,9 +115,9 @@ class Replicas:
 
     @deferred
     def step(self) -> NewTokens:
-        """Launches what can be launched on each device, and reads the steps that are done.
+        """Launches steps on each device, and reads those that are done, at least one if any runs.
 
-        One at least, where any runs. Returns and raises what `Engine.step` does.
+        Returns and raises as `Engine.step`.
         """
         self._check()
         launch_all(self.live)
@@ -131,13 +131,13 @@ class Replicas:
 
     @deferred
     def drain(self) -> NewTokens:
-        """Reads what is in flight, waits for grammars, launches nothing; as `Engine.drain`."""
+        """Reads all launched steps and waits for grammars; launches none. As `Engine.drain`."""
         for engine in self.live:
             self._gained += engine.drain()
         return self._take_gained()
 
     def _take_gained(self) -> NewTokens:
-        for engine in self.engines:  # one that has ended tells of its last requests
+        for engine in self.engines:  # also an ended one, whose last requests have errors
             self._gained += engine.take_gained()
         gained, self._gained = self._gained, []
         for request, _ in gained:
@@ -145,7 +145,7 @@ class Replicas:
         return gained
 
     def _check(self) -> None:
-        """Refuses where nothing is left to do work; raises as `WorkerStatus.check`."""
+        """Checks that an engine is live; raises as `WorkerStatus.check`."""
         if not self.status.ended and not self.live:
             self.status.ended = self.engines[0].status.ended
         self.status.check()
@@ -160,11 +160,11 @@ class Replicas:
             self.router.drop(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests that nobody waits for any more; raises as `finish`."""
+        """Ends requests with the reason "abort"; raises as `finish`."""
         self.finish(request_ids, "abort")
 
     def warm_up(self, **kwargs: Any) -> None:
-        """Compiles for each device what `ModelRunner.warm_up` does for one."""
+        """Compiles the programs of `ModelRunner.warm_up` for each engine."""
         for engine in self.live:
             engine.warm_up(**kwargs)
 
@@ -173,12 +173,12 @@ class Replicas:
         self.worker.update_params(params)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes; False where a request runs, whose engine keeps them."""
+        """Forgets cached prefixes; False if a request runs, whose engine keeps its own."""
         self.router.forget()
         return all([engine.reset_prefix_cache() for engine in self.live])
 
     def report(self) -> str:
-        """Says where each engine runs, what it has to do, or why it has ended, one line each."""
+        """Returns a line for each engine: its devices, and its requests or why it ended."""
         lines = []
         for i, engine in enumerate(self.engines):
             where = ", ".join(str(d) for d in devices_of(engine.model_config))
@@ -194,13 +194,13 @@ class Replicas:
         with new_folder(folder, sums=False) as part:  # each engine has its own
             left = dict(states)
             for i, engine in reversed([*enumerate(self.engines)]):
-                # What has ended goes with the first.
+                # Completions of ended requests are saved with the first engine.
                 mine = [r for r in left if r in engine.unfinished or i == 0]
                 told = more | {"states": [left.pop(r) for r in mine]}
                 self._gained += save_engine(engine, part / f"replica{i}", told)
 
     def restore(self, folder: Path, convert: Callable[..., Any]) -> list[Restored]:
-        """Takes up what `save` wrote, as `snapshot.restore_engine` does for one; raises as it."""
+        """Restores what `save` wrote; raises as `snapshot.restore_engine`."""
         self.status.check_awake()
         num, saved = len(self.engines), len(list(folder.glob("replica*")))
         if saved != num:
@@ -230,7 +230,7 @@ class Replicas:
         return restored
 
     def close(self) -> None:
-        """Gives the memory of all devices back; requests are aborted. As `Engine.close`."""
+        """Aborts all requests and frees the memory of all devices. As `Engine.close`."""
         if self.status.is_foreign:
             return
         self.status.ended = "this engine is closed: build another one"
@@ -256,7 +256,7 @@ def save_engines(
 ) -> None:
     """Writes an engine, or several, into a new folder.
 
-    states: to be saved along with requests, by their ids; more: with each engine.
+    states: saved with their requests, by request id. more: saved with each engine.
     """
     if isinstance(engine, Replicas):
         engine.save(Path(folder).absolute(), states, **more)
@@ -267,7 +267,7 @@ def save_engines(
 def restore_engines(
     engine: Engine | Replicas, folder: str | Path, convert: Callable[..., Any]
 ) -> list[Restored]:
-    """Takes up what `save_engines` wrote. Returns what `restore_engine` does, of each engine."""
+    """Restores what `save_engines` wrote. Returns the result of `restore_engine` for each."""
     if isinstance(engine, Replicas):
         return engine.restore(Path(folder).absolute(), convert)
     return [restore_engine(engine, folder, convert)]

@@ -1,4 +1,4 @@
-"""What a host asks of an engine, checked at the door, before anything changes."""
+"""Checks the arguments of `Engine`'s methods, before anything changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,10 +36,10 @@ def new_request(
     routed_experts: Any = None,
     lora_id: int = 0,
 ) -> Request:
-    """Returns the request that an engine is asked for, with the seed of its parameters or 0.
+    """Returns a new request, with the seed of its parameters, or 0 for one to be drawn.
 
-    cache_salt: it shares cached blocks only with requests of the same. lora_id: of its adapter.
-    routed_experts: what `given_routes.check_given` takes; it shares no cached blocks then.
+    cache_salt: it shares cached blocks only with requests of the same salt. lora_id: its adapter.
+    routed_experts: see `given_routes.check_given`; the request then shares no cached blocks.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range; names it.

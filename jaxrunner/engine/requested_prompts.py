@@ -1,4 +1,4 @@
-"""What a call asks for: each prompt with its parameters and its priority. Knows no JAX."""
+"""Reads the arguments of a call: prompts with parameters, priority, adapter. Knows no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,8 +9,8 @@ from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.text.prompts import ParsedPrompt, parse_prompts
 
-# The last are more arguments of `Engine.add`: priority and lora_request.
-Asked = tuple[ParsedPrompt, SamplingParams, dict[str, Any]]
+# The dict has further arguments of `Engine.add`: priority and lora_request.
+RequestedPrompt = tuple[ParsedPrompt, SamplingParams, dict[str, Any]]
 PRIORITY = Bound(int, -(2**62), 2**62)
 # Keys of generation_config.json, by our names.
 OVERRIDES = {
@@ -18,7 +18,7 @@ OVERRIDES = {
 } | dict(max_new_tokens="max_tokens")
 
 
-def read_asked(
+def read_requested(
     prompts: Any,
     sampling_params: SamplingParams | Sequence[SamplingParams],
     priority: Any,
@@ -26,10 +26,10 @@ def read_asked(
     *,
     whole: bool = False,
     max_logprobs: int | None = None,
-) -> list[Asked]:
-    """Returns each prompt with what belongs to it. The parameters are copies.
+) -> list[RequestedPrompt]:
+    """Returns each prompt with its arguments. Parameters are copies.
 
-    whole: whether outputs are told once, at their end. max_logprobs: the most that a request may
+    whole: whether each prompt has one output, at its end. max_logprobs: the most that a request may
         ask for, -1 or None for no limit.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Steps of an engine: launched ahead of what is read, read in their order, lost where they fail."""
+"""The step loop of an engine: launches steps ahead, reads them in order, recovers from failures."""
 
 import abc
 from collections import deque
@@ -32,8 +32,8 @@ from jaxrunner.worker.expert_balance import ExpertBalance
 from jaxrunner.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
-POLL_S = 5e-5  # between looks at which device has done its step; each has the next one queued
-COMPILES_S = 1.0  # launches that take longer compile: steps of others are given the time anew
+POLL_S = 5e-5  # between polls of the replicas' devices, each of which has its next step queued
+COMPILES_S = 1.0  # a longer launch compiles, and the time limits of other replicas' steps restart
 
 
 class Steps(abc.ABC):
@@ -50,9 +50,10 @@ class Steps(abc.ABC):
         decode = [(b.num_rows, b.num_drafts) for b in self.runner.buckets if b.query_len]
         self._drafts = DraftPolicy(decode) if scheduler.adaptive else None
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        self._unsampled: SchedulerOutput | None = None  # has a grammar, waits for those in flight
+        # A step with grammars whose forward pass runs; it is sampled once all others are read.
+        self._unsampled: SchedulerOutput | None = None
         self._gained: NewTokens = []  # read, and not yet returned
-        self._alarm: FloatingPointError | None = None  # for the end of a step
+        self._nan_error: FloatingPointError | None = None  # raised by `take_gained`
         self.waiting_since_s = 0.0  # when the last step was launched or read, by `perf_counter`
 
     @property
@@ -65,7 +66,9 @@ class Steps(abc.ABC):
         """Ends requests at any phase; ids of ended requests are ignored."""
 
     def launch(self, *, block: bool = True) -> None:
-        """Launches what can be launched. block: waits for a grammar where nothing else is there.
+        """Launches steps until `num_launches` are in flight or no token can be scheduled.
+
+        block: waits for a grammar to be compiled if all requests wait for one.
 
         Raises:
           RuntimeError: the engine has ended; see `WorkerStatus`.
@@ -84,7 +87,7 @@ class Steps(abc.ABC):
 
     @property
     def time_left_s(self) -> float | None:
-        """How long the oldest step may take yet; None for no limit."""
+        """Seconds until the oldest step exceeds `step_timeout_s`; None for no limit."""
         if (limit_s := self.config.step_timeout_s) is None:
             return None
         return limit_s - (time.perf_counter() - self.waiting_since_s)
@@ -97,15 +100,15 @@ class Steps(abc.ABC):
             self._sample()
 
     def take_gained(self) -> NewTokens:
-        """Returns what steps have given since the last call; raises what `step` does of a NaN."""
-        if self._alarm is not None:
-            alarm, self._alarm = self._alarm, None
-            raise alarm
+        """Returns the tokens read since the last call; raises as `Engine.step` for NaN."""
+        if self._nan_error is not None:
+            error, self._nan_error = self._nan_error, None
+            raise error
         gained, self._gained = self._gained, []
         return merged(gained)
 
     def _take_compiled(self, *, block: bool) -> None:
-        """Queues requests whose grammar is there."""
+        """Queues requests whose grammar is compiled, or reports that it failed."""
         for request in self.grammars.ready(block=block):
             if request.finish_reason is None:
                 self.scheduler.add(request)
@@ -113,7 +116,7 @@ class Steps(abc.ABC):
                 self._gained.append((request, []))
 
     def _launch(self) -> bool:
-        """Schedules a step and launches it. Returns whether there was one."""
+        """Schedules a step and launches it. Returns whether it had tokens to compute."""
         n = 1 if self.runner.requests.need_single_steps else self.config.num_decode_steps
         if self._drafts is not None:
             num_rows = max(rank.num_running for rank in ranks_of(self.scheduler))
@@ -126,7 +129,7 @@ class Steps(abc.ABC):
             self.balance.step(scheduled.num_steps if scheduled.num_scheduled_tokens else 0)
             self.routes.give(scheduled)
             if self.grammars.is_due(scheduled.requests):
-                # It needs neither the tokens before nor the masks that follow from them.
+                # The forward pass needs no masks, so it runs before the previous tokens are read.
                 self.runner.execute_model(scheduled)
                 self._unsampled = scheduled
             else:
@@ -134,18 +137,18 @@ class Steps(abc.ABC):
                 if scheduled.num_scheduled_tokens:
                     self._in_flight.append((scheduled, handle))
         except BaseException as error:
-            while self._in_flight:  # launched before it, so they may be whole
+            while self._in_flight:  # launched before the failure, so their outputs may be intact
                 self._read()
-            self._lose(scheduled, error)
+            self._recover(scheduled, error)
             return False
-        self.waiting_since_s = time.perf_counter()  # behind what the launch compiled
+        self.waiting_since_s = time.perf_counter()  # after the launch, which may have compiled
         return bool(scheduled.num_scheduled_tokens) if self._in_flight else self._sample()
 
     def _sample(self) -> bool:
-        """Samples a step with a grammar that waits for others to be read. Whether there was one.
+        """Samples the step that waits for its grammar masks. Returns whether there was one.
 
-        A mask needs all tokens before, and drafts that the step verifies, which the step before
-        proposed as it ended.
+        A mask depends on all earlier tokens and on the drafts that the step verifies, so the steps
+        before it have to be read first.
         """
         if self._unsampled is None:
             return False
@@ -155,19 +158,19 @@ class Steps(abc.ABC):
             self._end(scheduled.requests, failed)
             handle = self.runner.sample_tokens(allowed)
         except BaseException as error:
-            self._lose(scheduled, error)
+            self._recover(scheduled, error)
             return False
         self._in_flight.append((scheduled, handle))
         self.waiting_since_s = time.perf_counter()
         return True
 
     def _read(self) -> None:
-        """Reads the oldest step, and tells the scheduler of it."""
+        """Reads the oldest step: updates the scheduler, grammars and drafts with its output."""
         scheduled, handle = self._in_flight.popleft()
         try:
             output = handle.get(self.time_left_s)
         except BaseException as error:
-            self._lose(scheduled, error)
+            self._recover(scheduled, error)
             return
         self.waiting_since_s = time.perf_counter()
         if self._drafts is not None:
@@ -175,7 +178,7 @@ class Steps(abc.ABC):
         failed = output.failures(self.config.nan_policy)
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
         for req_id in failed if scheduled.num_steps == 1 else ():
-            del sampled[req_id]  # of several, those count that came before
+            del sampled[req_id]  # of several steps, tokens before the failure count
         output.share_tokens(scheduled.requests)
         gained = self.scheduler.update(scheduled, sampled)
         output.share(gained)
@@ -188,11 +191,14 @@ class Steps(abc.ABC):
         self._end(scheduled.requests, failed)
 
     def _end(self, requests: Mapping[str, Request], failed: Mapping[str, str]) -> None:
-        """Ends requests with errors of their own; a grammar that may end here ends well."""
+        """Ends requests, each with its error.
+
+        Where no token was left and the grammar may end here, the request ends normally instead.
+        """
         for req_id, error in failed.items():
             request = requests[req_id]
             if request.finish_reason is not None:
-                continue  # of several steps, one before may have ended it
+                continue  # an earlier one of several steps may have ended it
             if error == NO_CHOICE and self.grammars.may_end(request):
                 self.finish([req_id], "stop")
             else:
@@ -200,35 +206,41 @@ class Steps(abc.ABC):
                 self.finish([req_id], "error")
             self._gained.append((request, []))
             if error == NO_NUMBER and self.config.nan_policy == "raise":
-                self._alarm = FloatingPointError(f"request {req_id!r}: {error}")
+                self._nan_error = FloatingPointError(f"request {req_id!r}: {error}")
 
-    def _lose(self, scheduled: SchedulerOutput, error: BaseException) -> None:
-        """Ends the requests of a step that failed; the others start again, from their tokens."""
+    def _recover(self, scheduled: SchedulerOutput, error: BaseException) -> None:
+        """Ends the requests of a step that failed; all others are computed anew from their tokens.
+
+        Ends the engine where its device or processes cannot go on.
+
+        Raises:
+          BaseException: `error`, if it is one of `errors.FATAL` or programs are `strict`.
+        """
         logger.error("a step failed", exc_info=error)
         self._in_flight.clear()
         self._unsampled = None
         self._end(scheduled.requests, dict.fromkeys(scheduled.requests, of_step(error)))
         self.scheduler.restart()
-        beyond = self._beyond_repair(error)
+        ended = self._why_ended(error)
         try:
-            if not beyond:
+            if not ended:
                 self.runner.restart()
                 self.routes.forget()
         except Exception as cause:
-            beyond = of_engine(error, cause)
-        if beyond:
-            self.status.ended = beyond
+            ended = of_engine(error, cause)
+        if ended:
+            self.status.ended = ended
             left = dict(self.unfinished)
-            self._end(left, dict.fromkeys(left, beyond))
+            self._end(left, dict.fromkeys(left, ended))
         if self.runner.programs.strict or isinstance(error, FATAL):
             raise error
 
-    def _beyond_repair(self, error: BaseException) -> str:
-        """Returns why no step can follow one that failed, in words; "" where one may."""
+    def _why_ended(self, error: BaseException) -> str:
+        """Returns why no step can follow a failed one, as a sentence; "" where one can."""
         if isinstance(error, StepTimeout):
             words = of_hang(self.config.step_timeout_s)
         elif self.runner.program.is_shared and isinstance(error, jax.errors.JaxRuntimeError):
-            words = of_processes(error)  # which run no longer the same steps, if all are there
+            words = of_processes(error)  # one may have died, or they run different steps now
         else:
             return ""
         not_awaited_at_exit(self.runner)
@@ -236,7 +248,7 @@ class Steps(abc.ABC):
 
 
 def launch_all(engines: Sequence[Steps]) -> None:
-    """Launches what each engine can, and waits for no grammar."""
+    """Launches the steps of all engines, without waiting for grammars."""
     start_s = time.perf_counter()
     for engine in engines:
         engine.launch(block=False)
@@ -246,9 +258,9 @@ def launch_all(engines: Sequence[Steps]) -> None:
 
 
 def wait_for_one(busy: Sequence[Steps]) -> Sequence[Steps]:
-    """Waits until a device has done the oldest step that it was given, or is late.
+    """Waits until the oldest step of an engine is done, or has exceeded its time limit.
 
-    Returns whose are to be read.
+    Returns the engines whose oldest step is to be read.
     """
     if len(busy) < 2:
         return busy

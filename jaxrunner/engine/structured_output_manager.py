@@ -1,4 +1,4 @@
-"""Grammars of requests: those being compiled, and the masks of those that run. Knows no JAX."""
+"""Compiles the grammars of requests, and makes the masks of running ones. Knows no JAX."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -17,7 +17,7 @@ class StructuredOutputManager:
 
     def __init__(self, make_compiler: Callable[[], Any] | None, *, in_step: bool = False):
         """make_compiler: returns a `GrammarCompiler`; called once, when a request needs it.
-        in_step: other processes must be ready with the same requests, so all are waited for.
+        in_step: whether other processes schedule the same requests, so that `ready` waits for all.
         """
         self._in_step = in_step
         self.make_compiler, self._compiler = make_compiler, None
@@ -52,7 +52,10 @@ class StructuredOutputManager:
             raise ValueError(f"structured_outputs cannot be used: {error}") from error
 
     def ready(self, *, block: bool) -> list[Request]:
-        """Returns requests whose grammar is there, or that it failed, which ends them."""
+        """Returns requests whose grammar is compiled, and those that ended as it failed.
+
+        block: waits until one is done.
+        """
         if self._in_step:
             wait(self._futures.values())
         elif block and self._futures:
@@ -68,7 +71,7 @@ class StructuredOutputManager:
         return [request for request, _ in done]
 
     def resume(self, requests: Iterable[Request]) -> None:
-        """Compiles the grammars of requests that come from elsewhere, and shows them the output.
+        """Compiles the grammars of restored requests, and advances them over their outputs.
 
         Raises:
           ValueError: as `submit`, or a grammar that fails.
@@ -109,11 +112,11 @@ class StructuredOutputManager:
     def bitmask(
         scheduled: SchedulerOutput, vocab_size: int
     ) -> tuple[GrammarOutput, dict[str, str]]:
-        """Returns which tokens the grammars allow next, and the errors of those that failed, by id.
+        """Returns masks of the tokens that grammars allow next, and errors of failed ones by id.
 
-        Each row of a request takes the drafts before it as accepted; one that its grammar does not
-        allow is masked where it stands, so the device rejects it. All tokens are allowed behind a
-        request's drafts, for one that has just ended, and where a grammar failed.
+        Each row of a request assumes that the drafts before it are accepted. A draft that its
+        grammar forbids is masked at its position, so the device rejects it. All tokens are allowed
+        behind a request's drafts, for a request that has just ended, and where a grammar failed.
         """
         failed: dict[str, str] = {}
         ruled = [request for request in scheduled.requests.values() if request.grammar is not None]
@@ -133,7 +136,7 @@ class StructuredOutputManager:
 
     @staticmethod
     def accept(request: Request, token_ids: list[int]) -> str | None:
-        """Takes new tokens into a request's grammar. Returns why the request ends, if it does."""
+        """Advances a request's grammar by new tokens. Returns the finish reason if it ends here."""
         grammar = request.grammar
         if grammar is None or request.finish_reason is not None:
             return None
@@ -150,7 +153,7 @@ class StructuredOutputManager:
 
     @staticmethod
     def may_end(request: Request) -> bool:
-        """Whether what a request's grammar has seen is complete; one that fails says no."""
+        """Whether a request's output is complete for its grammar; False if the grammar fails."""
         try:
             return request.grammar is not None and request.grammar.is_accepting
         except BaseException as error:
@@ -159,5 +162,5 @@ class StructuredOutputManager:
 
 
 def _end(request: Request, reason: str) -> None:
-    # Also its status: others may wait for it as their leader.
+    # The status too, which requests with this leader look at.
     request.finish_reason, request.status = reason, Status.FINISHED

@@ -1,1 +1,1 @@
-"""What a model tells of a request besides its tokens, one kind a file."""
+"""Heads: arrays that a model returns besides tokens, one kind a file."""

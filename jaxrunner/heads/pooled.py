@@ -1,4 +1,4 @@
-"""A model whose steps tell arrays of hidden states in place of tokens.
+"""A model whose steps return pooled hidden states in place of tokens.
 
 Its logits are one column, zero, or NaN where hidden states are not finite: a request ends with the
 only token there is once its prompt is computed, or with the error of a model that gave NaN.

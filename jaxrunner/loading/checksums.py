@@ -1,4 +1,4 @@
-"""Checksums of what was written, beside it: what has changed since is refused. Knows no JAX.
+"""Checksums beside saved files: files that have changed since are refused. Knows no JAX.
 
 They tell accidents, such as a copy that broke off; who changes a file on purpose can change them.
 """

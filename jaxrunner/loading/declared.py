@@ -1,4 +1,4 @@
-"""What a model says of its weights before any is read: shapes, dtypes and tensors in files."""
+"""What a model declares of its weights: shapes, dtypes and tensors in files."""
 
 from typing import Any
 

@@ -209,7 +209,7 @@ def _checked_overrides(overrides: Any) -> dict[str, Any]:
 def _generation_defaults(
     folder: Path, mode: str, config: ModelConfig
 ) -> tuple[frozenset[int], SamplingParams]:
-    """Reads what a checkpoint's authors sample with, and says so once."""
+    """Reads the checkpoint's default sampling parameters, and logs them once."""
     path = folder / "generation_config.json"
     if mode != "auto" or not path.is_file():
         return frozenset(config.eos_token_ids), SamplingParams()

@@ -1,4 +1,4 @@
-"""From config.json to a model, its products held as its checkpoint or its user says."""
+"""Makes a model from config.json, with products quantised as checkpoint or user say."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""What is done with a mixture's experts beyond its layers: routes told and replayed, balance."""
+"""Mixtures beyond their layers: routes recorded and replayed, loads counted and balanced."""

@@ -1,7 +1,7 @@
-"""A mixture with copies of experts, as a model that the rest knows no difference of.
+"""Wraps a mixture so that experts have redundant copies; its interface stays the same.
 
-Experts are numbered as the checkpoint has them; copies lie in places. Which place computes a token
-follows from its position: a request's tokens depend on no other request.
+Experts are numbered as in the checkpoint; copies lie in numbered places. A token's position selects
+the copy that computes it, so a request's tokens depend on no other request.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ LOADS = "expert_loads"  # in `State.tables`
 
 @pytree
 class PlacedExperts:
-    """Weights of the copies of experts, and where these lie: differences from `in_turn`."""
+    """Weights of the copies of experts, and their places, stored as differences from `in_turn`."""
 
     gate_up: Array = leaf("X gate_up F E", "param")
     down: Array = leaf("X E F", "param")
@@ -43,7 +43,7 @@ class PlacedExperts:
         return Experts(self.gate_up, self.down, *biases, self.activation)
 
     def place(self, routes: Routes, positions: Array, num_places: int) -> Routes:
-        """Returns the routes to the places of copies, which take turns by positions, [T]."""
+        """Returns routes to places: the copies of an expert take turns by positions, [T]."""
         (X, slots), experts = self.moved.shape, routes.experts
         first = _first(X, num_places, slots)
         known = jnp.minimum(experts, X - 1)
@@ -115,7 +115,7 @@ def maps(placement: Placement, slots: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def placed(moved: np.ndarray, more: np.ndarray, num_places: int) -> np.ndarray:
-    """Returns whose copy lies at each place, [P], of one layer's `moved` and `more`."""
+    """Returns the expert at each place, [P], from one layer's `moved` and `more`."""
     first = _first(more.size, num_places, moved.shape[1])
     places, copies = moved + first.places[0], more + first.copies[0]
     expert = np.zeros(num_places, np.int32)

@@ -1,4 +1,4 @@
-"""`eplb_config`, in vLLM's names."""
+"""`LLM(eplb_config=...)`: when experts are balanced over devices, in vLLM's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class EplbConfig:
-    """When and how experts are spread anew over devices."""
+    """When and how experts are rebalanced over devices."""
 
     window_size: int = 1000  # steps, the last ones, whose loads count
     step_interval: int = 3000  # steps from one placement to the next

@@ -1,4 +1,4 @@
-"""Routes that a user gives a prompt, checked at the door."""
+"""Checks the routes that a user gives with a prompt."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxrunner.mixtures.recorded_routes import NONE, routes_group
 def check_given(given: Any, prompt_len: int, config: Any) -> np.ndarray:
     """Returns the routes of a prompt's tokens but the last, int16 [tokens, layers, k].
 
-    given: integers of that shape, or of all tokens. Those of layers without experts count nothing.
+    given: integers of that shape, or of all tokens. Values of layers without experts are ignored.
 
     Raises:
       TypeError: it is no array of integers.

@@ -1,7 +1,7 @@
-"""Where copies of experts go, so that devices have like loads: DeepSeek's EPLB, in numpy.
+"""Places copies of experts so that devices have similar loads: DeepSeek's EPLB, in numpy.
 
-From its description (github.com/deepseek-ai/EPLB): experts with the most tokens get further copies,
-and copies are packed, heaviest first, onto the device that has the least and room left.
+From its description (github.com/deepseek-ai/EPLB): the experts with the most tokens get redundant
+copies; copies are packed, heaviest first, onto the device with the least load that has room.
 """
 
 from typing import NamedTuple
@@ -52,13 +52,13 @@ def of_experts(expert: np.ndarray, num_experts: int) -> Placement:
 
 
 def in_turn(num_layers: int, num_experts: int, num_places: int) -> Placement:
-    """Returns the placement before any load is known: all experts, then the first ones again."""
+    """Returns the placement without loads: all experts in order, then the first ones again."""
     row = np.arange(num_places, dtype=np.int32) % num_experts
     return of_experts(np.tile(row, (num_layers, 1)), num_experts)
 
 
 def imbalance(loads: np.ndarray, placement: Placement, num_devices: int) -> np.ndarray:
-    """Returns of each layer the most tokens of a device over the mean of all, if copies share."""
+    """Returns, by layer, the largest load of a device over the mean; copies share loads."""
     share = loads / np.maximum(placement.copies, 1)
     each = np.take_along_axis(share, placement.expert, 1)
     of_device = each.reshape(len(loads), num_devices, -1).sum(-1)

@@ -1,8 +1,8 @@
-"""A mixture whose routes are kept, as a model that the rest knows no difference of.
+"""Wraps a mixture so that its routes are recorded; its interface stays the same.
 
-The experts of each token lie in blocks like its keys and values, one more cache of each layer: what
-shares a prefix, is computed in chunks or again has the routes of its tokens. Routes that are given
-lie there too, before the step that computes their tokens replays them.
+The experts of each token lie in blocks like its keys and values, in one more cache of each layer.
+So routes stay right for shared prefixes, chunked prompts and preempted requests. Routes that a user
+gives are written there before the step that replays them.
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""What attention over the paged cache runs through, by the rows of a batch."""
+"""Chooses implementations of attention over the paged cache, by the rows of a batch."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Which implementation of a layer's operations runs, and why not another."""
+"""Chooses the implementations of a layer's operations, and says why others do not run."""
 
 from collections.abc import Callable
 import functools

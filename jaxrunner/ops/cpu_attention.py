@@ -1,8 +1,8 @@
-"""Attention of steps with prompts on a CPU: tile by tile, each over its own keys alone.
+"""Attention of steps with prompts on a CPU: tile by tile, each over its own keys only.
 
-`reference.attend` has all tiles pass together over the keys of the longest request, as suits a
-device of many cores. Here a tile has as many queries as keep a product busy on a few cores, and
-it stops at its last query's key.
+In `reference.attend` all tiles pass together over the keys of the longest request, which suits a
+device of many cores. Here tiles run one by one, large enough for efficient products on a few cores,
+and a tile stops at the key of its last query.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Attention in which every token sees all of its text. Plain JAX, on any device.
+"""Bidirectional attention: every token sees all of its text. Plain JAX, on any device.
 
 A text is computed in one step, so keys and values are those of the step: nothing is cached. Tiles
 of queries pass over the keys of their texts a chunk at a time (online softmax, arXiv:2205.14135).

@@ -1,4 +1,4 @@
-"""What the experts of a mixture run through, by their weights and the tokens of a step."""
+"""Chooses implementations of a mixture's experts, by their weights and the tokens of a step."""
 
 import jax.numpy as jnp
 
@@ -13,7 +13,7 @@ from jaxrunner.types import Array, Batch
 def route(
     batch: Batch, config: RouterConfig, w: Router, logits: Array, *, note: Note, plain: bool = False
 ) -> Routes:
-    """Chooses experts by a router's logits, [T, X]; a bucket's padding has none.
+    """Chooses experts by a router's logits, [T, X]; padding tokens get none.
 
     plain: whether plain JAX alone is asked.
     """

@@ -1,4 +1,4 @@
-"""What kernels run of a mixture of experts: the choice of experts, then their MLPs."""
+"""The kernels of a mixture of experts: they choose experts, and run their MLPs."""
 
 import jax
 import jax.numpy as jnp

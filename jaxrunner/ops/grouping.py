@@ -1,4 +1,4 @@
-"""Tokens by expert: which rows a mixture's products take together. Knows no weights.
+"""Sorts tokens by expert into tiles of rows that products take together. Knows no weights.
 
 A route is one of a token's k choices, route `t * k + j`. Sorted by expert, the routes are rows;
 runs of rows of one expert are cut into tiles, of which a product takes one at a time.

@@ -1,4 +1,4 @@
-"""Building blocks that decoders share."""
+"""Operations of decoders in plain JAX: norms, rotation, gated units, packed projections."""
 
 import jax
 import jax.numpy as jnp

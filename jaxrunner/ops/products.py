@@ -1,4 +1,4 @@
-"""What products of tokens and weights run through, by their sizes."""
+"""Chooses implementations of products of tokens and weights, by sizes and kind of weights."""
 
 import math
 from typing import NamedTuple
@@ -21,7 +21,7 @@ BIG, FEW = 1 << 24, 128
 
 
 class Known(NamedTuple):
-    """What each operation asks before plain JAX for one class of weights, in this order."""
+    """Candidates of each operation for one class of weights, in their order, before plain JAX."""
 
     linear: tuple[Operation, ...]
     project: tuple[Operation, ...]
@@ -93,7 +93,7 @@ def _refuses_parts(x: Array, w: Weights) -> str | None:
 
 
 def refuses_parts(x: Array, w: Weights) -> str | None:
-    """Says why x, [T, E], is not multiplied in parts that another kernel sums up, or None."""
+    """Returns why the product of x, [T, E], is not cut into parts for a later kernel, or None."""
     if (reason := _unlike(w)) is not None:
         return reason
     for name, refuses in ("gemv", _refuses_gemv), ("matmul", _refuses_matmul):
@@ -103,7 +103,7 @@ def refuses_parts(x: Array, w: Weights) -> str | None:
 
 
 def num_parts(T: int, E: int) -> int:
-    """Returns into how many parts the sums of T tokens and E outputs are cut."""
+    """Returns the number of parts that sums of T tokens and E outputs are cut into."""
     return max(1, min(MAX_PARTS, TILES * TILE[0] * TILE[1] // (max(T, TILE[0]) * E)))
 
 

@@ -1,4 +1,4 @@
-"""What products with weights of few bits run through on a GPU, by what the weights are."""
+"""Chooses implementations of products with quantised weights on a GPU, by their scheme."""
 
 from collections.abc import Callable
 import functools

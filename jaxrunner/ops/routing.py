@@ -1,4 +1,4 @@
-"""Routers: which experts compute a token. In float32, whatever the model computes in."""
+"""Routers choose the experts of each token; they compute in float32 whatever the model's dtype."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,9 +1,9 @@
-"""Decode context parallelism: devices that would hold copies of a KV head hold different tokens.
+"""Decode context parallelism: devices share out the tokens of a KV head in place of copying it.
 
-Of tensor_parallel_size=N devices each KV head has N / K. In groups of C neighbours each keeps the
-keys and values of every C-th token. Queries of a group's heads go to all of it, and what each
-device finds among its tokens is merged (Flash-Decoding's merge, across devices). Latents, of which
-all devices would hold a copy, are dealt out alike.
+With tensor_parallel_size=N, N / K devices read each KV head. In groups of C neighbours each device
+keeps the keys and values of every C-th token. The group's devices exchange their queries, attend to
+their own tokens, and merge the results, as Flash-Decoding merges split rows. Latents, of which each
+device would have a copy, are shared out in the same way.
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ MOST_QUERIES = 8  # of a row in the kernel, which reads its keys anew for each
 
 
 def check_context(config: ModelConfig | DrafterConfig, num: int, interleave: Interleave) -> None:
-    """Checks that `num` devices of a model can be cut into groups that share a KV head.
+    """Checks that `num` devices of a model can form groups that share a KV head.
 
     Raises:
-      ValueError: they cannot; names the sizes of groups that would do.
+      ValueError: they cannot; names the sizes of groups that they can form.
     """
     parts, size = interleave
     is_latent = any(kind.leaves is LatentCache for kind in config.cache_kinds)
@@ -63,10 +63,10 @@ def check_context(config: ModelConfig | DrafterConfig, num: int, interleave: Int
 
 
 def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choice:
-    """Returns what computes the layers of an engine whose config wants tokens dealt out.
+    """Returns the layer operations of an engine whose config shares out tokens.
 
     Raises:
-      ValueError: the block size is no multiple, or a layer keeps something else than blocks.
+      ValueError: the block size is no multiple of the interleave, or a layer keeps no KV blocks.
     """
     parts, size = interleave = interleave_of(config)
     if parts == 1:
@@ -91,7 +91,7 @@ def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choic
 def context_ops(
     make: MakeOps, interleave: Interleave, batch: Batch, *, note: Note = unnoted
 ) -> Ops:
-    """Makes the operations of a layer whose keys and values are dealt out to devices."""
+    """Makes the operations of layers whose keys and values several devices share out."""
 
     def of_all(
         operations: Sequence[Operation], own: Batch, q: Array, cache: Any, spec: AttentionSpec,
@@ -139,17 +139,20 @@ def context_ops(
 def own_part(
     interleave: Interleave, batch: Batch, cache_shape: tuple[int, int]
 ) -> tuple[Part, Batch]:
-    """Returns the part that this device has, and the batch as it writes it into its cache of
-    `cache_shape`, (N, S)."""
+    """Returns this device's part of the tokens, and the batch with its cache indices.
+
+    cache_shape: (N, S) of the device's own cache.
+    """
     part = Part(*interleave, jax.lax.axis_index(TENSOR) % interleave.parts)
     index = tuple(part.cache_index(index, cache_shape) for index in batch.cache_index)
     return part, replace(batch, cache_index=index)
 
 
 def merge(parts: Array) -> Array:
-    """Merges what parts of the keys gave, [C, ..., D + 1], into what all give, [..., D].
+    """Merges the attention over C parts of the keys, [C, ..., D + 1], into that over all, [..., D].
 
-    The last column is what `reference.online_softmax` has there. What saw no key gives zeros.
+    The last column is the log of the softmax's sum, from `reference.online_softmax`. Tokens that
+    saw no key get zeros.
     """
     found, weight = parts[..., :-1], parts[..., -1:]
     best = weight.max(0, keepdims=True)

@@ -1,8 +1,8 @@
-"""Tokens go to the devices of their experts and back: an all-to-all of as many rows as there are.
+"""The ragged all-to-all that sends tokens to the devices of their experts, and results back.
 
-Each device has an even share of its rank's tokens. A token goes once to each device that has some
-of its experts, so rows have room under any skew and none is dropped. All devices know all routes,
-and so how many rows each of them sends and where these lie.
+Each device has an even share of its rank's tokens. A token goes once to each device that has any of
+its experts, so buffers hold all rows under any skew, and none is dropped. Every device knows all
+routes, and so the number and offsets of the rows that each device sends.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Axes = tuple[str, ...]
 
 
 class Sent(NamedTuple):
-    """What each device sends to each of M, of its n tokens."""
+    """The rows that each device sends to each of M devices, of its n tokens."""
 
     is_sent: Array  # [M, n, M], bool: from a device, a token of it, to a device
     row: Array  # [M, n, M], int32: its place among those of the two devices, in the order of tokens
@@ -30,11 +30,10 @@ class Sent(NamedTuple):
 
 
 def exchanged(run: Run, x: Array, routes: Routes, num_own: int, axes: Axes) -> Array:
-    """Runs a rank's tokens, x [T, E], through experts of all devices of the mesh axes. Returns
-    [T, E] on each device of the rank.
+    """Runs a rank's tokens, x [T, E], through the experts of all devices of the mesh axes.
 
-    num_own: experts of a device. A token's sum is that of its devices' parts in their order,
-    whatever else is in the step.
+    num_own: experts of a device. Returns [T, E] on each device of the rank. The parts of a token's
+    sum are added in the order of their devices, so it does not depend on the rest of the step.
     """
     M, me, (T, E) = jax.lax.axis_size(axes), jax.lax.axis_index(axes), x.shape
     n = -(-T // jax.lax.axis_size(TENSOR))
@@ -106,8 +105,10 @@ def _routes_of(every: Routes, token: Array, first: Array, num_own: int) -> Route
 
 
 def own_parts(residual: Array, routes: Routes, num_own: int) -> Array:
-    """Returns a residual, [T, E] or parts of it, [k, T, E], where parts of other devices' experts
-    are nothing: a kernel leaves anything there."""
+    """Returns a residual, [T, E] or [k, T, E] in parts, with zeros for other devices' experts.
+
+    A kernel leaves these parts uninitialised.
+    """
     if residual.ndim < 3:
         return residual
     return jnp.where((routes.experts < num_own).T[..., None], residual, 0)

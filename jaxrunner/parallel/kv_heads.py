@@ -1,4 +1,4 @@
-"""KV heads on more devices than there are: each device has a copy of the one it attends with."""
+"""KV heads on more devices than there are heads: each device has a copy of the head it reads."""
 
 from collections.abc import Mapping
 import functools
@@ -29,7 +29,7 @@ def check_sizes(
     """Checks that `axes` of a model can be cut into `num` shards, experts whole or by units.
 
     Raises:
-      ValueError: a size is no multiple; names it, and the numbers that would do.
+      ValueError: a size is no multiple of `num`; names it, and numbers that divide all sizes.
     """
     sizes = {NAMES[axis]: config.dims[axis] for axis in axes}
     other = UNITS if expert_parallel else EXPERTS
@@ -53,10 +53,10 @@ def check_sizes(
 
 
 def check_runs(cls: type, dims: Mapping[str, Any], num: int) -> None:
-    """Checks that no run of weights that share a scale is cut, where "F/128" is runs of F.
+    """Checks that no cut splits weights that share a scale: axis "F/128" has a scale for 128 of F.
 
     Raises:
-      ValueError: one is; names the axis.
+      ValueError: a cut would; names the axis.
     """
 
     def make(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> None:
@@ -109,14 +109,14 @@ def _copied(source: Source, K: int, num: int) -> Source:
 
 
 def copy_heads(packed: np.ndarray, num: int) -> np.ndarray:
-    """Returns packed heads, [K, G + 2, ...], as [num, G * K / num + 2, ...]: copies of keys."""
+    """Returns packed heads, [K, G + 2, ...], as [num, G * K / num + 2, ...]: keys are copied."""
     K, P, *rest = packed.shape
     queries = packed[:, :-2].reshape(num, K * (P - 2) // num, *rest)
     return np.concatenate([queries, np.repeat(packed[:, -2:], num // K, axis=0)], 1)
 
 
 def merge_heads(packed: Any, K: int) -> Any:
-    """Returns the inverse of `copy_heads`, also of an array of JAX."""
+    """Inverts `copy_heads`, for numpy arrays and JAX arrays."""
     num, P, *rest = packed.shape
     queries = packed[:, :-2].reshape(K, num * (P - 2) // K, *rest)
     concatenate = np.concatenate if isinstance(packed, np.ndarray) else jnp.concatenate

@@ -1,6 +1,6 @@
 """The devices of an engine, and which axes of its weights and caches are cut into shards.
 
-`leaf` names the axes of every array; one table says which of them lie over which axis of the mesh.
+`leaf` names the axes of every array; one table maps these to axes of the mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh of the first devices of this process, or of the first that are given.
 
-    num_ranks: data ranks, each of so many devices; the mesh has an axis of them if they are many.
+    Takes devices of all processes that `jax.distributed` has joined if this one has too few.
 
-    Where it has too few, of those of all processes that `jax.distributed` has joined.
+    num_ranks: data ranks, each of so many devices; over 1 the mesh has an axis of ranks.
 
     Raises:
-      ValueError: there are fewer.
+      ValueError: there are too few devices.
     """
     devices = _devices(tensor_parallel_size) if devices is None else devices
     if tensor_parallel_size > len(devices):
@@ -66,7 +66,7 @@ def devices_of(config: Any) -> list[Any]:
 
 
 def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
-    """Returns where each array of a pytree lies that is declared by axes."""
+    """Returns the sharding of each array of a pytree, by the axes that its class declares."""
 
     def over(axis: str) -> Any:
         name = mesh_axis(axis, dims)
@@ -79,7 +79,7 @@ def shardings(cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
 
 
 def mesh_axis(axis: str, dims: Mapping[str, Any]) -> str | None:
-    """Returns the axis of the mesh that one of an array is cut over; runs of "F/2" go with F."""
+    """Returns the mesh axis that an array's axis is cut over; "F/2" is cut as F is."""
     own = EXPERTS if dims.get(EXPERT_PARALLEL) else UNITS
     mixers = OF_MIXERS if dims.get(SPLIT_MIXERS) else ()
     tokens = (TOKENS,) if dims.get(DEALT_OUT) else ()
@@ -87,18 +87,18 @@ def mesh_axis(axis: str, dims: Mapping[str, Any]) -> str | None:
 
 
 def spec_of(leaf: Any) -> PartitionSpec:
-    """Returns how an array, or what stands for one, is cut; whole where it does not say."""
+    """Returns the spec of an array, or of an abstract one; replicated if it has no sharding."""
     sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def whole_on(mesh: Mesh | None) -> NamedSharding | None:
-    """Returns where an array lies that each device has whole; None for JAX's own choice."""
+    """Returns the sharding of a replicated array; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """Returns abstract arrays with a sharding each: those without one are whole on each device."""
+    """Returns abstract arrays with a sharding each: those without one become replicated."""
     whole = whole_on(mesh)
 
     def one(x: Any) -> Any:
@@ -108,13 +108,15 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def num_ranks(mesh: Mesh | None) -> int:
-    """Returns the data ranks of a mesh; 1 where requests are not dealt out to any."""
+    """Returns the number of data ranks of a mesh; 1 without such an axis."""
     return 1 if mesh is None else mesh.shape.get(DATA, 1)
 
 
 def ranked(tree: Any, mesh: Mesh) -> Any:
-    """Returns abstract arrays as all data ranks have them, one rank's behind another's along the
-    first axis. Scalars, and what is no array, are the same for all."""
+    """Returns abstract arrays of one rank as arrays of all data ranks, joined along the first axis.
+
+    Scalars, and leaves that are no arrays, stay as they are.
+    """
 
     def one(x: Any) -> Any:
         if not getattr(x, "shape", ()):
@@ -132,7 +134,7 @@ def check_one_rank(mesh: Mesh | None, asked: str, cure: str) -> None:
     """Checks that a mesh has no data ranks.
 
     Raises:
-      ValueError: it has some; names what was asked for.
+      ValueError: it has data ranks; names the feature that refuses them.
     """
     if (num := num_ranks(mesh)) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Over which devices a model is cut, and how, in vLLM's names."""
+"""The devices that a model is cut over, and how, in vLLM's names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a model's layers dealt out to stages, each a mesh of its own.
+"""Pipeline parallelism: a model's layers are shared out over stages, each on a mesh of its own.
 
-GPipe's cut (arXiv:1811.06965): the first stage embeds, the last one has the final norm, the head
-and sampling. Each is a model to the rest, whose `layers` run its part of them.
+GPipe's cut (arXiv:1811.06965): the first stage embeds; the last one has the final norm, the head
+and sampling. Each stage has the interface of a model, and its `layers` run the stage's layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from jaxrunner.types import Inputs
 
 @dataclass(frozen=True)
 class StageConfig:
-    """The config of a model in a pipeline, as one of its stages sees it."""
+    """The config of one stage of a model in a pipeline."""
 
     shards: tuple[ShardedConfig, ...] = field(repr=False, hash=False)  # on the mesh of each stage
     rank: int  # this one
@@ -46,7 +46,7 @@ class StageConfig:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it samples."""
+        """Whether this is the last stage, which samples."""
         return self.rank == self.num_stages - 1
 
     @property
@@ -61,12 +61,12 @@ class StageConfig:
 
     @property
     def pipeline_layers(self) -> slice:
-        """The layers of this stage: as many as others have, or one more on the first ones."""
+        """This stage's layers: stages have equally many, or the first ones have one more."""
         Y, P = self.num_hidden_layers, self.num_stages
         return slice(*(-(-rank * Y // P) for rank in (self.rank, self.rank + 1)))
 
     def reads(self, path: tuple[Any, ...]) -> bool:
-        """Whether this stage computes with a weight, told by its path in the tree."""
+        """Whether this stage reads the weight at a path in the tree."""
         layers, embed, logits = _readers(self.family, self.whole)
         if path[0].name in layers:
             held = self.pipeline_layers
@@ -77,7 +77,7 @@ class StageConfig:
         return mine or not by_ends
 
     def own(self, tree: Any) -> Any:
-        """Returns what a tree like the weights says of those of this stage; None for others."""
+        """Returns a tree like the weights with None for weights that this stage does not read."""
         return jax.tree.map_with_path(
             lambda path, x: x if self.reads(path) else None,
             tree,
@@ -85,7 +85,7 @@ class StageConfig:
         )
 
     def held_part(self, tree: Any) -> Any:
-        """Returns what `own` does, of all stages of this process together."""
+        """As `own`, with the weights of all stages of this process."""
         stages = self.pipeline_stages
         return jax.tree.map_with_path(
             lambda path, x: x if any(stage.reads(path) for stage in stages) else None,
@@ -95,7 +95,7 @@ class StageConfig:
 
     @property
     def shardings(self) -> Any:
-        """Where each weight lies that this stage computes with."""
+        """The sharding of each weight that this stage reads."""
         dims = self.dims | {"param": "float32"}
         return self.own(shardings(self.family.params, dims, self.mesh))
 
@@ -111,14 +111,14 @@ def deal(
     interleave: Interleave = WHOLE,
     **experts: Any,
 ) -> tuple[Model, ModelConfig]:
-    """Returns a model in `num` stages, stage s on devices s * N to (s + 1) * N; its config is that
-    of the last stage, and tells the others.
+    """Cuts a model into `num` stages, stage s on devices s * N to (s + 1) * N.
 
-    Where this process has too few devices, of those of all processes that `jax.distributed` has
-    joined, each of which runs the stages on its own; the config is that of the last one here.
+    Returns the model with the config of the last stage, which refers to the others. If this process
+    has too few devices, stages lie on those of all processes that `jax.distributed` has joined:
+    each process runs the stages on its own devices, and its config is that of its last stage.
 
-    rank: the stage that this process runs alone, on the first devices; all where None.
-    experts: what else `shard` takes.
+    rank: the only stage that this process runs, on its first devices; None for all stages.
+    experts: further arguments of `shard`.
 
     Raises:
       ValueError: fewer layers than stages, fewer devices, or a model that cannot be cut; names it.
@@ -181,9 +181,9 @@ def _check_by_layer(model: Model, config: ModelConfig, name: str) -> None:
 
 
 def to_stages(config: Any, params: Any) -> Any:
-    """Returns weights as programs take them: in a pipeline those of each stage, on its devices.
+    """Returns weights as programs take them: in a pipeline a tuple with those of each stage.
 
-    What two stages read is copied to the second. Arrays may be abstract.
+    A weight that two stages read is copied to the second. Arrays may be abstract.
     """
     if params is None or not (stages := stages_of(config)):
         return params
@@ -191,7 +191,7 @@ def to_stages(config: Any, params: Any) -> Any:
 
 
 def refuse(config: Any, what: str, cure: str) -> None:
-    """Refuses what does not go with stages.
+    """Refuses a feature that pipelines do not have.
 
     Raises:
       ValueError: the config is of a pipeline.
@@ -201,10 +201,10 @@ def refuse(config: Any, what: str, cure: str) -> None:
 
 
 def check_drafts(config: Any, *, by_layers: bool, adaptive: bool) -> None:
-    """Checks that the last stage alone makes drafts, and needs no layers for them.
+    """Checks that a speculator works in a pipeline, where the last stage drafts without layers.
 
     Raises:
-      ValueError: in a pipeline, other ones.
+      ValueError: the config is of a pipeline, and the speculator has layers.
     """
     if by_layers or adaptive or len(stages_of(config)) < num_stages(config):
         refuse(
@@ -214,7 +214,7 @@ def check_drafts(config: Any, *, by_layers: bool, adaptive: bool) -> None:
 
 
 def refuse_spread(config: Any, what: str, cure: str) -> None:
-    """Refuses what does not go with stages in several processes.
+    """Refuses a feature that stages in several processes do not have.
 
     Raises:
       ValueError: the config is of such a pipeline.
@@ -226,7 +226,7 @@ def refuse_spread(config: Any, what: str, cure: str) -> None:
 
 
 def homes(config: Any) -> Any:
-    """Returns where each weight lies that this process reads: on the first stage that needs it."""
+    """Returns the sharding of each weight that this process loads, on its first stage."""
     found: dict[tuple[Any, ...], Any] = {}
     for stage in reversed(config.pipeline_stages):
         found |= dict(jax.tree.leaves_with_path(stage.shardings))

@@ -1,4 +1,4 @@
-"""Arrays of the host on the devices of an engine: each device is given its own shards."""
+"""Places arrays of the host on the devices of an engine: each device gets its own shards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from jaxrunner.parallel.mesh import shardings
 
 
 def declared(params: Any, cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any:
-    """Returns the shapes and dtypes of weights, and where their class says that each lies.
+    """Returns the shapes and dtypes of weights, with the shardings that their class declares.
 
     Raises:
-      ValueError: they are another tree.
+      ValueError: the tree has another structure.
     """
     where = shardings(cls, {**dims, "param": "float32"}, mesh)
     if jax.tree.structure(params) != jax.tree.structure(where):
@@ -27,7 +27,7 @@ def declared(params: Any, cls: type, dims: Mapping[str, Any], mesh: Mesh) -> Any
 
 
 def place(params: Any, spec: Any) -> Any:
-    """Returns weights on the devices that `spec` says; what lies there, or is abstract, stays."""
+    """Moves weights to the shardings of `spec`; those that lie there, or are abstract, stay."""
 
     def one(x: Any, spec: Any) -> Any:
         at = spec.sharding
@@ -41,9 +41,9 @@ def place(params: Any, spec: Any) -> Any:
 
 
 def put(x: np.ndarray, at: Any) -> jax.Array:
-    """Returns an array of the host where a sharding or a device says; None is the default device.
+    """Copies an array of the host to a sharding or device; None is the default device.
 
-    Of several processes each has the whole array, and puts what its own devices are to have.
+    With several processes each has the whole array, and copies the shards of its own devices.
     """
     if not isinstance(at, Sharding) or at.is_fully_addressable:
         return jax.device_put(x, at)
@@ -51,5 +51,5 @@ def put(x: np.ndarray, at: Any) -> jax.Array:
 
 
 def move(x: jax.Array, at: Any) -> jax.Array:
-    """Returns an array of this process's devices where a sharding says."""
+    """Copies an array on devices of this process to another sharding."""
     return jax.device_put(x, at) if at.is_fully_addressable else put(np.asarray(x), at)

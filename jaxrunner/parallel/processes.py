@@ -1,7 +1,7 @@
 """One mesh over the devices of several processes, joined by `jax.distributed`.
 
-All of them make the same calls in the same order, and so launch the same programs: nothing that
-only one of them knows, a clock or its own memory, may decide what is launched.
+All processes make the same calls in the same order, and so launch the same programs. What only one
+of them knows, such as a clock or its free memory, must not decide what is launched.
 """
 
 import builtins
@@ -25,7 +25,7 @@ def check_own(mesh: Mesh | None, asked: str, cure: str) -> None:
     """Checks that a mesh is one process's own.
 
     Raises:
-      ValueError: it is over several processes; names what was asked for.
+      ValueError: it is over several processes; names the feature that refuses them.
     """
     if is_shared(mesh):
         raise ValueError(
@@ -35,15 +35,15 @@ def check_own(mesh: Mesh | None, asked: str, cure: str) -> None:
 
 
 def is_first(mesh: Mesh | None) -> bool:
-    """Whether this process writes what one of a mesh is to write."""
+    """Whether this is the process of a mesh that writes files for all."""
     return not is_shared(mesh) or jax.process_index() == 0
 
 
 def together(mesh: Mesh | None, run: Callable[[], str | None]) -> list[str]:
-    """Runs a function in each process of a mesh. Returns what each said, in their order.
+    """Runs a function in each process of a mesh, and waits for all. Returns all results, in order.
 
-    Where it raises in one, which may be what only one of them sees of a disk, it raises in all, so
-    that none goes on to a launch that others never come to. All of it waits for the last one.
+    Where it raises in one process, for example for an error of its disk, it raises in all, so that
+    no process goes on to a launch that another never makes.
     """
     if not is_shared(mesh):
         return [run() or ""]
@@ -76,7 +76,7 @@ def _error_of(name: str, words: str) -> Exception:
 
 
 def agreed_least(number: int, *, shared: bool) -> int:
-    """Returns the least of the numbers that all processes say; that of this one if not shared."""
+    """Returns the least `number` of all processes; this process's own if not `shared`."""
     if not shared:
         return number
     halves = np.array(divmod(number, 2**31), np.int32)  # integers of JAX have 32 bits
@@ -86,7 +86,7 @@ def agreed_least(number: int, *, shared: bool) -> int:
 
 
 def host_copy(x: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns a whole array, of all devices of a mesh, on the host of each process."""
+    """Copies a whole array, gathered from all devices of a mesh, to the host of each process."""
     if isinstance(x, np.ndarray):
         return x
     if x.is_fully_addressable:
@@ -96,7 +96,7 @@ def host_copy(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def to_host(params: Any) -> Any:
-    """Returns weights that leave the devices: whole, on the host of each process."""
+    """Copies whole weights to the host of each process."""
     if all(x.is_fully_addressable for x in jax.tree.leaves(params)):
         return jax.device_get(params)
     return jax.tree.map(host_copy, params)

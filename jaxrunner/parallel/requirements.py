@@ -1,6 +1,6 @@
-"""What several devices need: one kind, versions that can sum over them, and peers that answer.
+"""Checks of several devices: one kind, versions of JAX and NCCL, and transfers between them.
 
-All is checked before weights are read: what fails later fails in the depths of XLA, or hangs.
+They run before weights are read: a later failure would be an obscure error of XLA, or hang.
 """
 
 from collections import Counter

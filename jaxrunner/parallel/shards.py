@@ -15,8 +15,8 @@ def on_shards(
 ) -> Callable[..., Any]:
     """Returns `function` under `shard_map`, with its name and parameters; itself without a mesh.
 
-    args and out: trees like its arguments and what it returns, whose leaves say how they are cut;
-    others are whole on each device.
+    args and out: trees like its arguments and results, whose leaves have shardings; a leaf without
+    one is replicated.
     """
     if mesh is None:
         return function
@@ -25,9 +25,9 @@ def on_shards(
 
 
 def told_to_all(function: Callable[..., Any], out: Any) -> Callable[..., Any]:
-    """Returns `function` under `on_shards`, with what the host reads of each data rank on all.
+    """Returns `function` under `on_shards`; gathers outputs for the host from all data ranks.
 
-    out: a tree like what it returns, in which that is no array.
+    out: a tree like its results, in which these outputs are no arrays.
     """
     leaves, treedef = jax.tree.flatten(out)
     return _told_to_all(function, tuple(not hasattr(x, "shape") for x in leaves), treedef)

@@ -1,7 +1,7 @@
-"""What stages in several processes tell each other: hidden states by devices, tokens by hosts.
+"""Messages between stages in several processes: hidden states by devices, tokens by hosts.
 
-A device runs what it is given in order, so tokens that came back that way would stall it until the
-last stage has them. They go through the key-value store that `jax.distributed` keeps.
+A device runs its launches in order, so waiting on it for sampled tokens would stall it until the
+last stage is done. Tokens go through the key-value store of `jax.distributed` instead.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ WAIT_MS = 1000  # for a key, before it is looked whether time is over
 
 
 class StageLink:
-    """Hidden states from a stage of one process to the next one, of another process.
+    """Sends hidden states from a stage in one process to the next stage, in another process.
 
-    Both call `send` and `receive` in the same order, as all calls of an engine.
+    Both processes make calls of `send` and `receive` in the same order.
     """
 
     def __init__(self, source: Mesh, target: Mesh):
@@ -42,7 +42,7 @@ class StageLink:
         return " to ".join(str(device) for device in self._mesh.devices[:, 0])
 
     def check(self) -> None:
-        """Sends a few numbers, which the other process awaits in the same call."""
+        """Sends a few numbers, or receives them in the other process, which makes the same call."""
         want = np.arange(8, dtype=np.float32)[:, None]
         if self._is_source:
             self.send(put(want, self._own))
@@ -56,13 +56,13 @@ class StageLink:
         program(self._joined(x))
 
     def receive(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns what is sent, on each device of this stage."""
+        """Returns the x, [T, E], that the other process sends, on each device of this stage."""
         program, nothing = self._program(shape, dtype)
         shards = [shard.data for shard in program(nothing).addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, self._own, shards)
 
     def prepare(self, shape: tuple[int, ...], dtype: Any) -> None:
-        """Compiles what sends such arrays."""
+        """Compiles the transfer of such arrays."""
         self._program(shape, dtype)
 
     def _program(self, shape: tuple[int, ...], dtype: Any) -> tuple[Any, jax.Array]:
@@ -90,7 +90,7 @@ def _send(mesh: Mesh) -> Any:
 
 
 def links_of(config: Any) -> tuple[StageLink | None, StageLink | None]:
-    """Returns the links from the stage before those of this process, and to the one behind them."""
+    """Returns the links from the stage before this process's, and to the one behind."""
     meshes, held = [shard.mesh for shard in config.shards], config.held
     before = StageLink(*meshes[held[0] - 1 : held[0] + 1]) if held[0] else None
     behind = StageLink(*meshes[held[-1] : held[-1] + 2]) if held[-1] + 1 < len(meshes) else None
@@ -98,7 +98,7 @@ def links_of(config: Any) -> tuple[StageLink | None, StageLink | None]:
 
 
 class Post:
-    """Vectors that one process reads off its devices and tells the others, in order of launches."""
+    """Broadcasts int32 vectors, in the order of launches, from the process that computes them."""
 
     def __init__(self, source: int):
         """source: its process. All make a post at the same time."""
@@ -108,7 +108,7 @@ class Post:
         self._readers = [i for i in range(jax.process_count()) if i != source]
 
     def next(self, x: jax.Array | None = None) -> "Told":
-        """Returns the next vector. x: where this process has it on its devices."""
+        """Returns the next vector. x: the array, if this process's devices compute it."""
         self._num += 1
         key = f"{self._name}/{self._num}"
         if self._is_source:
@@ -117,7 +117,7 @@ class Post:
 
 
 class Told:
-    """A vector, int32, that is told; as an array it is awaited."""
+    """A broadcast int32 vector that may be on its way; has the methods to wait for an array."""
 
     def __init__(self, x: jax.Array | None, keys: Sequence[str]):
         """x: where this process tells it, under all the keys; else it reads one."""
@@ -125,21 +125,21 @@ class Told:
         self._value: np.ndarray | None = None
 
     def copy_to_host_async(self) -> None:
-        """Begins to copy it off the device."""
+        """Starts the copy from the device, in the process that has it."""
         if self._x is not None:
             self._x.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        """Whether it is there."""
+        """Whether the vector has arrived."""
         if self._x is not None:
             return cast(Any, self._x).is_ready()
         return self._value is not None
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
-        """Returns it once it is there; where this process has it, tells it.
+        """Waits for the vector and returns it; broadcasts it first if this process has it.
 
         Raises:
-          StepTimeout: it did not come in time.
+          StepTimeout: it did not arrive in time.
         """
         if self._value is None:
             if self._x is not None:

@@ -1,4 +1,4 @@
-"""A pipeline as the rest sees it: which stages a config has, and their state as one."""
+"""A pipeline behind one interface: the stages of a config, and their states as one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +23,9 @@ def num_stages(config: Any) -> int:
 
 
 def held_caches(config: Any) -> list[int]:
-    """Returns which of its `cache_kinds` a config's programs have: those of a stage, or all.
+    """Returns the indices into `cache_kinds` of caches that a config's programs have.
 
-    Layers with two caches have the first ones of all layers before the second ones.
+    Of layers with two caches, the first caches of all layers come before the second ones.
     """
     every, num = range(len(config.cache_kinds)), config.num_hidden_layers
     if (held := getattr(config, "pipeline_layers", None)) is None:
@@ -34,12 +34,12 @@ def held_caches(config: Any) -> list[int]:
 
 
 def rank_of(config: Any) -> int:
-    """Returns the place of a config's stage in the pipeline; 0 where there is none."""
+    """Returns the index of a config's stage in the pipeline; 0 without a pipeline."""
     return getattr(config, "rank", 0)
 
 
 def own_part(config: Any, tree: Any) -> Any:
-    """Returns what a tree like the weights says of those of a config's stage; None for others."""
+    """Returns a tree like the weights with None for weights that a config's stage does not read."""
     return config.own(tree) if stages_of(config) else tree
 
 
@@ -55,7 +55,7 @@ def is_spread(config: Any) -> bool:
 
 @pytree
 class Outcome:
-    """What the last stage sampled in a step, and its drafts for the next one, where it has any."""
+    """Tokens that the last stage sampled in a step, and drafts for the next step, if any."""
 
     token_ids: Array = leaf("B J", jnp.int32)
     num_sampled: Array | None = leaf("B", jnp.int32, when="drafts")
@@ -64,7 +64,7 @@ class Outcome:
 
 @pytree
 class Sampled:
-    """What the last stage sampled in a step, for stages that have not written it down yet."""
+    """Tokens that the last stage sampled in a step, on their way to stages that lack them."""
 
     rows: tuple[SamplingMetadata, ...] = each("stages")
     outcomes: tuple[Outcome, ...] = each("stages")  # none until they are told
@@ -86,7 +86,7 @@ class PipelineState:
         return State(self.requests[i], self.kv[i] if self.kv else (), self.tables[i])
 
     def put(self, i: int, part: State) -> "PipelineState":
-        """Returns the same with another state of one stage."""
+        """Returns the pipeline's state with another state of one stage."""
         return replace(
             self,
             requests=_put(self.requests, i, part.requests),
@@ -95,10 +95,10 @@ class PipelineState:
         )
 
     def told(self, token_ids: Sequence[Sequence[int]]) -> "PipelineState":
-        """Returns the same, with the tokens of the oldest step that has none yet, by row.
+        """Returns the state with the tokens, by row, of the oldest step that lacks them.
 
         Raises:
-          RuntimeError: each step has its tokens.
+          RuntimeError: no step lacks tokens.
         """
         at = next((i for i, step in enumerate(self.sampled) if not step.outcomes), None)
         if at is None:
@@ -129,14 +129,14 @@ def parts_of(state: State | PipelineState) -> list[State]:
 
 
 def with_part(state: Any, i: int, part: State) -> Any:
-    """Returns a state of any stages, with another one of stage i."""
+    """Returns a state with the state of stage i replaced."""
     return state.put(i, part) if isinstance(state, PipelineState) else part
 
 
 def whole_state(config: Any, state: State | PipelineState) -> State:
-    """Returns a state as that of one stage: the requests of the last one, the caches of all.
+    """Returns a pipeline's state as that of a whole model: requests of the last stage, all caches.
 
-    A table that steps write by layer, which all stages have, is told on the host.
+    Tables that steps write by layer are joined on the host.
     """
     if not isinstance(state, PipelineState):
         return state
@@ -159,7 +159,7 @@ def _by_layer(config: Any, state: PipelineState) -> dict[str, Any]:
 
 
 def with_cache(config: Any, state: Any, i: int, cache: Any) -> Any:
-    """Returns a state of any stages, with another cache of those of `whole_state`."""
+    """Returns a state with one cache replaced, counted as in `whole_state`."""
     if not isinstance(state, PipelineState):
         return replace(state, kv=_put(state.kv, i, cache))
     held = [held_caches(stage) for stage in stages_of(config)]
@@ -169,7 +169,7 @@ def with_cache(config: Any, state: Any, i: int, cache: Any) -> Any:
 
 
 def with_requests(state: Any, requests: Requests, tables: dict[str, Any]) -> Any:
-    """Returns a state of any stages, with other requests, of which no token is on its way."""
+    """Returns a state with other requests in all stages, and no tokens on their way."""
     if not isinstance(state, PipelineState):
         return replace(state, requests=requests, tables=tables)
     each = tuple(_like(requests, old) for old in state.requests)

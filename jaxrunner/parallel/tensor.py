@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model on shards, as a model that the rest knows no difference of.
+"""Tensor parallelism: wraps a model so that its functions run on the shards of a mesh.
 
 Megatron-LM's cut (arXiv:1909.08053): each device has some heads, MLP units and tokens of the
 vocabulary; what attention and MLP add to the residual is summed over the devices. Of a mixture each
@@ -38,7 +38,7 @@ from jaxrunner.types import Array, Batch, Inputs
 
 @dataclass(frozen=True)
 class ShardedConfig:
-    """The config of a model, or of a drafter, on a mesh: its own, with KV heads for each device."""
+    """The config of a model or drafter on a mesh: each device has at least one KV head."""
 
     family: Any = field(repr=False)  # the `Model` or `Drafter`
     whole: Any  # its config for one device

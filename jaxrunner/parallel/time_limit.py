@@ -1,4 +1,4 @@
-"""Work that may hang, for so long and no longer. Knows no JAX."""
+"""Runs work that may hang, with a time limit. Knows no JAX."""
 
 from collections.abc import Callable
 import os
@@ -36,7 +36,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def ends_within(timeout_s: float, run: Callable[[], Any]) -> bool:
-    """Runs a function in a thread of its own. Whether it ended in time; raises what it raises."""
+    """Runs a function in a thread. Returns whether it ended in time; raises what it raises."""
     try:
         thread = _idle.pop()
     except IndexError:

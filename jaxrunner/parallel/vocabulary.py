@@ -1,7 +1,7 @@
-"""The tokens that a row of logits has: all there are, or those of one device of a mesh.
+"""Reductions over a row of logits that may be sharded over the vocabulary.
 
-Sampling asks here for what it must know of all tokens. Where a row has them all, that is an
-operation on the row; on a mesh devices tell each other a few numbers a row, never the row.
+If a row has all tokens, each is an operation on the row. On a mesh devices exchange a few numbers
+for each row, never the row itself.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ MAX_TOKENS = 1 << 24  # ids and counts are told as float32, which has no more wh
 
 @pytree
 class Vocabulary:
-    """Equal parts of consecutive ids, one for each device; a row has the part of its own device.
+    """Equal runs of consecutive ids, one for each device; a device's rows have its own run.
 
-    What is asked of rows, [..., S], is asked along their last axis, on all devices alike.
+    Methods reduce rows, [..., S], over the last axis and all devices, which all get the result.
     """
 
     num_shards: int = static(default=1)
@@ -35,22 +35,22 @@ class Vocabulary:
         return jax.lax.axis_index(TENSOR) * size
 
     def local(self, ids: Array, size: int) -> Array:
-        """Returns where tokens lie in a row of `size`; for those of other devices `size`."""
+        """Returns the index of tokens in a row of `size`; `size` for tokens of other devices."""
         if self.is_whole:
             return ids
         at = ids - self.first(size)
         return jnp.where((at >= 0) & (at < size), at, size)
 
     def own(self, x: Array, size: int) -> Array:
-        """Returns what x, [V or more], has of a row's `size` tokens."""
+        """Returns the part of x, [V or more], for a row's `size` tokens."""
         if self.is_whole:
             return x[:size]
         return jax.lax.dynamic_slice_in_dim(x, self.first(size), size)
 
     def each(self, x: Array) -> Array:
-        """Returns what x is on each device, [num_shards, ...], in the order of ids.
+        """Gathers x of each device, [num_shards, ...], in the order of ids.
 
-        By a sum with zeros, which is exact: XLA has kernels of its own for small sums alone.
+        Adds arrays that are 0 elsewhere, which is exact: XLA has fast kernels for small sums only.
         """
         own = jnp.arange(self.num_shards) == jax.lax.axis_index(TENSOR)
         return jax.lax.psum(
@@ -75,8 +75,7 @@ class Vocabulary:
         return x.any(-1) if self.is_whole else self.sum(x, jnp.int32) > 0
 
     def cumsum(self, x: Array) -> Array:
-        """Returns how many are true up to each token, [..., S], int32, itself and other devices'
-        counted in."""
+        """Returns how many are true up to and including each token, [..., S], int32."""
         count = jnp.cumsum(x, -1, dtype=jnp.int32)
         if self.is_whole:
             return count
@@ -97,7 +96,7 @@ class Vocabulary:
         return jnp.take_along_axis(told[:, 1], winner, 0)[0].astype(jnp.int32)
 
     def at(self, x: Array, ids: Array) -> Array:
-        """Returns what rows, [N, S], have of tokens, [N, C], whichever device has them."""
+        """Returns the values, [N, C], of rows, [N, S], at tokens, [N, C], of any device."""
         if self.is_whole:
             return jnp.take_along_axis(x, ids, axis=1)
         local = self.local(ids, x.shape[1])

@@ -1,6 +1,6 @@
-"""Weights and caches of a mesh as one device holds them: so they are saved, to fit any mesh.
+"""Weights and caches of a mesh in the shapes of one device: files have these, and fit any mesh.
 
-They differ where KV heads are copied, which is where shapes do.
+Shapes differ only where KV heads are copied.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ def whole_config(config: Any) -> Any:
 
 
 def whole_program(program: Program) -> Program:
-    """Returns a program as it is on one device."""
+    """Returns the program for one device."""
     return replace(program, config=whole_config(program.config))
 
 
@@ -49,7 +49,7 @@ def whole_params(cls: type, config: Any) -> Any:
 
 
 def merge(tree: Any, whole: Any) -> Any:
-    """Returns arrays without copies of heads, on the host those that have some."""
+    """Returns arrays without copies of heads; those that had copies become numpy arrays."""
 
     def one(x: Any, whole: Any) -> Any:
         return x if x.shape == whole.shape else merge_one(host_copy(x), whole.shape)
@@ -65,7 +65,7 @@ def merge_one(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def merged_spec(spec: Any, whole: Any) -> Any:
-    """Returns what `merge` makes of such arrays: those with copies of heads are numpy's."""
+    """Returns the abstract arrays that `merge` returns for such arrays."""
 
     def one(x: Any, whole: Any) -> Any:
         return x if x.shape == whole.shape else np.broadcast_to(np.zeros((), x.dtype), whole.shape)
@@ -74,7 +74,7 @@ def merged_spec(spec: Any, whole: Any) -> Any:
 
 
 def copied(tree: Any, spec: Any) -> Any:
-    """Returns what `merge` was given, where `spec` says."""
+    """Inverts `merge`: returns arrays with copies of heads, on the shardings of `spec`."""
 
     def one(x: Any, spec: Any) -> Any:
         if x.shape == spec.shape:
@@ -88,7 +88,7 @@ def copied(tree: Any, spec: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def sums_of(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Returns a number for each leaf, of a shape, that any other values are unlikely to have."""
+    """Returns a checksum of each leaf, of a shape, computed on the devices."""
 
     def one(x: Array, shape: tuple[int, ...]) -> Array:
         x = merge_one(x, shape)

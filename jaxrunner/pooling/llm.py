@@ -12,7 +12,7 @@ from jaxrunner.api.outputs import RequestOutput
 from jaxrunner.api.validation import shown
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.progress import Bar
-from jaxrunner.engine.requested_prompts import one_each, read_adapters, read_asked
+from jaxrunner.engine.requested_prompts import one_each, read_adapters, read_requested
 from jaxrunner.heads.late_interaction import QueryCache, max_sim, query_of
 from jaxrunner.heads.pooled import POOLED, POSITIONS, PooledConfig
 from jaxrunner.loading import llm_arguments
@@ -190,7 +190,7 @@ class PoolingMethods:
         asked = [
             _sampling(*x, config) for x in zip(many, firsts or [None] * len(many), strict=True)
         ]
-        queued = read_asked(prompts, asked, None, adapters)
+        queued = read_requested(prompts, asked, None, adapters)
         late = [one.late_interaction_params for one in many]
         late_interaction.check(self.queries, late, config.task)
         try:

@@ -1,4 +1,4 @@
-"""Rounding of a product's inputs to 8 bits, as checkpoints ask for it."""
+"""Rounding of a product's inputs to 8 bits, where the checkpoint's format says so."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ LEAST = 1e-12  # of a scale: a token of zeros has none
 def rounded(
     x: Array, how: Activation, scale: Array | None, across: str | None
 ) -> tuple[Array, Array]:
-    """Returns x, [..., inputs], as whole numbers of 8 bits in its dtype, and their scales.
+    """Rounds x, [..., inputs], to numbers of 8 bits. Returns them, in the dtype of x, and scales.
 
-    scale: of all inputs, where the checkpoint has one; else each token has one, for each group of
-    its inputs. Scales: [..., groups or 1], float32. across: an axis of a mesh that inputs are cut
-    over, whose devices share a token's scale.
+    scale: the checkpoint's scale of all inputs; None for one for each token and group of inputs.
+    across: the mesh axis that inputs are cut over, whose devices then share a token's scale.
+    Scales are float32, [..., groups or 1].
     """
     most = CODES[how.code].most
     size = how.group or x.shape[-1]

@@ -1,4 +1,4 @@
-"""Modules that a compressed-tensors checkpoint quantises alike, and what is supported."""
+"""A config group of compressed-tensors: modules that are quantised alike, and what is supported."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ (arXiv:2210.17323): 4 or 8 bits, groups of inputs, perhaps in an order."""
+"""Checkpoints of GPTQ (arXiv:2210.17323): 4 or 8 bits, groups of inputs, perhaps reordered."""
 
 from dataclasses import dataclass, replace
 import functools

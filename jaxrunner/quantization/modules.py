@@ -1,4 +1,4 @@
-"""Which modules of a checkpoint are meant by lists of names and patterns."""
+"""Matches modules of a checkpoint with lists of names and patterns."""
 
 from collections.abc import Sequence
 import re

@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss has it: stacks of experts, in runs of 32 e2m1 that share an e8m0. OCP MX 1.0."""
+"""MXFP4 of gpt-oss: stacks of experts; runs of 32 e2m1 share an e8m0 scale. OCP MX 1.0."""
 
 from dataclasses import dataclass
 import functools

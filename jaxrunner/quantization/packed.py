@@ -1,4 +1,4 @@
-"""Numbers of few bits in words of 32, as checkpoints pack them. Knows no JAX."""
+"""Unpacks numbers of few bits from the 32-bit words of checkpoints. Knows no JAX."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""8 bits and a scale for each output, made of float weights: while they load, or of a trainer's."""
+"""Rounds float weights to 8 bits with a scale for each output, from a checkpoint or a trainer."""
 
 from dataclasses import dataclass, replace
 import functools

@@ -1,7 +1,7 @@
 """Tensors of a quantised checkpoint, [outputs, inputs] each, in the layout of a family's weights.
 
-A family says how float tensors are joined: which output comes where. Numbers and scales of few bits
-follow the same way. Sees numpy arrays alone.
+A family's sources say how float tensors are joined, and so where each output goes. Quantised
+numbers and scales are joined by the same sources. Works on numpy arrays only.
 """
 
 from collections.abc import Callable, Sequence

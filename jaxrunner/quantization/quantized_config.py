@@ -1,7 +1,7 @@
-"""A model whose products have weights of few bits, as a model that the rest knows no difference of.
+"""Wraps a model so that its products have quantised weights; its interface stays the same.
 
-A family declares `Linear`, and where float tensors lie. A method says which of them a checkpoint
-holds otherwise, and of what their leaves are made.
+A family declares products as `Linear`, and the sources of float tensors. A `Method` says which
+products a checkpoint holds quantised, and which tensors their leaves are read from.
 """
 
 from collections import Counter
@@ -125,7 +125,7 @@ def plain_config(config: Any) -> Any:
 
 
 def describe(config: Any) -> str:
-    """Returns the line of a report that says how weights are held; none where all are floats."""
+    """Returns the report's line about quantised weights; empty where all weights are floats."""
     schemes = Counter(scheme for _, scheme in getattr(config, "schemes", ()))
     if not schemes:
         return ""

@@ -1,4 +1,4 @@
-"""A mixture's experts with weights of few bits: `QuantizedLinear` of all, one axis more."""
+"""A mixture's experts with quantised weights: a `QuantizedLinear` with an axis of experts."""
 
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Weights of few bits as a product takes them, and what it computes in plain JAX."""
+"""Quantised weights of a product, and the product in plain JAX."""
 
 from dataclasses import replace
 import math

@@ -1,4 +1,4 @@
-"""Which format of quantised weights a checkpoint has, or a user asks for."""
+"""Finds the format of quantised weights, from config.json or `LLM(quantization=...)`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a product's weights of few bits are held: their numbers, and what shares a scale."""
+"""How quantised weights of a product are held: the code of numbers, and what shares a scale."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

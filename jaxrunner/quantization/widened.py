@@ -1,6 +1,6 @@
-"""A module's matrix that a family holds as floats, of a checkpoint that holds it in few bits.
+"""Widens a quantised matrix of a checkpoint to floats, for a family that needs it as floats.
 
-Such a matrix is no product of its own: a family takes it apart, or multiplies others with it.
+Such a matrix is no product with tokens: the family splits it, or multiplies other weights by it.
 """
 
 from collections.abc import Mapping

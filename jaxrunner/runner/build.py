@@ -78,7 +78,7 @@ class Built(NamedTuple):
 
     @property
     def task(self) -> bytes | None:
-        """What processes that lower the programs are told; None where they would gain nothing."""
+        """The task of lowering processes; None where these gain nothing."""
         if not self.is_ours or self.choice.sample is None:  # the rest takes Python little time
             return None
         return lowering_task(usual_spec, replace(self.program, rules=()), self.params)

@@ -1,4 +1,4 @@
-"""The programs that a runner needs, where they come from, and in which order they are compiled."""
+"""Makes the program table of a runner, and orders programs for compilation beside steps."""
 
 from collections.abc import Sequence
 import functools
@@ -16,7 +16,7 @@ from jaxrunner.runner.program_table import Key, ProgramTable
 
 
 def make_programs(built: Built) -> ProgramTable:
-    """Returns the table of an engine's programs; of a pipeline, those of its stages as one."""
+    """Returns the program table of an engine; of a pipeline, its stages' tables as one."""
     program, eager = built.program, built.program.engine.enforce_eager
     if not program.stages:
         spec = functools.partial(program_spec, program, built.params)
@@ -30,17 +30,17 @@ def make_programs(built: Built) -> ProgramTable:
 def in_order(
     program: Program, buckets: Sequence[Bucket], keys: list[Key]
 ) -> tuple[list[Key], list[Key]]:
-    """Returns programs in the order to compile them beside steps, and those that come first.
+    """Returns programs in the order to compile them beside steps, and those that steps need first.
 
     Raises:
-      ValueError: several processes run them, in which others would be there first.
+      ValueError: several processes run them, in which programs would be ready at other times.
     """
     check_own(program.mesh, "warm_up='background'", "take warm_up=True")
     refuse_spread(program.config, "warm_up='background'", "take warm_up=True")
     kinds = [[b for b in buckets if b.lora == lora] for lora in sorted({b.lora for b in buckets})]
     ragged = [[b for b in own if not b.query_len][-1] for own in kinds]
     decodes = [max((b for b in own if b.query_len), key=lambda b: b.num_rows) for own in kinds]
-    needed = [step_key(bucket, 1) for bucket in ragged]  # they can run any step
+    needed = [step_key(bucket, 1) for bucket in ragged]  # these can run any step
     if (several := program.engine.num_decode_steps) > 1:
         needed += [step_key(bucket, several) for bucket in decodes]
     entries = ENTRY_POINTS | BEFORE

@@ -1,6 +1,6 @@
-"""Turns a scheduler's output into device calls and back. Knows no queues.
+"""Launches a scheduler's steps on the device, and hands out their outputs. Knows no queues.
 
-    handle = runner.step(scheduler_output)  # one upload, one launch; returns at once
+    handle = runner.step(scheduler_output)  # one upload, one launch; does not wait for them
     output = handle.get()                   # waits for the download
 
 `execute_model` then `sample_tokens(grammar_output)` do the same in two launches, for a host that
@@ -50,11 +50,11 @@ class ModelRunner(RunnerWeights):
 
     def __init__(self, built: Built, params: Any, *, trusted: bool = False):
         """built: what `build` returns.
-        params: the weights, or their shapes, dtypes and shardings if `update_params` is to bring
-            them before the first step.
+        params: the weights, or their abstract arrays if `update_params` brings them before the
+            first step.
         trusted: steps come from our own scheduler, and are not checked.
         """
-        params = place(params, built.params)  # of the host they would be copied in every step
+        params = place(params, built.params)  # arrays on the host would be copied in every step
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.choice, self.program = built.choice, built.program
         self.params = None if to_come else params
@@ -62,10 +62,10 @@ class ModelRunner(RunnerWeights):
         self.buckets = step_buckets(config, self.program.model.speculator)
         self.requests, self.adapters = make_requests(self.program), device_adapters(self.program)
         self._check = None if trusted else StepCheck(self.program, self.adapters)
-        self.params_spec = orbax_io.abstract(params)  # what new ones must be like
-        # Nothing there refers to the runner, so that its memory goes when it does.
+        self.params_spec = orbax_io.abstract(params)  # shapes that new weights must have
+        # Programs do not refer to the runner, so the device state is freed with the runner.
         self.programs = make_programs(built)
-        # Steps by their tokens, apart by the bucket's `query_len`; for `bucket_planner`.
+        # Number of steps by their tokens, for each `query_len`; read by `bucket_planner`.
         self.traffic: dict[int, Counter[int]] = {b.query_len: Counter() for b in self.buckets}
         self.profiler = Profiler()
         self._closed = False
@@ -81,12 +81,12 @@ class ModelRunner(RunnerWeights):
 
     @functools.cached_property
     def state(self) -> Any:
-        """What lives on the device. Made when first used, after the programs are compiled: XLA
-        tries out variants, with buffers of its own."""
+        """The device state. Allocated when first used, after the programs are compiled, as XLA's
+        autotuner needs buffers."""
         return make_state(self.program)
 
     def prepare(self, *, all_rules: bool = False, background: bool = False) -> Started:
-        """Starts to compile what `warm_up` waits for; there need be no weights yet."""
+        """Starts to compile the programs that `warm_up` waits for; weights are not needed yet."""
         if self.program.engine.enforce_eager:
             return {}
         keys = program_keys(self.program, self.buckets, all_rules=all_rules)
@@ -97,32 +97,32 @@ class ModelRunner(RunnerWeights):
     def warm_up(
         self, *, all_rules: bool = False, background: bool = False, progress: bool = False
     ) -> None:
-        """Compiles every program that usual requests need, or with `all_rules` that any can need.
+        """Compiles the programs of usual requests, with `all_rules` those of all requests.
 
-        background: returns once the largest size is there, at which any step can run; threads
-            compile the others beside the steps, which makes both slower for that time.
+        background: returns once the largest size is compiled, at which any step can run; threads
+            compile the others beside the steps, which makes both slower meanwhile.
         """
         if self.program.engine.enforce_eager:
             return
         started = self.prepare(all_rules=all_rules, background=background)
         self.programs.wait(started, progress=progress)
-        jax.block_until_ready(self.state)  # made now, not by the first request
+        jax.block_until_ready(self.state)  # allocated now, not by the first request
         for key in self.programs.ready():
             if ENTRY_POINTS[key.name].is_rehearsed(key.size):
                 self._rehearse(key)
         jax.block_until_ready(self.state)
         if self.adapters is not None:
             self.adapters.warm_up()
-        gc.collect()  # now, not in the midst of a step; the next one is far then
+        gc.collect()  # now: the next full collection, which would delay a step, is then far off
 
     def _rehearse(self, key: Key) -> None:
-        """Runs a program without requests: the first run sets up a graph, longer than it runs."""
+        """Runs a program without requests, as the first run is slow: it sets up a CUDA graph."""
         none: tuple[list, ...] = tuple([] for _ in self.program.cache_groups)
         plan = self.requests.plan((), (), none, key.size)
         self.state, *_ = self.programs[key](self.params_of(key.size), self.state, plan)
 
     def close(self) -> None:
-        """Gives the device memory of the state back."""
+        """Frees the device memory of the state."""
         self.programs.close()
         pytree.delete(vars(self).get("state"))  # made when first used
         if self.adapters is not None:
@@ -130,7 +130,7 @@ class ModelRunner(RunnerWeights):
         self._closed = True
 
     def fork(self) -> "ModelRunner":
-        """Returns a runner that goes its own way: state and requests are copied, the rest shared.
+        """Returns an independent runner: state and requests are copied, all else is shared.
 
         Raises:
           RuntimeError: a step is started and not sampled, or the caches sleep.
@@ -138,7 +138,7 @@ class ModelRunner(RunnerWeights):
         if self._forwarded is not None or self.state is None:
             raise RuntimeError("to fork, call sample_tokens if a step waits, wake_up after a sleep")
         other = copy.copy(self)
-        # Steps consume the state they are given.
+        # Copied, as a step donates its state.
         other.state, other.requests = jax.tree.map(jnp.copy, self.state), self.requests.copy()
         other._check = self._check and self._check.copy()
         other.adapters = self.adapters and self.adapters.copy()
@@ -146,12 +146,12 @@ class ModelRunner(RunnerWeights):
         return other
 
     def restart(self) -> None:
-        """Forgets all requests, after a step that failed; the state is made anew if it was lost."""
+        """Forgets all requests after a failed step; makes a new state if it consumed the old."""
         self.requests, self._forwarded = make_requests(self.program), None
         self._check = self._check and StepCheck(self.program, self.adapters)
         if not pytree.is_alive(self.state):
             pytree.delete(self.state)
-            # Waited for, as a device that has failed says so later.
+            # Waits, as the error of a failed device would otherwise come later.
             self.state = jax.block_until_ready(make_state(self.program))
 
     def would_wait(self, num_rows: int, num_drafts: int, num_steps: int) -> bool:
@@ -162,12 +162,12 @@ class ModelRunner(RunnerWeights):
         return any(pending(step_key(bucket, n)) for n in {1, num_steps})
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Applies the scheduler's changes, computes its tokens and samples.
+        """Updates the slots, computes the scheduled tokens and samples; does not wait.
 
-        In one launch; in two where a request wants logprobs, or rules that few want.
+        Takes one launch, or two where a request has logprobs or rules that few requests have.
 
         Raises:
-          TypeError, ValueError: a step that cannot be; names the field, and nothing changes.
+          TypeError, ValueError: the step is invalid; names the field, and nothing changes.
           RuntimeError: the step before was not sampled, no slot is free, or the runner is closed.
         """
         self._begin(scheduler_output)
@@ -175,7 +175,7 @@ class ModelRunner(RunnerWeights):
             return self._step(scheduler_output)
 
     def _begin(self, scheduler_output: SchedulerOutput, *, in_two: bool = False) -> None:
-        """Refuses what cannot be done, while nothing has changed."""
+        """Checks a step before anything changes; raises as `step`."""
         if self._closed:
             raise RuntimeError("this runner is closed: build another one")
         if self._forwarded is not None:
@@ -197,14 +197,14 @@ class ModelRunner(RunnerWeights):
         return StepHandle(work.req_ids, layout, packed, work.counts, self._token_heads)
 
     def _output(self, size: SampleSize, num_steps: int, bucket: Any) -> Layout:
-        """Returns how an output is packed: by the tokens of a step where a head tells of each."""
+        """Returns the layout of a packed output; it depends on tokens if a head has a T axis."""
         return self._layout(size, num_steps, bucket.num_tokens if self._token_heads else 0)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *x: Any) -> jax.Array | None:
-        """Starts the forward pass of a step, a single one; `sample_tokens` must follow.
+        """Launches the forward pass of a single step; `sample_tokens` must follow.
 
-        x: hidden states, [T, E], of the stage before, where another process has it. Returns those
-        for the next stage, if another process has that. Raises what `step` does.
+        x: hidden states, [T, E], of the previous stage, if another worker runs that. Returns hidden
+        states for the next stage, if another worker runs that. Raises as `step`.
         """
         self._begin(scheduler_output, in_two=True)
         with self.profiler.step(scheduler_output):
@@ -213,10 +213,10 @@ class ModelRunner(RunnerWeights):
         return None if is_last(self.program.config) else hidden
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
-        """Samples the step that `execute_model` started; an empty step where it had no tokens.
+        """Samples the step that `execute_model` launched; returns an empty one if it had no tokens.
 
         Raises:
-          TypeError, ValueError: the grammar is not of requests of the step, which still waits.
+          TypeError, ValueError: the grammar output is invalid; the step can still be sampled.
         """
         if self._forwarded is None:
             return StepHandle()
@@ -242,7 +242,7 @@ class ModelRunner(RunnerWeights):
         return handle
 
     def _forward(self, work: Work, *x: Any) -> jax.Array:
-        """Launches the forward pass, and what scores prompt tokens. Returns hidden states."""
+        """Launches the forward pass and prompt logprobs. Returns hidden states, [T, E]."""
         program = self.programs[Key("forward", work.bucket)]
         out = program(self.params_of(work.bucket), self.state, work.plan, *x)
         self.state, logits, rows, hidden, targets, heads, kept = out
@@ -253,8 +253,8 @@ class ModelRunner(RunnerWeights):
         return hidden
 
     def _prepare(self, output: SchedulerOutput) -> Work | None:
-        """Updates the tables. Returns the step's work, None where there is no token to compute."""
-        # In one order in all processes of a mesh: slots are given anew in that order.
+        """Updates the slots. Returns the step's work, None where there is no token to compute."""
+        # Sorted, so that all processes of a mesh hand out freed slots in the same order.
         for req_id in sorted(output.finished_req_ids | output.preempted_req_ids):
             self.requests.remove(req_id)
         new, counts = output.scheduled_new_reqs, output.num_scheduled_tokens
@@ -263,7 +263,7 @@ class ModelRunner(RunnerWeights):
         lora = self._admit_adapters(new, counts)
         blocks = self.requests.append_blocks(output.new_block_ids)
         none: tuple[list, ...] = tuple([] for _ in blocks)
-        req_ids = tuple(sorted(counts, key=counts.__getitem__))  # decodes first; stable
+        req_ids = tuple(sorted(counts, key=counts.__getitem__))  # stable: decodes come first
         if not req_ids:
             self._admit(new, blocks)
             return None
@@ -283,7 +283,7 @@ class ModelRunner(RunnerWeights):
         sample = self.requests.sample_size(req_ids, bucket)
         if several:
             bucket = MultiStepBucket(n, sample, lora)
-        # A step's own tokens never need more blocks than its plan holds; foresight may.
+        # Blocks of a step's own tokens always fit into its plan; blocks allocated ahead may not.
         fits = self.requests.room(blocks, bucket)
         if new or not fits:
             self._admit(new, none if fits else blocks)
@@ -292,7 +292,7 @@ class ModelRunner(RunnerWeights):
         return Work(ids, bucket, plan, sample, *self.requests.count_targets(counts), tuple(each))
 
     def _admit(self, new: list[NewRequest], blocks: Sequence[list[Write]]) -> None:
-        """Writes new requests into the device's tables, in as many launches as it takes."""
+        """Launches the admissions that write new requests into the device's tables."""
         for size, packed in self.requests.admissions(new, blocks):
             tables = self.programs[Key("admit", size)](replace(self.state, kv=()), packed)
             self.state = replace(tables, kv=self.state.kv)

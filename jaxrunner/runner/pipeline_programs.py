@@ -1,8 +1,8 @@
-"""The programs of a pipeline's stages as those of one model: a step is launched stage by stage.
+"""The programs of a pipeline behind the interface of one model's: launches them stage by stage.
 
-Activations go from device to device, and so do the tokens that the last stage samples: each other
-stage writes them down (`receive`) just before its next step of one of these requests. Steps of
-other requests are launched in between, so no stage waits for the last one of their sakes.
+Hidden states go from device to device, and so do the tokens that the last stage samples. Each other
+stage writes these into its requests (`receive`) just before its next step of one of them. Steps of
+other requests are launched in between, and wait for no token.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_key import Key
-from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.parallel.stage_link import Post, StageLink, links_of
 from jaxrunner.parallel.stages import (
     Outcome,
@@ -28,26 +27,25 @@ from jaxrunner.parallel.stages import (
     rank_of,
 )
 from jaxrunner.program import Program, SampleSize
-from jaxrunner.runner.program_table import Compilation, ProgramTable, Started
+from jaxrunner.runner.program_table import ProgramTable
+from jaxrunner.runner.stage_tables import StageTables
 from jaxrunner.shapes import output_spec
 
-INSTEAD = dict(step="stage", forward="stage")  # of the last stage's, what the others run
 
-
-class PipelinePrograms:
-    """The tables of the stages in this process, with `ProgramTable`'s interface."""
+class PipelinePrograms(StageTables):
+    """The programs of the stages in this process, with `ProgramTable`'s interface."""
 
     def __init__(self, program: Program, tables: Sequence[ProgramTable]):
         """tables: of `program.stages`."""
         ends = is_last(program.stages[-1].config)
-        self._program, self._tables, self._R = program, tables, program.engine.max_num_seqs
+        has_all = ends and rank_of(program.stages[0].config) == 0
+        super().__init__(tables, last=tables[-1] if ends else None, has_all=has_all)
+        self._program, self._R = program, program.engine.max_num_seqs
         self._before = tables[:-1] if ends else tables
-        self._last = tables[-1] if ends else None
-        self._is_whole = ends and rank_of(program.stages[0].config) == 0
         self._at = [
             NamedSharding(stage.mesh, PartitionSpec()) for stage in program.stages if stage.mesh
         ]
-        # Of stages that other processes run: hidden states come, and go on, and tokens are told.
+        # With stages in other processes: links for hidden states, and broadcasts of tokens.
         self._came: StageLink | None = None
         self._goes: StageLink | None = None
         self._post: Post | None = None
@@ -61,17 +59,17 @@ class PipelinePrograms:
         )  # fmt: skip
 
     def __getitem__(self, key: Key) -> Callable[..., Any]:
-        """Returns what runs a program on all stages, on the weights of each and their states."""
+        """Returns a function that runs a program on all stages, each with its weights and state."""
         return functools.partial(self._run[key.name], key.size)
 
     def _stages(
         self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, x: tuple
     ) -> tuple[PipelineState, tuple, Sampled]:
-        """Launches the stages before the last. Returns the state, x behind them, and the rows."""
+        """Launches the stages before the last. Returns the state, hidden states x, and the rows."""
         slots = tuple(vector[: size.num_rows].tolist())  # a plan's first leaf
         due = [step for step in state.sampled if self._meet(step.slots, slots)]
         if self._came is not None:
-            for step in due if self._last else ():  # the first stage awaits them to begin
+            for step in due if self._last else ():  # the first stage waits for their tokens too
                 self._wait(step)
             x = (self._came.receive(*self._hidden(size.num_tokens)),)
         state, rows = replace(state, sampled=_without(state.sampled, due)), []
@@ -86,27 +84,32 @@ class PipelinePrograms:
             self._goes.send(*x)
         return state, x, Sampled(tuple(rows), (), slots)
 
+    def _prepare_links(self, sizes: Iterable[int]) -> None:
+        for link in filter(None, (self._came, self._goes)):
+            for num_tokens in sorted(sizes):
+                link.prepare(*self._hidden(num_tokens))
+
     def _hidden(self, num_tokens: int) -> tuple[tuple[int, int], Any]:
-        """Returns the shape and dtype of what goes from stage to stage."""
+        """Returns the shape and dtype of hidden states between stages."""
         return (num_tokens, self._program.dims["E"]), jnp.dtype(self._program.engine.dtype)
 
     def _heard(self, step: Sampled) -> Sampled:
-        """Returns a step with its tokens, which are waited for where another process tells them."""
+        """Returns a step with its tokens; waits for these if another process samples them."""
         if step.outcomes or step.told is None:
             return step
         tokens = Layout(output_spec(self._program, step.told[1])).read(self._wait(step)).token_ids
         return replace(step, outcomes=(Outcome(tokens, None, None),) * len(step.rows))
 
     def _wait(self, step: Sampled) -> np.ndarray:
-        """Returns what is told of a step once it is; raises as `Told.wait`."""
+        """Waits for the broadcast tokens of a step; raises as `Told.wait`."""
         return step.told[0].wait(self._program.engine.step_timeout_s)
 
     def _told(self, packed: jax.Array | None) -> Any:
-        """Returns what the host reads, in all processes where there are several."""
+        """Returns the packed output for the host, broadcast if there are several processes."""
         return packed if self._post is None else self._post.next(packed)
 
     def _awaits(self, state: PipelineState, rows: Sampled, size: SampleSize) -> tuple:
-        """Returns the state in which tokens that another process samples are awaited, and these."""
+        """Returns the state that waits for tokens of another process, and their broadcast."""
         told = self._told(None)
         rows = rows if told is None else replace(rows, told=(told, size))
         return replace(state, sampled=(*state.sampled, rows)), told
@@ -128,8 +131,10 @@ class PipelinePrograms:
     def _forward(
         self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, *x: jax.Array
     ):
-        """Runs the first phase. x: of the stage before this process's. Returns what the entry point
-        does; of a process without the last stage hidden is x for the next one."""
+        """Runs the forward pass. x: hidden states of the stage before this process's.
+
+        Returns as the entry point; without the last stage, hidden is x for the next stage.
+        """
         x = tuple(jax.device_put(one, self._at[0]) for one in x)
         state, x, rows = self._stages(size, params, state, vector, x)
         if self._last is None:
@@ -142,7 +147,7 @@ class PipelinePrograms:
     def _sample(
         self, size: Any, logits: jax.Array, state: PipelineState, rows: Any, mask: Any, heads: Any
     ):
-        """Runs the second phase, on the last stage; without it, awaits what that samples."""
+        """Samples on the last stage; in a process without it, waits for the tokens."""
         before, own = rows
         if self._last is None:
             return self._awaits(state, before, size)
@@ -155,7 +160,7 @@ class PipelinePrograms:
     def _propose(
         self, size: Any, params: Any, state: PipelineState, batch: Any, rows: Any, *args: Any
     ):
-        """Runs the third phase, on the last stage: drafts, which go where its tokens went."""
+        """Drafts on the last stage, and sends the drafts with its tokens to the other stages."""
         assert self._last is not None, "a stage alone has no drafts"
         _, own = rows
         part, drafts = self._last[Key("propose", size)](
@@ -174,9 +179,9 @@ class PipelinePrograms:
     def _sent(
         self, state: PipelineState, rows: Sampled, outcome: Outcome, told: tuple[Any, SampleSize]
     ) -> PipelineState:
-        """Returns the state in which tokens are on their way to the stages before the last.
+        """Returns the state with sampled tokens on their way to the stages before the last.
 
-        told: what the host reads of them, and how it is packed.
+        told: the packed output for the host, and its size.
         """
         if self._post is not None:
             rows = replace(rows, told=told)
@@ -188,7 +193,7 @@ class PipelinePrograms:
         return replace(state, sampled=(*state.sampled, replace(rows, outcomes=sent)))
 
     def _admit(self, size: Any, state: PipelineState, packed: np.ndarray) -> PipelineState:
-        """Writes new requests; what is on its way to those before them is dropped."""
+        """Writes new requests; drops tokens on their way to earlier requests in these slots."""
         new = set(packed[: size.num_rows].tolist())  # an admission's first leaf
         sampled = []
         for step in state.sampled:
@@ -211,79 +216,13 @@ class PipelinePrograms:
         run = self._last[Key("prompt_logprobs", size)]
         return self._told(run(params[-1], state.part(-1), *args))
 
-    def start(self, keys: Iterable[Key], first: Iterable[Key]) -> Started:
-        """Has threads load or compile programs of all stages, as `ProgramTable.start` does."""
-        keys, first, started = list(keys), list(first), Started()
-        sizes = {key.size.num_tokens for key in keys if key.name in INSTEAD}
-        for link in filter(None, (self._came, self._goes)):
-            for num_tokens in sorted(sizes):
-                link.prepare(*self._hidden(num_tokens))
-        for i, table in enumerate(self._tables):
-            found = table.start(self._of(table, keys), self._of(table, first))
-            started |= {Key(f"stage {i}: {key.name}", key.size): of for key, of in found.items()}
-        return started
-
-    def wait(self, started: Started, *, progress: bool = False) -> None:
-        """Waits for programs; what one of them raises ends all."""
-        try:
-            for table in self._tables:
-                table.wait(started if table is self._tables[-1] else {}, progress=progress)
-        except BaseException:
-            self.close()
-            raise
-
-    def _of(self, table: ProgramTable, keys: Iterable[Key]) -> list[Key]:
-        """Returns the programs of a stage that run when those of `keys` do."""
-        if table is self._last:
-            return list(keys)
-        run = [Key(INSTEAD.get(key.name, key.name), key.size) for key in keys]
-        rows = {(key.size.num_rows, key.size.num_drafts) for key in run if key.name == "stage"}
-        run += [Key("receive", SampleSize(B, num_drafts=K)) for B, K in sorted(rows)]
-        return [key for key in dict.fromkeys(run) if key.name in BEFORE]
-
-    def ready(self) -> list[Key]:
-        """Returns the last stage's programs that are there, if all stages are."""
-        return self._last.ready() if self._last and self._is_whole else []
-
-    def is_pending(self, key: Key | None = None) -> bool:
-        """Whether a thread is to bring a program of any stage; any, where None."""
-        return any(
-            any(map(table.is_pending, [None] if key is None else self._of(table, [key])))
-            for table in self._tables
-        )
-
-    def close(self) -> None:
-        """Ends what `start` has threads do, without waiting."""
-        for table in self._tables:
-            table.close()
-
-    def report(self) -> str:
-        """Says of each stage how many programs there are, and where they come from."""
-        return "; ".join(f"stage {i}: {table.report()}" for i, table in enumerate(self._tables))
-
-    def largest(self) -> tuple[Key, int] | None:
-        """Returns the program that takes most beside its arguments, and the bytes, if any tells."""
-        found = [one for table in self._tables if (one := table.largest()) is not None]
-        return max(found, key=lambda one: one[1], default=None)
-
-    @property
-    def ledger(self) -> list[Compilation]:
-        """What was compiled, stage by stage."""
-        return [entry for table in self._tables for entry in table.ledger]
-
-    @property
-    def strict(self) -> bool:
-        """Whether a compilation after warm-up raises."""
-        return self._tables[0].strict
-
-    @strict.setter
-    def strict(self, value: bool) -> None:
-        for table in self._tables:
-            table.strict = value
-
 
 def _receive(table: ProgramTable, part: Any, step: Sampled, i: int) -> Any:
-    """Launches what writes sampled tokens down on a stage; returns its state."""
+    """Writes a step's sampled tokens into the requests of stage i; returns its state.
+
+    Raises:
+      RuntimeError: the tokens are still to come from another process.
+    """
     if not step.outcomes:
         raise RuntimeError(
             "a request of this step awaits a token of an earlier one: call receive_tokens first"

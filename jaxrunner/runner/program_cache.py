@@ -27,7 +27,7 @@ from jaxrunner.device import executables
 from jaxrunner.device.lowering import SETTINGS
 
 MAGIC, SUFFIX = b"jaxrunner executable 1\n", ".executable"
-NOTE = ".json"  # of what is known of executables that are not kept
+NOTE = ".json"  # suffix of notes about executables that are not kept
 HEAD = len(MAGIC) + 32  # bytes before the executable: also its digest
 OWN = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")  # JAX's
 MAX_BYTES = 4 << 30  # of the folder: beyond, what was not used for longest is removed
@@ -104,7 +104,7 @@ class ProgramCache:
         return loaded
 
     def save(self, key: Any, executable: Any) -> None:
-        """Keeps an executable. Where that cannot be it says so, and tries no more."""
+        """Writes an executable. If that fails, logs a warning and writes no more."""
         if not self._keeps:
             return
         try:

@@ -1,4 +1,4 @@
-"""Compiled programs by key: built ahead of time, looked up at run time, every miss recorded."""
+"""Compiled programs by key: built ahead of time, looked up at run time, recorded in a ledger."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +40,7 @@ class Compilation:
 
 
 class ProgramTable:
-    """The table of an engine's executables. `cache` has those of earlier processes."""
+    """The table of an engine's executables. cache: executables of earlier processes."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class ProgramTable:
         num_processes: int | None = None,
     ):
         """eager: nothing is compiled, and each operation of a function runs by itself.
-        task: what a `LoweringProcess` is told to lower the same programs; None for no processes.
-        num_processes: how many of them; by default three for four CPU cores.
+        task: sets up a `LoweringProcess`, see `lowering_task`; None for no processes.
+        num_processes: number of these; None for three quarters of the CPU cores.
         """
         self._eager = eager
-        self._spec = functools.cache(spec)  # loading asks for it, and compiling
+        self._spec = functools.cache(spec)  # loading and compiling both read it
         self._cache = cache
         self._table: dict[Key, Any] = {}
         self._pending: Started = {}  # a key is in the table before it leaves here
@@ -66,7 +66,7 @@ class ProgramTable:
         self._processes: list[LoweringProcess] = []
         self._closed = False
         self.ledger: list[Compilation] = []
-        self._warm = self._told = False  # whether programs were compiled ahead, and a late one told
+        self._warm = self._told = False  # whether warm-up ran, and whether a late build was logged
         self.strict = False  # whether a compilation after warm-up raises
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = False) -> None:
@@ -75,11 +75,11 @@ class ProgramTable:
         self.wait(self.start(keys, keys), progress=progress)
 
     def start(self, keys: Iterable[Key], first: Iterable[Key]) -> Started:
-        """Has threads load or compile `keys`, until `close`; returns at once.
+        """Loads or compiles `keys` in threads, until `close`; returns at once.
 
-        first: those that come first, the largest before others, as they take longest.
+        first: keys that are built before the others, the largest first, as these take longest.
 
-        Returns those of them that are on their way, now or since an earlier call.
+        Returns the futures of those in `first` that are pending, since now or an earlier call.
         """
         new, first = [], set(first)
         started: Started = {}
@@ -90,15 +90,15 @@ class ProgramTable:
                 new.append(key)
                 started[key] = Future()
         if new:
-            # The others keep their order, behind.
+            # All others come behind, in their order.
             new.sort(key=lambda key: -getattr(key.size, "num_tokens", 0) if key in first else 1)
             self._pending |= {key: started[key] for key in new}
-            self._pool = ThreadPoolExecutor(max(2, num_cores()))  # one of them lowers
+            self._pool = ThreadPoolExecutor(max(2, num_cores()))  # one thread lowers
             self._pool.submit(self._build_all, self._pool, new)
         return {key: future for key, future in started.items() if key in first}
 
     def wait(self, started: Started, *, progress: bool = False) -> None:
-        """Waits for programs; what one of them raises ends all."""
+        """Waits for programs; an error of one closes the table and is raised."""
         self._warm = True
         silent = not (progress and started)
         bar = tqdm(total=len(started), desc="Compiling", unit="program", disable=silent)
@@ -118,15 +118,15 @@ class ProgramTable:
             raise
 
     def ready(self) -> list[Key]:
-        """Returns the programs that are there."""
+        """Returns the keys of the executables in the table."""
         return list(self._table)
 
     def is_pending(self, key: Key | None = None) -> bool:
-        """Whether a thread is to bring a program; any, where None."""
+        """Whether a thread is building the program of `key`, or any program if None."""
         return bool(self._pending) if key is None else key in self._pending
 
     def close(self) -> None:
-        """Ends what `start` has threads do, without waiting."""
+        """Stops loading and compiling, without waiting."""
         self._closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -140,7 +140,7 @@ class ProgramTable:
         pool.shutdown(wait=False)
 
     def _is_done(self, key: Key, loaded: Future[bool]) -> bool:
-        """Waits for a program to be loaded. Whether it is there, or failed to load."""
+        """Waits for a lookup in the cache. Returns whether the program was there, or failed."""
         try:
             if not loaded.result():
                 return False
@@ -151,10 +151,10 @@ class ProgramTable:
         return True
 
     def _lower_all(self, pool: ThreadPoolExecutor, todo: list[Key]) -> None:
-        """Lowers programs, and hands them to threads that compile.
+        """Lowers programs, and hands each to a thread that compiles it.
 
-        This thread lowers the first program while processes start, and the small ones; processes
-        lower the others.
+        This thread lowers small programs, and the first one while processes start; processes lower
+        the others.
         """
         large = [key for i, key in enumerate(todo) if i and not self._spec(key).is_small]
         num = min(len(large), self._num_processes)
@@ -171,13 +171,13 @@ class ProgramTable:
         self._lower_each(pool, iter([key for key in todo if key not in set(large)]), [])
         for thread in threads:
             thread.join()
-        self._lower_each(pool, iter([*left, *elsewhere]), [])  # what processes could not
+        self._lower_each(pool, iter([*left, *elsewhere]), [])  # what processes left
 
     def _lower_each(
         self, pool: ThreadPoolExecutor, keys: Iterator[Key], left: list[Key],
         process: LoweringProcess | None = None,
     ) -> None:  # fmt: skip
-        """Lowers programs, here or in a process; one that it dies of is `left`, and ends it.
+        """Lowers programs, here or in a process, which a program may kill: it is added to `left`.
 
         Several threads may share an iterator of a list.
         """
@@ -206,7 +206,7 @@ class ProgramTable:
         try:
             self._finish(key, start, build, "warm-up")
             self._done(key)
-        except Exception as error:  # whatever XLA says of it
+        except Exception as error:  # any error of XLA
             self._done(key, error)
 
     def _done(self, key: Key, error: Exception | None = None) -> None:
@@ -217,7 +217,7 @@ class ProgramTable:
             future.set_exception(error)
 
     def report(self) -> str:
-        """Says how many programs there are, and where they come from."""
+        """Returns how many programs there are, and where they come from, as a line of text."""
         if self._eager:
             return "none: each operation runs by itself (enforce_eager)"
         loaded = [entry for entry in self.ledger if entry.reason == LOADED]
@@ -229,7 +229,7 @@ class ProgramTable:
         return text + (f"; {len(self._pending)} more to come" if self._pending else "")
 
     def largest(self) -> tuple[Key, int] | None:
-        """Returns the program that takes most beside its arguments, and the bytes, if any tells."""
+        """Returns the program with the most bytes beside its arguments, and these, if known."""
         sizes = [(key, extra_bytes(executable)) for key, executable in list(self._table.items())]
         key, size = max(sizes, key=lambda item: item[1], default=(None, 0))
         return None if key is None or not size else (key, size)
@@ -255,17 +255,17 @@ class ProgramTable:
         return self._table[key]
 
     def _tell_of_late(self, key: Key) -> None:
-        """Says once why a request waits, where its user was told that programs are there."""
+        """Warns once, after warm-up, that a request waits for a rare program to compile."""
         if self._warm and not self._told:
             self._told = True
             logger.warning(
-                "Compiling (%s), which warm-up leaves out, as few requests want it: logprobs, "
-                "penalties, grammars and their like. The first ones wait, up to a minute each; "
-                "LLM(warm_up='all') compiles all at the start", key,
+                "Compiling (%s), which warm-up leaves out as few requests need it: logprobs, "
+                "penalties, grammars and the like. The first such requests wait, up to a minute "
+                "each; LLM(warm_up='all') compiles all programs at the start", key,
             )  # fmt: skip
 
     def _load(self, key: Key) -> bool:
-        """Takes an executable from the cache, if it is there."""
+        """Loads an executable from the cache. Returns whether it was there."""
         start = time.perf_counter()
         if self._cache is None:
             return False
@@ -286,7 +286,7 @@ class ProgramTable:
             self._cache.save(key, build.executable)
 
     def _difference(self, key: Key) -> str:
-        """Says in which fields `key` differs from the program nearest to it."""
+        """Returns the fields in which `key` differs from the most similar program."""
         sizes = [k.size for k in self._table if k.name == key.name]
         if not sizes:
             return f"program {key.name!r} was never compiled"

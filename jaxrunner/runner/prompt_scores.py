@@ -1,4 +1,4 @@
-"""Launches that score the prompt tokens of a step."""
+"""Launches the programs that compute prompt logprobs of a step."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ def launch_scores(
     program: Program, programs: ProgramTable, params: Any, tables: Any,
     hidden: jax.Array, targets: Any, work: Work,
 ) -> list[tuple[Layout, Any]]:  # fmt: skip
-    """Launches what scores the prompt tokens of a step, `targets`, from hidden, [T, E].
+    """Computes logprobs of the prompt tokens in `targets` from hidden, [T, E], in several launches.
 
-    tables: the state without its KV caches. Returns packed parts with their layouts.
+    tables: the state without its KV caches. Returns packed outputs with their layouts.
     """
     lora = work.bucket.lora and bool(program.saved)
     size = prompt_logprobs_size(work.bucket.num_tokens, work.target_columns, lora=lora)
@@ -28,6 +28,6 @@ def launch_scores(
         run = programs[Key("prompt_logprobs", size)]
         packed = run(params, tables, hidden, targets, np.int32(first))
         if size.num_logprobs == program.config.vocab_size:
-            packed = np.asarray(packed)  # of many tokens they would fill the device
+            packed = np.asarray(packed)  # waits, as those of many tokens would fill the device
         scores.append((scores_layout(program, prompt_logprobs_spec(program, size)), packed))
     return scores

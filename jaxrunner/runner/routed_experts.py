@@ -26,7 +26,7 @@ from jaxrunner.types import Array, State
 
 Parts = list[list[jax.Array]]  # runs of blocks, of each stage [blocks, S, its layers, k]
 CHUNK = 1024  # tokens of a launch, about
-WHOLE = ("stop", "length", "repetition")  # ends of requests that are told their routes
+WHOLE = ("stop", "length", "repetition")  # finish reasons of requests that return routes
 
 
 class ToldRoutes:
@@ -54,7 +54,7 @@ class ToldRoutes:
 
 
 class RoutesReader:
-    """What tells requests their routes, and the device those that they bring along."""
+    """Reads the routes of requests from the device, and writes given routes to it."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, program = runner, runner.program

@@ -1,4 +1,4 @@
-"""The weights of a runner, and what adapters lie beside them, as its programs take both."""
+"""The weights of a runner and its adapters, in the form that programs take."""
 
 import abc
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,12 @@ class RunnerWeights(abc.ABC):
 
     program: Program
     requests: RequestTable
-    params_spec: Any  # what new ones must be like
+    params_spec: Any  # abstract arrays that new weights must match
     adapters: DeviceAdapters | None = None
 
     @property
     def params(self) -> Any:
-        """The weights; None until they come, and while they sleep."""
+        """The weights; None until they are loaded, and while they sleep."""
         return self._params
 
     @params.setter
@@ -32,21 +32,21 @@ class RunnerWeights(abc.ABC):
             self.adapters.sleep() if params is None else self.adapters.wake_up()
 
     def update_params(self, params: Any) -> None:
-        """Takes new weights, for the steps launched from now on. Nothing is compiled anew.
+        """Replaces the weights, for steps launched from now on. Nothing is compiled anew.
 
         Raises:
-          ValueError, TypeError: they are not like the old ones; names where. The old ones stay.
+          ValueError, TypeError: they do not match the old ones, which stay; names where.
         """
         self.params = like(params, self.params_spec)
 
     def params_of(self, size: Any) -> Any:
-        """Returns what programs of a size take: the weights, with adapters where it says so."""
+        """Returns the weights for programs of a size, with adapters if `size.lora`."""
         if self.adapters is None or not size.lora:
             return self._placed
         return self.adapters.merged(self._placed)
 
     def _admit_adapters(self, new: Iterable[NewRequest], counts: Mapping[str, int]) -> bool:
-        """Gives new requests their adapters. Whether a request of a step has one."""
+        """Loads the adapters of new requests. Returns whether a request of the step has one."""
         if self.adapters is None:
             return False
         self.adapters.admit(new, self.requests.lora_ids.values())

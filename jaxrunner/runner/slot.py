@@ -5,28 +5,28 @@ from typing import NamedTuple
 
 
 class Needs(NamedTuple):
-    """What a request's parameters ask of the programs."""
+    """What a request's parameters need from the programs."""
 
-    all_rules: bool  # logprobs, or rules that few requests ask for
-    single_steps: bool  # a grammar, or logprobs of all tokens: the host works between its tokens
+    all_rules: bool  # logprobs, or rules that few requests have
+    single_steps: bool  # a grammar, or logprobs of all tokens: one step a launch
     num_logprobs: int  # columns, 0 for none
     num_prompt_logprobs: int
 
 
 class PendingPromptLogprobs(NamedTuple):
-    """Which prompt tokens of a request are still to be scored. Positions."""
+    """Prompt tokens of a request whose logprobs are still to come. All are positions."""
 
-    computed: int
-    start: int
-    stop: int
+    computed: int  # of the next token to compute
+    start: int  # of the first token with a logprob
+    stop: int  # behind the last
 
     @property
     def num_left(self) -> int:
-        """Targets that no step has scored; each follows a token that is not computed."""
+        """Prompt tokens without a logprob yet: those that follow a token that is not computed."""
         return max(0, self.stop - max(self.start, self.computed + 1))
 
     def after(self, num_tokens: int) -> "PendingPromptLogprobs":
-        """Returns what is left once `num_tokens` more are computed."""
+        """Returns what is still to come once `num_tokens` more are computed."""
         return self._replace(computed=self.computed + num_tokens)
 
 
@@ -41,6 +41,6 @@ class Slot:
 
     @property
     def is_usual(self) -> bool:
-        """Whether the programs of usual requests serve it from now on."""
+        """Whether programs without rare rules and prompt logprobs serve it from now on."""
         needs = self.needs
         return not (needs.all_rules or needs.single_steps or self.prompt_logprobs.num_left)

@@ -1,4 +1,4 @@
-"""What a scheduler of a host's own says of a step, checked before anything changes.
+"""Checks the steps of a host's own scheduler, before anything changes.
 
 The device believes what it is told: a token without a block would be written into another
 request's. So a runner keeps of each request what must hold of its next step.
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 class StepCheck:
-    """The requests of a runner, as what it was told says."""
+    """The requests of a runner, as the checked steps have left them."""
 
     def __init__(self, program: Program, adapters: DeviceAdapters | None = None):
         self._program, self._adapters = program, adapters

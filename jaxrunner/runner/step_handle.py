@@ -1,4 +1,4 @@
-"""What the host reads of a step: the handle of one in flight, and what it sampled."""
+"""The handle of a step in flight, and the output that the host reads from it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs
 
-NewTokens = list[tuple[Request, list[int]]]  # requests that a step gave tokens, with these
-AWAITED = jax.Array, Told  # what of a step's outputs the host waits for
+NewTokens = list[tuple[Request, list[int]]]  # requests that gained tokens or ended, with these
+AWAITED = jax.Array, Told  # types of outputs that may still be on their way to the host
 
 
 class Work(NamedTuple):
@@ -28,7 +28,7 @@ class Work(NamedTuple):
     size: SampleSize
     num_targets: int  # prompt tokens to score, at most
     target_columns: int
-    counts: tuple[int, ...] = ()  # tokens of each row, side by side where there is a head of them
+    counts: tuple[int, ...] = ()  # tokens of each row; they split the outputs of token heads
 
 
 class PromptLogprobs(NamedTuple):
@@ -46,20 +46,20 @@ class ModelRunnerOutput:
     req_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[list[int], ...] = ()  # [] for a request in mid-prefill
     finished: tuple[bool, ...] = ()  # ended on the device
-    not_finite: tuple[bool, ...] = ()  # the model gave NaN or infinity: the token means nothing
+    not_finite: tuple[bool, ...] = ()  # logits were NaN or infinite: the token is meaningless
     no_choice: tuple[bool, ...] = ()  # no token was left to sample from
     logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    # Steps that verified drafts, and how many of these accepted each draft: [B, 1 + K].
+    # [B, 3 + K], counts as in `types.StepOutput.drafts`.
     drafts: np.ndarray | None = None
-    # Drafts that the next step verifies, by row, of a step with a grammar: one masks them by these.
+    # In a step with grammars: drafts of each row that the next step verifies, for its masks.
     draft_token_ids: tuple[list[int], ...] = ()
-    # Of the model's heads, by row: an array of the row, or one of its tokens.
+    # By head, then by row: an array for the row, or with an axis of its tokens.
     heads: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
-    token_heads: tuple[str, ...] = ()  # those that tell of tokens
+    token_heads: tuple[str, ...] = ()  # heads with an array for each token
 
     def failures(self, nan_policy: str) -> dict[str, str]:
-        """Returns why requests got no token that counts, by their ids."""
+        """Returns the errors of requests whose sampled token is invalid, by request id."""
         failed: dict[str, str] = {}
         if True not in self.not_finite and True not in self.no_choice:
             return failed
@@ -71,10 +71,10 @@ class ModelRunnerOutput:
         return failed
 
     def share(self, gained: NewTokens) -> None:
-        """Gives each request what became of its drafts, its next ones if it has a grammar, what its
-        heads said, and logprobs of its new tokens if it asked.
+        """Adds to each request its draft counts, next drafts (with a grammar), outputs of heads,
+        and logprobs of its new tokens.
 
-        Copied, so that the whole batch's need not be kept.
+        Rows are copied, so that the arrays of the whole batch are freed.
         """
         if self.logprobs is None and self.drafts is None and not self.heads:
             return
@@ -95,7 +95,7 @@ class ModelRunnerOutput:
                 request.heads.setdefault(name, []).append(self.heads[name][row].copy())
 
     def share_tokens(self, requests: Mapping[str, Request]) -> None:
-        """Gives requests that have not ended what is told of their prompts' tokens."""
+        """Adds outputs of token heads and prompt logprobs to requests that have not ended."""
         for row, req_id in enumerate(self.req_ids if self.token_heads else ()):
             if (request := requests[req_id]).finish_reason is None:
                 for name in self.token_heads:
@@ -123,7 +123,7 @@ class StepHandle:
             packed.copy_to_host_async()
 
     def expect_scores(self, names: dict[int, str], scores: list[tuple[Any, Any]]) -> None:
-        """Adds prompt logprobs to what `get` returns; `names` is who had which slot."""
+        """Adds prompt logprobs to what `get` returns; names: the request of each slot."""
         self._names, self._scores = names, scores
         for _, packed in scores:
             if isinstance(packed, AWAITED):
@@ -136,7 +136,7 @@ class StepHandle:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the device has done the step, so that `get` waits for a copy at most."""
+        """Whether the device has done the step, so that `get` at most waits for a copy."""
         return all(cast(Any, x).is_ready() for x in self._arrays())
 
     def _arrays(self) -> list[jax.Array | Told]:
@@ -150,12 +150,12 @@ class StepHandle:
           StepTimeout: the device has not done the step in `timeout_s`.
         """
         if timeout_s is not None and not self.is_ready:
-            # JAX waits without a limit, and then for a copy that is there.
+            # In a thread, as JAX waits without a time limit; later reads find the copies.
             arrays = self._arrays()
             if not ends_within(timeout_s, lambda: [np.asarray(x) for x in arrays]):
                 raise StepTimeout(
                     f"the device did not do the step in timeout_s={timeout_s:.3f}: wait longer, or "
-                    "end the process where it hangs"
+                    "end the process if the device hangs"
                 )
         self._packed = np.asarray(self._packed)
         self._drafts = None if self._drafts is None else np.asarray(self._drafts)
@@ -188,7 +188,7 @@ class StepHandle:
         )
 
     def _of_tokens(self, heads: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-        """Returns what is told of tokens, [T, ...] by head, by row."""
+        """Returns the arrays of token heads, [T, ...], split into rows, by head."""
         ends = np.cumsum(self._counts) if self._token_heads else ()
         return {name: np.split(heads[name], ends)[:-1] for name in self._token_heads}
 
@@ -202,7 +202,7 @@ class StepHandle:
 
 
 def merged(gained: NewTokens) -> NewTokens:
-    """Returns what several steps gave, with each request once."""
+    """Returns the new tokens of several steps, with each request once."""
     if len({request for request, _ in gained}) == len(gained):
         return gained
     tokens_of: dict[Request, list[int]] = {}

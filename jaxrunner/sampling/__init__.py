@@ -13,7 +13,7 @@ from jaxrunner.sampling.seed import seed
 from jaxrunner.sampling.temperature import temperature
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 
-# In vLLM's order. The first two change no logits.
+# In vLLM's order. The first two have parameters only, and change no logits.
 RULES: tuple[Rule, ...] = (
     seed, logprob_ids, grammar, allowed_ids, logit_bias, min_tokens, penalties, bad_words,
     temperature, min_p, top_k_top_p,

@@ -1,9 +1,9 @@
-"""Which drafts stand, and the token after them: rejection sampling.
+"""Rejection sampling: which drafts are accepted, and the token that follows them.
 
-`standard` and `block` give tokens as the target alone would, whatever is drafted, if drafts with
-logits were sampled from those with noise that nothing else is drawn with (`seed.DRAFT`). A draft
-without logits may come from anywhere. `synthetic` looks at no draft. That a draft stands where it
-equals the target's own sample is `step.advance`, which needs none of this.
+`standard` and `block` keep the target's distribution, whatever the drafter. Drafts that come with
+logits must be sampled from these, with noise of a stream of its own (`seed.DRAFT`); drafts without
+logits may come from anywhere. `synthetic` accepts at given rates. "exact" verification, which
+accepts a draft if the target samples the same token, is in `step.advance`.
 """
 
 import functools
@@ -15,34 +15,34 @@ import jax.numpy as jnp
 from jaxrunner.sampling.seed import ACCEPT, RECOVER, TARGET, noises, uniforms
 from jaxrunner.types import Array
 
-_TINY = 2.0**-126  # the smallest that is not flushed to 0
+_TINY = 2.0**-126  # the smallest normal float32
 
 
 class Unverified(NamedTuple):
-    """What is verified: K drafts of each of B requests, J = K + 1 rows of logits."""
+    """K drafts of each of B requests, with J = K + 1 rows of logits."""
 
-    # [B, J, V], float32, what rules made of the model's: row j is of the position of draft j, and
-    # the row after a request's last draft of the token after them all.
+    # [B, J, V], float32, the target's after the rules: row j is of the position of draft j, and the
+    # row behind a request's last draft of the token that follows.
     logits: Array
-    drafts: Array  # [B, K]; one that is no token id never stands
-    num_drafts: Array  # [B], those that a request has, 0 to K
-    draft_logits: Array | None  # [B, K, V], float32, what drafts were sampled from
+    drafts: Array  # [B, K]; a number that is no token id is never accepted
+    num_drafts: Array  # [B], drafts of each request, 0 to K
+    draft_logits: Array | None  # [B, K, V], float32, that the drafts were sampled from
     greedy: Array  # [B], whether the request takes the likeliest token
     words: Array  # [B, 2], its seed
     next_pos: Array  # [B], position of its first draft
 
 
 class Verified(NamedTuple):
-    """What came of it."""
+    """Tokens of a verified step."""
 
-    token_ids: Array  # [B, J], the drafts that stand, then one token; 0 behind it
+    token_ids: Array  # [B, J], the accepted drafts, then one token of the target; 0 behind it
     num_accepted: Array  # [B]
 
 
 def standard(given: Unverified) -> Verified:
-    """Accepts each draft with the probability that target and draft have of it, one by one.
+    """Accepts drafts one by one, each with probability min(1, p / q).
 
-    arXiv:2211.17192, algorithm 1.
+    p and q are the probabilities of the draft by target and drafter. arXiv:2211.17192, algorithm 1.
     """
     p, q = _probabilities(given)
     stands = _uniforms(given) * q < p
@@ -52,10 +52,10 @@ def standard(given: Unverified) -> Verified:
 def synthetic(
     num_drafts: Array, words: Array, next_pos: Array, *, rates: tuple[float, ...]
 ) -> Array:
-    """Returns how many drafts of each request stand, [B], whatever they are: to measure speed.
+    """Returns how many drafts of each request are accepted, [B], whatever they are.
 
-    num_drafts, words and next_pos: as of `Unverified`. rates: how often each of K drafts stands
-    where those before it do.
+    Measures speed. num_drafts, words and next_pos: as in `Unverified`. rates: the probability that
+    each of K drafts is accepted if all before it are.
     """
     one = functools.partial(uniforms, stream=ACCEPT, num=len(rates))
     stands = jax.vmap(one)(words, next_pos) < jnp.asarray(rates, jnp.float32)[None]
@@ -64,16 +64,16 @@ def synthetic(
 
 
 def block(given: Unverified) -> Verified:
-    """Accepts the longest run of drafts that holds as a whole: on average no fewer than `standard`.
+    """Accepts the longest run of drafts that passes as a block. arXiv:2403.10444, algorithm 2.
 
-    arXiv:2403.10444, algorithm 2.
+    On average it accepts at least as many drafts as `standard`.
     """
     p, q = _probabilities(given)
     share = _joint_share(p, q)
     left = _left_over(given, share, p)
     K = p.shape[1]
     is_last = jnp.arange(K)[None] == given.num_drafts[:, None] - 1
-    # Where the sum is 0, target and drafts are distributed alike: the next draft stands too.
+    # Where the sum is 0, target and drafter have one distribution: the next draft is accepted too.
     chance = jnp.where(is_last, share, left / jnp.maximum(left + (1 - share), _TINY))
     stands = (_uniforms(given) < chance) & _are_real(given)
     longest = jnp.where(stands, jnp.arange(1, K + 1)[None], 0).max(1)
@@ -83,7 +83,7 @@ def block(given: Unverified) -> Verified:
 
 
 def _probabilities(given: Unverified) -> tuple[Array, Array]:
-    """Returns how likely each draft is to the target, and was to who drafted it: [B, K] each."""
+    """Returns the probability of each draft by the target, and by the drafter: [B, K] each."""
     V = given.logits.shape[2]
     is_token = (given.drafts >= 0) & (given.drafts < V)
 
@@ -97,26 +97,26 @@ def _probabilities(given: Unverified) -> tuple[Array, Array]:
 
 
 def _uniforms(given: Unverified) -> Array:
-    """Returns a number between 0 and 1 for each draft, [B, K]."""
+    """Returns a uniform number between 0 and 1 for each draft, [B, K]."""
     one = functools.partial(uniforms, stream=ACCEPT, num=given.drafts.shape[1])
     return jax.vmap(one)(given.words, given.next_pos)
 
 
 def _are_real(given: Unverified) -> Array:
-    """Returns which drafts a request has, and are tokens, [B, K]."""
+    """Returns whether each draft is one of its request's, and a token id, [B, K]."""
     K, V = given.drafts.shape[1], given.logits.shape[2]
     is_own = jnp.arange(K)[None] < given.num_drafts[:, None]
     return is_own & (given.drafts >= 0) & (given.drafts < V)
 
 
 def _or_greedy(given: Unverified, stands: Array) -> Array:
-    """Returns `stands`, [B, K], but of greedy requests which drafts are the likeliest tokens."""
+    """Returns `stands`, [B, K]; for greedy requests whether drafts are the likeliest tokens."""
     likeliest = given.drafts == jnp.argmax(given.logits[:, :-1], axis=2)
     return jnp.where(given.greedy[:, None], likeliest, stands)
 
 
 def _in_a_row(given: Unverified, stands: Array) -> Array:
-    """Counts the drafts of each request before the first that does not stand, [B]."""
+    """Counts the drafts of each request before the first that is rejected, [B]."""
     return jnp.cumprod(stands & _are_real(given), axis=1, dtype=jnp.int32).sum(1)
 
 
@@ -130,9 +130,9 @@ def _joint_share(p: Array, q: Array) -> Array:
 
 
 def _left_over(given: Unverified, share: Array, p: Array) -> Array:
-    """Returns what the target has more of the token after each draft than who drafts, [B, K].
+    """Returns by what mass the target exceeds the drafter for the token after each draft, [B, K].
 
-    share: [B, K], which scales the target's probabilities; p: [B, K], those of the drafts.
+    share: [B, K], scales the target's probabilities. p: [B, K], the target's of the drafts.
     """
     last = jnp.zeros_like(share[:, :1])  # after which nothing is drafted
     if given.draft_logits is None:
@@ -143,15 +143,15 @@ def _left_over(given: Unverified, share: Array, p: Array) -> Array:
 
 
 def _emit(given: Unverified, num: Array, share: Array | None = None) -> Verified:
-    """Draws the token after `num`, [B], drafts that stand.
+    """Samples the token after `num`, [B], accepted drafts.
 
-    share: [B], what scales the target's probabilities where drafts have their own; 1 where None.
+    share: [B], scales the target's probabilities before the drafter's are subtracted; None is 1.
     """
     (B, J, V), at = given.logits.shape, num[:, None]
     logits = jnp.take_along_axis(given.logits, at[..., None], 1)[:, 0]
     is_bonus = num == given.num_drafts
     rest = _residual(given, logits, at, jnp.ones(B) if share is None else share)
-    # Where rounding left nothing to replace a draft with, the target's own distribution is next.
+    # Where rounding left an empty residual, the token is sampled from the target's distribution.
     plain = is_bonus | given.greedy | (rest.max(1) == -jnp.inf)
     scores = jnp.where(plain[:, None], logits, rest)
     stream = jnp.where(is_bonus, TARGET, RECOVER)
@@ -163,7 +163,7 @@ def _emit(given: Unverified, num: Array, share: Array | None = None) -> Verified
 
 
 def _residual(given: Unverified, logits: Array, at: Array, share: Array) -> Array:
-    """Returns the logits, [B, V], that the draft at `at`, [B, 1], is replaced by."""
+    """Returns the logits, [B, V], of what replaces the rejected draft at `at`, [B, 1]."""
     at = jnp.minimum(at, given.drafts.shape[1] - 1)
     if given.draft_logits is None:
         draft = jnp.take_along_axis(given.drafts, at, 1)
@@ -171,6 +171,6 @@ def _residual(given: Unverified, logits: Array, at: Array, share: Array) -> Arra
     scale = jnp.log(share)[:, None]
     target = jax.nn.log_softmax(logits) + scale
     draft = jax.nn.log_softmax(jnp.take_along_axis(given.draft_logits, at[..., None], 1)[:, 0])
-    # The logarithm of a difference, where it is positive.
+    # log(exp(target) - exp(draft)), where the difference is positive.
     more = target + jnp.log1p(-jnp.exp(jnp.minimum(draft - target, 0.0)))
     return jnp.where(draft < target, more, -jnp.inf)

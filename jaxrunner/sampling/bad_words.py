@@ -22,7 +22,7 @@ class BadWords:
 
 
 def row(params: SamplingParams, seed: int) -> BadWords:
-    """Reads a request's `bad_words`, by now token ids."""
+    """Reads a request's `bad_words`, which are lists of token ids by now."""
     words: Any = params.bad_words or ()
     parts = [(t, w, len(ids) - 1 - i) for w, ids in enumerate(words) for i, t in enumerate(ids)]
     ids, word, to_end = np.array(parts, np.int32).reshape(-1, 3).T

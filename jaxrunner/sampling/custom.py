@@ -1,4 +1,4 @@
-"""Logits functions of the user: compiled into the program, or called back on the host.
+"""Logits functions of users: compiled into the program, or called back on the host.
 
 def calmer(logits, row):  # [V]; row: a LogitsRow
     return logits / row.args["heat"]
@@ -26,10 +26,10 @@ MAX_EXTRA_ARGS = 16
 
 
 class LogitsRow(NamedTuple):
-    """What a logits function sees of the request whose next token is due."""
+    """What a logits function sees of the request whose token is being sampled."""
 
     token_ids: Array  # [L], prompt and output; the first `position` are real
-    position: Array  # of the token that is due, scalar
+    position: Array  # of the token that is being sampled, scalar
     prompt_len: Array  # scalar
     args: dict[str, Array]  # its `SamplingParams.extra_args`, scalars, float32
 
@@ -47,9 +47,8 @@ def logits_fn(
     """Returns the rule that runs `fn(logits [V], row) -> logits [V]`, float32, on every request.
 
     It runs after the penalties and bad words, before the temperature. `fn` is traced once into
-    each program, so it must be a function of its arguments alone. Logits that earlier rules have
-    dropped are -inf. extra_args: the names that it reads in `row.args`, with what a request
-    without them gets.
+    each program, so it must be a function of its arguments alone. Logits of tokens that earlier
+    rules dropped are -inf. extra_args: the names in `row.args`, with their default values.
 
     Raises:
       TypeError, ValueError: `fn` cannot be called, or there are too many names.
@@ -111,10 +110,10 @@ def host_logits_fn(
 
 
 def with_logits_fn(rules: tuple[Rule, ...], fn: Any) -> tuple[Rule, ...]:
-    """Returns the rules with a logits function, or a rule of the user's, about the temperature.
+    """Returns the rules with a user's logits function or `Rule` added; all as they are if None.
 
-    It runs right before the temperature, a rule that truncates right behind it: `kept_mass` is
-    counted from there.
+    It runs right before the temperature; a rule that truncates runs right behind it, where
+    `kept_mass` counts what it drops.
     """
     if fn is None:
         return rules

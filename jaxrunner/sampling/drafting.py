@@ -1,4 +1,4 @@
-"""Draws drafts from a drafter's logits, by the rules of the requests that they are for."""
+"""Samples drafts from a drafter's logits, by the rules of their requests."""
 
 import jax.numpy as jnp
 
@@ -13,8 +13,10 @@ from jaxrunner.types import Array, State
 def draw_coupled(
     state: State, slot: Array, logits: Array, position: Array, *, program: Program
 ) -> Array:
-    """Returns the tokens, [B], that the model would draw at `position`, [B], if it had these
-    logits, [B, V]: with the noise that it is going to draw with there."""
+    """Samples drafts, [B], from logits, [B, V], with the noise of the model at `position`, [B].
+
+    So equal logits give the token that the model will sample there.
+    """
     batch, size = Batched(slot, position, state.requests, None), SampleSize(slot.shape[0])
     return sample(logits, batch, state.tables, program=program, size=size).token_ids
 
@@ -22,12 +24,11 @@ def draw_coupled(
 def draw_own(
     state: State, slot: Array, logits: Array, position: Array, *, program: Program
 ) -> tuple[Array, Array]:
-    """Returns the tokens, [B], that logits, [B, V], give at `position`, [B], with noise that
-    nothing else is drawn with, and the logits that they were drawn from, [B, V].
+    """Samples drafts, [B], from logits, [B, V], at `position`, [B], with independent noise.
 
-    Those are what the rules made of the given ones, less the largest and rounded to the engine's
-    dtype: so few bits still tell the likely tokens apart. Where the drafter's are not finite, any
-    token is as likely as another. Greedy requests get the likeliest token.
+    Returns the drafts, and the logits that they were sampled from, [B, V]: after the rules, less
+    their maximum, which keeps likely tokens apart when they are rounded to the engine's dtype.
+    Logits of a row that is not finite are all 0. Greedy requests get the likeliest token.
     """
     batch = Batched(slot, position, state.requests, None)
     logits = logits.astype(jnp.float32)

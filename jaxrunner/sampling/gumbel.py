@@ -1,12 +1,13 @@
-"""Gumbel noise: each token has a hash of 32 bits, and each group of tokens one for what is rare.
+"""Gumbel noise by a hash of 32 bits for each token, and another for each group of tokens.
 
-A draw is the largest of logits plus noise -log(E), where E is exponential. Where E is small its
-precision decides how often an unlikely token is drawn, so one token in 2**23 has E below 2**-23,
-with 32 bits of its own, and the others have 2**-23 more than 32 bits give. Which tokens are rare
-is found by one hash for a group, so that a kernel skips tokens that only a rare noise could save.
+A sample is the argmax of logits plus noise -log(E), where E is exponential. The precision of a
+small E decides how often an unlikely token is sampled. So one token in 2**23 is rare: its E is
+below 2**-23, with 32 bits of its own. E of all other tokens is 2**-23 more than their 32 bits give.
+One hash for a group says which of its tokens is rare, so that a kernel can skip tokens that only
+rare noise would select.
 
-What is computed here gives the same bits in plain JAX and in a kernel: no product is summed that
-is rounded, so it does not matter where a compiler fuses the two.
+Plain JAX and kernels get the same bits: no rounded product is part of a sum, so it does not matter
+whether a compiler fuses multiplication and addition.
 """
 
 import jax
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 
 from jaxrunner.types import Array
 
-GROUP_BITS = 12  # a group has one rare token at most; of two independent ones in 2**23 groups
+GROUP_BITS = 12  # a group has at most one rare token; independent ones: two in 2**23 groups
 GROUP = 1 << GROUP_BITS
-RARE = 2**31  # hashes of groups are counted from here: no token id comes so far
+RARE = 2**31  # first number that hashes a group; all token ids are below
 MAX_USUAL = 15.95  # -log(2**-23) is 15.9424
 MIN_NOISE = -3.15  # -log(-log(2**-33)) is -3.13
 _SPLIT = 2.0**-23  # of E
@@ -32,7 +33,7 @@ def gumbel(key: Array, num_tokens: int) -> Array:
 
 
 def gumbel_from(first: Array, key: Array, num_tokens: int) -> Array:
-    """Returns what `gumbel` has of the tokens from id `first` on, [num_tokens]."""
+    """Returns the noise that `gumbel` has for the `num_tokens` tokens from id `first` on."""
     ids = jnp.asarray(first, jnp.int32) + jnp.arange(num_tokens)
     groups = (ids[0] >> GROUP_BITS) + jnp.arange(-(-num_tokens // GROUP) + 1)
     high, low = _hashes(key, groups.astype(jnp.uint32) + jnp.uint32(RARE))
@@ -49,7 +50,7 @@ def _hashes(key: Array, numbers: Array) -> Array:
 
 
 def usual(bits: Array) -> Array:
-    """Returns the noise of tokens that are not rare, at most `MAX_USUAL`, for 32 bits of each."""
+    """Returns the noise, at most `MAX_USUAL`, of tokens that are not rare; bits: 32 of each."""
     share = _share(bits)
     small = share + _SPLIT
     # -log(1 - x) of a small x is x + x**2 / 2; ~bits is as near to 1 as bits to 0.
@@ -58,7 +59,7 @@ def usual(bits: Array) -> Array:
 
 
 def rare(groups: Array, high: Array, low: Array) -> tuple[Array, Array]:
-    """Returns the rare token of each group, -1 for none, and its noise, for two hashes of it."""
+    """Returns the rare token of each group, -1 for none, and its noise; high, low: its hashes."""
     is_rare = high < jnp.uint32(2**21)  # one group in 2**11 has one: one token in 2**23
     token_ids = (groups << jnp.uint32(GROUP_BITS)) | (high & jnp.uint32(GROUP - 1))
     noise = -jnp.log(_SPLIT * _share(low))

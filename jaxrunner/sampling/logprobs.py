@@ -1,4 +1,4 @@
-"""What is told of tokens: logprobs, ranks, and those of other tokens beside them."""
+"""Logprobs and ranks of tokens, and logprobs of the likeliest or of named tokens beside them."""
 
 import functools
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from jaxrunner.types import Array, Logprobs
 
 
 class Processed(NamedTuple):
-    """What rules made of logits."""
+    """Logits after the rules."""
 
     logits: Array  # [N, V]
-    kept_mass: Array  # [N], share of the probability that truncation left
-    no_choice: Array  # [N], whether no token was left; then only the grammar counted
+    kept_mass: Array  # [N], share of the probability that truncation kept
+    no_choice: Array  # [N], whether no token was left; logits are then the grammar's alone
 
 
 @pytree
 class LogprobIds:
-    """Ids whose logprobs a request wants in place of the likeliest; an empty list is none."""
+    """Ids whose logprobs a request wants in place of the likeliest; a count of 0 is off."""
 
     count: Array = leaf("R")
     ids: Array = leaf("R named")
@@ -46,10 +46,12 @@ def describe(
     raw: Array, processed: Processed, token_ids: Array, named: LogprobIds,
     *, mode: str, num_logprobs: int, vocabulary: Vocabulary = WHOLE,
 ) -> Logprobs:  # fmt: skip
-    """Says how likely `token_ids`, [N], were, and which tokens were likeliest.
+    """Returns logprobs and ranks of `token_ids`, [N], and of the `num_logprobs` likeliest tokens.
 
-    raw: the model's logits, [N, V]. mode: of `value` and `top_value`, one of `LOGPROBS_MODES`;
-    greedy rows are processed at a temperature of 1. A request's own ids come in their order.
+    raw: the model's logits, [N, V].
+    named: ids, in their order, that take the place of the likeliest tokens where a row has some.
+    mode: which number `value` and `top_value` are, one of `LOGPROBS_MODES`; processed logits of
+        greedy rows have a temperature of 1.
     """
     chosen = raw if mode.startswith("raw") else processed.logits
     own = token_ids[:, None]
@@ -71,6 +73,6 @@ def describe(
 
 
 def _logprobs(vocabulary: Vocabulary, x: Array, ids: Array) -> Array:
-    # Differences first: of large logits, a logarithm of their sum would round them away.
+    # The maximum is subtracted first: a logsumexp of large logits would round differences away.
     best = vocabulary.max(x)[:, None]
     return vocabulary.at(x, ids) - best - jnp.log(vocabulary.sum(jnp.exp(x - best))[:, None])

@@ -13,13 +13,13 @@ def row(params: SamplingParams, seed: int) -> NoParams:
 
 
 def is_active(row: NoParams, context: Context) -> Array:
-    """Whether the token is one of the output's first; those of the prompt end nothing."""
+    """Whether the token is in the output, and the output is still too short."""
     request, position = context.request, context.position
     return (position >= request.prompt_len) & (position < request.min_len)
 
 
 def apply(logits: Array, row: NoParams, context: Context) -> Array:
-    """Drops stop ids from logits, [V], and EOS where it is ignored."""
+    """Drops stop ids from logits, [V], ignored EOS ids too."""
     ids = context.request.stop_ids
     ids = context.vocabulary.local(jnp.maximum(ids, ~ids), logits.size)
     banned = logits.at[ids].set(-jnp.inf, mode="drop")

@@ -1,6 +1,6 @@
 """Penalties for tokens that occurred: repetition (arXiv:1909.05858), frequency, presence.
 
-Nothing is counted between steps: the request's own tokens say what occurred, drafts included.
+No counts are kept between steps: each step counts the request's tokens anew, drafts included.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxrunner.types import Array
 
 @pytree
 class Penalties:
-    """Neutral at 1, 0 and 0."""
+    """Neutral values are 1, 0 and 0; `on` is False where all three are neutral."""
 
     on: Array = leaf("R", jnp.bool)
     repetition: Array = leaf("R", jnp.float32)
@@ -40,7 +40,7 @@ def is_requested(params: SamplingParams) -> bool:
 
 
 def apply(logits: Array, row: Penalties, context: Context) -> Array:
-    """Lowers logits, [V]: repetition looks at prompt and output, the others at the output."""
+    """Lowers logits, [V], of tokens in prompt and output (repetition) or in the output (others)."""
     V, request = logits.size, context.request
     at = jnp.arange(request.token_ids.size)
     before, in_prompt = at < context.position, at < request.prompt_len

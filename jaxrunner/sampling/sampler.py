@@ -1,4 +1,4 @@
-"""Runs all rules, draws tokens, and says how likely they were."""
+"""Runs the rules on logits, samples tokens, and computes their logprobs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,13 +20,14 @@ Tables = dict[str, Any]  # `State.tables`
 
 
 class SamplerOutput(NamedTuple):
-    """Tokens, and what became of them. [N] from `sample`, [B, J] in a step."""
+    """Sampled tokens, with flags and logprobs. [N] from `sample`, [B, J] in a step."""
 
     token_ids: Array
     not_finite: Array  # the model's logits were NaN or infinite
-    no_choice: Array
+    no_choice: Array  # the rules left no token
     logprobs: tuple[Logprobs, ...]  # one, or none
-    num_accepted: Array | None = None  # drafts of each row that stand, [B]; None: those sampled too
+    # Drafts that each row accepts, [B]; None for those that equal the sampled tokens.
+    num_accepted: Array | None = None
 
 
 def sample(
@@ -40,14 +41,14 @@ def sample(
 ) -> SamplerOutput:
     """Samples a token for each row of logits, [N, V].
 
-    choose: takes tokens, [N], by what the rules made of the logits, in place of noise.
+    choose: (processed logits, [N, V]) -> tokens, [N]; None takes the best score with Gumbel noise.
 
-    The noise of a token comes from its request's seed, its position and its id alone, so a
-    request gets the same tokens in any batch.
+    Noise depends only on the request's seed, the position and the token id, so a request gets the
+    same tokens in any batch.
     """
     vocabulary = batch.vocabulary
     if program.sample is not None and vocabulary.is_whole and not size.all_rules and choose is None:
-        return _usual(program.sample, logits, batch, tables)
+        return _sample_by_kernel(program.sample, logits, batch, tables)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, all_rules=size.all_rules)
     if choose is None:
@@ -58,29 +59,29 @@ def sample(
     logprobs: tuple[Logprobs, ...] = ()
     if size.num_logprobs:
         named = rows_of(tables[logprob_ids.name], batch.slot)
-        told = describe(
+        described = describe(
             logits, processed, token_ids, named, mode=program.engine.logprobs_mode,
             num_logprobs=size.num_logprobs, vocabulary=vocabulary,
         )  # fmt: skip
-        logprobs = (told,)
-    # A logits function may give NaN too, and a low temperature infinity.
+        logprobs = (described,)
+    # A logits function may return NaN, and dividing by a low temperature may give infinity.
     best = vocabulary.max(processed.logits)
     not_finite = ~jnp.isfinite(vocabulary.max(logits)) | jnp.isnan(best) | (best == jnp.inf)
     return SamplerOutput(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
 
 
 def _noise(table: Seed, batch: Batched, num: int) -> Array:
-    """Returns what is added to logits, [N, num]: nothing for greedy requests and padding."""
+    """Returns Gumbel noise, [N, num]: zeros for greedy requests and padding."""
     seeds = rows_of(table, batch.slot)
     greedy = seeds.greedy | (batch.slot >= table.greedy.shape[0])
     first = None if batch.vocabulary.is_whole else batch.vocabulary.first(num)
     return noises(seeds.words, batch.position, greedy, stream=TARGET, num=num, first=first)
 
 
-def _usual(
+def _sample_by_kernel(
     kernel: Callable[..., Any], logits: Array, batch: Batched, tables: Tables
 ) -> SamplerOutput:
-    """Draws by the rules that every request has, in a kernel."""
+    """Samples by the rules of every draw, in a kernel."""
     usual = (seed, temperature, min_p, top_k_top_p)
     seeds, heat, floor, cut = (rows_of(tables[rule.name], batch.slot) for rule in usual)
     drawn = kernel(
@@ -94,7 +95,7 @@ def _usual(
 def process(
     logits: Array, batch: Batched, tables: Tables, *, program: Program, all_rules: bool
 ) -> Processed:
-    """Runs the rules on logits, [N, V]: all of them where `all_rules`, else those of every draw."""
+    """Runs the rules on logits, [N, V]: all with `all_rules`, else those that every draw has."""
     out, before, vocabulary = logits, None, batch.vocabulary
     for rule in program.rules:
         if rule.truncates and before is None:
@@ -107,10 +108,10 @@ def process(
     floor = jnp.where(no_choice, 0.0, best)[:, None]
     mass = [vocabulary.sum(jnp.exp(x - floor)) for x in (out, before)]
     cut = vocabulary.any((out == -jnp.inf) & (before > -jnp.inf))
-    # Two sums of one row may round differently: where nothing was cut, all of it was kept.
+    # The two sums may round differently, so the mass is 1 exactly where no token was dropped.
     kept_mass = jnp.where(no_choice | ~cut, 1.0, mass[0] / mass[1])
     if all_rules:
-        # The grammar outranks the other rules: what it allows is never refused in favour of id 0.
+        # Where the rules left no token, one that the grammar allows is better than id 0.
         out = jnp.where(no_choice[:, None], run(grammar, logits, NoParams(), batch), out)
     return Processed(out, kept_mass, no_choice)
 
@@ -123,7 +124,7 @@ def describe_prompt(
     program: Program,
     size: PromptLogprobsSize,
 ) -> Logprobs:
-    """Says how likely prompt tokens were, given logits, [U, V], at the token before each."""
+    """Returns logprobs of U prompt tokens, by the logits, [U, V], at the token before each."""
     mode = program.engine.logprobs_mode
     U = targets.slot.size
     processed = Processed(logits, jnp.ones(U), jnp.zeros(U, jnp.bool))
@@ -131,7 +132,7 @@ def describe_prompt(
         batch = Batched(targets.slot, targets.positions, requests, None, program.vocabulary)
         processed = process(logits, batch, tables, program=program, all_rules=True)
     named = rows_of(tables[logprob_ids.name], targets.slot)
-    likeliest = replace(named, count=jnp.zeros_like(named.count))  # custom ids are of outputs
+    likeliest = replace(named, count=jnp.zeros_like(named.count))  # named ids are for outputs
     return describe(
         logits, processed, targets.token_ids, likeliest, mode=mode, num_logprobs=size.num_logprobs,
         vocabulary=program.vocabulary,

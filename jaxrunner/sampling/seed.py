@@ -1,4 +1,4 @@
-"""What every request has: a seed, and whether it is greedy."""
+"""The seed of each request, whether it is greedy, and the noise that follows from the seed."""
 
 import math
 
@@ -12,10 +12,10 @@ from jaxrunner.rule import Rule
 from jaxrunner.sampling.gumbel import gumbel, gumbel_from
 from jaxrunner.types import Array
 
-# Streams of noise. A draft and what replaces it must not share one: the output would be biased.
-# What accepts and what drafts is drawn at the position where the step begins, draft j of stream
-# DRAFT + j: block verification looks at drafts that a later step draws again, and what it saw of
-# them must tell nothing of those. What is emitted is drawn at its own position, once.
+# Streams of noise. A draft and the token that replaces it must not share a stream, which would bias
+# the output. Noise of acceptance and of drafts is keyed by the position where the step begins, and
+# draft j has stream DRAFT + j: block verification looks at drafts that a later step samples again,
+# which must be independent. Noise of an emitted token is keyed by its own position.
 TARGET, ACCEPT, RECOVER, DRAFT = range(4)
 
 
@@ -51,10 +51,10 @@ def noises(
     words: Array, position: Array, greedy: Array, *, stream: int | Array, num: int,
     first: Array | None = None,
 ) -> Array:  # fmt: skip
-    """Returns the noise of `num` tokens for each of B requests, [B, num]: none of greedy ones.
+    """Returns the noise of `num` tokens for each of B requests, [B, num]: zeros for greedy ones.
 
-    words: [B, 2]; position and greedy: [B]; stream: of all, or of each, [B]; first: as of `noise`.
-    Costs nothing where all are greedy.
+    words: [B, 2]; position and greedy: [B]; stream: one, or [B]; first: as for `noise`. Skipped on
+    the device where all requests are greedy.
     """
 
     def one(words: Array, position: Array, stream: int | Array) -> Array:
@@ -68,9 +68,9 @@ def noises(
 
 
 def uniforms(words: Array, position: Array, *, stream: int, num: int) -> Array:
-    """Returns numbers between 0 and 1, [num], neither among them, of 32 bits where they are small.
+    """Returns uniform numbers, [num], above 0 and below 1; small ones have 32 bits of precision.
 
-    So a chance of 1 always comes true and one of 0 never, where it is compared by `<`.
+    So `uniform < chance` is always true for a chance of 1, and never for one of 0.
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(words), position)
     bits = jax.random.bits(jax.random.fold_in(key, stream), (num,), jnp.uint32)

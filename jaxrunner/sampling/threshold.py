@@ -1,8 +1,8 @@
-"""Top-k and top-p by search, where no device has the whole row: no token is told to another.
+"""Top-k and top-p by search over a row of logits that lies on several devices.
 
-What is kept are all tokens above a cut, and the first of those at the cut. Each round tries a few
-cuts between two bounds, for which devices tell how many tokens reach them and with what mass. It
-ends where one token is left between the bounds, or tokens that are all equal.
+Kept are all tokens above a cut, and the first of those at the cut. Each round tries several cuts
+between two bounds: devices exchange the number of tokens that reach each cut, and their mass. The
+search ends when the tokens between the bounds are one, or all equal.
 """
 
 from collections.abc import Callable
@@ -14,31 +14,31 @@ import jax.numpy as jnp
 from jaxrunner.parallel.vocabulary import Vocabulary
 from jaxrunner.types import Array
 
-PARTS = 16  # that a round cuts a bracket into: 4 bits of 32; each is told of, so more cost more
-_TINY = 2.0**-126  # the smallest that is not flushed to 0
+PARTS = 16  # of a bracket in each round: finds 4 of 32 bits; devices exchange numbers for each
+_TINY = 2.0**-126  # the smallest normal float32
 
 
 class Bracket(NamedTuple):
     """Two keys of logits, with how many tokens reach them and their mass: scalars."""
 
-    low: Array  # what is sought or below
+    low: Array  # at or below the cut
     low_num: Array
     low_mass: Array
-    high: Array  # above what is sought
+    high: Array  # above the cut
     high_num: Array
     high_mass: Array
 
     @property
     def each_mass(self) -> Array:
-        """The mass of a token between the keys, all of which are equal."""
+        """The mass of each token between the keys, once all of them are equal."""
         return (self.low_mass - self.high_mass) / jnp.maximum(self.low_num - self.high_num, 1)
 
 
 def keeps(logits: Array, k: Array, p: Array, vocabulary: Vocabulary) -> Array:
-    """Returns which tokens of logits, [S], top-k and top-p of what it leaves keep; k of 0 is off.
+    """Returns whether top-k, then top-p, keeps each token of a device's logits, [S].
 
-    Counts are exact. Masses are sums of float32, those of each device first, then of devices in
-    their order, so a cut of top-p may be another than a sorted row's within their rounding.
+    k of 0 and p of 1 are off. Counts are exact. Masses are summed in float32, on each device first,
+    then over devices in their order: within rounding, top-p may cut elsewhere than in a sorted row.
     """
     size = logits.size * vocabulary.num_shards
     keys, best = _order(logits), vocabulary.max(logits)
@@ -69,7 +69,7 @@ def keeps(logits: Array, k: Array, p: Array, vocabulary: Vocabulary) -> Array:
 
 
 def _order(x: Array) -> Array:
-    """Returns keys, uint32, in the order of float32; both zeros have one, and NaN that of -inf."""
+    """Returns uint32 keys in the order of float32; 0 equals -0, and NaN equals -inf."""
     x = jnp.where(x == 0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x))
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
@@ -78,7 +78,7 @@ def _order(x: Array) -> Array:
 def _search(
     bracket: Bracket, wanted: Array, measure: Callable, enough: Callable[[Array, Array], Array]
 ) -> Bracket:
-    """Narrows a bracket to the largest key that enough tokens reach, if that is wanted."""
+    """Narrows a bracket to the largest key that enough tokens reach; unchanged if not `wanted`."""
 
     def goes_on(b: Bracket) -> Array:
         return wanted & (b.high - b.low > 1) & (b.low_num - b.high_num > 1)

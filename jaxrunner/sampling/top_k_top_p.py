@@ -1,6 +1,6 @@
-"""Top-k, then top-p of what is left (nucleus sampling, arXiv:1904.09751), in one sort.
+"""Top-k, then top-p of the rest (nucleus sampling, arXiv:1904.09751), in one sort.
 
-Ties have one rule at every batch size: logits descending, then ids ascending.
+Of equal logits the lower id comes first, at every batch size.
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxrunner.types import Array
 
 @pytree
 class TopKTopP:
-    """Most tokens kept, and the mass they stop at; 0 and 1 are off."""
+    """The most tokens to keep, and the mass to keep; 0 and 1 are off."""
 
     k: Array = leaf("R")
     p: Array = leaf("R", jnp.float32)
@@ -33,7 +33,7 @@ def is_active(row: TopKTopP, context: Context) -> Array:
 
 
 def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
-    """Keeps of logits, [V], the k best, and of those the fewest whose mass reaches p."""
+    """Keeps the k best of logits, [V], and of those the fewest whose mass reaches p."""
     if not context.vocabulary.is_whole:
         kept = threshold.keeps(logits, row.k, row.p, context.vocabulary)
         return jnp.where(kept, logits, -jnp.inf)
@@ -42,7 +42,7 @@ def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     kept = (jnp.arange(best.size) < row.k) | (row.k == 0)
     mass = jax.nn.softmax(jnp.where(kept, best, -jnp.inf))
     kept &= (jnp.cumsum(mass) - mass < row.p) | (row.p >= 1)
-    kept = kept.at[0].set(True)  # whatever p
+    kept = kept.at[0].set(True)  # even where p is 0
     kept = jnp.zeros_like(kept).at[order].set(kept, unique_indices=True)
     return jnp.where(kept, logits, -jnp.inf)
 

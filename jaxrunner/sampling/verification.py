@@ -1,4 +1,4 @@
-"""Draws the tokens of rows with drafts where a draft need not equal the model's own sample."""
+"""Verifies drafts by "standard", "block" or "synthetic" rejection sampling; see `acceptance`."""
 
 import jax.numpy as jnp
 
@@ -18,7 +18,7 @@ def verify(
     logits: Array, batch: Batched, rows: SamplingMetadata, tables: Tables,
     *, program: Program, size: SampleSize,
 ) -> SamplerOutput:  # fmt: skip
-    """Draws from logits, [B * J, V], as `Speculator.rejection` says, with `num_accepted`."""
+    """Samples from logits, [B * J, V], and accepts drafts by the method `Speculator.rejection`."""
     speculator = program.model.speculator
     assert speculator is not None
     B = rows.slot.shape[0]
@@ -53,7 +53,7 @@ def verify(
 
 
 def _num_allowed(mask: Array | None, drafts: Array) -> Array:
-    """Returns how many drafts of each row, [B, K], come before the first that a grammar refuses."""
+    """Returns how many drafts, [B, K], of each row precede the first that its grammar forbids."""
     B, K = drafts.shape
     if mask is None:
         return jnp.full(B, K, jnp.int32)

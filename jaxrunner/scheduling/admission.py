@@ -1,4 +1,4 @@
-"""Who enters the running batch, with which cached prefix, and who must wait. Knows no JAX."""
+"""Which waiting requests enter the running batch, and with which cached prefix. Knows no JAX."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,9 +11,9 @@ from jaxrunner.scheduling.request_queue import RequestQueue
 
 
 class Admission:
-    """Requests that wait: in `queue` for blocks and a slot, in `remote` for what comes from there.
+    """Requests that wait: in `queue` for blocks and a slot, in `remote` for KV from elsewhere.
 
-    max_tokens: the most tokens of a step; most_of_one: and of one request.
+    max_tokens: the most tokens of a step; most_of_one: the most of one request in a step.
     """
 
     SAVED = ("_preempted", "_no_room", "_num_freed")
@@ -30,10 +30,10 @@ class Admission:
         self.queue, self._tables = queue, tables
         self.remote = None if source is None else RemoteRequests(source, tables)
         self._max_tokens, self._most_of_one = max_tokens, most_of_one
-        self._preempted: set[str] = set()  # unfinished requests that ever were
-        self.adapters: AdapterTurns | None = None  # whose turn it is, where requests have some
-        self._no_room = False  # for the first that waits, since a request last gave blocks up
-        self._num_freed = 0  # of `adapters` then: data ranks share their places
+        self._preempted: set[str] = set()  # unfinished requests that were preempted once
+        self.adapters: AdapterTurns | None = None  # places of adapters, where requests have some
+        self._no_room = False  # for the first waiting request, and no blocks were freed since
+        self._num_freed = 0  # `adapters.num_freed` then: data ranks share the places
 
     @property
     def num_waiting(self) -> int:
@@ -47,7 +47,7 @@ class Admission:
 
     @property
     def may_start(self) -> bool:
-        """Whether one might start, were a slot free."""
+        """Whether a waiting request might start if a slot were free."""
         if self.queue and (not self._no_room or self._is_freed):
             return True
         return self.remote is not None and bool(self.remote.loaded)
@@ -66,7 +66,7 @@ class Admission:
         self._preempted.update(request_ids)
 
     def end(self, requests: Collection[Request]) -> None:
-        """Takes out requests that are to end, and frees their blocks."""
+        """Removes requests that end, and frees their blocks."""
         if any(request.status is Status.WAITING for request in requests):
             self.queue.remove_requests(requests)
         for request in requests:
@@ -80,7 +80,7 @@ class Admission:
         self._no_room = self._no_room and not requests
 
     def poll(self, *, idle: bool) -> None:
-        """Takes in what has become of requests that wait for something remote."""
+        """Updates requests that wait for remote KV: those whose load failed are queued again."""
         if self.remote is not None:
             failed, any_freed = self.remote.poll(wait=idle and not self.queue)
             for request in failed:
@@ -88,14 +88,14 @@ class Admission:
             self._no_room = self._no_room and not any_freed
 
     def recall(self) -> None:
-        """Stops all that is remote: requests that wait for it start again, and may ask again."""
+        """Cancels remote loads: requests that wait for one are queued again, and may ask again."""
         for request in self.remote.reset() if self.remote is not None else ():
             self.wait(request)
 
     def admit(self, output: SchedulerOutput, budget: int, num_slots: int) -> list[Request]:
-        """Plans requests that wait, in their order, while there is room; returns the started."""
+        """Plans waiting requests in their order while they fit. Returns those that start."""
         started = []
-        # Those with blocks first: others wait for their blocks, and they need no more in this step.
+        # Loaded ones first: they own blocks that others wait for, and need no more in this step.
         loaded = () if self.remote is None else sorted(self.remote.loaded, key=self.queue.order)
         for request in loaded[:num_slots]:
             if self.remote is not None and budget > 0 and self._admits(request):
@@ -107,7 +107,7 @@ class Admission:
             if self._tables.whole_prompts and request.num_tokens > budget:
                 break
             if request.num_in_flight:
-                break  # it resumes with all its tokens, and some are not read yet
+                break  # preempted: it resumes with all its tokens, of which some are not read yet
             waits = awaits_prefix(request, output) or not self._admits(request)
             cached = None if waits else self._tables.find(request)
             hit = cached and self._ask_remote(request, cached)
@@ -123,13 +123,12 @@ class Admission:
                 budget -= self._start(request, hit, output, budget)
                 started.append(request)
             else:
-                # All that a window takes at once, so that nothing but a slot is missing later.
+                # Takes all blocks that a window needs now, so that later only a slot is missing.
                 end = min(request.num_tokens, hit.num_tokens + self._max_tokens)
                 self._extend(request, self._tables.end_of_drafts(request, end))
                 self.remote.start(request, cached, hit)
-        if (
-            passed_over and not self.queue
-        ):  # those that wait for a place on the device wait for an end
+        if passed_over and not self.queue:
+            # All that is left may wait for places of adapters, which only an end frees.
             self._no_room = not any(map(self._admits, passed_over))
             self._num_freed = 0 if self.adapters is None else self.adapters.num_freed
         for request in passed_over:
@@ -141,12 +140,12 @@ class Admission:
         return self.adapters is not None and self.adapters.num_freed != self._num_freed
 
     def _admits(self, request: Request) -> bool:
-        """Whether a request's adapter has a place, or may be given one."""
+        """Whether a request's adapter has a place on the device, or can get one."""
         return self.adapters is None or self.adapters.admits(request)
 
     def _ask_remote(self, request: Request, hit: Hit) -> Hit | None:
-        """Returns what a request starts from: `hit`, or more if it is fetched; None: it waits."""
-        # One that gave way is computed here: each takes blocks ahead of its turn at most once.
+        """Returns `hit`, or a longer one that is fetched; None if the request must wait."""
+        # Not for a preempted request: each may hold blocks ahead of its turn only once.
         if self.remote is None or request.request_id in self._preempted:
             return hit
         return self.remote.lookup(request, hit)
@@ -165,10 +164,10 @@ class Admission:
         output.scheduled_new_reqs.append(admitted(request, self._tables.copies(request, hit)))
         output.num_scheduled_tokens[request.request_id] = n
         output.requests[request.request_id] = request
-        # At once, for the next one to share: a layer writes all keys before it reads any.
+        # Counted now, so that the next request can share: a layer writes all keys before reads.
         count_planned(request, n, self._tables)
         return n
 
     def _extend(self, request: Request, num_tokens: int) -> None:
         new = self._tables.extend(request, num_tokens)
-        assert new is not None, "what fits can be taken"
+        assert new is not None, "free blocks do not hold a request that fits"

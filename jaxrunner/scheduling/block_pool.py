@@ -1,4 +1,4 @@
-"""The KV blocks of one cache group: who uses which, and what the others still hold. Knows no JAX.
+"""The KV blocks of one cache group: reference counts, and cached contents. Knows no JAX.
 
 A block is in use while its reference count is over 0, and free otherwise. A free block keeps its
 contents and its hash, so that a later request with the same prefix can share it, until it is the
@@ -12,7 +12,7 @@ import hashlib
 
 
 class BlockPool:
-    """Blocks 0 to `num_blocks - 1`. `null_block` pads tables: it is no block and has no owner."""
+    """Blocks 0 to `num_blocks - 1`. `null_block` pads tables: it is no block and is never free."""
 
     SAVED = ("_num_refs", "_free", "_published", "_blocks_of", "_tails", "_tails_of")
 
@@ -35,11 +35,11 @@ class BlockPool:
         return len(self._free)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody uses a block. The null block is never free."""
+        """Whether no request uses a block. The null block is never free."""
         return block in self._free
 
     def filled(self) -> list[int]:
-        """Returns the blocks whose contents count: in use, or to be found by their tokens."""
+        """Returns the blocks with contents: in use, or cached."""
         known = self._published.keys() | self._tails.keys()
         return [
             block for block in range(self.num_blocks) if self._num_refs[block] or block in known
@@ -50,7 +50,7 @@ class BlockPool:
         return block in self._published
 
     def take(self, n: int) -> list[int]:
-        """Hands out the `n` blocks that were free for longest; they lose their hashes."""
+        """Hands out the `n` blocks that were free for longest, and forgets their hashes."""
         assert n <= self.num_free, f"{n} blocks wanted, {self.num_free} free"
         taken = [self._free.popitem(last=False)[0] for _ in range(n)]
         for block in taken:
@@ -67,7 +67,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Takes one user from each block of a table, or of a part of it."""
-        # Tail first: a prefix is of use without its tail, a tail without its prefix is not.
+        # Tail first, to be reused first: a tail is of no use without its prefix.
         for block in reversed(blocks):
             if block != self.null_block:
                 assert self._num_refs[block] > 0, f"block {block} is free already"
@@ -76,7 +76,7 @@ class BlockPool:
                     self._free[block] = None
 
     def publish(self, block: int, block_hash: bytes, tokens: Sequence[int]) -> None:
-        """Lets `lookup` find a block in use. Other blocks may have the same hash."""
+        """Lets `lookup` find a block in use by its hash; other blocks may have the same hash."""
         assert self._num_refs[block] > 0, f"block {block} is free: its contents are not settled"
         if self.enable_caching and block not in self._published:
             self._published[block] = block_hash, tuple(tokens)
@@ -99,12 +99,12 @@ class BlockPool:
             self._tails_of.setdefault(parent, []).append(block)
 
     def lookup_tail(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns how many of `tokens` a block behind `parent` starts with at most, and which."""
+        """Returns how many of `tokens` the best block behind `parent` starts with, and it."""
         found = [(_num_equal(self._tails[b][1], tokens), b) for b in self._tails_of.get(parent, ())]
         return max(found, default=(0, self.null_block))
 
     def reset(self) -> bool:
-        """Forgets all hashes; False, and no change, while a block is in use."""
+        """Forgets all hashes. Returns False, and changes nothing, while a block is in use."""
         if self.num_free < self.num_blocks:
             return False
         for table in (self._published, self._blocks_of, self._tails, self._tails_of):
@@ -149,7 +149,7 @@ def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def root_hash(salt: bytes) -> bytes:
-    """Returns what stands before the first block."""
+    """Returns the parent hash of a first block."""
     return hashlib.sha256(salt).digest()
 
 

@@ -15,12 +15,12 @@ class Hit(NamedTuple):
     """A cached prefix: its length in tokens, and the tables that hold it, by cache group."""
 
     num_tokens: int
-    blocks: tuple[list[int], ...]  # the null block where no later token looks
-    tail: tuple[int, ...] = ()  # blocks to copy: their first tokens are the last of the prefix
+    blocks: tuple[list[int], ...]  # null blocks where no later token attends
+    tail: tuple[int, ...] = ()  # blocks to copy, whose first tokens end the prefix
 
 
 class BlockTables:
-    """Writes `blocks` and `block_hashes` of requests; `pools` says who uses what."""
+    """Writes `blocks` and `block_hashes` of requests; `pools` count references to blocks."""
 
     SAVED = ("weights_version",)
 
@@ -33,7 +33,7 @@ class BlockTables:
         """
         self.lookahead, self._max_model_len = lookahead, max_model_len
         self._groups = tuple(zip(groups, pools, strict=True))
-        # Whether a request that runs gives blocks back.
+        # Whether running requests free blocks, those outside their windows.
         self.give_back = any(g.num_skipped_tokens(max_model_len) >= g.block_size for g in groups)
         self.whole_prompts = reads_whole(group.kind for group in groups)
         self._share_starts = all(group.kind.has_prefixes for group in groups)
@@ -42,8 +42,8 @@ class BlockTables:
         # Tokens between ends of chunks that are checkpoints of states; 0 where there are none.
         intervals = (pool.block_size for pool in self._states if pool.enable_caching)
         self.checkpoint_interval = next(intervals, 0)
-        self.weights_version = 0  # what was computed under another is found no more
-        self.lora_versions: Mapping[int, int] = {}  # the same of adapters, by their ids
+        self.weights_version = 0  # blocks computed under another version are not found
+        self.lora_versions: Mapping[int, int] = {}  # likewise of adapters, by their ids
         for group, pool in self._groups:
             assert group.block_size == pool.block_size, "a pool and its group differ"
 
@@ -51,7 +51,7 @@ class BlockTables:
         """Checks that the pools hold one request; max_tokens: the most tokens of a step.
 
         Raises:
-          ValueError: one does not.
+          ValueError: a pool does not.
         """
         max_model_len = self._max_model_len
         for group, pool in self._groups:
@@ -66,11 +66,11 @@ class BlockTables:
 
     @property
     def has_states(self) -> bool:
-        """Whether a cache group has states, which go on from their checkpoints alone."""
+        """Whether a cache group has recurrent states, whose prefixes end at checkpoints only."""
         return bool(self._states)
 
     def begin_step(self) -> None:
-        """Lets requests find the states that the steps planned so far write."""
+        """Lets requests find the states that earlier planned steps write."""
         for pool in self._states:
             pool.begin_step()
 
@@ -82,7 +82,7 @@ class BlockTables:
         """Returns the longest cached prefix of a request that leaves a token to compute."""
         if not self._caching:
             return Hit(0, tuple([] for _ in self._groups))
-        # Each count grows alone, so that their sum is another after any change.
+        # Versions only grow, so any change changes the sum.
         version = self.weights_version + self.lora_versions.get(request.lora_id, 0)
         if request.weights_version != version:
             request.block_hashes, request.weights_version = (), version
@@ -103,7 +103,7 @@ class BlockTables:
         return self._with_tail(request, tokens, Hit(num_tokens, tuple(tables)))
 
     def _with_tail(self, request: Request, tokens: Sequence[int], hit: Hit) -> Hit:
-        """Lengthens a hit by the start of a block, which another request may go on writing."""
+        """Lengthens a hit by the start of a block, which another request may still write."""
         if not self._share_starts:
             return hit
         start, limit = hit.num_tokens, min(len(tokens) - 1, request.cache_limit)
@@ -115,7 +115,7 @@ class BlockTables:
         return Hit(start + count, hit.blocks, tuple(b for _, b in found)) if count > 0 else hit
 
     def copies(self, request: Request, hit: Hit) -> tuple[tuple[int, int], ...]:
-        """Returns the blocks to copy for a hit that a request has started from, by cache group."""
+        """Returns the blocks to copy, (from, to) by cache group, for a request with this hit."""
         if not hit.tail:
             return ()
         to = [table[len(blocks)] for table, blocks in zip(request.blocks, hit.blocks, strict=True)]
@@ -127,7 +127,7 @@ class BlockTables:
         return Hit(size * len(hit.blocks[0]), hit.blocks) if hit.tail else hit
 
     def lengthened(self, hit: Hit, num_tokens: int) -> Hit:
-        """Returns a hit of `num_tokens`; more blocks are to be taken, and filled from elsewhere."""
+        """Returns a longer hit, of `num_tokens`, whose further blocks are filled remotely."""
         tables = []
         for (group, pool), table in zip(self._groups, hit.blocks, strict=True):
             skipped = group.num_skipped_tokens(num_tokens) // group.block_size
@@ -135,7 +135,7 @@ class BlockTables:
         return Hit(num_tokens, tuple(tables))
 
     def end_of_drafts(self, request: Request, num_computed: int) -> int:
-        """Returns the tokens for which a step needs blocks that computes `num_computed`."""
+        """Returns the tokens for which a step that computes `num_computed` needs blocks."""
         return max(num_computed, min(num_computed + self.lookahead, request.max_len))
 
     def fits(self, request: Request, hit: Hit, max_tokens: int) -> bool:
@@ -163,7 +163,7 @@ class BlockTables:
         return True
 
     def attach(self, request: Request, hit: Hit) -> None:
-        """Makes a hit the tables of a request that has none."""
+        """Makes a hit the block tables of a request without tables."""
         for (_, pool), table in zip(self._groups, hit.blocks, strict=True):
             pool.share(table)
         request.blocks = tuple(list(table) for table in hit.blocks)
@@ -187,7 +187,7 @@ class BlockTables:
         return new
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Lets others share the full blocks of the first `num_tokens`: known, and launched."""
+        """Lets others share full blocks of the first `num_tokens`, known and launched."""
         if num_tokens < request.full_len:
             return
         sizes = [pool.block_size for _, pool in self._caching]
@@ -207,9 +207,9 @@ class BlockTables:
                 pool.publish(table[i], request.block_hashes[g][i], tokens)
 
     def publish_tail(self, request: Request, num_tokens: int) -> None:
-        """Lets others copy what the first `num_tokens` have in their last block.
+        """Lets others copy the last, partial block of a request's first `num_tokens`.
 
-        Unlike with `publish`, a step before this one must have been launched with them.
+        Unlike for `publish`, an earlier step must have been launched with these tokens.
         """
         if not (request.blocks and num_tokens and self._caching and self._share_starts):
             return
@@ -224,7 +224,7 @@ class BlockTables:
                 pool.publish_tail(table[i], parent, tokens)
 
     def drop_skipped(self, request: Request, num_computed: int) -> None:
-        """Gives up the blocks that no token after the first `num_computed` sees."""
+        """Frees the blocks that no token after the first `num_computed` sees."""
         for (group, pool), table in zip(self._groups, request.blocks, strict=True):
             end = group.num_skipped_tokens(num_computed) // group.block_size
             start = end
@@ -236,13 +236,13 @@ class BlockTables:
                 table[start:end] = [pool.null_block] * (end - start)
 
     def release(self, request: Request) -> None:
-        """Gives up all blocks of a request."""
+        """Frees all blocks of a request."""
         for (_, pool), table in zip(self._groups, request.blocks, strict=True):
             pool.release(table)
         request.blocks, request.num_held, request.full_len = (), 0, 0
 
     def reset(self) -> bool:
-        """Forgets all prefixes; False, and no change, while a block is in use."""
+        """Forgets all prefixes. Returns False, and changes nothing, while a block is in use."""
         pools = [pool for _, pool in self._groups]
         idle = all(pool.num_free == pool.num_blocks for pool in pools)
         return idle and all(pool.reset() for pool in pools)

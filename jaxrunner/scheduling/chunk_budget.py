@@ -1,9 +1,9 @@
-"""How many tokens a step takes, of the compiled sizes that it is padded to.
+"""The token budget of a step, chosen among the compiled sizes to reduce padding.
 
-While more requests wait than there is room for, the prompts of the few that come and go leave most
-of a step empty, decodes being about, so prefills wait some steps until they fill a size, and fill
-just it. Otherwise padding matters where a device has few cores: a prompt is cut into the steps that
-take least together.
+While more requests wait than there are slots, few prompts start in a step, and most of its size
+would be padding. So prefills wait some steps until they fill a size, and then fill it exactly.
+Otherwise padding matters on devices with few cores: a prompt is cut into the steps that take the
+least time together.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ import functools
 
 from jaxrunner.scheduling.request import Request
 
-MAX_HELD = 4  # steps that a prefill waits at most
-WORTH, ENOUGH = 3.0, 1.5  # sizes, in decodes, that are filled at once, and after waiting
+MAX_HELD = 4  # the most steps that a prefill waits
+WORTH, ENOUGH = 3.0, 1.5  # least size over the number of decodes, at once and after waiting
 
 
 class ChunkBudget:
@@ -23,7 +23,7 @@ class ChunkBudget:
 
     def __init__(self, sizes: Sequence[int], most: int, step_cost: int = 0, interval: int = 0):
         """sizes: padded sizes of steps with a prefill; most: tokens of any step.
-        step_cost: tokens that take as long as a step does beside its own; 0 where padding is free.
+        step_cost: fixed time of a step, in tokens; 0 where padding is free.
         interval: tokens between checkpoints of states, where chunks end; 0 for none.
         """
         self._sizes, self._most = sorted(size for size in sizes if size <= most), most
@@ -35,7 +35,7 @@ class ChunkBudget:
     ) -> int:
         """Returns the most tokens of a step whose requests verify `most_drafts` each.
 
-        due: requests that run; new: those for which there is a slot, `fits`: and no others wait.
+        due: running requests; new: waiting ones with a slot; fits: whether no others wait.
         """
         counts = [request.num_missing for request in due]
         lengths = [request.num_tokens for request in new]
@@ -51,8 +51,8 @@ class ChunkBudget:
     def next(self, num_decodes: int, num_due: int) -> int:
         """Returns the most tokens of the next step.
 
-        num_decodes: requests that are due one token, and their drafts; num_due: tokens that could
-        be computed, these and those of requests for which there is a slot.
+        num_decodes: requests that are due one token, and their drafts. num_due: all tokens that
+        could be computed, those of new requests with a slot included.
         """
         size = max((size for size in self._sizes if size <= num_due), default=0)
         hold = num_decodes < num_due and size < WORTH * num_decodes and self._num_held < MAX_HELD

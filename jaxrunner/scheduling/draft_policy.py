@@ -1,8 +1,8 @@
-"""How many drafts the next step verifies and proposes: those that give most tokens a second.
+"""Adaptive drafts: chooses the number of drafts that gives the most tokens a second. Knows no JAX.
 
-A step of B requests that verifies K drafts of each gives B * (1 + a_1 + ... + a_K) tokens, a_i the
-share of requests that accept i drafts or more. Shares and times of steps are measured while they
-run, times by bucket; what is not chosen is tried now and then. Knows no JAX.
+A step of B requests with K drafts each gives B * (1 + a_1 + ... + a_K) tokens, where a_i is the
+share of requests that accept at least i drafts. Shares and times of steps are measured while they
+run, times by bucket; now and then the choice that was not made is tried.
 """
 
 from bisect import bisect_left
@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxrunner.scheduling.request import SchedulerOutput
 
-PRIOR = 0.7  # the share of drafts that stands behind others, before any was verified
-PRIOR_WEIGHT = 8  # requests that this counts as
-DECAY = 0.99  # of what acceptance was, for each step that verifies drafts
-NUM_TRIALS = 3  # steps that a time is known after
-DRIFT = 1.01  # of a time that is not reached again, for each step that takes longer
-MARGIN = 1.02  # by how much another number must be better
-PERIOD = 256  # steps of a size between two tries of what was not chosen
-NUM_TRIED = 2  # steps of a try: drafts are proposed by one and verified by the next
+PRIOR = 0.7  # assumed chance that a draft is accepted if all before it are
+PRIOR_WEIGHT = 8  # requests that the assumption counts as
+DECAY = 0.99  # weight of earlier acceptance, for each step that verifies drafts
+NUM_TRIALS = 3  # steps after which a time counts as known
+DRIFT = 1.01  # growth of the least time, for each step that takes longer
+MARGIN = 1.02  # ratio of tokens a second at which the choice changes
+PERIOD = 256  # steps of a size from one trial of the other choice to the next
+NUM_TRIED = 2  # steps of a trial: one proposes drafts, the next verifies them
 
 
 class DraftPolicy:
@@ -68,7 +68,7 @@ class DraftPolicy:
     def observe(
         self, output: SchedulerOutput, launched_at: float, drafts: np.ndarray | None
     ) -> None:
-        """Takes in a step that has just been read.
+        """Measures a step that was just read.
 
         launched_at: of `time.perf_counter`.
         drafts: `StepOutput.drafts`, [B, 3 + K]. A step that was to verify drafts and had none
@@ -88,7 +88,7 @@ class DraftPolicy:
             self._take_time(K, bucket, (self._read_at - began) / output.num_steps)
 
     def _take_time(self, num_drafts: int, bucket: int, seconds: float) -> None:
-        """Keeps the least time of late: what is longer had a pause of the host in it."""
+        """Keeps the least recent time: longer ones include pauses of the host."""
         count, least = self._seconds.get((num_drafts, bucket), (0, seconds))
         self._seconds[num_drafts, bucket] = count + 1, min(seconds, DRIFT * least)
 

@@ -1,9 +1,10 @@
-"""What a request counts of steps that are launched and not yet read. Knows no JAX.
+"""Counts of tokens in steps that are launched and not yet read. Knows no JAX.
 
-A step that computes the last token there is and k drafts samples 1 to k + 1 tokens. Until it is
-read, the host counts all of them (`num_in_flight`, and `num_computed`, for which there are blocks),
-and how many fewer they may be (`num_drafts_in_flight`). The device has the exact counts: of a
-request that decodes it always misses one token, so the next step is right whatever was accepted.
+A step that computes a request's last token and k drafts samples 1 to k + 1 tokens. Until it is
+read, the host counts the most (in `num_in_flight`, and in `num_computed`, for which there are
+blocks), and how many fewer they may be (`num_drafts_in_flight`). The device has the exact counts. A
+request that decodes always lacks the keys of one token there, so the next step is right whatever
+was accepted.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 
 
 def num_plannable(request: Request, most: int, num_steps: int) -> int:
-    """Returns how many drafts each of the next `num_steps` of a request may verify, `most` at most.
+    """Returns the drafts, at most `most`, that each of a request's next `num_steps` may verify.
 
-    If all are accepted, nothing is computed that comes behind its last token.
+    If all are accepted, no step computes a position behind the request's last token.
     """
     room = (request.max_len - request.num_known) // num_steps - 1
     return max(0, min(request.num_drafts, most, room))
@@ -31,14 +32,14 @@ def most_sampled(request: Request, num_drafts: int, num_steps: int) -> int:
 def plan_drafts(
     request: Request, output: SchedulerOutput, most: int, tables: BlockTables
 ) -> tuple[int, int]:
-    """Plans drafts of a request that decodes: `most` at most, and in free blocks.
+    """Plans at most `most` drafts of a request that decodes, for which there are free blocks.
 
-    Returns the most tokens that it computes and keeps, and the drafts of each step.
+    Returns the most tokens that the request gains, and the drafts of each step.
     """
     num_steps = output.num_steps
     num_drafts = num_plannable(request, most, num_steps)
     end = tables.end_of_drafts(request, request.num_computed + num_steps * (1 + num_drafts))
-    # Nobody gives way for a draft.
+    # No request is preempted for drafts.
     if end > request.num_held and not tables.have_room([request], [end]):
         num_drafts = 0
     if num_drafts:
@@ -47,7 +48,7 @@ def plan_drafts(
 
 
 def end_of(request: Request, most: int, num_steps: int, tables: BlockTables) -> int:
-    """Returns how far `num_steps` steps, `most` drafts each, write keys of a request, at most."""
+    """Returns the end of the keys that `num_steps` steps, with `most` drafts each, may write."""
     num_drafts = num_plannable(request, most, num_steps)
     end = min(request.num_computed + num_steps * (1 + num_drafts), request.max_len)
     return tables.end_of_drafts(request, end)
@@ -57,9 +58,9 @@ def have_room(
     running: Sequence[Request], num_steps: int, num_drafts: int, max_tokens: int,
     tables: BlockTables,
 ) -> bool:  # fmt: skip
-    """Whether a request is due a token, and `num_steps` at once have tokens and blocks for all.
+    """Whether a request is due a token, and tokens and blocks suffice for `num_steps` in a launch.
 
-    Each step verifies `num_drafts` of each request: all steps of a launch have one size.
+    Each step verifies `num_drafts` of each request, as all steps of a launch have one size.
     """
     due = [request for request in running if request.num_missing]
     if not 0 < len(due) * (1 + num_drafts) <= max_tokens:
@@ -68,7 +69,7 @@ def have_room(
 
 
 def count_planned(request: Request, n: int, tables: BlockTables) -> None:
-    """Counts tokens of a request as computed: from here on nothing takes them off the step."""
+    """Counts `n` tokens of a request as computed, once the step is sure to have them."""
     request.num_computed += n
     if request.num_computed >= request.num_known:
         request.num_in_flight = request.num_computed + 1 - request.num_tokens
@@ -77,7 +78,7 @@ def count_planned(request: Request, n: int, tables: BlockTables) -> None:
 
 
 def count_drafts(output: SchedulerOutput) -> None:
-    """Counts the drafts of a step that is planned, and those that it proposes for the next."""
+    """Counts the drafts that a planned step verifies, and those that it proposes."""
     for request_id, request in output.requests.items():
         request.num_drafts_in_flight += output.num_steps * output.num_drafts.get(request_id, 0)
         if request.num_in_flight:  # it samples
@@ -85,7 +86,7 @@ def count_drafts(output: SchedulerOutput) -> None:
 
 
 def count_read(request: Request, output: SchedulerOutput, num_sampled: int) -> None:
-    """Corrects the counts of a request with drafts by what a step really sampled."""
+    """Corrects the counts of a request with drafts by the tokens that a step sampled."""
     num_drafts = output.num_drafts[request.request_id]
     most = output.num_steps * (1 + num_drafts)
     request.num_in_flight -= most
@@ -95,5 +96,5 @@ def count_read(request: Request, output: SchedulerOutput, num_sampled: int) -> N
 
 
 def forget(request: Request) -> None:
-    """Counts nothing in flight any more."""
+    """Resets the counts of a request in flight to 0."""
     request.num_in_flight = request.num_drafts_in_flight = 0

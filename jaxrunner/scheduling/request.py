@@ -1,4 +1,4 @@
-"""A request as the host sees it, and what one scheduled step says of requests. Knows no JAX."""
+"""Requests on the host, and the output of one scheduled step. Knows no JAX."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,7 +16,7 @@ class Status(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"  # new, or preempted and to be computed again
-    WAITING_FOR_REMOTE = "waiting for remote"  # owns KV blocks that something remote fills
+    WAITING_FOR_REMOTE = "waiting for remote"  # owns KV blocks that a remote source fills
     RUNNING = "running"  # owns KV blocks and a slot
     FINISHED = "finished"
 
@@ -25,7 +25,7 @@ class Status(Enum):
 class Request:
     """One request from admission to its end. Lengths and counts are in tokens.
 
-    The scheduler alone changes the fields below `arrival`, outputs through `stop.append_tokens`.
+    Only the scheduler changes the fields below `arrival`, outputs through `stop.append_tokens`.
     """
 
     request_id: str
@@ -37,38 +37,38 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()  # ignored or not; the end at the first has no `stop_reason`
     priority: int = 0  # smaller runs first under the priority policy
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
-    lora_id: int = 0  # of its adapter, 0 for none
+    lora_id: int = 0  # id of its adapter, 0 for none
     cache_limit: int = NEVER  # most tokens whose KV may be taken from the prefix cache
-    leader: "Request | None" = None  # one with the same prompt, to be computed first
-    leads: bool = False  # whether others have this one as their leader
+    leader: "Request | None" = None  # one with the same prompt, whose blocks this one waits for
+    leads: bool = False  # whether it is the leader of others
     prompt_logprobs_start: int = NEVER  # position of the first prompt token whose logprob is wanted
     arrival: int = 0  # order of `Scheduler.add`
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    num_tokens: int = field(init=False)  # prompt and output; a count, as every step asks for it
+    num_tokens: int = field(init=False)  # prompt and output; stored, as every step reads it
     blocks: tuple[list[int], ...] = ()  # by cache group; the pool's `null_block` where skipped
-    block_hashes: tuple[list[bytes], ...] = ()  # by cache group, one a full block of known tokens
-    weights_version: int = 0  # at its admission: it shares blocks only with requests of the same
+    block_hashes: tuple[list[bytes], ...] = ()  # by cache group, one for each full block
+    weights_version: int = 0  # at its admission; requests share blocks only within one version
     num_held: int = 0  # tokens that `blocks` have room for
-    full_len: int = 0  # known tokens at which another block is full, and to be published
+    full_len: int = 0  # number of known tokens at which the next block is full and published
     num_computed: int = 0  # tokens launched, an upper bound of what the device has computed
     num_in_flight: int = 0  # most tokens that steps launched and not yet read may sample
-    num_drafts_in_flight: int = 0  # of these, drafts: so many fewer if all are rejected
-    num_drafts: int = 0  # that the device proposed for its next step
-    draft_token_ids: list[int] = field(default_factory=list)  # these, if it has a grammar
+    num_drafts_in_flight: int = 0  # of these, how many fewer they are if all drafts are rejected
+    num_drafts: int = 0  # drafts that the device proposed for its next step
+    draft_token_ids: list[int] = field(default_factory=list)  # these drafts, if it has a grammar
     num_cached_tokens: int = 0  # tokens found in the prefix cache at the first admission
     finish_reason: str | None = None  # of `FINISH_REASONS`
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     error: str | None = None  # why it failed, with the finish reason "error"
     grammar: Any = None  # a `grammar_compiler.Grammar` that has seen all known output
-    # Steps that verified drafts of it, these drafts, and how many steps accepted each of a step's.
+    # Steps that verified its drafts, all these drafts, and steps that accepted each of K drafts.
     draft_counts: tuple[int, ...] = ()
-    heads: dict[str, list[np.ndarray]] = field(default_factory=dict)  # what these said, by step
+    heads: dict[str, list[np.ndarray]] = field(default_factory=dict)  # outputs by step
     logprobs: list[Any] = field(default_factory=list)  # parts of outputs: `Logprobs`, [N]
     prompt_logprobs: list[Any] = field(default_factory=list)  # parts: positions, `Logprobs`
-    # Of all tokens but the last, int16 [tokens, layers, k]: what experts computed them, once it has
-    # ended, and given ones that are to compute its prompt.
+    # int16 [tokens, layers, k]: the experts that computed all tokens but the last, once it has
+    # ended; and given experts that compute its prompt.
     routed_experts: Any = None
     given_routes: np.ndarray | None = None
 
@@ -76,10 +76,10 @@ class Request:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def check_lengths(self, max_model_len: int) -> None:
-        """Checks that there is a prompt, and room for a token behind it.
+        """Checks that the prompt is not empty and leaves room for a token.
 
         Raises:
-          ValueError: there is not.
+          ValueError: it is empty or too long, or `max_len` exceeds `max_model_len`.
         """
         name, prompt_len = f"request {self.request_id!r}", len(self.prompt_token_ids)
         if not prompt_len:
@@ -97,17 +97,17 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Its tokens once all launched steps are done, at most."""
+        """The most tokens that it has once all launched steps are done."""
         return self.num_tokens + self.num_in_flight
 
     @property
     def least_known(self) -> int:
-        """Its tokens once all launched steps are done and all drafts rejected, unless it ended."""
+        """The least tokens that it has then, if all drafts are rejected and it has not ended."""
         return self.num_tokens + self.num_in_flight - self.num_drafts_in_flight
 
     @property
     def num_missing(self) -> int:
-        """Tokens, drafts aside, that can be computed next while it runs; 0 if it must end first."""
+        """Tokens without drafts that its next step can compute; 0 if launched steps will end it."""
         known = self.num_tokens + self.num_in_flight
         if known < self.max_len or known - self.num_drafts_in_flight < self.max_len:
             return known - self.num_computed
@@ -133,22 +133,22 @@ class NewRequest:
     block_ids: tuple[list[int], ...]  # the whole table of each cache group
     num_computed: int  # tokens found in the prefix cache
     prompt_logprobs_start: int = NEVER
-    eos_token_ids: tuple[int, ...] = ()  # banned below `min_tokens`, where they end nothing too
+    eos_token_ids: tuple[int, ...] = ()  # banned below `min_tokens`, also where they are ignored
     copies: tuple[tuple[int, int], ...] = ()  # blocks to copy, from and to, by cache group
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
     lora_id: int = 0  # of its adapter, 0 for none
-    data_rank: int = 0  # that has it
-    lora_place: int = 0  # of its adapter on the device, plus one; a runner sets it
+    data_rank: int = 0
+    lora_place: int = 0  # place of its adapter on the device, plus one; the runner sets it
 
     @property
     def stop_row(self) -> list[int]:
-        """What the device's table has of stop ids: ~token is banned below `min_tokens` alone."""
+        """The device's row of stop ids; ~token is only banned below `min_tokens`."""
         eos = self.eos_token_ids if self.params.min_tokens else ()
         return [*sorted(self.stop_ids), *(~token for token in eos if token not in self.stop_ids)]
 
 
 def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewRequest:
-    """Returns what the device is told of a request that starts."""
+    """Returns a request that starts, in the form for the device's tables."""
     return NewRequest(
         request_id=request.request_id,
         token_ids=request.token_ids,
@@ -169,22 +169,22 @@ def admitted(request: Request, copies: tuple[tuple[int, int], ...] = ()) -> NewR
 
 @dataclass
 class SchedulerOutput:
-    """One step: who enters, who leaves, who computes how many tokens."""
+    """One step: requests that enter and leave, and the tokens that each computes."""
 
     scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)  # to append
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # all > 0
-    # Drafts among them, behind the last token there is; requests without drafts are absent.
+    # Drafts among these tokens; requests without drafts are absent.
     num_drafts: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)  # since the last step
     preempted_req_ids: set[str] = field(default_factory=set)  # in this step
     requests: dict[str, Request] = field(default_factory=dict)  # the scheduled ones
-    num_proposed: int = 0  # drafts of each request that samples, for its next step, at least
-    # Of this launch. Of several, each computes a token of each request, and its drafts; then
-    # `num_scheduled_tokens` are the most tokens that all of them give, `num_drafts` those of one.
+    num_proposed: int = 0  # drafts that it proposes at least for each request that samples
+    # Steps of the launch. If several, each computes one token of each request and its drafts;
+    # `num_scheduled_tokens` are then the most that all steps give, `num_drafts` those of one step.
     num_steps: int = 1
-    parts: list["SchedulerOutput"] = field(default_factory=list)  # by data rank, where there are
-    replays_routes: bool = False  # whether it has tokens with given routes, or may have
+    parts: list["SchedulerOutput"] = field(default_factory=list)  # by data rank, if several
+    replays_routes: bool = False  # whether it may have tokens with given routes
 
     @property
     def num_rows(self) -> int:
@@ -197,7 +197,7 @@ class SchedulerOutput:
 
 
 def awaits_prefix(request: Request, output: SchedulerOutput) -> bool:
-    """Whether a request should wait for another that computes the same prompt in these steps."""
+    """Whether a request should wait for its leader, which still computes the same prompt."""
     leader = request.leader
     if leader is None or leader.status is Status.FINISHED:
         return False
@@ -206,9 +206,9 @@ def awaits_prefix(request: Request, output: SchedulerOutput) -> bool:
 
 
 class GrammarOutput(NamedTuple):
-    """Which tokens a grammar allows, for some requests of a step."""
+    """The tokens that grammars allow, for some requests of a step."""
 
     req_ids: tuple[str, ...]
-    # [requests, (J,) ceil(V / 32)], int32; token t is bit t % 32 of word t // 32. One row of each
-    # position that a request verifies, others allow all; or one row of all positions.
+    # [requests, (J,) ceil(V / 32)], int32; token t is bit t % 32 of word t // 32. With J a row for
+    # each verified position, where others allow all tokens; without J one row for all positions.
     bitmask: np.ndarray

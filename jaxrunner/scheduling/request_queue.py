@@ -28,7 +28,7 @@ class RequestQueue:
         return len(self._heap)
 
     def order(self, request: Request) -> Order:
-        """Who is first to be admitted, and last to be preempted: the smallest."""
+        """Returns the sort key: the smallest is admitted first and preempted last."""
         return request.priority if self.policy == "priority" else 0, request.arrival
 
     def add_request(self, request: Request) -> None:
@@ -44,7 +44,7 @@ class RequestQueue:
         return heapq.heappop(self._heap)[1]
 
     def remove_requests(self, requests: Collection[Request]) -> None:
-        """Takes requests out, those that are in."""
+        """Removes those of the requests that wait here."""
         gone = set(requests)
         self._heap = [entry for entry in self._heap if entry[1] not in gone]
         heapq.heapify(self._heap)

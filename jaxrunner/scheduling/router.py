@@ -1,8 +1,8 @@
-"""Which of several equal engines a request goes to: by their work, and by prompts they have seen.
+"""Routes requests to one of several equal engines, by prefix and load. Knows no JAX.
 
-A request goes where the first blocks of its prompt were brought before, as they may be in the
-prefix cache there, unless that engine has more work than another by over `margin` tokens; else to
-the one with the least. Knows no JAX.
+A request goes to the engine that had the longest prefix of its prompt before, as it may be cached
+there, unless that engine has over `margin` tokens more work than the least busy one; otherwise to
+the least busy one.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ MOST_KNOWN = 2**16  # blocks that are remembered, those used last
 
 
 class Router:
-    """The work of engines, in tokens, and the prompts that they were brought."""
+    """The work of engines, in tokens, and the prompts that they got."""
 
     SAVED = ("work", "_left", "_known")  # in a snapshot
 
@@ -47,11 +47,11 @@ class Router:
         return chosen
 
     def follow(self, request: Request, chosen: int) -> None:
-        """Counts the work of a request whose engine is settled."""
+        """Counts the work of a request whose engine is already chosen."""
         self._count(request, chosen, request.max_len - len(request.prompt_token_ids))
 
     def observe(self, request: Request) -> None:
-        """Takes in that a request gained tokens, or ended."""
+        """Updates the work once a request has gained tokens or ended."""
         if request.request_id in self._left:
             engine, left = self._left.pop(request.request_id)
             self.work[engine] -= left
@@ -59,12 +59,12 @@ class Router:
                 self._count(request, engine, request.max_len - request.num_tokens)
 
     def drop(self, request_id: str) -> None:
-        """Takes in that a request ended; other ids are ignored."""
+        """Removes the work of a request that ended; other ids are ignored."""
         engine, left = self._left.pop(request_id, (0, 0))
         self.work[engine] -= left
 
     def forget(self) -> None:
-        """Takes in that prefixes are in no cache any more."""
+        """Forgets all prefixes, as the caches were dropped."""
         self._known.clear()
 
     def _count(self, request: Request, engine: int, tokens: int) -> None:

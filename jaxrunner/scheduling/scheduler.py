@@ -1,12 +1,12 @@
-"""Decides who computes how many tokens in a step, and who gives way. Knows no JAX.
+"""Decides how many tokens each request computes in a step, and which is preempted. Knows no JAX.
 
     output = scheduler.schedule()                # may run again before the next line
     scheduler.update(output, sampled_token_ids)
 
-Steps may be scheduled ahead of their outputs: a request counts the most that it will have computed
-(`num_computed`) and been given (`num_in_flight`) once all launched steps are done; see `in_flight`.
-Steps run in the order of their scheduling, so a block may have a new owner while a step that reads
-it runs.
+Steps may be scheduled ahead of their outputs. A request then counts the most tokens that it will
+have computed (`num_computed`) and that it may gain (`num_in_flight`) once all launched steps are
+done; see `in_flight`. The device runs steps in the order of scheduling, so a freed block may have a
+new owner while an earlier step that reads it still runs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from jaxrunner.scheduling.turns import Turns
 
 
 class Scheduler:
-    """Queues of requests, and the KV blocks they compute with."""
+    """The queues of requests, and their KV blocks."""
 
     SAVED = ("requests", "running", "num_preemptions", "_finished", "_num_added")
 
@@ -48,13 +48,13 @@ class Scheduler:
         num_stages: int = 1,
     ):
         """long_prefill_token_threshold: most tokens of one request in a step, 0 for no limit.
-        step_sizes, step_cost: padded sizes that prefills should fill, as `ChunkBudget` has them.
-        num_drafts: proposed by each step for each request that it samples.
-        adaptive: steps propose as many as attribute `num_drafts` says, and none where they compute
-            prompts.
-        lookahead: tokens, behind those that a step computes, whose keys a drafter writes.
-        remote: is asked of each new request, and fills blocks of those it knows more of.
-        num_stages: of a pipeline, whose steps take turns; see `Turns`.
+        step_sizes, step_cost: padded sizes that prefills should fill, see `ChunkBudget`.
+        num_drafts: drafts that a step proposes for each request that it samples.
+        adaptive: steps propose as many drafts as the attribute `num_drafts` says when they are
+            scheduled, and none while they compute prompts.
+        lookahead: tokens behind those of a step whose keys the drafter writes too.
+        remote: source of KV computed elsewhere; it is asked about each new request.
+        num_stages: stages of a pipeline, whose steps take turns; see `Turns`.
 
         Raises:
           ValueError: an unknown policy, or a pool too small for one request.
@@ -63,7 +63,7 @@ class Scheduler:
         self.tables.check_size(max_num_batched_tokens)
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_drafts = num_drafts  # most of a request in a step; may be lowered between steps
+        self.num_drafts = num_drafts  # of a request in a step, at most; may change between steps
         self._most_drafts, self.adaptive = num_drafts, adaptive
         self._most_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self.waiting = RequestQueue(policy)
@@ -102,10 +102,10 @@ class Scheduler:
         yield from self.admission.holders
 
     def check(self, request: Request) -> None:
-        """Checks what `add` needs.
+        """Checks a request for `add`.
 
         Raises:
-          ValueError: no prompt, no room for a token behind it, or an id in use.
+          ValueError: the prompt is empty or leaves no room for a token, or the id is in use.
         """
         if request.request_id in self.requests:
             name = f"request {request.request_id!r}"
@@ -120,10 +120,10 @@ class Scheduler:
         self.admission.wait(request)
 
     def schedule(self, num_steps: int = 1) -> SchedulerOutput:
-        """Plans the next step: running requests first, then waiting ones.
+        """Plans the next step: tokens of running requests first, then of waiting ones.
 
-        Or `num_steps` at once, where none waits for a slot that is free, each running request is
-        due one token and there are blocks for all; `num_steps` of the output says which.
+        Plans `num_steps` steps for one launch if no request can start, each running request is due
+        one token, and there are blocks for all; `num_steps` of the output says how many it is.
         """
         if self.admission.remote is not None:
             self.admission.poll(idle=not self.running)
@@ -153,7 +153,7 @@ class Scheduler:
         return output
 
     def may_decode(self, num_steps: int = 1) -> bool:
-        """Whether requests that run are due a token or none, have blocks, and no other waits."""
+        """Whether running requests are due at most a token and have blocks, and none can start."""
         if self.num_running < self.max_num_seqs and self.admission.may_start:
             return False
         if not self.running or any(request.num_missing > 1 for request in self.running):
@@ -164,9 +164,9 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[int]]
     ) -> list[tuple[Request, list[int]]]:
-        """Takes in what a step sampled. Outputs must come in the order of their scheduling.
+        """Appends sampled tokens to requests. Steps must be given in the order of scheduling.
 
-        Returns the requests that gained tokens, with these; the last one may have ended them.
+        Returns the requests that gained tokens, with these; requests may end by their last one.
         """
         gained, several = [], output.num_steps > 1
         for request_id, request in output.requests.items():
@@ -187,24 +187,24 @@ class Scheduler:
     def finish(
         self, request_ids: Iterable[str], reason: str, stop_reason: int | str | None = None
     ) -> None:
-        """Ends requests, waiting or running; ids of others are ignored."""
+        """Ends waiting or running requests; unknown ids are ignored."""
         live = [self.requests[r] for r in dict.fromkeys(request_ids) if r in self.requests]
         for request in live:
             request.finish_reason, request.stop_reason = reason, stop_reason
         self._end(live)
 
     def restart(self) -> None:
-        """Takes all requests off a device that lost its tables, and every step: they wait again."""
+        """Preempts all requests and forgets launched steps, as the device has lost its tables."""
         for request in list(self.running):
             self._preempt(request, SchedulerOutput())
         self.recall()
         for request in self.requests.values():
             in_flight.forget(request)
         self._finished = set()
-        assert self.reset_prefix_cache(), "a block is in use and nobody runs"
+        assert self.reset_prefix_cache(), "a block is in use, but no request runs"
 
     def recall(self) -> None:
-        """Stops all that is remote: requests that wait for it start again, and may ask again."""
+        """Cancels remote loads: requests that wait for one are queued again, and may ask again."""
         self.admission.recall()
 
     def reset_prefix_cache(self) -> bool:
@@ -212,20 +212,20 @@ class Scheduler:
         return self.tables.reset()
 
     def outdate_prefixes(self, epoch: int, of_loras: Mapping[int, int] | None = None) -> None:
-        """Lets no request to come share what other weights, or another adapter, computed."""
+        """Hides cached blocks of other weights, or of a replaced adapter, from later requests."""
         self.tables.weights_version, self.tables.lora_versions = epoch, of_loras or {}
 
     def _continue(self, output: SchedulerOutput, due: Sequence[Request], num_slots: int) -> int:
-        """Plans running requests. Returns the tokens that are left of the step's budget.
+        """Plans the running requests in `due`. Returns the tokens left of the step's budget.
 
-        num_slots: for requests that may start in this step.
+        num_slots: slots for requests that may start in this step.
         """
         most_drafts = min(self.num_drafts, output.num_proposed)
         budget, several = self._budget(most_drafts, due, num_slots), output.num_steps > 1
-        spare = budget - len(due)  # for drafts, which take no other's token
+        spare = budget - len(due)  # for drafts, which must not take another request's token
         for request in list(due):
             if request.status is not Status.RUNNING:
-                continue  # preempted just now
+                continue  # preempted earlier in this loop
             if request.leads:
                 prompt_len = len(request.prompt_token_ids)
                 self.tables.publish_tail(request, min(request.num_computed, prompt_len))
@@ -237,7 +237,7 @@ class Scheduler:
                 if self.tables.checkpoint_interval:
                     n = cost = self.tables.until_checkpoint(request.num_computed, n)
             if self.tables.give_back:
-                # What launched steps sampled is not known to stand yet.
+                # Tokens of launched steps count as unconfirmed: drafts among them may be rejected.
                 confirmed = min(request.num_computed, request.num_tokens - 1)
                 self.tables.drop_skipped(request, confirmed)
             if several or request.num_drafts:
@@ -271,7 +271,7 @@ class Scheduler:
         return self.chunks.of(due, self.waiting.first(free), most_drafts, fits=fits)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
-        """Takes a running request off the device. Returns the tokens it had in this step."""
+        """Preempts a running request. Returns the tokens that it had in this step."""
         self.tables.publish(request, min(request.num_computed, request.num_tokens))
         self.tables.release(request)
         self.running.remove(request)
@@ -287,7 +287,7 @@ class Scheduler:
     def _end(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.status is Status.RUNNING:
-                # The device need not have computed the last token.
+                # The last token was sampled, and may not be computed.
                 computed = min(request.num_computed, request.num_tokens - 1)
                 self.tables.publish(request, computed)
                 self.tables.publish_tail(request, computed)

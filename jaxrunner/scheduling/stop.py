@@ -17,7 +17,7 @@ def append_tokens(request: Request, tokens: list[int]) -> list[int]:
     for count, token in enumerate(tokens, 1):
         outputs.append(token)
         request.num_tokens += 1
-        # Nothing else ends a request, and most tokens are none of it.
+        # A cheap test first, which most tokens fail.
         could_end = token in stops or request.num_tokens >= max_len or pattern is not None
         if (could_end and check_stop(request)) or token in last:
             return tokens[:count]
@@ -28,10 +28,10 @@ def check_stop(request: Request) -> bool:
     """Whether the last token of a request ends it; sets `finish_reason` and `stop_reason` if so.
 
     `step.advance` ends a request on the device by the same rule, some steps before the host reads
-    of it: at the first of `stop_ids` with which it has `min_tokens` outputs (`min_len` there), or
-    at `max_len` tokens; it gives no token behind that one, and later steps compute nothing. Where
-    a token does both, the reason is "stop". A repetition is found on the host alone: the device
-    goes on until it is told, and what it sampled meanwhile is dropped.
+    it: at the first of `stop_ids` with which it has `min_tokens` outputs (`min_len` there), or at
+    `max_len` tokens. It gives no token behind that one, and later steps compute nothing. If a token
+    does both, the reason is "stop". Only the host finds repetitions: the device goes on until the
+    request is removed, and its tokens from then on are dropped.
     """
     outputs, params = request.output_token_ids, request.params
     token, pattern = outputs[-1], params.repetition_detection

@@ -1,7 +1,7 @@
-"""Whose turn it is in a pipeline: so many steps at work as it has stages, of different requests.
+"""Which requests run in a pipeline's next step, so that all stages are busy. Knows no JAX.
 
-A request's next step needs the token of its last one, which is there when that has left the last
-stage. Steps in between are of others, so that each stage has one to compute. Knows no JAX.
+As many steps are under way as there are stages. A request's next step needs the token of its last
+one, which has to leave the last stage first; steps of other requests run in between.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from jaxrunner.scheduling.request import Request
 
 
 class Turns:
-    """Deals steps out to requests. Any request may be in any step; this keeps stages busy."""
+    """Shares steps out over requests. Any request may be in any step."""
 
     def __init__(self, num: int):
         """num: stages, at least 2."""

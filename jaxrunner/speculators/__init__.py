@@ -1,1 +1,1 @@
-"""What proposes tokens for the model to verify, one kind a file."""
+"""Speculators: they propose tokens for the model to verify, one kind a file."""

@@ -1,6 +1,6 @@
-"""Drafts one token after another by a drafter's layers, inside the step: the loop of all drafters.
+"""The drafting loop of all drafters: one token after another by a drafter's layers, in the step.
 
-As EAGLE drafts, arXiv:2401.15077 and arXiv:2503.01840, without trees.
+As in EAGLE (arXiv:2401.15077, arXiv:2503.01840), without trees.
 """
 
 from dataclasses import replace
@@ -28,10 +28,10 @@ def chain(
 
 
 def propose(inputs: DraftInputs) -> Proposal:
-    """Returns drafts, [B, K], drawn from the drafter's logits as the config says.
+    """Returns drafts, [B, K], sampled from the drafter's logits as the config says.
 
-    The drafter's keys of the step's tokens are written anew from what the model made of them, over
-    those of drafts before they were verified.
+    First computes the drafter's keys of the step's tokens from the model's hidden states, which
+    overwrites keys that were computed while these tokens were drafts.
     """
     config, requests, slot = cast(DraftedConfig, inputs.config), inputs.requests, inputs.rows.slot
     num_layers, is_shifted = len(config.target.cache_kinds), config.family.is_shifted

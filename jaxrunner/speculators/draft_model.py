@@ -1,4 +1,4 @@
-"""A smaller model with the same tokens as a drafter. arXiv:2211.17192, arXiv:2302.01318."""
+"""A smaller model of the same vocabulary as a drafter. arXiv:2211.17192, arXiv:2302.01318."""
 
 from dataclasses import dataclass, field
 from typing import Any

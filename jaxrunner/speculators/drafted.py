@@ -1,4 +1,4 @@
-"""A model and its drafter as one model, which the rest knows no difference of."""
+"""Joins a model and its drafter to one model, with the interface of any other."""
 
 from typing import Any, cast
 
@@ -23,9 +23,9 @@ def with_drafter(
 ) -> tuple[Model, ModelConfig]:
     """Returns a model that drafts, whose params are `Drafted`.
 
-    draft_sample_method: "coupled" draws drafts as the model would, with its noise, which suits
-        exact verification alone; "probabilistic" with noise of their own, and keeps the logits that
-        they were drawn from for standard and block verification; "greedy" takes the likeliest.
+    draft_sample_method: "coupled" samples drafts with the noise of the model's own draw, for
+        exact verification; "probabilistic" with independent noise, and keeps their logits for
+        standard and block verification; "greedy" takes the likeliest token.
     """
     own = draft_sample_method == "probabilistic"
     tables = (draft_logits(num_drafts),) if own else ()

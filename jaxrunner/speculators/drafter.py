@@ -1,4 +1,4 @@
-"""What a drafter is: a speculator with weights and layers of its own."""
+"""The interface of drafters: speculators with weights and layers of their own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -53,9 +53,9 @@ def own_or_shared_embed(config: Any, params: Any, inputs: Inputs, target: Target
 class Drafter(NamedTuple):
     """A family of drafters: its weights, and pure functions of `config`, its own, and `params`.
 
-    A step's tokens go through `layers` first, then one token of each request at a time. A drafter
-    that is shifted reads, at each position, what the model made of that token and the token that
-    follows; another reads tokens alone, each at its own position.
+    A step's tokens go through `layers` first, then one token of each request at a time. A shifted
+    drafter reads, at each position, the model's hidden state of that token, and the token that
+    follows; other drafters read tokens only, each at its own position.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer over what the model made of a token, and the token that follows it.
+"""EAGLE: one decoder layer over the model's hidden state of a token, and the token that follows it.
 
 arXiv:2401.15077; checkpoints as its authors publish them.
 """

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as drafters: they read three states of the model, `eagle3_head`."""
+"""EAGLE-3 heads as drafters: they read three hidden states of the model, see `eagle3_head`."""
 
 from typing import Any, NamedTuple
 

@@ -1,6 +1,6 @@
-"""What an EAGLE-3 head is, read from the `config.json` of its checkpoint. arXiv:2503.01840.
+"""The config of an EAGLE-3 head, read from the `config.json` of its checkpoint. arXiv:2503.01840.
 
-Two layouts are in use. SpecForge, NVIDIA's and the authors' heads say all in one group, as a Llama;
+Two layouts are in use. Heads of SpecForge, NVIDIA and the authors have flat settings, as a Llama;
 those of the `speculators` library have a group `transformer_layer_config` for the layer.
 """
 

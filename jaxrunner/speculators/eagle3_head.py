@@ -1,7 +1,8 @@
-"""The EAGLE-3 head: one decoder layer that drafts from a target's own states. arXiv:2503.01840.
+"""The EAGLE-3 head: one decoder layer that drafts from a target's hidden states. arXiv:2503.01840.
 
-At position t it reads three states of the target there, or what it gave itself at t - 1, and the
-embedding of token t + 1, and scores token t + 2. It knows no loop: T tokens of whatever rows.
+At position t it reads three hidden states of the target, or its own output at t - 1, and the
+embedding of token t + 1; its logits are of token t + 2. It has no loop: it runs T tokens of any
+rows.
 """
 
 import functools

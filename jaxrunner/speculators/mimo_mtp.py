@@ -4,7 +4,7 @@ As vLLM has it (`mimo.py` and `mimo_mtp.py`, written by the model's makers): the
 sum of the model's layers *before* the final norm, beside the embedding of the token that follows,
 hidden states first. Tokens after the first are drafted by the same layer, from its own normed
 output. vLLM also zeroes the embedding at position 0, which had no state before it in an earlier
-layout of its inputs; the modeling file of the checkpoints does not, nor do we.
+layout of its inputs; the modeling file of the checkpoints does not, and neither does this file.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Prompt lookup: drafts what followed the last tokens where the request had them before.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of a request's last tokens.
 
-arXiv:2304.04487 drafts from a reference text in this way. Which occurrence counts is as in vLLM:
-the longest one, and of those the first.
+arXiv:2304.04487 drafts from a reference text in this way. As in vLLM, the longest occurrence
+counts, and of equally long ones the first.
 """
 
 import functools
@@ -45,9 +45,9 @@ def lookup(
 ) -> tuple[Array, Array]:
     """Returns drafts, [B, K], and whether an n-gram was found, [B]; drafts are -1 where not.
 
-    token_ids: [B, L], of which the first `total_len`, [B], count. An n-gram may overlap the last
-    one. Drafts that would be of positions past the end are what follows once more, as if those
-    before them had been accepted; vLLM has none there.
+    token_ids: [B, L], of which the first `total_len`, [B], count. An occurrence may overlap the
+    last tokens. Where its continuation reaches the end of the tokens it goes on with the drafts, as
+    if these had been accepted; vLLM drafts nothing there.
     """
     (_, L), at = token_ids.shape, jnp.arange(token_ids.shape[1])[None]
     last = total_len[:, None] - 1

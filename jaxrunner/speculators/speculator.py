@@ -1,4 +1,4 @@
-"""What a speculator is to the rest: drafts for the next step, proposed inside this one."""
+"""The interface of speculators, which propose drafts for the next step at the end of this one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from jaxrunner.types import Array, Batch, Requests, SamplingMetadata
 
 
 class DraftInputs(NamedTuple):
-    """What a step tells its speculator, once it has written what it sampled into the requests."""
+    """A step's inputs for its speculator, once the sampled tokens are in the requests."""
 
     config: Any  # of the model
     params: Any  # of the model, a drafter's among them
@@ -36,7 +36,7 @@ class DraftInputs(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Drafts, and what else changed; None for what did not."""
+    """Drafts, and changed parts of the state; None for unchanged ones."""
 
     drafts: Array  # [B, K]
     tables: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class Proposal(NamedTuple):
 class Speculator(NamedTuple):
     """Proposes tokens that the next step verifies. A model names its own in `Model.speculator`.
 
-    By default a draft stands if the model itself samples it, so tokens are those without drafts.
+    By default a draft is accepted if the model samples the same token, so drafts change no token.
     """
 
     name: str

@@ -1,14 +1,15 @@
-"""Suffix decoding: drafts what followed the longest suffix of a request where it occurred before.
+"""Suffix decoding: drafts the tokens that followed the longest earlier match of a request's suffix.
 
-arXiv:2411.04975. "Before" is the request itself, or a corpus: a ring of outputs of ended requests,
-on the device. There is no tree: all places are compared at once. The longest match counts, and of
-equally long ones the request's own before the corpus's, and the latest: it is nearest to what is
-written now, and takes one maximum where the most frequent continuation takes a count of each token.
-How many of the matches go on alike says where drafting stops.
+arXiv:2411.04975. Matches are searched in the request itself and in a corpus, a ring of outputs of
+ended requests on the device. There is no suffix tree: all positions are compared at once. The
+longest match counts; of equally long ones a match in the request counts before one in the corpus,
+and the latest first. The latest is nearest to the current text, and takes one maximum, where the
+most frequent continuation would take a count of each token. Drafting stops where too small a share
+of the matches continues with the same token.
 
 A step of B rows compares B (L + G) tokens with up to `max_depth` others, in passes that a compiler
-fuses, and reads 4 B L + 4 G bytes for that, where L tokens of a request and G of the corpus count:
-with B = 64, L = 4096, G = 65536 and a depth of 24 about 10^8 comparisons and 1.3 MB.
+fuses, and reads 4 B L + 4 G bytes, for L tokens of a request and G of the corpus: with B = 64,
+L = 4096, G = 65536 and a depth of 24 about 10^8 comparisons and 1.3 MB.
 """
 
 import functools
@@ -29,7 +30,7 @@ from jaxrunner.types import Array, Requests, SamplingMetadata
 
 @pytree
 class Corpus:
-    """A ring of ended requests' tokens, and which requests leave none and read none."""
+    """A ring of ended requests' tokens, and flags of requests that neither read nor extend it."""
 
     tokens: Array = leaf("ring")  # each one's id + 1; 0 behind each request, and at first
     end: Array = leaf("one")  # where the next one goes
@@ -46,10 +47,9 @@ def suffix(
 ) -> Speculator:
     """Returns a speculator that drafts by suffixes, at most `max_factor` tokens for each matched.
 
-    max_depth: tokens of a match and its drafts together. num_cached: tokens of ended requests that
-    are kept, 0 for none. min_share: of the matches, how many must go on as a draft does. A model
-    needs no weights for it. Requests with a cache salt draft from their own tokens alone, and
-    leave none to others.
+    max_depth: most tokens of a match and its drafts together. num_cached: tokens of ended requests
+    that are kept, 0 for none. min_share: the least share of matches that continue with a draft's
+    token. Needs no weights. Requests with a cache salt neither read nor extend the corpus.
 
     Raises:
       TypeError, ValueError: a number is of the wrong type or out of range; names it.
@@ -92,7 +92,7 @@ def remember(
 ) -> Corpus:
     """Returns the corpus with the outputs of the rows that end in this step.
 
-    Up to `max_len` tokens of the prompt come before an output, for its first ones to be found by.
+    Up to `max_len` tokens of the prompt come before an output, so that its first tokens match too.
     own: [B, L], their tokens as the corpus has them.
     """
     G, slot = corpus.tokens.size, rows.slot
@@ -115,9 +115,9 @@ def lookup(
 ) -> Array:  # fmt: skip
     """Returns drafts, [B, K], -1 where there is none.
 
-    own: [B, L], ids + 1 of a request's tokens, 0 behind the first `total`, [B]. reads: [B], which
-    rows see the corpus. max_len: tokens of the longest match. A match that ends where the drafts
-    begin goes on with them.
+    own: [B, L], ids + 1 of a request's tokens, 0 behind the first `total`, [B]. reads: [B], whether
+    a row reads the corpus. max_len: most tokens of a match. The continuation of a match that
+    reaches the end of the tokens goes on with the drafts.
     """
     (B, L), K, G = own.shape, num_drafts, corpus.tokens.size
     i, j = jnp.arange(max_len)[None], jnp.arange(K)[None]

@@ -1,4 +1,4 @@
-"""From what a request asks for to what llguidance calls a grammar. Knows no JAX."""
+"""Translates `StructuredOutputsParams` to grammars of llguidance. Knows no JAX."""
 
 import json
 from typing import Any

@@ -34,7 +34,7 @@ class Setup(NamedTuple):
 
 
 class Trial:
-    """The process, from the side of who asks. One grammar at a time."""
+    """The parent's handle of the trial process. It tries one grammar at a time."""
 
     def __init__(self, setup: Setup):
         self._setup = setup

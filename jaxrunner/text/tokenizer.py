@@ -1,4 +1,4 @@
-"""Text to token ids and back, as a checkpoint's tokenizer.json says. Knows no JAX."""
+"""Text to token ids and back, by a checkpoint's tokenizer.json. Knows no JAX."""
 
 from collections.abc import Iterable, Sequence
 import functools
@@ -8,9 +8,10 @@ from typing import Any
 
 import tokenizers
 
-from jaxrunner.api.limits import JSON_BYTES, check_bytes, check_text
+from jaxrunner.api.limits import check_text
 from jaxrunner.api.validation import check_unicode, shown
 from jaxrunner.errors import of_foreign_code
+from jaxrunner.hf_config import read_json
 from jaxrunner.text import pattern_trial, tokenizer_file
 from jaxrunner.text.tokenizer_names import HuggingFaceNames
 
@@ -56,8 +57,8 @@ class Tokenizer(HuggingFaceNames):
           ValueError: a file is broken.
         """
         folder = Path(path)
-        config = _read_json(folder / "tokenizer_config.json")
-        tokens = _read_json(folder / "special_tokens_map.json") | {
+        config = _read_optional(folder / "tokenizer_config.json")
+        tokens = _read_optional(folder / "special_tokens_map.json") | {
             name: token for name, token in config.items() if token is not None
         }
         return cls(
@@ -200,18 +201,9 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return inner
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Returns an optional file's object."""
-    if not path.is_file():
-        return {}
-    check_bytes(path, JSON_BYTES)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): fetch it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold an object, got {type(value).__name__}: fetch it again")
-    return value
+def _read_optional(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, {} where there is no file; raises as `read_json`."""
+    return read_json(path) if path.is_file() else {}
 
 
 def _content(tokens: dict[str, Any], name: str) -> str | None:

@@ -84,7 +84,7 @@ class CacheCosts:
 
 
 def num_bytes(tree: Any) -> int:
-    """Returns the bytes of arrays, or of what stands for them, on each device."""
+    """Returns the bytes of arrays, or of abstract arrays, on each device."""
 
     def one(x: Any) -> int:
         at = getattr(x, "sharding", None)

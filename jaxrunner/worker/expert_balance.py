@@ -1,4 +1,4 @@
-"""Experts spread anew over devices, between two steps, by the loads that steps have counted.
+"""Rebalances experts over devices, between two steps, by the loads that steps have counted.
 
 A placement is data: copies of experts move to their new places by a gather of rows, a layer after
 the other, and no step is compiled anew.
@@ -41,7 +41,7 @@ class ExpertBalance:
             self._before: np.ndarray = np.zeros(0, np.uint32)
 
     def step(self, num_steps: int) -> None:
-        """Counts steps that are about to be launched; now and then spreads experts anew first."""
+        """Counts steps that are about to be launched; every `step_interval` rebalances before."""
         if self.eplb is None:
             return
         start = self.eplb.step_interval - self.eplb.window_size
@@ -141,7 +141,7 @@ def move(runner: ModelRunner, new: Placement) -> None:
 def _moved(experts: PlacedExperts, index: np.ndarray) -> PlacedExperts:
     made: dict[str, Array] = {}
     for name, x in _leaves(experts).items():
-        # Waited for: the memory that a layer leaves is there for the next.
+        # Waits, so that the memory that a layer frees is available for the next.
         made[name] = jax.block_until_ready(gather(_mesh_of(x))(x, index))
     return replace(experts, **made)
 

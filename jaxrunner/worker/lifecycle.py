@@ -1,4 +1,4 @@
-"""What a worker does beside its steps and new weights: sleep, records, health."""
+"""Methods of a worker besides steps and weight updates: sleep, profiles, health."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ class Lifecycle(Adapters):
 
     @checked(arguments.SLEEP)
     def sleep(self, level: int = 1) -> None:
-        """Gives the device's memory to others, until `wake_up`. Programs stay.
+        """Frees the device's memory until `wake_up`. Compiled programs stay.
 
         level: 1 keeps the weights on the host, 2 drops them: `update_params` or `reload_weights`
             must follow. KV caches are dropped, and with them all prefixes.
@@ -45,7 +45,7 @@ class Lifecycle(Adapters):
 
     @checked(arguments.WAKE_UP)
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Takes memory for what sleeps: "weights", "kv_cache", or all where `tags` is None.
+        """Restores what sleeps: "weights", "kv_cache", or all where `tags` is None.
 
         Raises:
           ValueError: a tag that does not sleep.
@@ -72,10 +72,10 @@ class Lifecycle(Adapters):
 
     @checked(arguments.CHECK_HEALTH)
     def check_health(self, timeout_s: float = 10.0) -> None:
-        """Runs a tiny program on each device, one on all of a mesh, and sends from stage to stage.
+        """Runs a tiny program on each device, a sum over each mesh, and transfers between stages.
 
         Raises:
-          RuntimeError: one did not end in time, or failed.
+          RuntimeError: one of them did not end in time, or failed.
         """
         for runner in self.runners:
             config = runner.program.config
@@ -84,6 +84,6 @@ class Lifecycle(Adapters):
             check_links(config, timeout_s)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Returns what the model can be asked for."""
+        """Returns the tasks of the model, in vLLM's words."""
         task = getattr(self.runner.program.config, "task", "generate")
         return (task,)

@@ -1,7 +1,7 @@
-"""Where an engine's memory goes, worked out before any of it is taken.
+"""Plans an engine's device memory before any of it is allocated.
 
-Weights and tables are counted, what programs need is the compiler's word (`program_memory`), and
-the KV cache gets the rest. Nothing is run, or tried, to find out.
+Weights and tables are counted, the compiler says what programs need (`program_memory`), and the KV
+cache gets the rest. No step is run to find out.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from jaxrunner.worker.cache_costs import CacheCosts, num_bytes
 from jaxrunner.worker.program_memory import ProgramMemory
 
 CPU_KV_BYTES = 1 << 30  # where the device names no limit: on a CPU, whose memory is not ours alone
-UTILIZATION = 0.9  # of what JAX may use, where nothing was asked for
+UTILIZATION = 0.9  # of what JAX may use, by default
 LOST = 1 << 27  # bytes that XLA's allocator may leave unused behind one block of memory
 GIB = 1 << 30
 
@@ -38,7 +38,7 @@ class Device(NamedTuple):
 
 
 class CacheRequest(NamedTuple):
-    """The one thing that a user said of the cache's size, by its name; None where nothing."""
+    """The setting of the cache's size that the user gave, by name; value None for the default."""
 
     name: str = "gpu_memory_utilization"
     value: float | None = None
@@ -50,10 +50,10 @@ class MemoryPlan:
 
     requested: int  # all that it may take, 0 where there is no limit
     weights: int
-    tables: int  # the state but for its cache: what slots know, and their sampling parameters
+    tables: int  # the state without KV caches: tokens, blocks and parameters of slots
     kv: int
     program: int  # temporaries and outputs of the largest program
-    reserve: int  # outputs that wait to be read, a weight that XLA copies for a trial, lost bits
+    reserve: int  # unread outputs, a weight that XLA's autotuner copies, fragmentation
     num_tokens: int  # that the KV cache holds
     largest: str = "none"  # the largest program
 
@@ -102,7 +102,7 @@ class MemoryPlan:
 
 
 def read_device(params: Any, devices: Sequence[Any]) -> Device | None:
-    """Returns the memory of the fullest device; None where it does not tell, as on a CPU."""
+    """Returns the memory of the fullest device; None if a device has no limit, as a CPU."""
     here = num_bytes([x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)])
     found = []
     for device in devices:
@@ -115,7 +115,7 @@ def read_device(params: Any, devices: Sequence[Any]) -> Device | None:
 
 @dataclass(frozen=True)
 class SizeCosts:
-    """What sizes of an engine cost. `program.engine` has all sizes but those that are sought."""
+    """The memory of engine sizes. `program.engine` has all sizes but the ones to be found."""
 
     program: Program
     params: Any

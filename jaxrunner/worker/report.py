@@ -1,4 +1,4 @@
-"""What a runner tells of itself: devices, what runs and why, drafts, adapters, programs."""
+"""The report of a runner: devices, what runs and why, drafts, adapters, programs."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def describe_runner(
 
 
 def _drafts(program: Program, counts: Sequence[int]) -> str:
-    """Returns a line of what became of drafts in requests that have ended; none without."""
+    """Returns a line about accepted drafts of ended requests; "" without drafts."""
     if (speculator := program.model.speculator) is None:
         return ""
     num, _, *accepted = counts or (0, 0)

@@ -1,4 +1,4 @@
-"""Whether a worker can be used: by the process that made it, awake, until it has ended."""
+"""Tells whether a worker can be used: in its own process, awake, and not ended."""
 
 import os
 
@@ -8,9 +8,9 @@ class WorkerStatus:
 
     def __init__(self):
         self._process = os.getpid()
-        self.ended = ""  # why it has
+        self.ended = ""  # why it has ended; "" while it has not
         self.sleeping: frozenset[str] = frozenset()  # of "weights" and "kv_cache"
-        self.is_dropped = False  # whether the weights that sleep are nowhere
+        self.is_dropped = False  # whether sleeping weights were dropped, not kept on the host
 
     @property
     def asleep(self) -> str:
@@ -27,7 +27,7 @@ class WorkerStatus:
         return os.getpid() != self._process
 
     def check(self) -> None:
-        """Refuses what would hang, or end in the depths of JAX.
+        """Refuses calls that would hang, or fail deep inside JAX.
 
         Raises:
           RuntimeError: the engine is another process's, was closed, or is beyond repair.
@@ -43,10 +43,10 @@ class WorkerStatus:
             raise RuntimeError(self.asleep)
 
     def check_process(self) -> None:
-        """Refuses another process.
+        """Refuses calls from another process.
 
         Raises:
-          RuntimeError: it is one.
+          RuntimeError: this process was forked off the worker's.
         """
         if self.is_foreign:
             raise RuntimeError(

@@ -54,7 +54,7 @@ class WeightUpdates(NotHere, abc.ABC):
         return [self.runner]
 
     def update_params(self, params: Any) -> None:
-        """Takes new weights, a tree like `params`, between two steps; nothing is compiled anew.
+        """Installs new weights, a tree like `params`, between two steps; nothing is recompiled.
 
         Arrays of the device are used as they are; float weights of products that `quantization`
         holds in 8 bits are rounded to these. Requests at work go on with the new weights; none to

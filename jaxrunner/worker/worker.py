@@ -46,13 +46,13 @@ from jaxrunner.worker.worker_steps import WorkerSteps
 
 
 class Worker(WorkerSteps):
-    """A device, a model on it, and its runner, set up step by step, or at once by `start`.
+    """A model and its runner on the devices of one process, set up step by step, or by `start`.
 
     Settings are those of `LLM` that do not concern text. After `initialize_from_config` the
-    methods of `Lifecycle` work too; prefix caches are the scheduler's to reset.
+    methods of `Lifecycle` work too; the scheduler has to reset prefix caches.
     """
 
-    warm_up: Mapping[str, Any] | None = None  # as `start` was told
+    warm_up: Mapping[str, Any] | None = None  # argument of `start`
 
     @checked(llm_arguments.WORKER, **llm_arguments.OF_WORKER)
     def __init__(
@@ -80,8 +80,8 @@ class Worker(WorkerSteps):
         cache_dir: str | Path | None = "auto",
         **sizes: Any,
     ):  # fmt: skip
-        """rank: the stage of a pipeline that this worker is, alone; all of them where None.
-        devices: those to take of; None for the first of this process.
+        """rank: the only stage of a pipeline that this worker runs; None for all stages.
+        devices: devices to choose from; None for those of this process.
         sizes: fields of `EngineConfig`, or of `sizing.plan_engine`.
         """
         super().__init__()
@@ -135,11 +135,11 @@ class Worker(WorkerSteps):
         return self._checkpoint
 
     def start(self, *, warm_up: Mapping[str, Any] | None, progress: bool = False) -> None:
-        """Sets up what `read_checkpoint` has read, for our own scheduler.
+        """Sets up the checkpoint of `read_checkpoint` for our own scheduler.
 
-        Threads compile while the weights come.
+        Threads compile while the weights are read.
 
-        warm_up: arguments of `compile_or_warm_up_model`; None compiles what is needed when it is.
+        warm_up: arguments of `compile_or_warm_up_model`; None compiles programs when first used.
         """
         self.warm_up = warm_up
         self.init_device()
@@ -151,13 +151,13 @@ class Worker(WorkerSteps):
             self.compile_or_warm_up_model(progress=progress, **warm_up)
 
     def cut_anew(self, num: int) -> Loaded:
-        """Returns the checkpoint for other devices, as `read_checkpoint` does; raises as it."""
+        """Returns the checkpoint for another number of devices; raises as `read_checkpoint`."""
         parallel = replace(self._load.keywords["parallel"], tensor_parallel_size=num)
         loaded = self._load(parallel=parallel, generation_config="vllm")
         return with_speculator(loaded, self._speculation) if self._speculation else loaded
 
     def restart(self, loaded: Loaded, config: EngineConfig) -> None:
-        """Sets up what `cut_anew` returned, but for its weights, in place of the old one."""
+        """Sets up the checkpoint from `cut_anew`, without weights, in place of the old one."""
         self.shutdown()
         sizes: dict[str, Any] = dict(
             num_blocks=config.num_blocks, max_model_len=config.max_model_len
@@ -168,16 +168,16 @@ class Worker(WorkerSteps):
         self.initialize_from_config(trusted=True)
 
     def init_device(self) -> None:
-        """Takes the first of its devices, and tries whether it works; `load_model` tries all.
+        """Takes the first of its devices and runs a trial on it; `load_model` tries all devices.
 
         Raises:
-          RuntimeError: it does not.
+          RuntimeError: the device does not work.
         """
         self._device = jax.local_devices()[0] if self._devices is None else self._devices[0]
         check_device(timeout_s=60.0, devices=[self._device])
 
     def load_model(self, *, progress: bool = False) -> None:
-        """Loads the weights, for the runner where there is one.
+        """Loads the weights, into the runner if there is one.
 
         Raises:
           RuntimeError: `init_device` was not called, or several devices cannot reach each other.
@@ -204,11 +204,11 @@ class Worker(WorkerSteps):
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What memory goes to; raises as `determine_available_memory`."""
+        """The plan of the device's memory; raises as `determine_available_memory`."""
         return self._planned.memory
 
     def plan_alike(self, others: Sequence["Worker"]) -> None:
-        """Plans engines of one size for this and other workers: what fits on each device."""
+        """Plans engines of one size for this and other workers: one that fits each device."""
         beside = [device for other in others for device in devices_of(other._loaded.config)]
         plan = self._engine_plan = self._plan(self._loaded, beside=beside)
         for other in others:
@@ -229,12 +229,12 @@ class Worker(WorkerSteps):
     ) -> None:
         """Makes the runner, with its tables and KV caches.
 
-        num_blocks: of layers that keep all tokens, others have what follows from it
-            (`runner.program.cache_groups`); None for what `determine_available_memory` holds.
+        num_blocks: blocks of layers that keep all tokens; those of others follow
+            (`runner.program.cache_groups`). None for what fits `determine_available_memory`.
         trusted: steps come from our own scheduler, and are not checked.
 
         Raises:
-          RuntimeError: `load_model` was not called, or this was.
+          RuntimeError: `load_model` was not called, or there is a runner already.
           ValueError, MemoryError: as `plan_engine`.
         """
         if self._runner is not None:
@@ -246,9 +246,9 @@ class Worker(WorkerSteps):
         self._checkpoint = loaded._replace(params=None)  # held here they would never sleep
 
     def compile_or_warm_up_model(self, **kwargs: Any) -> float:
-        """Compiles what usual requests need, or what `kwargs` of `ModelRunner.warm_up` say.
+        """Compiles programs; kwargs: arguments of `ModelRunner.warm_up`.
 
-        Returns the seconds it took.
+        Returns the seconds that it took.
 
         Raises:
           RuntimeError: `initialize_from_config` was not called.
@@ -262,14 +262,14 @@ class Worker(WorkerSteps):
         return time.monotonic() - start_s
 
     def shutdown(self) -> None:
-        """Gives the device memory back. May be called twice; `init_device` can follow."""
+        """Frees the device memory. May be called twice; `init_device` can follow."""
         if self._runner is not None and self._runner.profiler.folder is not None:
             self._runner.profiler.stop()
         self.close()
         self._forget()
 
     def close(self) -> None:
-        """Gives the device memory back, that of weights it has loaded too; no step can follow."""
+        """Frees the device memory, that of weights that it loaded too; no step can follow."""
         if self._runner is not None:
             self._runner.close()
         if self._checkpoint is not None:
@@ -277,10 +277,10 @@ class Worker(WorkerSteps):
 
     @property
     def runner(self) -> ModelRunner:
-        """What holds weights and caches.
+        """The runner, which holds weights and caches.
 
         Raises:
-          RuntimeError: there is none yet.
+          RuntimeError: there is no runner yet.
         """
         if self._runner is None:
             raise RuntimeError("the worker has no runner: call initialize_from_config first")
@@ -294,7 +294,7 @@ class Worker(WorkerSteps):
 
     @property
     def _planned(self) -> EnginePlan:
-        """The engine's sizes, where memory goes, what is compiled; worked out once."""
+        """The engine's sizes, memory plan and programs; computed once."""
         if self._engine_plan is None:
             self._engine_plan = self._plan(self._loaded)
         return self._engine_plan

@@ -44,5 +44,5 @@ class WorkerSteps(Lifecycle):
             self.runner.state = self.runner.state.told(output.sampled_token_ids)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> StepHandle:
-        """Samples that step; `get` of what it returns waits for the tokens."""
+        """Samples that step. Returns a handle, whose `get` waits for the tokens."""
         return self.runner.sample_tokens(grammar_output)
