@@ -53,6 +53,8 @@ def test_tokens_are_the_same_across_placements(folder, llm, caplog):
     assert "experts: no token counted yet" in llm.report()
     with LLM(folder, **SIZES) as other:
         want = ask(other)
+        with pytest.raises(ValueError, match="no loads of experts are counted: set enable_eplb"):
+            other.engine.balance.loads()
     with caplog.at_level(logging.WARNING):
         got = ask(llm)
     assert [out.token_ids for out in got] == [out.token_ids for out in want]

@@ -53,8 +53,19 @@ class ExpertBalance:
             self.rebalance(self.loads() - self._before)
             self._before = self.loads()
 
+    @property
+    def counts(self) -> bool:
+        """Whether steps count the tokens of each expert."""
+        return any(table.name == LOADS for table in self._runner.program.tables)
+
     def loads(self) -> np.ndarray:
-        """Returns the tokens of each expert so far, modulo 2^32: uint32 [layers, X]. Waits."""
+        """Returns the tokens of each expert so far, modulo 2^32: uint32 [layers, X]. Waits.
+
+        Raises:
+          ValueError: they are not counted.
+        """
+        if not self.counts:
+            raise ValueError("no loads of experts are counted: set enable_eplb=True")
         program = self._runner.program
         counts = np.asarray(whole_state(program.config, self._runner.state).tables[LOADS].counts)
         of_ranks = counts.reshape(program.num_ranks, -1, counts.shape[1])
@@ -74,8 +85,7 @@ class ExpertBalance:
 
     def describe(self) -> str:
         """Returns a line of `LLM.report`: loads of devices as they are placed; none without."""
-        counts = any(table.name == LOADS for table in self._runner.program.tables)
-        if not counts or self._runner.params is None or self._runner.state is None:
+        if not self.counts or self._runner.params is None or self._runner.state is None:
             return ""
         loads = self.loads().astype(np.float64)
         if not loads.any():
