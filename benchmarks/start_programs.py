@@ -72,7 +72,7 @@ def measured(spec: Spec, options: dict[str, Any]) -> dict[str, Any]:
     on_gpu = jax.default_backend() != "cpu"  # what the options are of
     compiled = lowered.compile(dict(spec.options) | options if on_gpu else {})
     times.append(time.perf_counter())
-    # Behind the trials, as a process makes none twice.
+    # Behind the trials, as a process makes none twice; it finds our kernels compiled, some 3 s.
     lowered.compile(dict(spec.options) | options | WITHOUT_TRIALS if on_gpu else {})
     times.append(time.perf_counter())
     stages = "trace_s", "lower_s", "xla_s", "xla_s_without_trials"
