@@ -113,8 +113,12 @@ def state_step(
     width, lanes = _cut(states, axis, B * H, config)
     shape = jax.ShapeDtypeStruct(tokens.value.shape, jnp.float32)
     held = jax.new_ref(states)
-    # Where rows have no places of their own, padding is of no row: zeros are written before.
-    zeros = [] if query_len else [jax.new_ref(jnp.zeros(shape.shape, shape.dtype))]
+    zeros = []
+    if not query_len:  # padding is of no row: zeros are written before
+        # They follow the values: XLA would make the zeros of all layers at once, and hold them.
+        zero, value = lax.optimization_barrier((jnp.zeros((), jnp.float32), tokens.value))
+        tokens = tokens._replace(value=value)
+        zeros = [jax.new_ref(lax.broadcast(zero, shape.shape))]
     given, tree = jax.tree.flatten((tokens, waiting))
     layout = _layout(axis, lanes, states.dtype, config.shared)
     static |= dict(width=width, layout=layout, tree=tree)

@@ -19,11 +19,12 @@ from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense, fused, paged, refuses
 from jaxrunner.program import Bucket, Program
+from jaxrunner.runner.build import build
 from jaxrunner.sampling import RULES
 from jaxrunner.types import Batch
 from jaxrunner.worker import sizing
 from jaxrunner.worker.memory_plan import Device
-from jaxrunner.worker.program_memory import ProgramMemory
+from jaxrunner.worker.program_memory import ProgramMemory, mixer
 from tests.outside import checkpoint, recurrent, resized_blocks
 from tests.outside.glm4 import glm4
 from tests.outside.int8_linear import int8_llama
@@ -76,7 +77,7 @@ def test_states_are_part_of_the_plan_of_a_device(monkeypatch, enforce_eager):
 
 
 def test_what_others_layers_and_latents_take_is_measured(monkeypatch):
-    """The estimate is of our own layers of keys and values alone, by the names of their axes."""
+    """The estimate is of our own layers of keys and values, and of states that a kernel serves."""
     whole, asked = sizing.build, []
 
     def with_kernels(*args: Any, **kwargs: Any):
@@ -95,6 +96,30 @@ def test_what_others_layers_and_latents_take_is_measured(monkeypatch):
     model, config = read_model(Settings(PRESETS["deepseek_v2_lite"].config))
     assert plan(config, model, max_model_len=512, gpu_memory_utilization=0.5).memory.program == 1000
     assert len(asked) == 2
+    model, config = read_model(Settings(PRESETS["granite4_h_tiny"].config))
+    monkeypatch.setattr(sizing, "read_device", lambda *_: Device(limit=10**10, others=0))
+    sizes: dict[str, Any] = dict(max_model_len=512, gpu_memory_utilization=0.9)
+    assert plan(config, model, **sizes).memory.program > 1000
+    assert len(asked) == 2
+    monkeypatch.setattr(sizing, "serves", lambda *_: False)
+    assert plan(config, model, **sizes).memory.program == 1000
+
+
+@pytest.mark.parametrize(
+    "name,tokens,largest",
+    [("granite4_h_tiny", 8192, 523), ("qwen35_9b", 8192, 758), ("qwen35_9b", 512, 193)],
+)
+def test_the_bound_of_mixers_is_over_what_xla_says_of_an_h200(name, tokens, largest):
+    """MiB of a whole `step`, in which mixers take most."""
+    model, config = read_model(Settings(PRESETS[name].config))
+    sizes = EngineConfig(
+        max_model_len=8192, num_blocks=8, max_num_batched_tokens=tokens,
+        dtype="bfloat16", kv_dtype="bfloat16",
+    )  # fmt: skip
+    program = build(model, config, sizes, ()).program
+    model_config: Any = config
+    bound = mixer(program, model_config.state)
+    assert largest <= bound / (1 << 20) <= 1.8 * largest
 
 
 def test_kernels_are_asked_about_each_group_that_they_read(monkeypatch):

@@ -38,6 +38,8 @@ from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
 from jaxrunner.types import Array, Batch, LayerCache
 
+CHUNKS_AT_ONCE = 16  # of prompts in layers with states: a GPU has launches to save
+
 
 class Choice(NamedTuple):
     """An implementation, by its name in `EngineConfig.attention_backend`, and why it was taken."""
@@ -139,7 +141,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
         adapters=low_rank.KERNELS,
-        **_states(batch, state_steps.SHORT_ROWS, note, at_once=16),  # a GPU has launches to save
+        **_states(batch, state_steps.SHORT_ROWS, note, at_once=CHUNKS_AT_ONCE),
     )
 
 

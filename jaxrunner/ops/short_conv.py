@@ -6,6 +6,7 @@ What a row's first tokens read of those before them lies in the state of their r
 from dataclasses import replace
 from typing import Any
 
+from jax import lax
 import jax.numpy as jnp
 
 from jaxrunner.caches.state import StateCache
@@ -25,7 +26,11 @@ def convolve(
     old = _before(rows, cache)
     y = _summed(x, weight, bias, old, batch.row, rows.start)
     kept = _last_inputs(x, old, rows.start, rows.taken)
-    cache = replace(cache, conv=put(cache.conv, rows, kept))
+    conv = put(cache.conv, rows, kept)
+    if not batch.query_len:
+        # XLA could write this state behind the last layer, and hold x of all layers until then.
+        y, conv = lax.optimization_barrier((y, conv))
+    cache = replace(cache, conv=conv)
     if cache.drafted_conv is not None:
         drafted = put(cache.drafted_conv, rows, rows.drafted(x))
         cache = replace(cache, drafted_conv=drafted)

@@ -27,6 +27,20 @@ def step_rows(
     )  # fmt: skip
 
 
+def serves(matrices: tuple[int, ...], dtype: Any) -> bool:
+    """Whether the kernel carries on matrices of heads, rows and columns, by any rule it knows."""
+
+    def problem(axis: int) -> tuple[Array, Rows, Tokens]:
+        H, X, Y = matrices[0], matrices[2 - axis], matrices[1 + axis]
+        value, key, keep = (jnp.zeros(s, jnp.float32) for s in ((1, H, X), (1, 1, Y), (1, H)))
+        none = jnp.zeros(1, jnp.int32)
+        rows = Rows(none, none[:, None], none, none, none)
+        return jnp.zeros((1, *matrices), dtype), rows, Tokens(value, key, key, keep)
+
+    problems = ((axis, jax.eval_shape(functools.partial(problem, axis))) for axis in _AXES.values())
+    return not any(state_step.refuses(*one, axis=axis) for axis, one in problems)
+
+
 def _config(axis: int, rows: StateRows, states: Array) -> TuningConfig:
     """Returns the sizes that were fastest on an H200 (docs/performance.md)."""
     if axis:

@@ -7,16 +7,19 @@ what is sought). A first start pays for that with some seconds; the numbers are 
 programs for the next one.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrunner.caches.state import RecurrentState
 from jaxrunner.device.buckets import step_buckets
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.lowering import extra_bytes, output_bytes
 from jaxrunner.device.program_spec import abstract, program_keys, program_spec
 from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.lora.adapted_linear import MOST_RANKS, tile_rows
+from jaxrunner.ops.backends import CHUNKS_AT_ONCE
 from jaxrunner.ops.grouping import most_tiles
 from jaxrunner.program import MAX_TARGETS, Program
 from jaxrunner.runner.program_cache import ProgramCache
@@ -39,14 +42,17 @@ def estimate(program: Program) -> ProgramMemory:
     By what XLA says of Llama-3-8B and Qwen3-0.6B on an H200: a step keeps the gate, the up product
     and what they make of a layer's tokens, here with a quarter more; rules that few requests want
     keep, where they sort, eleven float32 copies of the logits, here thirteen. Mixtures keep as much
-    of each of a token's experts, what goes in, and what comes out in float32, twice. Weights of 8
-    and 4 bits are widened for many tokens, those of one product at a time, by way of float32.
+    of each of a token's experts, what goes in, and what comes out in float32, twice. Mixers have
+    no MLP beside them (`mixer`). Weights of 8 and 4 bits are widened for many tokens, those of one
+    product at a time, by way of float32.
     """
     e, dims = program.engine, program.dims
     T, itemsize = e.max_num_batched_tokens, jnp.dtype(e.dtype).itemsize
     layer = T * itemsize * (3 * dims["F"] + 2 * dims["E"] + dims["H"] * dims["D"]) * 5 // 4
     expert = itemsize * (3 * dims.get("expert_units", 0) + dims["E"]) + 8 * dims["E"]
     layer += T * dims.get("routes", 0) * expert
+    kinds = dict.fromkeys(program.config.cache_kinds)
+    layer = max([layer, *(mixer(program, k) for k in kinds if isinstance(k, RecurrentState))])
     if program.lora:
         # What they add to gate and up products, and in between a column for each of their ranks.
         layer += T * (2 * itemsize * dims["F"] + 8 * 3 * e.max_loras * e.max_lora_rank)
@@ -62,6 +68,20 @@ def estimate(program: Program) -> ProgramMemory:
     return ProgramMemory(
         "program by an estimate", max(layer, 13 * logits), 4 * program.num_launches * logits
     )
+
+
+def mixer(program: Program, kind: RecurrentState) -> int:
+    """Returns the bytes that a layer takes which carries states of a kind on.
+
+    By what XLA says of Granite 4 H Tiny, Qwen3.5-9B and a Mamba-2 of 128 heads: of each token what
+    its product makes, the convolution of it and, in float32, what matrices follow from, what reads
+    them and what comes out. Of the chunks that are computed at once it takes some of the size of
+    their matrices.
+    """
+    itemsize, E = jnp.dtype(program.engine.dtype).itemsize, program.dims["E"]
+    token = itemsize * (2 * E + 3 * kind.channels) + 4 * (kind.channels + 2 * kind.inputs)
+    chunk = 4 * 4 * math.prod(kind.matrices) if kind.matrices else 0
+    return program.engine.max_num_batched_tokens * token + CHUNKS_AT_ONCE * chunk
 
 
 def measure(program: Program, params: Any, cache: ProgramCache | None) -> ProgramMemory:

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrunner.api.validation import Bound, validate
-from jaxrunner.caches.cache_group import reads_whole
+from jaxrunner.caches.cache_group import CacheKind, reads_whole
+from jaxrunner.caches.state import RecurrentState
 from jaxrunner.config import EngineConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.ops.state_steps import serves
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.processes import agreed_least, is_shared
@@ -143,12 +146,20 @@ def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) 
         return ProgramMemory("a step without a compiler", int(EAGER * device.limit))
     if size.name != "gpu_memory_utilization":
         return ProgramMemory()
-    # It knows no layers of others, nor what attention without a kernel takes.
-    kinds = built.program.config.cache_kinds
-    known = built.is_ours and all(kind.leaves is LayerCache for kind in kinds)
+    # It knows no layers of others, nor what layers without a kernel take.
+    known = built.is_ours and all(
+        map(_has_kernels, dict.fromkeys(built.program.config.cache_kinds))
+    )
     if built.program.sample is not None and known:
         return estimate(built.program)
     return measure(built.program, params, built.cache)
+
+
+def _has_kernels(kind: CacheKind) -> bool:
+    """Whether kernels read what layers keep, where the device has any."""
+    if isinstance(kind, RecurrentState):
+        return not kind.matrices or serves(kind.matrices, jnp.dtype(kind.dtype))
+    return kind.leaves is LayerCache
 
 
 def _or(value: int | None, default: int) -> int:

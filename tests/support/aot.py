@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxrunner import pytree
+from jaxrunner.bench.presets import PRESETS
 from jaxrunner.device.program_spec import program_spec
 from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.cases import TESTS
@@ -58,6 +59,10 @@ MODEL = dict(
     tie_word_embeddings=True, torch_dtype="bfloat16",
 )  # fmt: skip
 
+# Mamba-2 in all layers but the last, and no experts.
+HYBRID = PRESETS["granite4_h_tiny"].config | dict(num_local_experts=0, vocab_size=4096)
+PREFILL, PROMPTS = (Key("step", Bucket(tokens, 16)) for tokens in (128, 2048))
+
 
 def placed(tree):
     """Puts abstract arrays on the device that is not there."""
@@ -67,19 +72,27 @@ def placed(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
-def compile_step(key: Key, num_drafts: int = 0) -> tuple[Any, int, str]:
+def hybrid(num_mixers: int) -> dict[str, Any]:
+    """Returns the config of a hybrid with so many mixers."""
+    kinds = [*["mamba"] * num_mixers, "attention"]
+    return HYBRID | dict(num_hidden_layers=len(kinds), layer_types=kinds)
+
+
+def compile_step(
+    key: Key, num_drafts: int = 0, model_config: dict[str, Any] = MODEL
+) -> tuple[Any, int, str]:
     """Returns a compiled program, the bytes of its KV cache and how HLO writes that shape.
 
     num_drafts: of an EAGLE head; 0 for none.
     """
-    model, config = read_model(Settings(MODEL))
+    model, config = read_model(Settings(model_config))
     if num_drafts:
         llama = MODEL | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
         head = read_eagle(Settings(llama), config, frozenset())
         model, config = with_drafter(model, config, eagle, head, num_drafts)
     engine = tiny.engine_config(
         dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
-        max_num_seqs=16, max_num_batched_tokens=128, num_decode_steps=4,
+        max_num_seqs=16, max_num_batched_tokens=2048, num_decode_steps=4,
     )  # fmt: skip
     program = Program(
         model, config, engine, backends.fused, RULES, num_drafts, sample=sample_tokens
@@ -101,10 +114,9 @@ def main(folder: Path) -> None:
     for case in (*firsts, several):
         jax.jit(case.run).lower(*placed(jax.eval_shape(lambda c=case: c.make(0)))).compile()
     found = []
-    prefill = Key("step", Bucket(128, 16))
     for key, num_drafts in (
         (Key("step", Bucket(8, 8, 1)), 0),
-        (prefill, 0),
+        (PREFILL, 0),
         (Key("multi_step", MultiStepBucket(4, SampleSize(8))), 0),
         (Key("step", Bucket(32, 8, 4, 3)), 3),
         (Key("multi_step", MultiStepBucket(4, SampleSize(8, num_drafts=3))), 3),
@@ -118,10 +130,12 @@ def main(folder: Path) -> None:
                 copies=len(re.findall(re.escape(shape) + r"\S* copy\(", text)),
                 loops=text.count(" while("), wanted_loops=int(key.name == "multi_step"),
                 graphs=dumps[-1].read_text().count("kCommandBuffer") if dumps else None,
-                wanted_graphs=int(key != prefill),
+                wanted_graphs=int(key != PREFILL),
             )
         )  # fmt: skip
-    print(json.dumps(found))
+    prompts = (compile_step(PROMPTS, model_config=hybrid(num))[0] for num in (2, 6))
+    temporaries = [compiled.memory_analysis().temp_size_in_bytes for compiled in prompts]
+    print(json.dumps(dict(steps=found, temporaries=temporaries)))
 
 
 if __name__ == "__main__":
