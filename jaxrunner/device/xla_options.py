@@ -19,8 +19,8 @@ GRAPH += (("xla_gpu_all_reduce_combine_threshold_bytes", "0"),) if BRANCHES else
 NO_GRAPH = (("xla_gpu_graph_min_graph_size", "1000000"),)
 # From so many tokens on cuBLAS is the fastest, so Triton's products are not compiled and timed.
 MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
-# XLA would make one product of two that read the same tokens, and copy their weights side by side in
-# each step, which takes their memory once more and twice their bytes.
+# XLA would make one product of two that read the same tokens, and copy their weights side by side
+# in each step, which takes their memory once more and twice their bytes.
 APART = (("xla_gpu_dot_merger_threshold_mb", "0"),)
 # The autotuner times products, and does not compare their results, which takes longer.
 TIMED = (("xla_gpu_autotune_level", "2"),)
