@@ -22,7 +22,7 @@ comma := ,
 space := $() $()
 # $(call project,a b) is -e '.[a,b]'
 project = -e '.$(addprefix [,$(addsuffix ],$(subst $(space),$(comma),$(strip $(1)))))'
-# Modules are compiled as they are imported, which few of them are: a third of the time.
+# Python compiles modules as they are imported; pip would compile all of them, half of an install.
 PIP = $(PY) -m pip install --quiet --no-compile
 # pip follows settings of its own, so what uv cannot find it may.
 install = $(if $(UV),$(UV) pip install --quiet --python $(PY) $(1) ||) $(PIP) $(1)
