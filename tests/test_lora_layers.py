@@ -113,9 +113,9 @@ def test_scores_are_those_of_merged_models(tmp_path, kind):
 
 
 def test_scores_of_pairs_and_classes_are_those_of_merged_models(tmp_path):
+    module = pooling.save(tmp_path, BERT, num_labels=1)  # skips where PyTorch is not there
     import torch
 
-    module = pooling.save(tmp_path, BERT, num_labels=1)
     tensors, tokenizer = tensors_of(module, 1), pooling.tokenizer()
     sizes = dict(skip_tokenizer_init=False, tokenizer=tokenizer)
     with pooling.start(tmp_path, **pooling.WHOLE, **SIZES, **sizes) as llm:
