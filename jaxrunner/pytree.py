@@ -149,6 +149,11 @@ def zeros(cls: type[T], dims: Dims) -> T:
     return build(lambda _, shape, dtype: jnp.zeros(shape, dtype), cls, dims)
 
 
+def name_of(path: Any) -> str:
+    """Returns the path of a node, as JAX gives it, as text: "layers.0.qkv"."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def delete(tree: Any) -> None:
     """Frees the device memory of a tree's arrays at once, even if they are still referenced."""
     for leaf in jax.tree.leaves(tree):

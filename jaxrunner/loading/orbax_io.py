@@ -12,6 +12,7 @@ from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums
 from jaxrunner.loading.new_folder import new_folder
 from jaxrunner.parallel.processes import is_shared, together
+from jaxrunner.pytree import name_of
 
 MOST_NAMED = 3  # leaves in one message
 
@@ -82,8 +83,7 @@ def check_like(folder: Path, like: Any, mesh: Mesh | None = None) -> None:
     """
     stored = _stored(folder, mesh)
     wanted = {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{x.dtype}{list(x.shape)}"
-        for path, x in jax.tree.leaves_with_path(like)
+        name_of(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(like)
     }
     names = sorted(n for n in stored | wanted if stored.get(n) != wanted.get(n))
     if names:

@@ -39,7 +39,7 @@ def save(
     folder, pattern, mesh = Path(folder), _checked(pattern), mesh_of(config)
     most = validate("max_size", max_size, _MAX_SIZE)
     together(mesh, lambda: _check_free(folder, pattern))
-    leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    leaves = {pytree.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     shapes = [leaf.shape for leaf in jax.tree.leaves(whole_params(type(params), config))]
     parts: list[dict[str, Any]] = [{}]
     for (name, leaf), shape in zip(leaves.items(), shapes, strict=True):
@@ -138,8 +138,6 @@ def _sources(params: type, config: StoredConfig) -> Any:
 
 
 def _source(path: Any, leaf: Any) -> Source:
-    return Source((_name(path),), (leaf.shape,), lambda parts: parts[0], lambda whole: [whole])
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return Source(
+        (pytree.name_of(path),), (leaf.shape,), lambda parts: parts[0], lambda whole: [whole]
+    )

@@ -12,7 +12,8 @@ import numpy as np
 from jaxrunner.linear import Linear
 from jaxrunner.lora.adapter import Adapter
 from jaxrunner.lora.saved_modules import EMBED, HEAD
-from jaxrunner.lora.stacks import BASE, TARGET, is_weights, name_of
+from jaxrunner.lora.stacks import BASE, TARGET, is_weights
+from jaxrunner.pytree import name_of
 
 
 def merge(params: Any, adapter: Adapter) -> tuple[Any, dict[str, np.ndarray]]:

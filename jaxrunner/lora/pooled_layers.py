@@ -10,8 +10,8 @@ from jaxrunner.heads import dense
 from jaxrunner.heads.pooled import PooledConfig
 from jaxrunner.lora.saved_layers import OF_HEAD, LayerWeight
 from jaxrunner.lora.saved_modules import TIED_HEAD
-from jaxrunner.lora.stacks import name_of
 from jaxrunner.model import Source
+from jaxrunner.pytree import name_of
 
 
 def find_layers(config: Any) -> tuple[LayerWeight, ...]:

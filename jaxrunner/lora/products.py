@@ -13,7 +13,7 @@ from jaxrunner.heads.pooled import PooledConfig
 from jaxrunner.linear import Linear
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_modules import EMBED, HEAD, TIED_HEAD
-from jaxrunner.lora.stacks import BASE, TARGET, name_of, per_head
+from jaxrunner.lora.stacks import BASE, TARGET, per_head
 from jaxrunner.model import Source
 from jaxrunner.parallel.kv_heads import copied_sources
 from jaxrunner.parallel.mesh import TENSOR
@@ -126,7 +126,9 @@ def _linears(model: Any, config: Any) -> list[tuple[str, Source]]:
         return isinstance(node, Linear | Source)
 
     nodes = jax.tree.leaves_with_path(sources, is_leaf=is_leaf)
-    found = [(prefix + name_of(path), node.weight) for path, node in nodes if _has_modules(node)]
+    found = [
+        (prefix + pytree.name_of(path), node.weight) for path, node in nodes if _has_modules(node)
+    ]
     return [*found, *((prefix + path, source) for path, source in per_head(sources).items())]
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.lora.saved_modules import EMBED, HEAD, AdaptedParams, SavedModule, weights_of
+from jaxrunner.pytree import name_of
 from jaxrunner.types import Array
 
 OF_HEAD = "head."  # before paths, in the params, of what stands behind a pooling
@@ -66,7 +67,7 @@ def _with(own: Any, saved: dict[str, SavedModule], i: int) -> Any:
     """Returns weights with those in place `i`; its adapter need not have all."""
 
     def one(path: Any, weight: Array) -> Array:
-        of = saved.get(OF_HEAD + jax.tree_util.keystr(path, simple=True, separator="."))
+        of = saved.get(OF_HEAD + name_of(path))
         return weight if of is None else jnp.where(of.has[i], of.tables[i], weight)
 
     return replace(own, head=jax.tree.map_with_path(one, own.head))

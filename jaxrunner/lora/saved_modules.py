@@ -79,7 +79,7 @@ def _scored(of: Any, own: Any, hidden: Array, here: Array, table: Array, y: Arra
 
 
 def places_of_rows(params: Any, state: State, slot: Array, at: Any = ...) -> Array | None:
-    """Returns the place of the adapters of tokens, plus one; None where no adapter has a head.
+    """Returns the place of the adapters of tokens, plus one; None without such adapters.
 
     slot: [T]. at: [...], of the tokens; all where not given.
     """

@@ -15,6 +15,7 @@ from jaxrunner.lora.saved_modules import EMBED, HEAD, AdaptedParams, SavedModule
 from jaxrunner.parallel.mesh import mesh_axis, shardings
 from jaxrunner.parallel.stages import is_last, own_part, rank_of
 from jaxrunner.program import Program
+from jaxrunner.pytree import name_of
 
 # Before paths in the params of a model with a drafter, and of one that pools: `pytree.part`.
 TARGET, BASE = "target.", "base."
@@ -131,11 +132,6 @@ def merged(params: Any, stacks: Stacks) -> Any:
 def is_weights(node: Any) -> bool:
     """Whether a node of the params holds the weights of a product."""
     return hasattr(node, "product")
-
-
-def name_of(path: Any) -> str:
-    """Returns the path of a node as text: "layers.0.qkv"."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _stand_in(

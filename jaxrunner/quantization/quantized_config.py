@@ -152,9 +152,11 @@ def _linears(model: Model, config: ModelConfig) -> list[tuple[str, Any]]:
     found = []
     for path, node in nodes:
         if isinstance(node, Linear):
-            found.append((_name(path), node))
+            found.append((pytree.name_of(path), node))
         elif isinstance(node, Experts):
-            found += [(f"{_name(path)}.{name}", w) for name, w in _of_experts(node).items()]
+            found += [
+                (f"{pytree.name_of(path)}.{name}", w) for name, w in _of_experts(node).items()
+            ]
     return found
 
 
@@ -166,10 +168,6 @@ def _of_experts(node: Any) -> dict[str, Linear]:
 
 def _is_whole(node: Any) -> bool:
     return isinstance(node, Linear | Experts | Source)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _scheme(method: Method, path: str, source: Any) -> Scheme | None:
