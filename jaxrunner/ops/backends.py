@@ -27,6 +27,7 @@ from jaxrunner.ops import (
     recurrence,
     routing,
     short_conv,
+    state_chunks,
     state_steps,
 )
 from jaxrunner.ops.adapters import low_rank
@@ -39,6 +40,10 @@ from jaxrunner.program import engine_groups
 from jaxrunner.types import Array, Batch, LayerCache
 
 CHUNKS_AT_ONCE = 16  # of prompts in layers with states: a GPU has launches to save
+CHUNKS = functools.partial(recurrence.long_rows, at_once=CHUNKS_AT_ONCE)
+STATES = recurrence.Candidates(
+    state_steps.SHORT_ROWS, (state_chunks.KERNEL, Operation("plain JAX", CHUNKS))
+)
 
 
 class Choice(NamedTuple):
@@ -68,11 +73,11 @@ def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     return _plain(functools.partial(reference.dense_attention, batch_size), latent, states, note)
 
 
-def _states(batch: Batch, recur: tuple[Operation, ...], note: Note, **sizes: int) -> dict[str, Any]:
+def _states(batch: Batch, recur: recurrence.Candidates, note: Note) -> dict[str, Any]:
     """Returns the operations that carry states of requests on."""
     return dict(
         convolve=functools.partial(short_conv.convolve, batch),
-        recur=functools.partial(recurrence.recur, recur, batch, note=note, **sizes),
+        recur=functools.partial(recurrence.recur, recur, batch, note=note),
     )
 
 
@@ -141,7 +146,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
         adapters=low_rank.KERNELS,
-        **_states(batch, state_steps.SHORT_ROWS, note, at_once=CHUNKS_AT_ONCE),
+        **_states(batch, STATES, note),
     )
 
 

@@ -5,9 +5,8 @@ other, once the drafts of the step before that stand were replayed. Longer rows 
 matrices of a chunk's end are those that the next one begins with.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +20,27 @@ from jaxrunner.ops.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
 
 
-def recur(
-    candidates: Iterable[Operation], batch: Batch, rule: Recurrence, inputs: Any,
-    cache: StateCache, group: int, *, at_once: int = 4, note: Note = unnoted,
-) -> tuple[Array, StateCache]:  # fmt: skip
-    """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache.
+class Candidates(NamedTuple):
+    """What may run rows; the last of each serves all."""
 
-    candidates: of rows of 1 + K tokens at most, which `PLAIN` serves all. at_once: chunks of longer
-    ones, whose matrices before and behind lie in memory.
-    """
+    short: tuple[Operation, ...]  # rows of 1 + K tokens at most
+    long: tuple[Operation, ...]  # others
+
+
+def recur(
+    candidates: Candidates, batch: Batch, rule: Recurrence, inputs: Any, cache: StateCache,
+    group: int, *, note: Note = unnoted,
+) -> tuple[Array, StateCache]:  # fmt: skip
+    """Returns what each token makes of the matrices, [T, ...], zeros for padding; and the cache."""
     assert cache.recurrent is not None, "a kind without matrices"
     rows, states, drafted = state_rows(batch, group, cache), cache.recurrent, cache.drafted
     query_len = batch.query_len if batch.query_len <= 1 + rows.shape[1] else 0
     waiting = None if drafted is None else _waiting(rule, rows, inputs, drafted)
     args = rule, rows, inputs, waiting, states, query_len
-    states, out = run_first("recur", candidates, *args, note=note)
+    states, out = run_first("recur", candidates.short, *args, note=note)
     if not query_len:
-        states, out = _long_rows(rule, rows, inputs, waiting, states, out, at_once)
+        args = rule, rows, inputs, waiting, states, out
+        states, out = run_first("recur by chunks", candidates.long, *args, note=note)
     if drafted is not None:
         drafted = put(drafted, rows, rows.drafted(replay.packed(rule, inputs)))
     count = counted(rows, cache.count)
@@ -82,17 +85,14 @@ def _short_rows(
     return states, out
 
 
-PLAIN = (Operation("plain JAX", _short_rows),)
-
-
-def _long_rows(
+def long_rows(
     rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, out: Array,
-    at_once: int,
+    *, at_once: int = 4,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Runs rows of over 1 + K tokens. Returns all states, [N, ...], and what tokens make.
 
-    Their chunks, one row's behind another's, are computed several at once; the matrices alone go
-    from chunk to chunk.
+    Their chunks, one row's behind another's, are computed several at once, `at_once`, whose
+    matrices before and behind lie in memory; the matrices alone go from chunk to chunk.
     """
     T, C, is_long = out.shape[0], rule.chunk_size, ~rows.is_short
     L = min(at_once, -(-T // C))
@@ -114,7 +114,7 @@ def _long_rows(
         begun = take(states, sources.at[begins].get(mode="fill", fill_value=rows.nowhere))
         begun = begun.astype(jnp.float32)
         if waiting is not None:
-            begun = _replayed(rule, waiting, rows.waiting, states.dtype, begins, begun)
+            begun = replayed(rule, waiting, rows.waiting, states.dtype, begins, begun)
         chunks = jax.vmap(rule.within)(_taken(inputs, tokens))
 
         def one(state: Array, of: Any) -> tuple[Array, tuple[Array, Any]]:
@@ -135,7 +135,12 @@ def _long_rows(
     return states, out
 
 
-def _replayed(
+PLAIN = Candidates(
+    (Operation("plain JAX", _short_rows),), (Operation("plain JAX", long_rows),)
+)
+
+
+def replayed(
     rule: Recurrence, waiting: Any, num: Array, dtype: Any, row: Array, states: Array
 ) -> Array:
     """Returns states, [L, ...], behind the inputs that wait for these rows' first chunks.

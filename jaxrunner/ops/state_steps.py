@@ -92,4 +92,4 @@ def _rows(rows: StateRows) -> Rows:
 
 
 KERNEL = Operation("state_step", step_rows, _refuses)
-SHORT_ROWS: tuple[Operation, ...] = (KERNEL, *recurrence.PLAIN)
+SHORT_ROWS = (KERNEL, *recurrence.PLAIN.short)

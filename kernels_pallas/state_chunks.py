@@ -1,0 +1,247 @@
+"""Matrices of requests carried on over many tokens, a chunk after the other, on Hopper.
+
+A warpgroup has the part of one head's matrix that belongs to 64 of its values, from its load until
+behind the last token of a row. Within a chunk, tokens see those before them as in attention, with
+decays in place of a softmax: arXiv:2405.21060, section 6, and for delta rules, whose chunks
+`delta_chunks` solves first, arXiv:2412.06464. Products are of float32 numbers, each in two of
+bfloat16 (`halves.py`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.halves import Halves, halves, product
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref
+from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.types import Array
+
+CHUNK = 64  # tokens: the height of a Hopper matrix product
+VALUES = 64  # numbers of a value that a thread block has
+KEYS = (64, 128)  # numbers of a key; more would want more registers
+DTYPES = (jnp.float32, jnp.bfloat16)  # of states
+LAYOUT = plgpu.Layout.WGMMA
+COMPILER = plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane)
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+class Rows(NamedTuple):
+    """Where the matrices of each row are, by their index, its tokens and its chunks."""
+
+    source: Array  # [B], int32, before its first token; N for zeros
+    place: Array  # [B], int32, behind its last token
+    start: Array  # [B], int32, its first token
+    num: Array  # [B], int32, its tokens; a row of none touches nothing
+    chunk: Array  # [B], int32, its first chunk; the others follow
+
+
+class Tokens(NamedTuple):
+    """What each token brings, float32; heads share keys and queries by groups. Arrays of tokens
+    have `CHUNK` more, of anything."""
+
+    value: Array  # [T + CHUNK, H, X]; of a delta rule what `delta_chunks` made of it
+    key: Array  # [T + CHUNK, G, Y]
+    query: Array  # [T + CHUNK, G, Y]
+    # [C, H, CHUNK], by chunk, the sum of the decays of its tokens so far; a decay is the logarithm
+    # of what a token multiplies the matrices with, and 0 behind a chunk's last token.
+    total: Array
+    moved: Array | None = None  # [T + CHUNK, H, Y], what times the matrices is added to values
+
+
+def refuses(states: Any, tokens: Tokens, *, axis: int) -> str | None:
+    """Returns why these shapes and dtypes are not served, None if they are."""
+    if jax.__version_info__ < (0, 11):
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if states.ndim != 4 or states.dtype not in DTYPES:
+        names = " or ".join(jnp.dtype(d).name for d in DTYPES)
+        return f"wants states in {names}, [N, H, rows, columns], got {states}"
+    _, H, *sizes = states.shape
+    (T, G, _), X, Y = tokens.key.shape, sizes[1 - axis], sizes[axis]
+    if Y not in KEYS or X % VALUES:
+        return f"wants keys of 64 or 128 numbers and values of a multiple of {VALUES}, got {Y}, {X}"
+    if not G or H % G:
+        return f"wants heads that are a multiple of the groups, got {H} for {G}"
+    shapes = (T, H, X), (T, G, Y), (T, G, Y), (tokens.total.shape[0], H, CHUNK), (T, H, Y)
+    for name, x, shape in zip(Tokens._fields, tokens, shapes, strict=True):
+        if x is not None and (x.shape != shape or x.dtype != jnp.float32):
+            return f"wants {name} in float32, {list(shape)}, got {x}"
+    return None
+
+
+def state_chunks(
+    states: Array, rows: Rows, tokens: Tokens, out: Array, *, axis: int, interpret: Any = None
+) -> tuple[Array, Array]:
+    """Carries matrices S of rows on by chunks of 64 tokens, and reads them by queries.
+
+    S = exp(decay) S, then S += value key', where `tokens.moved` times the S before its chunk is
+    added to the value; out = S query. Keys lie along `axis` of a matrix, values along the other
+    one: 1 of a state space, 0 of a delta rule. Behind each chunk S is rounded to the dtype of
+    `states`.
+
+    states: [N, H, rows, columns], and out: [T, H, X], float32; both are written in place where the
+    caller donates them. Nothing is read or written for tokens of no row. Returns both.
+
+    Raises:
+      ValueError: what `refuses` says.
+    """
+    if why := refuses(states, tokens, axis=axis):
+        raise ValueError(f"state_chunks {why}")
+    (_, H, *sizes), B = states.shape, rows.num.shape[0]
+    held, made = jax.new_ref(states), jax.new_ref(out)
+    given, tree = jax.tree.flatten(tokens)
+    plgpu.kernel(
+        functools.partial(_kernel, axis=axis, tree=tree),
+        out_type=(),
+        scratch_types=_scratch(sizes[axis], axis),
+        grid=(H, sizes[1 - axis] // VALUES, B),
+        grid_names=("head", "part", "row"),
+        kernel_name="state_chunks",
+        compiler_params=COMPILER,
+        interpret=interpret,
+    )(held, made, *rows, *given)
+    return jax.freeze(held), jax.freeze(made)
+
+
+def _scratch(Y: int, axis: int) -> dict[str, Any]:
+    """Returns what a block of the grid allocates: a high and a low half of all, but for sums."""
+    tiled = mosaic.tiled(64, 2)
+
+    def both(*shape: int) -> Any:
+        return plgpu.SMEM((2, *shape), jnp.bfloat16, transforms=tiled)
+
+    state = (VALUES, Y) if axis else (Y, VALUES)
+    return dict(
+        state=both(*state), key=both(CHUNK, Y), value=both(CHUNK, VALUES),
+        gained=both(CHUNK, VALUES), rows=plgpu.SMEM((CHUNK, VALUES), jnp.float32),
+    )  # fmt: skip
+
+
+class Decays(NamedTuple):
+    """What is left within a chunk."""
+
+    since: Array  # [C, C], of what token j brought at token i; 0 for those behind i
+    grown: Array  # [C], of the matrices before the chunk, at each token
+    left: Array  # [C], of what each token brought behind the chunk
+    whole: Array  # [C], of the matrices before the chunk behind it, alike for all
+
+
+def decays(total: Ref) -> Decays:
+    """Returns what is left within a chunk, given the sum of decays at each of its tokens."""
+    shape = CHUNK, CHUNK
+    i, j = (plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=LAYOUT) for dim in (0, 1))
+    at = mosaic.load(total, layout=PER_ROW, optimized=False)
+    before = mosaic.load(total, layout=PER_COLUMN, optimized=False)
+    apart = lax.broadcast_in_dim(at, shape, [0]) - lax.broadcast_in_dim(before, shape, [1])
+    last = total[CHUNK - 1]
+    whole = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp(last)), PER_ROW)
+    return Decays(jnp.where(j <= i, jnp.exp(apart), 0.0), jnp.exp(at), jnp.exp(last - at), whole)
+
+
+def tokens_of(ref: Ref, num: Array) -> Array:
+    """Returns the rows of a reference, [C, n]; zeros for those behind the first `num`."""
+    x = mosaic.load(ref, layout=LAYOUT, optimized=False)
+    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
+    return jnp.where(row < num, x, 0.0)
+
+
+def _kernel(
+    states: Ref, out: Ref, source_ref: Ref, place_ref: Ref, start_ref: Ref, num_ref: Ref,
+    chunk_ref: Ref, *given: Ref, axis: int, tree: Any, **smem: Ref,
+) -> None:  # fmt: skip
+    tokens = jax.tree.unflatten(tree, given)  # references in place of arrays
+    N, H, G = *states.shape[:2], tokens.key.shape[1]
+    head, part, row = (lax.axis_index(name) for name in ("head", "part", "row"))
+    source, place, start, num = (r[row] for r in (source_ref, place_ref, start_ref, num_ref))
+    group, mine = lax.div(head, H // G), pl.ds(part * VALUES, VALUES)
+    Y, held = tokens.key.shape[2], Halves(*(smem["state"].at[k] for k in range(2)))
+    key, value, gained = (
+        Halves(*(smem[name].at[k] for k in range(2))) for name in ("key", "value", "gained")
+    )
+    tall, wide = (VALUES, Y) if axis else (Y, VALUES)
+    tiles = [pl.ds(at, CHUNK) for at in range(0, tall, CHUNK)]  # of a matrix, by its rows
+
+    def place_of(index: Array, tile: Any) -> Ref:
+        return states.at[index, head, pl.ds(part * VALUES, CHUNK) if axis else tile, *(
+            () if axis else (mine,)
+        )]
+
+    def spread(x: Array, wide: int) -> Array:
+        return lax.broadcast_in_dim(x, (CHUNK, wide), [0])
+
+    def hold(state: list[Array]) -> None:
+        for tile, x in zip(tiles, state, strict=True):
+            for half, ref in zip(halves(x), held, strict=True):
+                ref[tile] = half
+
+    def chunk(c: Array, state: list[Array]) -> list[Array]:
+        first, there = start + c * CHUNK, num - c * CHUNK
+        here = pl.ds(first, CHUNK)
+        left = decays(tokens.total.at[chunk_ref[row] + c, head])
+        for half, ref in zip(halves(tokens_of(tokens.key.at[here, group], there)), key, strict=True):
+            ref[...] = half
+        hold(state)
+        moved = tokens_of(tokens.value.at[here, head, mine], there)
+        plgpu.commit_smem()
+        before = held.T if axis else held  # keys along rows
+        if tokens.moved is not None:
+            moving = halves(tokens_of(tokens.moved.at[here, head], there))
+            moved = moved + product(moving, before)
+        for scaled, refs in ((moved, value), (moved * spread(left.left, VALUES), gained)):
+            for half, ref in zip(halves(scaled), refs, strict=True):
+                ref[...] = half
+        plgpu.commit_smem()
+        query = halves(tokens_of(tokens.query.at[here, group], there))
+        scores = product(query, key.T) * left.since
+        read = product(query, before) * spread(left.grown, VALUES)
+        read = read + product(halves(scores), value)
+        _put_tokens(read, out.at[:, head, mine], smem["rows"], first, there)
+        behind = []
+        for tile, x in zip(tiles, state, strict=True):
+            into = (gained.T, key) if axis else (Halves(*(k.at[:, tile] for k in key)).T, gained)
+            x = x * spread(left.whole, wide) + product(*into)
+            behind.append(x.astype(states.dtype).astype(jnp.float32))
+        return behind
+
+    @pl.when(num > 0)
+    def _() -> None:
+        # Whoever had the block of a new row before is not read.
+        state = [
+            lax.cond(
+                source < N,
+                lambda tile=tile: mosaic.load(
+                    place_of(source, tile), layout=LAYOUT, optimized=False
+                ).astype(jnp.float32),
+                lambda: _zeros(CHUNK, wide),
+            )
+            for tile in tiles
+        ]
+        state = lax.fori_loop(0, lax.div(num + CHUNK - 1, CHUNK), chunk, state)
+        for tile, x in zip(tiles, state, strict=True):
+            put(place_of(place, tile), x.astype(states.dtype))
+
+
+def _zeros(rows: int, columns: int) -> Array:
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), LAYOUT)
+
+
+def _put_tokens(x: Array, out: Ref, place: Ref, first: Array, num: Array) -> None:
+    """Writes the first `num` rows of x, [C, n], to those of out, [T, n], from `first` on; by way of
+    `place`, [C, n] in shared memory, where not all are there."""
+    pl.when(num >= CHUNK)(lambda: put(out.at[pl.ds(first, CHUNK)], x))
+
+    @pl.when(num < CHUNK)
+    def _() -> None:
+        put(place, x)
+        plgpu.commit_smem()
+
+        def put_row(i: Array, carried: None) -> None:
+            put(out.at[first + i], mosaic.load(place.at[i], layout=PER_COLUMN, optimized=False))
+
+        lax.fori_loop(0, num, put_row, None)
