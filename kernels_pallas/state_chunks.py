@@ -1,12 +1,14 @@
 """Matrices of requests carried on over many tokens, a chunk after the other, on Hopper.
 
 A warpgroup has the part of one head's matrix that belongs to 64 of its values, from its load until
-behind the last token of a row. Within a chunk, tokens see those before them as in attention, with
-decays in place of a softmax: arXiv:2405.21060, section 6, and for delta rules, whose chunks
-`delta_chunks` solves first, arXiv:2412.06464. Products are of float32 numbers, each in two of
-bfloat16 (`halves.py`).
+behind the last token of a row; two others read what the next chunk's products take. Within a chunk,
+tokens see those before them as in attention, with decays in place of a softmax: arXiv:2405.21060,
+section 6, and for delta rules, whose chunks `delta_chunks` solves first, arXiv:2412.06464. Products
+are of float32 numbers, each in two of bfloat16 (`halves.py`).
 """
 
+from collections.abc import Iterator
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -28,6 +30,9 @@ VALUES = 64  # numbers of a value that a thread block has
 KEYS = (64, 128)  # numbers of a key; more would want more registers
 DTYPES = (jnp.float32, jnp.bfloat16)  # of states
 LAYOUT = plgpu.Layout.WGMMA
+KEY_SLOTS = 2  # chunks whose keys are in shared memory
+# Of a thread that computes, and of one that reads: 384 threads have 65,536.
+REGISTERS = 232, 120
 COMPILER = plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane)
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
@@ -97,11 +102,13 @@ def state_chunks(
     held, made = jax.new_ref(states), jax.new_ref(out)
     given, tree = jax.tree.flatten(tokens)
     plgpu.kernel(
-        functools.partial(_kernel, axis=axis, tree=tree),
+        functools.partial(_kernel, axis=axis, tree=tree, is_device=interpret is None),
         out_type=(),
-        scratch_types=_scratch(sizes[axis], axis),
+        scratch_types=_scratch(sizes[axis], axis, tokens.moved is not None),
         grid=(H, sizes[1 - axis] // VALUES, B),
         grid_names=("head", "part", "row"),
+        num_threads=3,
+        thread_name="wg",
         kernel_name="state_chunks",
         compiler_params=COMPILER,
         interpret=interpret,
@@ -109,17 +116,21 @@ def state_chunks(
     return jax.freeze(held), jax.freeze(made)
 
 
-def _scratch(Y: int, axis: int) -> dict[str, Any]:
-    """Returns what a block of the grid allocates: a high and a low half of all, but for sums."""
+def _scratch(Y: int, axis: int, moves: bool) -> dict[str, Any]:
+    """Returns what a block of the grid allocates: a high and a low half of all, but for rows."""
     tiled = mosaic.tiled(64, 2)
 
     def both(*shape: int) -> Any:
-        return plgpu.SMEM((2, *shape), jnp.bfloat16, transforms=tiled)
+        return plgpu.SMEM((*shape[:-2], 2, *shape[-2:]), jnp.bfloat16, transforms=tiled)
 
-    state = (VALUES, Y) if axis else (Y, VALUES)
-    return dict(
-        state=both(*state), key=both(CHUNK, Y), value=both(CHUNK, VALUES),
-        gained=both(CHUNK, VALUES), rows=plgpu.SMEM((CHUNK, VALUES), jnp.float32),
+    state, slots = (VALUES, Y) if axis else (Y, VALUES), plgpu.Barrier(num_barriers=KEY_SLOTS)
+    one = plgpu.Barrier()
+    moved = dict(moved=both(1, CHUNK, Y), moved_full=one, moved_free=one) if moves else {}
+    return moved | dict(
+        state=both(*state), value=both(CHUNK, VALUES), gained=both(CHUNK, VALUES),
+        rows=plgpu.SMEM((CHUNK, VALUES), jnp.float32),
+        key=both(KEY_SLOTS, CHUNK, Y), key_full=slots, key_free=slots,
+        query=both(1, CHUNK, Y), query_full=one, query_free=one,
     )  # fmt: skip
 
 
@@ -151,29 +162,86 @@ def tokens_of(ref: Ref, num: Array) -> Array:
     return jnp.where(row < num, x, 0.0)
 
 
+class _Item(NamedTuple):
+    """What a thread block has."""
+
+    head: Array
+    group: Array
+    part: Array
+    source: Array
+    place: Array
+    start: Array
+    num: Array
+    chunk: Array  # its first one
+
+    def chunks(self) -> Array:
+        return lax.div(self.num + CHUNK - 1, CHUNK)
+
+    def tokens(self, c: Array) -> Any:
+        return pl.ds(self.start + c * CHUNK, CHUNK)
+
+
 def _kernel(
-    states: Ref, out: Ref, source_ref: Ref, place_ref: Ref, start_ref: Ref, num_ref: Ref,
-    chunk_ref: Ref, *given: Ref, axis: int, tree: Any, **smem: Ref,
+    states: Ref, out: Ref, source: Ref, place: Ref, start: Ref, num: Ref, chunk: Ref, *given: Ref,
+    axis: int, tree: Any, is_device: bool, **smem: Any,
 ) -> None:  # fmt: skip
     tokens = jax.tree.unflatten(tree, given)  # references in place of arrays
-    N, H, G = *states.shape[:2], tokens.key.shape[1]
-    head, part, row = (lax.axis_index(name) for name in ("head", "part", "row"))
-    source, place, start, num = (r[row] for r in (source_ref, place_ref, start_ref, num_ref))
-    group, mine = lax.div(head, H // G), pl.ds(part * VALUES, VALUES)
-    Y, held = tokens.key.shape[2], Halves(*(smem["state"].at[k] for k in range(2)))
-    key, value, gained = (
-        Halves(*(smem[name].at[k] for k in range(2))) for name in ("key", "value", "gained")
-    )
+    head, part, row, wg = (lax.axis_index(name) for name in ("head", "part", "row", "wg"))
+    group = lax.div(head, states.shape[1] // tokens.key.shape[1])
+    item = _Item(head, group, part, *(r[row] for r in (source, place, start, num, chunk)))
+
+    def registers(k: int, action: Any) -> None:
+        if is_device:  # what interprets kernels knows no registers
+            plgpu.set_max_registers(REGISTERS[k], action=action)
+
+    @pl.when((item.num > 0) & (wg == 0))
+    def _() -> None:
+        registers(0, "increase")
+        _carry_on(item, tokens, states, out, axis, smem)
+
+    @pl.when((item.num > 0) & (wg == 1))
+    def _() -> None:
+        registers(1, "decrease")
+        _fetch(item, dict(key=tokens.key.at[:, group]), smem)
+
+    @pl.when((item.num > 0) & (wg == 2))
+    def _() -> None:
+        registers(1, "decrease")
+        moved = {} if tokens.moved is None else dict(moved=tokens.moved.at[:, head])
+        _fetch(item, moved | dict(query=tokens.query.at[:, group]), smem)
+
+
+def _fetch(item: _Item, given: dict[str, Ref], smem: dict[str, Any]) -> None:
+    """Reads what each chunk's products take, and leaves both halves of it in shared memory."""
+
+    def fetch(c: Array, carried: None) -> None:
+        for name, ref in given.items():
+            slot = lax.rem(c, smem[name].shape[0])
+            x = halves(tokens_of(ref.at[item.tokens(c)], item.num - c * CHUNK))
+            mosaic.barrier_wait(_barrier(smem, name, "free", slot))
+            for k, half in enumerate(x):
+                smem[name].at[slot, k][...] = half
+            plgpu.commit_smem()
+            mosaic.barrier_arrive(_barrier(smem, name, "full", slot))
+
+    lax.fori_loop(0, item.chunks(), fetch, None)
+    for name in given:
+        for slot in range(smem[name].shape[0]):
+            mosaic.barrier_wait(_barrier(smem, name, "free", slot))
+
+
+def _carry_on(
+    item: _Item, tokens: Any, states: Ref, out: Ref, axis: int, smem: dict[str, Any]
+) -> None:
+    """Carries the part of a matrix on, and reads it, chunk by chunk."""
+    head, mine, Y = item.head, pl.ds(item.part * VALUES, VALUES), tokens.key.shape[2]
     tall, wide = (VALUES, Y) if axis else (Y, VALUES)
     tiles = [pl.ds(at, CHUNK) for at in range(0, tall, CHUNK)]  # of a matrix, by its rows
+    value, gained, held = (_pair(smem[name]) for name in ("value", "gained", "state"))
+    before = held.T if axis else held  # keys along rows
 
     def place_of(index: Array, tile: Any) -> Ref:
-        return states.at[index, head, pl.ds(part * VALUES, CHUNK) if axis else tile, *(
-            () if axis else (mine,)
-        )]
-
-    def spread(x: Array, wide: int) -> Array:
-        return lax.broadcast_in_dim(x, (CHUNK, wide), [0])
+        return states.at[index, head, mine] if axis else states.at[index, head, tile, mine]
 
     def hold(state: list[Array]) -> None:
         for tile, x in zip(tiles, state, strict=True):
@@ -181,54 +249,72 @@ def _kernel(
                 ref[tile] = half
 
     def chunk(c: Array, state: list[Array]) -> list[Array]:
-        first, there = start + c * CHUNK, num - c * CHUNK
-        here = pl.ds(first, CHUNK)
-        left = decays(tokens.total.at[chunk_ref[row] + c, head])
-        for half, ref in zip(halves(tokens_of(tokens.key.at[here, group], there)), key, strict=True):
-            ref[...] = half
-        hold(state)
-        moved = tokens_of(tokens.value.at[here, head, mine], there)
-        plgpu.commit_smem()
-        before = held.T if axis else held  # keys along rows
+        there, slot = item.num - c * CHUNK, lax.rem(c, KEY_SLOTS)
+        left = decays(tokens.total.at[item.chunk + c, head])
+        moved = tokens_of(tokens.value.at[item.tokens(c), head, mine], there)
         if tokens.moved is not None:
-            moving = halves(tokens_of(tokens.moved.at[here, head], there))
-            moved = moved + product(moving, before)
-        for scaled, refs in ((moved, value), (moved * spread(left.left, VALUES), gained)):
+            with _read(smem, "moved") as moving:
+                moved = moved + product(moving, before)
+        for scaled, refs in ((moved, value), (moved * _spread(left.left, VALUES), gained)):
             for half, ref in zip(halves(scaled), refs, strict=True):
                 ref[...] = half
         plgpu.commit_smem()
-        query = halves(tokens_of(tokens.query.at[here, group], there))
-        scores = product(query, key.T) * left.since
-        read = product(query, before) * spread(left.grown, VALUES)
-        read = read + product(halves(scores), value)
-        _put_tokens(read, out.at[:, head, mine], smem["rows"], first, there)
-        behind = []
-        for tile, x in zip(tiles, state, strict=True):
-            into = (gained.T, key) if axis else (Halves(*(k.at[:, tile] for k in key)).T, gained)
-            x = x * spread(left.whole, wide) + product(*into)
-            behind.append(x.astype(states.dtype).astype(jnp.float32))
+        with _read(smem, "key", slot) as key:
+            with _read(smem, "query") as query:
+                scores = product(query, key.T) * left.since
+                read = product(query, before) * _spread(left.grown, VALUES)
+            read = read + product(halves(scores), value)
+            behind = []
+            for tile, x in zip(tiles, state, strict=True):
+                keys = Halves(*(k.at[:, tile] for k in key)) if not axis else key
+                into = (gained.T, keys) if axis else (keys.T, gained)
+                x = x * _spread(left.whole, wide) + product(*into)
+                behind.append(x.astype(states.dtype).astype(jnp.float32))
+        hold(behind)
+        plgpu.commit_smem()
+        _put_tokens(read, out.at[:, head, mine], smem["rows"], item.start + c * CHUNK, there)
         return behind
 
-    @pl.when(num > 0)
-    def _() -> None:
-        # Whoever had the block of a new row before is not read.
-        state = [
-            lax.cond(
-                source < N,
-                lambda tile=tile: mosaic.load(
-                    place_of(source, tile), layout=LAYOUT, optimized=False
-                ).astype(jnp.float32),
-                lambda: _zeros(CHUNK, wide),
-            )
-            for tile in tiles
-        ]
-        state = lax.fori_loop(0, lax.div(num + CHUNK - 1, CHUNK), chunk, state)
-        for tile, x in zip(tiles, state, strict=True):
-            put(place_of(place, tile), x.astype(states.dtype))
+    for name in ("key", "query", "moved")[: 2 + (tokens.moved is not None)]:
+        for slot in range(smem[name].shape[0]):
+            mosaic.barrier_arrive(_barrier(smem, name, "free", slot))
+    # Whoever had the block of a new row before is not read.
+    state = [
+        lax.cond(
+            item.source < states.shape[0],
+            lambda tile=tile: mosaic.load(
+                place_of(item.source, tile), layout=LAYOUT, optimized=False
+            ).astype(jnp.float32),
+            lambda: plgpu.layout_cast(jnp.zeros((CHUNK, wide), jnp.float32), LAYOUT),
+        )
+        for tile in tiles
+    ]
+    hold(state)
+    plgpu.commit_smem()
+    state = lax.fori_loop(0, item.chunks(), chunk, state)
+    for tile, x in zip(tiles, state, strict=True):
+        put(place_of(item.place, tile), x.astype(states.dtype))
 
 
-def _zeros(rows: int, columns: int) -> Array:
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), LAYOUT)
+@contextlib.contextmanager
+def _read(smem: dict[str, Any], name: str, slot: Array | int = 0) -> Iterator[Halves]:
+    """Waits for what was fetched, and gives its place back once it was read."""
+    mosaic.barrier_wait(_barrier(smem, name, "full", slot))
+    yield _pair(smem[name].at[slot])
+    mosaic.barrier_arrive(_barrier(smem, name, "free", slot))
+
+
+def _barrier(smem: dict[str, Any], name: str, state: str, slot: Array | int) -> Any:
+    barrier = smem[f"{name}_{state}"]
+    return barrier.at[slot] if smem[name].shape[0] > 1 else barrier
+
+
+def _pair(ref: Ref) -> Halves:
+    return Halves(*(ref.at[k] for k in range(2)))
+
+
+def _spread(x: Array, wide: int) -> Array:
+    return lax.broadcast_in_dim(x, (CHUNK, wide), [0])
 
 
 def _put_tokens(x: Array, out: Ref, place: Ref, first: Array, num: Array) -> None:
