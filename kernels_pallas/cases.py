@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.case import Case
+from jaxrunner.kernels_pallas.chunk_case import LONG_PROMPTS, PROMPTS
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
@@ -297,7 +298,7 @@ _L = [
     latents(Attention("float16", (1,), (1087,), block_size=256, dtype="float16"), 64, 256),
 ]
 TESTS: tuple[Case, ...] = (
-    *_L, *LORA, *STATES, *QUANTIZED_MIXTURES,
+    *_L, *LORA, *STATES, *PROMPTS, *QUANTIZED_MIXTURES,
     *(a.case(decode_attention) for a in (*_D, *_V)),
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
@@ -364,5 +365,5 @@ BENCH: tuple[Case, ...] = (
     *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
-    draws(256, 128256, "temperature"), *MODELS,
+    draws(256, 128256, "temperature"), *MODELS, *LONG_PROMPTS,
 )  # fmt: skip

@@ -24,6 +24,7 @@ from jaxrunner.kernels_pallas.state_chunks import (
     LAYOUT,
     PER_ROW,
     decays,
+    since,
     tokens_of,
 )
 from jaxrunner.kernels_pallas.stores import put
@@ -102,20 +103,19 @@ def _kernel(
     @pl.when(num > 0)
     def _() -> None:
         here = pl.ds(first, CHUNK)
-        left = decays(total.at[c, head])
         keys = halves(tokens_of(key.at[here, group], num))
         held = Halves(*(key_smem.at[k] for k in range(2)))
         for half, ref in zip(keys, held, strict=True):
             ref[...] = half
         gives = mosaic.load(beta.at[c, head], layout=PER_ROW, optimized=False)
         put(scales.at[0], gives)
-        put(scales.at[1], -gives * left.grown)
+        put(scales.at[1], -gives * decays(total.at[c, head]).grown)
         plgpu.commit_smem()
         products = product(keys, held.T)
         i, j = (
             plgpu.broadcasted_iota(jnp.int32, products.shape, dim, layout=LAYOUT) for dim in (0, 1)
         )
-        weights = lax.broadcast_in_dim(gives, products.shape, [0]) * left.since
+        weights = lax.broadcast_in_dim(gives, products.shape, [0]) * since(total.at[c, head])
         put(lower, jnp.where((j < i) & (i < num), products * weights, 0.0))
         plgpu.commit_smem()
         for k, (given, at, result) in enumerate(((value, head, moved), (key, group, moving))):

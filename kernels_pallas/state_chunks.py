@@ -1,10 +1,11 @@
 """Matrices of requests carried on over many tokens, a chunk after the other, on Hopper.
 
 A warpgroup has the part of one head's matrix that belongs to 64 of its values, from its load until
-behind the last token of a row; two others read what the next chunk's products take. Within a chunk,
-tokens see those before them as in attention, with decays in place of a softmax: arXiv:2405.21060,
-section 6, and for delta rules, whose chunks `delta_chunks` solves first, arXiv:2412.06464. Products
-are of float32 numbers, each in two of bfloat16 (`halves.py`).
+behind the last token of a row. Within a chunk, tokens see those before them as in attention, with
+decays in place of a softmax: arXiv:2405.21060, section 6, and for delta rules, whose chunks
+`delta_chunks` solves first, arXiv:2412.06464. Two other warpgroups go ahead: they read what the next
+chunk's products take, and one of them finds what its tokens see of one another. Products are of
+float32 numbers, each in two of bfloat16 (`halves.py`).
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ DTYPES = (jnp.float32, jnp.bfloat16)  # of states
 LAYOUT = plgpu.Layout.WGMMA
 KEY_SLOTS = 2  # chunks whose keys are in shared memory
 # Of a thread that computes, and of one that reads: 384 threads have 65,536.
-REGISTERS = 232, 120
+REGISTERS = 216, 144
 COMPILER = plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane)
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
@@ -130,29 +131,34 @@ def _scratch(Y: int, axis: int, moves: bool) -> dict[str, Any]:
         state=both(*state), value=both(CHUNK, VALUES), gained=both(CHUNK, VALUES),
         rows=plgpu.SMEM((CHUNK, VALUES), jnp.float32),
         key=both(KEY_SLOTS, CHUNK, Y), key_full=slots, key_free=slots,
-        query=both(1, CHUNK, Y), query_full=one, query_free=one,
+        query=both(1, CHUNK, Y), query_full=one, query_free=plgpu.Barrier(num_arrivals=2),
+        scores=both(1, CHUNK, CHUNK), scores_full=one, scores_free=one,
     )  # fmt: skip
 
 
 class Decays(NamedTuple):
-    """What is left within a chunk."""
+    """What is left at the ends of a chunk, [C] each."""
 
-    since: Array  # [C, C], of what token j brought at token i; 0 for those behind i
-    grown: Array  # [C], of the matrices before the chunk, at each token
-    left: Array  # [C], of what each token brought behind the chunk
-    whole: Array  # [C], of the matrices before the chunk behind it, alike for all
+    grown: Array  # of the matrices before the chunk, at each token
+    left: Array  # of what each token brought, behind the chunk
+    whole: Array  # of the matrices before the chunk, behind it, alike for all
 
 
 def decays(total: Ref) -> Decays:
-    """Returns what is left within a chunk, given the sum of decays at each of its tokens."""
+    """Returns what is left at the ends of a chunk, given the sum of decays up to each token."""
+    at, last = mosaic.load(total, layout=PER_ROW, optimized=False), total[CHUNK - 1]
+    whole = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp(last)), PER_ROW)
+    return Decays(jnp.exp(at), jnp.exp(last - at), whole)
+
+
+def since(total: Ref) -> Array:
+    """Returns what is left of token j at token i, [C, C]; 0 where j is behind i."""
     shape = CHUNK, CHUNK
     i, j = (plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=LAYOUT) for dim in (0, 1))
     at = mosaic.load(total, layout=PER_ROW, optimized=False)
     before = mosaic.load(total, layout=PER_COLUMN, optimized=False)
     apart = lax.broadcast_in_dim(at, shape, [0]) - lax.broadcast_in_dim(before, shape, [1])
-    last = total[CHUNK - 1]
-    whole = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp(last)), PER_ROW)
-    return Decays(jnp.where(j <= i, jnp.exp(apart), 0.0), jnp.exp(at), jnp.exp(last - at), whole)
+    return jnp.where(j <= i, jnp.exp(apart), 0.0)
 
 
 def tokens_of(ref: Ref, num: Array) -> Array:
@@ -202,7 +208,7 @@ def _kernel(
     @pl.when((item.num > 0) & (wg == 1))
     def _() -> None:
         registers(1, "decrease")
-        _fetch(item, dict(key=tokens.key.at[:, group]), smem)
+        _fetch(item, dict(key=tokens.key.at[:, group]), smem, tokens.total)
 
     @pl.when((item.num > 0) & (wg == 2))
     def _() -> None:
@@ -211,21 +217,36 @@ def _kernel(
         _fetch(item, moved | dict(query=tokens.query.at[:, group]), smem)
 
 
-def _fetch(item: _Item, given: dict[str, Ref], smem: dict[str, Any]) -> None:
-    """Reads what each chunk's products take, and leaves both halves of it in shared memory."""
+def _fetch(
+    item: _Item, given: dict[str, Ref], smem: dict[str, Any], total: Ref | None = None
+) -> None:  # fmt: skip
+    """Reads what each chunk's products take, and leaves both halves of it in shared memory.
+
+    total: as in `Tokens`; with it, scores are left there too.
+    """
+
+    def leave(name: str, slot: Array | int, x: Halves) -> None:
+        mosaic.barrier_wait(_barrier(smem, name, "free", slot))
+        for k, half in enumerate(x):
+            smem[name].at[slot, k][...] = half
+        plgpu.commit_smem()
+        mosaic.barrier_arrive(_barrier(smem, name, "full", slot))
 
     def fetch(c: Array, carried: None) -> None:
         for name, ref in given.items():
-            slot = lax.rem(c, smem[name].shape[0])
             x = halves(tokens_of(ref.at[item.tokens(c)], item.num - c * CHUNK))
-            mosaic.barrier_wait(_barrier(smem, name, "free", slot))
-            for k, half in enumerate(x):
-                smem[name].at[slot, k][...] = half
-            plgpu.commit_smem()
-            mosaic.barrier_arrive(_barrier(smem, name, "full", slot))
+            leave(name, lax.rem(c, smem[name].shape[0]), x)
+        if total is not None:
+            key = _pair(smem["key"].at[lax.rem(c, KEY_SLOTS)])
+            with _read(smem, "query") as query:
+                scores = product(query, key.T)
+            leave("scores", 0, halves(scores * since(total.at[item.chunk + c, item.head])))
 
+    left = [*given, *(() if total is None else ("scores",))]
+    if total is not None:
+        mosaic.barrier_arrive(smem["query_free"])
     lax.fori_loop(0, item.chunks(), fetch, None)
-    for name in given:
+    for name in left:
         for slot in range(smem[name].shape[0]):
             mosaic.barrier_wait(_barrier(smem, name, "free", slot))
 
@@ -259,11 +280,11 @@ def _carry_on(
             for half, ref in zip(halves(scaled), refs, strict=True):
                 ref[...] = half
         plgpu.commit_smem()
+        with _read(smem, "query") as query:
+            read = product(query, before) * _spread(left.grown, VALUES)
+        with _read(smem, "scores") as scores:
+            read = read + product(scores, value)
         with _read(smem, "key", slot) as key:
-            with _read(smem, "query") as query:
-                scores = product(query, key.T) * left.since
-                read = product(query, before) * _spread(left.grown, VALUES)
-            read = read + product(halves(scores), value)
             behind = []
             for tile, x in zip(tiles, state, strict=True):
                 keys = Halves(*(k.at[:, tile] for k in key)) if not axis else key
@@ -275,7 +296,7 @@ def _carry_on(
         _put_tokens(read, out.at[:, head, mine], smem["rows"], item.start + c * CHUNK, there)
         return behind
 
-    for name in ("key", "query", "moved")[: 2 + (tokens.moved is not None)]:
+    for name in ("key", "query", "scores", "moved")[: 3 + (tokens.moved is not None)]:
         for slot in range(smem[name].shape[0]):
             mosaic.barrier_arrive(_barrier(smem, name, "free", slot))
     # Whoever had the block of a new row before is not read.

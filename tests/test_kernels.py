@@ -53,9 +53,18 @@ def test_kernels_equal_their_oracles(case: Case):
     # Approximate tanh, and a product of two roundings.
     loose = 3 if case.options.get("soft_cap") else 2
     for mine, right in zip(got, want, strict=True):
-        # What adapters add is a product of rounded numbers, to whatever it is added.
-        dtype = "bfloat16" if case.kernel == "lora_expand" else str(mine.dtype)
-        assert error(mine, right) < loose * BOUND[dtype]
+        assert error(mine, right) < loose * bound(case, str(args[0].dtype), str(mine.dtype))
+
+
+def bound(case: Case, first: str, dtype: str) -> float:
+    """Returns the bound of a result, given the dtypes of the first argument and of the result."""
+    if case.kernel == "lora_expand":  # a product of rounded numbers, to whatever it is added
+        return BOUND["bfloat16"]
+    if dtype == "float32" and case.kernel in ("state_step", "state_chunks"):
+        # A sum whose last bit differs may round a state of 16 bits to its neighbour.
+        many = 1e-5 if case.kernel == "state_chunks" else BOUND[dtype]  # 16 bits of each number
+        return 5e-5 if first == "bfloat16" else many
+    return BOUND[dtype]
 
 
 def plain_tokens(logits, words, positions, greedy, heat, floor, k, p):

@@ -58,7 +58,7 @@ def time_of(case: Case) -> float:
             after = out[0].ravel()[0]
             if case.kernel == "rope_write":  # goes on in the caches that it has written
                 inputs[i % len(inputs)] = first, *rest[:2], *out[1:], *rest[4:]
-            if case.kernel == "state_step":  # and in the states
+            if case.kernel in ("state_step", "state_chunks"):  # and in the states
                 inputs[i % len(inputs)] = out[1], *rest
         return waited, after
 

@@ -135,9 +135,7 @@ def long_rows(
     return states, out
 
 
-PLAIN = Candidates(
-    (Operation("plain JAX", _short_rows),), (Operation("plain JAX", long_rows),)
-)
+PLAIN = Candidates((Operation("plain JAX", _short_rows),), (Operation("plain JAX", long_rows),))
 
 
 def replayed(

@@ -50,7 +50,7 @@ KERNELS = (
     "decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "matmul", "swiglu",
     "gated_mlp", "grouped_mlp", "quantized_grouped", "quantized_matmul",
     "quantized_mlp", "fp8_blocks", "latent_decode", "sample_tokens",
-    "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step",
+    "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step", "state_chunks",
 )  # fmt: skip
 MODEL = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=512, intermediate_size=1024,

@@ -239,3 +239,28 @@ def state_step(states, source, place, start, num, waiting, *given, axis, fields)
                 for at in np.asarray(place[b]):
                     held[at : at + 1] = s  # nothing behind the last
     return out, held
+
+
+def state_chunks(states, source, place, start, num, chunk, value, key, query, decay, beta, *, axis):
+    """A token after the other; states are rounded behind each chunk of 64."""
+    value, key, query, decay, beta = map(wide, (value, key, query, decay, beta))
+    times = states.shape[1] // key.shape[1]
+    key, query = (np.repeat(x, times, 1) for x in (key, query))
+    held, out = wide(states).copy(), np.zeros((len(decay), *value.shape[1:]))
+    old = held.copy()
+    for b, n in enumerate(np.asarray(num)):
+        if not n:
+            continue
+        s = old[source[b]] if source[b] < len(old) else np.zeros(old.shape[1:])
+        s = s.swapaxes(1, 2) if axis else s
+        for nth, t in enumerate(range(start[b], start[b] + n)):
+            s = s * np.exp(decay[t])[:, None, None]
+            moved = value[t]
+            if not axis:
+                moved = beta[t][:, None] * (moved - np.einsum("hyx,hy->hx", s, key[t]))
+            s = s + np.einsum("hx,hy->hyx", moved, key[t])
+            out[t] = np.einsum("hyx,hy->hx", s, query[t])
+            if nth % 64 == 63 or nth == n - 1:
+                s = wide(jnp.asarray(s, jnp.float32).astype(states.dtype))
+        held[place[b]] = s.swapaxes(1, 2) if axis else s
+    return out, held
