@@ -17,6 +17,7 @@ from jaxrunner.kernels_pallas import (
     reference,
     sampler,
 )
+from jaxrunner.kernels_pallas.state_chunks import CHUNK
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
@@ -42,7 +43,7 @@ from jaxrunner.types import Array, Batch, LayerCache
 CHUNKS_AT_ONCE = 16  # of prompts in layers with states: a GPU has launches to save
 CHUNKS = functools.partial(recurrence.long_rows, at_once=CHUNKS_AT_ONCE)
 STATES = recurrence.Candidates(
-    state_steps.SHORT_ROWS, (state_chunks.KERNEL, Operation("plain JAX", CHUNKS))
+    state_steps.SHORT_ROWS, (state_chunks.KERNEL, Operation("plain JAX", CHUNKS)), CHUNK
 )
 
 

@@ -25,6 +25,7 @@ class Candidates(NamedTuple):
 
     short: tuple[Operation, ...]  # rows of 1 + K tokens at most
     long: tuple[Operation, ...]  # others
+    padding: int = 0  # tokens behind the last one that those of `long` may read beside longer rows
 
 
 def recur(
@@ -36,6 +37,11 @@ def recur(
     rows, states, drafted = state_rows(batch, group, cache), cache.recurrent, cache.drafted
     query_len = batch.query_len if batch.query_len <= 1 + rows.shape[1] else 0
     waiting = None if drafted is None else _waiting(rule, rows, inputs, drafted)
+    T, padding = batch.row.shape[0], 0 if query_len else candidates.padding
+    if padding:  # all read the longer arrays, so that XLA makes no others
+        inputs = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)), inputs
+        )
     args = rule, rows, inputs, waiting, states, query_len
     states, out = run_first("recur", candidates.short, *args, note=note)
     if not query_len:
@@ -44,7 +50,7 @@ def recur(
     if drafted is not None:
         drafted = put(drafted, rows, rows.drafted(replay.packed(rule, inputs)))
     count = counted(rows, cache.count)
-    return out, replace(cache, recurrent=states, drafted=drafted, count=count)
+    return out[:T], replace(cache, recurrent=states, drafted=drafted, count=count)
 
 
 def _waiting(rule: Recurrence, rows: StateRows, inputs: Any, drafted: Array) -> Any:

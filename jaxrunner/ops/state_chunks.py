@@ -23,12 +23,15 @@ def long_rows(
     rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, out: Array,
     *, interpret: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Does what plain JAX does with long rows, each state read and written once."""
+    """Does what plain JAX does with long rows, each state read and written once.
+
+    inputs and out: `CHUNK` tokens longer than the rows.
+    """
     longs = rows.where(~rows.is_short)
     source, place = longs.source(), longs.places[:, 0]
     if waiting is not None:
         states, source = _replayed(rule, longs, waiting, states, source, place)
-    chunks, before = _chunks(longs, out.shape[0])
+    chunks, before = _chunks(longs, out.shape[0] - CHUNK)
     tokens, beta = _tokens(rule, chunks, inputs)
     if beta is not None:
         given = tokens.value, tokens.key, tokens.total, beta
@@ -79,14 +82,10 @@ def _tokens(rule: Recurrence, chunks: Chunks, inputs: Any) -> tuple[Tokens, Arra
         token = jnp.where(nth < chunks.num[:, None], chunks.first[:, None] + nth, x.shape[0])
         return take(x, token).swapaxes(1, 2)
 
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1)))
-
     total = jnp.cumsum(by_chunk(inputs.decay), 2)
     if rule.step is state_space.step:
-        return Tokens(*map(padded, (inputs.x, inputs.b, inputs.c)), total), None
-    beta = by_chunk(inputs.beta)
-    return Tokens(*map(padded, (inputs.v, inputs.k, inputs.q)), total), beta
+        return Tokens(inputs.x, inputs.b, inputs.c, total), None
+    return Tokens(inputs.v, inputs.k, inputs.q, total), by_chunk(inputs.beta)
 
 
 def _refuses(
