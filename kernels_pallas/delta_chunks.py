@@ -123,7 +123,8 @@ def _kernel(
 
 
 def _solve(
-    given: Ref, at: Array, scale: Ref, lower: Ref, solved: Ref, result: Ref, first: Array, num: Array
+    given: Ref, at: Array, scale: Ref, lower: Ref, solved: Ref, result: Ref, first: Array,
+    num: Array,
 ) -> None:  # fmt: skip
     """Solves (I + lower) x = scale given for a chunk, and writes its tokens of x to result, [T, n].
 

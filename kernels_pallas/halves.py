@@ -1,8 +1,8 @@
 """Products of float32 numbers by matrix units that take bfloat16: each number in two of them.
 
-A number is a high half, its nearest bfloat16, and a low half, what that misses. Of the four products
-the low times the low one is left out, so that 16 bits of each number count: errors are 2**-16 of a
-product. arXiv:1904.06376.
+A number is a high half, its nearest bfloat16, and a low half, what that misses. Of the four
+products the low times the low one is left out, so that 16 bits of each number count: errors are
+2**-16 of a product. arXiv:1904.06376.
 """
 
 from typing import NamedTuple

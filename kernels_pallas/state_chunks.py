@@ -3,9 +3,9 @@
 A warpgroup has the part of one head's matrix that belongs to 64 of its values, from its load until
 behind the last token of a row. Within a chunk, tokens see those before them as in attention, with
 decays in place of a softmax: arXiv:2405.21060, section 6, and for delta rules, whose chunks
-`delta_chunks` solves first, arXiv:2412.06464. Two other warpgroups go ahead: they read what the next
-chunk's products take, and one of them finds what its tokens see of one another. Products are of
-float32 numbers, each in two of bfloat16 (`halves.py`).
+`delta_chunks` solves first, arXiv:2412.06464. Two other warpgroups go ahead: they read what the
+next chunk's products take, and one of them finds what its tokens see of one another. Products are
+of float32 numbers, each in two of bfloat16 (`halves.py`).
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.halves import Halves, halves, product
-from jaxrunner.kernels_pallas.mosaic import Layout, Ref
+from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
