@@ -79,9 +79,11 @@ def delta_chunks(
         _kernel,
         out_type=(shape, shape),
         scratch_types=dict(
-            key_smem=plgpu.SMEM((2, CHUNK, COLUMNS), jnp.bfloat16, transforms=tiled),
+            either=plgpu.RefUnion(  # keys, which are read by then, and results
+                plgpu.SMEM((2, CHUNK, COLUMNS), jnp.bfloat16, transforms=tiled),
+                plgpu.SMEM((CHUNK, COLUMNS), jnp.float32),
+            ),
             lower=plgpu.SMEM((CHUNK, CHUNK), jnp.float32),
-            solved=plgpu.SMEM((CHUNK, COLUMNS), jnp.float32),
             scales=plgpu.SMEM((2, CHUNK), jnp.float32),
         ),
         grid=(chunks.num.shape[0], value.shape[1]),
@@ -94,7 +96,7 @@ def delta_chunks(
 
 def _kernel(
     first_ref: Ref, num_ref: Ref, value: Ref, key: Ref, total: Ref, beta: Ref, moved: Ref,
-    moving: Ref, *, key_smem: Ref, lower: Ref, solved: Ref, scales: Ref,
+    moving: Ref, *, either: Any, lower: Ref, scales: Ref,
 ) -> None:  # fmt: skip
     c, head = lax.axis_index("chunk"), lax.axis_index("head")
     first, num = first_ref[c], num_ref[c]
@@ -104,6 +106,7 @@ def _kernel(
     def _() -> None:
         here = pl.ds(first, CHUNK)
         keys = halves(tokens_of(key.at[here, group], num))
+        key_smem, solved = either
         held = Halves(*(key_smem.at[k] for k in range(2)))
         for half, ref in zip(keys, held, strict=True):
             ref[...] = half
