@@ -60,11 +60,9 @@ def bound(case: Case, first: str, dtype: str) -> float:
     """Returns the bound of a result, given the dtypes of the first argument and of the result."""
     if case.kernel == "lora_expand":  # a product of rounded numbers, to whatever it is added
         return BOUND["bfloat16"]
-    if dtype == "float32" and case.kernel in ("state_step", "state_chunks"):
-        # A sum whose last bit differs may round a state of 16 bits to its neighbour.
-        many = 1e-5 if case.kernel == "state_chunks" else BOUND[dtype]  # 16 bits of each number
-        return 5e-5 if first == "bfloat16" else many
-    return BOUND[dtype]
+    if dtype == "float32" and first == "bfloat16" and case.kernel.startswith("state_"):
+        return 5e-5  # a sum whose last bit differs may round a state to its neighbour
+    return 1e-5 if dtype == "float32" and case.kernel == "state_chunks" else BOUND[dtype]
 
 
 def plain_tokens(logits, words, positions, greedy, heat, floor, k, p):
