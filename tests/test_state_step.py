@@ -191,3 +191,4 @@ def test_a_program_tells_what_carries_states_on():
 
     assert told(Bucket(8, 8, 1))["recur"] == told(Bucket(64, 5))["recur"] == "state_step"
     assert told(Bucket(64, 5))["recur by chunks"] == "state_chunks"
+    assert told(Bucket(8, 8, 1))["convolve"] == "conv_step"

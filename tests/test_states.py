@@ -197,7 +197,7 @@ def test_convolutions_depend_on_the_request_alone(drafts):
 
     @jax.jit
     def advance(batch: Batch, x: jax.Array, cache: StateCache) -> Any:
-        return short_conv.convolve(batch, x, weight, bias, cache, 0)
+        return short_conv.convolve(short_conv.PLAIN, batch, x, weight, bias, cache, 0)
 
     def one(batch: Batch, rows: list[Any], T: int, cache: StateCache) -> Any:
         return advance(batch, side_by_side(of, rows, T), cache)
@@ -244,7 +244,7 @@ def test_the_next_step_goes_on_from_any_token_that_was_verified(kind, size):
 
     @jax.jit
     def run(batch: Batch, x: jax.Array, given: Any, cache: StateCache) -> Any:
-        y, cache = short_conv.convolve(batch, x, weight, None, cache, 0)
+        y, cache = short_conv.convolve(short_conv.PLAIN, batch, x, weight, None, cache, 0)
         return y, *recurrence.recur(recurrence.PLAIN, batch, rule, given, cache, 0)
 
     def step(first: int, num: int, wrong: int, cache: StateCache) -> Any:

@@ -60,8 +60,9 @@ def paged(batch: Batch, *, note: Note = unnoted) -> Ops:
     """Plain JAX over the paged cache of `batch`."""
     attention = reference if cpu_attention.refuses(batch) else cpu_attention
     latent = functools.partial(latent_attention.attend_latent, latent_attention.PLAIN, batch, note)
+    states = _states(batch, short_conv.PLAIN, recurrence.PLAIN, note)
     attend = functools.partial(attention.paged_attention, batch)
-    return _plain(attend, latent, _states(batch, recurrence.PLAIN, note), note, batch)
+    return _plain(attend, latent, states, note, batch)
 
 
 def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
@@ -74,10 +75,12 @@ def dense(batch_size: int, *, note: Note = unnoted) -> Ops:
     return _plain(functools.partial(reference.dense_attention, batch_size), latent, states, note)
 
 
-def _states(batch: Batch, recur: recurrence.Candidates, note: Note) -> dict[str, Any]:
+def _states(
+    batch: Batch, convolve: tuple[Operation, ...], recur: recurrence.Candidates, note: Note
+) -> dict[str, Any]:
     """Returns the operations that carry states of requests on."""
     return dict(
-        convolve=functools.partial(short_conv.convolve, batch),
+        convolve=functools.partial(short_conv.convolve, convolve, batch, note=note),
         recur=functools.partial(recurrence.recur, recur, batch, note=note),
     )
 
@@ -147,7 +150,7 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
         batch=batch,
         adapters=low_rank.KERNELS,
-        **_states(batch, STATES, note),
+        **_states(batch, short_conv.KERNELS, STATES, note),
     )
 
 

@@ -11,25 +11,23 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import take
+from jaxrunner.kernels_pallas import conv_step
+from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
 
 
 def convolve(
-    batch: Batch, x: Array, weight: Array, bias: Array | None, cache: StateCache, group: int
-) -> tuple[Array, StateCache]:
+    candidates: tuple[Operation, ...], batch: Batch, x: Array, weight: Array, bias: Array | None,
+    cache: StateCache, group: int, *, note: Note = unnoted,
+) -> tuple[Array, StateCache]:  # fmt: skip
     """Returns the convolution of x, [T, C], and the cache with the last inputs of each row.
 
     weight: [C, W], that of the token itself last; bias: [C]. Sums are float32.
     """
     rows = state_rows(batch, group, cache)
-    old = _before(rows, cache)
-    y = _summed(x, weight, bias, old, batch.row, rows.start)
-    kept = _last_inputs(x, old, rows.start, rows.taken)
-    conv = put(cache.conv, rows, kept)
-    if not batch.query_len:
-        # XLA could write this state behind the last layer, and hold x of all layers until then.
-        y, conv = lax.optimization_barrier((y, conv))
+    args = batch, rows, x, weight, bias, cache
+    y, conv = run_first("convolve", candidates, *args, note=note)
     cache = replace(cache, conv=conv)
     if cache.drafted_conv is not None:
         drafted = put(cache.drafted_conv, rows, rows.drafted(x))
@@ -37,6 +35,42 @@ def convolve(
     if cache.recurrent is None:  # else what carries matrices on counts, behind this
         cache = replace(cache, count=counted(rows, cache.count))
     return y, cache
+
+
+def _plain(
+    batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache
+) -> tuple[Array, Array]:
+    """Returns the convolution, and the last inputs of all requests, [N, taps, C]."""
+    old = _before(rows, cache)
+    y = _summed(x, weight, bias, old, batch.row, rows.start)
+    kept = _last_inputs(x, old, rows.start, rows.taken)
+    conv = put(cache.conv, rows, kept)
+    if not batch.query_len:
+        # XLA could write this state behind the last layer, and hold x of all layers until then.
+        y, conv = lax.optimization_barrier((y, conv))
+    return y, conv
+
+
+def one_token(
+    batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache,
+    *, interpret: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Does the same for rows of one token each, in one kernel."""
+    where = rows.source(), rows.places[:, 0]
+    conv, y = conv_step.conv_step(cache.conv, x, weight, bias, *where, interpret=interpret)
+    return y, conv
+
+
+def _refuses(
+    batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache
+) -> str | None:
+    if batch.query_len != 1 or cache.drafted_conv is not None:
+        return "wants rows of one token each, which verify no drafts"
+    return conv_step.refuses(cache.conv, x, weight, bias)
+
+
+PLAIN = (Operation("plain JAX", _plain),)
+KERNELS = (Operation("conv_step", one_token, _refuses), *PLAIN)
 
 
 def _before(rows: StateRows, cache: StateCache) -> Array:

@@ -1,0 +1,122 @@
+"""Causal convolutions of one new token a row, over the inputs that its request keeps, on Hopper.
+
+A thread has a few channels of a row: it reads their last inputs, sums them up with the new one, and
+moves them on by one in their place.
+"""
+
+from dataclasses import dataclass
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.types import Array
+
+THREADS = 128
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How channels are cut."""
+
+    channels: int = 8  # of a thread at most; fewer where there are few blocks
+    blocks: int = 264  # two a multiprocessor of an H200
+
+
+def refuses(conv: Shaped, x: Shaped, weight: Shaped, bias: Shaped | None) -> str | None:
+    """Returns why these shapes and dtypes are not served, None if they are."""
+    if jax.__version_info__ < (0, 11):
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    (_, taps, C), T = conv.shape, x.shape[0]
+    if conv.dtype not in DTYPES or x.dtype != conv.dtype:
+        return f"wants inputs and what is kept of them in one dtype, got {x.dtype}, {conv.dtype}"
+    if C % THREADS:
+        return f"wants channels of a multiple of {THREADS}, got {C}"
+    shapes = dict(x=(T, C), weight=(C, taps + 1), bias=(C,))
+    for (name, shape), given in zip(shapes.items(), (x, weight, bias), strict=True):
+        if given is not None and given.shape != shape:
+            return f"wants {name} of {list(shape)}, got {list(given.shape)}"
+    return None
+
+
+def conv_step(
+    conv: Array, x: Array, weight: Array, bias: Array | None, source: Array, place: Array, *,
+    config: TuningConfig = TuningConfig(), interpret: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns what is kept once each row has taken in a token, and the sums, [B, C], of x's dtype.
+
+    conv: [N, taps, C], inputs that are kept, the oldest first, written in place where the caller
+    donates them; x: [B, C], the new ones; weight: [C, taps + 1], that of the new one last; bias:
+    [C]. source and place: [B], int32, where a row's inputs are and where they go; N for zeros, and
+    for rows that leave nothing. Sums are float32.
+
+    Raises:
+      ValueError: what `refuses` says.
+    """
+    if why := refuses(conv, x, weight, bias):
+        raise ValueError(f"conv_step {why}")
+    B, C = x.shape
+    held = jax.new_ref(conv)
+    vec = _channels(B, C, config)
+    biases = () if bias is None else (bias,)
+    y = plgpu.kernel(
+        functools.partial(_kernel, vec=vec, is_device=interpret is None),
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(C // (THREADS * vec), B),
+        grid_names=("part", "row"),
+        kernel_name="conv_step",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(held, x, weight.T, source, place, *biases)
+    return jax.freeze(held), y
+
+
+def _channels(B: int, C: int, config: TuningConfig) -> int:
+    """Returns the channels of a thread: many, as far as that leaves enough blocks."""
+    fit = [v for v in (1, 2, 4, 8) if v <= config.channels and C % (THREADS * v) == 0]
+    return max(v for v in fit if v == 1 or B * C // (THREADS * v) >= config.blocks)
+
+
+def _kernel(
+    conv: Ref, x: Ref, weight: Ref, source_ref: Ref, place_ref: Ref, *refs: Ref, vec: int,
+    is_device: bool,
+) -> None:  # fmt: skip
+    if is_device:  # what interprets kernels knows no launches
+        pdl.begin()
+    *bias, y = refs
+    (N, taps, _), row = conv.shape, lax.axis_index("row")
+    source, place = source_ref[row], place_ref[row]
+    mine = pl.ds(lax.axis_index("part") * THREADS * vec, THREADS * vec)
+    layout = plgpu.Layout.WG_STRIDED((THREADS * vec,), vec_size=vec)
+
+    def load(ref: Ref) -> Array:
+        return mosaic.load(ref, layout=layout, optimized=False)
+
+    def zeros() -> list[Array]:
+        zero = plgpu.layout_cast(jnp.zeros((THREADS * vec,), conv.dtype), layout)
+        return [zero] * taps
+
+    # Whoever had the block of a new row before is not read.
+    old = lax.cond(source < N, lambda: [load(conv.at[source, t, mine]) for t in range(taps)], zeros)
+    inputs = [*old, load(x.at[row, mine])]
+    terms = [
+        one.astype(jnp.float32) * load(weight.at[t, mine]).astype(jnp.float32)
+        for t, one in enumerate(inputs)
+    ]
+    total = functools.reduce(jnp.add, terms)
+    for ref in bias:
+        total = total + load(ref.at[mine]).astype(jnp.float32)
+    put(y.at[row, mine], total.astype(y.dtype))
+
+    @pl.when(place < N)
+    def _() -> None:
+        for t, one in enumerate(inputs[1:]):
+            put(conv.at[place, t, mine], one)
