@@ -27,7 +27,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 class TuningConfig:
     """How channels are cut."""
 
-    channels: int = 8  # of a thread at most; fewer where there are few blocks
+    channels: int = 2  # of a thread at most; fewer where there are few blocks
     blocks: int = 264  # two a multiprocessor of an H200
 
 
