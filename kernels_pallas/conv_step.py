@@ -92,7 +92,8 @@ def _kernel(
     if is_device:  # what interprets kernels knows no launches
         pdl.begin()
     *bias, y = refs
-    (N, taps, _), row = conv.shape, lax.axis_index("row")
+    N, taps = conv.shape[:2]
+    row = lax.axis_index("row")
     source, place = source_ref[row], place_ref[row]
     mine = pl.ds(lax.axis_index("part") * THREADS * vec, THREADS * vec)
     layout = plgpu.Layout.WG_STRIDED((THREADS * vec,), vec_size=vec)

@@ -5,7 +5,7 @@ products the low times the low one is left out, so that 16 bits of each number c
 2**-16 of a product. arXiv:1904.06376.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ from jaxrunner.types import Array
 
 
 class Halves(NamedTuple):
-    """A matrix in two: in registers, [64, k], or in shared memory."""
+    """A matrix in two: arrays in registers, [64, k], or references to shared memory."""
 
-    high: Array | Ref
-    low: Array | Ref
+    high: Any
+    low: Any
 
     @property
     def T(self) -> "Halves":

@@ -96,7 +96,7 @@ def _refuses(
     if rule.chunk_size != CHUNK:
         return f"wants chunks of {CHUNK} tokens, got {rule.chunk_size}"
     B, T = rows.num.shape[0], out.shape[0]
-    one = jax.ShapeDtypeStruct((T // CHUNK + B,), jnp.int32)
+    one: Any = jax.ShapeDtypeStruct((T // CHUNK + B,), jnp.int32)
     tokens, beta = jax.eval_shape(functools.partial(_tokens, rule), Chunks(one, one), inputs)
     if beta is not None:
         if why := delta_chunks.refuses(tokens.value, tokens.key, tokens.total, beta):
