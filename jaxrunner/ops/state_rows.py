@@ -101,7 +101,8 @@ def state_rows(batch: Batch, group: int, cache: StateCache) -> StateRows:
 def put(states: Array, rows: StateRows, kept: Array) -> Array:
     """Returns states, [N, ...], with what each row leaves, [B, ...], in its places."""
     for place in rows.places.T:
-        states = states.at[place].set(kept.astype(states.dtype), mode="drop")
+        given = kept.astype(states.dtype)
+        states = states.at[place].set(given, mode="drop", unique_indices=True)
     return states
 
 
