@@ -125,12 +125,10 @@ def test_tokens_are_those_of_one_device(kv_heads, num, interleave, params, chang
     assert S == config.block_size and math.prod(cache.shape[1:-1]) == num * S
     (pool,) = several.pools
     assert pool.block_size == interleave[0] * config.block_size
-    _goes_on_from_a_snapshot(several, params, want, tmp_path / "saved")
+    _goes_on(several, params, want, tmp_path / "saved")
 
 
-def _goes_on_from_a_snapshot(
-    engine: Engine, params: list[SamplingParams], want: list[list[int]], path: Path
-) -> None:
+def _goes_on(engine: Engine, params: Any, want: list[list[int]], path: Path) -> None:
     """Checks that a snapshot in the midst of the requests ends with the same tokens."""
     requests = add(engine, params)
     for _ in range(6):
@@ -171,11 +169,8 @@ def test_parts_of_the_keys_give_what_all_of_them_do(window, length):
     keys = jax.random.split(jax.random.key(2), 3)
     k, v = (jax.random.normal(key, (M, 1, S * C, D)) for key in keys[:2])
     q = jax.random.normal(keys[2], (1, 1, 2, Q, D))
-    pos, blocks, lens = (
-        jnp.arange(length - Q, length)[None],
-        jnp.arange(M)[None],
-        jnp.full(1, length),
-    )
+    pos, blocks = jnp.arange(length - Q, length)[None], jnp.arange(M)[None]
+    lens = jnp.full(1, length)
     spec = AttentionSpec(0, window, 0.5)
     want = online_softmax(q, pos, blocks, lens, LayerCache(k, v, None, None), spec, chunk=8)
     found = []
