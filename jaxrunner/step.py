@@ -251,6 +251,7 @@ def prepare_inputs(
     return batch, SamplingMetadata(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
 
 
+@functools.partial(jax.jit, inline=True)  # traced once for equal shapes
 def advance(
     requests: Requests, rows: SamplingMetadata, sampled: Array, accepted: Array | None = None,
     most: Array | None = None,
