@@ -1,5 +1,6 @@
 """Reads and writes by index, and rows of different lengths laid side by side."""
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ def find_rows(ends: Array, index: Array) -> Array:
     return (ends[None] <= index[:, None]).sum(1, dtype=jnp.int32)
 
 
+@functools.partial(jax.jit, inline=True)  # traced once for equal shapes
 def take(table: Array, index: Any) -> Array:
     """Reads `table[index]`, 0 where an index is out of range."""
     return table.at[index].get(mode="fill", fill_value=0)

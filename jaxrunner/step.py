@@ -120,7 +120,8 @@ def draw(
     flat = Batched(
         slot=jnp.repeat(rows.slot, J),
         position=(rows.next_pos[:, None] + jnp.arange(J)[None]).reshape(-1),
-        requests=state.requests,
+        # Without block tables, whose shapes differ from model to model: rules are traced once.
+        requests=replace(state.requests, blocks=()),
         mask=None if mask is None else mask.reshape(B * J, -1),
         vocabulary=program.vocabulary,
     )
@@ -250,6 +251,7 @@ def prepare_inputs(
     return batch, SamplingMetadata(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
 
 
+@functools.partial(jax.jit, inline=True)  # traced once for equal shapes
 def advance(
     requests: Requests, rows: SamplingMetadata, sampled: Array, accepted: Array | None = None,
     most: Array | None = None,

@@ -1,5 +1,6 @@
 """Decode context parallelism on a CPU's fake devices: what one gives, of tokens on several."""
 
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -44,12 +45,14 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9, logprobs=2),
     SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=1),
 ]
+# All with logprobs, for which no program of a whole step is compiled.
+TOLD = [dataclasses.replace(PARAMS[0], logprobs=2), *PARAMS[1:]]
 FIRST = [3, 1, 4, 1, 5, 9, 2, 6] * 2
 PROMPTS = FIRST, [9, 2], list(range(1, 32)), [7] * 9, FIRST[:12]
 
 
-def add(engine: Engine) -> list[Any]:
-    return [engine.add(f"{i}", prompt, PARAMS[i % 3]) for i, prompt in enumerate(PROMPTS)]
+def add(engine: Engine, params: list[SamplingParams]) -> list[Any]:
+    return [engine.add(f"{i}", prompt, params[i % 3]) for i, prompt in enumerate(PROMPTS)]
 
 
 def joined(parts: list[Any]) -> Any:
@@ -57,12 +60,12 @@ def joined(parts: list[Any]) -> Any:
     return jax.tree.map(lambda *x: np.concatenate(x), *parts) if parts else ()
 
 
-def answers(engine: Engine) -> tuple[list[Any], list[Any]]:
+def answers(engine: Engine, params: list[SamplingParams]) -> tuple[list[Any], list[Any]]:
     """Returns tokens and logprobs of requests that crowd each other, and of one that goes on."""
-    requests = add(engine)
+    requests = add(engine, params)
     while engine.has_unfinished:
         engine.step()
-    requests += [engine.add("on", [*FIRST, *requests[0].output_token_ids], PARAMS[0])]
+    requests += [engine.add("on", [*FIRST, *requests[0].output_token_ids], params[0])]
     while engine.has_unfinished:
         engine.step()
     assert requests[-1].num_cached_tokens > 0
@@ -90,16 +93,16 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
 
 @pytest.mark.devices(8)
 @pytest.mark.parametrize(
-    "kv_heads,num,interleave,changes",
+    "kv_heads,num,interleave,params,changes",
     [
-        (1, 4, (4, 1), dict(num_blocks=9, block_size=3, kv_dtype="int8")),
+        (1, 4, (4, 1), PARAMS, dict(num_blocks=9, block_size=3, kv_dtype="int8")),
         pytest.param(
-            8, 4, (2, 2),
+            8, 4, (2, 2), TOLD,
             dict(num_blocks=15, block_size=4, kv_dtype="int8", stages=2, **tiny.LATENTS),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            2, 8, (4, 2), dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS),
+            2, 8, (4, 2), TOLD, dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS),
             marks=pytest.mark.slow,
         ),
     ],
@@ -108,9 +111,9 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
         "windows, runs of 2, several steps",
     ],
 )  # fmt: skip
-def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_path):
+def test_tokens_are_those_of_one_device(kv_heads, num, interleave, params, changes, tmp_path):
     one, several = one_and_several(tmp_path, kv_heads, num, Interleave(*interleave), **changes)
-    (want, logprobs), (got, told) = answers(one), answers(several)
+    (want, logprobs), (got, told) = (answers(engine, params) for engine in (one, several))
     assert got == want
     for ours, theirs in zip(jax.tree.leaves(told), jax.tree.leaves(logprobs), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
@@ -122,12 +125,12 @@ def test_tokens_are_those_of_one_device(kv_heads, num, interleave, changes, tmp_
     assert S == config.block_size and math.prod(cache.shape[1:-1]) == num * S
     (pool,) = several.pools
     assert pool.block_size == interleave[0] * config.block_size
-    _goes_on_from_a_snapshot(several, dict(enumerate(want)), tmp_path / "saved")
+    _goes_on(several, params, want, tmp_path / "saved")
 
 
-def _goes_on_from_a_snapshot(engine: Engine, want: dict[int, list[int]], path: Path) -> None:
+def _goes_on(engine: Engine, params: Any, want: list[list[int]], path: Path) -> None:
     """Checks that a snapshot in the midst of the requests ends with the same tokens."""
-    requests = add(engine)
+    requests = add(engine, params)
     for _ in range(6):
         engine.step()
     save_engine(engine, path)
@@ -166,11 +169,8 @@ def test_parts_of_the_keys_give_what_all_of_them_do(window, length):
     keys = jax.random.split(jax.random.key(2), 3)
     k, v = (jax.random.normal(key, (M, 1, S * C, D)) for key in keys[:2])
     q = jax.random.normal(keys[2], (1, 1, 2, Q, D))
-    pos, blocks, lens = (
-        jnp.arange(length - Q, length)[None],
-        jnp.arange(M)[None],
-        jnp.full(1, length),
-    )
+    pos, blocks = jnp.arange(length - Q, length)[None], jnp.arange(M)[None]
+    lens = jnp.full(1, length)
     spec = AttentionSpec(0, window, 0.5)
     want = online_softmax(q, pos, blocks, lens, LayerCache(k, v, None, None), spec, chunk=8)
     found = []

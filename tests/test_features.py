@@ -19,6 +19,7 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.outputs import CompletionOutput, RequestOutput
 from jaxrunner.api.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
+from jaxrunner.device.parts import LoweredParts, Parts
 from tests.support.token_oracle import PROMPT, L, N, Oracle, V
 
 DOCS = Path(__file__).parents[1] / "docs" / "features.md"
@@ -247,13 +248,20 @@ def stated() -> dict[Pair, str]:
     return dict(zip(((a, b) for a in FEATURES for b in FEATURES), cells, strict=True))
 
 
+def optimised(lowered: LoweredParts, options: dict[str, str], own=LoweredParts.compile) -> Parts:
+    """Compiles a program as users' are: these run hundreds of times, most others in tests once."""
+    return own(lowered, options | dict(xla_backend_optimization_level="1"))
+
+
 @pytest.fixture(scope="module")
 def cells(request) -> dict[Pair, str]:
     """Returns the cells of all pairs where the slow test is to run, else those of neighbours."""
     pytest.importorskip("llguidance")
     tests = {item.name for item in request.session.items}
     whole = test_features_work_together_or_are_refused.__name__ in tests
-    return matrix(PAIRS if whole else [*ALONE, *itertools.pairwise(FEATURES)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoweredParts, "compile", optimised)
+        return matrix(PAIRS if whole else [*ALONE, *itertools.pairwise(FEATURES)])
 
 
 def test_neighbours_in_the_table_work_together_or_are_refused(cells):

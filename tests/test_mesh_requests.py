@@ -17,7 +17,7 @@ from tests.support import failing, features, small_checkpoint, tiny
 from tests.support.failing import HOWS, nth
 
 pytestmark = pytest.mark.slow
-MODEL: dict[str, Any] = small_checkpoint.SETTINGS | dict(num_key_value_heads=2, num_hidden_layers=4)
+MODEL: dict[str, Any] = small_checkpoint.SETTINGS | dict(num_key_value_heads=2)
 TWO = ParallelConfig(tensor_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 MESHES = {

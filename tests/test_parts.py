@@ -85,6 +85,17 @@ def test_a_program_is_cut_at_calls_that_are_many(more, is_cut):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+def test_what_nobody_reads_is_left_out():
+    def unread(x):
+        jnp.sort(x)
+        for _ in range(parts.LEAST_CALLS):
+            x, _ = repeated(x, 2.0)
+        return x
+
+    lowered = parts.cut(jax.jit(unread).trace(np.ones(3, np.float32)))
+    assert lowered is not None and len(lowered.compile({}).told[0]) == 1  # the call alone
+
+
 def test_a_program_with_much_between_its_calls_is_whole():
     def between(x):
         for _ in range(parts.LEAST_CALLS + parts.MOST_REST):

@@ -16,11 +16,12 @@ from jaxrunner.scheduling.request import SchedulerOutput
 from tests.support import lora, small_checkpoint
 
 PROMPTS = [[n, *range(9), 5] for n in range(3 * D)]
+ONE_LAYER = MIXTURE | dict(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return small_checkpoint.save_family(tmp_path_factory.mktemp("mixture"), MIXTURE)
+    return small_checkpoint.save_family(tmp_path_factory.mktemp("mixture"), ONE_LAYER)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_all_ranks_draft_as_many_tokens(num_decode_steps, folder, wanted, monkey
 @pytest.mark.slow
 def test_tokens_of_a_rank_are_dealt_out_to_its_devices(tmp_path):
     even = dict(num_experts=8, num_attention_heads=4, intermediate_size=32, vocab_size=64)
-    folder = small_checkpoint.save_family(tmp_path, MIXTURE | even)
+    folder = small_checkpoint.save_family(tmp_path, ONE_LAYER | even)
     eight: dict[str, Any] = dict(
         data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True,
         decode_context_parallel_size=2,
@@ -115,8 +116,9 @@ def test_tokens_of_a_rank_are_dealt_out_to_its_devices(tmp_path):
 
 
 @pytest.mark.devices(D)
-def test_adapters_of_all_ranks_share_their_places(folder):
+def test_adapters_of_all_ranks_share_their_places(tmp_path):
     """Five adapters, and two places, for nine requests."""
+    folder = small_checkpoint.save_family(tmp_path, MIXTURE)
     base = load_file(Path(folder, "model.safetensors"))
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     made = [lora.make(base, i, targets=targets) for i in range(1, 6)]

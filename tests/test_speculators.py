@@ -11,7 +11,9 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
 from jaxrunner.runner.build import build
+from jaxrunner.speculators.ngram import ngram
 from jaxrunner.speculators.speculator import write_drafts
+from jaxrunner.speculators.suffix import suffix
 from jaxrunner.types import SamplingMetadata
 from tests.outside.lookup import K, lookup
 from tests.outside.recurrent import recurrent
@@ -45,6 +47,11 @@ def test_drafts_change_no_token(rule, changes):
         assert e.scheduler.num_preemptions
     elif rule["temperature"] == 0 and "num_decode_steps" not in changes:
         assert steps < plain_steps  # some drafts stood
+
+
+@pytest.mark.parametrize("kind", [ngram, suffix])
+def test_engines_whose_drafts_are_alike_share_programs(kind):
+    assert kind(2) == kind(2) != kind(3)
 
 
 def test_rows_that_were_due_no_token_keep_what_they_have():

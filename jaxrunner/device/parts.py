@@ -168,7 +168,8 @@ def _joined(
 
 def _pieces(jaxpr: Any) -> list[_Piece] | None:
     """Returns the pieces of a jaxpr in their order; None where cutting is not worth it."""
-    count = Counter(id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if _is_call(eqn))
+    eqns = _read_eqns(jaxpr)
+    count = Counter(id(eqn.params["jaxpr"]) for eqn in eqns if _is_call(eqn))
     often = {key for key, num in count.items() if num >= LEAST_CALLS}
 
     def own_part(eqn: Any) -> Any:
@@ -179,7 +180,7 @@ def _pieces(jaxpr: Any) -> list[_Piece] | None:
     # Every other equation runs right after the last own part that it depends on.
     behind: dict[Any, int] = {}
     own, rest = list[Any](), {0: list[Any]()}
-    for key, run in itertools.groupby(jaxpr.eqns, own_part):
+    for key, run in itertools.groupby(eqns, own_part):
         if key is not None:
             own.append([*run])
             behind |= {v: len(own) for eqn in own[-1] for v in eqn.outvars}
@@ -200,6 +201,17 @@ def _pieces(jaxpr: Any) -> list[_Piece] | None:
         for i, eqns in enumerate(groups)
         if eqns
     ]
+
+
+def _read_eqns(jaxpr: Any) -> list[Any]:
+    """Returns the equations, in their order, whose results something reads."""
+    read = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if not read.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            read.update(_variables(eqn))
+    return kept[::-1]
 
 
 def _piece(jaxpr: Any, eqns: list[Any], needed: set[Any]) -> _Piece:
