@@ -1,7 +1,7 @@
 """Random loads on an engine that drafts: each request ends as in an engine without drafts."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class Load:
     num_steps: int = 500
     sizes: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    most_logprobs: int = 4  # of a request; from 2 on its programs are others, and wider
 
 
 TINY_POOL = dict(num_blocks=14, policy="priority")
@@ -46,7 +47,10 @@ LOADS = {
     "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2)),
     "adaptive": Load("adaptive", sizes=TINY_POOL | dict(num_decode_steps=2, async_depth=2)),
     "another, steps": Load(
-        "another", sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3), seed=1
+        "another",
+        sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3),
+        seed=1,
+        most_logprobs=1,
     ),
     "n-grams": Load("ngram", sizes=TINY_POOL | dict(async_depth=2)),
     "a user's": Load("user", sizes=dict(num_blocks=16, async_depth=3)),
@@ -59,7 +63,7 @@ class Driver:
     def __init__(self, load: Load, folder, seed: int = 0):
         self.rng, self.folder, self.seen = np.random.default_rng(seed), folder, Counter()
         self.model, self.config, params = KINDS[load.drafter]()
-        self.sizes = tiny.engine_config(**load.sizes)
+        self.sizes, self.most = tiny.engine_config(**load.sizes), load.most_logprobs
         self.engine = self.make(params)
         config, target = tiny.model_and_params()
         self.plain = Engine(  # of the usual sizes, which other tests compile too
@@ -86,7 +90,11 @@ class Driver:
             temperature = float(self.rng.choice([0, 0.5]))
             fixed |= {} if fixed["seed"] % 5 else dict(structured_outputs=features.GRAMMAR)
             return SamplingParams(temperature=temperature, max_tokens=MAX_LEN, **fixed)
-        return features.random_params(self.rng, **fixed)
+        params = features.random_params(self.rng, **fixed)
+        numbers = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
+        asked = {name: min(n, self.most) for name, n in numbers.items() if n is not None}
+        ids = (params.logprob_token_ids or [])[: self.most] or None
+        return replace(params, logprob_token_ids=ids, **asked)
 
     def add(self) -> None:
         """Adds a request, half of them with a known beginning; some are two of one prompt."""
