@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
@@ -41,8 +41,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def llm(shallow):
-    with LLM(shallow, num_blocks=64, **SIZES) as llm:
+def llm():
+    with LLM(str(embedded.PATH), num_blocks=64, **SIZES) as llm:
         yield llm
 
 
