@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -140,13 +141,14 @@ def test_rows_of_one_chunk_see_what_tokens_of_chunks_see(rows, query_len):
     q = jnp.asarray(rng.normal(size=(T, H, D)), jnp.float32)
     cache = LayerCache(k=k, v=v, k_scale=None, v_scale=None)
     spec = AttentionSpec(0, None, 0.3, chunk_size=C)
-    want = reference.attend(batch, q, cache, spec)
-    starts, seen, tables = rows_of(batch, spec, BLOCK)
+    attend = jax.jit(reference.attend, static_argnums=3)
+    want = np.asarray(attend(batch, q, cache, spec))
+    starts, seen, tables = jax.jit(rows_of, static_argnums=(1, 2))(batch, spec, BLOCK)
     cut = replace(
         batch, inputs=replace(batch.inputs, positions=batch.inputs.positions % C),
         query_start=starts, seq_lens=seen, blocks=(tables,),
     )  # fmt: skip
-    got = reference.attend(cut, q, cache, spec._replace(chunk_size=None))
+    got = np.asarray(attend(cut, q, cache, spec._replace(chunk_size=None)))
     live = row < B
     assert tables.shape[1] * BLOCK == C and int(seen.max()) <= C
     np.testing.assert_allclose(got[live], want[live], atol=1e-6)

@@ -15,12 +15,8 @@ from jaxrunner.kernels_pallas.cases import Case
 from tests.support.small_llm import SIZES
 
 
-@pytest.mark.parametrize(
-    "sizes", [SIZES, pytest.param({}, marks=pytest.mark.slow)], ids=["small", "its own"]
-)
-def test_the_demo_streams_several_completions(sizes, monkeypatch, capsys):
+def test_the_demo_streams_several_completions(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxrunner", "--max-tokens", "12"])
-    monkeypatch.setattr(__main__, "LLM", lambda model, **own: LLM(model, **own | sizes))
     __main__.main()
     shown = capsys.readouterr().out
     assert shown.splitlines()[0].startswith("jaxrunner ")

@@ -75,7 +75,7 @@ def test_greedy_tokens_do_not_depend_on_how_drafts_are_verified():
     want, *_ = run(llama, *tiny.model_and_params(), rule, **ONE)
     got, *_ = run(*rejecting("eagle", "standard"), rule, **ONE)
     assert got == want
-    sampled, *_ = run(*rejecting("eagle", "standard"), dict(temperature=0.7), **ONE)
+    sampled, *_ = run(*rejecting("eagle", "standard"), rule | dict(temperature=0.7), **ONE)
     assert all(len(tokens) == 20 for tokens in sampled.values())
 
 

@@ -1,7 +1,7 @@
 """Random loads on an engine that drafts: each request ends as in an engine without drafts."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxrunner.scheduling.request import Request
 from jaxrunner.speculators.drafter import Drafted
 from tests.outside.lookup import lookup
 from tests.support import features, tiny
-from tests.support.drafters import ADAPTIVE, DRAFTERS, with_itself_or_none, with_ngrams
+from tests.support.drafters import DRAFTERS, with_itself_or_none, with_ngrams
 
 MAX_LEN = 48
 EOS = (features.EOS,)
@@ -39,14 +39,18 @@ class Load:
     num_steps: int = 500
     sizes: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    most_logprobs: int = 4  # of a request; from 2 on its programs are others, and wider
 
 
 TINY_POOL = dict(num_blocks=14, policy="priority")
 LOADS = {
     "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2)),
-    "adaptive": Load("adaptive", sizes=ADAPTIVE | dict(async_depth=2)),
+    "adaptive": Load("adaptive", sizes=TINY_POOL | dict(num_decode_steps=2, async_depth=2)),
     "another, steps": Load(
-        "another", sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3), seed=1
+        "another",
+        sizes=TINY_POOL | dict(num_decode_steps=4, async_depth=3),
+        seed=1,
+        most_logprobs=1,
     ),
     "n-grams": Load("ngram", sizes=TINY_POOL | dict(async_depth=2)),
     "a user's": Load("user", sizes=dict(num_blocks=16, async_depth=3)),
@@ -59,7 +63,7 @@ class Driver:
     def __init__(self, load: Load, folder, seed: int = 0):
         self.rng, self.folder, self.seen = np.random.default_rng(seed), folder, Counter()
         self.model, self.config, params = KINDS[load.drafter]()
-        self.sizes = tiny.engine_config(**load.sizes)
+        self.sizes, self.most = tiny.engine_config(**load.sizes), load.most_logprobs
         self.engine = self.make(params)
         config, target = tiny.model_and_params()
         self.plain = Engine(  # of the usual sizes, which other tests compile too
@@ -86,7 +90,11 @@ class Driver:
             temperature = float(self.rng.choice([0, 0.5]))
             fixed |= {} if fixed["seed"] % 5 else dict(structured_outputs=features.GRAMMAR)
             return SamplingParams(temperature=temperature, max_tokens=MAX_LEN, **fixed)
-        return features.random_params(self.rng, **fixed)
+        params = features.random_params(self.rng, **fixed)
+        numbers = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
+        asked = {name: min(n, self.most) for name, n in numbers.items() if n is not None}
+        ids = (params.logprob_token_ids or [])[: self.most] or None
+        return replace(params, logprob_token_ids=ids, **asked)
 
     def add(self) -> None:
         """Adds a request, half of them with a known beginning; some are two of one prompt."""
@@ -261,3 +269,31 @@ def test_any_load_ends_as_without_drafts(name, tmp_path, monkeypatch, drive_step
     if isinstance(driver.engine.runner.params, Drafted):
         least["drafters"] = 3
     assert not {key: seen[key] for key, n in least.items() if seen[key] < int(n * scale)}, seen
+
+
+@pytest.mark.slow
+def test_no_request_compiles_anything_after_warm_up():
+    """Of programs that the adaptive load has lowered: those of all drafts, and more."""
+    model, config, params = KINDS["adaptive"]()
+    sizes = tiny.engine_config(**LOADS["adaptive"].sizes)
+    e = Engine(model, config, sizes, params, make_compiler=features.ParityCompiler)
+    e.warm_up(all_rules=True)
+    programs, rng, compiled = e.runner.programs, np.random.default_rng(0), []
+    warm, programs.strict = len(programs.ledger), True
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
+    )
+    try:
+        for i in range(100):
+            usual = SamplingParams(temperature=float(i % 4 == 0), max_tokens=12, seed=i)
+            given = usual if i % 2 else features.random_params(rng)
+            prompt = rng.integers(0, 9, rng.integers(1, 30)).tolist()
+            e.add(f"{i}", prompt, given, priority=int(rng.integers(3)))
+            e.step()
+            if i % 20 == 3:
+                e.abort([f"{i}"])
+        while e.has_unfinished:
+            e.step()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert (compiled, len(programs.ledger)) == ([], warm) and e.scheduler.num_preemptions

@@ -21,7 +21,8 @@ def test_python_sees_values_and_the_tokens_are_the_same(monkeypatch):
     request = tiny.new_request("a", [5, 6, 7], blocks=range(9), params=filtered)
     want = tiny.generate(tiny.runner(), request, 3)
     monkeypatch.setattr(tiny, "llama", llama._replace(layers=layers))
-    runner = tiny.runner(enforce_eager=True)
+    # As many tokens in each step: JAX compiles each operation once for a shape.
+    runner = tiny.runner(enforce_eager=True, max_num_batched_tokens=5, token_buckets=(5,))
     runner.warm_up()
     runner.programs.strict = True
     assert tiny.generate(runner, request, 3) == want

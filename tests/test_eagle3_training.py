@@ -66,14 +66,14 @@ def inputs_of(tokens) -> Inputs:
 
 def padded(rows, size: int):
     """Returns rows and zeros behind them, which change nothing: one program serves all lengths."""
-    rows = jnp.asarray(rows)
-    return jnp.pad(rows, [(0, size - len(rows)), *[(0, 0)] * (rows.ndim - 1)])
+    rows = np.asarray(rows)
+    return np.pad(rows, [(0, size - len(rows)), *[(0, 0)] * (rows.ndim - 1)])
 
 
 def run_target(tokens):
     """Returns states and logits, [T, ...], of one text."""
     size = max(len(tokens), 2 * L)
-    states, scores = _run_target(padded(tokens, size))
+    states, scores = jax.device_get(_run_target(padded(tokens, size)))
     return [state[: len(tokens)] for state in states], scores[: len(tokens)]
 
 
@@ -91,7 +91,7 @@ def _run_target(tokens):
 
 def run_head(tokens, states):
     """Returns logits, [T, V], and outputs, for tokens [T] behind the states [T, E]."""
-    given, fed_back = _run_head(padded(tokens, 2 * L), padded(states, 2 * L))
+    given, fed_back = jax.device_get(_run_head(padded(tokens, 2 * L), padded(states, 2 * L)))
     return given[: len(tokens)], fed_back[: len(tokens)]
 
 
@@ -115,14 +115,15 @@ def test_a_chain_sees_its_text_and_itself_alone():
     pair, target, _ = models()
     texts, chains = text_of(0, B, L), text_of(1, 2, B, L)
     place = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32)[None], (B, L)).reshape(-1)
-    run = functools.partial(acceptance.read_states, pair, target, batch_size=B)
-    aux, scores, kept = run((jnp.asarray(texts.reshape(-1)), place), None)
+    run = jax.jit(functools.partial(acceptance.read_states, pair, batch_size=B))
+    aux, scores, kept = run(target, (jnp.asarray(texts.reshape(-1)), place), None)
     want_aux, want = run_target(texts[1])
     np.testing.assert_allclose(scores.reshape(B, L, -1)[1], want, atol=1e-4)
     np.testing.assert_allclose(aux[1].reshape(B, L, -1)[1], want_aux[1], atol=1e-4)
     for i in (0, 1):
         given = jnp.asarray(chains[i].reshape(-1)), place + 1 + i
-        _, scores, kept = run(given, kept)
+        _, scores, kept = run(target, given, kept)
+        scores = np.asarray(scores)
         for row, at in ((0, 0), (0, 6), (1, 3)):
             whole = [*texts[row, : at + 1], *chains[: i + 1, row, at]]
             got = scores.reshape(B, L, -1)[row, at]
@@ -133,16 +134,17 @@ def test_a_chain_sees_its_text_and_itself_alone():
 def test_losses_are_of_what_the_head_itself_fed_back():
     pair, target, head = models()
     window = text_of(2, 1, L)
-    got = training.draft_losses(pair, (target, head), jnp.asarray(window), 2)
+    losses_of = jax.jit(training.draft_losses, static_argnums=(0, 3))
+    got = losses_of(pair, (target, head), jnp.asarray(window), 2)
     aux, scores = run_target(window[0])
-    states = eagle3.feature(pair.head, head, tuple(aux))
+    states = np.asarray(eagle3.feature(pair.head, head, tuple(aux)))
     losses = np.zeros(2)
     for i, count in ((0, L - 1), (1, L - 2)):
         for at in range(count):
             tokens = [*window[0, 1 : at + 2], *window[0, at + 2 : at + 2 + i]]
             x = states[: at + 1]
             if i:
-                x = jnp.concatenate([x, run_head(tokens[:-1], x)[1][-1:]])
+                x = np.concatenate([x, run_head(tokens[:-1], x)[1][-1:]])
             given = jax.nn.log_softmax(run_head(tokens, x)[0][-1])
             losses[i] -= float((jax.nn.softmax(scores[at + 1 + i]) * given).sum()) / count
     np.testing.assert_allclose(got, losses, rtol=1e-5)

@@ -107,21 +107,22 @@ def test_padding_is_no_experts():
 def test_tiles_hold_each_row_once(tokens, block):
     """By expert, ties in the order of tokens; no tile holds rows of two experts, or padding."""
     experts = routes_of(tokens=tokens, skew=0.5).experts
-    groups = grouping.group(experts, X)
+    groups = jax.tree.map(np.asarray, jax.jit(grouping.group, static_argnums=1)(experts, X))
     flat = np.asarray(experts).reshape(-1)
     np.testing.assert_array_equal(groups.order, np.argsort(flat, kind="stable"))
     np.testing.assert_array_equal(groups.order[groups.place], np.arange(flat.size))
     np.testing.assert_array_equal(groups.sizes, np.bincount(flat, minlength=X + 1)[:X])
-    tiles = grouping.cut_tiles(groups.sizes, flat.size, block)
+    cut = jax.jit(grouping.cut_tiles, static_argnums=(1, 2))
+    tiles = jax.tree.map(np.asarray, cut(groups.sizes, flat.size, block))
     num = int(tiles.num)
     assert num == sum(-(-int(size) // block) for size in groups.sizes) <= len(tiles.rows)
-    assert not np.asarray(tiles.rows)[num:].any() and (np.asarray(tiles.rows)[:num] <= block).all()
+    assert not tiles.rows[num:].any() and (tiles.rows[:num] <= block).all()
     found = [
         (int(e), first + r)
-        for e, first, rows in zip(*(np.asarray(a)[:num] for a in tiles[:3]), strict=True)
+        for e, first, rows in zip(*(a[:num] for a in tiles[:3]), strict=True)
         for r in range(rows)
     ]
-    real = flat[np.asarray(groups.order)]
+    real = flat[groups.order]
     assert found == [(int(e), row) for row, e in enumerate(real) if e < X]
 
 

@@ -62,8 +62,6 @@ CHUNKS = dict(max_num_batched_tokens=5, token_buckets=(5,))
     [
         pytest.param(nnx_model, CHUNKS, id="nnx, chunked prefill"),
         pytest.param(linen_model, {}, id="linen, batched"),
-        pytest.param(nnx_model, {}, id="nnx, batched", marks=pytest.mark.slow),
-        pytest.param(linen_model, CHUNKS, id="linen, chunked prefill", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_equal_those_of_our_own_decoder(make, changes):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, embedded, step
+from jaxrunner import LLM, step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.engine import Engine
@@ -50,21 +50,19 @@ def asked() -> list[SamplingParams]:
     return found
 
 
-def answers(**changes: Any):
-    """Returns what the embedded model answers, and steps and accepted drafts of each request."""
-    with LLM(
-        str(embedded.PATH), **SIZES | dict(max_num_seqs=4, decode_buckets=(4,)), **changes
-    ) as llm:
+def answers(folder: str, **changes: Any):
+    """Returns what a model answers, and steps and accepted drafts of each request."""
+    with LLM(folder, **SIZES | dict(max_num_seqs=4, decode_buckets=(4,)), **changes) as llm:
         outputs = llm.generate([PROMPT] * len(asked()), asked(), use_tqdm=False)
     told = [(o.outputs[0].token_ids, o.outputs[0].finish_reason, o.error) for o in outputs]
     return told, [o.metrics.num_accepted_tokens_per_pos for o in outputs if o.metrics]
 
 
-def test_grammars_of_text_give_the_same_tokens_with_drafts():
+def test_grammars_of_text_give_the_same_tokens_with_drafts(shallow):
     pytest.importorskip("llguidance")
-    plain, _ = answers(async_depth=1)
+    plain, _ = answers(shallow, async_depth=1)
     assert {reason for _, reason, _ in plain} == {"stop", "length"}
-    told, accepted = answers(speculative_config=NGRAM, async_depth=1)
+    told, accepted = answers(shallow, speculative_config=NGRAM, async_depth=1)
     assert told == plain
     ruled = [
         counts for counts, one in zip(accepted, asked(), strict=True) if one.structured_outputs

@@ -36,14 +36,15 @@ def router_of(**more: Any) -> Router:
 
 def check_groups(groups: Groups, x, routes: Routes, num_experts: int, tile: int) -> None:
     """Each route has a row of a tile of its expert, in the order of tokens; nothing else has."""
-    flat, k = np.asarray(routes.experts).ravel(), routes.experts.shape[1]
+    groups, x, routes = jax.tree.map(np.asarray, (groups, x, routes))  # JAX compiles each slice
+    flat, k = routes.experts.ravel(), routes.experts.shape[1]
     num, seen = int(groups.num_tiles[0]), []
     assert num <= max_tiles(flat.size, num_experts, tile) and groups.tile == tile
     for i in range(num):
         rows = slice(i * tile, i * tile + int(groups.rows[i]))
-        mine = np.asarray(groups.route[rows])
+        mine = groups.route[rows]
         assert rows.stop > rows.start and (flat[mine] == int(groups.expert[i])).all()
-        np.testing.assert_array_equal(groups.x[rows], np.asarray(x)[mine // k])
+        np.testing.assert_array_equal(groups.x[rows], x[mine // k])
         np.testing.assert_array_equal(groups.weight[rows], routes.weights.ravel()[mine])
         seen.append(mine)
     seen = np.concatenate(seen)
@@ -63,7 +64,8 @@ def scattered(x, rows, num):
 def test_many_tokens_are_grouped_by_a_sort(monkeypatch, tokens, tile):
     monkeypatch.setattr(group_tokens, "scatter_rows", scattered)
     x, routes = jnp.arange(tokens * 4, dtype=jnp.float32).reshape(-1, 4), routes_of(tokens, 9, 3)
-    check_groups(grouped_experts.group_many(x, routes, 9, tile), x, routes, 9, tile)
+    group = jax.jit(grouped_experts.group_many, static_argnums=(2, 3))
+    check_groups(group(x, routes, 9, tile), x, routes, 9, tile)
 
 
 @pytest.mark.gpu

@@ -46,10 +46,8 @@ def any_params(rng: np.random.Generator) -> SamplingParams:
 def test_hundreds_of_requests_compile_nothing():
     rng, changed = np.random.default_rng(0), set()
     config, weights = tiny.model_and_params()
-    sizes = tiny.engine_config(
-        num_blocks=30, decode_buckets=(5,), token_buckets=(32,), num_decode_steps=2,
-        policy="priority",
-    )  # fmt: skip
+    # Several steps a launch are those of the test of this kind in `test_drafts_driver.py`.
+    sizes = tiny.engine_config(num_blocks=30, policy="priority")
     engine = Engine(
         llama, config, sizes, weights, make_compiler=features.ParityCompiler,
         rules=with_logits_fn(RULES, logits_fn(tilted, extra_args={"slope": 0.0})),

@@ -135,7 +135,7 @@ ACTIONS = dict(ask=10, abort=1, add_or_update=1, remove=1, pin=0.3)
 
 
 @pytest.mark.parametrize(
-    "num_steps", [100, pytest.param(3_000, marks=pytest.mark.slow)], ids=["quick", "long"]
+    "num_steps", [100, pytest.param(1_500, marks=pytest.mark.slow)], ids=["quick", "long"]
 )
 def test_tokens_are_those_of_merged_models_whatever_comes_and_goes(
     tmp_path: Any, num_steps: int, drive_steps: int

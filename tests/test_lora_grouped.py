@@ -13,13 +13,15 @@ from jaxrunner.lora.adapted_linear import MOST_RANKS, Stack, delta
 PLACES, RANK, INPUTS = 9, 64, 40
 
 
+def normal(seed: int, *sizes: int, dtype: Any) -> jax.Array:
+    rng = np.random.default_rng(seed)  # JAX's would compile a program for each shape
+    return jnp.asarray(rng.standard_normal(sizes, np.float32).astype(dtype))
+
+
 def stack(blocks: int, outputs: int, dtype: Any) -> Stack:
-    a, b = jax.random.split(jax.random.key(blocks))
     sizes = blocks, PLACES, RANK
-    return Stack(
-        jax.random.normal(a, (*sizes, INPUTS), dtype),
-        jax.random.normal(b, (*sizes, outputs), dtype),
-    )
+    a, b = (normal(i, *sizes, last, dtype=dtype) for i, last in enumerate((INPUTS, outputs)))
+    return Stack(a, b)
 
 
 def places(seed: int, T: int) -> jax.Array:
@@ -29,7 +31,7 @@ def places(seed: int, T: int) -> jax.Array:
 
 
 def inputs(T: int, dtype: Any) -> jax.Array:
-    return jax.random.normal(jax.random.key(T), (T, INPUTS), dtype)
+    return normal(T, T, INPUTS, dtype=dtype)
 
 
 @pytest.mark.parametrize("T", [1, 2, 7, 33, 300, 1500])
@@ -38,8 +40,10 @@ def inputs(T: int, dtype: Any) -> jax.Array:
 def test_tiles_of_one_adapter_give_what_all_ranks_give(T, blocks, dtype):
     x, of, place = inputs(T, dtype), stack(blocks, 24, dtype), places(T, T)
     assert PLACES * RANK > MOST_RANKS
-    got = np.asarray(delta(x, of, place, jnp.dtype(dtype)), np.float32)
-    want = np.asarray(adapted_linear._masked(x, of, place, jnp.dtype(dtype)), np.float32)
+    got, want = (  # each is one program, not one of each operation
+        np.asarray(jax.jit(function, static_argnums=3)(x, of, place, jnp.dtype(dtype)), np.float32)
+        for function in (delta, adapted_linear._masked)
+    )
     few = 1e-5 if dtype == "float32" else 2**-7
     np.testing.assert_allclose(got, want, rtol=few, atol=few * np.abs(want).max())
     assert not got[np.asarray(place) == 0].any()

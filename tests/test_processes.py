@@ -1,11 +1,13 @@
 """Several processes with one mesh give the tokens of one process."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 import json
 from pathlib import Path
 import re
 import shutil
 import subprocess
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -60,7 +62,36 @@ def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
         check_seen(tmp_path / "of another machine")
 
 
+class End(NamedTuple):
+    """What a process printed until it ended, and when that was."""
+
+    out: str
+    errors: str
+    status: int | None
+    at_s: float
+
+
+def watched(process: subprocess.Popen) -> End:
+    """Waits for the end of a process."""
+    said = ended(process)
+    return End(*said, process.returncode, time.monotonic())
+
+
+@pytest.fixture(scope="module")
+def one_dies(checkpoint) -> dict[str, list[Future[End]]]:
+    """Two processes of which the second dies, by whether the first may outlive it: both pairs at
+    once and beside other tests, as they wait more than they work."""
+    recoverable = dict(JAX_ENABLE_RECOVERABILITY="1")
+    started = {"ends": start(PROGRAM, checkpoint, checkpoint, 1)}
+    started |= {"goes on": start(PROGRAM, checkpoint, checkpoint, 1, **recoverable)}
+    pool = ThreadPoolExecutor(4)
+    watching = {kind: [pool.submit(watched, one) for one in two] for kind, two in started.items()}
+    pool.shutdown(wait=False)
+    return watching
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_dies")  # which waits meanwhile
 def test_data_ranks_lie_in_two_processes(tmp_path):
     checkpoint = small_checkpoint.save_family(tmp_path, tiny.SETTINGS | processes.MIXTURE)
     started = start(PROGRAM, checkpoint, "ranks")
@@ -71,36 +102,22 @@ def test_data_ranks_lie_in_two_processes(tmp_path):
         assert one["report"].startswith("devices: 4 x cpu, data 4, tensor 1\n")
 
 
-@pytest.fixture(scope="module")
-def one_dies(checkpoint) -> dict[str, list[subprocess.Popen]]:
-    """Two processes of which the second dies, by whether the first may outlive it: both pairs at
-    once, as they wait more than they work."""
-    recoverable = dict(JAX_ENABLE_RECOVERABILITY="1")
-    started = {"ends": start(PROGRAM, checkpoint, checkpoint, 1)}
-    return started | {"goes on": start(PROGRAM, checkpoint, checkpoint, 1, **recoverable)}
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_other(one_dies):
+    other, dead = (one.result() for one in one_dies["ends"])
+    assert 0 < other.at_s - dead.at_s < processes.HEARTBEAT_S + 20
+    assert other.status != 0 and "JAX distributed service" in other.errors
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_other(one_dies, rank=1):
-    started = one_dies["ends"]
-    ended(started[rank])
-    died_s = time.monotonic()
-    _, errors = ended(started[1 - rank])
-    assert time.monotonic() - died_s < processes.HEARTBEAT_S + 20
-    assert started[1 - rank].returncode != 0 and "JAX distributed service" in errors
-
-
-@pytest.mark.slow
-def test_a_process_that_outlives_another_says_so(one_dies, rank=1):
+def test_a_process_that_outlives_another_says_so(one_dies):
     """All its requests end at once, later ones are refused, and it closes.
 
     A sum over both fails, or waits for the one that is gone until the step's time is over.
     """
-    started = one_dies["goes on"]
-    ended(started[rank])
-    out, errors = ended(started[1 - rank])
-    assert started[1 - rank].returncode == 0, errors[-3000:]
-    told = json.loads(out.splitlines()[-1])
+    one, _ = (one.result() for one in one_dies["goes on"])
+    assert one.status == 0, one.errors[-3000:]
+    told = json.loads(one.out.splitlines()[-1])
     gone = "a process of this mesh is gone, or failed in a step that all of them run (JaxRuntime"
     assert len(told["errors"]) == len(processes.PROMPTS) and all(told["errors"])
     hangs = "the device did not end a step within step_timeout_s=15.0 and is not restarted"

@@ -5,7 +5,6 @@ Each is made once: engines of equal models share what is lowered.
 
 from dataclasses import replace
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,6 @@ PROMPTS = {
     "a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [9, 2], "c": list(range(1, 20)), "d": [7] * 9,
     "e": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
 }  # fmt: skip
-# Sizes of an engine for `with_itself_or_none`, whose many programs tests share.
-ADAPTIVE: dict[str, Any] = dict(num_blocks=16, num_decode_steps=2, policy="priority")
 RULED = dict(repetition_penalty=1.2, min_tokens=3, bad_words=[[5, 9]])
 
 

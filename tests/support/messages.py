@@ -45,7 +45,7 @@ def runs(parts: Iterable[str], size: int) -> set[str]:
     return {run for run in found if " " in run.strip()}
 
 
-def expected(test: ast.Module) -> Iterator[str]:
+def expected(test: ast.AST) -> Iterator[str]:
     """Yields the strings that a test compares with, free of the escapes of `re`.
 
     They stand in a `match=` or an `assert`, or where the names come from that stand there: in a
@@ -68,7 +68,7 @@ def expected(test: ast.Module) -> Iterator[str]:
                 found += sources.get(part.id, ())
 
 
-def named(test: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+def named(test: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """Yields names and where their values come from."""
     arguments = {
         node.name: [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)]

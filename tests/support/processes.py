@@ -44,8 +44,11 @@ RULES: list[dict[str, Any]] = [
     dict(temperature=0.9, seed=4, max_tokens=6, top_k=9),
     dict(temperature=0.8, seed=7, max_tokens=5, logprobs=2, prompt_logprobs=1),
     dict(temperature=0.7, seed=9, max_tokens=6, ignore_eos=True),
-    dict(temperature=0, max_tokens=6, structured_outputs=StructuredOutputsParams(choice=["ABBA"])),
-]
+    dict(  # with logprobs, so that a step of it runs the same program as one of the third
+        temperature=0, max_tokens=6, structured_outputs=StructuredOutputsParams(choice=["ABBA"]),
+        logprobs=2,
+    ),
+]  # fmt: skip
 
 
 def rules() -> list[SamplingParams]:
