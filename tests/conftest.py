@@ -47,7 +47,7 @@ if hasattr(libc := ctypes.CDLL(None), "mallopt"):
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
 
 # Equal layers are compiled once, and sampling once for programs of as many requests.
-parts.LEAST_CALLS = 2
+parts.LEAST_CALLS, parts.MOST_REST = 2, 20
 
 # `jaxrunner.lm_eval` cannot be imported without lm-eval, so neither can its tests.
 collect_ignore_glob = [] if find_spec("lm_eval") else ["test_lm_eval*.py"]
