@@ -1,6 +1,6 @@
 """Every decoder of the registry and most of its variants against transformers, in one form.
 
-16 prompts at once, 40 new tokens each, of requests that are preempted; then some from cached
+16 prompts at once, 64 new tokens each, of requests that are preempted; then some from cached
 prefixes, and in shorter chunks. Each token is the likeliest one after those before it, which is by
 induction what `generate` gives, and logprobs are those of logits in float64.
 """
@@ -23,7 +23,7 @@ from tests.support.every_family import ALIKE, CASES, logits
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 33, 40, 51, 60)
 PROMPTS = [np.random.default_rng(n).integers(1, 61, n).tolist() for n in LENGTHS]
-NEW_TOKENS, FEW = 40, 12
+NEW_TOKENS, FEW = 64, 12
 # Of logprobs in float32, of logits up to about 10. Where two tokens are nearer in float64, either
 # is the likeliest: what follows is compared with what follows the one that is told.
 TOLERANCE = 1e-4
@@ -129,7 +129,7 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
         told = Answers(llm, PROMPTS, NEW_TOKENS)
         assert llm.engine.scheduler.num_preemptions
         # Prompts again, with a part of their answers, so that prefixes end at various places.
-        cuts = [0 if by_length else 7 * i // 4 for i in range(len(PROMPTS))]
+        cuts = [0 if by_length else 3 * i for i in range(len(PROMPTS))]
         parts = [p + new[:cut] for p, new, cut in zip(PROMPTS, told.tokens, cuts, strict=True)]
         Answers(llm, parts[-1:], 1)  # or windows, of few blocks, would hold others' tokens
         again = Answers(llm, parts[::-1], FEW)
