@@ -123,7 +123,7 @@ def online_softmax(
     K, G, Q, D = q.shape[1:]
     tiles, M = blocks.shape
     S = cache.k.shape[2]
-    per_chunk = min(max(1, chunk // S), M)
+    per_chunk = max(1, chunk // S)
     C = per_chunk * S
     blocks = jnp.pad(blocks, ((0, 0), (0, -M % per_chunk)), mode="edge")
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None

@@ -39,7 +39,6 @@ def attend(
     """Does what `reference.attend` does, for such buckets."""
     T, H, D = q.shape
     B, K = batch.seq_lens.shape[0], cache.k.shape[1]
-    chunk = min(chunk, batch.blocks[spec.group].shape[1] * cache.k.shape[2])  # all keys there are
     tokens, rows = reference.cut_tiles(batch, T, min(tile, T))
     Q = tokens.shape[1]
     # A tile that reaches beyond its request writes zeros there, and the next tile its own.
