@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.halves import Halves, halves, product
+from jaxrunner.kernels_pallas.halves import halves, pair, product
 from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.state_chunks import (
     CHUNK,
@@ -107,7 +107,7 @@ def _kernel(
         here = pl.ds(first, CHUNK)
         keys = halves(tokens_of(key.at[here, group], num))
         key_smem, solved = either
-        held = Halves(*(key_smem.at[k] for k in range(2)))
+        held = pair(key_smem)
         for half, ref in zip(keys, held, strict=True):
             ref[...] = half
         gives = mosaic.load(beta.at[c, head], layout=PER_ROW, optimized=False)

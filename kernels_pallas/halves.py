@@ -33,6 +33,17 @@ def halves(x: Array) -> Halves:
     return Halves(high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16))
 
 
+def pair(ref: Ref) -> Halves:
+    """Returns both halves in shared memory, [2, rows, columns]."""
+    return Halves(*(ref.at[k] for k in range(2)))
+
+
+def put_halves(x: Array, to: Halves, part: Any = ...) -> None:
+    """Writes x, float32 in registers, to a part of both halves in shared memory."""
+    for half, ref in zip(halves(x), to, strict=True):
+        ref[part] = half
+
+
 def product(a: Halves, b: Halves) -> Array:
     """Returns a b, [64, n], in registers: a, [64, k], there or in shared memory; b, [k, n], in
     shared memory."""

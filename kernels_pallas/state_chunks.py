@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.halves import Halves, halves, product
+from jaxrunner.kernels_pallas.halves import Halves, halves, pair, product, put_halves
 from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
@@ -237,7 +237,7 @@ def _fetch(
             x = halves(tokens_of(ref.at[item.tokens(c)], item.num - c * CHUNK))
             leave(name, lax.rem(c, smem[name].shape[0]), x)
         if total is not None:
-            key = _pair(smem["key"].at[lax.rem(c, KEY_SLOTS)])
+            key = pair(smem["key"].at[lax.rem(c, KEY_SLOTS)])
             with _read(smem, "query") as query:
                 scores = product(query, key.T)
             leave("scores", 0, halves(scores * since(total.at[item.chunk + c, item.head])))
@@ -258,7 +258,7 @@ def _carry_on(
     head, mine, Y = item.head, pl.ds(item.part * VALUES, VALUES), tokens.key.shape[2]
     tall, wide = (VALUES, Y) if axis else (Y, VALUES)
     tiles = [pl.ds(at, CHUNK) for at in range(0, tall, CHUNK)]  # of a matrix, by its rows
-    value, gained, held = (_pair(smem[name]) for name in ("value", "gained", "state"))
+    value, gained, held = (pair(smem[name]) for name in ("value", "gained", "state"))
     before = held.T if axis else held  # keys along rows
 
     def place_of(index: Array, tile: Any) -> Ref:
@@ -266,8 +266,7 @@ def _carry_on(
 
     def hold(state: list[Array]) -> None:
         for tile, x in zip(tiles, state, strict=True):
-            for half, ref in zip(halves(x), held, strict=True):
-                ref[tile] = half
+            put_halves(x, held, tile)
 
     def chunk(c: Array, state: list[Array]) -> list[Array]:
         there, slot = item.num - c * CHUNK, lax.rem(c, KEY_SLOTS)
@@ -276,9 +275,9 @@ def _carry_on(
         if tokens.moved is not None:
             with _read(smem, "moved") as moving:
                 moved = moved + product(moving, before)
-        for scaled, refs in ((moved, value), (moved * _spread(left.left, VALUES), gained)):
-            for half, ref in zip(halves(scaled), refs, strict=True):
-                ref[...] = half
+        behind_chunk = moved * _spread(left.left, VALUES)
+        put_halves(moved, value)
+        put_halves(behind_chunk, gained)
         plgpu.commit_smem()
         with _read(smem, "query") as query:
             read = product(query, before) * _spread(left.grown, VALUES)
@@ -321,17 +320,13 @@ def _carry_on(
 def _read(smem: dict[str, Any], name: str, slot: Array | int = 0) -> Iterator[Halves]:
     """Waits for what was fetched, and gives its place back once it was read."""
     mosaic.barrier_wait(_barrier(smem, name, "full", slot))
-    yield _pair(smem[name].at[slot])
+    yield pair(smem[name].at[slot])
     mosaic.barrier_arrive(_barrier(smem, name, "free", slot))
 
 
 def _barrier(smem: dict[str, Any], name: str, state: str, slot: Array | int) -> Any:
     barrier = smem[f"{name}_{state}"]
     return barrier.at[slot] if smem[name].shape[0] > 1 else barrier
-
-
-def _pair(ref: Ref) -> Halves:
-    return Halves(*(ref.at[k] for k in range(2)))
 
 
 def _spread(x: Array, wide: int) -> Array:

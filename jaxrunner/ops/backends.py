@@ -41,9 +41,11 @@ from jaxrunner.program import engine_groups
 from jaxrunner.types import Array, Batch, LayerCache
 
 CHUNKS_AT_ONCE = 16  # of prompts in layers with states: a GPU has launches to save
-CHUNKS = functools.partial(recurrence.long_rows, at_once=CHUNKS_AT_ONCE)
+PLAIN_CHUNKS = Operation(
+    "plain JAX", functools.partial(recurrence.long_rows, at_once=CHUNKS_AT_ONCE)
+)
 STATES = recurrence.Candidates(
-    state_steps.SHORT_ROWS, (state_chunks.KERNEL, Operation("plain JAX", CHUNKS)), CHUNK
+    short=state_steps.SHORT_ROWS, long=(state_chunks.KERNEL, PLAIN_CHUNKS), padding=CHUNK
 )
 
 

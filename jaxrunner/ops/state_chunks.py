@@ -12,11 +12,10 @@ from jaxrunner.kernels_pallas.delta_chunks import Chunks
 from jaxrunner.kernels_pallas.state_chunks import CHUNK, Rows, Tokens
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Operation
-from jaxrunner.ops import delta_rule, recurrence, state_space
+from jaxrunner.ops import recurrence, state_space
 from jaxrunner.ops.state_rows import StateRows
+from jaxrunner.ops.state_steps import AXES
 from jaxrunner.types import Array
-
-_AXES = {state_space.step: 1, delta_rule.step: 0}  # of a matrix, along which keys lie
 
 
 def long_rows(
@@ -38,7 +37,7 @@ def long_rows(
         value, moved = delta_chunks.delta_chunks(chunks, *given, interpret=interpret)
         tokens = tokens._replace(value=value, moved=moved)
     where = Rows(source, place, longs.start, longs.num, before)
-    axis = _AXES[rule.step]
+    axis = AXES[rule.step]
     return state_chunks.state_chunks(states, where, tokens, out, axis=axis, interpret=interpret)
 
 
@@ -91,7 +90,7 @@ def _tokens(rule: Recurrence, chunks: Chunks, inputs: Any) -> tuple[Tokens, Arra
 def _refuses(
     rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, out: Array
 ) -> str | None:
-    if rule.step not in _AXES:
+    if rule.step not in AXES:
         return "wants the rule of a state space or a gated delta net"
     if rule.chunk_size != CHUNK:
         return f"wants chunks of {CHUNK} tokens, got {rule.chunk_size}"
@@ -101,7 +100,7 @@ def _refuses(
     if beta is not None:
         if why := delta_chunks.refuses(tokens.value, tokens.key, tokens.total, beta):
             return why
-    return state_chunks.refuses(states, tokens, axis=_AXES[rule.step])
+    return state_chunks.refuses(states, tokens, axis=AXES[rule.step])
 
 
 KERNEL = Operation("state_chunks", long_rows, _refuses)

@@ -20,7 +20,7 @@ def step_rows(
     *, interpret: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Does what plain JAX does with short rows, each state read and written once."""
-    axis, tokens = _AXES[rule.step], _tokens(rule, inputs)
+    axis, tokens = AXES[rule.step], _tokens(rule, inputs)
     return state_step.state_step(
         states, _rows(rows), tokens, axis=axis, query_len=query_len,
         waiting=_waiting(rule, waiting), config=_config(axis, rows, states), interpret=interpret,
@@ -37,7 +37,7 @@ def serves(matrices: tuple[int, ...], dtype: Any) -> bool:
         rows = Rows(none, none[:, None], none, none, none)
         return jnp.zeros((1, *matrices), dtype), rows, Tokens(value, key, key, keep)
 
-    problems = ((axis, jax.eval_shape(functools.partial(problem, axis))) for axis in _AXES.values())
+    problems = ((axis, jax.eval_shape(functools.partial(problem, axis))) for axis in AXES.values())
     return not any(state_step.refuses(*one, axis=axis) for axis, one in problems)
 
 
@@ -53,10 +53,10 @@ def _config(axis: int, rows: StateRows, states: Array) -> TuningConfig:
 def _refuses(
     rule: Recurrence, rows: StateRows, inputs: Any, waiting: Any, states: Array, query_len: int
 ) -> str | None:
-    if rule.step not in _AXES:
+    if rule.step not in AXES:
         return "wants the rule of a state space or a gated delta net"
     tokens = jax.eval_shape(functools.partial(_tokens, rule), inputs)
-    axis, (*arrays, shape) = _AXES[rule.step], rows
+    axis, (*arrays, shape) = AXES[rule.step], rows
     held = jax.eval_shape(lambda *arrays: _rows(StateRows._make((*arrays, shape))), *arrays)
     others = dict[str, Any](
         waiting=jax.eval_shape(functools.partial(_waiting, rule), waiting),
@@ -66,7 +66,7 @@ def _refuses(
 
 
 FEW_ROWS = 8  # below, warps that share sums wait for one another longer than they read
-_AXES = {state_space.step: 1, delta_rule.step: 0}  # of a matrix, along which keys lie
+AXES = {state_space.step: 1, delta_rule.step: 0}  # of a matrix, along which keys lie
 
 
 def _tokens(rule: Recurrence, inputs: Any) -> Tokens:

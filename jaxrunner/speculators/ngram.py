@@ -4,16 +4,13 @@ arXiv:2304.04487 drafts from a reference text in this way. As in vLLM, the longe
 counts, and of equally long ones the first.
 """
 
-from collections.abc import Callable
-import functools
-
 import jax.numpy as jnp
 
 from jaxrunner.api.lookups import MAX_NGRAM
 from jaxrunner.api.speculative_config import MAX_DRAFTS
 from jaxrunner.api.validation import Bound, validate
 from jaxrunner.indexing import take
-from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
+from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator, with_sizes
 from jaxrunner.types import Array
 
 
@@ -31,13 +28,8 @@ def ngram(num_drafts: int, *, min_n: int = 1, max_n: int = 5) -> Speculator:
     if min_n > max_n:
         raise ValueError(f"min_n={min_n} exceeds max_n={max_n}, no n-gram is as long: lower it")
 
-    sizes = dict(num_drafts=num_drafts, min_n=min_n, max_n=max_n)
-    return Speculator("ngram", num_drafts, _proposer(**sizes))
-
-
-@functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
-def _proposer(**sizes: int) -> Callable[[DraftInputs], Proposal]:
-    return functools.partial(_propose, sizes)
+    propose = with_sizes(_propose, num_drafts=num_drafts, min_n=min_n, max_n=max_n)
+    return Speculator("ngram", num_drafts, propose)
 
 
 def _propose(sizes: dict[str, int], inputs: DraftInputs) -> Proposal:

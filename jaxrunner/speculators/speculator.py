@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -62,6 +63,12 @@ class Speculator(NamedTuple):
     # `sampling.acceptance`; "synthetic", each at a rate of its own, given that those before it do.
     rejection: str = "exact"
     rates: tuple[float, ...] = ()
+
+
+@functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
+def with_sizes(propose: Callable[..., Proposal], **sizes: float) -> Callable[..., Proposal]:
+    """Returns (inputs) -> propose(sizes, inputs), the same function for the same sizes."""
+    return functools.partial(propose, sizes)
 
 
 def write_drafts(requests: Requests, rows: SamplingMetadata, drafts: Array) -> Requests:

@@ -12,7 +12,6 @@ fuses, and reads 4 B L + 4 G bytes, for L tokens of a request and G of the corpu
 L = 4096, G = 65536 and a depth of 24 about 10^8 comparisons and 1.3 MB.
 """
 
-from collections.abc import Callable
 import functools
 
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jaxrunner.indexing import take
 from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.slot_table import SlotTable
-from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator
+from jaxrunner.speculators.speculator import DraftInputs, Proposal, Speculator, with_sizes
 from jaxrunner.types import Array, Requests, SamplingMetadata
 
 
@@ -67,12 +66,8 @@ def suffix(
     bounds = dict(max_factor=float(max_factor), min_share=float(min_share))
     dims = ("ring", num_cached), ("one", 1)
     table = SlotTable("suffix", Corpus, _row, dims=dims, shared=("ring", "one"))
-    return Speculator("suffix", num_drafts, _proposer(**sizes, **bounds), tables=(table,))
-
-
-@functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
-def _proposer(**sizes: float) -> Callable[[DraftInputs], Proposal]:
-    return functools.partial(_propose, sizes)
+    propose = with_sizes(_propose, **sizes, **bounds)
+    return Speculator("suffix", num_drafts, propose, tables=(table,))
 
 
 def _row(request: NewRequest) -> Corpus:
