@@ -163,6 +163,7 @@ def test_stages_balance_the_experts_of_their_layers(folder, llm, tmp_path):
     np.testing.assert_array_equal(llm.engine.balance.loads(), counts)
 
 
+@pytest.mark.devices(2)
 def test_rows_are_gathered_from_all_devices():
     mesh = make_mesh(2)
     rows = np.random.default_rng(0).normal(size=(6, 3, 2)).astype(np.float32)

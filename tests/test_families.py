@@ -94,8 +94,8 @@ RUNS = {
     "olmo 2": ("", NORM, MLP),  # whose one norm is that behind the last layer
     "ministral 3": ("", NORM, MLP),
     "command r7b": (ROPE, "", MLP),
-    "gemma 2": (ROPE, "", ""),
-    "gemma 3": ("", "", ""),
+    "gemma 2": (ROPE, NORM, ""),
+    "gemma 3": ("", NORM, ""),
     "pythia": (ROPE, "", ""),
 }
 

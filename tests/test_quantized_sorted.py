@@ -93,9 +93,10 @@ def test_kernels_take_inputs_and_scales_in_one_order(axes, size):
         None, None, Scheme("int8", (1, size), has_zero=True, has_order=True), len(axes),
     )  # fmt: skip
     x = rng.normal(size=(5, *axes)).astype(np.float32)
-    (tokens, _), (numbers, *of_runs) = w.inputs(jnp.asarray(x)), matrices(w)
-    scale, zero = (np.repeat(a, size, axis=1).astype(np.float32) for a in of_runs)
-    want = np.asarray(tokens) @ ((np.asarray(numbers, np.float32) - zero) * scale).T
+    (tokens, _), of_weights = w.inputs(jnp.asarray(x)), matrices(w)
+    numbers, *of_runs = (np.asarray(a, np.float32) for a in of_weights)
+    scale, zero = (np.repeat(a, size, axis=1) for a in of_runs)
+    want = np.asarray(tokens) @ ((numbers - zero) * scale).T
     np.testing.assert_allclose(jax.jit(lambda x: w.product(x))(x), want, rtol=1e-5, atol=1e-4)
     values = np.asarray(w.values())
     np.testing.assert_allclose(x.reshape(5, -1) @ values.T, want, rtol=1e-5, atol=1e-4)

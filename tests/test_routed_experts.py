@@ -236,6 +236,6 @@ def test_what_keeps_no_routes_is_refused(mixture, tmp_path):
         words = "routed_experts are replayed where routes are kept: build the LLM with enable_ret"
         with pytest.raises(ValueError, match=words):
             other.score_tokens(dict(prompt_token_ids=[1] * 5), routed_experts=[GOOD])
-        assert other.report().startswith("device: cpu")
+        assert other.report().startswith("device: ")
     with pytest.raises(ValueError, match=r"True wants a mixture of experts, .* is none"):
         LLM(str(small_checkpoint.save(tmp_path)), **SIZES)

@@ -97,6 +97,7 @@ def test_copied_heads_and_merged_ones_are_inverse():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Returns a checkpoint, what one device answers, and its memory plan."""
+    pytest.importorskip("llguidance")
     folder = small_checkpoint.save(tmp_path_factory.mktemp("small"))
     with small_checkpoint.start(folder) as llm:
         return folder, small_checkpoint.tokens(llm), llm.memory_plan
