@@ -1,0 +1,118 @@
+"""Two trees of jaxrunner measured by turns on one GPU: what a change costs or gains.
+
+    git worktree add /tmp/old COMMIT
+    python benchmarks/turns.py /tmp/old . --preset llama8b --parts ttft prefill --rounds 5 \\
+        --engine gpu_memory_utilization=null num_blocks=640 --out turns.json
+
+A process of each tree builds its engine and waits; then each runs a part while the others wait, in
+reverse order every other round. All run on the same CPU cores, as sockets differ by more than most
+changes do. Both engines must fit: XLA_PYTHON_CLIENT_MEM_FRACTION=0.46 gives each its half. A tree
+that is named twice shows what figures differ by on their own.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+import json
+import os
+from pathlib import Path
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+CORES = 8
+
+
+def main() -> None:
+    """Measures trees by turns and prints the median of each figure, and ratios to the first."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trees", nargs="*", type=Path, help="folders that hold jaxrunner")
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--parts", nargs="+", default=["ttft", "prefill"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engine", nargs="+", default=[], metavar="NAME=JSON", help="of LLM")
+    parser.add_argument("--out", type=Path, help="file for the JSON")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    engine = {name: json.loads(value) for name, _, value in (x.partition("=") for x in args.engine)}
+    if args.worker:
+        return work(args.preset, engine)
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--preset", args.preset]
+    command += ["--engine", *args.engine] if args.engine else []
+    workers = [
+        subprocess.Popen(
+            command, cwd=tree, env=os.environ | dict(PYTHONPATH="."), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for tree in args.trees
+    ]  # fmt: skip
+    found: list[dict[str, list[float]]] = [{} for _ in workers]
+    for name, value in ((i, ask(worker)) for i, worker in enumerate(workers)):
+        found[name] |= {key: [x] for key, x in flat(value)}
+    for turn in range(args.rounds):
+        for part in args.parts:
+            order = [*enumerate(workers)]
+            for i, worker in order if turn % 2 == 0 else order[::-1]:
+                for key, x in flat(ask(worker, part)):
+                    found[i].setdefault(key, []).append(x)
+    for worker in workers:
+        worker.communicate("\n")
+    medians = [{key: statistics.median(xs) for key, xs in each.items()} for each in found]
+    result = {
+        key: dict(
+            medians=[each[key] for each in medians], runs=[each[key] for each in found],
+            ratios=[each[key] / first for each in medians],
+        )
+        for key, first in medians[0].items() if first and all(key in each for each in medians)
+    }  # fmt: skip
+    for key, told in result.items():
+        print(key.ljust(44), *(f"{x:12.3f}" for x in told["medians"]),
+              *(f"{x:7.3f}" for x in told["ratios"][1:]))  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def ask(worker: Any, part: str | None = None) -> dict[str, Any]:
+    """Returns what a worker measures of a part, or of its start."""
+    if part is not None:
+        worker.stdin.write(part + "\n")
+        worker.stdin.flush()
+    for line in worker.stdout:
+        if line.startswith("{"):  # the rest is what benchmarks print
+            return json.loads(line)
+    raise RuntimeError(f"a worker ended, status {worker.wait()}: what it wrote says why")
+
+
+def work(preset: str, engine: dict[str, Any]) -> None:
+    """Builds an engine of the tree in this folder, and measures the parts that it is asked for."""
+    sys.path.insert(0, ".")
+    try:
+        from jaxrunner.bench.presets import PRESETS
+        from jaxrunner.bench.workloads import Bench
+    except ImportError:  # trees in which it was one file
+        from jaxrunner.bench import PRESETS, Bench  # type: ignore[no-redef, attr-defined]
+    bench = Bench(PRESETS[preset], **engine)
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))[:CORES]
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+    print(json.dumps(dict(startup_s=bench.startup_s)), flush=True)
+    for line in sys.stdin:
+        if not (part := line.strip()):
+            break
+        print(json.dumps(getattr(bench, part)()), flush=True)
+
+
+def flat(told: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """Yields figures and their names, those of floors left out."""
+    for name, value in told.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{name}.")
+        elif "floor" not in before:
+            yield before + name, value
+
+
+if __name__ == "__main__":
+    main()
