@@ -1,8 +1,11 @@
 """Kernels compute what their oracles do, on a GPU; everywhere they lower."""
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 import functools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -265,8 +268,17 @@ def test_tiles_cover_each_token_once(B: int, window: int | None):
         assert (table[:, 7] == 0).sum() <= gaps + (T + 7 * gaps) // 128
 
 
+def marked(cases: Sequence[Case]) -> Iterator[Any]:
+    """Yields cases, those behind the first three of a kernel as slow ones."""
+    at = Counter[str]()
+    for case in cases:
+        at[case.kernel] += 1
+        marks = [pytest.mark.slow] if at[case.kernel] > 3 else []
+        yield pytest.param(case, id=case_id(case), marks=marks)
+
+
 @lowers
-@pytest.mark.parametrize("case", TESTS, ids=case_id)
+@pytest.mark.parametrize("case", [*marked(TESTS)])
 def test_kernels_lower_for_cuda(case: Case):
     args = jax.eval_shape(lambda: case.make(0))
     with cuda():
