@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 from jaxrunner import pytree
-from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
 from jaxrunner.kernels_pallas.decode_plan import TuningConfig, plan
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.ops import backends
-from jaxrunner.ops.plain import add_rms_norm, split_heads
 from jaxrunner.program import WIDE, SampleSize
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.gumbel import MAX_USUAL
@@ -182,62 +180,6 @@ def test_layers_of_mixed_batches_equal_plain_jax(make_batch, kv_dtype, chunk_siz
     assert error(got[real], oracles.wide(want[real])) < 2 * BOUND["bfloat16"]
     for held, wanted in (after.k, expected.k), (after.v, expected.v):  # what no token is in is NaN
         np.testing.assert_allclose(oracles.wide(held), oracles.wide(wanted), rtol=2**-7, atol=1e-5)
-
-
-attend = jax.jit(reference.attend, static_argnames="spec")  # else each operation is compiled
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "one_more"))
-def add(x, residual, weight, **options):
-    whole = residual if residual.ndim == 2 else residual.sum(0).astype(x.dtype)
-    return add_rms_norm(x, whole, weight, **options)
-
-
-@jax.jit
-def rotate_and_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None):
-    q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, 1e-6))
-    batch = batch_of(1, [0, 0], [0], np.zeros((1, 1), np.int32), k.shape)
-    cache = LayerCache(k, v, None, None)
-    cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)
-    return q, cache.k, cache.v
-
-
-def plain_jax(case: Case, *args):
-    """Runs the specification of a kernel."""
-    if case.kernel == "add_rms_norm":
-        return add(*args, **case.options)
-    if case.kernel == "rope_write":
-        return rotate_and_write(*args)
-    q, k, v, blocks, *rows = args
-    Q = case.options.get("query_len", 1)
-    starts = jnp.arange(0, len(q) + 1, Q) if case.kernel == "decode_attention" else rows.pop(0)
-    lens = rows.pop(0)
-    several = dict(query_len=Q, num=np.asarray(rows.pop(0))) if Q > 1 else {}
-    batch = batch_of(len(q), starts, lens, blocks, k.shape, **several)
-    spec = AttentionSpec(0, case.options["window"], case.options["scale"])
-    out = attend(batch, q, LayerCache(k, v, *(rows or (None, None))), spec=spec)
-    # Places without a token have anything here, zeros in the kernels.
-    return jnp.where((batch.row < len(lens))[:, None, None], out, 0) if several else out
-
-
-FEW = (
-    "edges", "blocks of 16", "groups of 7", "fp8", "int8", "4 tokens a row", "4 tokens, narrow",
-    "4 tokens, fp8",
-)  # fmt: skip
-PLAIN = [
-    case for case in TESTS if case.name in FEW or case.kernel in ("add_rms_norm", "rope_write")
-]
-
-
-@pytest.mark.parametrize("case", PLAIN, ids=case_id)
-def test_plain_jax_equals_the_oracles_of_kernels(case: Case):
-    """On any device: the oracles are right, and the reference is what the kernels are."""
-    args = case.make(7)
-    want = getattr(oracles, case.kernel)(*args, **case.options)
-    got = plain_jax(case, *args)
-    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
-    for mine, right in zip(got, want, strict=True):
-        assert error(mine, right) < 2 * BOUND[str(mine.dtype)]
 
 
 @pytest.mark.parametrize("window", [None, 100], ids=["all keys", "window"])
