@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner import LLM, SamplingParams
 from jaxrunner.api.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.sampling.custom import logits_fn
@@ -170,9 +170,9 @@ def test_a_field_without_an_effect_is_refused(llm, name):
         llm.generate(PROMPT, SamplingParams(**fields), on_error="raise")
 
 
-def test_extra_args_have_an_effect_where_a_logits_function_reads_them():
+def test_extra_args_have_an_effect_where_a_logits_function_reads_them(shallow):
     rule = logits_fn(lambda logits, row: logits * row.args["heat"], extra_args={"heat": 1.0})
-    with LLM(str(embedded.PATH), logits_fn=rule, **SIZES) as llm:
+    with LLM(shallow, logits_fn=rule, **SIZES) as llm:
         without, same, hot = ask(llm, {}, *({"extra_args": {"heat": v}} for v in (1.0, 0.1)))
         assert seen(without)["tokens"] == seen(same)["tokens"] != seen(hot)["tokens"]
         (unread,) = ask(llm, {"extra_args": {"cold": 1.0}})

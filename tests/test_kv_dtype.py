@@ -194,21 +194,19 @@ def test_copied_blocks_bring_their_scales(kv_cache_dtype):
     assert e.scheduler.reset_prefix_cache()
 
 
+@functools.cache
+def prompt_logits(kv_cache_dtype: str) -> np.ndarray:
+    """Returns the logits of a prompt's tokens, [U, V]."""
+    e = engine(kv_cache_dtype, logprobs_mode="raw_logits")
+    wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=61)
+    request = e.add("a", test_engine.PROMPTS[5], wanted)
+    test_engine.drain(e)
+    return logits(request)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", LOGITS)
 def test_logits_are_near_those_of_the_whole_cache(kv_cache_dtype):
-    config, weights = tiny.model_and_params()
-    wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=61)
-    requests = []
-    for name in ("auto", kv_cache_dtype):
-        e = Engine(
-            llama, config,
-            tiny.engine_config(
-                kv_dtype=engine(name).config.kv_dtype, logprobs_mode="raw_logits"
-            ), weights,
-        )  # fmt: skip
-        requests.append(e.add("a", test_engine.PROMPTS[5], wanted))
-        test_engine.drain(e)
-    whole, low = (logits(r) for r in requests)
+    whole, low = prompt_logits("auto"), prompt_logits(kv_cache_dtype)
     assert 0 < np.abs(low - whole).max() < LOGITS[kv_cache_dtype] * np.abs(whole).max()
 
 

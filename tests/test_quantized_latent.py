@@ -51,6 +51,15 @@ def load(folder: Any, settings: Any, tensors: Any, dtype: str = "float32") -> An
     return model, config, load_params(folder, model, config, dtype=dtype, progress=False)
 
 
+def module_of(folder: Any, settings: Any, floats: Any) -> Any:
+    """Returns the module of transformers with these weights."""
+    quantized.save(folder, settings, floats)
+    kind = transformers.DeepseekV3ForCausalLM
+    module = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    module.set_experts_implementation("eager")
+    return module
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_absorbed_matrix_is_what_its_numbers_stand_for(tmp_path: Any, format_: str):
     settings, tensors, floats = made(format_)
@@ -70,10 +79,7 @@ def test_logits_are_those_of_transformers_with_the_weights_that_are_meant(
     model, config, params = load(tmp_path / "few", settings, tensors)
     got = quantized.logits(model, config, params, jnp.asarray(IDS, jnp.int32))
     own = {name: value for name, value in settings.items() if name != "quantization_config"}
-    quantized.save(tmp_path / "float", own, floats)
-    kind = transformers.DeepseekV3ForCausalLM
-    reference = kind.from_pretrained(tmp_path / "float", dtype=torch.float32).eval()
-    reference.set_experts_implementation("eager")
+    reference = module_of(tmp_path / "float", own, floats)
     with torch.no_grad():
         want = reference(torch.tensor(IDS)[None]).logits[0].numpy()
     assert want.std() > 1
@@ -122,9 +128,13 @@ def test_tokens_are_those_of_the_floats_on_one_device_and_on_two(tmp_path: Any):
     settings, tensors, floats = made("awq", **sizes)
     few = quantized.save(tmp_path / "few", settings, tensors)
     del settings["quantization_config"]
-    whole = quantized.save(tmp_path / "float", settings, floats)
-    asked, found = checkpoint.prompts(5, 9, 7), []
-    for folder, num_devices in ((whole, 1), (few, 1), (few, 2)):
-        with checkpoint.start(folder, tensor_parallel_size=num_devices) as llm:
-            found.append(checkpoint.answers(llm, asked, checkpoint.greedy(6)))
-    assert found[0] == found[1] == found[2]
+    reference = module_of(tmp_path / "float", settings, floats)
+    asked = checkpoint.prompts(5, 9, 7)
+    for num_devices in (1, 2):
+        with checkpoint.start(few, tensor_parallel_size=num_devices) as llm:
+            told = checkpoint.answers(llm, asked, checkpoint.greedy(6))
+        for prompt, tokens in zip(asked, told, strict=True):
+            with torch.no_grad():
+                logits = reference(torch.tensor([prompt + tokens])).logits[0].numpy()
+            assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            assert len(tokens) == 6

@@ -85,7 +85,7 @@ def test_routes_are_those_of_transformers(mixture, llm):
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "preempted": dict(num_blocks=12, max_model_len=80),
+    "preempted": dict(num_blocks=16),
     "several steps a launch": dict(num_decode_steps=4),
     "drafts": dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
     "stages of two devices": dict(
@@ -105,7 +105,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_routes_depend_on_the_request_alone(name, mixture, llm):
-    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 9, 20, 25)]
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 9, 30, 25)]
     want = ask(llm, PROMPTS[:4], params)
     with LLM(mixture("qwen3")[1], **SIZES | VARIANTS[name]) as other:
         got = ask(other, PROMPTS[:4], params)

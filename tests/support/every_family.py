@@ -48,8 +48,8 @@ def _save_plain(variant: str, folder: Path) -> Any:
 
 
 CASES = dict(_cases())
-# Those that differ from others of their family in sizes, weights or angles alone, which their
-# logits show.
+# Those that differ from others of their family in sizes, weights, norms or angles alone,
+# which their logits show.
 ALIKE = (
     "llama, tied",
     "llama, biases",
@@ -74,6 +74,7 @@ ALIKE = (
     "lfm 2, biases, wide",
     "granite 4, dense, rotated",
     "falcon h1, normed",
+    "falcon h1, normed before, biases",
     "qwen 3 next, dense layers, biases",
 )
 
