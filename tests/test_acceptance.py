@@ -77,20 +77,22 @@ def first_tokens(verify: Any, K: int, how: str, *, few: bool) -> np.ndarray:
 
 def one_step(verify: Any, p: Any, q: Any, K: int, how: str, **changes: Any) -> Any:
     """Returns drafts, [B, K], and what became of them; p and q, [V], hold after any token."""
+    given = np.array([p, q], np.float32), seeds(), np.full(B, 5, np.int32), changes
+    return jax.tree.map(np.asarray, _one_step(*given, verify=verify, K=K, how=how))
 
-    def run(words: jax.Array, next_pos: jax.Array) -> Any:
-        log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (p, q))
-        scores = jnp.broadcast_to(log_q, (B, K, len(q)))
-        drafts = jnp.full((B, K), jnp.argmax(log_q))
-        if how == "sampled":
-            one = functools.partial(noise, stream=DRAFT, shape=(K, len(q)))
-            drafts = jnp.argmax(scores + jax.vmap(one)(words, next_pos), 2).astype(jnp.int32)
-        full, logits = jnp.full(B, K), jnp.broadcast_to(log_p, (B, K + 1, len(p)))
-        of_drafts = scores if how == "sampled" else None
-        given = Unverified(logits, drafts, full, of_drafts, full < 0, words, next_pos)
-        return drafts, verify(given._replace(**changes))
 
-    return run_jitted(run, seeds(), jnp.full(B, 5, jnp.int32))
+@functools.partial(jax.jit, static_argnames=("verify", "K", "how"))
+def _one_step(both: Any, words: Any, next_pos: Any, changes: Any, *, verify: Any, K: int, how: str):
+    log_p, log_q = jnp.log(both)
+    scores = jnp.broadcast_to(log_q, (B, K, log_q.size))
+    drafts = jnp.full((B, K), jnp.argmax(log_q))
+    if how == "sampled":
+        one = functools.partial(noise, stream=DRAFT, shape=(K, log_q.size))
+        drafts = jnp.argmax(scores + jax.vmap(one)(words, next_pos), 2).astype(jnp.int32)
+    full, logits = jnp.full(B, K), jnp.broadcast_to(log_p, (B, K + 1, log_p.size))
+    of_drafts = scores if how == "sampled" else None
+    given = Unverified(logits, drafts, full, of_drafts, full < 0, words, next_pos)
+    return drafts, verify(given._replace(**changes))
 
 
 def excess(seen: np.ndarray, expected: np.ndarray) -> float:

@@ -29,7 +29,7 @@ def test_greedy_tokens_are_those_without_drafts():
     """The EAGLE-3 head has some of the tokens alone: the others' logits are -inf."""
     rule, changes = dict(temperature=0.0, logprobs=1) | RULED, dict(async_depth=1)
     want, *_ = run(llama, *tiny.model_and_params(), rule, **changes)
-    got, _, e = run(*probabilistic("eagle3", "block"), rule, **changes)
+    got, _, e = run(*probabilistic("eagle3", "standard"), rule, **changes)
     assert got == want
     kept = np.asarray(e.runner.state.tables[NAME].logits)
     assert not np.isnan(kept).any() and kept.max() == 0
@@ -103,7 +103,8 @@ def test_the_table_is_planned_and_there_alone_where_drafts_have_logits():
 
 @pytest.mark.slow
 def test_an_engine_that_was_saved_goes_on_with_the_same_drafts(tmp_path: Any):
-    model, config, params = probabilistic("another", "standard")
+    model, config, params = probabilistic("eagle3", "standard")
+    rule = dict(temperature=0.9, logprobs=1) | RULED  # as above, so that programs are the same
 
     def start() -> Engine:
         return Engine(model, config, tiny.engine_config(async_depth=1), params)
@@ -114,7 +115,7 @@ def test_an_engine_that_was_saved_goes_on_with_the_same_drafts(tmp_path: Any):
 
     first, second = start(), start()
     live = {
-        name: first.add(name, ids, SamplingParams(max_tokens=20, seed=i, temperature=0.9))
+        name: first.add(name, ids, SamplingParams(max_tokens=20, seed=i, **rule))
         for i, (name, ids) in enumerate(PROMPTS.items())
     }
     for _ in range(3):

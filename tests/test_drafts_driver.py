@@ -36,7 +36,7 @@ class Load:
     """What drafts, the sizes of its engine, and how many steps it runs."""
 
     drafter: str
-    num_steps: int = 500
+    num_steps: int = 350
     sizes: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     most_logprobs: int = 4  # of a request; from 2 on its programs are others, and wider
@@ -44,7 +44,7 @@ class Load:
 
 TINY_POOL = dict(num_blocks=14, policy="priority")
 LOADS = {
-    "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2)),
+    "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2), most_logprobs=1),
     "adaptive": Load("adaptive", sizes=TINY_POOL | dict(num_decode_steps=2, async_depth=2)),
     "another, steps": Load(
         "another",
@@ -284,7 +284,7 @@ def test_no_request_compiles_anything_after_warm_up():
         lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
     )
     try:
-        for i in range(100):
+        for i in range(60):
             usual = SamplingParams(temperature=float(i % 4 == 0), max_tokens=12, seed=i)
             given = usual if i % 2 else features.random_params(rng)
             prompt = rng.integers(0, 9, rng.integers(1, 30)).tolist()

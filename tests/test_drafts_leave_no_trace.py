@@ -111,8 +111,10 @@ def rejected_behind(verifying: Engine, plain: Engine, got, want) -> bool:
     "drafter", ["another", *(pytest.param(d, marks=pytest.mark.slow) for d in ("eagle3", "wide"))]
 )
 def test_the_drafter_s_cache_is_that_of_all_tokens_at_once(start, drafter):
-    chunks = dict(max_num_batched_tokens=16, token_buckets=(16,))
-    decoding, dense = start(drafter, **chunks), start(drafter, enable_prefix_caching=False)
+    decoding, dense = (
+        start(drafter, long_prefill_token_threshold=7),
+        start(drafter, enable_prefix_caching=False),
+    )
     own = slice(NUM_LAYERS, None)
     for request in at_work(decoding, dict(temperature=0.0), num_tokens=9):
         greedy = SamplingParams(max_tokens=8, temperature=0.0)

@@ -142,9 +142,8 @@ def test_acceptance_is_that_of_drafting_behind_each_token(monkeypatch):
     counts = [stood_behind(window[:end].tolist(), 3) for end in range(2, len(window) + 1)]
     want = [np.mean([count > i for count in counts]) for i in range(3)]
     assert want[0] > want[2] > 0
-    for temperature in (0.0, 0.7):
-        got = acceptance(pair, params, window[None], temperature=temperature)[0]
-        np.testing.assert_allclose(got, want)
+    got = acceptance(pair, params, window[None], temperature=0.7)[0]
+    np.testing.assert_allclose(got, want)
 
 
 def test_the_head_is_among_the_package_s_files():

@@ -70,28 +70,33 @@ def save_eagle(folder: Path, target: Path) -> None:
     save_checkpoint(folder, eagle.eagle, head, random_like(eagle.Params, head.dims, 3), settings)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("method", "least"), [("eagle", 4), ("suffix", 30)])
-def test_drafts_of_several_steps_change_no_token(method, least, params, tmp_path):
+def answers(folder: Path, drafts: Any) -> tuple[list[list[list[int]]], list[int]]:
+    """Returns tokens, with and without cached prefixes, and how many drafts stood, by rule."""
+    sizes: dict[str, Any] = SIZES | dict(num_decode_steps=3, speculative_config=drafts)
+    asked, told, accepted = [dict(prompt_token_ids=prompt) for prompt in PROMPTS], [], []
+    with LLM(folder, **sizes) as llm:
+        for params in (GREEDY, SAMPLED):
+            llm.reset_prefix_cache()
+            cold, warm = (llm.generate(asked, params, use_tqdm=False) for _ in range(2))
+            assert sum((output.num_cached_tokens or 0) > 0 for output in warm)
+            told += [[list(output.outputs[0].token_ids) for output in of] for of in (cold, warm)]
+            metrics: list[Any] = [output.metrics for output in (*cold, *warm)]
+            accepted.append(sum(sum(one.num_accepted_tokens_per_pos or ()) for one in metrics))
+    return told, accepted
+
+
+def test_drafts_of_several_steps_change_no_token(tmp_path):
     """In launches of several steps, from checkpoints, and drafted from hidden states too."""
     folder, drafter = tmp_path / "model", tmp_path / "drafter"
     hybrids.save("nemotron h", folder)
-    drafts: dict[str, Any] = dict(method=method, num_speculative_tokens=3)
-    if method == "eagle":
-        save_eagle(drafter, folder)
-        drafts |= dict(model=str(drafter))
-    asked = [dict(prompt_token_ids=prompt) for prompt in PROMPTS]
-    told, accepted = [], 0
-    for config in (None, drafts):
-        sizes: dict[str, Any] = SIZES | dict(num_decode_steps=3, speculative_config=config)
-        with LLM(folder, **sizes) as llm:
-            cold, warm = (llm.generate(asked, params, use_tqdm=False) for _ in range(2))
-        assert sum((output.num_cached_tokens or 0) > 0 for output in warm)
-        told += [[list(output.outputs[0].token_ids) for output in of] for of in (cold, warm)]
-        metrics: list[Any] = [output.metrics for output in (*cold, *warm)]
-        accepted += sum(sum(one.num_accepted_tokens_per_pos or ()) for one in metrics)
-    assert told == told[:1] * 4
-    assert accepted > least  # random weights draft few tokens that stand
+    save_eagle(drafter, folder)
+    want, _ = answers(folder, None)
+    assert want[0] == want[1] and want[2] == want[3]
+    by_head = dict(method="eagle", num_speculative_tokens=3, model=str(drafter))
+    for drafts, least in ((by_head, 4), (dict(method="suffix", num_speculative_tokens=3), 30)):
+        told, accepted = answers(folder, drafts)
+        assert told == want
+        assert min(accepted) > least  # random weights draft few tokens that stand
 
 
 def test_a_drafter_has_no_states(tmp_path: Path):

@@ -246,9 +246,10 @@ def test_folders_by_name(tmp_path):
         find_folder(cast(Any, 3))
 
 
-def test_executables_have_the_structure_that_is_said(whole, tmp_path):
+def test_executables_have_the_structure_that_is_said(whole):
     """Each has that of what it is compiled from."""
-    engine = make(tmp_path)
+    config = tiny.config(num_hidden_layers=1)
+    engine = Engine(llama, config, tiny.engine_config(), tiny.random_params(config))
     keys = program_keys(engine.runner.program, engine.runner.buckets, all_rules=True)
     for key in keys:
         spec = engine.runner.programs._spec(key)

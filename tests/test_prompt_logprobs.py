@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner import LLM, SamplingParams
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
@@ -68,11 +68,16 @@ def assert_close(got, want) -> None:
         assert got[position][0] == pytest.approx(value, abs=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [32, 3])
-def test_chunks_tell_what_the_whole_would(chunk):
-    e = engine(max_num_batched_tokens=chunk, token_buckets=(chunk,), decode_buckets=(1,))
-    request = run(e, "a")
-    assert len(request.prompt_logprobs) == -(-9 // chunk) if chunk != 3 else 3
+# Sizes of an engine that computes prompts in chunks, and preempts: of two tests, so of one program.
+CHUNKS: dict[str, Any] = dict(
+    num_blocks=14, policy="priority", max_num_batched_tokens=8, token_buckets=(8,)
+)
+
+
+@pytest.mark.parametrize(("changes", "num_parts"), [({}, 1), (CHUNKS, 2)], ids=["whole", "chunks"])
+def test_chunks_tell_what_the_whole_would(changes, num_parts):
+    request = run(engine(**changes), "a")
+    assert len(request.prompt_logprobs) == num_parts
     assert_close(entries(request), oracle(PROMPT))
 
 
@@ -97,7 +102,7 @@ def test_widths_differ_within_a_batch():
 
 def test_preemption_in_a_prompt_starts_anew():
     long = [*PROMPT, *range(20), *PROMPT]
-    e = engine(num_blocks=14, policy="priority", max_num_batched_tokens=8, token_buckets=(8,))
+    e = engine(**CHUNKS)
     first = e.add("first", range(8), SamplingParams(max_tokens=36, temperature=0), priority=0)
     e.step()
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3)
@@ -286,8 +291,8 @@ def test_a_prompt_whose_logits_are_nan_cannot_be_scored(llm):
         llm.reset_prefix_cache()
 
 
-def test_without_a_tokenizer_an_empty_context_needs_a_token():
-    with LLM(str(embedded.PATH), num_blocks=64, skip_tokenizer_init=True, **SIZES) as llm:
+def test_without_a_tokenizer_an_empty_context_needs_a_token(shallow):
+    with LLM(shallow, num_blocks=64, skip_tokenizer_init=True, **SIZES) as llm:
         message = "pair 0 has an empty context and the model no BOS: give a token"
         with pytest.raises(ValueError, match=message):
             llm.loglikelihood([([], [5])], use_tqdm=False)

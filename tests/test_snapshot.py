@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from test_engine import PROMPTS, drain, engine, params_of
 
-from jaxrunner import LLM, embedded
+from jaxrunner import LLM
 from jaxrunner.api.sampling_params import (
     RepetitionDetectionParams,
     RequestOutputKind,
@@ -232,10 +232,10 @@ def told(parts: Iterable[Any], texts: dict[tuple[str, int], str]) -> Iterator[An
             yield key, output.finish_reason, output.cumulative_logprob
 
 
-def test_a_stream_goes_on_where_it_was_saved(tmp_path):
+def test_a_stream_goes_on_where_it_was_saved(tmp_path, shallow):
     pytest.importorskip("llguidance")
     sizes: dict[str, Any] = SIZES | dict(max_num_seqs=4, decode_buckets=(4,))
-    with LLM(str(embedded.PATH), **sizes) as first, LLM(str(embedded.PATH), **sizes) as second:
+    with LLM(shallow, **sizes) as first, LLM(shallow, **sizes) as second:
         texts, ends = {}, []
         parts = told(first.stream(WORDS, asked()), texts)
         ends += itertools.islice(parts, 13)

@@ -207,19 +207,29 @@ def drafters(folder: Path) -> dict[str, Path]:
     )
 
 
+PROMPTS: list[Any] = [dict(prompt_token_ids=ids) for ids in ([3, 1, 4, 1, 5], [9, 2])]
+
+
+def said(target: Path, drafts: Any, logprobs: int | None = None) -> list[tuple[Any, ...]]:
+    """Returns tokens and reasons of answers to `PROMPTS`."""
+    params = SamplingParams(max_tokens=9, seed=3, logprobs=logprobs, detokenize=False)
+    with LLM(str(target), speculative_config=drafts, **SIZES) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    return [(output.token_ids, output.finish_reason) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def undrafted(target: Path) -> list[tuple[Any, ...]]:
+    return said(target, None)
+
+
 @pytest.mark.parametrize(
     "method",
     ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("draft_model", "eagle"))],
 )
-def test_an_llm_with_a_checkpoint_that_drafts_says_what_it_would_say(target, tmp_path, method):
-    model = drafters(tmp_path)[method]
-    prompts = [dict(prompt_token_ids=[3, 1, 4, 1, 5]), dict(prompt_token_ids=[9, 2])]
+def test_an_llm_with_a_checkpoint_that_drafts_says_what_it_would_say(
+    target, tmp_path, undrafted, method
+):
     logprobs = 1 if method == "eagle" else None  # in two launches, or in one
-    params = SamplingParams(max_tokens=9, seed=3, logprobs=logprobs, detokenize=False)
-    config = dict(method=method, model=str(model), num_speculative_tokens=2)
-    said = []
-    for given in (None, config):
-        with LLM(str(target), speculative_config=given, **SIZES) as llm:
-            outputs = llm.generate(prompts, params)
-            said.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs])
-    assert said[0] == said[1]
+    config = dict(method=method, model=str(drafters(tmp_path)[method]), num_speculative_tokens=2)
+    assert said(target, config, logprobs) == undrafted
