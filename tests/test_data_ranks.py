@@ -32,6 +32,11 @@ SIZES: dict[str, Any] = dict(
     max_model_len=48, num_blocks=14, block_size=4, dtype="float32", warm_up=False, use_tqdm=False,
     cache_dir=None, skip_tokenizer_init=True,
 )  # fmt: skip
+# Of these an engine alone and an `LLM` have the same programs, which are compiled once.
+PROGRAMS = (
+    "max_num_seqs", "max_num_batched_tokens", "token_buckets", "decode_buckets", "max_model_len",
+    "num_blocks", "block_size", "dtype",
+)  # fmt: skip
 RANKS: dict[str, Any] = dict(data_parallel_size=D, enable_expert_parallel=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -85,7 +90,8 @@ def test_tokens_are_those_of_one_device(tensor, speculator, folder, wanted):
 @pytest.mark.slow
 @pytest.mark.devices(D)
 def test_a_step_that_fails_ends_its_requests_and_others_go_on(folder, monkeypatch):
-    e, prompts = engine(folder, 1), [[n, n + 1, 7] for n in range(4)]
+    sizes = {name: SIZES[name] for name in PROGRAMS}
+    e, prompts = engine(folder, 1, **sizes), [[n, n + 1, 7] for n in range(4)]
     for i, prompt in enumerate(prompts):
         e.add(f"{i}", prompt, GREEDY)
     with monkeypatch.context() as context:
@@ -95,7 +101,7 @@ def test_a_step_that_fails_ends_its_requests_and_others_go_on(folder, monkeypatc
     requests = [e.add(f"{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
     while e.has_unfinished:
         e.step()
-    one = engine(folder)
+    one = engine(folder, **sizes)
     wanted = [one.add(f"{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
     while one.has_unfinished:
         one.step()

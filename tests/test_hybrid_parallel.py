@@ -23,7 +23,6 @@ PREFIXES: dict[str, Any] = dict(
 DRAFTS: dict[str, Any] = dict(speculative_config=dict(method="ngram", num_speculative_tokens=2))
 ONE_GROUP: dict[str, Any] = dict(mamba_n_groups=1)  # of all heads, which devices cannot share
 MIXERS = ("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "out_proj")
-EXPERTS: dict[str, Any] = dict(tensor_parallel_size=2, enable_expert_parallel=True)
 EIGHT_HEADS: dict[str, Any] = dict(num_attention_heads=8, vocab_size=64)
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
@@ -41,7 +40,8 @@ def generate(llm: LLM, **more: Any) -> list[list[int]]:
 
 def states(llm: LLM) -> list[tuple[int, ...]]:
     """Returns the shapes of a device's convolutions and matrices, of the first layer with some."""
-    found = next(layer for layer in llm.engine.runner.state.kv if hasattr(layer, "conv"))
+    caches = jax.tree.leaves(llm.runner.state.kv, is_leaf=lambda x: hasattr(x, "conv"))
+    found = next(cache for cache in caches if hasattr(cache, "conv"))
     kept = jax.tree.leaves((found.conv, found.recurrent))
     return [x.sharding.shard_shape(x.shape)[1:] for x in kept]
 
@@ -50,18 +50,13 @@ Case = tuple[str, dict[str, Any], int, list[tuple[int, ...]]]
 # Variant, changes of its config, devices, and what one of them has of a convolution and a state.
 QUICK: dict[str, Case] = {
     "one group": ("bamba", ONE_GROUP, 2, [(3, 116), (8, 12, 10)]),
-    "delta nets, one KV head": (
-        "qwen 3 next", dict(num_key_value_heads=1), 2, [(3, 32), (2, 6, 10)],
+    "delta nets, one KV head, whole experts": (
+        "qwen 3.5, experts", dict(num_key_value_heads=1), 2, [(3, 42), (3, 6, 10)],
     ),
 }  # fmt: skip
 SLOW: dict[str, Case] = {
-    "convolutions": ("lfm 2", {}, 2, [(2, 24)]),
     "one group of keys, weights of 8 bits": (
         "qwen 3 next", dict(linear_num_key_heads=1), 2, [(3, 52), (4, 6, 10)],
-    ),
-    "experts of a latent": (
-        "nemotron h, latent experts, biases", EIGHT_HEADS | dict(mamba_num_heads=8), 4,
-        [(3, 120), (8, 10, 10)],
     ),
     "beside attention, 4 devices": (
         "falcon h1, normed before, biases", EIGHT_HEADS | dict(mamba_n_groups=4), 4,
@@ -69,7 +64,7 @@ SLOW: dict[str, Case] = {
     ),
 }  # fmt: skip
 # These draft nothing: others have drafts of mixers of their kind.
-WITHOUT = "one group of keys, weights of 8 bits", "experts of a latent"
+WITHOUT = "one group of keys, weights of 8 bits", "beside attention, 4 devices"
 
 
 @pytest.mark.devices("num")
@@ -87,7 +82,10 @@ def test_tokens_are_those_of_one_device(request, variant, changes, num, of_devic
     with LLM(tmp_path, quantization=weights, **SIZES) as llm:
         want = generate(llm)
         assert llm.engine.scheduler.num_preemptions
-    several: dict[str, Any] = dict(tensor_parallel_size=num, quantization=weights)
+    several: dict[str, Any] = dict(
+        tensor_parallel_size=num, quantization=weights,
+        enable_expert_parallel="whole experts" in name,
+    )  # fmt: skip
     with LLM(tmp_path, **several, **SIZES | PREFIXES | drafts) as llm:
         assert generate(llm) == want
         assert generate(llm) == want  # from prefixes
@@ -98,22 +96,28 @@ def test_tokens_are_those_of_one_device(request, variant, changes, num, of_devic
 
 @pytest.mark.devices(4)
 @pytest.mark.parametrize(
-    ("variant", "sizes"),
+    ("variant", "sizes", "of_device"),
     [
-        ("nemotron h", EXPERTS | dict(pipeline_parallel_size=2)),
+        (
+            "nemotron h, latent experts, biases",
+            dict(tensor_parallel_size=2, pipeline_parallel_size=2), [(3, 50), (3, 10, 10)],
+        ),
         pytest.param(
-            "qwen 3.5, experts", dict(data_parallel_size=2, tensor_parallel_size=2),
-            marks=pytest.mark.slow,
+            "lfm 2", PREFIXES | DRAFTS | dict(data_parallel_size=2, tensor_parallel_size=2),
+            [(2, 24)], marks=pytest.mark.slow,
         ),
     ],
     ids=["stages of two devices", "two replicas of two devices"],
 )  # fmt: skip
-def test_stages_and_replicas_tell_the_tokens_of_one_device(variant, sizes, tmp_path):
+def test_stages_and_replicas_tell_the_tokens_of_one_device(variant, sizes, of_device, tmp_path):
     hybrids.save(variant, tmp_path)
     with LLM(tmp_path, **SIZES) as llm:
         want = generate(llm)
     with LLM(tmp_path, **SIZES | sizes) as llm:
         assert generate(llm) == want
+        if "enable_prefix_caching" in sizes:
+            assert generate(llm) == want  # from prefixes
+        assert states(llm) == of_device
 
 
 @pytest.mark.devices(2)

@@ -68,11 +68,14 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def answers(e: Engine, seed: int, *, aborted: Iterable[int] = ()):
-    """Returns what requests get that come a few at a time, and of those that end early too."""
+def answers(e: Engine, seed: int, *, aborted: Iterable[int] = (), alone: bool = False):
+    """Returns what requests get that come a few at a time, and of those that end early too.
+
+    alone: each comes when the one before it has ended.
+    """
     asked, rng, made = requests(seed), np.random.default_rng(seed), []
     while len(made) < len(asked) or e.has_unfinished:
-        for _ in range(rng.integers(0, 4)):
+        for _ in range(not e.has_unfinished if alone else rng.integers(0, 4)):
             if len(made) < len(asked):
                 made.append(e.add(f"{len(made)}", *asked[len(made)], eos_token_ids=[60]))
         e.step()
@@ -94,7 +97,7 @@ def logprobs(request: Request) -> list[float]:
 @pytest.fixture(scope="module")
 def wanted(weights):
     """Returns what one device answers, without neighbours that would be in the way."""
-    return answers(engine(weights, num_blocks=60), 1)
+    return answers(engine(weights), 1, alone=True)
 
 
 @pytest.mark.devices(3)
