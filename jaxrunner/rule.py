@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.indexing import take
 from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.pytree import pytree
 from jaxrunner.slot_table import SlotTable
@@ -79,14 +80,15 @@ class Batched(NamedTuple):
         return Context(self.position, request, self.mask, self.vocabulary)
 
 
-# Traced once for equal shapes: rules were half of the time in which a program is traced.
-@functools.partial(jax.jit, inline=True)
 def rows_of(table: Any, slot: Array) -> Any:
     """Reads the rows of `slot`, zeros for padding."""
-    return jax.tree.map(lambda x: x.at[slot].get(mode="fill", fill_value=0), table)
+    # `take` is traced once for equal shapes. The table must not be an argument of what is: JAX
+    # takes structures of two dataclasses for equal, and may return one where the other was given.
+    return jax.tree.map(lambda x: take(x, slot), table)
 
 
-@functools.partial(jax.jit, static_argnames="rule", inline=True)  # as `rows_of`
+# Traced once for equal shapes: rules were half of the time in which a program is traced.
+@functools.partial(jax.jit, static_argnames="rule", inline=True)
 def run(rule: Rule, logits: Array, table: Any, batch: Batched) -> Array:
     """Runs a rule on logits, [N, V]; skipped on the device where no row uses it."""
     is_active = rule.is_active
