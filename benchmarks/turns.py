@@ -48,15 +48,14 @@ def main() -> None:
         )
         for tree in args.trees
     ]  # fmt: skip
-    found: list[dict[str, list[float]]] = [{} for _ in workers]
-    for name, value in ((i, ask(worker)) for i, worker in enumerate(workers)):
-        found[name] |= {key: [x] for key, x in flat(value)}
-    for turn in range(args.rounds):
+    found = [{key: [x] for key, x in flat(ask(worker))} for worker in workers]
+    order = [*zip(workers, found, strict=True)]
+    for _ in range(args.rounds):
         for part in args.parts:
-            order = [*enumerate(workers)]
-            for i, worker in order if turn % 2 == 0 else order[::-1]:
+            for worker, figures in order:
                 for key, x in flat(ask(worker, part)):
-                    found[i].setdefault(key, []).append(x)
+                    figures.setdefault(key, []).append(x)
+        order.reverse()
     for worker in workers:
         worker.communicate("\n")
     medians = [{key: statistics.median(xs) for key, xs in each.items()} for each in found]

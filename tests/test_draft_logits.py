@@ -104,9 +104,8 @@ def test_the_table_is_planned_and_there_alone_where_drafts_have_logits():
 @pytest.mark.slow
 def test_an_engine_that_was_saved_goes_on_with_the_same_drafts(tmp_path: Any):
     model, config, params = probabilistic("eagle3", "standard")
-    rule: dict[str, Any] = (
-        dict(temperature=0.9, logprobs=1) | RULED
-    )  # as above, so that programs are the same
+    # As above, so that programs are the same.
+    rule: dict[str, Any] = dict(temperature=0.9, logprobs=1) | RULED
 
     def start() -> Engine:
         return Engine(model, config, tiny.engine_config(async_depth=1), params)
