@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.indexing import take
 from jaxrunner.ops.grouping import cut_tiles, group
 from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array
@@ -91,7 +92,7 @@ def _grouped(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
     token = groups.order[jnp.clip(tiles.first[:, None] + step, 0, T - 1)]
     token = jnp.where(step < tiles.rows[:, None], token, T)  # [N, tile]
     a, b = (part.reshape(blocks, places, rank, -1)[:, tiles.expert] for part in (stack.a, stack.b))
-    x_NtI = x.at[token].get(mode="fill", fill_value=0)
+    x_NtI = take(x, token)
     x_bNtI = jnp.broadcast_to(x_NtI[None], (blocks, *x_NtI.shape))
     low_bNtr = _dot(x_bNtI, a, (((3,), (3,)), ((0, 1), (0, 1))), jnp.float32).astype(x.dtype)
     y_bNtO = _dot(low_bNtr, b, (((3,), (2,)), ((0, 1), (0, 1))), dtype)

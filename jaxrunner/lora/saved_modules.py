@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.indexing import take
 from jaxrunner.linear import Linear
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.model import Model
@@ -86,7 +87,7 @@ def places_of_rows(params: Any, state: State, slot: Array, at: Any = ...) -> Arr
     if not isinstance(params, AdaptedParams):
         return None
     slot = slot[at]
-    return state.tables[ADAPTERS.name].place.at[slot].get(mode="fill", fill_value=0)
+    return take(state.tables[ADAPTERS.name].place, slot)
 
 
 def _with(params: Any, field: str, table: Array) -> Any:

@@ -40,7 +40,7 @@ def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     # A row of one token has none for the other kernel, so its tokens count as padding there.
     first = jnp.where(one, start[:-1], T)
     out = prefill_attention(q, *blocks, start, jnp.where(one, 0, lens), **sizes)
-    singles = q.at[first].get(mode="fill", fill_value=0)
+    singles = take(q, first)
     lens = jnp.where(one, lens, 0)
     singles = decode_attention(singles, *blocks, lens, skip_empty=True, **sizes)
     return out.at[first].set(singles, mode="drop", unique_indices=True)  # those of 0 are dropped
