@@ -11,7 +11,7 @@ that is named twice shows what figures differ by on their own.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import json
 import os
 from pathlib import Path
@@ -50,27 +50,33 @@ def main() -> None:
     ]  # fmt: skip
     found = [{key: [x] for key, x in flat(ask(worker))} for worker in workers]
     order = [*zip(workers, found, strict=True)]
+    told: dict[str, Any] = {}
     for _ in range(args.rounds):
         for part in args.parts:
             for worker, figures in order:
                 for key, x in flat(ask(worker, part)):
                     figures.setdefault(key, []).append(x)
         order.reverse()
+        told = compared(found)
+        if args.out:  # so a run that is ended keeps its rounds
+            args.out.write_text(json.dumps(told, indent=1) + "\n")
     for worker in workers:
         worker.communicate("\n")
+    for key, figure in told.items():
+        print(key.ljust(44), *(f"{x:12.3f}" for x in figure["medians"]),
+              *(f"{x:7.3f}" for x in figure["ratios"][1:]))  # fmt: skip
+
+
+def compared(found: Sequence[Mapping[str, list[float]]]) -> dict[str, Any]:
+    """Returns each figure that all trees have: its runs and median by tree, ratios to the first."""
     medians = [{key: statistics.median(xs) for key, xs in each.items()} for each in found]
-    result = {
+    return {
         key: dict(
             medians=[each[key] for each in medians], runs=[each[key] for each in found],
             ratios=[each[key] / first for each in medians],
         )
         for key, first in medians[0].items() if first and all(key in each for each in medians)
     }  # fmt: skip
-    for key, told in result.items():
-        print(key.ljust(44), *(f"{x:12.3f}" for x in told["medians"]),
-              *(f"{x:7.3f}" for x in told["ratios"][1:]))  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def ask(worker: Any, part: str | None = None) -> dict[str, Any]:

@@ -1,52 +1,41 @@
-"""Runs work that may hang, with a time limit. Knows no JAX."""
+"""Waits with a time limit for what may hang. Knows no JAX."""
 
 from collections.abc import Callable
-import os
 import queue
 import threading
-from typing import Any
+import time
+
+POLL_S = 2e-5  # between polls of a device: a step's tokens are read as soon as they are there
 
 
-class _Thread:
-    """Runs one function after another."""
-
-    def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        # A daemon: where the device hangs, so does the thread, and must not keep the process.
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self.ended.put(_error_of(self.asked.get()))
+def ready_within(timeout_s: float, is_ready: Callable[[], bool]) -> bool:
+    """Polls a function until it returns True. Returns whether it did in time."""
+    end_s = time.monotonic() + timeout_s
+    while not is_ready():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
-def _error_of(run: Callable[[], Any]) -> BaseException | None:
-    """Runs a function, and keeps nothing of it. Returns what it raised."""
-    try:
-        run()
-    except BaseException as error:  # whatever a broken device makes JAX raise
-        return error
-    return None
-
-
-# Those that wait for work. A start takes as long as a short step; what hangs keeps its thread.
-_idle: list[_Thread] = []
-os.register_at_fork(after_in_child=_idle.clear)
-
-
-def ends_within(timeout_s: float, run: Callable[[], Any]) -> bool:
+def ends_within(timeout_s: float, run: Callable[[], object]) -> bool:
     """Runs a function in a thread. Returns whether it ended in time; raises what it raises."""
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            run()
+        except BaseException as error:  # whatever a broken device makes JAX raise
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    # A daemon: where the device hangs, so does the thread, and must not keep the process.
+    threading.Thread(target=work, daemon=True).start()
     try:
-        thread = _idle.pop()
-    except IndexError:
-        thread = _Thread()
-    thread.asked.put(run)
-    try:
-        error = thread.ended.get(timeout=max(timeout_s, 0))
+        error = ended.get(timeout=max(timeout_s, 0))
     except queue.Empty:
         return False
-    _idle.append(thread)
     if error is not None:
         raise error
     return True
