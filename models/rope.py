@@ -53,6 +53,9 @@ class Rope:
 
 def rotation(rope: Rope, inputs: Inputs) -> tuple[Array, Array]:
     """Returns cosine and sine of every token's angles, each [T, 1, D / 2], float32."""
+    if not rope.inv_freq:  # XLA's partitioner dies of an array without elements
+        shape = *inputs.positions.shape, 1, rope.still
+        return jnp.ones(shape), jnp.zeros(shape)
     inv_freq = jnp.asarray(rope.inv_freq, jnp.float32)[None]
     if rope.dynamic is not None:
         inv_freq = _stretched(rope.dynamic, inputs.rope_len, 2 * len(rope.inv_freq), inv_freq)

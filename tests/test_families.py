@@ -74,10 +74,6 @@ def behind(module: Any, asked: list[list[int]], told: list[list[int]]) -> Iterat
 
 @pytest.mark.slow
 @pytest.mark.devices(2)
-@pytest.mark.skipif(
-    jax.__version_info__[:2] == (0, 11) and jax.default_backend() == "cpu",
-    reason="XLA of JAX 0.11 ends the process while it compiles some of these for a CPU",
-)
 @pytest.mark.parametrize("variant", ON_SHARDS)
 def test_two_devices_tell_the_tokens_of_transformers(variant, tmp_path):
     module, asked = dense_families.save(variant, tmp_path), prompts(LENGTHS)

@@ -9,7 +9,7 @@ from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.registry import read_model
-from jaxrunner.models.rope import rotation
+from jaxrunner.models.rope import no_rope, rotation
 from jaxrunner.program import Bucket
 from jaxrunner.types import Inputs
 from tests.support import tiny
@@ -132,3 +132,12 @@ def test_a_partial_rotation_is_refused_where_old_files_say_it():
 def test_angles_are_computed_once_for_all_layers_and_heads(whole):
     text = tiny.runner().programs[Key("step", Bucket(32, 5))].as_text()
     assert text.count(" cosine(") == text.count(" sine(") == 1
+
+
+def test_no_rotation_makes_no_array_without_elements():
+    """XLA of JAX 0.11 ends the process if such a constant is inside a `shard_map`."""
+    inputs = Inputs(jnp.zeros(3, jnp.int32), jnp.arange(3), jnp.zeros(3, jnp.int32))
+    turn = jax.jit(lambda: rotation(no_rope(8), inputs))
+    assert "x0xf32" not in turn.lower().as_text() and "<0xf32" not in turn.lower().as_text()
+    for found, expected in zip(turn(), (1.0, 0.0), strict=True):
+        np.testing.assert_array_equal(found, np.full((3, 1, 4), expected))

@@ -87,7 +87,7 @@ def host_logits_fn(
     """
 
     def call(logits: np.ndarray, token_ids: np.ndarray, position: Any, values: Any) -> np.ndarray:
-        args = dict(zip(names, np.asarray(values).tolist(), strict=True))
+        args = {name: float(value) for name, value in values.items()}
         logits = np.array(logits)
         try:
             out = fn(logits, np.asarray(token_ids)[: int(position)].tolist(), args)
@@ -98,7 +98,7 @@ def host_logits_fn(
 
     def traced(logits: Array, row: LogitsRow) -> Array:
         shape = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
-        values = jnp.stack([row.args[n] for n in names]) if names else jnp.zeros(0)
+        values = {name: row.args[name] for name in names}
         return jax.pure_callback(
             call, shape, logits, row.token_ids, row.position, values, vmap_method="sequential"
         )
