@@ -25,8 +25,8 @@ BASE = np.random.default_rng(3).integers(0, 61, 44).tolist()
 OTHER = np.random.default_rng(4).integers(0, 61, 9).tolist()
 # A convolution alone, Mamba-2 with a layer that keeps nothing, and a gated delta net; a layer that
 # has both a state and keys.
-FAMILIES = ["lfm 2", "nemotron h", "qwen 3 next"]
-SLOW = ["falcon h1"]
+FAMILIES = ["nemotron h"]
+SLOW = ["qwen 3 next", "lfm 2", "falcon h1"]
 Told = tuple[list[int], list[Any], int]  # tokens, their logprobs, tokens that were cached
 
 

@@ -22,7 +22,7 @@ def with_suffixes() -> tuple[Any, ...]:
     return llama._replace(speculator=suffix(K, num_cached=64)), *tiny.model_and_params()
 
 
-@pytest.mark.parametrize("num_tokens", [K, 8])
+@pytest.mark.parametrize("num_tokens", [K, pytest.param(8, marks=pytest.mark.slow)])
 def test_several_steps_a_launch_need_tokens_for_all_drafts_and_else_are_one(num_tokens: int):
     want, *_ = run(llama, *tiny.model_and_params(), GREEDY)
     rows = min(5, num_tokens)

@@ -25,6 +25,7 @@ from tests.support.drafters import PROMPTS, RULED, K, probabilistic, run
 V = tiny.SETTINGS["vocab_size"]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_without_drafts():
     """The EAGLE-3 head has some of the tokens alone: the others' logits are -inf."""
     rule, changes = dict(temperature=0.0, logprobs=1) | RULED, dict(async_depth=1)

@@ -97,12 +97,10 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = [
-    ("standard", "probabilistic", "preempted"),
-    ("block", "greedy", "in the usual way"),
-]
+QUICK = [("standard", "probabilistic", "preempted")]
 CASES = [
     *QUICK,
+    ("block", "greedy", "in the usual way"),
     ("block", "probabilistic", "a token that is never drafted"),
     ("standard", "probabilistic", "steps"),
 ]
@@ -137,9 +135,10 @@ def taking_the_likeliest(inputs: Any) -> Any:
     return chain.propose(inputs._replace(draw_own=draw))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("propose", "num"),
-    [pytest.param(forgetting, 500, marks=pytest.mark.slow), (taking_the_likeliest, NUM)],
+    [(forgetting, 500), (taking_the_likeliest, NUM)],
 )
 def test_drafts_that_are_verified_by_another_distribution_are_seen(propose: Any, num: int):
     """So that the test above can fail."""

@@ -35,9 +35,9 @@ RULES = {
         dict(temperature=0.7, top_p=0.9), SMALL | dict(async_depth=3),
     ),
 }  # fmt: skip
-QUICK = [("greedy", "eagle3"), ("sampled and preempted", "another")]
+QUICK = [("sampled and preempted", "another")]
 # All rules, logprobs and several steps are in the loads of `test_drafts_driver.py`.
-PAIRS = [*QUICK, *(("greedy", name) for name in ("itself", "eagle", "mtp"))]
+PAIRS = [*QUICK, *(("greedy", name) for name in ("itself", "eagle", "eagle3", "mtp"))]
 
 
 @functools.cache
@@ -96,7 +96,11 @@ def test_synthetic_rates_are_met_and_counted():
 
 @pytest.mark.parametrize(
     "drafter",
-    ["another", "eagle", "eagle3", "mtp", pytest.param("itself", marks=pytest.mark.slow)],
+    [
+        "another",
+        "eagle3",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("itself", "eagle", "mtp")),
+    ],
 )
 def test_drafts_are_what_the_drafter_says_without_a_cache(drafter):
     model, config, params = DRAFTERS[drafter]()

@@ -73,7 +73,9 @@ def at_work(e: Engine, rule, num_tokens: int = 17) -> list:
     return requests
 
 
-@pytest.mark.parametrize("drafter", ["another", "eagle3", "ngram"])
+@pytest.mark.parametrize(
+    "drafter", ["eagle3", "ngram", pytest.param("another", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 def test_caches_are_bit_for_bit_those_of_a_run_that_verifies_no_draft(start, drafter, temperature):
     """Both run at the same sizes, of K + 1 tokens a row, so that they round alike."""

@@ -150,6 +150,7 @@ def test_losses_are_of_what_the_head_itself_fed_back():
     np.testing.assert_allclose(got, losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_head_that_knows_the_target_s_noise_stands_where_a_greedy_one_would_not():
     pair, target, head = models()
     run = functools.partial(acceptance.acceptance, pair, (target, head), text_of(4, 4, L))
@@ -157,6 +158,7 @@ def test_a_head_that_knows_the_target_s_noise_stands_where_a_greedy_one_would_no
     assert hot[:, 0].mean() > 0.9 > run()[:, 0].mean()
 
 
+@pytest.mark.slow
 def test_what_is_written_begins_as_the_corpus_and_goes_on_as_the_model(monkeypatch):
     monkeypatch.setattr(rollout, "OPENING", (8, 9))
     _, target, _ = models()

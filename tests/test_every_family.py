@@ -40,10 +40,7 @@ KEPT = {case.architecture: name for name, case in [*CASES.items()][::-1] if case
 # Those that differ most in what layers compute and keep.
 QUICK = (
     "llama",
-    "qwen2, some windows",
-    "gemma 2",
     "gemma 3",
-    "phi 3",
     "phi 4 mini",
     "olmo 2",
     "command r7b",

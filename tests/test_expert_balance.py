@@ -47,6 +47,7 @@ def ask(llm):
     return [out.outputs[0] for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 def test_tokens_are_the_same_across_placements(folder, llm, caplog):
     """Four of them while 20 tokens come; nothing is compiled for it, and all tokens are counted."""
@@ -142,6 +143,7 @@ def test_one_device_counts_loads(folder):
         assert "experts:" not in llm.report()
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 @pytest.mark.devices(4)
 def test_stages_balance_the_experts_of_their_layers(folder, llm, tmp_path):

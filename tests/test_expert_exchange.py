@@ -114,7 +114,9 @@ EPLB: dict[str, Any] = dict(num_redundant_experts=6, window_size=2, step_interva
     "changes",
     [
         RANKS,
-        pytest.param(dict(tensor_parallel_size=2, enable_expert_parallel=True)),
+        pytest.param(
+            dict(tensor_parallel_size=2, enable_expert_parallel=True), marks=pytest.mark.slow
+        ),
         pytest.param(
             RANKS | dict(tensor_parallel_size=2, enable_eplb=True, eplb_config=EPLB),
             marks=pytest.mark.slow,

@@ -60,7 +60,7 @@ CHUNKS = dict(max_num_batched_tokens=5, token_buckets=(5,))
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        pytest.param(nnx_model, CHUNKS, id="nnx, chunked prefill"),
+        pytest.param(nnx_model, CHUNKS, id="nnx, chunked prefill", marks=pytest.mark.slow),
         pytest.param(linen_model, {}, id="linen, batched"),
     ],
 )

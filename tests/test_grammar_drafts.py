@@ -56,6 +56,7 @@ def answers(folder: str, **changes: Any):
     return told, [o.metrics.num_accepted_tokens_per_pos for o in outputs if o.metrics]
 
 
+@pytest.mark.slow
 def test_grammars_of_text_give_the_same_tokens_with_drafts(shallow):
     pytest.importorskip("llguidance")
     plain, _ = answers(shallow, async_depth=1)

@@ -49,12 +49,12 @@ def states(llm: LLM) -> list[tuple[int, ...]]:
 Case = tuple[str, dict[str, Any], int, list[tuple[int, ...]]]
 # Variant, changes of its config, devices, and what one of them has of a convolution and a state.
 QUICK: dict[str, Case] = {
-    "one group": ("bamba", ONE_GROUP, 2, [(3, 116), (8, 12, 10)]),
     "delta nets, one KV head, whole experts": (
         "qwen 3.5, experts", dict(num_key_value_heads=1), 2, [(3, 42), (3, 6, 10)],
     ),
 }  # fmt: skip
 SLOW: dict[str, Case] = {
+    "one group": ("bamba", ONE_GROUP, 2, [(3, 116), (8, 12, 10)]),
     "one group of keys, weights of 8 bits": (
         "qwen 3 next", dict(linear_num_key_heads=1), 2, [(3, 52), (4, 6, 10)],
     ),
@@ -94,6 +94,7 @@ def test_tokens_are_those_of_one_device(request, variant, changes, num, of_devic
         assert states(llm) == of_device
 
 
+@pytest.mark.slow
 @pytest.mark.devices(4)
 @pytest.mark.parametrize(
     ("variant", "sizes", "of_device"),
@@ -102,9 +103,9 @@ def test_tokens_are_those_of_one_device(request, variant, changes, num, of_devic
             "nemotron h, latent experts, biases",
             dict(tensor_parallel_size=2, pipeline_parallel_size=2), [(3, 50), (3, 10, 10)],
         ),
-        pytest.param(
+        (
             "lfm 2", PREFIXES | DRAFTS | dict(data_parallel_size=2, tensor_parallel_size=2),
-            [(2, 24)], marks=pytest.mark.slow,
+            [(2, 24)],
         ),
     ],
     ids=["stages of two devices", "two replicas of two devices"],
@@ -120,6 +121,7 @@ def test_stages_and_replicas_tell_the_tokens_of_one_device(variant, sizes, of_de
         assert states(llm) == of_device
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 def test_weights_and_states_of_a_mesh_are_read_by_one_device(tmp_path):
     """In the midst of requests: a snapshot holds states as one device has them."""

@@ -99,7 +99,7 @@ SERVED = {
     "latents": ("mixture", "deepseek v3"),
     "states, a mixture with a gate": ("hybrid", "qwen 3.5, experts"),
 }
-QUICK = "a tower, other names", "a mixture with a gate"
+QUICK = ("a tower, other names",)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = dict(
 KINDS = {"both": (EMBED, HEAD), "embedding": (EMBED,), "head": (HEAD,), "neither": ()}
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=["untied", pytest.param("tied", marks=pytest.mark.slow)])
 def saved(request, tmp_path_factory):
     """A folder of a checkpoint, its tensors with a head, and adapters by what they have."""
     folder, tied = tmp_path_factory.mktemp("lora"), request.param == "tied"
@@ -120,7 +120,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "part",
     [
         pytest.param("drafts and several steps", marks=pytest.mark.slow),
-        pytest.param("two stages of two devices", marks=pytest.mark.devices(4)),
+        pytest.param("two stages of two devices", marks=[pytest.mark.devices(4), pytest.mark.slow]),
     ],
 )
 def test_other_parts_of_an_engine_go_with_them(saved, part):

@@ -73,6 +73,7 @@ def test_what_the_host_alone_reads_changes_no_program():
     assert spec(**adapters, max_cpu_loras=2) == spec(**adapters)
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_whoever_lowers(monkeypatch):
     want = run(engine(), PROMPTS[:2], PARAMS)
     here, lower_here = [], ProgramTable._lower

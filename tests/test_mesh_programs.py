@@ -90,6 +90,7 @@ def test_engines_of_one_mesh_share_what_is_lowered():
     assert builds[0] is builds[1]
 
 
+@pytest.mark.slow
 def test_a_process_lowers_for_a_mesh():
     lowering._lower.cache_clear()
     parts._first.cache_clear()

@@ -104,7 +104,9 @@ def test_every_way_to_new_weights(saved, num):
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize("one,other", [(1, 2), (2, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    "one,other", [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow), (4, 1)]
+)
 def test_what_a_mesh_saves_another_reads(saved, one, other, tmp_path):
     config, (old, new), (before, after) = saved
     first, second = engine(config, old, one), engine(config, new, other)

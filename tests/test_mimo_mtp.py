@@ -58,6 +58,7 @@ def run(folder: Path, params: list[SamplingParams], drafts: dict[str, Any] | Non
         return llm.generate([dict(prompt_token_ids=PROMPT)] * len(params), params)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_without_drafts(folder: Path):
     params = [
         SamplingParams(max_tokens=20, temperature=t, seed=1, detokenize=False) for t in (0.0, 0.7)
@@ -68,6 +69,7 @@ def test_tokens_are_those_without_drafts(folder: Path):
     assert all(o.metrics.num_drafts > 0 for o in drafted)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_right_has_all_its_drafts_accepted(tmp_path: Path):
     """Each token of this model follows from the one before alone, and so from its embedding."""
     w = reference.tensors()

@@ -118,6 +118,7 @@ def test_tokens_are_those_of_one_device(weights, wanted):
             np.testing.assert_allclose(logprobs(one), logprobs(want), atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.devices(3)
 def test_drafts_of_the_last_stage_change_no_token(weights, wanted):
     e = engine(weights, 3, ngram(2, min_n=1, max_n=2))

@@ -58,6 +58,7 @@ def workers(folder: Path, num: int, **sizes: Any) -> list[Worker]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.devices(3)
 def test_ranks_hand_each_other_a_step_and_its_tokens(tmp_path):
     folder, config = tmp_path / "checkpoint", tiny.config(**QWEN)

@@ -31,6 +31,7 @@ def checkpoint(tmp_path_factory) -> Path:
     return small_checkpoint.save(folder, num_key_value_heads=2, num_hidden_layers=1)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
     """Also where they save weights or requests at work, for other meshes too."""
     started = start(PROGRAM, checkpoint, tmp_path)

@@ -107,6 +107,7 @@ def test_tokens_of_a_rank_are_dealt_out_to_its_devices(folder, wanted):
     assert answers(folder, **eight) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.devices(D)
 def test_adapters_of_all_ranks_share_their_places(folder):
     """Five adapters, and two places, for nine requests."""

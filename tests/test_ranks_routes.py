@@ -39,6 +39,7 @@ def routes(outputs: Any) -> dict[str, np.ndarray]:
     return {out.request_id: out.outputs[0].routed_experts for out in outputs if out.finished}
 
 
+@pytest.mark.slow
 @pytest.mark.devices(D)
 def test_routes_and_tokens_are_those_of_one_device(one, several, tmp_path):
     """Of requests that are preempted, and of those that are saved in the midst."""

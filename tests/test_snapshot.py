@@ -69,7 +69,7 @@ def finish(e: Engine, requests: dict[str, Request]) -> dict[str, Any]:
     ("steps", "changes"),
     [
         pytest.param(8, dict(num_blocks=13), id="preempted"),
-        pytest.param(2, dict(num_decode_steps=4), id="4 steps a launch"),
+        pytest.param(2, dict(num_decode_steps=4), id="4 steps a launch", marks=pytest.mark.slow),
     ],
 )
 def test_a_restored_engine_goes_on_with_the_same_tokens(steps, changes, tmp_path):

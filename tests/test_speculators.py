@@ -31,7 +31,7 @@ def engine(model, **changes) -> Engine:
 @pytest.mark.parametrize(
     ("rule", "changes"),
     [
-        (dict(temperature=0.0), {}),
+        pytest.param(dict(temperature=0.0), {}, marks=pytest.mark.slow),
         (
             dict(temperature=0.5, logprobs=2) | RULED,
             dict(num_decode_steps=3, num_blocks=14, async_depth=3),

@@ -108,7 +108,7 @@ def test_drafts_are_what_a_search_finds(vocab: int, sizes: dict[str, Any]):
 @pytest.mark.parametrize(
     ("rule", "changes"),
     [
-        (dict(temperature=0.0), {}),
+        pytest.param(dict(temperature=0.0), {}, marks=pytest.mark.slow),
         (dict(temperature=0.7, logprobs=2) | RULED, dict(async_depth=3, num_blocks=14)),
         (dict(temperature=0.0), dict(num_decode_steps=3, async_depth=2)),
     ],

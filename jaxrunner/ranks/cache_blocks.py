@@ -35,8 +35,8 @@ def filled_blocks(pools: Sequence[BlockPool], kinds: Sequence[CacheKind]) -> lis
 
 def write_blocks(program: Program, i: int, layer: LayerCache, blocks: Blocks, folder: Path) -> None:
     """Writes blocks of the cache of layer i into a folder, as one device has them."""
-    where = jax.tree.map(lambda x: x.sharding, layer)
-    values = jax.jit(_take, out_shardings=where)(layer, _index(blocks, 0))
+    index = _index(blocks, 0)
+    values = jax.tree.map(lambda x: jax.jit(_take, out_shardings=x.sharding)(x, index), layer)
     orbax_io.write(folder, merge(values, saved_spec(program, i, layer, blocks)), program.mesh)
 
 
@@ -45,10 +45,12 @@ def read_blocks(program: Program, state: Any, i: int, blocks: Blocks, folder: Pa
     layer = whole_state(program.config, state).kv[i]
     spec, whole = _rows_of(layer, blocks), saved_spec(program, i, layer, blocks)
     saved = orbax_io.read(folder, merged_spec(spec, whole), program.mesh)
-    where = jax.tree.map(lambda x: x.sharding, layer)
-    put = jax.jit(_put, donate_argnums=0, out_shardings=where)
-    cache = put(layer, _index(blocks, np.iinfo(np.int32).max), copied(saved, spec))
-    return with_cache(program.config, state, i, cache)
+    index = _index(blocks, np.iinfo(np.int32).max)
+
+    def put(cache: Array, rows: Array) -> Array:
+        return jax.jit(_put, donate_argnums=0, out_shardings=cache.sharding)(cache, index, rows)
+
+    return with_cache(program.config, state, i, jax.tree.map(put, layer, copied(saved, spec)))
 
 
 def saved_spec(program: Program, i: int, layer: LayerCache, blocks: Blocks) -> Any:
@@ -78,23 +80,15 @@ def _index(blocks: Blocks, padding: int) -> np.ndarray:
     return index
 
 
-def _take(layer: LayerCache, index: Array) -> LayerCache:
+def _take(cache: Array, index: Array) -> Array:
     """Returns the rows of a file."""
-
-    def one(cache: Array) -> Array:
-        of_ranks = cache.reshape(len(index), -1, *cache.shape[1:])
-        return jax.vmap(lambda own, at: own[at])(of_ranks, index).reshape(-1, *cache.shape[1:])
-
-    return jax.tree.map(one, layer)
+    of_ranks = cache.reshape(len(index), -1, *cache.shape[1:])
+    return jax.vmap(lambda own, at: own[at])(of_ranks, index).reshape(-1, *cache.shape[1:])
 
 
-def _put(layer: LayerCache, index: Array, values: LayerCache) -> LayerCache:
+def _put(cache: Array, index: Array, rows: Array) -> Array:
     """Returns a cache with the rows of a file; padding is dropped."""
-
-    def one(cache: Array, rows: Array) -> Array:
-        D, rest = len(index), cache.shape[1:]
-        put = jax.vmap(lambda own, at, new: own.at[at].set(new, mode="drop"))
-        of_ranks = put(cache.reshape(D, -1, *rest), index, rows.reshape(D, -1, *rest))
-        return of_ranks.reshape(cache.shape)
-
-    return jax.tree.map(one, layer, values)
+    D, rest = len(index), cache.shape[1:]
+    put = jax.vmap(lambda own, at, new: own.at[at].set(new, mode="drop"))
+    of_ranks = put(cache.reshape(D, -1, *rest), index, rows.reshape(D, -1, *rest))
+    return of_ranks.reshape(cache.shape)
