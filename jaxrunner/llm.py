@@ -261,13 +261,9 @@ class LLM(PoolingMethods, LLMNames):
 
     @checked(llm_arguments.SCORE)
     def score_tokens(
-        self,
-        prompts: Any,
-        *,
-        start: int = 1,
-        routed_experts: Sequence[Any] | None = None,
+        self, prompts: Any, *, start: int = 1, routed_experts: Sequence[Any] | None = None,
         use_tqdm: Bar = True,
-    ) -> list[TokenScores]:
+    ) -> list[TokenScores]:  # fmt: skip
         """Returns the logprob of each token of prompts, from position `start` on, as arrays.
 
         routed_experts: for each prompt the experts that compute it, int16 [tokens, layers, k], as
@@ -283,9 +279,11 @@ class LLM(PoolingMethods, LLMNames):
         self.completions.abort(request_id)
 
     @checked(llm_arguments.SCALE)
-    def scale_elastic_ep(self, new_tensor_parallel_size: int) -> None:
-        """Moves experts and all else to another number of devices; requests go on."""
-        self.engine = scale(self.completions, new_tensor_parallel_size)
+    def scale_elastic_ep(
+        self, new_tensor_parallel_size: int | None = None, new_data_parallel_size: int | None = None
+    ) -> None:
+        """Moves experts and all else to other numbers of devices (None: as now); requests go on."""
+        self.engine = scale(self.completions, new_tensor_parallel_size, new_data_parallel_size)
         self.memory_plan = self.engine.worker.memory_plan
 
     def _or_defaults(self, params: Any) -> Any:

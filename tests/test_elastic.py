@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams
+from jaxrunner.program import Program
 
 pytest.importorskip("torch", reason="the checkpoints need PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the checkpoints need transformers")
@@ -69,6 +70,39 @@ def test_requests_go_on_with_their_tokens_on_other_devices(folder):
             llm.scale_elastic_ep(3)
         (again,) = llm.generate(prompts[:1], PARAMS, use_tqdm=False)
         assert again.outputs[0].token_ids == want[0]
+
+
+@pytest.mark.slow
+@pytest.mark.devices(4)
+def test_requests_go_on_with_their_tokens_on_other_ranks(folder):
+    """On more ranks, on one, and on ranks of two devices; more requests wait than have slots."""
+    prompts = [dict(prompt_token_ids=p) for p in PROMPTS * 3]
+    sizes_after = {5: (1, 4), 25: (2, 1), 60: (None, 2)}
+    with LLM(folder, **SIZES) as one:
+        want = [list(o.outputs[0].token_ids) for o in one.generate(prompts, PARAMS, use_tqdm=False)]
+    with LLM(folder, **SIZES, **ON_TWO | dict(tensor_parallel_size=1, data_parallel_size=2)) as llm:
+        got: list[list[int]] = [[] for _ in prompts]
+        for i, out in enumerate(llm.stream(prompts, PARAMS)):
+            got[int(out.request_id)] += out.outputs[0].token_ids
+            if i in sizes_after:
+                tensor, data = sizes_after[i]
+                llm.scale_elastic_ep(tensor, data)
+                assert llm.engine.runner.program.num_ranks == data
+                devices = [len(x.sharding.device_set) for x in jax.tree.leaves(llm.params)]
+                assert set(devices) == {data * (tensor or 2)}
+        assert got == want
+
+
+@pytest.mark.devices(2)
+def test_devices_that_are_not_there_are_refused(folder, monkeypatch):
+    with LLM(folder, **SIZES, **ON_TWO) as llm:
+        with pytest.raises(ValueError, match="new_data_parallel_size=1 are 1 devices, take 2 to"):
+            llm.scale_elastic_ep(1)
+        with pytest.raises(ValueError, match="=2 and new_data_parallel_size=99 are 198 devices"):
+            llm.scale_elastic_ep(new_data_parallel_size=99)
+        monkeypatch.setattr(Program, "is_shared", True)
+        with pytest.raises(ValueError, match="moves an LLM of one process and this one is of 1"):
+            llm.scale_elastic_ep(new_data_parallel_size=2)
 
 
 def test_engines_of_another_kind_are_refused(folder):

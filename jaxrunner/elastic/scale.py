@@ -10,7 +10,7 @@ from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.loading.loader import Loaded
-from jaxrunner.parallel.mesh import check_one_rank
+from jaxrunner.parallel.mesh import TENSOR, num_ranks
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import to_host
 from jaxrunner.parallel.tensor import ShardedConfig
@@ -18,18 +18,19 @@ from jaxrunner.parallel.whole import copied, merge_one, whole_params
 from jaxrunner.worker.expert_balance import in_order
 
 
-def scale(completions: Completions, num: int) -> Engine:
-    """Moves an engine whose devices have whole experts to the first `num` devices.
+def scale(completions: Completions, tensor: int | None, data: int | None) -> Engine:
+    """Moves an engine whose devices have whole experts to `data` ranks of `tensor` devices each.
 
-    Requests at work go on: their keys and values wait in files, weights on the host. Programs are
-    compiled for the new mesh.
+    They are the first of this process; None is as many as now. Requests at work go on: their keys
+    and values wait in files, or are computed anew on another number of ranks; weights wait on the
+    host. Programs are compiled for the new mesh.
 
     Raises:
-      ValueError: another kind of engine, or a number that does not divide the model; nothing
-        changes.
+      ValueError: another kind of engine, or numbers that do not divide the model or have too few
+        devices; nothing changes.
       MemoryError: it does not fit on so few devices; the engine has ended.
     """
-    loaded, old = _checked(completions.engine, num), completions.engine
+    loaded, old = _checked(completions.engine, tensor, data), completions.engine
     assert isinstance(old, Engine)
     worker, program, warm_up = old.worker, old.runner.program, old.worker.warm_up
     with completions.lock, tempfile.TemporaryDirectory() as folder:
@@ -61,7 +62,7 @@ def _put(x: Any, spec: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else put(x, spec.sharding)
 
 
-def _checked(engine: Any, num: int) -> Loaded:
+def _checked(engine: Any, tensor: int | None, data: int | None) -> Loaded:
     """Returns the model for so many devices; raises as `scale`."""
     config = engine.model_config
     is_cut = isinstance(config, ShardedConfig) and config.expert_parallel
@@ -70,6 +71,15 @@ def _checked(engine: Any, num: int) -> Loaded:
             "scale_elastic_ep moves one engine with enable_expert_parallel=True over several "
             "devices, and without a drafter that has weights: build the LLM so"
         )
-    check_one_rank(config.mesh, "scale_elastic_ep", "build another LLM")
+    N, D = tensor or config.mesh.shape[TENSOR], data or num_ranks(config.mesh)
+    devices = jax.local_devices()
+    asked = f"new_tensor_parallel_size={N} and new_data_parallel_size={D} are {N * D} devices"
+    if engine.runner.program.is_shared:
+        raise ValueError(
+            f"{asked}, scale_elastic_ep moves an LLM of one process and this one is of "
+            f"{jax.process_count()}: build another LLM"
+        )
+    if not 2 <= N * D <= len(devices):
+        raise ValueError(f"{asked}, take 2 to the {len(devices)} that there are")
     engine.status.check_awake()
-    return engine.worker.cut_anew(num)
+    return engine.worker.cut_anew(tensor_parallel_size=N, num_ranks=D, devices=devices[: N * D])

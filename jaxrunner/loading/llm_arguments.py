@@ -209,7 +209,9 @@ ON_ERROR: dict[str, Bound] = {"on_error": Bound(str, among=("return", "raise"))}
 METHODS: dict[str, Bound] = {"use_tqdm": _TQDM}
 SCORE: dict[str, Bound] = METHODS | {"start": Bound(int, 0, COUNT)}
 GENERATE: dict[str, Bound] = METHODS | ON_ERROR
-SCALE: dict[str, Bound] = {"new_tensor_parallel_size": Bound(int, 2, 1024)}
+SCALE: dict[str, Bound] = dict.fromkeys(
+    ("new_tensor_parallel_size", "new_data_parallel_size"), Bound(int, 1, 1024, optional=True)
+)
 POOLING: dict[str, Bound] = METHODS | {
     "pooling_task": TEXT_OR_NONE,
     "truncate_prompt_tokens": Bound(int, -1, COUNT, optional=True),

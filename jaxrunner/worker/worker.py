@@ -150,9 +150,9 @@ class Worker(WorkerSteps):
         if warm_up is not None:
             self.compile_or_warm_up_model(progress=progress, **warm_up)
 
-    def cut_anew(self, num: int) -> Loaded:
-        """Returns the checkpoint for another number of devices; raises as `read_checkpoint`."""
-        parallel = replace(self._load.keywords["parallel"], tensor_parallel_size=num)
+    def cut_anew(self, **devices: Any) -> Loaded:
+        """Returns the checkpoint with other fields of its `ParallelConfig`, and raises as it."""
+        parallel = replace(self._load.keywords["parallel"], **devices)
         loaded = self._load(parallel=parallel, generation_config="vllm")
         return with_speculator(loaded, self._speculation) if self._speculation else loaded
 

@@ -216,5 +216,7 @@ class Small(Methods):
             Target("reset_prefix_cache", llm.reset_prefix_cache,
                    dict(reset_running_requests=flag()), unknown=False),
             Target("scale_elastic_ep", llm.scale_elastic_ep,
-                   dict(new_tensor_parallel_size=integer(0, -1))),
+                   dict.fromkeys(
+                       ("new_tensor_parallel_size", "new_data_parallel_size"), integer(0, -1)
+                   )),
         )  # fmt: skip
