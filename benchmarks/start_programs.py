@@ -30,7 +30,7 @@ from jaxrunner.device.lowering import Spec, extra_bytes
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.program_spec import program_keys, program_spec
 from jaxrunner.loading.loader import load
-from jaxrunner.runner.build import Built
+from jaxrunner.programs.build import Built
 from jaxrunner.worker.sizing import plan_engine
 
 WITHOUT_TRIALS: dict[str, Any] = {"xla_gpu_autotune_level": "0"}

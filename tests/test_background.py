@@ -15,7 +15,7 @@ from jaxrunner.loading import orbax_io
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
-from jaxrunner.runner.program_table import Key, ProgramTable
+from jaxrunner.programs.program_table import Key, ProgramTable
 from tests.support import tiny
 
 SIZES = dict(decode_buckets=(2, 5), token_buckets=(32,))

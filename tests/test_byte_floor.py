@@ -9,7 +9,7 @@ from jaxrunner.bench.presets import PRESETS
 from jaxrunner.config import EngineConfig
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.registry import read_model
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 
 FLOATS = [name for name, preset in PRESETS.items() if "quantization_config" not in preset.config]
 

@@ -14,7 +14,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import make_state
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.sampling.drafting import draw_own
 from jaxrunner.speculators.draft_logits import NAME
 from jaxrunner.worker.memory_plan import SizeCosts

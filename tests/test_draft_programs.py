@@ -6,14 +6,14 @@ import pytest
 from test_outside_programs import built, drafted
 
 from jaxrunner.models.llama import llama
-from jaxrunner.runner.build import Built
+from jaxrunner.programs.build import Built
 from jaxrunner.speculators.ngram import ngram
 
 
 @pytest.fixture
 def kept(monkeypatch):
     """Programs are kept here, whatever JAX itself keeps for the tests."""
-    monkeypatch.setattr("jaxrunner.runner.build.jax_keeps_its_own", lambda: False)
+    monkeypatch.setattr("jaxrunner.programs.build.jax_keeps_its_own", lambda: False)
 
 
 def context(programs: Built) -> str:

@@ -7,7 +7,7 @@ import pytest
 from jaxrunner.device.buckets import GPU_SIZES
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.models.llama import llama
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from tests.support import tiny
 from tests.support.drafters import DRAFTERS, with_itself_or_none, with_ngrams

@@ -18,7 +18,7 @@ from jaxrunner.loading import weights
 from jaxrunner.model import Model
 from jaxrunner.models.from_flax import from_nnx, from_nnx_state, to_nnx_state, uncached
 from jaxrunner.models.llama import Params, llama
-from jaxrunner.runner.program_cache import is_ours
+from jaxrunner.programs.program_cache import is_ours
 from jaxrunner.scheduling.request import Request
 from tests.support import tiny
 from tests.support.flax_decoders import (

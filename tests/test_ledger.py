@@ -14,8 +14,8 @@ from jaxrunner.device.buckets import GPU_SIZES
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
+from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.runner.model_runner import ModelRunner
-from jaxrunner.runner.program_table import Key, ProgramTable
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 from tests.support import features, tiny

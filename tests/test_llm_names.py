@@ -136,11 +136,11 @@ def test_a_bar_of_the_users_own_is_drawn(llm):
 def test_a_late_program_is_told_once_in_words(caplog):
     sizes: Any = SIZES | dict(warm_up=True, max_num_seqs=1, decode_buckets=(1,))
     with LLM(str(embedded.PATH), **sizes) as llm:
-        assert not [r for r in caplog.records if r.name == "jaxrunner.runner.program_table"]
+        assert not [r for r in caplog.records if r.name == "jaxrunner.programs.program_table"]
         for _ in range(2):
             llm.generate(TEXT, SamplingParams(logprobs=1, max_tokens=2), use_tqdm=False)
         assert "the largest takes" not in llm.report() or "Bucket(" not in llm.report()
-    (record,) = [r for r in caplog.records if r.name == "jaxrunner.runner.program_table"]
+    (record,) = [r for r in caplog.records if r.name == "jaxrunner.programs.program_table"]
     assert "Compiling (forward, 32 tokens, 1 requests), which warm-up" in record.getMessage()
 
 

@@ -13,8 +13,8 @@ from jaxrunner.device.program_spec import abstract, program_spec, usual_spec
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import HOST_ONLY, Bucket
+from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.runner.model_runner import ModelRunner
-from jaxrunner.runner.program_table import Key, ProgramTable
 from tests.support import tiny
 
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]

@@ -18,9 +18,9 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize, make_state
-import jaxrunner.runner.build
-from jaxrunner.runner.build import build
-from jaxrunner.runner.program_table import Key, ProgramTable
+import jaxrunner.programs.build
+from jaxrunner.programs.build import build
+from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.worker import memory_plan, program_memory, sizing
 from jaxrunner.worker.memory_plan import CPU_KV_BYTES, MemoryPlan, num_bytes
 from jaxrunner.worker.program_memory import ProgramMemory
@@ -218,7 +218,7 @@ def test_programs_need_what_the_compiler_says_whatever_the_cache(monkeypatch):
 
 def test_what_programs_need_is_remembered(tmp_path, monkeypatch):
     params = tiny.model_and_params()[1]
-    monkeypatch.setattr(jaxrunner.runner.build, "jax_keeps_its_own", lambda: False)
+    monkeypatch.setattr(jaxrunner.programs.build, "jax_keeps_its_own", lambda: False)
     built = build(llama, tiny.config(), tiny.engine_config(), params, cache_dir=tmp_path)
     assert built.cache is not None and built.cache.recall("x") is None
     monkeypatch.setattr(ProgramTable, "warm_up", lambda *_: None)

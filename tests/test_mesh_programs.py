@@ -17,8 +17,8 @@ from jaxrunner.models.llama import llama
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.program import Bucket
-from jaxrunner.runner.program_cache import OWN
-from jaxrunner.runner.program_table import LOADED, Key
+from jaxrunner.programs.program_cache import OWN
+from jaxrunner.programs.program_table import LOADED, Key
 from tests.support import tiny
 
 pytestmark = pytest.mark.devices(6)

@@ -26,7 +26,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.operation import Operation, run_first, unnoted
 from jaxrunner.ops import backends
 from jaxrunner.program import Bucket, Program
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.sampling import RULES
 from tests.support import tiny
 from tests.support.lowering import cuda, lowers

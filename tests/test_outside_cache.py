@@ -10,7 +10,7 @@ import pytest
 
 from jaxrunner import LLM, RequestOutputKind, SamplingParams, register_model
 from jaxrunner.program import make_state
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.worker.memory_plan import num_bytes
 from tests.outside import checkpoint, float64_llama

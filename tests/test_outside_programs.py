@@ -11,7 +11,7 @@ from jaxrunner.caches.full import FullAttention
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.runner.build import Built, build
+from jaxrunner.programs.build import Built, build
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model

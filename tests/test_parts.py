@@ -11,7 +11,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import parts
 from jaxrunner.device.program_key import Key
 from jaxrunner.program import Bucket
-from jaxrunner.runner.program_table import LOADED
+from jaxrunner.programs.program_table import LOADED
 from tests.support import tiny
 
 STEP = Key("step", Bucket(5, 5, 1))

@@ -16,8 +16,8 @@ from jaxrunner.heads.head import Head
 from jaxrunner.models.llama import llama
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.parallel.pipeline import deal, homes
-from jaxrunner.runner.pipeline_programs import PipelinePrograms
-from jaxrunner.runner.program_table import ProgramTable
+from jaxrunner.programs.pipeline_programs import PipelinePrograms
+from jaxrunner.programs.program_table import ProgramTable
 from jaxrunner.scheduling.request import Request
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.speculators.speculator import Speculator

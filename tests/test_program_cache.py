@@ -18,9 +18,9 @@ from jaxrunner.device import lowering, parts
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.runner import program_cache
-from jaxrunner.runner.program_cache import SUFFIX, ProgramCache, find_folder
-from jaxrunner.runner.program_table import LOADED
+from jaxrunner.programs import program_cache
+from jaxrunner.programs.program_cache import SUFFIX, ProgramCache, find_folder
+from jaxrunner.programs.program_table import LOADED
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.sampling.min_p import min_p

@@ -12,7 +12,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import packing
 from jaxrunner.device.buckets import choose, powers, step_buckets
 from jaxrunner.program import Bucket
-from jaxrunner.runner.program_table import Key
+from jaxrunner.programs.program_table import Key
 from jaxrunner.scheduling.request import GrammarOutput
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.types import Plan

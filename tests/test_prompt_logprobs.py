@@ -11,7 +11,7 @@ from jaxrunner import LLM, SamplingParams
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.runner.program_table import Key, ProgramTable
+from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.text.prompts import ParsedPrompt
 from tests.support import tiny
 from tests.support.tiny import dense_logits

@@ -19,8 +19,8 @@ from jaxrunner.parallel.mesh import TENSOR, make_mesh, shardings
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.parallel.vocabulary import Vocabulary
 from jaxrunner.program import Bucket, SampleSize
+from jaxrunner.programs.build import build
 from jaxrunner.pytree import abstract
-from jaxrunner.runner.build import build
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 from jaxrunner.sampling.gumbel import GROUP, RARE, gumbel, gumbel_from, rare

@@ -19,7 +19,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense, fused, paged, refuses
 from jaxrunner.program import Bucket, Program
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.sampling import RULES
 from jaxrunner.types import Batch
 from jaxrunner.worker import sizing

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrunner import pytree
 from jaxrunner.models.llama import llama
+from jaxrunner.programs.build import build
 from jaxrunner.pytree import host_value, leaf
-from jaxrunner.runner.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.sampling import RULES
 from jaxrunner.shapes import admission_spec, admit_sizes

@@ -10,7 +10,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.speculators.speculator import write_drafts
 from jaxrunner.speculators.suffix import suffix

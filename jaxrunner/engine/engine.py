@@ -22,7 +22,7 @@ from jaxrunner.engine.steps import Steps
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.model import Model
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
@@ -49,7 +49,7 @@ class Engine(Steps):
 
         params: the weights, which `close` leaves in place.
         make_compiler: returns a `GrammarCompiler`; called when a request first has a grammar.
-        `kwargs` go to `runner.build.build`, whose errors are raised.
+        `kwargs` go to `programs.build.build`, whose errors are raised.
         """
         built = build(model, model_config, config, params, **kwargs)
         self._set_up(Worker.of(ModelRunner(built, params, trusted=True)), make_compiler)

@@ -28,14 +28,14 @@ from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
 from jaxrunner.program import MultiStepBucket, SampleSize, make_state
+from jaxrunner.programs.build import Built
+from jaxrunner.programs.make_programs import in_order, make_programs
+from jaxrunner.programs.program_table import Key, Started
 from jaxrunner.ranks.outputs import output_layout
 from jaxrunner.ranks.requests import make_requests
 from jaxrunner.runner.at_exit import awaited_at_exit
-from jaxrunner.runner.build import Built
 from jaxrunner.runner.grammar_masks import GrammarMasks
-from jaxrunner.runner.make_programs import in_order, make_programs
 from jaxrunner.runner.profiling import Profiler
-from jaxrunner.runner.program_table import Key, Started
 from jaxrunner.runner.prompt_scores import launch_scores
 from jaxrunner.runner.request_table import Write
 from jaxrunner.runner.runner_weights import RunnerWeights

@@ -22,8 +22,8 @@ from jaxrunner.lora.adapted_linear import MOST_RANKS, tile_rows
 from jaxrunner.ops.backends import CHUNKS_AT_ONCE
 from jaxrunner.ops.grouping import most_tiles
 from jaxrunner.program import MAX_TARGETS, Program
-from jaxrunner.runner.program_cache import ProgramCache
-from jaxrunner.runner.program_table import Key, ProgramTable
+from jaxrunner.programs.program_cache import ProgramCache
+from jaxrunner.programs.program_table import Key, ProgramTable
 
 NOTE = "memory of the largest programs"
 

@@ -20,8 +20,8 @@ from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.processes import agreed_least, is_shared
 from jaxrunner.parallel.stages import is_spread
+from jaxrunner.programs.build import Built, build
 from jaxrunner.rule import Rule
-from jaxrunner.runner.build import Built, build
 from jaxrunner.sampling import RULES
 from jaxrunner.types import LayerCache
 from jaxrunner.worker.memory_plan import (

@@ -31,10 +31,10 @@ from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.parallel_config import REPLICATED, ParallelConfig
 from jaxrunner.parallel.requirements import check_links
+from jaxrunner.programs.program_cache import find_folder
 from jaxrunner.rule import Rule
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.profiling import check_device
-from jaxrunner.runner.program_cache import find_folder
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.worker import expert_balance

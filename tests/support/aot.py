@@ -21,7 +21,7 @@ from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
-from jaxrunner.runner.program_table import Key
+from jaxrunner.programs.program_table import Key
 from jaxrunner.sampling import RULES
 from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.eagle import eagle

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrunner.runner.program_table import Key, ProgramTable
+from jaxrunner.programs.program_table import Key, ProgramTable
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes."
 HOWS = ("no compilation", "before the launch", "after the donation", "at the download")

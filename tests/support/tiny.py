@@ -17,7 +17,7 @@ from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense
-from jaxrunner.runner.build import build
+from jaxrunner.programs.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.scheduling.request import NewRequest, SchedulerOutput
 from jaxrunner.text.tokenizer import Tokenizer

@@ -27,8 +27,8 @@ from jaxrunner.parallel.stages import (
     rank_of,
 )
 from jaxrunner.program import Program, SampleSize
-from jaxrunner.runner.program_table import ProgramTable
-from jaxrunner.runner.stage_tables import StageTables
+from jaxrunner.programs.program_table import ProgramTable
+from jaxrunner.programs.stage_tables import StageTables
 from jaxrunner.shapes import output_spec
 
 

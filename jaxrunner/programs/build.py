@@ -30,9 +30,9 @@ from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
 from jaxrunner.program import Program
+from jaxrunner.programs.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.rule import Rule
-from jaxrunner.runner.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.sampling import RULES
 from jaxrunner.slot_table import check_names, partition
 from jaxrunner.speculators.draft_model import DraftModelConfig

@@ -10,9 +10,9 @@ from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.parallel.pipeline import refuse_spread, to_stages
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.program import Bucket, Program
-from jaxrunner.runner.build import Built
-from jaxrunner.runner.pipeline_programs import PipelinePrograms
-from jaxrunner.runner.program_table import Key, ProgramTable
+from jaxrunner.programs.build import Built
+from jaxrunner.programs.pipeline_programs import PipelinePrograms
+from jaxrunner.programs.program_table import Key, ProgramTable
 
 
 def make_programs(built: Built) -> ProgramTable:

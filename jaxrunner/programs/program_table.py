@@ -23,7 +23,7 @@ from jaxrunner.device.lowering import (
 )
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.switch_interval import short_switch_interval
-from jaxrunner.runner.program_cache import ProgramCache
+from jaxrunner.programs.program_cache import ProgramCache
 
 logger = logging.getLogger(__name__)
 Started = dict[Key, Future[None]]
