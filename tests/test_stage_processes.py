@@ -1,5 +1,6 @@
 """Stages of a pipeline in two processes give the tokens of one device."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_pipeline_parallel as crowd
+from test_step_timeout import Hanging
 
 from jaxrunner import LLM
 from jaxrunner.errors import StepTimeout
@@ -115,9 +117,10 @@ def test_a_vector_is_told_once_and_awaited_for_so_long(monkeypatch):
         late.wait(0.0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="ABORTED"):
         stage_link.Told(None, ["lost"]).wait()
-    hangs: Any = SimpleNamespace(is_ready=lambda: False)
+    hangs: Any = Hanging(end := threading.Event())
     with pytest.raises(StepTimeout, match=r"device did not do a step in step_timeout_s=0\.01: end"):
         stage_link.Told(hangs, ["a"]).wait(0.01)
+    end.set()
     own = stage_link.Told(jnp.arange(3, dtype=jnp.int32), ["a", "b"])
     assert not late.is_ready()
     np.testing.assert_array_equal(own, [0, 1, 2])

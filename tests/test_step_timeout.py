@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+import weakref
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshot import restore_engine, save_engine
 from jaxrunner.errors import StepTimeout
 from jaxrunner.models.llama import llama
-from jaxrunner.parallel.time_limit import ends_within
+from jaxrunner.parallel.time_limit import arrives_within, ends_within
 from jaxrunner.runner import at_exit
 from jaxrunner.runner.step_handle import StepHandle
 from tests.support import tiny
@@ -176,11 +177,31 @@ def test_a_limit_that_cannot_be_is_refused(value):
         tiny.engine_config(step_timeout_s=value)
 
 
-def test_work_that_fails_raises_and_work_that_hangs_is_late(end):
+def test_threads_that_wait_are_used_again_and_keep_nothing():
+    class Work:
+        def __call__(self) -> None:
+            ran.append(threading.get_ident())
+
     def fails() -> None:
+        ran.append(threading.get_ident())
         raise KeyError("its own words")
 
-    assert ends_within(SOON_S, lambda: None)
-    with pytest.raises(KeyError, match="its own words"):
-        ends_within(SOON_S, fails)
-    assert not ends_within(0.01, end.wait)
+    ran: list[int] = []
+    for _ in range(3):
+        gone = weakref.ref(work := Work())
+        assert ends_within(SOON_S, work)
+        del work
+        with pytest.raises(KeyError, match="its own words"):
+            ends_within(SOON_S, fails)
+        assert gone() is None
+    assert len(ran) == 6 and len(set(ran)) == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_arrays_arrive_or_are_late(backend, monkeypatch, end):
+    """A CPU is waited for by a thread, a GPU is polled."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    threading.Timer(0.2, end.set).start()
+    arrays = [np.zeros(1), Hanging(end)] if backend == "cpu" else [Hanging(end)]
+    assert not arrives_within(0.05, arrays)
+    assert arrives_within(SOON_S, arrays)

@@ -19,7 +19,7 @@ from jaxrunner.errors import StepTimeout
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import agreed_least
-from jaxrunner.parallel.time_limit import ready_within
+from jaxrunner.parallel.time_limit import arrives_within
 
 STAGE = "stage"  # axis of the mesh of two stages
 WAIT_MS = 1000  # for a key, before it is looked whether time is over
@@ -144,7 +144,7 @@ class Told:
         """
         if self._value is None:
             if self._x is not None:
-                if timeout_s is not None and not ready_within(timeout_s, self.is_ready):
+                if timeout_s is not None and not arrives_within(timeout_s, [self._x]):
                     raise StepTimeout(
                         f"the device did not do a step in step_timeout_s={timeout_s}: end this "
                         "process"

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrunner.errors import NO_CHOICE, NO_NUMBER, StepTimeout
 from jaxrunner.parallel.stage_link import Told
-from jaxrunner.parallel.time_limit import ready_within
+from jaxrunner.parallel.time_limit import arrives_within
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs
@@ -149,10 +149,10 @@ class StepHandle:
         Raises:
           StepTimeout: the device has not done the step in `timeout_s`.
         """
-        if timeout_s is not None:
+        if timeout_s is not None and not self.is_ready:
             for told in (x for x in self._arrays() if isinstance(x, Told)):
                 told.wait(timeout_s)
-            if not ready_within(timeout_s, lambda: self.is_ready):
+            if not arrives_within(timeout_s, self._arrays()):
                 raise StepTimeout(
                     f"the device did not do the step in timeout_s={timeout_s:.3f}: wait longer, or "
                     "end the process if the device hangs"
