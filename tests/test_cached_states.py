@@ -23,9 +23,9 @@ SEVERAL: dict[str, Any] = dict(num_decode_steps=5)
 MANY: dict[str, Any] = dict(num_blocks=200, num_state_checkpoints=90)
 BASE = np.random.default_rng(3).integers(0, 61, 44).tolist()
 OTHER = np.random.default_rng(4).integers(0, 61, 9).tolist()
-# A convolution alone, Mamba-2 with a layer that keeps nothing, and a gated delta net; a layer that
-# has both a state and keys.
+# Mamba-2 with a layer that keeps nothing.
 FAMILIES = ["nemotron h"]
+# A gated delta net, a convolution alone, and a layer that has both a state and keys.
 SLOW = ["qwen 3 next", "lfm 2", "falcon h1"]
 Told = tuple[list[int], list[Any], int]  # tokens, their logprobs, tokens that were cached
 

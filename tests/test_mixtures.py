@@ -79,11 +79,6 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def some_slow(names, quick):
-    """Returns names, of which those but `quick` take time and tell little more."""
-    return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in names]
-
-
 def test_logprobs_are_the_same_bits_whatever_else_is_computed(saved):
     """Alone, and among requests that crowd other experts; in the same buckets."""
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
@@ -110,8 +105,9 @@ def test_logits_equal_those_in_float64(variant, saved):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("variant", some_slow(CUTS, []))
+@pytest.mark.parametrize("variant", CUTS)
 def test_tokens_of_two_devices_are_those_of_one(variant, saved):
     """Every expert is cut; biases, shared experts and sinks count once."""
     made = saved(variant)

@@ -21,7 +21,6 @@ from jaxrunner.errors import (
     of_processes,
     of_step,
 )
-from jaxrunner.parallel.time_limit import POLL_S
 from jaxrunner.runner.at_exit import not_awaited_at_exit
 from jaxrunner.runner.routed_experts import RoutesReader
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
@@ -33,6 +32,7 @@ from jaxrunner.worker.expert_balance import ExpertBalance
 from jaxrunner.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+POLL_S = 5e-5  # between polls of the replicas' devices, each of which has its next step queued
 COMPILES_S = 1.0  # a longer launch compiles, and the time limits of other replicas' steps restart
 
 
