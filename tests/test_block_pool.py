@@ -2,13 +2,13 @@
 
 import pytest
 
-from jaxrunner.scheduling.block_pool import BlockPool, block_hashes
+from jaxrunner.scheduling.block_pool import BlockPool, block_hashes, root_hash
 
 TOKENS = (7, 8, 9)
 
 
-def hashes(tokens, *, block_size=2, group=0, salt=b"", known=()):
-    return block_hashes(tokens, block_size, group=group, salt=salt, known=known)
+def hashes(tokens, *, block_size=2, group=0, salt=b"", parent=None):
+    return block_hashes(tokens, block_size, group=group, parent=parent or root_hash(salt))
 
 
 def test_null_block_pads_tables_and_is_never_owned():
@@ -135,8 +135,9 @@ def test_only_full_blocks_have_hashes():
 def test_hashes_extend_to_what_they_would_be_at_once():
     tokens = [5, 6, 7, 8, 9, 10, 11]
     whole = hashes(tokens)
-    for n in range(len(tokens)):
-        assert hashes(tokens, known=hashes(tokens[:n])) == whole
+    for n in range(1, len(whole)):
+        first, rest = tokens[: 2 * n], tokens[2 * n :]
+        assert hashes(first) + hashes(rest, parent=hashes(first)[-1]) == whole
 
 
 @pytest.mark.parametrize(

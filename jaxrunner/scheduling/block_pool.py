@@ -154,22 +154,17 @@ def root_hash(salt: bytes) -> bytes:
 
 
 def block_hashes(
-    tokens: Sequence[int],
-    block_size: int,
-    *,
-    group: int,
-    salt: bytes,
-    known: Sequence[bytes] = (),
+    tokens: Sequence[int], block_size: int, *, group: int, parent: bytes
 ) -> list[bytes]:
-    """Returns a hash for each full block of `tokens`; the first ones are `known`.
+    """Returns a hash for each full block of `tokens`, which start where block `parent` ends.
 
     A hash stands for the block's tokens, all tokens before them, the cache group and the salt.
+    parent: the hash of the block before `tokens`, or the root hash of the salt.
     """
-    hashes, name = list(known), group.to_bytes(4, "little")
-    parent = hashes[-1] if hashes else root_hash(salt)
-    content = array("i", tokens[len(hashes) * block_size :])
+    hashes, name = [], group.to_bytes(4, "little")
+    content = array("i", tokens)
     size = block_size * content.itemsize
-    whole = memoryview(content.tobytes())
+    whole = content.tobytes()
     for start in range(0, len(whole) - size + 1, size):
         parent = hashlib.sha256(parent + name + whole[start : start + size]).digest()
         hashes.append(parent)

@@ -155,9 +155,10 @@ class BlockTables:
 
     def have_room(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
         """Whether the free blocks suffice for requests to grow to `lengths`, in tokens."""
+        pairs = zip(requests, lengths, strict=True)
+        lacking = [(request, n) for request, n in pairs if n > request.num_held]
         for g, (group, pool) in enumerate(self._groups):
-            pairs = zip(requests, lengths, strict=True)
-            new = (max(0, group.table_len(n) - len(r.blocks[g])) for r, n in pairs)
+            new = (max(0, group.table_len(n) - len(r.blocks[g])) for r, n in lacking)
             if sum(new) > pool.num_free:
                 return False
         return True
@@ -173,17 +174,17 @@ class BlockTables:
 
         Returns the new blocks by cache group; None, and no change, where too few are free.
         """
-        wanted = []
-        for (group, pool), table in zip(self._groups, request.blocks, strict=True):
-            wanted.append(max(0, group.table_len(num_tokens) - len(table)))
-            if wanted[-1] > pool.num_free:
-                return None
+        tables = request.blocks
+        pairs = zip(self._groups, tables, strict=True)
+        wanted = [max(0, group.table_len(num_tokens) - len(table)) for (group, _), table in pairs]
         pools = [pool for _, pool in self._groups]
-        new = tuple(pool.take(n) for pool, n in zip(pools, wanted, strict=True))
-        for table, blocks in zip(request.blocks, new, strict=True):
+        if any(n > pool.num_free for n, pool in zip(wanted, pools, strict=True)):
+            return None
+        new = tuple([pool.take(n) for n, pool in zip(wanted, pools, strict=True)])
+        for table, blocks in zip(tables, new, strict=True):
             table.extend(blocks)
-        rooms = zip(pools, request.blocks, strict=True)
-        request.num_held = min(pool.block_size * len(table) for pool, table in rooms)
+        rooms = [pool.block_size * len(table) for pool, table in zip(pools, tables, strict=True)]
+        request.num_held = min(rooms)
         return new
 
     def publish(self, request: Request, num_tokens: int) -> None:
@@ -248,17 +249,13 @@ class BlockTables:
         return idle and all(pool.reset() for pool in pools)
 
     def _extend_hashes(self, request: Request) -> None:
-        known = request.block_hashes or tuple([] for _ in self._groups)
-        fulls = [request.num_tokens // group.block_size for group, _ in self._groups]
-        if request.block_hashes and [len(hashes) for hashes in known] == fulls:
-            return
-        tokens = request.token_ids
-        request.block_hashes = tuple(
-            block_hashes(
-                tokens, pool.block_size, group=pool.group, salt=_salt(request), known=hashes
-            )
-            for (_, pool), hashes in zip(self._groups, known, strict=True)
-        )
+        request.block_hashes = request.block_hashes or tuple([] for _ in self._groups)
+        for (_, pool), hashes in zip(self._groups, request.block_hashes, strict=True):
+            start, size = len(hashes) * pool.block_size, pool.block_size
+            if request.num_tokens >= start + size:
+                parent = hashes[-1] if hashes else root_hash(_salt(request))
+                tokens = _slice(request, start, request.num_tokens)
+                hashes += block_hashes(tokens, size, group=pool.group, parent=parent)
 
 
 def _salt(request: Request) -> bytes:

@@ -49,9 +49,9 @@ def plan_drafts(
 
 def end_of(request: Request, most: int, num_steps: int, tables: BlockTables) -> int:
     """Returns the end of the keys that `num_steps` steps, with `most` drafts each, may write."""
-    num_drafts = num_plannable(request, most, num_steps)
+    num_drafts = num_plannable(request, most, num_steps) if most else 0
     end = min(request.num_computed + num_steps * (1 + num_drafts), request.max_len)
-    return tables.end_of_drafts(request, end)
+    return tables.end_of_drafts(request, end) if tables.lookahead else end
 
 
 def have_room(
@@ -75,6 +75,13 @@ def count_planned(request: Request, n: int, tables: BlockTables) -> None:
         request.num_in_flight = request.num_computed + 1 - request.num_tokens
     if request.num_tokens >= request.full_len:
         tables.publish(request, min(request.num_computed, request.num_tokens))
+
+
+def count_step(output: SchedulerOutput, tables: BlockTables) -> None:
+    """Counts the tokens of all requests of a planned step; see `count_planned`."""
+    counts = output.num_scheduled_tokens.values()
+    for request, n in zip(output.requests.values(), counts, strict=True):
+        count_planned(request, n, tables)
 
 
 def count_drafts(output: SchedulerOutput) -> None:

@@ -8,7 +8,7 @@ the least busy one.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from jaxrunner.scheduling.block_pool import block_hashes
+from jaxrunner.scheduling.block_pool import block_hashes, root_hash
 from jaxrunner.scheduling.request import Request
 
 MOST_BLOCKS = 64  # of a prompt, that are looked up
@@ -73,4 +73,5 @@ class Router:
 
     def _hashes(self, request: Request) -> list[bytes]:
         tokens = request.prompt_token_ids[: self._num_blocks * self._block_size]
-        return block_hashes(tokens, self._block_size, group=0, salt=request.cache_salt, known=())
+        parent = root_hash(request.cache_salt)
+        return block_hashes(tokens, self._block_size, group=0, parent=parent)

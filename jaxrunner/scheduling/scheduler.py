@@ -141,9 +141,7 @@ class Scheduler:
             num_new = min(num_slots, self.num_waiting) if self.admission.may_start else 0
             due, num_slots = self.turns.next(due, num_new)
         budget = self._continue(output, due, num_slots)
-        counts = output.num_scheduled_tokens.values()
-        for request, n in zip(output.requests.values(), counts, strict=True):
-            in_flight.count_planned(request, n, self.tables)
+        in_flight.count_step(output, self.tables)
         waits = self.waiting or self.admission.remote is not None
         alone = several or (self.adaptive and output.num_proposed)
         if waits and not output.preempted_req_ids and not alone:
@@ -240,10 +238,12 @@ class Scheduler:
                 # Tokens of launched steps count as unconfirmed: drafts among them may be rejected.
                 confirmed = min(request.num_computed, request.num_tokens - 1)
                 self.tables.drop_skipped(request, confirmed)
-            if several or request.num_drafts:
+            if request.num_drafts:
                 most = min(most_drafts, spare, self._most_tokens - n)
                 n, num_drafts = in_flight.plan_drafts(request, output, most, self.tables)
                 cost, spare = cost + num_drafts, spare - num_drafts
+            elif several:
+                n = in_flight.most_sampled(request, 0, output.num_steps)
             end = request.num_computed + n
             end = end if end <= request.max_len else request.max_len
             if self.tables.lookahead:
