@@ -1,5 +1,6 @@
 """Engines side by side behind one `LLM`: tokens are those of one, and none waits for another."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ SIZES: dict[str, Any] = dict(
 TWO: dict[str, Any] = dict(data_parallel_size=2)
 NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-REGEX = StructuredOutputsParams(regex="(A|B)[C-F]{3,9}")
+REGEX = StructuredOutputsParams(regex="(A|B)[C-F]{3,9}") if find_spec("llguidance") else None
 KINDS = [
     SamplingParams(max_tokens=14),  # whose seed is drawn
     SamplingParams(temperature=0.8, max_tokens=9, n=2, top_k=9, top_p=0.9, min_p=0.01),

@@ -1,6 +1,7 @@
 """Tiny checkpoints: one that meshes of up to four devices can cut, with an `LLM` of it, and those
 of any family."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ SETTINGS: dict[str, Any] = tiny.SETTINGS | dict(
     vocab_size=64, eos_token_id=63,
 )  # fmt: skip
 PROMPTS = "ABBA", "XYZ", "Q" * 9  # of the 64 characters that `processes.tokenizer` knows
+CHOICE = StructuredOutputsParams(choice=["ABBA", "BAAB"]) if find_spec("llguidance") else None
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=4, max_tokens=14, top_k=9, logprobs=2),
-    SamplingParams(structured_outputs=StructuredOutputsParams(choice=["ABBA", "BAAB"]), seed=1),
+    SamplingParams(structured_outputs=CHOICE, max_tokens=14, seed=1),
 ]
 
 
