@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxrunner.device.flat_params import flat_params, takes_flat
 from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import entry_points_of
@@ -38,16 +39,19 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     if getattr(key.size, "lora", False):
         params = merged(params, abstract_stacks(program))
     out, args = entry.output(program), entry.arguments(program, params, key.size)
-    function = entry.function
+    function, names = entry.function, [*inspect.signature(entry.function).parameters]
     if program.mesh is not None and program.num_ranks > 1:
-        names = inspect.signature(entry.function).parameters
         pairs = zip(names, args, strict=False)
         args = tuple(x if name == "params" else ranked(x, program.mesh) for name, x in pairs)
         function, out = told_to_all(function, out), ranked(out, program.mesh)
     if program.mesh is not None:
         args = placed(args, program.mesh)
+    function = on_shards(function, program.mesh, args, out)
+    if names[0] == "params":
+        function = takes_flat(function, jax.tree.structure(args[0]))
+        args = flat_params(args[0]), *args[1:]
     return Spec(
-        on_shards(function, program.mesh, args, out),
+        function,
         static,
         args,
         out,

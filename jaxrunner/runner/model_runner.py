@@ -247,7 +247,7 @@ class ModelRunner(RunnerWeights):
         out = program(self.params_of(work.bucket), self.state, work.plan, *x)
         self.state, logits, rows, hidden, targets, heads, kept = out
         tables = replace(self.state, kv=())
-        params = self.params_of(work.bucket) if self.program.saved else self._placed
+        params = self.params_of(work.bucket) if self.program.saved else self._flat
         scores = launch_scores(self.program, self.programs, params, tables, hidden, targets, work)
         self._forwarded = work, logits, rows, hidden, heads, kept, scores
         return hidden

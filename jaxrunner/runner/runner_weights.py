@@ -4,6 +4,7 @@ import abc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxrunner.device.flat_params import flat_params
 from jaxrunner.loading.weights import like
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.pipeline import to_stages
@@ -28,6 +29,8 @@ class RunnerWeights(abc.ABC):
     @params.setter
     def params(self, params: Any) -> None:
         self._params, self._placed = params, to_stages(self.program.config, params)
+        self._flat = flat_params(self._placed, self.program.stages)
+        self._merged = self._flat_merged = None  # they would keep the old ones
         if self.adapters is not None:
             self.adapters.sleep() if params is None else self.adapters.wake_up()
 
@@ -40,10 +43,12 @@ class RunnerWeights(abc.ABC):
         self.params = like(params, self.params_spec)
 
     def params_of(self, size: Any) -> Any:
-        """Returns the weights for programs of a size, with adapters if `size.lora`."""
+        """Returns the flat weights for programs of a size, with adapters if `size.lora`."""
         if self.adapters is None or not size.lora:
-            return self._placed
-        return self.adapters.merged(self._placed)
+            return self._flat
+        if (merged := self.adapters.merged(self._placed)) is not self._merged:
+            self._merged, self._flat_merged = merged, flat_params(merged, self.program.stages)
+        return self._flat_merged
 
     def _admit_adapters(self, new: Iterable[NewRequest], counts: Mapping[str, int]) -> bool:
         """Loads the adapters of new requests. Returns whether a request of the step has one."""
