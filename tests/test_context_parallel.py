@@ -15,7 +15,7 @@ import pytest
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.caches.interleave import Interleave, Part
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.online_softmax import NOTHING
 from jaxrunner.kernels_pallas.reference import attend, online_softmax

@@ -12,7 +12,7 @@ import pytest
 from jaxrunner.caches.state import StateCache
 from jaxrunner.kernels_pallas.conv_step import TuningConfig, conv_step, refuses
 from jaxrunner.operation import Chosen
-from jaxrunner.ops import short_conv
+from jaxrunner.ops.states import short_conv
 from tests.support.lowering import lowers
 from tests.test_state_step import interpreted, sized
 from tests.test_states import batch_of

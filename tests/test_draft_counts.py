@@ -9,7 +9,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.buckets import step_buckets
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.metrics import Counter, read_metrics
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from jaxrunner.speculators.suffix import suffix
 from tests.support import tiny

@@ -11,7 +11,7 @@ from test_acceptance import excess
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import make_state
 from jaxrunner.programs.build import build

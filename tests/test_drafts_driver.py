@@ -10,7 +10,7 @@ import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling import draft_policy
 from jaxrunner.scheduling.request import Request

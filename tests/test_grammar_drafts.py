@@ -13,7 +13,7 @@ from jaxrunner import LLM, step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.indexing import take
 from jaxrunner.model import Model
 from jaxrunner.models.llama import llama

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrunner import LoRARequest
 from jaxrunner.engine.beam import BeamSearchParams
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from jaxrunner.worker.worker import Worker
 from tests.outside import checkpoint, float64_llama

@@ -10,7 +10,7 @@ import pytest
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.hf_config import Settings
 from jaxrunner.loading import safetensors_file, sharded_state
 from jaxrunner.loading.declared import abstract_params

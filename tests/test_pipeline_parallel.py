@@ -11,7 +11,7 @@ import pytest
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.heads.head import Head
 from jaxrunner.models.llama import llama
 from jaxrunner.models.qwen2 import qwen2

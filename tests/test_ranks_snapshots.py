@@ -12,7 +12,7 @@ from test_data_ranks import MIXTURE, D, engine
 from test_pipeline_parallel import answers, logprobs, requests
 
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import owners_of, restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import owners_of, restore_engine, save_engine
 from jaxrunner.loading import checksums
 from jaxrunner.scheduling.ranks import RankedScheduler
 from jaxrunner.scheduling.request import Request

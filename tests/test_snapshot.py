@@ -23,9 +23,9 @@ from jaxrunner.api.sampling_params import (
     SamplingParams,
 )
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
-from jaxrunner.engine import serialization
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots import serialization
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.engine.structured_output_manager import StructuredOutputManager
 from jaxrunner.loading import orbax_io
 from jaxrunner.models.llama import llama
@@ -104,7 +104,7 @@ import sys
 from tests.support.small_llm import SIZES
 from test_engine import engine
 from test_snapshot import begin
-from jaxrunner.engine.snapshot import save_engine
+from jaxrunner.engine.snapshots.snapshot import save_engine
 e = engine()
 begin(e)
 save_engine(e, sys.argv[1])

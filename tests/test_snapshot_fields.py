@@ -1,7 +1,7 @@
 """Each attribute of an engine's objects is in a snapshot, or known not to be."""
 
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import owners_of
+from jaxrunner.engine.snapshots.snapshot import owners_of
 from jaxrunner.models.llama import llama
 from tests.support import tiny
 

@@ -13,7 +13,7 @@ from test_snapshot import begin
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.loading import checksums
 from jaxrunner.text.prompts import parse_prompts
 

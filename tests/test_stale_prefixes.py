@@ -7,7 +7,7 @@ from test_engine import PROMPTS, drain, engine, run
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from tests.support import tiny
 

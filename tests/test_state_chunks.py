@@ -16,10 +16,10 @@ from jaxrunner.kernels_pallas.chunk_case import PROMPTS
 from jaxrunner.kernels_pallas.halves import Halves
 from jaxrunner.kernels_pallas.state_chunks import CHUNK, Tokens
 from jaxrunner.operation import Chosen
-from jaxrunner.ops import recurrence
-from jaxrunner.ops import state_chunks as chunk_ops
-from jaxrunner.ops.delta_rule import DeltaRuleInputs, delta_rule
-from jaxrunner.ops.state_space import StateSpaceInputs, state_space
+from jaxrunner.ops.states import recurrence
+from jaxrunner.ops.states import state_chunks as chunk_ops
+from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
+from jaxrunner.ops.states.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import host_value
 from jaxrunner.types import Array
 from tests.support import oracles

@@ -21,10 +21,11 @@ from jaxrunner.kernels_pallas.state_case import DELTA_RULE, STATE_SPACE, STATES
 from jaxrunner.kernels_pallas.state_step import Rows, Tokens, refuses, state_step
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Chosen
-from jaxrunner.ops import backends, recurrence, state_steps
-from jaxrunner.ops.delta_rule import DeltaRuleInputs, delta_rule
-from jaxrunner.ops.state_rows import StateRows
-from jaxrunner.ops.state_space import StateSpaceInputs, state_space
+from jaxrunner.ops import backends
+from jaxrunner.ops.states import recurrence, state_steps
+from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
+from jaxrunner.ops.states.state_rows import StateRows
+from jaxrunner.ops.states.state_space import StateSpaceInputs, state_space
 from jaxrunner.program import Bucket, Program
 from jaxrunner.pytree import host_value
 from jaxrunner.sampling import RULES

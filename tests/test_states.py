@@ -12,9 +12,9 @@ import pytest
 from jaxrunner.caches.cache_group import PoolSizes, cache_groups
 from jaxrunner.caches.full import FullAttention
 from jaxrunner.caches.state import RecurrentState, StateCache
-from jaxrunner.ops import recurrence, short_conv
-from jaxrunner.ops.delta_rule import DeltaRuleInputs, delta_rule
-from jaxrunner.ops.state_space import StateSpaceInputs, state_space
+from jaxrunner.ops.states import recurrence, short_conv
+from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
+from jaxrunner.ops.states.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import host_value
 from jaxrunner.types import Batch, Inputs
 

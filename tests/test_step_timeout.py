@@ -15,7 +15,7 @@ from test_data_parallel import GREEDY, TWO, folder, ids, open_llm
 
 from jaxrunner.engine import steps
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.errors import StepTimeout
 from jaxrunner.models.llama import llama
 from jaxrunner.parallel.time_limit import arrives_within, ends_within

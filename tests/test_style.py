@@ -34,7 +34,7 @@ LAYERS = tuple(
 )
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")
-MODULES = 19  # of a folder
+MODULES = 18  # of a folder
 SUPPRESSION = re.compile(
     r"#\s*(noqa|type:\s*ignore|pyright:|mypy:|ruff:|flake8:|pylint:|isort:|pragma:|nosec)"
 )

@@ -8,7 +8,7 @@ import jax
 
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.loading.loader import Loaded
 from jaxrunner.parallel.mesh import TENSOR, num_ranks
 from jaxrunner.parallel.placement import put

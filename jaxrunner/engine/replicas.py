@@ -12,7 +12,12 @@ from jaxrunner.config import EngineConfig
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
 from jaxrunner.engine.request_check import check_among, check_ids, check_reason, new_request
-from jaxrunner.engine.snapshot import Restored, check_snapshot, restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import (
+    Restored,
+    check_snapshot,
+    restore_engine,
+    save_engine,
+)
 from jaxrunner.engine.steps import launch_all, wait_for_one
 from jaxrunner.loading.new_folder import new_folder
 from jaxrunner.lora.lora_request import check_lora_request

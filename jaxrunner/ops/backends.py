@@ -21,21 +21,13 @@ from jaxrunner.kernels_pallas.state_chunks import CHUNK
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import (
-    cpu_attention,
-    experts,
-    products,
-    recurrence,
-    routing,
-    short_conv,
-    state_chunks,
-    state_steps,
-)
+from jaxrunner.ops import cpu_attention, experts, products, routing
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, norm_heads, split_heads, swiglu
+from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
 from jaxrunner.types import Array, Batch, LayerCache

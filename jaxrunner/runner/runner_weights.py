@@ -4,7 +4,7 @@ import abc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxrunner.device.flat_params import flat_params
+from jaxrunner.device.program_spec import flat_params
 from jaxrunner.loading.weights import like
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.pipeline import to_stages

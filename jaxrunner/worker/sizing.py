@@ -15,7 +15,7 @@ from jaxrunner.caches.state import RecurrentState
 from jaxrunner.config import EngineConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
-from jaxrunner.ops.state_steps import serves
+from jaxrunner.ops.states.state_steps import serves
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.processes import agreed_least, is_shared

@@ -11,8 +11,8 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import Ops
 from jaxrunner.models.hybrids.hybrid import convolve_groups, read_state_dtype
-from jaxrunner.ops.delta_rule import DeltaRuleInputs, delta_rule
 from jaxrunner.ops.plain import rms_norm
+from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
 from jaxrunner.pytree import leaf, nested, pytree
 from jaxrunner.types import Array
 

@@ -23,7 +23,7 @@ from jaxrunner.models.sources import (
     packed_source,
     product_source,
 )
-from jaxrunner.ops.state_space import StateSpaceInputs, state_space
+from jaxrunner.ops.states.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import leaf, nested, pytree
 from jaxrunner.types import Array
 

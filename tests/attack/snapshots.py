@@ -6,7 +6,7 @@ import shutil
 from typing import Any
 
 from jaxrunner import LLM
-from jaxrunner.engine.snapshot import restore_engine, save_engine
+from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from tests.attack import models, tamper
 from tests.attack.harness import Case, Entry, Harm
 from tests.attack.tamper import Folder

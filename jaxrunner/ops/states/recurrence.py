@@ -16,7 +16,7 @@ from jaxrunner.indexing import find_rows, take
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import replay
-from jaxrunner.ops.state_rows import StateRows, counted, put, state_rows
+from jaxrunner.ops.states.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
 
 

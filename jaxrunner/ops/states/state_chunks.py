@@ -12,9 +12,9 @@ from jaxrunner.kernels_pallas.delta_chunks import Chunks
 from jaxrunner.kernels_pallas.state_chunks import CHUNK, Rows, Tokens
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Operation
-from jaxrunner.ops import recurrence, state_space
-from jaxrunner.ops.state_rows import StateRows
-from jaxrunner.ops.state_steps import AXES
+from jaxrunner.ops.states import recurrence, state_space
+from jaxrunner.ops.states.state_rows import StateRows
+from jaxrunner.ops.states.state_steps import AXES
 from jaxrunner.types import Array
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrunner import pytree
-from jaxrunner.engine import serialization, snapshot_check
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.interrupts import deferred
+from jaxrunner.engine.snapshots import serialization, snapshot_check
 from jaxrunner.errors import in_words
 from jaxrunner.loading import checksums, orbax_io
 from jaxrunner.loading.new_folder import new_folder

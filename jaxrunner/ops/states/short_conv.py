@@ -13,7 +13,7 @@ from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import take
 from jaxrunner.kernels_pallas import conv_step
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops.state_rows import StateRows, counted, put, state_rows
+from jaxrunner.ops.states.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
 
 

@@ -10,8 +10,8 @@ from jaxrunner.kernels_pallas import state_step
 from jaxrunner.kernels_pallas.state_step import Rows, Tokens, TuningConfig
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Operation
-from jaxrunner.ops import delta_rule, recurrence, state_space
-from jaxrunner.ops.state_rows import StateRows
+from jaxrunner.ops.states import delta_rule, recurrence, state_space
+from jaxrunner.ops.states.state_rows import StateRows
 from jaxrunner.types import Array
 
 

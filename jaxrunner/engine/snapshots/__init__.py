@@ -1,0 +1,1 @@
+"""A running engine as files and back: requests, their blocks, and what must agree."""
