@@ -7,11 +7,15 @@
 A process of each tree builds its engine and waits; then each runs a part while the others wait, in
 reverse order every other round. All run on the same CPU cores, as sockets differ by more than most
 changes do. Both engines must fit: XLA_PYTHON_CLIENT_MEM_FRACTION=0.46 gives each its half. A tree
-that is named twice shows what figures differ by on their own.
+that is named twice shows what figures differ by on their own. Where a machine's pace changes from
+second to second, many short rounds tell more than few long ones, as for the host's time of a step:
+
+    --parts host --rounds 60 --set host_steps=40 offline=[8,64,8]
 """
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 import json
 import os
 from pathlib import Path
@@ -33,14 +37,15 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["ttft", "prefill"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", nargs="+", default=[], metavar="NAME=JSON", help="of LLM")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=JSON", help="of the preset")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    engine = {name: json.loads(value) for name, _, value in (x.partition("=") for x in args.engine)}
     if args.worker:
-        return work(args.preset, engine)
+        return work(args.preset, parsed(args.set), parsed(args.engine))
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--preset", args.preset]
     command += ["--engine", *args.engine] if args.engine else []
+    command += ["--set", *args.set] if args.set else []
     workers = [
         subprocess.Popen(
             command, cwd=tree, env=os.environ | dict(PYTHONPATH="."), text=True,
@@ -90,7 +95,12 @@ def ask(worker: Any, part: str | None = None) -> dict[str, Any]:
     raise RuntimeError(f"a worker ended, status {worker.wait()}: what it wrote says why")
 
 
-def work(preset: str, engine: dict[str, Any]) -> None:
+def parsed(settings: Sequence[str]) -> dict[str, Any]:
+    """Returns settings, NAME=JSON each, by their names."""
+    return {name: json.loads(value) for name, _, value in (x.partition("=") for x in settings)}
+
+
+def work(preset: str, changes: dict[str, Any], engine: dict[str, Any]) -> None:
     """Builds an engine of the tree in this folder, and measures the parts that it is asked for."""
     sys.path.insert(0, ".")
     try:
@@ -98,7 +108,7 @@ def work(preset: str, engine: dict[str, Any]) -> None:
         from jaxrunner.bench.workloads import Bench
     except ImportError:  # trees in which it was one file
         from jaxrunner.bench import PRESETS, Bench  # type: ignore[no-redef, attr-defined]
-    bench = Bench(PRESETS[preset], **engine)
+    bench = Bench(replace(PRESETS[preset], **changes), **engine)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))[:CORES]
         for thread in os.listdir("/proc/self/task"):
