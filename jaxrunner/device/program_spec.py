@@ -61,14 +61,12 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
     )
 
 
-def flat_params(params: Any, stages: Sequence[Any] = ()) -> tuple[Any, ...]:
+def flat_params(params: Any) -> tuple[Any, ...]:
     """Returns the arrays of weights, in the order of their tree, as programs take them.
 
     Each launch walks the trees it is given: those of 32 layers would cost it 30 us of the host.
-
-    stages: those of a pipeline, whose weights are a sequence: the arrays of each are a tuple.
     """
-    return tuple(map(flat_params, params or ())) if stages else tuple(jax.tree.leaves(params))
+    return tuple(jax.tree.leaves(params))
 
 
 @functools.lru_cache(maxsize=1024)  # a function that is new each time would be lowered each time

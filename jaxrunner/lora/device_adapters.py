@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import pytree
+from jaxrunner.device.program_spec import flat_params
 from jaxrunner.lora.adapter import Adapter
 from jaxrunner.lora.saved_modules import put
 from jaxrunner.lora.stacks import SAVED, abstract_stacks, make_stacks, merged
@@ -87,13 +88,13 @@ class DeviceAdapters:
                     self._write(place, self.known[lora_id])
 
     def merged(self, params: Any) -> Any:
-        """Returns weights with the adapters beside them, as programs with adapters take them.
+        """Returns weights with the adapters beside them, flat, as programs with adapters take them.
 
         params: in a pipeline those of each stage.
         """
         if self._merged[0] is not params or self._merged[1] is not self._stacks:
             parts = params if self._program.stages else (params,)
-            both = tuple(merged(*of) for of in zip(parts, self._stacks, strict=True))
+            both = tuple(flat_params(merged(*of)) for of in zip(parts, self._stacks, strict=True))
             self._merged = params, self._stacks, both if self._program.stages else both[0]
         return self._merged[2]
 

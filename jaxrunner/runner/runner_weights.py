@@ -29,8 +29,8 @@ class RunnerWeights(abc.ABC):
     @params.setter
     def params(self, params: Any) -> None:
         self._params, self._placed = params, to_stages(self.program.config, params)
-        self._flat = flat_params(self._placed, self.program.stages)
-        self._merged = self._flat_merged = None  # they would keep the old ones
+        parts = self._placed if self.program.stages else None
+        self._flat = tuple(map(flat_params, parts)) if parts else flat_params(self._placed)
         if self.adapters is not None:
             self.adapters.sleep() if params is None else self.adapters.wake_up()
 
@@ -46,9 +46,7 @@ class RunnerWeights(abc.ABC):
         """Returns the flat weights for programs of a size, with adapters if `size.lora`."""
         if self.adapters is None or not size.lora:
             return self._flat
-        if (merged := self.adapters.merged(self._placed)) is not self._merged:
-            self._merged, self._flat_merged = merged, flat_params(merged, self.program.stages)
-        return self._flat_merged
+        return self.adapters.merged(self._placed)
 
     def _admit_adapters(self, new: Iterable[NewRequest], counts: Mapping[str, int]) -> bool:
         """Loads the adapters of new requests. Returns whether a request of the step has one."""

@@ -174,17 +174,17 @@ class BlockTables:
 
         Returns the new blocks by cache group; None, and no change, where too few are free.
         """
-        tables = request.blocks
-        pairs = zip(self._groups, tables, strict=True)
-        wanted = [max(0, group.table_len(num_tokens) - len(table)) for (group, _), table in pairs]
+        wanted = []
+        for (group, pool), table in zip(self._groups, request.blocks, strict=True):
+            wanted.append(max(0, group.table_len(num_tokens) - len(table)))
+            if wanted[-1] > pool.num_free:
+                return None
         pools = [pool for _, pool in self._groups]
-        if any(n > pool.num_free for n, pool in zip(wanted, pools, strict=True)):
-            return None
-        new = tuple([pool.take(n) for n, pool in zip(wanted, pools, strict=True)])
-        for table, blocks in zip(tables, new, strict=True):
+        new = tuple(pool.take(n) for pool, n in zip(pools, wanted, strict=True))
+        for table, blocks in zip(request.blocks, new, strict=True):
             table.extend(blocks)
-        rooms = [pool.block_size * len(table) for pool, table in zip(pools, tables, strict=True)]
-        request.num_held = min(rooms)
+        rooms = zip(pools, request.blocks, strict=True)
+        request.num_held = min(pool.block_size * len(table) for pool, table in rooms)
         return new
 
     def publish(self, request: Request, num_tokens: int) -> None:

@@ -39,8 +39,6 @@ class ChunkBudget:
         """
         counts = [request.num_missing for request in due]
         lengths = [request.num_tokens for request in new]
-        if fits and not lengths and max(counts, default=0) <= 1:
-            return self._most  # as `least_padded` would find
         if interval := self._interval:
             pairs = zip(counts, due, strict=True)
             counts = [min(n, interval - r.num_computed % interval) for n, r in pairs]

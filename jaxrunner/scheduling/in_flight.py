@@ -18,6 +18,8 @@ def num_plannable(request: Request, most: int, num_steps: int) -> int:
 
     If all are accepted, no step computes a position behind the request's last token.
     """
+    if not (most and request.num_drafts):
+        return 0
     room = (request.max_len - request.num_known) // num_steps - 1
     return max(0, min(request.num_drafts, most, room))
 
@@ -49,9 +51,9 @@ def plan_drafts(
 
 def end_of(request: Request, most: int, num_steps: int, tables: BlockTables) -> int:
     """Returns the end of the keys that `num_steps` steps, with `most` drafts each, may write."""
-    num_drafts = num_plannable(request, most, num_steps) if most else 0
+    num_drafts = num_plannable(request, most, num_steps)
     end = min(request.num_computed + num_steps * (1 + num_drafts), request.max_len)
-    return tables.end_of_drafts(request, end) if tables.lookahead else end
+    return tables.end_of_drafts(request, end)
 
 
 def have_room(

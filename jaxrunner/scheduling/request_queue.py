@@ -51,4 +51,4 @@ class RequestQueue:
 
     def first(self, n: int) -> Iterable[Request]:
         """Returns the first `n` requests."""
-        return [request for _, request in heapq.nsmallest(n, self._heap)] if self._heap else []
+        return [request for _, request in heapq.nsmallest(n, self._heap)]
