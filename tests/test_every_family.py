@@ -26,9 +26,9 @@ PROMPTS = [np.random.default_rng(n).integers(1, 61, n).tolist() for n in LENGTHS
 NEW_TOKENS, FEW = 64, 6
 # Of logprobs in float32, of logits up to about 10. Where two tokens are nearer in float64, either
 # is the likeliest: what follows is compared with what follows the one that is told.
-TOLERANCE = 1e-4
-# Gated delta nets in transformers' own float32 are 1.8e-4 from float64.
-DELTA_NETS, OF_DELTA_NETS = ("Qwen3Next", "Qwen3_5"), 2.5e-4
+# Where transformers' own float32 is far from float64 too (gated delta nets: 1.8e-4), ours may be
+# a few times as far.
+TOLERANCE, TIMES_THEIRS = 1e-4, 3
 SIZES: dict[str, Any] = dict(
     skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=8,
     max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,),
@@ -107,7 +107,7 @@ class Answers:
 def test_logits_of_variants_are_those_of_transformers(variant, tmp_path):
     module = CASES[variant].save(tmp_path)
     (got,) = check.ours(tmp_path, PROMPTS[-1:], None)
-    (want,) = logits(module, PROMPTS[-1:], [LENGTHS[-1]])
+    (want,) = logits(module.double(), PROMPTS[-1:], [LENGTHS[-1]])
     np.testing.assert_allclose(got.logits, want, atol=TOLERANCE)
 
 
@@ -134,9 +134,11 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     with LLM(tmp_path, **sizes, long_prefill_token_threshold=16) as llm:
         in_chunks = Answers(llm, PROMPTS, FEW)
     texts = [prompt + new for prompt, new in zip(PROMPTS, told.tokens, strict=True)]
-    exact = logits(module, texts, [*LENGTHS])
+    theirs = logits(module, texts, [*LENGTHS])
+    exact = logits(module.double(), texts, [*LENGTHS])
+    errors = [abs(a - b).max() for a, b in zip(theirs, exact, strict=True)]
+    tolerance = max(TOLERANCE, TIMES_THEIRS * max(errors))
     exact = [rows[start - 1 : -1] for rows, start in zip(exact, LENGTHS, strict=True)]
-    tolerance = OF_DELTA_NETS if case.architecture.startswith(DELTA_NETS) else TOLERANCE
     told.check(exact, tolerance)
     in_chunks.check(exact, tolerance)
     again.check([rows[cut:] for rows, cut in zip(exact, cuts, strict=True)][::-1], tolerance)

@@ -82,11 +82,10 @@ ALIKE = (
 def logits(module: Any, texts: list[list[int]], prompt_lens: list[int]) -> list[np.ndarray]:
     """Returns the logits of every position of texts, [T, V] each, by one call, in float64.
 
-    prompt_lens: how many tokens of each text are its prompt.
+    module: computes in its own dtype. prompt_lens: how many tokens of each text are its prompt.
     """
     import torch
 
-    module = module.double()
     if any(map(hybrids.is_ungrouped, module.modules())):
         pytest.skip("this transformers norms all groups of Mamba-2 together: it wants a newer one")
     for part in module.modules():
@@ -95,7 +94,7 @@ def logits(module: Any, texts: list[list[int]], prompt_lens: list[int]) -> list[
     longest = max(map(len, texts))
     ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])  # unseen padding
     with torch.no_grad():
-        found = module(ids, use_cache=False).logits.numpy()
+        found = module(ids, use_cache=False).logits.double().numpy()
     return [found[i, : len(text)] for i, text in enumerate(texts)]
 
 
