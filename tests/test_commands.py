@@ -81,11 +81,13 @@ def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(command.PRESETS, "tiny", small)
     out = tmp_path / "tiny.json"
     argv = ["bench", "tiny", "--out", str(out), "--repeats", "2",
-            "--batches", "1", "2", "--engine", "seed=3", "kv_cache_dtype=auto"]  # fmt: skip
+            "--batches", "1", "2", "9", "--engine", "seed=3", "kv_cache_dtype=auto"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", argv)
     command.main()
     result = json.loads(out.read_text())
-    assert json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""])) == result
+    printed, _, written = capsys.readouterr().out.partition("{")
+    assert json.loads("{" + written) == result
+    assert "greedy_b9_ctx8: left out, 9 requests do not fit at once" in printed
     assert result["engine"] == {"seed": 3, "kv_cache_dtype": "auto"}
     names = {"prefill_tok_s_16x2", "ttft_ms_1x4", "offline_3x(4+2)_out_tok_s", "startup_s"}
     assert names <= result.keys()

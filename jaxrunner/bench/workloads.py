@@ -48,8 +48,9 @@ class Bench:
     def decode(self) -> dict[str, dict[str, float]]:
         """Returns milliseconds of a decode step by batch size, greedy and sampled, and their floor.
 
-        From the first launch in which all requests of a batch get tokens to the last one. The floor
-        is that of a step without adapters; with drafts, and in a pipeline, there is none.
+        From the first launch in which all requests of a batch get tokens to the last one; a batch
+        that does not fit has no such launches, and is left out. The floor is that of a step without
+        adapters; with drafts, and in a pipeline, there is none.
         """
         p, out, least = self.preset, dict[str, float](), dict[str, float]()
         middle, program = p.context + p.new // 2, self.llm.runner.program
@@ -61,8 +62,11 @@ class Bench:
                 self.run(batch, p.context, 2, **rule)  # a program's first run sets up its graph
                 with Arrivals(self.llm.engine) as arrivals:
                     self.run(batch, p.context, p.new, **rule)
-                (start, _), *launches = arrivals.of_all(batch)
                 key = f"{name}_b{batch}_ctx{p.context}"
+                (start, _), *launches = arrivals.of_all(batch) or [(0.0, 0.0)]
+                if not launches:
+                    print(f"{key}: left out, {batch} requests do not fit at once", flush=True)
+                    continue
                 out[key] = (launches[-1][0] - start) / sum(n for _, n in launches) * 1e3
                 told = f"{key}: {out[key]:.3f} ms a step"
                 if not (program.num_drafts or program.stages):
