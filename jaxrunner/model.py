@@ -78,6 +78,7 @@ class RopeAndNorm(NamedTuple):
     q_norm: Array | None  # [D], weights of RMSNorm
     k_norm: Array | None
     eps: float
+    one_more: bool = False  # whether norms are by 1 + weight, in float32
 
 
 class AdapterOps(NamedTuple):
@@ -132,9 +133,10 @@ class Ops:
         returns it.
     norm_heads: (x [T, heads, D], weight [all heads, D], eps) -> the RMSNorm of a token's heads,
         taken together with those of other devices.
-    add_norm: (x, residual, weight, eps, one_more=False) -> (x + residual, its RMSNorm), [T, E]
-        each. The residual is [T, E], or parts of it, [parts, T, E] in float32 or their dtype. With
-        `one_more` the norm is by 1 + weight, in float32.
+    add_norm: (x, residual, weight, eps, one_more=False, end=None) -> (x + residual, its RMSNorm),
+        [T, E] each. The residual is [T, E], or parts of it, [parts, T, E] in float32 or their
+        dtype. With `one_more` norms are by 1 + weight, in float32. end: [E], weight of an RMSNorm
+        of the residual before it is added; callers leave it out where there is none.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
     adapters: kernels of products with adapters.

@@ -44,7 +44,7 @@ class LowRank(NamedTuple):
 
 def refuses(
     x: Shaped, residual: Shaped, weight: Shaped, more: LowRank | None = None,
-    *, config: TuningConfig = TuningConfig(),
+    end: Shaped | None = None, *, config: TuningConfig = TuningConfig(),
 ) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
     if x.ndim != 2 or x.shape != residual.shape[-2:]:
@@ -60,6 +60,8 @@ def refuses(
         return f"residual {list(residual.shape)} must be {wanted}, got {residual.dtype}"
     if weight.shape != (E,):
         return f"weight must be [{E}], got {list(weight.shape)}"
+    if end is not None and (end.shape != (E,) or end.dtype != x.dtype):
+        return f"end must be {x.dtype} [{E}], got {end.dtype} {list(end.shape)}"
     if T < 1:
         return "at least 1 row is needed, got 0"
     if E % 64 or not 64 <= E <= MAX_LEN:
@@ -77,36 +79,40 @@ def refuses(
         return f"[{T}, {rank}] of {T} rows must be known, got {more.low.shape}, {more.place.shape}"
     if residual.ndim == 2:
         return "residuals must be in parts where adapters add to them"
+    if end is not None:
+        return "residuals that adapters add to are not normed"
     return None
 
 
 def add_rms_norm(
-    x: Array, residual: Array, weight: Array, more: LowRank | None = None, *, eps: float,
-    one_more: bool = False, config: TuningConfig = TuningConfig(),
+    x: Array, residual: Array, weight: Array, more: LowRank | None = None,
+    end: Array | None = None, *, eps: float, one_more: bool = False,
+    config: TuningConfig = TuningConfig(),
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
 
     residual may be parts, [parts, T, E] in float32 or x's dtype, summed in float32. The sum is
     rounded to the dtype of x before it is normed, in float32; the normed row is rounded before it
     is multiplied by weight, [E], or with `one_more` multiplied by 1 + weight in float32. more: what
-    adapters add to the sum, in float32.
+    adapters add to the sum, in float32. end: [E], weight of an RMSNorm of the residual, rounded to
+    the dtype of x before and behind it; then its sum with x is.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(x, residual, weight, more, config=config):
+    if why := refuses(x, residual, weight, more, end, config=config):
         raise ValueError(why)
     T, E = x.shape
     groups = _groups(E, config.width)
     warps, _ = _cut(E // groups)
-    cut = groups, warps, E // (groups * warps)
+    cut, num_norms = (groups, warps, E // (groups * warps)), 1 if end is None else 2
     row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
     total, out = plgpu.kernel(
-        partial(_kernel, eps=eps, one_more=one_more),
+        partial(_kernel, eps=eps, one_more=one_more, has_end=end is not None),
         out_type=(row, row),
         scratch_types=(
-            plgpu.SMEM((groups, warps), jnp.float32),
-            plgpu.Barrier(num_arrivals=groups),
+            plgpu.SMEM((num_norms, groups, warps), jnp.float32),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=num_norms),
         ),
         grid=(T,),
         grid_names=("row",),
@@ -116,6 +122,7 @@ def add_rms_norm(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(
         x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut),
+        *(() if end is None else (end.reshape(cut),)),
         *(() if more is None else (more.low, more.b.reshape(*more.b.shape[:2], *cut), more.place)),
     )  # fmt: skip
     return total.reshape(T, E), out.reshape(T, E)
@@ -123,34 +130,41 @@ def add_rms_norm(
 
 def _kernel(
     x_ref: Ref, residual_ref: Ref, weight_ref: Ref, *refs: Any, eps: float, one_more: bool,
+    has_end: bool,
 ) -> None:  # fmt: skip
-    *more, total_ref, out_ref, part_smem, barrier = refs
+    *rest, total_ref, out_ref, part_smem, barriers = refs
     pdl.begin()
     _, groups, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
     load = partial(mosaic.load, layout=_layout(warps * width), optimized=False)
+
+    def normed(x: Array, weight: Array, nth: int) -> Array:
+        """Returns the norm of a row; its nth, as each has sums and a barrier of its own."""
+        x = x.astype(jnp.float32)
+        part_smem[nth, group] = (x * x).sum(-1)
+        # All threads arrive, so that all parts are seen once all are through.
+        mosaic.barrier_arrive(barriers.at[nth])
+        mosaic.barrier_wait(barriers.at[nth])
+        square = sum(part_smem[nth, g, w] for g in range(groups) for w in range(warps))
+        gain = lax.rsqrt(square / (groups * warps * width) + eps)
+        if one_more:
+            return (x * gain * (1 + weight.astype(jnp.float32))).astype(weight.dtype)
+        return (x * gain).astype(weight.dtype) * weight
+
     x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
-    if parts > 1 or residual_ref.dtype == jnp.float32:
+    if has_end:
+        whole = sum((part.astype(jnp.float32) for part in residual), 0.0)
+        x += normed(whole.astype(x.dtype), load(rest[0].at[group]), 1)
+    elif parts > 1 or residual_ref.dtype == jnp.float32:
         wide = (part.astype(jnp.float32) for part in residual)
         total = sum(wide, x.astype(jnp.float32))
-        x = (total + _added(row, group, load, *more) if more else total).astype(x.dtype)
+        x = (total + _added(row, group, load, *rest) if rest else total).astype(x.dtype)
     else:
         x += next(residual)
     weight = load(weight_ref.at[group])
     put(total_ref.at[row, group], x)
-    x = x.astype(jnp.float32)
-    part_smem[group] = (x * x).sum(-1)
-    # All threads arrive, so that all parts are seen once all are through.
-    mosaic.barrier_arrive(barrier)
-    mosaic.barrier_wait(barrier)
-    square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
-    gain = lax.rsqrt(square / (groups * warps * width) + eps)
-    if one_more:
-        normed = (x * gain * (1 + weight.astype(jnp.float32))).astype(weight.dtype)
-    else:
-        normed = (x * gain).astype(weight.dtype) * weight
-    put(out_ref.at[row, group], normed)
+    put(out_ref.at[row, group], normed(x, weight, 0))
 
 
 def _added(

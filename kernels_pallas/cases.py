@@ -143,19 +143,27 @@ def latents(rows: Attention, heads: int = 16, rank: int = 512) -> Case:
     return Case("latent_decode", f"{rows.name}, {heads} heads", make, run, amount, unit, options)
 
 
-def norms(T: int, E: int, parts: int = 0, one_more: bool = False) -> Case:
-    """A residual addition and a norm of [T, E]; of `parts` to be summed, where there are any."""
+def norms(T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool = False) -> Case:
+    """A residual addition and a norm of [T, E]; of `parts` to be summed, where there are any.
+
+    end: the residual is normed first.
+    """
 
     def make(seed: int) -> tuple[Array, ...]:
-        keys = jax.random.split(jax.random.key(seed), 3)
-        shapes = (T, E), (parts, T, E) if parts else (T, E), (E,)
-        x, residual, weight = map(jax.random.normal, keys, shapes)
+        keys = jax.random.split(jax.random.key(seed), 4)
+        shapes = (T, E), (parts, T, E) if parts else (T, E), (E,), (E,)
+        x, residual, *weights = map(jax.random.normal, keys, shapes)
         wide = jnp.float32 if parts else jnp.bfloat16
-        return x.astype(jnp.bfloat16), residual.astype(wide), weight.astype(jnp.bfloat16)
+        weights = [weight.astype(jnp.bfloat16) for weight in weights[: 1 + end]]
+        return x.astype(jnp.bfloat16), residual.astype(wide), *weights
 
     options = dict[str, Any](eps=1e-5) | (dict(one_more=True) if one_more else {})
-    run = functools.partial(add_rms_norm, **options)
-    name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0) + ", 1 + w" * one_more
+
+    def run(x: Array, residual: Array, weight: Array, end: Array | None = None) -> Any:
+        return add_rms_norm(x, residual, weight, end=end, **options)
+
+    name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0)
+    name += ", 1 + w" * one_more + ", normed before" * end
     moved = T * E * (6 + (4 * parts or 2))
     return Case("add_rms_norm", name, make, run, float(moved), "TB/s", options)
 
@@ -188,7 +196,9 @@ def mlps(T: int, E: int, F: int) -> Case:
     return Case("gated_mlp", f"{T} x {E} x {F}", make, run, 6.0 * E * F, "TB/s", {})
 
 
-def writes(T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool) -> Case:
+def writes(
+    T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool, one_more: bool = False
+) -> Case:
     """Rotation of T tokens, and their keys and values into a cache; every fifth is padding."""
     K, D, S, P = kv_heads, head_dim, 64, heads // kv_heads + 2
     N = T // S + 3
@@ -203,9 +213,10 @@ def writes(T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool) ->
         weights = [jax.random.normal(key, (D,), jnp.bfloat16) for key in keys[3:]] if normed else []
         return qkv, jnp.cos(angle), jnp.sin(angle), k, v, jnp.asarray(at), *weights
 
-    name = f"{T} tokens, {heads} heads of {D}" + (", normed" if normed else "")
-    run = functools.partial(rope_write, eps=1e-6)
-    return Case("rope_write", name, make, run, 4.0 * T * K * P * D, "TB/s", dict(eps=1e-6))
+    name = f"{T} tokens, {heads} heads of {D}" + ", normed" * normed + ", 1 + w" * one_more
+    options = dict[str, Any](eps=1e-6) | (dict(one_more=True) if one_more else {})
+    run = functools.partial(rope_write, **options)
+    return Case("rope_write", name, make, run, 4.0 * T * K * P * D, "TB/s", options)
 
 
 def draws(N: int, V: int, name: str, *, k: int = 0, p: float = 1.0, min_p: float = 0.0) -> Case:
@@ -303,7 +314,8 @@ TESTS: tuple[Case, ...] = (
     *(a.case(prefill_attention) for a in _P),
     *(norms(T, E) for T, E in ((1, 64), (3, 1024), (70, 4096), (2, 16384))),
     norms(5, 1024, parts=4), norms(70, 4096, parts=3), norms(5, 4096, parts=8, one_more=True),
-    norms(3, 3840, one_more=True),
+    norms(3, 3840, one_more=True), norms(5, 3840, parts=4, one_more=True, end=True),
+    norms(70, 4096, end=True), norms(3, 64, parts=1, end=True),
     products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
     products(64, 1024, 48, gated=True), products(256, 1024, 14336, gated=True),
     mlps(8, 1024, 3072), mlps(40, 2048, 8192), mlps(64, 4096, 14336), mlps(128, 1024, 3072),
@@ -329,6 +341,7 @@ TESTS: tuple[Case, ...] = (
     fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256),
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
+    writes(9, 16, 8, 256, normed=True, one_more=True),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256, 262208)),
     draws(8, 50257, "temperature"), draws(5, 32000, "min-p", min_p=0.05),
     draws(4, 4096, "top-p", p=0.9), draws(6, 1111, "all", k=300, p=0.9, min_p=0.01),

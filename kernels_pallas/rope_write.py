@@ -75,14 +75,14 @@ def refuses(
 def rope_write(
     qkv: Array, cos: Array, sin: Array, cache_k: Array, cache_v: Array, cache_index: Array,
     q_norm: Array | None = None, k_norm: Array | None = None,
-    *, eps: float, config: TuningConfig = TuningConfig(),
+    *, eps: float, one_more: bool = False, config: TuningConfig = TuningConfig(),
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Norms and turns the queries and keys of qkv, [T, K, P, D], and writes keys and values.
 
     cos, sin: [T, 1, D / 2], float32, as `rope.rotation` makes them; pairs are D / 2 apart.
     cache_k, cache_v: [N, K, S, D], written in place where the caller donates them. Token t goes to
     [n, :, s] with cache_index[t] = n * S + s; an index of N * S or more, or below 0, writes
-    nothing. q_norm, k_norm: [D], weights of RMSNorm over each head.
+    nothing. q_norm, k_norm: [D], weights of RMSNorm over each head, with `one_more` less one.
     Returns the queries, [T, H, D], and the caches.
 
     Raises:
@@ -111,7 +111,8 @@ def rope_write(
             row = layout.reduce(range(len(rows)))
             parts = [_load(qkv_ref.at[t, c, heads, h], layout) for h in halves]
             if norms:
-                parts = _rms_norm(parts, [_load(norm_refs[i].at[h], row) for h in halves], eps)
+                weights = [_load(norm_refs[i].at[h], row) for h in halves]
+                parts = _rms_norm(parts, weights, eps, one_more)
             # Equal loads are merged before layouts are inferred, and queries and keys have two
             # layouts: each reads cosine and sine through references of its own.
             cos, sin = (_spread(_load(ref.at[t, 0], row), (*rows, half)) for ref in turns[i::2])
@@ -161,15 +162,19 @@ def _spread(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [len(shape) - 1])
 
 
-def _rms_norm(parts: list[Array], weights: list[Array], eps: float) -> list[Array]:
-    """RMSNorm over the last axis of heads that are given as halves; rounds as `rms_norm` does."""
+def _rms_norm(
+    parts: list[Array], weights: list[Array], eps: float, one_more: bool
+) -> list[Array]:
+    """RMSNorm over the last axis of heads that are given as halves; rounds as `rms_norm` does, or
+    with `one_more` as `rms_norm_of_one_more`."""
     shape, dtype = parts[0].shape, parts[0].dtype
     a, b = (x.astype(jnp.float32) for x in parts)
     mean = (a * a + b * b).sum(-1) / (2 * shape[-1])
     gain = lax.broadcast_in_dim(lax.rsqrt(mean + eps), shape, list(range(len(shape) - 1)))
-    return [
-        (x * gain).astype(dtype) * _spread(w, shape) for x, w in zip((a, b), weights, strict=True)
-    ]
+    both = zip((a * gain, b * gain), weights, strict=True)
+    if one_more:
+        return [(x * _spread(1 + w.astype(jnp.float32), shape)).astype(dtype) for x, w in both]
+    return [x.astype(dtype) * _spread(w, shape) for x, w in both]
 
 
 def _layout(rows: tuple[int, ...], width: int) -> Layout:

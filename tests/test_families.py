@@ -91,7 +91,7 @@ RUNS = {
     "ministral 3": ("", NORM, MLP),
     "command r7b": (ROPE, "", MLP),
     "gemma 2": (ROPE, NORM, ""),
-    "gemma 3": ("", NORM, ""),
+    "gemma 3": (ROPE, NORM, ""),
     "pythia": (ROPE, "", ""),
 }
 

@@ -20,14 +20,14 @@ attend = jax.jit(reference.attend, static_argnames="spec")  # else each operatio
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "one_more"))
-def add(x, residual, weight, **options):
+def add(x, residual, weight, end=None, **options):
     whole = residual if residual.ndim == 2 else residual.sum(0).astype(x.dtype)
-    return add_rms_norm(x, whole, weight, **options)
+    return add_rms_norm(x, whole, weight, end=end, **options)
 
 
-@jax.jit
-def rotate_and_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None):
-    q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, 1e-6))
+@functools.partial(jax.jit, static_argnames=("eps", "one_more"))
+def rotate_and_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, **options):
+    q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, **options))
     batch = batch_of(1, [0, 0], [0], np.zeros((1, 1), np.int32), k.shape)
     cache = LayerCache(k, v, None, None)
     cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)
@@ -39,7 +39,7 @@ def plain_jax(case: Case, *args):
     if case.kernel == "add_rms_norm":
         return add(*args, **case.options)
     if case.kernel == "rope_write":
-        return rotate_and_write(*args)
+        return rotate_and_write(*args, **case.options)
     q, k, v, blocks, *rows = args
     Q = case.options.get("query_len", 1)
     starts = jnp.arange(0, len(q) + 1, Q) if case.kernel == "decode_attention" else rows.pop(0)

@@ -77,7 +77,8 @@ ATTENTION = (
 def _fused_write(
     batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
 ) -> tuple[Array, LayerCache]:
-    q, k, v = rope_write.rope_write(*_write_args(batch, qkv, heads, cache, group), eps=heads.eps)
+    args = _write_args(batch, qkv, heads, cache, group)
+    q, k, v = rope_write.rope_write(*args, eps=heads.eps, one_more=heads.one_more)
     return q, replace(cache, k=k, v=v)
 
 
@@ -92,7 +93,7 @@ def _refuses_write(
 def _write_args(
     batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
 ) -> tuple[Any, ...]:
-    cos, sin, q_norm, k_norm, _ = heads
+    cos, sin, q_norm, k_norm, *_ = heads
     return qkv, cos, sin, cache.k, cache.v, batch.cache_index[group], q_norm, k_norm
 
 

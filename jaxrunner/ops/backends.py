@@ -149,13 +149,17 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
 
 
 def _norm_kernel(
-    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False
-) -> tuple[Array, Array]:
-    return add_norm.add_rms_norm(x, residual, weight, eps=eps, one_more=one_more)
+    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+    end: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    return add_norm.add_rms_norm(x, residual, weight, end=end, eps=eps, one_more=one_more)
 
 
-def _refuses_norm(x: Array, residual: Array, weight: Array, *_: Any) -> str | None:
-    return add_norm.refuses(x, residual, weight)
+def _refuses_norm(
+    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+    end: Array | None = None,
+) -> str | None:  # fmt: skip
+    return add_norm.refuses(x, residual, weight, end=end)
 
 
 def _norm_of_parts(x: Array, residual: Array, weight: Array, *how: Any) -> tuple[Array, Array]:

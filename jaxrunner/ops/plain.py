@@ -36,11 +36,16 @@ def rms_norm_of_one_more(x: Array, weight: Array, eps: float) -> Array:
 
 
 def add_rms_norm(
-    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False
-) -> tuple[Array, Array]:
-    """Returns x + residual, [T, E], and its norm, by 1 + weight with `one_more`."""
-    total = x + residual
-    return total, (rms_norm_of_one_more if one_more else rms_norm)(total, weight, eps)
+    x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+    end: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns x + residual, [T, E], and its norm, by 1 + weight with `one_more`.
+
+    end: weight of a norm of the residual before it is added.
+    """
+    norm = rms_norm_of_one_more if one_more else rms_norm
+    total = x + (residual if end is None else norm(residual, end, eps))
+    return total, norm(total, weight, eps)
 
 
 def swiglu(gate_up: Array) -> Array:
@@ -65,5 +70,6 @@ def split_heads(qkv: Array, heads: RopeAndNorm) -> tuple[Array, Array, Array]:
     """Returns queries, [T, H, D], keys and values, [T, K, D], of packed projections."""
     q, k, v = unpacked(qkv)
     if heads.q_norm is not None and heads.k_norm is not None:
-        q, k = rms_norm(q, heads.q_norm, heads.eps), rms_norm(k, heads.k_norm, heads.eps)
+        norm = rms_norm_of_one_more if heads.one_more else rms_norm
+        q, k = norm(q, heads.q_norm, heads.eps), norm(k, heads.k_norm, heads.eps)
     return rotate(q, heads.cos, heads.sin), rotate(k, heads.cos, heads.sin), v

@@ -6,7 +6,7 @@ sum, SwiGLU, and norms of heads before their rotation. All else is plain JAX.
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,13 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
+
+
+class Addend(NamedTuple):
+    """What a residual stream is to gain."""
+
+    residual: Array  # [T, E], or parts of it, as of `Ops.project`
+    end: Norm | None  # of the residual, before it is added
 
 
 def embed(config: BlockConfig, params: Params, inputs: Inputs) -> Array:
@@ -58,19 +65,19 @@ def layers(
     layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
     turns = {rope: rotation(rope, inputs) for rope in dict.fromkeys(config.ropes[first:last])}
     growth, caches, found = _query_growth(config, inputs), [], {}
-    residual = jnp.zeros_like(x)  # what the layers before one have not added to x yet
+    addend = Addend(jnp.zeros_like(x), None)  # what the layers before one have not added to x yet
     for i, cache in zip(range(first, last), kv, strict=True):
         if (name := f"residual.{i}") in extras:
-            found[name] = x + _whole(residual, x)
+            found[name] = x + _whole(config, addend, x)
             if config.post_norm:
-                found[name] = _add_norm(config, ops, x, residual, params.layers[i].attn_norm)[1]
+                found[name] = _add_norm(config, ops, x, addend, params.layers[i].attn_norm)[1]
         spec = AttentionSpec(groups[i], config.windows[i], scale, soft_cap=config.score_cap)
         turn = *turns[config.ropes[i]], growth
-        x, residual, cache = layer(x, residual, params.layers[i], cache, turn, spec=spec)
+        x, addend, cache = layer(x, addend, params.layers[i], cache, turn, spec=spec)
         caches.append(cache)
     if last < num:
-        return x + _whole(residual, x), tuple(caches), found
-    x, hidden = _add_norm(config, ops, x, residual, params.norm)
+        return x + _whole(config, addend, x), tuple(caches), found
+    x, hidden = _add_norm(config, ops, x, addend, params.norm)
     if (name := f"residual.{num}") in extras:
         found[name] = hidden if config.post_norm else x
     return hidden, tuple(caches), found
@@ -87,22 +94,22 @@ def logits(config: BlockConfig, params: Params, hidden: Array) -> Array:
 
 
 def _layer(
-    config: BlockConfig, ops: Ops, x: Array, residual: Array, w: Layer, cache: Any,
+    config: BlockConfig, ops: Ops, x: Array, addend: Addend, w: Layer, cache: Any,
     turn: tuple[Array, Array, Array | None], *, spec: AttentionSpec,
-) -> tuple[Array, Array, Any]:  # fmt: skip
-    """Runs a layer on x + residual. Returns the next x, what it is to gain, and the cache."""
-    x, h = _add_norm(config, ops, x, residual, w.attn_norm)
+) -> tuple[Array, Addend, Any]:  # fmt: skip
+    """Runs a layer on x + addend. Returns the next x, what it is to gain, and the cache."""
+    x, h = _add_norm(config, ops, x, addend, w.attn_norm)
     x = h if config.post_norm else x
     out, cache = _attend(config, ops, h, w, cache, turn, spec)
-    attended = _ended(config, ops.project(out, w.o), x, w.attn_end_norm)
+    attended = _scaled(config, Addend(ops.project(out, w.o), w.attn_end_norm), x)
     if config.parallel:
         h = h if w.mlp_norm is None else _normed(config, x, w.mlp_norm)
     else:
         x, h = _add_norm(config, ops, x, attended, w.mlp_norm)
         x = h if config.post_norm else x
-    added = _ended(config, _mlp(config, ops, h, w), x, w.mlp_end_norm)
+    added = _scaled(config, Addend(_mlp(config, ops, h, w), w.mlp_end_norm), x)
     if config.parallel:
-        added = _whole(attended, x) + _whole(added, x)
+        added = Addend(_whole(config, attended, x) + _whole(config, added, x), None)
     return x, added, cache
 
 
@@ -112,9 +119,10 @@ def _attend(
 ) -> tuple[Array, Any]:  # fmt: skip
     """Attends with h, [T, E]. Returns the attended values, [T, H, D], and the cache."""
     eps, qkv, (cos, sin, growth) = config.rms_norm_eps, ops.linear(h, w.qkv), turn
-    normed_else = w.q_width_norm is not None or (w.q_norm is not None and config.norm != "rms")
-    if not normed_else and growth is None:
-        return ops.rotate_attend(qkv, RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps), cache, spec)
+    of_layers = w.q_norm is not None and config.norm == "layer"
+    if w.q_width_norm is None and not of_layers and growth is None:
+        heads = RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps, config.norm == ONE_MORE)
+        return ops.rotate_attend(qkv, heads, cache, spec)
     q, k, v = unpacked(qkv)
     if w.q_width_norm is not None and w.k_width_norm is not None:
         q, k = ops.norm_heads(q, w.q_width_norm, eps), ops.norm_heads(k, w.k_width_norm, eps)
@@ -136,28 +144,30 @@ def _mlp(config: BlockConfig, ops: Ops, h: Array, w: Layer) -> Array:
 
 
 def _add_norm(
-    config: BlockConfig, ops: Ops, x: Array, residual: Array, norm: Norm | None
+    config: BlockConfig, ops: Ops, x: Array, addend: Addend, norm: Norm | None
 ) -> tuple[Array, Array]:
-    """Returns x + residual and its norm, which is itself where there is none."""
+    """Returns x + addend and its norm, which is itself where there is none."""
     if norm is not None and config.norm in ("rms", ONE_MORE):
-        one_more = config.norm == ONE_MORE
-        return ops.add_norm(x, residual, norm.norm_weight, config.rms_norm_eps, one_more)
-    total = x + _whole(residual, x)
+        ends = () if addend.end is None else (addend.end.norm_weight,)
+        how = norm.norm_weight, config.rms_norm_eps, config.norm == ONE_MORE, *ends
+        return ops.add_norm(x, addend.residual, *how)
+    total = x + _whole(config, addend, x)
     return total, total if norm is None else _normed(config, total, norm)
 
 
-def _ended(config: BlockConfig, residual: Array, x: Array, norm: Norm | None) -> Array:
-    """Returns what is added to x: the residual, or its norm, scaled."""
-    if norm is not None:
-        residual = _normed(config, _whole(residual, x), norm)
+def _scaled(config: BlockConfig, addend: Addend, x: Array) -> Addend:
+    """Returns an addend times the scale of residuals, if they have one."""
     if config.residual_scale == 1:
-        return residual
-    return (_whole(residual, x).astype(jnp.float32) * config.residual_scale).astype(x.dtype)
+        return addend
+    scaled = _whole(config, addend, x).astype(jnp.float32) * config.residual_scale
+    return Addend(scaled.astype(x.dtype), None)
 
 
-def _whole(residual: Array, x: Array) -> Array:
-    """Returns a residual, [T, E] or parts of it, as an array like x."""
-    return (residual if residual.ndim == 2 else residual.sum(0)).astype(x.dtype)
+def _whole(config: BlockConfig, addend: Addend, x: Array) -> Array:
+    """Returns what is added to x: the residual, or its norm; an array like x."""
+    residual, end = addend
+    whole = (residual if residual.ndim == 2 else residual.sum(0)).astype(x.dtype)
+    return whole if end is None else _normed(config, whole, end)
 
 
 def _normed(config: BlockConfig, x: Array, norm: Norm) -> Array:

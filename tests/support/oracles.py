@@ -68,9 +68,12 @@ def rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def add_rms_norm(x, residual, weight, *, eps, one_more=False):
+def add_rms_norm(x, residual, weight, end=None, *, eps, one_more=False):
     # The sum is rounded before it is normed: so says the specification.
     whole = wide(residual) if residual.ndim == 2 else wide(residual).sum(0)
+    if end is not None:
+        whole = wide(whole.astype(jnp.bfloat16))
+        whole = wide(rms_norm(whole, wide(end) + one_more, eps).astype(jnp.bfloat16))
     total = wide((wide(x) + whole).astype(jnp.bfloat16))
     return total, rms_norm(total, wide(weight) + one_more, eps)
 
@@ -155,11 +158,13 @@ def lora_units(y, low, b, place):
     return gate / (1 + np.exp(-gate)) * up
 
 
-def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps):
+def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps, one_more=False):
     heads, cos, sin = wide(qkv), wide(cos), wide(sin)
     q, new_k, new_v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
     if q_norm is not None:
-        q, new_k = rms_norm(q, wide(q_norm), eps), rms_norm(new_k, wide(k_norm), eps)
+        q, new_k = (
+            rms_norm(x, wide(w) + one_more, eps) for x, w in ((q, q_norm), (new_k, k_norm))
+        )
 
     def turn(x, cos, sin):
         a, b = np.split(x, 2, -1)
