@@ -28,6 +28,7 @@ from jaxrunner.loading.loader import Loaded
 from jaxrunner.lora.lora_request import LoRARequest
 from jaxrunner.pooling.llm import PoolingMethods
 from jaxrunner.rule import Rule
+from jaxrunner.runner.phases import phase
 from jaxrunner.text.chat import check_variables, conversations
 from jaxrunner.text.grammar_compiler import GrammarCompiler
 from jaxrunner.text.prompts import parse_prompts
@@ -154,6 +155,7 @@ class LLM(PoolingMethods, LLMNames):
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    @phase("output")
     @checked(llm_arguments.GENERATE, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def generate(
         self,

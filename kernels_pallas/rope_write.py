@@ -162,9 +162,7 @@ def _spread(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [len(shape) - 1])
 
 
-def _rms_norm(
-    parts: list[Array], weights: list[Array], eps: float, one_more: bool
-) -> list[Array]:
+def _rms_norm(parts: list[Array], weights: list[Array], eps: float, one_more: bool) -> list[Array]:
     """RMSNorm over the last axis of heads that are given as halves; rounds as `rms_norm` does, or
     with `one_more` as `rms_norm_of_one_more`."""
     shape, dtype = parts[0].shape, parts[0].dtype

@@ -1,77 +1,51 @@
-"""Where the host's time goes: an engine's own methods, timed from outside, by phase.
-
-add       a prompt is checked and queued         dispatch  programs are launched
-schedule  who computes how many tokens           wait      for the device
-pack      a step's plan as one vector            read      tokens are taken in, requests end
-admit     new requests enter the device's tables output    what users see: text, stop strings
-"""
+"""Where the host's time goes, by the phases of `runner.phases`."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-import functools
 import statistics
 import time
 from typing import Any
-from unittest import mock
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.llm import LLM
-from jaxrunner.runner.step_handle import StepHandle
+from jaxrunner.runner.phases import PHASES, listening
 from jaxrunner.text.prompts import parse_prompts
-
-PHASES = ("add", "schedule", "pack", "admit", "dispatch", "wait", "read", "output")
 
 
 class Clock:
-    """Seconds of each phase while it is entered; none counts what is timed inside it."""
+    """Seconds of each phase while it is entered; none counts the phases inside it."""
 
-    def __init__(self, llm: LLM):
-        completions, engine, runner = llm.completions, llm.engine, llm.engine.runner
-        self._methods = (
-            (llm, "generate", "output"),
-            (completions, "add", "add"),
-            (engine.scheduler, "schedule", "schedule"),
-            (runner, "_prepare", "pack"),
-            (runner, "_admit", "admit"),
-            (runner, "step", "dispatch"),
-            (runner, "execute_model", "dispatch"),
-            (runner, "sample_tokens", "dispatch"),
-            (StepHandle, "wait", "wait"),
-            (engine, "step", "read"),
-            (completions, "step", "output"),
-        )
-        self._seconds, self._inner = defaultdict[str, float](float), 0.0
-        self._patches = ExitStack()
+    def __init__(self):
+        self._seconds = defaultdict[str, float](float)
+        self._open: list[tuple[str, float]] = []  # phases that have begun, and when
+        self._inner = [0.0]  # seconds of the phases inside each
+        self._listening = ExitStack()
 
     def __enter__(self) -> "Clock":
-        for owner, name, phase in self._methods:
-            timed = self._timed(phase, getattr(owner, name))
-            self._patches.enter_context(mock.patch.object(owner, name, timed))
+        self._listening.enter_context(listening(self))
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._patches.close()
+        self._listening.close()
+
+    def begin(self, phase: str) -> None:
+        """Starts to time a phase."""
+        self._open.append((phase, time.perf_counter()))
+        self._inner.append(0.0)
+
+    def end(self) -> None:
+        """Adds the time of the innermost phase."""
+        phase, start = self._open.pop()
+        took = time.perf_counter() - start
+        self._seconds[phase] += took - self._inner.pop()
+        self._inner[-1] += took
 
     def lap(self) -> Mapping[str, float]:
         """Returns the seconds since the last lap."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
-
-    def _timed(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            outer, self._inner = self._inner, 0.0
-            start = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                took = time.perf_counter() - start
-                self._seconds[phase] += took - self._inner
-                self._inner = outer + took
-
-        return call
 
 
 def decode_us(
@@ -89,7 +63,7 @@ def decode_us(
         completions.add(prompt, params, into=states)
     while not all(state.token_ids for state in states):
         completions.step()
-    with Clock(llm) as clock:
+    with Clock() as clock:
         # What is still in flight may be of other steps: not kept.
         for _ in range(config.async_depth + num_launches):
             clock.lap()
@@ -107,7 +81,7 @@ def decode_us(
 
 def generate_ms(llm: LLM, prompts: Sequence[Any], params: Any) -> dict[str, float]:
     """Returns the milliseconds of one `generate` by phase, with sums as `decode_us` has them."""
-    with Clock(llm) as clock:
+    with Clock() as clock:
         llm.generate(prompts, params, use_tqdm=False, on_error="raise")
         return _with_sums(clock.lap(), 1e3)
 

@@ -22,6 +22,7 @@ from jaxrunner.engine.output_processor import (
 from jaxrunner.engine.progress import REDRAW_S, Bar, progress_bar, tell_failures
 from jaxrunner.engine.replicas import Replicas, engines_of, restore_engines, save_engines
 from jaxrunner.engine.requested_prompts import RequestedPrompt
+from jaxrunner.runner.phases import phase
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.bad_word_ids import encode_words
@@ -47,6 +48,7 @@ class Completions:
         self._closed = False
         self.totals: Counter[str] = Counter()  # of completions that have ended; see `metrics`
 
+    @phase("add")
     def add(
         self,
         prompt: ParsedPrompt,
@@ -157,6 +159,7 @@ class Completions:
                         shown_s = time.monotonic()
             bar.update(len(states) - bar.n)
 
+    @phase("output")
     @deferred
     def step(self) -> None:
         """Runs one step of the engine, and hands its tokens to all completions."""

@@ -24,13 +24,15 @@ from jaxrunner.lora.lora_request import LoRARequest, check_lora_request
 from jaxrunner.model import Model
 from jaxrunner.programs.build import build
 from jaxrunner.runner.model_runner import ModelRunner
+from jaxrunner.runner.phases import phase
 from jaxrunner.runner.step_handle import NewTokens
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.scheduling.stateful import Stateful
 from jaxrunner.worker.worker import Worker
 
 
-class Engine(Steps):
+class Engine(Steps, Stateful):
     """Drives a scheduler and a worker's runner, `async_depth` steps ahead of what it has read."""
 
     SAVED = ("_seeds",)  # attributes that a snapshot has
@@ -135,6 +137,7 @@ class Engine(Steps):
         """Requests that wait or run, by their ids."""
         return ChainMap(self.scheduler.requests, self.grammars.requests)
 
+    @phase("read")
     @deferred
     def step(self) -> NewTokens:
         """Launches steps, up to `async_depth` ahead, then reads the oldest.

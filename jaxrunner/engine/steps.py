@@ -2,7 +2,7 @@
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import logging
 import time
 from typing import Any
@@ -22,6 +22,7 @@ from jaxrunner.errors import (
     of_step,
 )
 from jaxrunner.runner.at_exit import not_awaited_at_exit
+from jaxrunner.runner.phases import phase
 from jaxrunner.runner.routed_experts import RoutesReader
 from jaxrunner.runner.step_handle import NewTokens, StepHandle, merged
 from jaxrunner.scheduling.draft_policy import DraftPolicy
@@ -123,17 +124,17 @@ class Steps(abc.ABC):
             K = self._drafts.choose(num_rows)
             waits = K and self.runner.would_wait(num_rows, K, n)
             self.scheduler.num_drafts = 0 if waits else K
-        scheduled = self.scheduler.schedule(n)
+        scheduled = self._schedule(n)
         self.routes.preempt(scheduled, self.unfinished)
         try:
             self.balance.step(scheduled.num_steps if scheduled.num_scheduled_tokens else 0)
             self.routes.give(scheduled)
             if self.grammars.is_due(scheduled.requests):
                 # The forward pass needs no masks, so it runs before the previous tokens are read.
-                self.runner.execute_model(scheduled)
+                self._dispatch(self.runner.execute_model, scheduled)
                 self._unsampled = scheduled
             else:
-                handle = self.runner.step(scheduled)
+                handle = self._dispatch(self.runner.step, scheduled)
                 if scheduled.num_scheduled_tokens:
                     self._in_flight.append((scheduled, handle))
         except BaseException as error:
@@ -143,6 +144,14 @@ class Steps(abc.ABC):
             return False
         self.waiting_since_s = time.perf_counter()  # after the launch, which may have compiled
         return bool(scheduled.num_scheduled_tokens) if self._in_flight else self._sample()
+
+    @phase("schedule")
+    def _schedule(self, num_steps: int) -> SchedulerOutput:
+        return self.scheduler.schedule(num_steps)
+
+    @phase("dispatch")
+    def _dispatch(self, launch: Callable[..., Any], of: Any) -> Any:
+        return launch(of)
 
     def _sample(self) -> bool:
         """Samples the step that waits for its grammar masks. Returns whether there was one.
@@ -156,7 +165,7 @@ class Steps(abc.ABC):
         try:
             allowed, failed = self.grammars.bitmask(scheduled, self.model_config.vocab_size)
             self._end(scheduled.requests, failed)
-            handle = self.runner.sample_tokens(allowed)
+            handle = self._dispatch(self.runner.sample_tokens, allowed)
         except BaseException as error:
             self._recover(scheduled, error)
             return False

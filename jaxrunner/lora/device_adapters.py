@@ -19,9 +19,10 @@ from jaxrunner.lora.saved_modules import put
 from jaxrunner.lora.stacks import SAVED, abstract_stacks, make_stacks, merged
 from jaxrunner.program import Program
 from jaxrunner.scheduling.request import NewRequest
+from jaxrunner.scheduling.stateful import Stateful
 
 
-class DeviceAdapters:
+class DeviceAdapters(Stateful):
     """Adapters by id, and the stacks that hold `max_loras` of them."""
 
     SAVED = ("placed",)  # in a snapshot

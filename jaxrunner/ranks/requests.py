@@ -16,6 +16,7 @@ from jaxrunner.parallel.placement import put
 from jaxrunner.program import AdmitSize, Bucket, CopySize, MultiStepBucket, Program, SampleSize
 from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.scheduling.request import NewRequest
+from jaxrunner.scheduling.stateful import Stateful
 
 Writes = Sequence[Any]  # by rank what a `RequestTable` takes; empty ones for none
 
@@ -27,7 +28,7 @@ def make_requests(program: Program) -> RequestTable:
     return cast(RequestTable, made)
 
 
-class RankedRequests:
+class RankedRequests(Stateful):
     """A `RequestTable` for each data rank. Slots count on from rank to rank."""
 
     SAVED = ("_rank",)  # in a snapshot

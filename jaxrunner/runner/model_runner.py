@@ -35,6 +35,7 @@ from jaxrunner.ranks.outputs import output_layout
 from jaxrunner.ranks.requests import make_requests
 from jaxrunner.runner.at_exit import awaited_at_exit
 from jaxrunner.runner.grammar_masks import GrammarMasks
+from jaxrunner.runner.phases import phase
 from jaxrunner.runner.profiling import Profiler
 from jaxrunner.runner.prompt_scores import launch_scores
 from jaxrunner.runner.request_table import Write
@@ -58,8 +59,7 @@ class ModelRunner(RunnerWeights):
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.choice, self.program = built.choice, built.program
         self.params = None if to_come else params
-        config = self.program.engine
-        self.buckets = step_buckets(config, self.program.model.speculator)
+        self.buckets = step_buckets(self.program.engine, self.program.model.speculator)
         self.requests, self.adapters = make_requests(self.program), device_adapters(self.program)
         self._check = None if trusted else StepCheck(self.program, self.adapters)
         self.params_spec = orbax_io.abstract(params)  # shapes that new weights must have
@@ -252,6 +252,7 @@ class ModelRunner(RunnerWeights):
         self._forwarded = work, logits, rows, hidden, heads, kept, scores
         return hidden
 
+    @phase("pack")
     def _prepare(self, output: SchedulerOutput) -> Work | None:
         """Updates the slots. Returns the step's work, None where there is no token to compute."""
         # Sorted, so that all processes of a mesh hand out freed slots in the same order.
@@ -267,16 +268,13 @@ class ModelRunner(RunnerWeights):
         if not req_ids:
             self._admit(new, blocks)
             return None
-        n, is_pending = output.num_steps, self.programs.is_pending
-        several = n > 1
-        drafts = output.num_drafts
+        n, drafts, is_pending = output.num_steps, output.num_drafts, self.programs.is_pending
+        several, replays = n > 1, output.replays_routes
         each = [1 + drafts.get(r, 0) if several else counts[r] for r in req_ids]
-        all_tokens = self.buckets
-        if output.replays_routes:
-            all_tokens = [b for b in self.buckets if not b.query_len]
+        usable = [b for b in self.buckets if not b.query_len] if replays else self.buckets
         own, *others = self.requests.of_ranks(req_ids, each)
         bucket = choose(
-            all_tokens, own, lambda b: is_pending(step_key(b, n)), several=several,
+            usable, own, lambda b: is_pending(step_key(b, n)), several=several,
             num_drafts=output.num_proposed, lora=lora, others=others,
         )  # fmt: skip
         self.traffic[bucket.query_len][sum(each)] += 1
@@ -291,6 +289,7 @@ class ModelRunner(RunnerWeights):
         ids = self.requests.rows(req_ids, bucket.num_rows)
         return Work(ids, bucket, plan, sample, *self.requests.count_targets(counts), tuple(each))
 
+    @phase("admit")
     def _admit(self, new: list[NewRequest], blocks: Sequence[list[Write]]) -> None:
         """Launches the admissions that write new requests into the device's tables."""
         for size, packed in self.requests.admissions(new, blocks):

@@ -28,10 +28,11 @@ from jaxrunner.runner.uploads import (
     plan_holds,
 )
 from jaxrunner.scheduling.request import NewRequest
+from jaxrunner.scheduling.stateful import Stateful
 from jaxrunner.shapes import admit_sizes, logprob_widths
 
 
-class RequestTable:
+class RequestTable(Stateful):
     """Slots of running requests, and uploads for them. The slot freed last is reused first."""
 
     SAVED = ("_free", "_slots", "_unusual", "lora_ids")

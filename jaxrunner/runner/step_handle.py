@@ -12,6 +12,7 @@ from jaxrunner.errors import NO_CHOICE, NO_NUMBER, StepTimeout
 from jaxrunner.parallel.stage_link import Told
 from jaxrunner.parallel.time_limit import arrives_within
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.runner.phases import phase
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs
 
@@ -143,6 +144,7 @@ class StepHandle:
         arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
         return [x for x in arrays if isinstance(x, AWAITED)]
 
+    @phase("wait")
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the step's outputs are on the host.
 

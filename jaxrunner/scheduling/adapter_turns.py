@@ -1,9 +1,10 @@
 """Whose adapters are on the device: at most some at once, and each request's turn comes. No JAX."""
 
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.stateful import Stateful
 
 
-class AdapterTurns:
+class AdapterTurns(Stateful):
     """Adapters of the requests that run, as an `Admission` asks for them.
 
     Where a request waits for a place, the adapter that has run for longest takes no more requests:

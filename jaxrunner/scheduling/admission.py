@@ -8,9 +8,10 @@ from jaxrunner.scheduling.in_flight import count_planned
 from jaxrunner.scheduling.remote import RemoteRequests, RemoteSource
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status, admitted, awaits_prefix
 from jaxrunner.scheduling.request_queue import RequestQueue
+from jaxrunner.scheduling.stateful import Stateful
 
 
-class Admission:
+class Admission(Stateful):
     """Requests that wait: in `queue` for blocks and a slot, in `remote` for KV from elsewhere.
 
     max_tokens: the most tokens of a step; most_of_one: the most of one request in a step.

@@ -10,8 +10,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 import hashlib
 
+from jaxrunner.scheduling.stateful import Stateful
 
-class BlockPool:
+
+class BlockPool(Stateful):
     """Blocks 0 to `num_blocks - 1`. `null_block` pads tables: it is no block and is never free."""
 
     SAVED = ("_num_refs", "_free", "_published", "_blocks_of", "_tails", "_tails_of")

@@ -9,6 +9,7 @@ from jaxrunner.scheduling.block_pool import BlockPool, block_hashes, root_hash
 from jaxrunner.scheduling.prefix import find_prefix
 from jaxrunner.scheduling.request import NEVER, Request
 from jaxrunner.scheduling.state_pool import StatePool
+from jaxrunner.scheduling.stateful import Stateful
 
 
 class Hit(NamedTuple):
@@ -19,7 +20,7 @@ class Hit(NamedTuple):
     tail: tuple[int, ...] = ()  # blocks to copy, whose first tokens end the prefix
 
 
-class BlockTables:
+class BlockTables(Stateful):
     """Writes `blocks` and `block_hashes` of requests; `pools` count references to blocks."""
 
     SAVED = ("weights_version",)

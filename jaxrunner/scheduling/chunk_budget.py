@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 import functools
 
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.stateful import Stateful
 
 MAX_HELD = 4  # the most steps that a prefill waits
 WORTH, ENOUGH = 3.0, 1.5  # least size over the number of decodes, at once and after waiting
 
 
-class ChunkBudget:
+class ChunkBudget(Stateful):
     """Chooses each step's tokens. Of four policies simulated on one mixed load (512 requests of
     32 to 1024 tokens, answers of 32 to 512, 256 at a time) this one padded least."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.scheduling.router import Router
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.scheduling.stateful import Stateful
 
 
 def ranks_of(scheduler: "Scheduler | RankedScheduler") -> list[Scheduler]:
@@ -32,7 +33,7 @@ def take_up(
         rank.admission.note_preempted(started & rank.requests.keys())
 
 
-class RankedScheduler:
+class RankedScheduler(Stateful):
     """Deals requests out to ranks, by their work and by prefix, and schedules all in one step."""
 
     SAVED = ("_rank",)  # in a snapshot

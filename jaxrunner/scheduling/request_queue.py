@@ -5,11 +5,12 @@ import heapq
 
 from jaxrunner.config import POLICIES
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.stateful import Stateful
 
 Order = tuple[int, int]
 
 
-class RequestQueue:
+class RequestQueue(Stateful):
     """A heap of requests: by arrival under "fcfs", by priority and then arrival under "priority".
 
     A request that was preempted has its old place, in front of those that came later.

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from jaxrunner.scheduling.block_pool import block_hashes, root_hash
 from jaxrunner.scheduling.request import Request
+from jaxrunner.scheduling.stateful import Stateful
 
 MOST_BLOCKS = 64  # of a prompt, that are looked up
 MOST_KNOWN = 2**16  # blocks that are remembered, those used last
 
 
-class Router:
+class Router(Stateful):
     """The work of engines, in tokens, and the prompts that they got."""
 
     SAVED = ("work", "_left", "_known")  # in a snapshot

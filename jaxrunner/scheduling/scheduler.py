@@ -20,11 +20,12 @@ from jaxrunner.scheduling.chunk_budget import ChunkBudget
 from jaxrunner.scheduling.remote import RemoteSource
 from jaxrunner.scheduling.request import Request, SchedulerOutput, Status
 from jaxrunner.scheduling.request_queue import RequestQueue
+from jaxrunner.scheduling.stateful import Stateful
 from jaxrunner.scheduling.stop import append_tokens
 from jaxrunner.scheduling.turns import Turns
 
 
-class Scheduler:
+class Scheduler(Stateful):
     """The queues of requests, and their KV blocks."""
 
     SAVED = ("requests", "running", "num_preemptions", "_finished", "_num_added")
@@ -72,13 +73,12 @@ class Scheduler:
             max_tokens=max_num_batched_tokens, most_of_one=self._most_tokens,
         )  # fmt: skip
         self.running: list[Request] = []  # in the order of their admission
-        self.num_preemptions = 0  # so far
+        self.num_preemptions = self._num_added = 0  # so far
         sizes = step_sizes, max_num_batched_tokens, step_cost, self.tables.checkpoint_interval
         self.chunks = ChunkBudget(*sizes) if step_sizes else None
         self.turns = Turns(num_stages) if num_stages > 1 else None
         self.requests: dict[str, Request] = {}  # unfinished
         self._finished: set[str] = set()  # since the last step
-        self._num_added = 0
 
     @property
     def has_unfinished(self) -> bool:

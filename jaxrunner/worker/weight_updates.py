@@ -20,6 +20,7 @@ from jaxrunner.parallel.pipeline import refuse_spread
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_params
 from jaxrunner.quantization.per_channel import of_floats
 from jaxrunner.runner.model_runner import ModelRunner
+from jaxrunner.scheduling.stateful import Stateful
 from jaxrunner.speculators.drafter import Drafted
 from jaxrunner.worker import lifecycle_arguments as arguments
 from jaxrunner.worker.expert_balance import in_order
@@ -30,7 +31,7 @@ CHANGEABLE = dict(
 )
 
 
-class WeightUpdates(NotHere, abc.ABC):
+class WeightUpdates(NotHere, Stateful, abc.ABC):
     """What takes new weights, and writes them, by the names of vLLM's worker, on its runners."""
 
     SAVED = ("weights_version", "cache_epoch")  # in a snapshot

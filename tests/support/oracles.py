@@ -162,9 +162,7 @@ def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps, one_mo
     heads, cos, sin = wide(qkv), wide(cos), wide(sin)
     q, new_k, new_v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
     if q_norm is not None:
-        q, new_k = (
-            rms_norm(x, wide(w) + one_more, eps) for x, w in ((q, q_norm), (new_k, k_norm))
-        )
+        q, new_k = (rms_norm(x, wide(w) + one_more, eps) for x, w in ((q, q_norm), (new_k, k_norm)))
 
     def turn(x, cos, sin):
         a, b = np.split(x, 2, -1)

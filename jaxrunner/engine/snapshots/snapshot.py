@@ -4,7 +4,7 @@ The folder holds what differs from a new engine: device arrays as orbax writes t
 those blocks that count, and host objects as JSON. It holds neither weights nor programs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.ranks import RankedScheduler, take_up
 from jaxrunner.scheduling.request import Request, Status
 from jaxrunner.scheduling.scheduler import Scheduler
+from jaxrunner.scheduling.stateful import Stateful
 from jaxrunner.worker.likeness import check_alike, likeness
 
 
@@ -194,8 +195,7 @@ def _fill(runner: ModelRunner, i: int, blocks: Blocks, folder: Path) -> None:
 def _commit(engine: Engine, host: list[dict[str, Any]], tables: tuple[Any, Any]) -> None:
     """Gives an engine's objects what those of the saved one had."""
     for owners, saved in zip(owners_of(engine), host, strict=True):
-        for name, owner, attribute in [*_fields(owners)]:
-            setattr(owner, attribute, saved[name])
+        _load(owners, saved)
     engine.runner.state = with_requests(engine.runner.state, *tables)
 
 
@@ -203,21 +203,20 @@ def _commit(engine: Engine, host: list[dict[str, Any]], tables: tuple[Any, Any])
 def _take_up(engine: Engine, host: list[dict[str, Any]], live: Sequence[Request]) -> None:
     """Gives an engine the requests of one with another number of data ranks."""
     shared, _, *ranks = host
-    for name, owner, attribute in [*_fields(dict(engine=engine, worker=engine.worker))]:
-        setattr(owner, attribute, shared[name])
+    _load(dict(engine=engine, worker=engine.worker), shared)
     started = {name for of in ranks for name in of["admission._preempted"]}
     started |= {request.request_id for of in ranks for request in of["scheduler.running"]}
     take_up(engine.scheduler, live, started)
 
 
-def owners_of(engine: Engine) -> list[dict[str, Any]]:
-    """Returns what changes from step to step, by name; `SAVED` of each names its attributes.
+def owners_of(engine: Engine) -> list[dict[str, Stateful]]:
+    """Returns the objects that change from step to step, by name.
 
     First what there is one of, then what deals requests out to data ranks, and what each has.
     """
     scheduler, slots, adapters = engine.scheduler, engine.runner.requests, engine.runner.adapters
-    shared: dict[str, Any] = dict(engine=engine, worker=engine.worker)
-    ranks, tables, dealing = [scheduler], [slots], dict[str, Any]()
+    shared: dict[str, Stateful] = dict(engine=engine, worker=engine.worker)
+    ranks, tables, dealing = [scheduler], [slots], dict[str, Stateful]()
     if isinstance(scheduler, RankedScheduler) and isinstance(slots, RankedRequests):
         ranks, tables = scheduler.ranks, slots.tables
         dealing = dict(ranks=scheduler, router=scheduler.router, slots_of_ranks=slots)
@@ -230,25 +229,25 @@ def owners_of(engine: Engine) -> list[dict[str, Any]]:
 
 def _owners_of_rank(
     scheduler: Scheduler, slots: RequestTable, pools: list[BlockPool]
-) -> dict[str, Any]:
+) -> dict[str, Stateful]:
     """Returns what changes of a rank from step to step."""
-    own = {f"pool{pool.group}": pool for pool in pools}
+    own: dict[str, Stateful] = {f"pool{pool.group}": pool for pool in pools}
     return own | dict(
         scheduler=scheduler, waiting=scheduler.waiting, chunks=scheduler.chunks,
         admission=scheduler.admission, tables=scheduler.tables, slots=slots,
     )  # fmt: skip
 
 
-def _fields(owners: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yields what a snapshot keeps: a name, whose it is, and as which attribute."""
-    for name, owner in owners.items():
-        for attribute in owner.SAVED:
-            yield f"{name}.{attribute}", owner, attribute
+def _load(owners: dict[str, Stateful], saved: dict[str, Any]) -> None:
+    """Gives objects what `_values` returned of others."""
+    for name, owner in [*owners.items()]:
+        owner.load_state_dict({x: saved[f"{name}.{x}"] for x in owner.SAVED})
 
 
 def _values(engine: Engine) -> list[dict[str, Any]]:
     """Returns what a snapshot keeps, by name; in the parts of `owners_of`."""
     return [
-        {name: getattr(owner, attribute) for name, owner, attribute in _fields(owners)}
+        {f"{name}.{x}": value for name, owner in owners.items()
+         for x, value in owner.state_dict().items()}
         for owners in owners_of(engine)
-    ]
+    ]  # fmt: skip
