@@ -69,7 +69,7 @@ class Memory:
 
 
 def peak_bytes() -> int | None:
-    """Returns the most bytes that JAX ever had in use; None where the device does not tell."""
+    """Returns the most bytes that JAX ever had in use; None where the device does not report it."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

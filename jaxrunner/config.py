@@ -20,7 +20,7 @@ ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
 class ModelConfig(Protocol):
-    """What an engine needs to know of a model. Each family has a frozen dataclass with it."""
+    """The settings of a model that an engine needs. Each family has a frozen dataclass of them."""
 
     @property
     def architecture(self) -> str:
@@ -73,7 +73,7 @@ class ModelConfig(Protocol):
         ...
 
     def cache_salt(self, prompt_len: int) -> bytes:
-        """What cached keys of a prompt depend on besides its tokens; b"" for nothing."""
+        """Returns bytes that a prompt's keys depend on besides its tokens; b"" for nothing."""
         ...
 
 

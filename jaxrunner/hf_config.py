@@ -10,7 +10,7 @@ from jaxrunner.api.limits import ANY_SIZE, JSON_BYTES, SIZES, check_bytes
 from jaxrunner.api.validation import shown
 
 # Keys that change nothing of the forward pass at inference.
-# What names a checkpoint, its makers and the programs that wrote it.
+# Names of a checkpoint, its makers and the programs that wrote it.
 _ORIGIN = """_commit_hash _from_model_config _model_name_or_path _name_or_path architectures author
     auto_map base_model base_model_name_or_path custom_pipelines datasets description
     is_llama_config language library_name license model_name model_type model_version name

@@ -55,7 +55,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled. Shapes are those of `prefill_attention`."""
+    """The compile-time parameters of the kernel. Shapes are those of `prefill_attention`."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]

@@ -28,7 +28,7 @@ EIGHT = 8  # rows that a tile of a product's operand has at least: they may shar
 
 
 class Window(NamedTuple):
-    """What is known of a window when a kernel is compiled."""
+    """The compile-time parameters of a window."""
 
     run: int  # rows that share a scale
     sums: int  # of a step, each of which has a scale of its own

@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What each token brings, float32; heads share keys and queries by groups."""
+    """The inputs of each token, float32; heads share keys and queries by groups."""
 
     value: Array  # [T, H, X]
     key: Array  # [T, G, Y]

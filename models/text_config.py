@@ -5,7 +5,7 @@ from typing import Any
 from jaxrunner.hf_config import Settings
 
 OF_WHOLE = ("architectures", "dtype", "torch_dtype", "eos_token_id", "bos_token_id")
-# Which tokens stand for images, by the names that families have for them.
+# The tokens that stand for images, by the names that families have for them.
 TOKENS = tuple(
     f"{name}_token_{kind}"
     for name in ("boi", "eoi", "image", "video", "vision_start", "vision_end")

@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns, in vLLM's names. Knows no JAX."""
+"""The outputs of `LLM.generate`, in vLLM's names. Knows no JAX."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ class RequestOutput:
 
 
 class RequestOutputs(list[RequestOutput]):
-    """What `LLM.generate` returns: a list that a notebook shows as a table."""
+    """The list that `LLM.generate` returns, which a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
         return html.requests_html(self)

@@ -37,7 +37,7 @@ NEEDS = "the reference is computed by transformers and torch: install them, or j
 
 
 class States(NamedTuple):
-    """What a model makes of one prompt, one row a token."""
+    """The arrays that a model computes of one prompt, one row a token."""
 
     residuals: list[np.ndarray]  # what each layer reads, and what the last one gives, [T, E]
     logits: np.ndarray  # [T, V]; what is pooled, [1, X] or [T, X], of a model that pools

@@ -38,7 +38,7 @@ from jaxrunner.device.lowering import serve; serve()"""
 
 
 class Spec(NamedTuple):
-    """What a program is compiled from. Warm-up and dispatch both read `args`."""
+    """The specification that a program is compiled from. Warm-up and dispatch both read `args`."""
 
     function: Callable[..., Any]  # called as function(*args, **static)
     static: tuple[tuple[str, Any], ...]  # hashable

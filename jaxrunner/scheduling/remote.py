@@ -44,7 +44,7 @@ class RemoteSource(Protocol):
         ...
 
     def release(self, request: Request) -> bool:
-        """Told that a request has ended, in whatever state. Returns whether its blocks are free.
+        """Takes note that a request has ended, in any state. Returns whether its blocks are free.
 
         False: they are read or written still, until `poll` returns the request.
         """
@@ -83,7 +83,7 @@ class RemoteRequests:
 
     @property
     def loaded(self) -> Iterable[Request]:
-        """Those that wait for nothing but a place."""
+        """The requests that wait for nothing but a place."""
         return self._loaded.keys()
 
     def lookup(self, request: Request, hit: Hit) -> Hit | None:

@@ -59,8 +59,9 @@ class Speculator(NamedTuple):
     lookahead: int = 0
     # Whether steps may verify and propose none, where these do not pay; see `DraftPolicy`.
     adaptive: bool = False
-    # Which drafts stand: "exact", those that the model samples too; "standard" and "block", see
-    # `sampling.acceptance`; "synthetic", each at a rate of its own, given that those before it do.
+    # The drafts that are accepted: "exact", those that the model samples too; "standard" and
+    # "block", see `sampling.acceptance`; "synthetic", each at a rate of its own, given that those
+    # before it are.
     rejection: str = "exact"
     rates: tuple[float, ...] = ()
 

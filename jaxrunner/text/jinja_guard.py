@@ -1,4 +1,4 @@
-"""What templates of strangers may take: time, text, and the filters that could take more.
+"""The limits of strangers' templates: time, text, and the filters that could take more.
 
 Sizes are checked before a value is made. Knows no JAX.
 """

@@ -31,7 +31,7 @@ CHANGEABLE = dict(
 
 
 class WeightUpdates(NotHere, abc.ABC):
-    """What takes new weights, and writes them, by the names of vLLM's worker, on its runners."""
+    """The methods that take new weights, and write them, by the names of vLLM's worker."""
 
     SAVED = ("weights_version", "cache_epoch")  # in a snapshot
     load_config = LoadConfig("")  # of `reload_weights`; this is no checkpoint's
@@ -46,7 +46,7 @@ class WeightUpdates(NotHere, abc.ABC):
     @property
     @abc.abstractmethod
     def runner(self) -> ModelRunner:
-        """What holds weights and caches."""
+        """The runner that holds the weights and caches."""
 
     @property
     def runners(self) -> list[ModelRunner]:

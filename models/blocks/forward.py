@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class Addend(NamedTuple):
-    """What a residual stream is to gain."""
+    """The array that is to be added to a residual stream."""
 
     residual: Array  # [T, E], or parts of it, as of `Ops.project`
     end: Norm | None  # of the residual, before it is added

@@ -58,7 +58,7 @@ class Llama4Config(MixtureConfig):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps: keys and values of all tokens, or of a chunk."""
+        """The cache kind of each layer: keys and values of all tokens, or of a chunk."""
         kinds = FullAttention(), ChunkedLocalAttention(self.attention_chunk_size)
         return tuple(kinds[chunked] for chunked in self.chunked)
 

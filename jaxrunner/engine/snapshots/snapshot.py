@@ -38,7 +38,7 @@ from jaxrunner.worker.likeness import check_alike, likeness
 
 
 class Restored(NamedTuple):
-    """What `restore_engine` found."""
+    """The contents of a snapshot, as `restore_engine` returns them."""
 
     requests: dict[str, Request]  # unfinished ones
     more: Any  # what `save_engine` was given, or `convert` made of it
