@@ -44,6 +44,7 @@ class TuningConfig:
     num_ctas: int = 132  # one for each multiprocessor of an H200
 
     def keys(self, D: int) -> int:
+        """Returns the keys of a step, for heads of size D."""
         return self.block_kv or (64 if D > 128 else 128)
 
     def smem_bytes(self, D: int, dtype: DTypeLike) -> int:

@@ -175,6 +175,9 @@ def read_sizes(settings: Settings, head_dim: int = 0, eps: float = 1e-6) -> dict
     """Returns what decoders of all kinds have in common: fields of a `DecoderConfig`, not `rope`.
 
     `head_dim` is as for `read_decoder`, `eps` what norms have where the config does not say.
+
+    Raises:
+      ValueError: a size that other ones contradict, or a setting that is not supported; names it.
     """
     heads = settings.size("num_attention_heads")
     kv_heads = settings.size("num_key_value_heads", heads)

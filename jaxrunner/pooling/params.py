@@ -121,7 +121,11 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, asked: Any) -> "PoolerConfig":
-        """Returns what a user passes: a `PoolerConfig`, a dict of its fields, or None."""
+        """Returns what a user passes: a `PoolerConfig`, a dict of its fields, or None.
+
+        Raises:
+          TypeError, ValueError: it is none of these, or a field is wrong; names it.
+        """
         if isinstance(asked, cls):
             return asked
         if asked is not None and not isinstance(asked, Mapping):

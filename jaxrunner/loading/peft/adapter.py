@@ -87,7 +87,11 @@ def read_adapter(
 
 
 def read_floats(tensor: Any, source: str, name: str) -> np.ndarray:
-    """Returns a tensor in float32."""
+    """Returns a tensor in float32.
+
+    Raises:
+      ValueError: the tensor holds no floats; names it.
+    """
     try:
         values = np.asarray(tensor)
         if values.dtype.kind in "fV":  # the latter are bfloat16 and its like
