@@ -99,7 +99,7 @@ class EngineConfig:
     kv_dtype: str = "float32"  # in JAX's name
     dtype: str = "float32"
     seed: int = 0
-    logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
+    logprobs_mode: str = "raw_logprobs"  # the meaning of `Logprob.logprob`
     nan_policy: str = "error"  # for NaN or infinite logits: end the request, raise, or ignore
     # Counts from a step's launch or the end of the one before. Not in `repr`, which snapshots
     # compare.

@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import llvm
 from jaxrunner.types import Array
 
 Part = TypeVar("Part", covariant=True)
-Shaped: TypeAlias = Array | jax.ShapeDtypeStruct  # what says whether a kernel serves it
+Shaped: TypeAlias = Array | jax.ShapeDtypeStruct  # enough to say whether a kernel serves it
 Index: TypeAlias = int | Array  # static where a loop is unrolled, else traced
 Layout: TypeAlias = Any  # how an array lies in registers; the class of all layouts is private
 

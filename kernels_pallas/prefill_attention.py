@@ -66,7 +66,7 @@ class _Static(NamedTuple):
     config: TuningConfig
     keys: int  # of a step
     shared: bool  # results leave through the queries' place, there being no other
-    behind: float  # what results are to be multiplied by
+    behind: float  # the factor of results
 
 
 def refuses(q: Shaped, k: Shaped, config: TuningConfig = TuningConfig()) -> str | None:

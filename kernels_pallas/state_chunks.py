@@ -197,7 +197,7 @@ def _kernel(
     item = _Item(head, group, part, *(r[row] for r in (source, place, start, num, chunk)))
 
     def registers(k: int, action: Any) -> None:
-        if is_device:  # what interprets kernels knows no registers
+        if is_device:  # an interpreter of kernels knows no registers
             plgpu.set_max_registers(REGISTERS[k], action=action)
 
     @pl.when((item.num > 0) & (wg == 0))

@@ -23,7 +23,7 @@ def text_settings(settings: Settings, **defaults: Any) -> Settings:
     """
     text = settings.section("text_config") or Settings({}, settings.source, "text_config")
     for key in (*OF_WHOLE, *defaults):
-        if key in settings:  # what is outside counts for the whole
+        if key in settings:  # keys outside count for the whole
             text = text.with_value(key, settings.take(key, (bool, object), None))
         elif key in defaults:
             text = text.with_value(key, defaults[key])

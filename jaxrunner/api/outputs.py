@@ -130,7 +130,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C while prompts were answered. `outputs` has all of them, in their order."""
 
     def __init__(self, outputs: RequestOutputs):
-        self.outputs = outputs  # what was cut short has finish_reason="abort"
+        self.outputs = outputs  # outputs cut short have finish_reason="abort"
         whole = [o for o in outputs if all(c.finish_reason != "abort" for c in o.outputs)]
         super().__init__(
             f"{len(whole)} of {len(outputs)} prompts were answered; the `outputs` of this "

@@ -22,7 +22,7 @@ class RequestOutputKind(IntEnum):
     """The contents of each output of a stream."""
 
     CUMULATIVE = 0  # all so far
-    DELTA = 1  # what is new
+    DELTA = 1  # the new part
     FINAL_ONLY = 2  # all, once, at the end
 
 

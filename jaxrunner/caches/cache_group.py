@@ -30,7 +30,7 @@ class CacheKind(Protocol):
     of `block_size` tokens; those that no later token needs are given back.
     """
 
-    leaves: ClassVar[type]  # what one layer keeps: a pytree whose arrays begin with axis N
+    leaves: ClassVar[type]  # the cache of one layer: a pytree whose arrays begin with axis N
     # Whether a block's first tokens can be copied for a request that continues differently.
     has_prefixes: ClassVar[bool]
 

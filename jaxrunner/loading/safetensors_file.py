@@ -49,7 +49,7 @@ class Tensor(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int  # byte of the file
-    checksum: str | None = None  # what `checksums.of_array` says of it, where we wrote the file
+    checksum: str | None = None  # `checksums.of_array` of it, where we wrote the file
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

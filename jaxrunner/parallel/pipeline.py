@@ -275,6 +275,6 @@ def _read_by(function: Callable[..., Any], params: Any, *args: Any) -> frozenset
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     return frozenset(
         jax.tree_util.keystr(path)
-        for path, var in zip(paths, jaxpr.invars, strict=False)  # what follows are no weights
+        for path, var in zip(paths, jaxpr.invars, strict=False)  # later variables are no weights
         if id(var) in used
     )

@@ -66,7 +66,7 @@ class RemoteRequests:
                 "remote out"
             )
         self._source, self._tables = source, tables
-        self._loading: dict[Request, Hit] = {}  # what they start from once it is there
+        self._loading: dict[Request, Hit] = {}  # the prefix that each starts from once it is there
         self._loaded: dict[Request, Hit] = {}  # it is; they wait for a place
         self._ended: set[Request] = set()  # their blocks are in use all the same
         self._failed: set[Request] = set()  # to be computed here; hold nothing

@@ -19,7 +19,7 @@ from jaxrunner.models.qwen2 import read_windows
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
 )  # fmt: skip
-LAYER = ("midlayer.", "layers.0.")  # what names of the layer's tensors begin with
+LAYER = ("midlayer.", "layers.0.")  # prefixes of the layer's tensors
 FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 # Settings of `speculators` about itself, its training and how many tokens to draft.
 OF_SPECULATORS: dict[str, type] = dict(

@@ -53,7 +53,7 @@ class Speculator(NamedTuple):
     name: str
     num_drafts: int  # K, of each request in each step
     propose: Callable[[DraftInputs], Proposal]  # of `tables` and `kv` it changes its own alone
-    tables: tuple[SlotTable, ...] = ()  # what it keeps of each request
+    tables: tuple[SlotTable, ...] = ()  # its state of each request
     extras: tuple[str, ...] = ()  # of the model's layers that it reads
     # Tokens, behind those that a step computes, whose keys it writes before they are verified.
     lookahead: int = 0

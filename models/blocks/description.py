@@ -11,7 +11,7 @@ from jaxrunner.models.rope import Rope
 class Names:
     """The names of a family's tensors; "" for those that it does not have."""
 
-    layer: str = "model.layers.{}."  # what names of layer {} begin with
+    layer: str = "model.layers.{}."  # the prefix of layer {}
     embed: str = "model.embed_tokens"
     positions: str = ""
     norm: str = "model.norm"

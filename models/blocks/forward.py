@@ -65,7 +65,7 @@ def layers(
     layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
     turns = {rope: rotation(rope, inputs) for rope in dict.fromkeys(config.ropes[first:last])}
     growth, caches, found = _query_growth(config, inputs), [], {}
-    addend = Addend(jnp.zeros_like(x), None)  # what the layers before one have not added to x yet
+    addend = Addend(jnp.zeros_like(x), None)  # of the layers before one, not added to x yet
     for i, cache in zip(range(first, last), kv, strict=True):
         if (name := f"residual.{i}") in extras:
             found[name] = x + _whole(config, addend, x)

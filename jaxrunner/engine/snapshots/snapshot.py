@@ -41,7 +41,7 @@ class Restored(NamedTuple):
     """The contents of a snapshot, as `restore_engine` returns them."""
 
     requests: dict[str, Request]  # unfinished ones
-    more: Any  # what `save_engine` was given, or `convert` made of it
+    more: Any  # the object that `save_engine` was given, or `convert` made of it
 
 
 def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewTokens:

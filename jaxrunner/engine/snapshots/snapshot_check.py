@@ -58,7 +58,7 @@ def check(
 def _check_part(name: str, function: Callable[..., None], *args: Any) -> None:
     try:
         function(*args)
-    except Exception as error:  # what is of the wrong kind fails anywhere
+    except Exception as error:  # objects of the wrong kind fail anywhere
         raise ValueError(
             f"the snapshot has {name} that cannot be: {in_words(error)}: save it again"
         ) from error
