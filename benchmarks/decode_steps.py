@@ -1,4 +1,4 @@
-"""What a decode step takes, one a launch and several, in one process by turns: `Bench.decode`.
+"""The time of a decode step, one a launch and several, in one process by turns: `Bench.decode`.
 
 python benchmarks/decode_steps.py qwen06b --batches 1 8 64 --out FILE
 python benchmarks/decode_steps.py tiny --batches 1 4       on a CPU

@@ -1,4 +1,4 @@
-"""What drafts gain and cost: the embedded model alone, and the verify step of a preset.
+"""The gain and the cost of drafts: the embedded model alone, and the verify step of a preset.
 
 python benchmarks/drafts.py embedded --out FILE    tokens a second, batch 1, with its EAGLE-3 head
 python benchmarks/drafts.py llama8b --out FILE     ms of a step of 1 + 3 tokens a request

@@ -44,10 +44,12 @@ class NoDevice:
         return functools.partial(getattr(self, key.name), key.size)
 
     def admit(self, size: Any, state: Any, vector: np.ndarray) -> Any:
+        """Queues an admission, and returns the state as it is."""
         self._launched.append(functools.partial(self._admit, size, vector))
         return state
 
     def step(self, size: Bucket, params: Any, state: Any, vector: np.ndarray) -> Any:
+        """Queues a step. Returns the state as it is, and the output to come."""
         packed = Packed(self._launched)
         self._launched.append(functools.partial(self._step, size, vector, packed))
         return state, packed
@@ -79,6 +81,7 @@ class Packed:
         self._launched, self.words = launched, np.zeros(0, np.int32)
 
     def copy_to_host_async(self) -> None:
+        """Does nothing: the output is made on the host."""
         pass
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:

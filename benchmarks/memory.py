@@ -54,7 +54,11 @@ class Memory:
         return c.num_blocks * c.block_size * 9 // 8 // c.max_num_seqs
 
     def run(self, name: str, count: int, length: int, wanted: SamplingParams) -> None:
-        """Answers `count` prompts of random ids."""
+        """Answers `count` prompts of random ids.
+
+        Raises:
+          RuntimeError: a request failed.
+        """
         start, e = time.perf_counter(), self._engine
         for _ in range(count):
             e.add(next(self._names), self._bench.prompt(length)["prompt_token_ids"], wanted)
@@ -69,7 +73,7 @@ class Memory:
 
 
 def peak_bytes() -> int | None:
-    """Returns the most bytes that JAX ever had in use; None where the device does not tell."""
+    """Returns the most bytes that JAX ever had in use; None where the device does not report it."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

@@ -30,6 +30,7 @@ NAMES = "config.json", "tokenizer.json", "tokenizer_config.json", "generation_co
 
 
 def main() -> None:
+    """Measures the embedded model in each format; prints the figures as JSON, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out

@@ -1,4 +1,4 @@
-"""What each sampling feature costs a decode step, against greedy decoding of the same batch.
+"""The cost of each sampling feature in a decode step, against greedy decoding of the same batch.
 
 The context is short, 64 to 136 tokens, so that attention does not hide the difference.
 

@@ -69,7 +69,7 @@ def measured(spec: Spec, options: dict[str, Any]) -> dict[str, Any]:
     times.append(time.perf_counter())
     lowered = traced.lower()
     times.append(time.perf_counter())
-    on_gpu = jax.default_backend() != "cpu"  # what the options are of
+    on_gpu = jax.default_backend() != "cpu"  # the options are for a GPU
     compiled = lowered.compile(dict(spec.options) | options if on_gpu else {})
     times.append(time.perf_counter())
     # Behind the trials, as a process makes none twice; it finds our kernels compiled, some 3 s.

@@ -36,6 +36,7 @@ SMOLLM2_135M: dict[str, Any] = dict(
 
 
 def main() -> None:
+    """Measures decode and prefill; prints the figures as JSON, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -95,6 +96,7 @@ def prefill(folder: Path) -> dict[str, Any]:
 
 
 def load_reference(folder: Any) -> Any:
+    """Returns the model of transformers in a folder, in float32."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -85,7 +85,11 @@ def compared(found: Sequence[Mapping[str, list[float]]]) -> dict[str, Any]:
 
 
 def ask(worker: Any, part: str | None = None) -> dict[str, Any]:
-    """Returns what a worker measures of a part, or of its start."""
+    """Returns what a worker measures of a part, or of its start.
+
+    Raises:
+      RuntimeError: the worker has ended.
+    """
     if part is not None:
         worker.stdin.write(part + "\n")
         worker.stdin.flush()

@@ -20,7 +20,7 @@ ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
 class ModelConfig(Protocol):
-    """What an engine needs to know of a model. Each family has a frozen dataclass with it."""
+    """The settings of a model that an engine needs. Each family has a frozen dataclass of them."""
 
     @property
     def architecture(self) -> str:
@@ -73,7 +73,7 @@ class ModelConfig(Protocol):
         ...
 
     def cache_salt(self, prompt_len: int) -> bytes:
-        """What cached keys of a prompt depend on besides its tokens; b"" for nothing."""
+        """Returns bytes that a prompt's keys depend on besides its tokens; b"" for nothing."""
         ...
 
 
@@ -99,7 +99,7 @@ class EngineConfig:
     kv_dtype: str = "float32"  # in JAX's name
     dtype: str = "float32"
     seed: int = 0
-    logprobs_mode: str = "raw_logprobs"  # what `Logprob.logprob` is
+    logprobs_mode: str = "raw_logprobs"  # the meaning of `Logprob.logprob`
     nan_policy: str = "error"  # for NaN or infinite logits: end the request, raise, or ignore
     # Counts from a step's launch or the end of the one before. Not in `repr`, which snapshots
     # compare.

@@ -20,14 +20,14 @@ MOST_ROWS, FEWEST_ROWS = 128, 8  # of one product in plain JAX
 
 
 class Routes(NamedTuple):
-    """Which experts compute each token, and what each counts."""
+    """The experts that compute each token, and their weights."""
 
     experts: Array  # [T, k], int32: X, one past the last, where nothing is to be computed
     weights: Array  # [T, k], float32: of the sum over a token's experts
 
 
 class ExpertWeights(Protocol):
-    """What mixtures ask of the pytree that holds their experts' weights."""
+    """The interface of the pytree that holds the weights of a mixture's experts."""
 
     # (x, routes, w) -> `product`: candidates before plain JAX
     kernels: ClassVar[tuple[Operation, ...]]
@@ -109,7 +109,7 @@ def by_tiles(
     rows = jnp.pad(x[groups.order // k], ((0, block), (0, 0)))
 
     def run(i: Array, out: Array) -> Array:
-        # What a tile reaches beyond its rows is junk there, which the next tile overwrites.
+        # Results of a tile beyond its rows are junk, which the next tile overwrites.
         some = jax.lax.dynamic_slice_in_dim(rows, each.first[i], block)
         made = of_one(each.expert[i], some)
         return jax.lax.dynamic_update_slice_in_dim(out, made, each.first[i], 0)

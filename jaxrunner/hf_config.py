@@ -10,7 +10,7 @@ from jaxrunner.api.limits import ANY_SIZE, JSON_BYTES, SIZES, check_bytes
 from jaxrunner.api.validation import shown
 
 # Keys that change nothing of the forward pass at inference.
-# What names a checkpoint, its makers and the programs that wrote it.
+# Names of a checkpoint, its makers and the programs that wrote it.
 _ORIGIN = """_commit_hash _from_model_config _model_name_or_path _name_or_path architectures author
     auto_map base_model base_model_name_or_path custom_pipelines datasets description
     is_llama_config language library_name license model_name model_type model_version name
@@ -70,7 +70,11 @@ class Settings:
         return key in self._values
 
     def take(self, key: str, kind: type | tuple[type, ...], default: Any = MISSING) -> Any:
-        """Returns the value of `key`; `default` where it is absent or null."""
+        """Returns the value of `key`; `default` where it is absent or null.
+
+        Raises:
+          ValueError: the key is missing without a default, or its value is not of that kind.
+        """
         self._taken.add(key)
         value = self._values.get(key)
         if value is None:
@@ -88,7 +92,11 @@ class Settings:
         return value
 
     def size(self, key: str, default: Any = MISSING, *, least: int = 1) -> int:
-        """Returns the value of `key`, an integer from `least` to what `limits.SIZES` says."""
+        """Returns the value of `key`, an integer from `least` to what `limits.SIZES` says.
+
+        Raises:
+          ValueError: as `take`, or the value is out of range.
+        """
         value, most = self.take(key, int, default), SIZES.get(key, ANY_SIZE)
         if value < least:
             raise ValueError(f"{self.source}: {key!r} must be at least {least}, got {value}")
@@ -97,7 +105,11 @@ class Settings:
         return value
 
     def each(self, key: str, kind: type, default: list[Any]) -> list[Any]:
-        """Returns the value of `key`, a list of one type of values."""
+        """Returns the value of `key`, a list of one type of values.
+
+        Raises:
+          ValueError: as `take`, or a value of the list has another type.
+        """
         values = self.take(key, list, default)
         for i, value in enumerate(values):
             if type(value) is not kind:
@@ -107,7 +119,11 @@ class Settings:
         return values
 
     def expect(self, key: str, *wanted: Any) -> None:
-        """Refuses a setting that changes the maths and is not supported."""
+        """Refuses a setting that changes the maths and is not supported.
+
+        Raises:
+          ValueError: the value is none of `wanted`.
+        """
         self._taken.add(key)
         value = self._values.get(key)
         if value is not None and value not in wanted:
@@ -152,7 +168,11 @@ class Settings:
         return other
 
     def finish(self) -> None:
-        """Refuses keys that nobody took; null, false and empty ones say nothing."""
+        """Refuses keys that nobody took; null, false and empty ones say nothing.
+
+        Raises:
+          ValueError: there are such keys; names them.
+        """
         left = self._values.keys() - self._taken - HARMLESS
         unknown = sorted(k for k in left if self._values[k] not in (None, False, [], {}))
         if unknown:

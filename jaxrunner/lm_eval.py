@@ -98,12 +98,14 @@ class JaxRunnerLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The id of EOS; raises ValueError where the tokenizer has none."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither BOS nor EOS: pass prefix_token_id")
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
+        """The id before an empty context: as given, else BOS, else EOS."""
         for token_id in (self._prefix_token_id, self.tokenizer.bos_token_id):
             if token_id is not None:
                 return token_id

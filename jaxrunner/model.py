@@ -208,7 +208,7 @@ class Source(NamedTuple):
 
 
 class Stored(Protocol):
-    """What loading needs of a model family or a drafter: weights, and their tensors in files."""
+    """The weights of a model family or a drafter and their tensors in files, for loading."""
 
     @property
     def params(self) -> type:
@@ -227,7 +227,7 @@ class Stored(Protocol):
 
 
 class StoredConfig(Protocol):
-    """What loading needs of a config."""
+    """The settings of a config that loading needs."""
 
     @property
     def architecture(self) -> str:

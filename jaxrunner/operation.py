@@ -25,7 +25,11 @@ Note = Callable[[Chosen], None]  # called with each choice while a program is tr
 
 
 def run_first(operation: str, candidates: Iterable[Operation], *args: Any, note: Note) -> Any:
-    """Runs the first candidate that does not refuse `args`; the last one must serve all."""
+    """Runs the first candidate that does not refuse `args`; the last one must serve all.
+
+    Raises:
+      AssertionError: all candidates refuse; says why.
+    """
     refused: dict[str, str] = {}
     for candidate in candidates:
         reason = candidate.refuses(*args)

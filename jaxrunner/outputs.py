@@ -1,4 +1,4 @@
-"""What requests return, where vLLM has it."""
+"""The outputs of requests, where vLLM has them."""
 
 from jaxrunner.api.logprobs import Logprob
 from jaxrunner.api.outputs import CompletionOutput, Interrupted, RequestOutput, RequestOutputs

@@ -25,7 +25,7 @@ class NoParams:
 
 
 class Context(NamedTuple):
-    """What a rule may read about the token that is about to be sampled.
+    """The context of a rule: the token that is about to be sampled, and its request.
 
     The tokens before it, drafts included, are `request.token_ids[:position]`.
     """

@@ -1,4 +1,4 @@
-"""What `SamplingParams` and its like are, where vLLM has them."""
+"""The classes of sampling parameters, where vLLM has them."""
 
 from jaxrunner.api.repetition import RepetitionDetectionParams
 from jaxrunner.api.sampling_params import RequestOutputKind, SamplingParams

@@ -11,7 +11,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 
 
 class SlotTable(NamedTuple):
-    """What a table's rows hold, and how the host makes the row of a request."""
+    """The layout of a table's rows, and how the host makes the row of a request."""
 
     name: str  # in `State.tables`
     params: type  # a pytree with one row a slot, R; zeros where there is no request

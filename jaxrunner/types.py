@@ -54,7 +54,7 @@ class LayerCache:
 
 @pytree
 class State:
-    """What lives on the device from step to step. Donated to every step."""
+    """The state that lives on the device from step to step. Donated to every step."""
 
     requests: Requests
     kv: tuple[LayerCache, ...] = each("Y")
@@ -73,7 +73,7 @@ class Writes:
 
 @pytree
 class Plan:
-    """What the scheduler decided for one step."""
+    """The scheduler's decisions for one step."""
 
     slot: Array = leaf("B")
     num_tokens: Array = leaf("B")  # tokens to compute now, drafts included
@@ -106,7 +106,7 @@ class Admission:
 
 @pytree
 class Inputs:
-    """What a model reads for each token of a step."""
+    """The inputs of a model for each token of a step."""
 
     token_ids: Array = leaf("T")
     positions: Array = leaf("T")
@@ -131,7 +131,7 @@ class Batch:
 
 @pytree
 class SamplingMetadata:
-    """What sampling knows of each row of a step."""
+    """The inputs of sampling for each row of a step."""
 
     slot: Array = leaf("B")
     seq_lens: Array = leaf("B")  # 0 where the row computed nothing
@@ -165,7 +165,7 @@ class Logprobs:
 
 @pytree
 class StepOutput:
-    """What the host reads of a step, downloaded as one vector."""
+    """The output of a step for the host, downloaded as one vector."""
 
     token_ids: Array = leaf("B J")  # the first `num_sampled` are real
     num_sampled: Array = leaf("B")

@@ -13,4 +13,4 @@ class Case(NamedTuple):
     run: Callable[..., Any]  # the kernel
     amount: float  # of bytes that must move, or of operations
     unit: str  # "TB/s" or "TFLOP/s"
-    options: dict[str, Any]  # what `run` was told besides
+    options: dict[str, Any]  # the other arguments of `run`

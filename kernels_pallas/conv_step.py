@@ -89,7 +89,7 @@ def _kernel(
     conv: Ref, x: Ref, weight: Ref, source_ref: Ref, place_ref: Ref, *refs: Ref, vec: int,
     is_device: bool,
 ) -> None:  # fmt: skip
-    if is_device:  # what interprets kernels knows no launches
+    if is_device:  # an interpreter of kernels knows no launches
         pdl.begin()
     *bias, y = refs
     N, taps = conv.shape[:2]

@@ -1,4 +1,4 @@
-"""What a block of decode attention's grid does, read at once: eight numbers in two loads."""
+"""The work item of a block of decode attention's grid: eight numbers, read in two loads."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which keys each block of decode attention's grid reads.
+"""The keys that each block of decode attention's grid reads.
 
 Found on the device, once a step: XLA shares what it finds between layers.
 """
@@ -32,7 +32,7 @@ DEFAULT = TuningConfig()
 
 
 class Items(NamedTuple):
-    """Which keys each CTA reads. `I` items at most, those behind the last are row B.
+    """The keys that each CTA reads, in `I` items at most; those behind the last are row B.
 
     The CTAs of a cluster are side by side, and `part`, `head` and `parts` are of whole clusters.
     """

@@ -127,7 +127,7 @@ def attend(
         scores = scores * of_key(by_k * (scale * behind))
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        # What is not seen may hold anything, scales that are NaN too.
+        # Keys that are not seen may hold anything, scales that are NaN too.
         limit = length if token is None else of_head(seen_by)
         visible = seen(tile * C, (C, heads), 0, limit, window)
         scores = jnp.where(visible, scores * LOG2_E, NOTHING)

@@ -1,4 +1,4 @@
-"""What tokens of a gated delta rule move, by chunks: a triangle of equations each, on Hopper.
+"""The value updates of a gated delta rule, by chunks: a triangular system each, on Hopper.
 
 Within a chunk, token i moves its value by beta times what all before it left at its key:
 (I + A) moved = beta (value - exp(total) key S), A below the diagonal, A[i, j] = beta[i]

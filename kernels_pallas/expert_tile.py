@@ -1,4 +1,4 @@
-"""What kernels of a mixture do with the sums of 64 rows of weights for a tile of tokens."""
+"""The epilogue of a mixture's kernels, on sums of 64 rows of weights for a tile of tokens."""
 
 from jax import lax
 from jax.experimental import pallas as pl

@@ -41,7 +41,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     tokens: int  # tiles
     outputs: int  # tiles

@@ -21,7 +21,7 @@ REF = plgpu.RefType()
 
 
 def arrive(counter: Ref, num: int) -> None:
-    """Tells that a warpgroup has written its part, one of `num`; copies may read it then."""
+    """Signals that a warpgroup has written its part, one of `num`; copies may read it then."""
 
     @mosaic.inline_mgpu(arg_types=(REF,))
     def tell(_: Any, counter: ir.Value) -> None:
@@ -77,7 +77,7 @@ def count(counter: ir.Value, last: ir.Value) -> ir.Value:
 
 
 def is_first_thread() -> ir.Value:
-    """Tells the first thread of a warpgroup. In MLIR."""
+    """Returns whether a thread is the first of its warpgroup. In MLIR."""
     i32 = ir.IntegerType.get_signless(32)
     index = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, i32))
     return arith.cmpi(arith.CmpIPredicate.eq, index, mgpu.c(0, i32))

@@ -67,7 +67,7 @@ class _Phase(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     first: _Phase
     second: _Phase

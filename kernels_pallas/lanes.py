@@ -1,6 +1,6 @@
 """Vectors of 128, an element a thread of one warpgroup: what kernels that never tile are made of.
 
-Arithmetic on them stays in registers. What threads tell each other goes through shared memory.
+Arithmetic on them stays in registers. Threads exchange data through shared memory.
 """
 
 from collections.abc import Callable, Sequence

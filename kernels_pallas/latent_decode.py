@@ -44,7 +44,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     heads: int  # of a tile that are there
     rows: int  # of queries that are copied: `heads`, and up to a multiple of 8
@@ -113,7 +113,7 @@ def latent_decode(
 
 
 class _Smem(NamedTuple):
-    """What a block of the grid allocates. Two tiles, [2, ...], take turns."""
+    """The shared memory of a block of the grid. Two tiles, [2, ...], take turns."""
 
     q: Ref  # [2, 64, half]
     q_rotated: Ref  # [1, 64, 64]

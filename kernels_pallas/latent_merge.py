@@ -23,7 +23,7 @@ AT_ONCE = 8  # parts that are on their way
 
 
 class Parts(NamedTuple):
-    """What is found of rows in parts, by `of_part`."""
+    """The partial results of rows that several blocks share, at the places of `of_part`."""
 
     value: Ref  # [2 C, H, R], normed, float32
     weight: Ref  # [2 C, H, 8], the base 2 logarithm of what it is of

@@ -1,4 +1,4 @@
-"""Which keys each block of latent decode's grid reads: equal runs of the tiles of all rows.
+"""The keys that each block of latent decode's grid reads: equal runs of the tiles of all rows.
 
 A run starts and ends where it may, so at most two of a block's rows are in parts: the one that an
 earlier block began, and the one that a later block goes on with. Found on the device, once a step.

@@ -44,7 +44,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     T: int
     blocks: int  # that a block of the grid computes: 2 of a gated MLP

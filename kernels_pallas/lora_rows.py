@@ -1,4 +1,4 @@
-"""What kernels of adapters hold in registers: rows of tokens, and which adapter each is of.
+"""The registers of adapters' kernels: rows of tokens, and which adapter each is of.
 
 All of it lies as a product's left operand and its result do, [64, n]. Rows behind the last token
 are like the last, so that nothing is read that is not there.

@@ -36,7 +36,7 @@ class TuningConfig:
 
 
 class Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     T: int
     places: int  # of which a block takes one; 1 for one token

@@ -17,13 +17,13 @@ from jaxlib.mlir.dialects import llvm
 from jaxrunner.types import Array
 
 Part = TypeVar("Part", covariant=True)
-Shaped: TypeAlias = Array | jax.ShapeDtypeStruct  # what says whether a kernel serves it
+Shaped: TypeAlias = Array | jax.ShapeDtypeStruct  # enough to say whether a kernel serves it
 Index: TypeAlias = int | Array  # static where a loop is unrolled, else traced
 Layout: TypeAlias = Any  # how an array lies in registers; the class of all layouts is private
 
 
 class At(Protocol[Part]):
-    """What is indexed for a part of a reference."""
+    """The indexer that returns a part of a reference."""
 
     def __getitem__(self, index: Any, /) -> Part: ...
 
@@ -51,7 +51,7 @@ class Barrier(Protocol):
 
 
 class CopyGmemToSmem(Protocol):
-    """Starts a copy into shared memory; the barrier tells its end."""
+    """Starts a copy into shared memory; the barrier signals its end."""
 
     def __call__(
         self, source: Ref, target: Ref, barrier: Barrier, *, collective_axes: str | None = None

@@ -1,4 +1,4 @@
-"""What kernels share of an online softmax (arXiv:2205.14135). Scores are in base 2."""
+"""Functions of an online softmax that kernels share (arXiv:2205.14135). Scores are in base 2."""
 
 import math
 

@@ -44,6 +44,7 @@ class TuningConfig:
     num_ctas: int = 132  # one for each multiprocessor of an H200
 
     def keys(self, D: int) -> int:
+        """Returns the keys of a step, for heads of size D."""
         return self.block_kv or (64 if D > 128 else 128)
 
     def smem_bytes(self, D: int, dtype: DTypeLike) -> int:
@@ -55,7 +56,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled. Shapes are those of `prefill_attention`."""
+    """The compile-time parameters of the kernel. Shapes are those of `prefill_attention`."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -65,7 +66,7 @@ class _Static(NamedTuple):
     config: TuningConfig
     keys: int  # of a step
     shared: bool  # results leave through the queries' place, there being no other
-    behind: float  # what results are to be multiplied by
+    behind: float  # the factor of results
 
 
 def refuses(q: Shaped, k: Shaped, config: TuningConfig = TuningConfig()) -> str | None:

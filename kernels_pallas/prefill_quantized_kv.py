@@ -1,4 +1,4 @@
-"""What prefill attention reads of a cache of 8 bits: the copying warpgroup makes it bfloat16.
+"""The reads of prefill attention from a cache of 8 bits: the copying warpgroup makes it bfloat16.
 
 Bytes and scales of a step are copied to a place of their own. From there the warpgroup takes them
 through its registers to where the computing ones expect them, which so know nothing of it. As soon

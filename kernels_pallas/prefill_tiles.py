@@ -8,7 +8,7 @@ from jaxrunner.types import Array
 
 def max_tiles(T: int, B: int, tile: int) -> int:
     """Returns how many tiles B rows of T tokens make at most."""
-    parts = min(B + 1, T)  # what lies behind the last row is one, too
+    parts = min(B + 1, T)  # the tokens behind the last row are one, too
     # A second tile takes tile - 7 more tokens, if it starts 7 behind a multiple of 8, and each
     # further one takes `tile`.
     return parts + min((T - parts) // (tile - 7), (T + 6 * parts) // tile)

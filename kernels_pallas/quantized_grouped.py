@@ -59,7 +59,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when a kernel is compiled."""
+    """The compile-time parameters of a kernel."""
 
     form: Form
     height: int  # rows of an expert's weights

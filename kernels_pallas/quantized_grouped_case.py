@@ -69,7 +69,7 @@ def _make(
         made = jax.random.normal(keys[0], stored, jnp.bfloat16).astype(code)
     elif widen.PACKED[code] > 1:
         made = made.astype(jnp.uint8)
-    # So that outputs are about 1: numbers of 8 bits are about 64, of 4 bits 4.
+    # Scales make outputs about 1: numbers of 8 bits are about 64, of 4 bits 4.
     size = {"float8_e4m3fn": 1.0, "int8": 64.0}.get(code, 4.0) * terms**0.5
     scale: Any = jax.random.uniform(keys[1], shape, jnp.float32, 0.5, 1.5) / size
     if group == quantized_grouped.LEAST:

@@ -48,7 +48,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     steps: Steps  # of a part
     tiles: int  # of rows

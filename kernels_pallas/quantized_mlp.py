@@ -61,7 +61,7 @@ class Few(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     ctas: int
     first: Steps
@@ -160,7 +160,7 @@ def quantized_mlp(
 
 
 class _Given(NamedTuple):
-    """What the kernel reads and writes."""
+    """The references that the kernel reads and writes."""
 
     x: Ref
     gate_up: Ref

@@ -47,6 +47,7 @@ class Steps(NamedTuple):
 
     @property
     def packed(self) -> int:
+        """Numbers that a byte of the weights holds."""
         return widen.PACKED[self.code]
 
     @property

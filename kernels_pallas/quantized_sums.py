@@ -30,7 +30,7 @@ PIECE = 64  # terms of a product: 128 bytes of tokens, the widest swizzle
 
 
 class Form(NamedTuple):
-    """What is known of sums when a kernel is compiled."""
+    """The compile-time parameters of a kernel's sums."""
 
     code: str
     tokens: int
@@ -76,7 +76,7 @@ class Held(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Which sum a warpgroup computes."""
+    """The sum that a warpgroup computes."""
 
     group: Array  # of 64 rows of a step in shared memory
     turn: Index

@@ -53,7 +53,7 @@ class TuningConfig:
 
 
 class _Static(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The compile-time parameters of the kernel."""
 
     form: Form  # of a part
     chunks: int  # of tokens
@@ -190,7 +190,7 @@ def _free(s: _Static) -> Any:
 
 
 class _Item(NamedTuple):
-    """What a block computes at a time."""
+    """The work item that a block computes at a time."""
 
     tile: Array
     part: Array

@@ -25,7 +25,7 @@ VECTOR = 8  # numbers that a thread reads at a time
 
 
 class Tile(NamedTuple):
-    """Which rows of a product's 64 are of a head: head g of token i is row `i * pitch + g`."""
+    """The order of query heads in a product's 64 rows: head g of token i is row `i * pitch + g`."""
 
     query_len: int
     group: int
@@ -33,12 +33,12 @@ class Tile(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Tells that no two tokens are in one tile of eight rows, so that copies may bring them."""
+        """Whether no two tokens are in one tile of eight rows, so that copies may bring them."""
         return self.query_len == 1 or self.pitch != self.group
 
     @property
     def lower_halves(self) -> bool:
-        """Tells that all heads are in the first eight of the 16 rows that a warp has."""
+        """Whether all heads are in the first eight of the 16 rows that a warp has."""
         return self.group <= 8 and self.pitch % 16 == 0
 
     def place(self, row: ir.Value, *, flat: bool) -> tuple[list[ir.Value], ir.Value]:

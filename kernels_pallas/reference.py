@@ -62,7 +62,7 @@ def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
     most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     top = jnp.abs(x).max(-1)
-    # What is so small that its scale could be flushed to zero counts as zero. A kernel multiplies
+    # Rows so small that their scale could be flushed to zero count as zero. A kernel multiplies
     # in bfloat16, so the scale is a number of that.
     scale = jax.lax.reduce_precision(jnp.where(top < 1e-30, 1.0, top / most), 8, 7)
     x = jnp.clip(x / scale[..., None], -most, most)

@@ -18,7 +18,7 @@ from jaxrunner.types import Array
 
 MAX_EXPERTS = 4 * LANES
 MAX_CHOSEN = 16
-LEAST = -3.0e38  # what a logit counts as that is less or NaN: chosen last, and once
+LEAST = -3.0e38  # the value of a logit that is less or NaN: chosen last, and once
 
 
 def refuses(logits: Shaped, top_k: int) -> str | None:

@@ -44,7 +44,7 @@ MAX_CHUNKS = 72  # `settle` holds a register of each; the 262,208 tokens of Gemm
 
 
 class SamplerOutput(NamedTuple):
-    """What became of each row, [N]."""
+    """The sampled token of each row, and its flags, [N]."""
 
     token_ids: Array  # 0 where a row is not finite or has no choice
     kept_mass: Array  # share of the probability that truncation left; 1 for greedy rows

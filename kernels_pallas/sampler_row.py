@@ -41,7 +41,7 @@ class TuningConfig:
 
 
 class Rules(NamedTuple):
-    """What each row asks for, [N]; scalars in a kernel."""
+    """The sampling parameters of each row, [N]; scalars in a kernel."""
 
     greedy: Array
     truncated: Array  # whether min-p, top-k or top-p may take tokens from it

@@ -28,7 +28,7 @@ EIGHT = 8  # rows that a tile of a product's operand has at least: they may shar
 
 
 class Window(NamedTuple):
-    """What is known of a window when a kernel is compiled."""
+    """The compile-time parameters of a window."""
 
     run: int  # rows that share a scale
     sums: int  # of a step, each of which has a scale of its own
@@ -107,7 +107,7 @@ class Window(NamedTuple):
             thread = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, _I32()))
             thread = arith.index_cast(ir.IndexType.get(), thread)
             start, row = _index(step), _index(first)
-            mgpu.warpgroup_barrier()  # what was there may be overwritten
+            mgpu.warpgroup_barrier()  # the old scales may be overwritten
             # Unrolled it would need registers that sums are in.
             loop = scf.ForOp(thread, _number(total), _number(utils.WARPGROUP_SIZE))
             with ir.InsertionPoint(loop.body):

@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What each token brings, float32; heads share keys and queries by groups. Arrays of tokens
+    """The inputs of each token, float32; heads share keys and queries by groups. Arrays of tokens
     have `CHUNK` more, of anything."""
 
     value: Array  # [T + CHUNK, H, X]; of a delta rule what `delta_chunks` made of it
@@ -137,7 +137,7 @@ def _scratch(Y: int, axis: int, moves: bool) -> dict[str, Any]:
 
 
 class Decays(NamedTuple):
-    """What is left at the ends of a chunk, [C] each."""
+    """The decay factors within a chunk, [C] each."""
 
     grown: Array  # of the matrices before the chunk, at each token
     left: Array  # of what each token brought, behind the chunk
@@ -169,7 +169,7 @@ def tokens_of(ref: Ref, num: Array) -> Array:
 
 
 class _Item(NamedTuple):
-    """What a thread block has."""
+    """The work item of a thread block."""
 
     head: Array
     group: Array
@@ -197,7 +197,7 @@ def _kernel(
     item = _Item(head, group, part, *(r[row] for r in (source, place, start, num, chunk)))
 
     def registers(k: int, action: Any) -> None:
-        if is_device:  # what interprets kernels knows no registers
+        if is_device:  # an interpreter of kernels knows no registers
             plgpu.set_max_registers(REGISTERS[k], action=action)
 
     @pl.when((item.num > 0) & (wg == 0))

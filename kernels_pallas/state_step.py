@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What each token brings, float32; heads share keys and queries by groups."""
+    """The inputs of each token, float32; heads share keys and queries by groups."""
 
     value: Array  # [T, H, X]
     key: Array  # [T, G, Y]
@@ -139,7 +139,7 @@ def _kernel(
     states: Ref, source_ref: Ref, place_ref: Ref, start_ref: Ref, num_ref: Ref, waiting_ref: Ref,
     *refs: Ref, axis: int, query_len: int, width: int, layout: Layout, tree: Any, is_device: bool,
 ) -> None:  # fmt: skip
-    if is_device:  # what interprets kernels knows no launches
+    if is_device:  # an interpreter of kernels knows no launches
         pdl.begin()
     *given, out = refs
     tokens, waiting = jax.tree.unflatten(tree, given)  # references in place of arrays

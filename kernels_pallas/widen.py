@@ -230,6 +230,6 @@ PAIRS: dict[str, Pair] = {
     "float8_e4m3fn": _e4m3, "int8": _int8, "int4": _int4, "float4_e2m1fn": _e2m1,
 }  # fmt: skip
 _POWERS = {"int8": 0x7F007F00, "int4": 0x7D007F00}  # 2 ** 127; 2 ** 127 and 2 ** 123
-# What `widen` divides numbers by: as whole numbers they are the low bits of a bfloat16.
+# The divisors of `widen`: as whole numbers they are the low bits of a bfloat16.
 FACTOR = {code: 64.0 if code in ("int8", "int4") else 1.0 for code in PAIRS}
 PACKED = {code: CODES[code].packed for code in PAIRS}

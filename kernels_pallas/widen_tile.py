@@ -48,7 +48,7 @@ _E2M1 = (
     "lop3.b32 a0, a2, 0x80008000, a1, 0xea;"
 )
 NUMBERS = {"float8_e4m3fn": _E4M3, "int8": _INT8, "int4": _INT4, "float4_e2m1fn": _E2M1}
-# What numbers have to be multiplied with: as bfloat16 their exponents are too small.
+# The powers of 2 that numbers are multiplied by: as bfloat16 their exponents are too small.
 _POWER = {"float8_e4m3fn": 120, "float4_e2m1fn": 126}
 _LESS = 8  # of which sums get this much: a scale times the power stays a bfloat16
 FACTOR = {code: 2.0**_LESS if code in _POWER else 1.0 for code in NUMBERS}

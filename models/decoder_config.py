@@ -1,4 +1,4 @@
-"""What a Llama-like decoder is: sizes, and flags of families that differ by a bias or a norm."""
+"""The config of a Llama-like decoder: sizes, and flags of families with another bias or norm."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class DecoderConfig:
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps: keys and values of all tokens, or of its window."""
+        """The cache kind of each layer: keys and values of all tokens, or of its window."""
         return tuple(FullAttention() if w is None else SlidingWindow(w) for w in self.windows)
 
     @property

@@ -84,7 +84,7 @@ class Attend:
 
 
 class Decoder(Protocol):
-    """What a module must be to be served.
+    """The interface of a module that can be served.
 
     The tokens of all requests, and padding, lie side by side along T: nothing but `attend` may mix
     them. What a call writes into variables is dropped. A linen module gets no random keys, so its

@@ -106,9 +106,9 @@ def layers(
 
     kv: their caches. extras: names of arrays to return too; "residual.2" is the sum, [T, E], that
     layer 2 reads, as speculators take it; behind the last layer it is the sum that the norm reads.
-    What else a layer's `feed_forward` tells has its number, too. turn: what layers' `attend` takes
-    by this name, where that is not the rotation of the config alone. layer: what runs one, where
-    that is not attention and what is behind it.
+    Other arrays that a layer's `feed_forward` returns have its number, too. turn: what layers'
+    `attend` takes by this name, where that is not the rotation of the config alone. layer: the
+    function that runs one, where that is not attention and what is behind it.
 
     Returns hidden states, [T, E], normed behind the last layer of all; caches; extras by name.
 
@@ -175,6 +175,9 @@ def read_sizes(settings: Settings, head_dim: int = 0, eps: float = 1e-6) -> dict
     """Returns what decoders of all kinds have in common: fields of a `DecoderConfig`, not `rope`.
 
     `head_dim` is as for `read_decoder`, `eps` what norms have where the config does not say.
+
+    Raises:
+      ValueError: a size that other ones contradict, or a setting that is not supported; names it.
     """
     heads = settings.size("num_attention_heads")
     kv_heads = settings.size("num_key_value_heads", heads)

@@ -7,7 +7,7 @@ from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama, read_decoder
 from jaxrunner.models.qwen2 import read_windows
 
-MTP = "model.mtp_layers."  # what names of their tensors begin with
+MTP = "model.mtp_layers."  # the prefix of their tensors
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which family serves which `architectures` entry of a `config.json`."""
+"""The registry of model families, by the `architectures` entry of a `config.json`."""
 
 from jaxrunner.api.validation import shown
 from jaxrunner.config import ModelConfig

@@ -27,7 +27,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Long:
-    """What turns sequences of more than `max_len` tokens. LongRoPE, arXiv:2402.13753."""
+    """The frequencies of sequences of more than `max_len` tokens. LongRoPE, arXiv:2402.13753."""
 
     inv_freq: tuple[float, ...]
     max_len: int
@@ -44,7 +44,7 @@ class Rope:
     still: int = 0  # pairs behind them that are never turned
 
     def cache_salt(self, prompt_len: int) -> bytes:
-        """What a prompt's turned keys depend on besides the tokens before them."""
+        """Returns bytes that a prompt's turned keys depend on besides the tokens before them."""
         if self.dynamic is not None and prompt_len > self.dynamic.max_len:
             return prompt_len.to_bytes(8, "little")
         # Past `max_len` all of a prompt is turned otherwise, by whatever length.

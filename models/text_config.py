@@ -5,7 +5,7 @@ from typing import Any
 from jaxrunner.hf_config import Settings
 
 OF_WHOLE = ("architectures", "dtype", "torch_dtype", "eos_token_id", "bos_token_id")
-# Which tokens stand for images, by the names that families have for them.
+# The tokens that stand for images, by the names that families have for them.
 TOKENS = tuple(
     f"{name}_token_{kind}"
     for name in ("boi", "eoi", "image", "video", "vision_start", "vision_end")
@@ -23,7 +23,7 @@ def text_settings(settings: Settings, **defaults: Any) -> Settings:
     """
     text = settings.section("text_config") or Settings({}, settings.source, "text_config")
     for key in (*OF_WHOLE, *defaults):
-        if key in settings:  # what is outside counts for the whole
+        if key in settings:  # keys outside count for the whole
             text = text.with_value(key, settings.take(key, (bool, object), None))
         elif key in defaults:
             text = text.with_value(key, defaults[key])

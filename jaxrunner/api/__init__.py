@@ -1,1 +1,1 @@
-"""What users pass and get: parameters, outputs, and how both are checked. Knows no JAX."""
+"""The parameters and outputs of users' calls, and how both are checked. Knows no JAX."""

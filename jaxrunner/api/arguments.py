@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Elsewhere(NamedTuple):
     """An argument that vLLM's function of this name has, and ours has not."""
 
-    instead: str  # what to do here where another value is wanted
+    instead: str  # the advice where another value is wanted
     same: tuple[Any, ...] = (None,)  # the values that ask for what is done anyway
     each: type | None = None  # all values of a type ask for that
 

@@ -1,4 +1,4 @@
-"""What drafts by code of the user's, as far as it is known without JAX."""
+"""The interfaces of a user's own drafting code, as far as they are known without JAX."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ class OwnSpeculator(Protocol):
 
     @property
     def propose(self) -> Callable[..., Any]:
-        """What drafts them."""
+        """The function that drafts them."""
         ...
 
 
@@ -35,5 +35,5 @@ class OwnDrafter(Protocol):
 
     @property
     def layers(self) -> Callable[..., Any]:
-        """What drafts a token."""
+        """The function that drafts a token."""
         ...

@@ -77,6 +77,9 @@ def heat_map(completion: "CompletionOutput", decode: Decode | None = None) -> st
     """Returns a completion with each token coloured by its logprob; hovering shows more.
 
     decode: a tokenizer's `decode`, for the tokens whose Logprob has no text.
+
+    Raises:
+      ValueError: the completion has no logprobs.
     """
     if completion.logprobs is None:
         raise ValueError("the completion has no logprobs: ask for them: SamplingParams(logprobs=0)")

@@ -15,7 +15,7 @@ class Logprob(NamedTuple):
 
 @dataclass
 class FlatLogprobs(Sequence[dict[int, Logprob]]):
-    """What `SamplingParams(flat_logprobs=True)` gives: six lists that grow, however long a text is.
+    """The logprobs of `flat_logprobs=True`: six lists that grow, however long a text is.
 
     Position i has the entries `start_indices[i]` to `end_indices[i]` of the other lists. Read like
     a list, it makes the dict of a position when asked, {} where there is none.

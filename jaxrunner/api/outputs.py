@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns, in vLLM's names. Knows no JAX."""
+"""The outputs of `LLM.generate`, in vLLM's names. Knows no JAX."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ class RequestOutput:
 
 
 class RequestOutputs(list[RequestOutput]):
-    """What `LLM.generate` returns: a list that a notebook shows as a table."""
+    """The list that `LLM.generate` returns, which a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
         return html.requests_html(self)
@@ -130,7 +130,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C while prompts were answered. `outputs` has all of them, in their order."""
 
     def __init__(self, outputs: RequestOutputs):
-        self.outputs = outputs  # what was cut short has finish_reason="abort"
+        self.outputs = outputs  # outputs cut short have finish_reason="abort"
         whole = [o for o in outputs if all(c.finish_reason != "abort" for c in o.outputs)]
         super().__init__(
             f"{len(whole)} of {len(outputs)} prompts were answered; the `outputs` of this "

@@ -19,10 +19,10 @@ MIN_TEMPERATURE = 0.01  # below it, quotients of logits leave float32's useful r
 
 
 class RequestOutputKind(IntEnum):
-    """What each output of a stream holds."""
+    """The contents of each output of a stream."""
 
     CUMULATIVE = 0  # all so far
-    DELTA = 1  # what is new
+    DELTA = 1  # the new part
     FINAL_ONLY = 2  # all, once, at the end
 
 

@@ -1,4 +1,4 @@
-"""What text a request may generate, in vLLM's names. Knows neither JAX nor llguidance."""
+"""The constraints on a request's text, in vLLM's names. Knows neither JAX nor llguidance."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields

@@ -31,7 +31,7 @@ class Bound(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """What a value must be, in words."""
+        """The values that are allowed, in words."""
         if self.among:
             known = [*map(repr, self.among), *["None"] * self.optional]
             return f"{', '.join(known[:-1])} or {known[-1]}"

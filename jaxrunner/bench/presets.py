@@ -66,7 +66,7 @@ PRESETS = {
                 rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False,
                 num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
                 norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
-        # So many small kernels cost the host more than a step of one request the GPU.
+        # The many small kernels of a step of one request take the host longer than the GPU.
         GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
     ),
     "deepseek_v2_lite": Preset(

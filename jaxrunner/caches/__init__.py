@@ -1,1 +1,1 @@
-"""What layers keep of the tokens before one, one kind a file."""
+"""The kinds of caches that layers keep of earlier tokens, one kind a file."""

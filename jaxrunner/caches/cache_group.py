@@ -1,4 +1,4 @@
-"""What a kind of cache is to the rest, and the layers that share block tables. Knows no device."""
+"""The interface of a kind of cache, and the layers that share block tables. Knows no device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 
 class PoolSizes(NamedTuple):
-    """What an engine has room for: tokens of a block, blocks of a pool, tokens and requests."""
+    """The capacity of an engine: tokens of a block, blocks of a pool, tokens and requests."""
 
     block_size: int
     num_blocks: int  # of layers that keep all tokens
@@ -24,14 +24,13 @@ class PoolSizes(NamedTuple):
 
 
 class CacheKind(Protocol):
-    """What some layers keep of a request's tokens. Frozen and hashable; layers of equal kinds
-    share block tables.
+    """The cache that some layers keep of a request's tokens.
 
-    A table has a block for each run of `block_size` tokens; those that no later token needs are
-    given back.
+    Frozen and hashable; layers of equal kinds share block tables. A table has a block for each run
+    of `block_size` tokens; those that no later token needs are given back.
     """
 
-    leaves: ClassVar[type]  # what one layer keeps: a pytree whose arrays begin with axis N
+    leaves: ClassVar[type]  # the cache of one layer: a pytree whose arrays begin with axis N
     # Whether a block's first tokens can be copied for a request that continues differently.
     has_prefixes: ClassVar[bool]
 

@@ -1,4 +1,4 @@
-"""What kinds have in common that carry a state on: which block has it, and which states are kept.
+"""The common part of kinds that carry a state on: which block has it, and which states are kept.
 
 A table has a block for each run of `block_size` tokens. A step reads the state before its tokens
 from the block of the token before them, and writes the one behind them to the block of its last

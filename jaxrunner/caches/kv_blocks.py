@@ -1,4 +1,4 @@
-"""What kinds that keep keys and values in blocks of the engine's size have in common."""
+"""The common part of kinds that keep keys and values in blocks of the engine's size."""
 
 import abc
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What kinds have in common whose tokens see so many before them at most: pools and sizes."""
+"""The common part of kinds whose tokens see so many before them at most: pools and sizes."""
 
 import abc
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What kinds that keep one block of a request, whatever its length, have in common."""
+"""The common part of kinds that keep one block of a request, whatever its length."""
 
 import abc
 from collections.abc import Callable

@@ -37,9 +37,9 @@ NEEDS = "the reference is computed by transformers and torch: install them, or j
 
 
 class States(NamedTuple):
-    """What a model makes of one prompt, one row a token."""
+    """The arrays that a model computes of one prompt, one row a token."""
 
-    residuals: list[np.ndarray]  # what each layer reads, and what the last one gives, [T, E]
+    residuals: list[np.ndarray]  # inputs of each layer, and the output of the last, [T, E]
     logits: np.ndarray  # [T, V]; what is pooled, [1, X] or [T, X], of a model that pools
     last: str = LOGITS
 
@@ -129,7 +129,7 @@ def _hooked(model: Any, ids: Any) -> tuple[list[Any], Any]:
     found: list[Any] = []
 
     def keep(*passed: Any) -> None:
-        hidden = passed[-1]  # what a hook is told last: the arguments, or what was made of them
+        hidden = passed[-1]  # a hook's last argument: the inputs, or the output
         found.append(hidden[0] if isinstance(hidden, tuple) else hidden)
 
     hooks = [layers[0].register_forward_pre_hook(keep)]

@@ -1,4 +1,4 @@
-"""What is compared of a model that pools: its hidden states as a text leaves them, and the array.
+"""The comparison of a model that pools: its hidden states behind the layers, and the pooled array.
 
 The array is taken before its norm, softmax or sigmoid. Classes are compared behind their layers,
 embeddings and rewards before theirs, which transformers does not have.

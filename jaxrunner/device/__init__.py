@@ -1,1 +1,1 @@
-"""What is compiled: the entry points, how they are lowered, what one upload holds."""
+"""The compiled programs: their entry points, their lowering, and the layout of uploads."""

@@ -38,7 +38,7 @@ from jaxrunner.device.lowering import serve; serve()"""
 
 
 class Spec(NamedTuple):
-    """What a program is compiled from. Warm-up and dispatch both read `args`."""
+    """The specification that a program is compiled from. Warm-up and dispatch both read `args`."""
 
     function: Callable[..., Any]  # called as function(*args, **static)
     static: tuple[tuple[str, Any], ...]  # hashable
@@ -195,7 +195,7 @@ def _itself(value: Any) -> Any:
 def serve() -> None:
     """Runs in the child: reads the task, then answers each key with a program or an error text."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     settings, platform, device, spec, args = pickle.load(sys.stdin.buffer)
     for name, value in settings.items():
         jax.config.update(name, value)

@@ -45,7 +45,7 @@ class Wiring(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one executable is compiled from."""
+    """The part of a program that one executable is compiled from."""
 
     jaxpr: Any  # a `ClosedJaxpr`
     donated: tuple[int, ...]  # indices of its donated arguments

@@ -107,6 +107,10 @@ class LLMNames(NotHere):
         """Changes settings that are not compiled in; see `Lifecycle.update_config`.
 
         "engine_config" may have `async_depth`, and `num_decode_steps`: 1 or its first value.
+
+        Raises:
+          TypeError: the overrides are no dicts of dicts.
+          ValueError: a field cannot change, or not to this value; names it.
         """
         load = read_overrides(overrides)
         mine = load.pop("engine_config", {})
@@ -181,6 +185,10 @@ class LLMNames(NotHere):
         """Forgets cached prefixes. Returns False, and changes nothing, while a request runs.
 
         reset_running_requests: computes running requests again, with the same tokens.
+
+        Raises:
+          TypeError: the flag is neither True nor False.
+          RuntimeError: the engine has ended, or this is a fork of its process.
         """
         if type(reset_running_requests) is not bool:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""What a head is to the rest: an array for each request of a step, made of hidden states."""
+"""The interface of a head: an array for each request of a step, made of hidden states."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,6 +24,6 @@ class Head(NamedTuple):
     # for drafts, is `batch.logits_indices[b, 0]`.
     run: Callable[..., Array | tuple[Array, Any]]
     dtype: Any = jnp.float32  # of 32 bits
-    # What a request keeps from one chunk of its prompt to the next. `run` is then given its rows,
-    # `params` of the table with B in place of R, behind the batch, and returns new ones, too.
+    # The state that a request keeps from one chunk of its prompt to the next. `run` is then given
+    # its rows, `params` of the table with B in place of R, behind the batch, and returns new ones.
     table: SlotTable | None = None

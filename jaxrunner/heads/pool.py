@@ -1,4 +1,4 @@
-"""What is pooled of hidden states, [T, E]: a row of each request, or of each token."""
+"""The pooling of hidden states, [T, E]: a row of each request, or of each token."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from jaxrunner.types import Array, Batch
 
 @pytree
 class Kept:
-    """What a slot keeps of the chunks of a prompt that are computed."""
+    """The pooling state of a slot, of the chunks of its prompt that are computed."""
 
     state: Array = leaf("R E", jnp.float32)
 

@@ -59,7 +59,7 @@ class PooledConfig:
 
     @property
     def num_out(self) -> int:
-        """Numbers that are told of a prompt, or of a token."""
+        """Numbers that are returned of a prompt, or of a token."""
         return self.layers[-1].outputs if self.layers else self.base.hidden_size
 
     def check_dimensions(self, dimensions: int | None) -> None:
@@ -83,7 +83,7 @@ class PooledConfig:
 
     @property
     def dims(self) -> dict[str, Any]:
-        """Those of the model, and those of both parts of `Pooled`."""
+        """The dims of the model, and those of both parts of `Pooled`."""
         own = dict(dense=[layer.dims for layer in self.layers], kinds={})
         parts = dict(base=(self.model.params, {}), head=(HeadParams, own))
         return self.base.dims | parts | dict(num_out=self.num_out)
@@ -111,7 +111,7 @@ def pooled(model: Model, config: PooledConfig) -> Model:
 
 
 def heads(pooling: str) -> tuple[Head, ...]:
-    """Returns what a step tells."""
+    """Returns the heads whose arrays a step returns."""
     if pooling == "ALL":
         of_tokens = Head(POSITIONS, "T", tell_positions, jnp.int32)
         return Head(POOLED, "T num_out", tell), of_tokens
@@ -134,7 +134,7 @@ def tell_kept(
 
 
 def tell_positions(config: PooledConfig, params: Pooled, hidden: Array, batch: Batch) -> Array:
-    """Returns the position of each token, [T]: a preempted prompt is told twice."""
+    """Returns the position of each token, [T]: a preempted prompt is returned twice."""
     return batch.inputs.positions
 
 

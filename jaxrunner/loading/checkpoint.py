@@ -1,4 +1,4 @@
-"""Which file of a checkpoint folder holds each tensor, checked by name, shape and dtype."""
+"""The files of a checkpoint folder that hold the tensors, checked by name, shape and dtype."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ MOST_NAMED = 5  # problems in one message
 
 
 class Wanted(NamedTuple):
-    """What a tensor must be."""
+    """The shape and the dtypes that a tensor must have."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] | None  # None for any

@@ -1,6 +1,6 @@
 """Checksums beside saved files: files that have changed since are refused. Knows no JAX.
 
-They tell accidents, such as a copy that broke off; who changes a file on purpose can change them.
+They detect accidents, such as a copy that broke off; who changes a file on purpose can change them.
 """
 
 from concurrent.futures import ThreadPoolExecutor

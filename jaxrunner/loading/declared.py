@@ -1,4 +1,4 @@
-"""What a model declares of its weights: shapes, dtypes and tensors in files."""
+"""The declaration of a model's weights: shapes, dtypes and tensors in files."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which dtype a model computes in, where its user or its checkpoint leaves that open."""
+"""The dtype that a model computes in, where its user or its checkpoint leaves that open."""
 
 import logging
 

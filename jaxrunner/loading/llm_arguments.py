@@ -1,4 +1,4 @@
-"""What `LLM` and its methods may be called with: our arguments' bounds, and vLLM's other ones.
+"""The arguments of `LLM` and its methods: bounds of ours, and vLLM's other ones.
 
 A keyword of vLLM that has no setting here is taken where its value asks for what is done anyway,
 and else refused with what to do instead. Knows no JAX.

@@ -32,7 +32,7 @@ GENERATION_CONFIGS = ("auto", "vllm")
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Which weights are read, and how.
+    """The source of weights, and how they are read.
 
     Raises:
       TypeError, ValueError: a field that cannot be; names it.

@@ -65,7 +65,11 @@ def write(folder: Path, tree: Any, mesh: Mesh | None = None) -> None:
 
 
 def read(folder: Path, like: Any, mesh: Mesh | None = None) -> Any:
-    """Returns what `write` wrote; as `restore` otherwise."""
+    """Returns what `write` wrote; as `restore` otherwise.
+
+    Raises:
+      ValueError: the folder holds others, or cannot be read.
+    """
     check_like(folder, like, mesh)
     with _checkpointer(mesh) as checkpointer:
         try:

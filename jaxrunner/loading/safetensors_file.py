@@ -38,8 +38,8 @@ DTYPES: dict[str, np.dtype] = {
     "U32": np.dtype(np.uint32),
     "U64": np.dtype(np.uint64),
 }
-# What torch.save writes: a zip archive today, a bare pickle of old.
 CHECKSUM = "sha256:"  # before a tensor's name: a key of the header's metadata
+# The first bytes of torch.save's files: a zip archive today, a bare pickle of old.
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
@@ -49,7 +49,7 @@ class Tensor(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int  # byte of the file
-    checksum: str | None = None  # what `checksums.of_array` says of it, where we wrote the file
+    checksum: str | None = None  # `checksums.of_array` of it, where we wrote the file
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def _check_free(folder: Path, pattern: str) -> None:
 
 
 def _write(file: Path, part: dict[str, Any], *, first: bool) -> None:
-    """Writes weights, told with their shapes on one device, in the first process of a mesh; all
+    """Writes weights, given with their shapes on one device, in the first process of a mesh; all
     take part in bringing them together."""
     tensors = {name: (leaf.dtype, shape) for name, (leaf, shape) in part.items()}
     arrays = (merge_one(host_copy(leaf), shape) for leaf, shape in part.values())

@@ -28,7 +28,7 @@ RENAMED = (
 
 
 class Part(NamedTuple):
-    """What a published checkpoint names: rows of one expert's matrix, or the whole tensor."""
+    """The tensor of a published checkpoint: rows of one expert's matrix, or the whole tensor."""
 
     name: str
     expert: int | None = None  # None for the whole tensor

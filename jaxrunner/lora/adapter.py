@@ -16,7 +16,7 @@ MOST_NAMED = 3  # modules in a message
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a module: b a x, the scale in b."""
+    """The low-rank update that an adapter adds to a module: b a x, the scale in b."""
 
     a: np.ndarray  # [rank, inputs]
     b: np.ndarray  # [outputs, rank]

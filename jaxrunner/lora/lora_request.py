@@ -1,4 +1,4 @@
-"""Which adapter a request wants, as vLLM's `LoRARequest` says it. Knows no JAX."""
+"""The adapter that a request wants, as vLLM's `LoRARequest` says it. Knows no JAX."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,8 @@ from typing import TypeVar
 from jaxrunner.api.validation import shown
 
 T = TypeVar("T")
-# What encloses the layers: a class for texts and one that sees have others, and so has a file. A
-# class that pools may have none.
+# The modules around the layers: a class for texts and one that sees have others, and so has a
+# file. A class that pools may have none.
 WRAPPERS = re.compile(r"((model|language_model|backbone|bert|roberta|transformer|gpt_neox)\.)+")
 
 

@@ -1,4 +1,4 @@
-"""Which layers behind a pooling adapters may have in place of the model's, and their checks."""
+"""The layers behind a pooling that adapters may have in place of the model's, and their checks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

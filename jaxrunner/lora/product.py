@@ -1,4 +1,4 @@
-"""What one product of a model is to adapters."""
+"""The description of one product of a model for adapters."""
 
 from typing import NamedTuple
 

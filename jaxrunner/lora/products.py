@@ -1,4 +1,4 @@
-"""Which products of a model adapters may change, and where modules' rows lie in each."""
+"""The products of a model that adapters may change, and where modules' rows lie in each."""
 
 from collections.abc import Sequence
 import functools

@@ -20,7 +20,7 @@ from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array, Inputs, State
 
 EMBED, HEAD = "embed", "head"  # fields of a model's weights
-TIED_HEAD = "lm_head"  # what trainers call a head that is the embedding
+TIED_HEAD = "lm_head"  # trainers' name of a head that is the embedding
 
 
 @pytree

@@ -79,7 +79,7 @@ class BalancedConfig:
 
     @functools.cached_property
     def dims(self) -> dict[str, Any]:
-        """Those of the model, with as many experts as places."""
+        """The dims of the model, with as many experts as places."""
         dims = self.plain.dims
         kinds = dims.get("kinds", {}) | {Experts: PlacedExperts}
         slots = 1 + self.eplb.num_redundant_experts

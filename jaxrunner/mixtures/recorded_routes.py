@@ -59,12 +59,12 @@ class RecordedConfig:
 
     @functools.cached_property
     def routes_kind(self) -> RoutesKind:
-        """What each layer keeps of a token's routes."""
+        """The cache kind of each layer's routes."""
         return RoutesKind(num_routes=self.plain.router.num_experts_per_tok)
 
     @functools.cached_property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What the layers keep, and then the routes of each."""
+        """The cache kinds of the layers, and then that of the routes of each."""
         return (*self.plain.cache_kinds, *(self.routes_kind,) * self.plain.num_hidden_layers)
 
 

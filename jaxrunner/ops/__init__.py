@@ -1,1 +1,1 @@
-"""Which implementation of an operation runs on a device, and why."""
+"""The choice of an operation's implementation on a device, and the reason for it."""

@@ -31,7 +31,7 @@ from jaxrunner.speculators.drafter import DrafterConfig
 from jaxrunner.types import Array, Batch, LayerCache
 
 DEALT_OUT = LayerCache, LatentCache
-WHOLE = (RoutesCache,)  # what each device has of all tokens, as it computes with all of them
+WHOLE = (RoutesCache,)  # kinds that each device has of all tokens, as it computes with all
 MOST_QUERIES = 8  # of a row in the kernel, which reads its keys anew for each
 
 

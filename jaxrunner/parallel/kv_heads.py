@@ -14,7 +14,7 @@ from jaxrunner.parallel.mesh import EXPERTS, UNITS, mesh_axis
 
 # Of the model's axes, those that are cut, in config.json's words.
 NAMES = dict(H="num_attention_heads", F="intermediate_size", V="vocab_size")
-PACKED = ("K", "P"), ("K", "key_and_value")  # what has keys and values last, by KV head
+PACKED = ("K", "P"), ("K", "key_and_value")  # axes of keys and values last, by KV head
 OF_EXPERTS = {
     UNITS: "moe_intermediate_size",
     EXPERTS: "num_experts",

@@ -97,7 +97,7 @@ class ParallelConfig:
     def _over_ranks(
         self, model: Model, config: ModelConfig, experts: dict[str, Any]
     ) -> tuple[Model, ModelConfig]:
-        """Returns a mixture whose experts lie over data ranks. experts: what `shard` is told."""
+        """Returns a mixture whose experts lie over data ranks. experts: keywords of `shard`."""
         mesh = make_mesh(self.tensor_parallel_size, self.devices, self.num_ranks)
         if self.pipeline_parallel_size > 1:
             check_one_rank(mesh, "pipeline_parallel_size", "leave one of them out")

@@ -169,7 +169,7 @@ def _held(meshes: Sequence[Mesh], name: str) -> range:
 
 
 def _check_by_layer(model: Model, config: ModelConfig, name: str) -> None:
-    # Those that steps write by layer are told by the stages that have these.
+    # Tables that steps write by layer are returned by the stages that have the layers.
     by_layer = [t for t in partition(model.tables)[1] if "layers" in dict(t.dims)]
     more = len(by_layer) < len(model.tables) or model.heads or not model.tensor_parallel
     if more or not _layer_fields(model, config):
@@ -243,7 +243,7 @@ def _put(x: Any, at: Any) -> Any:
 def _layers(
     config: StageConfig, *args: Any, extras: tuple[str, ...] = (), **kwargs: Any
 ) -> Any:  # fmt: skip
-    """Runs the layers of a stage. extras: "name.3" is told by the stage that has layer 3."""
+    """Runs the layers of a stage. extras: "name.3" is returned by the stage that has layer 3."""
     held = config.pipeline_layers
     here = tuple(f".{i}" for i in range(held.start, held.stop))
     own = tuple(name for name in extras if name.endswith(here))
@@ -275,6 +275,6 @@ def _read_by(function: Callable[..., Any], params: Any, *args: Any) -> frozenset
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     return frozenset(
         jax.tree_util.keystr(path)
-        for path, var in zip(paths, jaxpr.invars, strict=False)  # what follows are no weights
+        for path, var in zip(paths, jaxpr.invars, strict=False)  # later variables are no weights
         if id(var) in used
     )

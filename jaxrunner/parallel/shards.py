@@ -59,7 +59,7 @@ def _on_shards(
     @functools.wraps(function)
     def run(*args: Any, **static: Any) -> Any:
         body = functools.partial(function, **static)
-        # What is whole is computed alike on all devices, which JAX cannot see of every operation.
+        # Whole arrays are computed alike on all devices, which JAX cannot see of every operation.
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )

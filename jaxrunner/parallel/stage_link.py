@@ -121,7 +121,7 @@ class Told:
     """A broadcast int32 vector that may be on its way; has the methods to wait for an array."""
 
     def __init__(self, x: jax.Array | None, keys: Sequence[str]):
-        """x: where this process tells it, under all the keys; else it reads one."""
+        """x: the vector, where this process sends it, under all the keys; else it reads one."""
         self._x, self._keys = x, keys
         self._value: np.ndarray | None = None
 

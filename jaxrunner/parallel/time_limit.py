@@ -36,7 +36,8 @@ def _error_of(run: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-# Those that wait for work. A start takes as long as a short step; what hangs keeps its thread.
+# Threads that wait for work. Starting one takes as long as a short step; a call that hangs keeps
+# its thread.
 _idle: list[_Thread] = []
 os.register_at_fork(after_in_child=_idle.clear)
 

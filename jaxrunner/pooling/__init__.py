@@ -1,1 +1,1 @@
-"""What is asked of models that tell arrays in place of tokens, and what they answer."""
+"""The requests to models that return arrays in place of tokens, and their outputs."""

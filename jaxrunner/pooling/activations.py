@@ -1,4 +1,4 @@
-"""What runs on pooled arrays on the host. Knows no JAX."""
+"""The activations that run on pooled arrays on the host. Knows no JAX."""
 
 from collections.abc import Callable
 

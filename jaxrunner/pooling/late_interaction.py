@@ -19,7 +19,7 @@ BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LateInteractionParams:
-    """What a prompt of a model for `token_embed` is in a comparison of tokens.
+    """The role of a prompt of a model for `token_embed` in a comparison of tokens.
 
     Raises:
       TypeError, ValueError: a field is wrong; names it.
@@ -43,7 +43,7 @@ def check(cache: QueryCache, asked: Sequence[LateInteractionParams | None], task
     """Checks that each document's query will be kept when it is its turn.
 
     Raises:
-      ValueError: it will not, or the model tells no arrays of tokens.
+      ValueError: it will not, or the model returns no arrays of tokens.
     """
     left: dict[str, int] = {}
     for one in asked:
@@ -69,7 +69,7 @@ def check(cache: QueryCache, asked: Sequence[LateInteractionParams | None], task
 def compare(
     cache: QueryCache, arrays: Sequence[np.ndarray], asked: Sequence[LateInteractionParams | None]
 ) -> list[np.ndarray]:
-    """Returns what each prompt tells in place of its tokens' arrays: 0 of a query, [], that it
+    """Returns the result of each prompt in place of its tokens' arrays: 0 of a query, [], that it
     keeps, and a document's score; others' arrays as they are."""
     told, queries, documents = list(arrays), [], []
     for i, (array, one) in enumerate(zip(arrays, asked, strict=True)):

@@ -37,7 +37,7 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class PoolingMethods:
-    """What an `LLM` with `runner="pooling"` is asked. Bad prompts raise before any is computed."""
+    """The methods of an `LLM` with `runner="pooling"`. Bad prompts raise before any is computed."""
 
     completions: Completions
     engine: Any
@@ -235,13 +235,13 @@ def _check(params: Any, config: PooledConfig) -> None:
 
 
 def _sampling(params: PoolingParams, first: int | None, config: PooledConfig) -> PooledRequest:
-    """Returns what the engine is asked for: one token, whose step tells what is pooled."""
+    """Returns the engine's request: one token, whose step returns the pooled array."""
     skip = params.skip_reading_prefix_cache
     extra = None if first is None else dict(first_segment_len=float(first))
     return PooledRequest(
         max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
-        # What is of all tokens wants all of them computed.
+        # Poolings over all tokens need all of them computed.
         skip_reading_prefix_cache=True if config.pooling != "LAST" else skip,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What pooling models return, in vLLM's names. Knows no JAX."""
+"""The outputs of pooling models, in vLLM's names. Knows no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class PoolingOutput:
-    """What was pooled of a prompt: [X], or [tokens, X] of a model that tells each token's."""
+    """The pooled array of a prompt: [X], or [tokens, X] of a model that returns each token's."""
 
     data: np.ndarray  # float32
 

@@ -29,7 +29,7 @@ BOUNDS: dict[str, Bound] = {
 
 @dataclass(kw_only=True)
 class PoolingParams:
-    """What is made of one prompt's pooled array. Checked when made.
+    """The pooling parameters of one prompt. Checked when made.
 
     Raises:
       TypeError: a field has the wrong type.
@@ -75,7 +75,7 @@ class PoolingParams:
 
 @dataclass(kw_only=True)
 class PooledRequest(SamplingParams):
-    """What the engine is asked for: one token, whose step tells what is pooled."""
+    """The engine's request for a pooled prompt: one token, whose step returns the pooled array."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,11 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, asked: Any) -> "PoolerConfig":
-        """Returns what a user passes: a `PoolerConfig`, a dict of its fields, or None."""
+        """Returns what a user passes: a `PoolerConfig`, a dict of its fields, or None.
+
+        Raises:
+          TypeError, ValueError: it is none of these, or a field is wrong; names it.
+        """
         if isinstance(asked, cls):
             return asked
         if asked is not None and not isinstance(asked, Mapping):

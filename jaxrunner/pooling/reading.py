@@ -21,7 +21,7 @@ from jaxrunner.pooling.params import OF_TOKENS, PoolerConfig
 from jaxrunner.text.tokenizer import Tokenizer
 
 RUNNERS = ("auto", "generate", "pooling")
-# What names of architectures end with, and what such models are made for.
+# Tasks of models, by the ends of their architectures' names.
 TASKS = dict(
     ForSequenceClassification="classify",
     ForTokenClassification="token_classify",
@@ -52,7 +52,7 @@ def no_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class PoolingFiles:
-    """What a checkpoint says of a model that pools."""
+    """The description of a model that pools, as its checkpoint has it."""
 
     settings: dict[str, Any]  # of the model below, without an output layer
     architecture: str

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files beside a checkpoint say: pooling, layers behind it, a norm."""
+"""The files of sentence-transformers beside a checkpoint: pooling, layers behind it, a norm."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ ACTIVATIONS = dict(Identity="identity", Tanh="tanh", ReLU="relu", GELU="gelu", S
 
 
 class Modules(NamedTuple):
-    """What comes behind the model; None where the files do not say."""
+    """The modules behind the model; None where the files do not say."""
 
     pooling: str | None = None  # of `params.POOLING_TYPES`
     layers: tuple[DenseConfig, ...] = ()

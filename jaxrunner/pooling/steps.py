@@ -14,7 +14,7 @@ FIELDS = "step_tag_id", "returned_token_ids"  # of `PoolingParams` and `PoolerCo
 
 
 def check(asked: Any, *, steps: bool, num_out: int, vocab_size: int) -> None:
-    """Checks what is asked of steps. asked: has `FIELDS`; num_out: numbers told of a token.
+    """Checks what is asked of steps. asked: has `FIELDS`; num_out: numbers returned of a token.
 
     Raises:
       ValueError: the model scores no steps, or a field is out of range; names it.

@@ -1,4 +1,4 @@
-"""What an engine's programs are made of: chosen from the model, the sizes and the device."""
+"""The parts of an engine's programs, chosen from the model, the sizes and the device."""
 
 from dataclasses import replace
 import functools
@@ -40,7 +40,7 @@ from jaxrunner.speculators.drafter import DraftedConfig
 
 
 class Built(NamedTuple):
-    """What is compiled into an engine's programs, where these are kept and how they are lowered."""
+    """The parts of an engine's programs, where these are kept and how they are lowered."""
 
     choice: Choice
     program: Program
@@ -127,7 +127,7 @@ def build(
         model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved, layers
     )
     check_names(program.tables)
-    # What the code of others does is not known.
+    # Nothing is known of code that is not ours.
     ours = rules == RULES and ops is None and is_ours(*_code(program, params))
     spec = abstract(params)
     if mesh is not None and not program.stages:

@@ -171,7 +171,7 @@ class ProgramTable:
         self._lower_each(pool, iter([key for key in todo if key not in set(large)]), [])
         for thread in threads:
             thread.join()
-        self._lower_each(pool, iter([*left, *elsewhere]), [])  # what processes left
+        self._lower_each(pool, iter([*left, *elsewhere]), [])  # keys that processes left
 
     def _lower_each(
         self, pool: ThreadPoolExecutor, keys: Iterator[Key], left: list[Key],

@@ -55,7 +55,11 @@ class Fp8:
         return cls(scheme if scheme != "none" else None, block or None, ignored)
 
     def scheme(self, module: str, shape: tuple[int, int]) -> Scheme | None:
-        """Returns how a module is held; None for a head, which stays as it is."""
+        """Returns how a module is held; None for a head, which stays as it is.
+
+        Raises:
+          ValueError: the inputs of the module are not whole blocks.
+        """
         if is_named(module, (*self.ignored, HEAD)):
             return None
         block = self.weight_block_size or (1, 0)

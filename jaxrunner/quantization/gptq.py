@@ -77,7 +77,11 @@ class GPTQ:
         return self
 
     def scheme(self, module: str, shape: tuple[int, int]) -> Scheme | None:
-        """Returns how a module is held; None for as it is."""
+        """Returns how a module is held; None for as it is.
+
+        Raises:
+          ValueError: the sizes of the module are not whole groups and words.
+        """
         own = self.of(module)
         if own is None:
             return None

@@ -43,7 +43,11 @@ class Mxfp4:
         return None
 
     def sources(self, placing: Placing, bias: Source | None) -> QuantizedLinear:
-        """Returns where a stack's leaves come from. A float one is stored as [X, in, out]."""
+        """Returns where a stack's leaves come from. A float one is stored as [X, in, out].
+
+        Raises:
+          ValueError: the inputs are not whole runs that share a scale.
+        """
         (name,), ((X, inner, out),) = placing.source.names, placing.source.shapes
         if inner % RUN:
             raise ValueError(

@@ -65,7 +65,7 @@ class QuantizedConfig:
 
     @functools.cached_property
     def dims(self) -> dict[str, Any]:
-        """Those of the model, and what stands in for `Linear`."""
+        """The dims of the model, with the stand-ins for `Linear` and `Experts`."""
         kinds = self.plain.dims.get("kinds", {})
         stand_in = functools.partial(_stand_in, dict(self.schemes))
         experts = functools.partial(_stand_in_experts, dict(self.schemes))

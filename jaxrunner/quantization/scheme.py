@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import math
 from typing import Any, NamedTuple
 
-Given = Mapping[str, Any]  # what a family says of axes and flags, as `pytree.nested` has it
+Given = Mapping[str, Any]  # a family's axes and flags, as `pytree.nested` has it
 
 
 class Code(NamedTuple):

@@ -16,7 +16,7 @@ from jaxrunner.model import Source
 from jaxrunner.quantization.placing import Arrays, Placing
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 
-LEAVES = "weight", "scale", "zero", "permutation"  # what its values are made of
+LEAVES = "weight", "scale", "zero", "permutation"  # the leaves of its values
 
 
 def widened(source: Source, method: Any) -> Source:

@@ -1,4 +1,4 @@
-"""What a launch tells of all data ranks, read as of one."""
+"""The outputs that a launch returns of all data ranks, read as of one."""
 
 from typing import Any, cast
 

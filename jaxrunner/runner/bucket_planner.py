@@ -1,4 +1,4 @@
-"""Which padded sizes cost the least for some traffic, by what steps of each size take.
+"""The padded sizes that cost the least for some traffic, by the time of a step of each size.
 
     sizes = plan(llm.engine.runner.traffic[1], interpolate({8: 4.8, 64: 7.0, 256: 16.4}), 5).sizes
     LLM(model, decode_buckets=sizes)

@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a step allow, a bit for each."""
+"""The masks of tokens that the grammars of a step allow, a bit for each."""
 
 from typing import Any
 

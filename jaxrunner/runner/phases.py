@@ -9,9 +9,9 @@ admit     new requests enter the device's tables output    what users see: text,
 from collections.abc import Callable, Iterator
 import contextlib
 import functools
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
-P, T = ParamSpec("P"), TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 PHASES = ("add", "schedule", "pack", "admit", "dispatch", "wait", "read", "output")
 
 
@@ -46,12 +46,12 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.clear()
 
 
-def phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def phase(name: str) -> Callable[[F], F]:
     """Returns a decorator of functions that are a phase of `PHASES`."""
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+    def decorate(function: F) -> F:
         @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not _listeners:
                 return function(*args, **kwargs)
             (listener,) = _listeners
@@ -61,6 +61,6 @@ def phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             finally:
                 listener.end()
 
-        return call
+        return cast(F, call)
 
     return decorate

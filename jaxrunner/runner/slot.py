@@ -1,11 +1,11 @@
-"""What the host knows of a request that has a slot in the device's tables."""
+"""The host's record of a request that has a slot in the device's tables."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Needs(NamedTuple):
-    """What a request's parameters need from the programs."""
+    """The features of programs that a request's parameters need."""
 
     all_rules: bool  # logprobs, or rules that few requests have
     single_steps: bool  # a grammar, or logprobs of all tokens: one step a launch
@@ -32,7 +32,7 @@ class PendingPromptLogprobs(NamedTuple):
 
 @dataclass
 class Slot:
-    """What the host knows of a request that has a slot."""
+    """The host's record of a request that has a slot."""
 
     index: int  # of its row in the device's table
     num_blocks: list[int]  # by cache group

@@ -1,6 +1,6 @@
 """Checks the steps of a host's own scheduler, before anything changes.
 
-The device believes what it is told: a token without a block would be written into another
+The device trusts the steps that it is sent: a token without a block would be written into another
 request's. So a runner keeps of each request what must hold of its next step.
 """
 
@@ -77,7 +77,7 @@ class StepCheck:
 
 
 class _Step:
-    """What requests become in one step."""
+    """The rows of requests as they change in one step."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the fields of a scheduler's output may hold, each by itself. See `step_check`."""
+"""The checks of a scheduler's output, each field by itself. See `step_check`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -42,7 +42,7 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelRunnerOutput:
-    """What a step sampled, in row order."""
+    """The sampled tokens of a step, and its other outputs, in row order."""
 
     req_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[list[int], ...] = ()  # [] for a request in mid-prefill

@@ -26,7 +26,7 @@ MAX_EXTRA_ARGS = 16
 
 
 class LogitsRow(NamedTuple):
-    """What a logits function sees of the request whose token is being sampled."""
+    """The data of a logits function about the request whose token is being sampled."""
 
     token_ids: Array  # [L], prompt and output; the first `position` are real
     position: Array  # of the token that is being sampled, scalar

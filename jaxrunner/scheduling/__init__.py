@@ -1,1 +1,1 @@
-"""Which requests compute how many tokens in a step, and the KV blocks they hold. Knows no JAX."""
+"""The number of tokens of each request in a step, and the KV blocks it holds. Knows no JAX."""

@@ -1,4 +1,4 @@
-"""Whose adapters are on the device: at most some at once, and each request's turn comes. No JAX."""
+"""The adapters on the device: at most some at once, and each request's turn comes. No JAX."""
 
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.stateful import Stateful
@@ -14,7 +14,7 @@ class AdapterTurns(Stateful):
     SAVED = ("_users", "_draining", "num_freed")  # in a snapshot
 
     def __init__(self, max_loras: int, pinned: set[int]):
-        """pinned: adapters that keep their places; who changes the set tells by it."""
+        """pinned: adapters that keep their places; a shared set, read at each call."""
         self.max_loras, self.pinned = max_loras, pinned
         self._users: dict[int, set[str]] = {}  # requests by adapter, the first to start first
         self._draining = 0  # an adapter, 0 for none

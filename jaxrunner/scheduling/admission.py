@@ -1,4 +1,4 @@
-"""Which waiting requests enter the running batch, and with which cached prefix. Knows no JAX."""
+"""The admission of waiting requests to the running batch, with cached prefixes. Knows no JAX."""
 
 from collections.abc import Collection, Iterable
 

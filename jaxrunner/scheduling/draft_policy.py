@@ -78,7 +78,7 @@ class DraftPolicy:
         if drafts is not None:
             verified, _, _, *accepted = drafts.sum(0).tolist()
             if verified:
-                most = max(output.num_drafts.values())  # what comes behind was not verified
+                most = max(output.num_drafts.values())  # drafts behind these were not verified
                 for counts, new in ((self._verified, verified), (self._accepted, accepted[:most])):
                     counts[:most] = DECAY * counts[:most] + new
         K, counts = output.num_proposed, output.num_scheduled_tokens

@@ -23,7 +23,7 @@ def take_up(
 ) -> None:
     """Queues requests that other ranks had, in their order: they start again from their tokens.
 
-    started: ids of those that have run before, and been told how many of their tokens were cached.
+    started: ids of those that have run before, whose number of cached tokens was reported.
     """
     for request in sorted(requests, key=lambda request: request.arrival):
         request.blocks, request.num_held, request.full_len = (), 0, 0

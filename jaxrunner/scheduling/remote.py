@@ -44,7 +44,7 @@ class RemoteSource(Protocol):
         ...
 
     def release(self, request: Request) -> bool:
-        """Told that a request has ended, in whatever state. Returns whether its blocks are free.
+        """Takes note that a request has ended, in any state. Returns whether its blocks are free.
 
         False: they are read or written still, until `poll` returns the request.
         """
@@ -66,7 +66,7 @@ class RemoteRequests:
                 "remote out"
             )
         self._source, self._tables = source, tables
-        self._loading: dict[Request, Hit] = {}  # what they start from once it is there
+        self._loading: dict[Request, Hit] = {}  # the prefix that each starts from once it is there
         self._loaded: dict[Request, Hit] = {}  # it is; they wait for a place
         self._ended: set[Request] = set()  # their blocks are in use all the same
         self._failed: set[Request] = set()  # to be computed here; hold nothing
@@ -83,7 +83,7 @@ class RemoteRequests:
 
     @property
     def loaded(self) -> Iterable[Request]:
-        """Those that wait for nothing but a place."""
+        """The requests that wait for nothing but a place."""
         return self._loaded.keys()
 
     def lookup(self, request: Request, hit: Hit) -> Hit | None:

@@ -193,6 +193,7 @@ class SchedulerOutput:
 
     @property
     def total_num_scheduled_tokens(self) -> int:
+        """Tokens of the step, of all its requests."""
         return sum(self.num_scheduled_tokens.values())
 
 

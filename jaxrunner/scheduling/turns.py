@@ -1,4 +1,4 @@
-"""Which requests run in a pipeline's next step, so that all stages are busy. Knows no JAX.
+"""The requests that run in a pipeline's next step, so that all stages are busy. Knows no JAX.
 
 As many steps are under way as there are stages. A request's next step needs the token of its last
 one, which has to leave the last stage first; steps of other requests run in between.

@@ -28,7 +28,7 @@ class DraftModelConfig:
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each of its layers keeps."""
+        """The cache kind of each of its layers."""
         return self.config.cache_kinds
 
     @property

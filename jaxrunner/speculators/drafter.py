@@ -14,7 +14,7 @@ from jaxrunner.types import Array, Inputs
 
 
 class DrafterConfig(Protocol):
-    """What the rest needs to know of a drafter. Each family has a frozen dataclass that says it."""
+    """The settings of a drafter that engines need. Each family has a frozen dataclass of them."""
 
     @property
     def architecture(self) -> str:
@@ -28,7 +28,7 @@ class DrafterConfig(Protocol):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each of its layers keeps of the tokens before one."""
+        """The cache kind of each of its layers."""
         ...
 
     @property
@@ -106,12 +106,12 @@ class DraftedConfig:
 
     @functools.cached_property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps, the drafter's behind the model's."""
+        """The cache kind of each layer, the drafter's behind the model's."""
         return (*self.target.cache_kinds, *self.own_kinds)
 
     @functools.cached_property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer of the drafter keeps: in blocks of the model's where sizes are equal."""
+        """The cache kinds of the drafter's layers: in the model's blocks where sizes are equal."""
         dims = self.drafter.dims  # without K and D where no layer keeps keys
         axes = tuple((axis, dims[axis]) for axis in "KD" if axis in dims)
         if all(self.target.dims.get(axis) == size for axis, size in axes):
@@ -121,7 +121,7 @@ class DraftedConfig:
 
     @functools.cached_property
     def dims(self) -> dict[str, Any]:
-        """Those of the model, and those of both parts of `Drafted`."""
+        """The dims of the model, and those of both parts of `Drafted`."""
         own = {"kinds": {}} | self.drafter.dims  # no stand-ins of the model's
         parts = dict(target=(self.model.params, {}), drafter=(self.family.params, own))
         return self.target.dims | parts

@@ -19,9 +19,9 @@ from jaxrunner.models.qwen2 import read_windows
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
 )  # fmt: skip
-LAYER = ("midlayer.", "layers.0.")  # what names of the layer's tensors begin with
+LAYER = ("midlayer.", "layers.0.")  # prefixes of the layer's tensors
 FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-# What `speculators` writes of itself, of its training and of how many tokens to draft.
+# Settings of `speculators` about itself, its training and how many tokens to draft.
 OF_SPECULATORS: dict[str, type] = dict(
     speculators_config=dict, speculators_version=str, embed_requires_grad=bool,
     has_no_defaults_at_init=bool,
@@ -53,7 +53,7 @@ class Eagle3Config:
 
     @property
     def dtype(self) -> str:
-        """That its checkpoint is stored in."""
+        """The dtype that its checkpoint is stored in."""
         return self.decoder.dtype
 
     @property
@@ -68,7 +68,7 @@ class Eagle3Config:
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What its layer keeps of the tokens before one."""
+        """The cache kind of its layer."""
         return self.decoder.cache_kinds
 
     @property
@@ -87,7 +87,7 @@ class Eagle3Config:
 def read(settings: Settings, target: ModelConfig, tensors: Collection[str] = ()) -> Eagle3Config:
     """Reads the config of a head for `target`.
 
-    tensors: names of those in the checkpoint: they tell which optional weights it has. Without
+    tensors: names of those in the checkpoint: they show which optional weights it has. Without
     them it is as SpecForge saves it: its own logits where its vocabulary is smaller.
 
     Raises:

@@ -66,7 +66,7 @@ class Params:
 
 
 def read(target: ModelConfig) -> MimoMtpConfig:
-    """Returns the layer that a model's own config tells of.
+    """Returns the config of the layer that a model's own config declares.
 
     Raises:
       ValueError: there is none, or there are several.

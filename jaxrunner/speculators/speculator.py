@@ -53,14 +53,15 @@ class Speculator(NamedTuple):
     name: str
     num_drafts: int  # K, of each request in each step
     propose: Callable[[DraftInputs], Proposal]  # of `tables` and `kv` it changes its own alone
-    tables: tuple[SlotTable, ...] = ()  # what it keeps of each request
+    tables: tuple[SlotTable, ...] = ()  # its state of each request
     extras: tuple[str, ...] = ()  # of the model's layers that it reads
     # Tokens, behind those that a step computes, whose keys it writes before they are verified.
     lookahead: int = 0
     # Whether steps may verify and propose none, where these do not pay; see `DraftPolicy`.
     adaptive: bool = False
-    # Which drafts stand: "exact", those that the model samples too; "standard" and "block", see
-    # `sampling.acceptance`; "synthetic", each at a rate of its own, given that those before it do.
+    # The drafts that are accepted: "exact", those that the model samples too; "standard" and
+    # "block", see `sampling.acceptance`; "synthetic", each at a rate of its own, given that those
+    # before it are.
     rejection: str = "exact"
     rates: tuple[float, ...] = ()
 

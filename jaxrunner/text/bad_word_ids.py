@@ -8,7 +8,11 @@ from jaxrunner.text.tokenizer import Tokenizer
 
 
 def encode_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Returns parameters whose bad words are token ids: of the word alone, and after a space."""
+    """Returns parameters whose bad words are token ids: of the word alone, and after a space.
+
+    Raises:
+      ValueError: a word is a text, and there is no tokenizer.
+    """
     texts = [word for word in params.bad_words or () if isinstance(word, str)]
     if not texts:
         return params

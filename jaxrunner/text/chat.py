@@ -7,7 +7,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.text.jinja_guard import GLOBALS, GUARD
 from jaxrunner.text.jinja_sandbox import render
 
-# What no keyword argument may replace: our own names, and the sandbox's.
+# Names that no keyword argument may replace: our own, and the sandbox's.
 RESERVED = {"template", "messages", GUARD, "namespace", "cycler", "joiner", "self", *GLOBALS}
 ARGUMENTS = {
     "add_generation_prompt", "continue_final_message", "tools", "bos_token", "eos_token",

@@ -39,7 +39,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What was returned so far."""
+        """The text that was returned so far."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
@@ -80,7 +80,7 @@ class Detokenizer:
     def _finish(self, pending: str) -> str:
         delta = self._show(pending)
         if pending:
-            # What was just read is the context that decides on the next token's space.
+            # The ids just decoded are the context that decides on the next token's space.
             self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
             self._known, self._shown = self._decode(self._ids), ""
         return delta

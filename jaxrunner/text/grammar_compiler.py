@@ -20,7 +20,7 @@ from jaxrunner.text.tokenizer import Tokenizer
 
 
 class Vocabulary(NamedTuple):
-    """Which ids a mask may allow. text, ends: [W], int32."""
+    """The ids that a mask may allow. text, ends: [W], int32."""
 
     text: np.ndarray
     ends: np.ndarray

@@ -24,7 +24,7 @@ MAX_ERROR = 300  # characters
 
 
 class Setup(NamedTuple):
-    """What a trial needs besides the grammar."""
+    """The inputs of a trial besides the grammar."""
 
     tokenizer: str  # as in tokenizer.json
     n_vocab: int

@@ -1,4 +1,4 @@
-"""What templates of strangers may take: time, text, and the filters that could take more.
+"""The limits of strangers' templates: time, text, and the filters that could take more.
 
 Sizes are checked before a value is made. Knows no JAX.
 """
@@ -53,7 +53,11 @@ class Guard:
             )
 
     def size(self, value: Any) -> int:
-        """Returns about how many characters a value takes, its parts each time they occur."""
+        """Returns about how many characters a value takes, its parts each time they occur.
+
+        Raises:
+          ValueError: the value is too large, or holds a namespace.
+        """
         total, left = 0, [value]
         while left:
             item = left.pop()
@@ -187,7 +191,11 @@ def replaced_size(text: Any, old: Any = "", new: Any = "") -> int:
 
 
 def result_size(guard: Guard, operator: str, left: Any, right: Any) -> int:
-    """Returns a bound of the size of `left operator right`; of integers, in digits or more."""
+    """Returns a bound of the size of `left operator right`; of integers, in digits or more.
+
+    Raises:
+      ValueError: `%` formats to a width.
+    """
     sizes = [len(v) if isinstance(v, SIZED) else None for v in (left, right)]
     if operator == "%" and isinstance(left, str | bytes):
         if WIDTH.search(left if isinstance(left, str) else left.decode("latin-1")):

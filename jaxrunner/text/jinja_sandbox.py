@@ -79,7 +79,11 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of the template, a global or a method."""
+        """Calls a function of the template, a global or a method.
+
+        Raises:
+          ValueError: a method is not in the sandbox, its result is too large, or time is over.
+        """
         guard, owner = context[GUARD], getattr(function, "__self__", None)
         guard.tick()
         if isinstance(owner, str | bytes | int | float | dict | list | tuple):
@@ -95,7 +99,11 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Refuses `str.format`, whose widths know no limit."""
+        """Refuses `str.format`, whose widths know no limit.
+
+        Raises:
+          ValueError: the value is `str.format`, or `str.format_map`.
+        """
         if super().wrap_str_format(value) is not None:
             raise ValueError("chat template takes str.format, which is not in the sandbox: use ~")
 

@@ -18,7 +18,7 @@ from jaxrunner.api.limits import PATTERN_CHARS, PATTERN_TEXT, PATTERN_TIME_S
 from jaxrunner.api.validation import shown
 from jaxrunner.errors import of_foreign_code
 
-# What patterns of models tell apart: letters, digits, space, line ends, marks, scripts.
+# Characters that patterns distinguish: letters, digits, space, line ends, marks, scripts.
 USUAL = ("a", "A", "0", " ", "\n", ".", "'", "\u0301", "\u4e2d")
 MOST_UNITS = 24
 SIGNS = r"\\[pP]\{.*?\}|\\x\{.*?\}|\\.|\{[\d,]*\}"  # letters in them are no literals
@@ -54,7 +54,7 @@ def _try(where: str, patterns: list[str], run: Callable[[str], Any]) -> None:
     """Runs a section on texts of one unit repeated, twice as often each time."""
     own = (unit for pattern in patterns for unit in _units(pattern))
     units = list(dict.fromkeys((*USUAL, *itertools.islice(own, MOST_UNITS))))
-    # What a pattern ends with has to be there, or no attempt is made.
+    # The end of a pattern has to be in the text, or no attempt is made.
     tail = "!" + "".join(units)
     length = FIRST_TEXT
     while length <= PATTERN_TEXT:

@@ -15,7 +15,7 @@ from jaxrunner.hf_config import read_json
 from jaxrunner.text import pattern_trial, tokenizer_file
 from jaxrunner.text.tokenizer_names import HuggingFaceNames
 
-BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not one yet
+BROKEN = "\ufffd"  # the text of a decoder for bytes that are no character, or not one yet
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
 
 

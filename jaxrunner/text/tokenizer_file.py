@@ -22,7 +22,7 @@ from jaxrunner.api.limits import (
 )
 from jaxrunner.api.validation import shown
 
-# What rewrites text; each may be one part, or a sequence of parts.
+# The sections that rewrite text; each may be one part, or a sequence of parts.
 SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 # How many characters become of one at most, by Unicode 17.
 FORMS = dict(NFC=3, NFD=4, NFKC=18, NFKD=18)

@@ -1,4 +1,4 @@
-"""What users of Hugging Face's tokenizers call, by its names there. Knows no JAX."""
+"""The methods of Hugging Face's tokenizers that users call, by their names there. Knows no JAX."""
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence

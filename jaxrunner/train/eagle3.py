@@ -53,7 +53,7 @@ class State(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What training leaves."""
+    """The result of training."""
 
     params: eagle3.Params  # float32, those with the greatest acceptance length
     curve: list[dict[str, Any]]  # one entry an evaluation

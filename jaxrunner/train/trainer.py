@@ -54,7 +54,7 @@ class Training(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What training leaves."""
+    """The result of training."""
 
     params: Any  # float32, the average of weights that scored best
     curve: list[dict[str, float]]  # one entry an evaluation
@@ -110,7 +110,7 @@ def init(config: ModelConfig, train: TrainConfig) -> Training:
             return jnp.ones(shape, dtype)
         if axes[0] == "V":
             return 0.02 * jax.random.normal(key, shape, dtype)
-        # What a layer adds to the stream (axes "E ...") is scaled down by the number of layers.
+        # The addend of a layer to the stream (axes "E ...") is scaled down by the number of layers.
         adds = axes[0] == "E"
         fan_in = np.prod(shape[1:]) if adds else shape[-1]
         gain = (2 * config.num_hidden_layers) ** -0.5 if adds else 1.0

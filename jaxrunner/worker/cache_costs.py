@@ -1,4 +1,4 @@
-"""What caches of an engine take, by its KV blocks and the length of requests."""
+"""The memory that caches of an engine take, by its KV blocks and the length of requests."""
 
 import bisect
 from collections import Counter

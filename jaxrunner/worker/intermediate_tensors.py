@@ -1,4 +1,4 @@
-"""What ranks of a pipeline hand each other, in vLLM's names."""
+"""The tensors that ranks of a pipeline hand each other, in vLLM's names."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from jaxrunner.scheduling.request import SchedulerOutput
 
 
 class IntermediateTensors(NamedTuple):
-    """What a rank computed of a step, for the next rank."""
+    """The tensors that a rank computed in a step, for the next rank."""
 
     tensors: dict[str, jax.Array]  # "hidden_states": [T, E], T of the step's bucket
 

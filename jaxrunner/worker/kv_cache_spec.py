@@ -1,4 +1,4 @@
-"""What layers keep of keys and values, in vLLM's words, for a scheduler of one's own."""
+"""The KV caches of layers, in vLLM's words, for a scheduler of one's own."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from jaxrunner.worker.cache_costs import num_bytes
 
 
 class KVCacheSpec(NamedTuple):
-    """What one layer keeps of its keys and values."""
+    """The KV cache of one layer."""
 
     block_size: int  # tokens
     num_kv_heads: int

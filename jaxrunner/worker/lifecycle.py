@@ -13,7 +13,7 @@ from jaxrunner.runner.profiling import Profiler, check_device
 from jaxrunner.worker import lifecycle_arguments as arguments
 from jaxrunner.worker.adapters import Adapters
 
-TAGS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
+TAGS = frozenset({"weights", "kv_cache"})  # the parts that sleep and wake
 
 
 class Lifecycle(Adapters):

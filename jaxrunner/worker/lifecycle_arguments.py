@@ -1,4 +1,4 @@
-"""What the methods of `Lifecycle` may be called with. Knows no JAX."""
+"""The arguments of the methods of `Lifecycle`. Knows no JAX."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an engine has in common with the one that goes on in its place."""
+"""The properties that an engine has in common with the one that goes on in its place."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +18,7 @@ MOST_NAMED = 3  # differences in one message
 
 
 def likeness(runner: ModelRunner) -> dict[str, str]:
-    """Says what two runners must have in common, by name: of weights a sum of their bits."""
+    """Returns properties that two runners must share, by name: of weights a sum of their bits."""
     config, program = runner.program.config, whole_program(runner.program)  # any mesh can go on
     model = config.family if isinstance(config, ShardedConfig | StageConfig) else program.model
     functions = dict(layers=model.layers, logits=model.logits)

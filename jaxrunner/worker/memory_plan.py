@@ -33,7 +33,7 @@ class Device(NamedTuple):
 
     @property
     def free(self) -> int:
-        """What an engine can have, its weights included."""
+        """The bytes that an engine can have, its weights included."""
         return self.limit - self.others
 
 
@@ -46,7 +46,7 @@ class CacheRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What an engine takes of its device's memory, in bytes."""
+    """The memory that an engine takes of its device's, in bytes."""
 
     requested: int  # all that it may take, 0 where there is no limit
     weights: int
@@ -59,12 +59,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """What the engine takes at most."""
+        """The bytes that the engine takes at most."""
         return self.weights + self.tables + self.kv + self.program + self.reserve
 
     @property
     def unused(self) -> int:
-        """What is left of `requested`; under 0 where a plan does not fit."""
+        """The bytes left of `requested`; under 0 where a plan does not fit."""
         return self.requested - self.total if self.requested else 0
 
     def checked(self, largest: tuple[Any, int] | None) -> "MemoryPlan":
@@ -123,7 +123,7 @@ class SizeCosts:
 
     @functools.cached_property
     def caches(self) -> CacheCosts:
-        """What its caches cost."""
+        """The costs of its caches."""
         return CacheCosts(self.program)
 
     def plan(self, max_model_len: int, num_blocks: int, requested: int = 0) -> MemoryPlan:
@@ -198,7 +198,7 @@ def _requested(size: CacheRequest, device: Device | None) -> int:
     """Returns the bytes that an engine may take; 0 where the device has no limit.
 
     Raises:
-      ValueError: a part is wanted of a device that does not tell its memory.
+      ValueError: a part is wanted of a device that does not report its memory.
       MemoryError: they are not free.
     """
     if device is None:

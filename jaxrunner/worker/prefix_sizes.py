@@ -1,4 +1,4 @@
-"""Which prefixes an engine caches, where a user left that open."""
+"""The prefixes that an engine caches, where a user left that open."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an engine's programs take beside their arguments, before they are compiled.
+"""The memory of an engine's programs beside their arguments, before they are compiled.
 
 With our kernels that is little, and `estimate` bounds it. Plain JAX takes ten times as much, in
 ways that a formula would have to know: there the largest program of each kind is compiled for a few
@@ -29,7 +29,7 @@ NOTE = "memory of the largest programs"
 
 
 class ProgramMemory(NamedTuple):
-    """What programs take, in bytes."""
+    """The memory that programs take, in bytes."""
 
     name: str = "none"  # of the largest
     program: int = 0  # its temporaries, and its outputs that are not in place
@@ -54,7 +54,7 @@ def estimate(program: Program) -> ProgramMemory:
     kinds = dict.fromkeys(program.config.cache_kinds)
     layer = max([layer, *(mixer(program, k) for k in kinds if isinstance(k, RecurrentState))])
     if program.lora:
-        # What they add to gate and up products, and in between a column for each of their ranks.
+        # Their addends to gate and up products, and in between a column for each of their ranks.
         layer += T * (2 * itemsize * dims["F"] + 8 * 3 * e.max_loras * e.max_lora_rank)
         if "kv_rank" in dims:  # a column for each rank and head
             layer += T * 8 * dims["H"] * e.max_loras * e.max_lora_rank

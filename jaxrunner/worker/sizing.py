@@ -41,7 +41,7 @@ EAGER = 0.1  # of the device, for steps that no compiler lays out
 
 
 class EnginePlan(NamedTuple):
-    """What an engine on a device will be."""
+    """The plan of an engine on a device: its sizes, its memory and its programs."""
 
     config: EngineConfig
     memory: MemoryPlan

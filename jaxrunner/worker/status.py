@@ -1,4 +1,4 @@
-"""Tells whether a worker can be used: in its own process, awake, and not ended."""
+"""The status of a worker: usable in its own process, awake, and not ended."""
 
 import os
 

@@ -32,7 +32,7 @@ CHANGEABLE = dict(
 
 
 class WeightUpdates(NotHere, Stateful, abc.ABC):
-    """What takes new weights, and writes them, by the names of vLLM's worker, on its runners."""
+    """The methods that take new weights, and write them, by the names of vLLM's worker."""
 
     SAVED = ("weights_version", "cache_epoch")  # in a snapshot
     load_config = LoadConfig("")  # of `reload_weights`; this is no checkpoint's
@@ -47,7 +47,7 @@ class WeightUpdates(NotHere, Stateful, abc.ABC):
     @property
     @abc.abstractmethod
     def runner(self) -> ModelRunner:
-        """What holds weights and caches."""
+        """The runner that holds the weights and caches."""
 
     @property
     def runners(self) -> list[ModelRunner]:

@@ -22,7 +22,7 @@ class WorkerSteps(Lifecycle):
         Raises:
           ValueError: they are missing, or there where they should not be.
           RuntimeError: weights or caches sleep, a step was not sampled, or the tokens of an
-            earlier step of these requests are not told.
+            earlier step of these requests are not received.
         """
         self.status.check_awake()
         x = given(self.runner.program.config, scheduler_output, intermediate_tensors)

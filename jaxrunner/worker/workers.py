@@ -27,22 +27,22 @@ class Workers(Lifecycle):
 
     @property
     def live(self) -> list[Worker]:
-        """Those whose device has not been lost; all of them where none is left."""
+        """The workers whose device has not been lost; all of them where none is left."""
         return [w for w in self.workers if not w.status.ended] or self.workers
 
     @property
     def runner(self) -> ModelRunner:
-        """What holds weights and caches of the first that lives."""
+        """The runner with the weights and caches of the first live worker."""
         return self.live[0].runner
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """What holds weights and caches of all that live."""
+        """The runners with the weights and caches of all live workers."""
         return [worker.runner for worker in self.live]
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What memory goes to on each device; the same for all workers."""
+        """The plan of each device's memory; the same for all workers."""
         return self.workers[0].memory_plan
 
     def read_checkpoint(self, **text: Any) -> Loaded:

@@ -1,4 +1,4 @@
-"""What a decoder with layers of `blocks` is: sizes, and the traits that its family has."""
+"""The config of a decoder with layers of `blocks`: sizes, and the traits that its family has."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +9,9 @@ from jaxrunner.models.rope import Rope
 
 @dataclass(frozen=True)
 class Names:
-    """What a family calls its tensors; "" is what it does not have."""
+    """The names of a family's tensors; "" for those that it does not have."""
 
-    layer: str = "model.layers.{}."  # what names of layer {} begin with
+    layer: str = "model.layers.{}."  # the prefix of layer {}
     embed: str = "model.embed_tokens"
     positions: str = ""
     norm: str = "model.norm"

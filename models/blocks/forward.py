@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class Addend(NamedTuple):
-    """What a residual stream is to gain."""
+    """The array that is to be added to a residual stream."""
 
     residual: Array  # [T, E], or parts of it, as of `Ops.project`
     end: Norm | None  # of the residual, before it is added
@@ -65,7 +65,7 @@ def layers(
     layer = jax.jit(functools.partial(_layer, config, ops), static_argnames="spec")
     turns = {rope: rotation(rope, inputs) for rope in dict.fromkeys(config.ropes[first:last])}
     growth, caches, found = _query_growth(config, inputs), [], {}
-    addend = Addend(jnp.zeros_like(x), None)  # what the layers before one have not added to x yet
+    addend = Addend(jnp.zeros_like(x), None)  # of the layers before one, not added to x yet
     for i, cache in zip(range(first, last), kv, strict=True):
         if (name := f"residual.{i}") in extras:
             found[name] = x + _whole(config, addend, x)

@@ -31,7 +31,7 @@ def read(settings: Settings) -> BlockConfig:
     for key, value in (usual | dict(add_cross_attention=False)).items():
         settings.expect(key, value)
     settings.take("reorder_and_upcast_attn", bool, False)  # softmax is in float32 anyway
-    settings.take("n_ctx", int, 0)  # what `n_positions` says
+    settings.take("n_ctx", int, 0)  # the same as `n_positions`
     settings = settings.renamed(**KEYS)
     hidden = settings.size("hidden_size")
     inner = settings.size("intermediate_size", 4 * hidden)

@@ -7,7 +7,11 @@ from jaxrunner.models.rope import read_rope
 
 
 def read(settings: Settings) -> BlockConfig:
-    """Reads a SmolLM3 config; `no_rope_layers` has a 0 for each layer that turns nothing."""
+    """Reads a SmolLM3 config; `no_rope_layers` has a 0 for each layer that turns nothing.
+
+    Raises:
+      ValueError: `no_rope_layers` is not of all layers, or a setting is not supported.
+    """
     settings = settings.with_value("pretraining_tp", 1)  # of its training, and says 2
     settings.take("max_window_layers", int, 0)
     layers, (head_dim, max_len) = settings.size("num_hidden_layers"), rope_sizes(settings)

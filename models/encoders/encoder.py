@@ -1,4 +1,4 @@
-"""What encoders have in common: a config that caches nothing, token types, attention both ways."""
+"""The common part of encoders: a config that caches nothing, token types, attention both ways."""
 
 from dataclasses import dataclass, replace
 from typing import Any

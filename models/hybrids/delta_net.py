@@ -48,7 +48,7 @@ class DeltaNetConfig:
 
     @property
     def state(self) -> RecurrentState:
-        """What a layer keeps of a request."""
+        """The recurrent state that a layer keeps of a request."""
         matrices = self.value_heads, self.key_dim, self.value_dim
         return RecurrentState(
             taps=self.conv_width - 1, channels=self.channels, matrices=matrices,

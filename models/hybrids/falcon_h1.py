@@ -43,7 +43,7 @@ class FalconH1Config(DecoderConfig):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What layers keep: keys and values of each of them, then the state of each."""
+        """The cache kinds of the layers: keys and values of each, then the state of each."""
         num = self.num_hidden_layers
         return (FullAttention(),) * num + (self.mixer.state,) * num
 

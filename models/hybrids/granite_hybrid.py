@@ -58,7 +58,11 @@ class GraniteMambaLayer(ScaledFeedForward, Mixer, Mixing):
 
 
 def read(settings: Settings) -> GraniteHybridConfig:
-    """Reads a Granite 4 config."""
+    """Reads a Granite 4 config.
+
+    Raises:
+      ValueError: a setting that is not supported; names it.
+    """
     mixer, num = read_mixer(settings), settings.size("num_hidden_layers")
     named = settings.each("layer_types", str, ["mamba"] * num)
     settings = settings.with_value("layer_types", [KINDS.get(name, name) for name in named])

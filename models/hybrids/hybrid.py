@@ -1,4 +1,4 @@
-"""What decoders have in common of which some layers carry a state on: a class for each layer.
+"""The common part of decoders with some layers that carry a state on: a class for each layer.
 
 Their functions are Llama's: a layer is what its `attend` and `feed_forward` do.
 """
@@ -32,7 +32,7 @@ class Hybrid:
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps: keys and values of all tokens, or a state."""
+        """The cache kind of each layer: keys and values of all tokens, or a state."""
         return tuple(FullAttention() if attends else self.state for attends in self.attends)
 
     def of_layers(
@@ -72,7 +72,7 @@ class Mixing(Normed, abc.ABC):
 
 @pytree
 class Params(llama.Params):
-    """Weights of a hybrid; the config's dims tell the class of each layer."""
+    """Weights of a hybrid; the config's dims give the class of each layer."""
 
     layers: tuple[Any, ...] = each("Y")
 

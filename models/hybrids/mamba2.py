@@ -65,7 +65,7 @@ class MixerConfig:
 
     @property
     def state(self) -> RecurrentState:
-        """What a layer keeps of a request."""
+        """The recurrent state that a layer keeps of a request."""
         matrices = self.heads, self.head_dim, self.state_size
         return RecurrentState(
             taps=self.conv_width - 1, channels=self.channels, matrices=matrices,

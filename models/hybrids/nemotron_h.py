@@ -70,7 +70,7 @@ class NemotronHConfig(MixtureConfig):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps: keys and values of all tokens, a state, or nothing."""
+        """The cache kind of each layer: keys and values of all tokens, a state, or nothing."""
         kept = {MAMBA: self.mixer.state, FULL: FullAttention()}
         return tuple(kept.get(kind, Nothing()) for kind in self.kinds)
 

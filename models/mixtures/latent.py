@@ -41,7 +41,7 @@ class LatentConfig(MixtureConfig):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps: a latent and the rotated key of each token."""
+        """The cache kind of each layer: a latent and the rotated key of each token."""
         kind = LatentAttention.of(self.kv_lora_rank + self.head_dim)
         return (kind,) * self.num_hidden_layers
 

@@ -58,7 +58,7 @@ class Llama4Config(MixtureConfig):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """What each layer keeps: keys and values of all tokens, or of a chunk."""
+        """The cache kind of each layer: keys and values of all tokens, or of a chunk."""
         kinds = FullAttention(), ChunkedLocalAttention(self.attention_chunk_size)
         return tuple(kinds[chunked] for chunked in self.chunked)
 
@@ -130,7 +130,11 @@ def layers(
 
 
 def read(settings: Settings) -> Llama4Config:
-    """Reads a Llama 4 config of its text model."""
+    """Reads a Llama 4 config of its text model.
+
+    Raises:
+      ValueError: a setting that is not of all layers, or is not supported; names it.
+    """
     theta = {} if "rope_parameters" in settings else dict(rope_theta=5e5)
     settings = settings.with_defaults(**USUAL, **theta)
     num, chunk = settings.size("num_hidden_layers"), settings.size("attention_chunk_size")

@@ -49,7 +49,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str) -> tuple[Any, list[Request]]:
-    """Returns the value that `dumps` told, and all its requests. Those have no grammar.
+    """Returns the value that `dumps` wrote, and all its requests. Those have no grammar.
 
     Raises:
       ValueError: this is no such text.

@@ -39,10 +39,10 @@ from jaxrunner.worker.likeness import check_alike, likeness
 
 
 class Restored(NamedTuple):
-    """What `restore_engine` found."""
+    """The contents of a snapshot, as `restore_engine` returns them."""
 
     requests: dict[str, Request]  # unfinished ones
-    more: Any  # what `save_engine` was given, or `convert` made of it
+    more: Any  # the object that `save_engine` was given, or `convert` made of it
 
 
 def save_engine(engine: Engine, folder: str | Path, more: Any = None) -> NewTokens:

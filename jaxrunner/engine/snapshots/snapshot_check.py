@@ -1,7 +1,7 @@
-"""What a snapshot says of the host's objects, checked before any of it is taken over.
+"""The checks of the host's objects in a snapshot, before any of it is taken over.
 
 Each object must be of the kind that the engine has, and all of them must agree, so that whatever is
-restored can run, be aborted and be closed. Checksums tell accidents; this is for what they do not.
+restored can run, be aborted and be closed. Checksums detect accidents, these checks the rest.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ def check(
     told: Mapping[str, Any],
     requests: Sequence[Request],
 ) -> None:
-    """Checks what `serialization` read.
+    """Checks the objects that `serialization` read.
 
     own: fields by name, as `told["host"]` must have them: of the engine, of what deals requests out
         to data ranks, and of each rank.
@@ -58,7 +58,7 @@ def check(
 def _check_part(name: str, function: Callable[..., None], *args: Any) -> None:
     try:
         function(*args)
-    except Exception as error:  # what is of the wrong kind fails anywhere
+    except Exception as error:  # objects of the wrong kind fail anywhere
         raise ValueError(
             f"the snapshot has {name} that cannot be: {in_words(error)}: save it again"
         ) from error

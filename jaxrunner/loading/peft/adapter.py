@@ -19,7 +19,7 @@ PART = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(\.\w+)?\.weight")
 LONGEST = 1000  # characters of a pattern
 # Patterns that Python's `re` may search for ever: groups that repeat, and many repetitions.
 REPEATED_GROUP, REPETITION, MOST_REPETITIONS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4
-# What changes no outputs: of training, of how weights began, of what made them.
+# Settings that change no outputs: of training, of initial weights, of the tools used.
 HARMLESS = frozenset(
     """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
     exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern
@@ -27,7 +27,7 @@ HARMLESS = frozenset(
     megatron_core peft_version qalora_group_size revision runtime_config target_modules
     task_type""".split()
 )
-# What changes the base model too: PEFT computes the start of these adapters from its weights.
+# Initializations that change the base model too: PEFT computes the adapters from its weights.
 CHANGING_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"}
 
@@ -87,7 +87,11 @@ def read_adapter(
 
 
 def read_floats(tensor: Any, source: str, name: str) -> np.ndarray:
-    """Returns a tensor in float32."""
+    """Returns a tensor in float32.
+
+    Raises:
+      ValueError: the tensor holds no floats; names it.
+    """
     try:
         values = np.asarray(tensor)
         if values.dtype.kind in "fV":  # the latter are bfloat16 and its like

@@ -1,4 +1,4 @@
-"""What latent attention over the paged cache runs through, by the rows of a batch.
+"""The implementations of latent attention over the paged cache, by the rows of a batch.
 
 Absorbed: a head's queries are multiplied with what would make its keys of latents, and attend to
 the latents themselves, which are values too.

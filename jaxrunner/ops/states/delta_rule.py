@@ -19,7 +19,10 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 @pytree
 class DeltaRuleInputs:
-    """What a token brings; heads share q and k by groups. Padding is 0, which changes nothing."""
+    """The inputs of one token to the gated delta rule; heads share q and k by groups.
+
+    Padding is 0, which changes nothing.
+    """
 
     q: Array = leaf("T groups rows", jnp.float32)
     k: Array = leaf("T groups rows", jnp.float32)  # of length 1
@@ -29,7 +32,7 @@ class DeltaRuleInputs:
 
 
 class _Chunk(NamedTuple):
-    """What a chunk of C tokens brings."""
+    """The terms of a chunk of C tokens, which do not depend on the matrices before it."""
 
     u: Array  # [heads, C, columns], what tokens move values by, to which
     w: Array  # [heads, C, rows], times the matrices before the chunk is added
@@ -59,7 +62,7 @@ def _within(tokens: DeltaRuleInputs) -> _Chunk:
     total = jnp.cumsum(tokens.decay, 0).T  # [heads, C]
     seen = jnp.tril(jnp.ones((C, C), bool))[None]
     since = jnp.exp(jnp.where(seen, total[:, :, None] - total[:, None], -jnp.inf))
-    # What each token moves depends on what those before it moved: a triangle to solve.
+    # The update of each token depends on those of earlier ones: a triangular system.
     lower = jnp.tril(_einsum("hik,hjk->hij", beta * k, k) * since, -1)
     grown = jnp.exp(total)[:, :, None]
     given = jnp.concatenate([beta * tokens.v.swapaxes(0, 1), -beta * grown * k], -1)

@@ -21,7 +21,7 @@ from jaxrunner.types import Array, Batch
 
 
 class Candidates(NamedTuple):
-    """What may run rows; the last of each serves all."""
+    """The implementations that may run rows; the last of each serves all."""
 
     short: tuple[Operation, ...]  # rows of 1 + K tokens at most
     long: tuple[Operation, ...]  # others

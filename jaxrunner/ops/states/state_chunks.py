@@ -1,4 +1,4 @@
-"""What carries the matrices of rows of many tokens on: kernels, for the rules that they know."""
+"""The state update of rows of many tokens: kernels, for the rules that they know."""
 
 import functools
 from typing import Any

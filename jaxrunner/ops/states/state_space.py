@@ -19,7 +19,10 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 @pytree
 class StateSpaceInputs:
-    """What a token brings; heads share b and c by groups. Padding is 0, which changes nothing."""
+    """The inputs of one token to the state space; heads share b and c by groups.
+
+    Padding is 0, which changes nothing.
+    """
 
     x: Array = leaf("T heads rows", jnp.float32)
     decay: Array = leaf("T heads", jnp.float32)  # its logarithm, a
@@ -28,7 +31,7 @@ class StateSpaceInputs:
 
 
 class _Chunk(NamedTuple):
-    """What a chunk of C tokens brings."""
+    """The terms of a chunk of C tokens, which do not depend on the matrices before it."""
 
     made: Array  # [C, heads, rows], what tokens make of those before them in the chunk
     c: Array  # [C, groups, columns]

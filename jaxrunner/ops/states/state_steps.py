@@ -1,4 +1,4 @@
-"""What carries the matrices of rows that decode on: a kernel, for the rules that it knows."""
+"""The state update of rows that decode: a kernel, for the rules that it knows."""
 
 import functools
 from typing import Any
