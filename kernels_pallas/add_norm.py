@@ -154,7 +154,7 @@ def _kernel(
     x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
     if has_end:
-        whole = sum((part.astype(jnp.float32) for part in residual), 0.0)
+        whole = reduce(jnp.add, (part.astype(jnp.float32) for part in residual))
         x += normed(whole.astype(x.dtype), load(rest[0].at[group]), 1)
     elif parts > 1 or residual_ref.dtype == jnp.float32:
         wide = (part.astype(jnp.float32) for part in residual)

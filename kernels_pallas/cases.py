@@ -160,7 +160,7 @@ def norms(T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool =
     options = dict[str, Any](eps=1e-5) | (dict(one_more=True) if one_more else {})
 
     def run(x: Array, residual: Array, weight: Array, end: Array | None = None) -> Any:
-        return add_rms_norm(x, residual, weight, end=end, **options)
+        return add_rms_norm(x, residual, weight, end=end, eps=1e-5, one_more=one_more)
 
     name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0)
     name += ", 1 + w" * one_more + ", normed before" * end

@@ -63,13 +63,8 @@ def decode_us(
         completions.add(prompt, params, into=states)
     while not all(state.token_ids for state in states):
         completions.step()
-<<<<<<< HEAD
     with Clock() as clock:
         # What is still in flight may be of other steps: not kept.
-=======
-    with Clock(llm) as clock:
-        # Launches still in flight may be of other steps: not kept.
->>>>>>> f53bf8d16c7b3dcbe87785865c27071e18709229
         for _ in range(config.async_depth + num_launches):
             clock.lap()
             before = len(states[0].token_ids)

@@ -209,14 +209,14 @@ def _take_up(engine: Engine, host: list[dict[str, Any]], live: Sequence[Request]
     take_up(engine.scheduler, live, started)
 
 
-def owners_of(engine: Engine) -> list[dict[str, Stateful]]:
-    """Returns the objects that change from step to step, by name.
+def owners_of(engine: Engine) -> list[dict[str, Any]]:
+    """Returns the `Stateful` objects that change from step to step, by name.
 
     First what there is one of, then what deals requests out to data ranks, and what each has.
     """
     scheduler, slots, adapters = engine.scheduler, engine.runner.requests, engine.runner.adapters
-    shared: dict[str, Stateful] = dict(engine=engine, worker=engine.worker)
-    ranks, tables, dealing = [scheduler], [slots], dict[str, Stateful]()
+    shared: dict[str, Any] = dict(engine=engine, worker=engine.worker)
+    ranks, tables, dealing = [scheduler], [slots], dict[str, Any]()
     if isinstance(scheduler, RankedScheduler) and isinstance(slots, RankedRequests):
         ranks, tables = scheduler.ranks, slots.tables
         dealing = dict(ranks=scheduler, router=scheduler.router, slots_of_ranks=slots)
@@ -229,9 +229,9 @@ def owners_of(engine: Engine) -> list[dict[str, Stateful]]:
 
 def _owners_of_rank(
     scheduler: Scheduler, slots: RequestTable, pools: list[BlockPool]
-) -> dict[str, Stateful]:
+) -> dict[str, Any]:
     """Returns what changes of a rank from step to step."""
-    own: dict[str, Stateful] = {f"pool{pool.group}": pool for pool in pools}
+    own: dict[str, Any] = {f"pool{pool.group}": pool for pool in pools}
     return own | dict(
         scheduler=scheduler, waiting=scheduler.waiting, chunks=scheduler.chunks,
         admission=scheduler.admission, tables=scheduler.tables, slots=slots,
