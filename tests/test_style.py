@@ -17,7 +17,7 @@ Node = TypeVar("Node", bound=ast.stmt | ast.expr)
 ROOT = Path(__file__).resolve().parents[1]
 PURE = (
     "step.py", "types.py", "rule.py", "slot_table.py", "indexing.py", "device/tables.py",
-    "ops/plain.py", "sampling/", "models/", "kernels_pallas/",
+    "ops/plain.py", "sampling/", "models/", "kernels_pallas/", "speculators/",
 )  # fmt: skip
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = tuple(
