@@ -5,6 +5,7 @@ from dataclasses import fields
 import inspect
 from pathlib import Path
 import re
+from typing import Any
 
 import pytest
 from test_style import LAYERS
@@ -111,8 +112,9 @@ def test_what_an_engine_is_told_is_a_parameter_or_internal():
 
 @pytest.mark.parametrize("name", sorted(INTERNAL.keys() - {"model"}))
 def test_internal_settings_are_refused_by_name(name):
+    given: dict[str, Any] = {name: None}
     with pytest.raises(TypeError, match=f"LLM has no argument '{name}'"):
-        LLM("there is none", **{name: None})
+        LLM("there is none", **given)
 
 
 def parameters(heading: str) -> set[str]:
