@@ -85,6 +85,19 @@ def test_the_picture_of_the_folders_has_the_order_of_imports():
     assert {name for name in LAYERS if "." not in name} - {"__init__"} <= {*shown}
 
 
+def test_modules_apart_from_their_folder_are_listed_with_their_places():
+    _, section = read("docs/architecture.md").split("### Modules apart from their folder\n")
+    rows = re.findall(r"^\| (`[^|]*) \| `(\w+)` \| .", section.split("\n## ")[0], re.M)
+    told = [(path, place) for cell, place in rows for path in re.findall(r"`(\S+)\.py`", cell)]
+    apart, place = [], ""
+    for name in LAYERS:
+        if "." in name:
+            apart.append((name.replace(".", "/"), place))
+        else:
+            place = name
+    assert told and sorted(told) == sorted(apart)
+
+
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_modules_that_docs_name_are_there(page):
     paths = [f"/{path.relative_to(ROOT).as_posix()}" for top in CODE for path in python(top)]
