@@ -16,6 +16,7 @@ second to second, many short rounds tell more than few long ones, as for the hos
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+import importlib
 import json
 import os
 from pathlib import Path
@@ -108,11 +109,11 @@ def work(preset: str, changes: dict[str, Any], engine: dict[str, Any]) -> None:
     """Builds an engine of the tree in this folder, and measures the parts that it is asked for."""
     sys.path.insert(0, ".")
     try:
-        from jaxrunner.bench.presets import PRESETS
-        from jaxrunner.bench.workloads import Bench
+        found = [importlib.import_module(f"jaxrunner.bench.{x}") for x in ("presets", "workloads")]
     except ImportError:  # trees in which it was one file
-        from jaxrunner.bench import PRESETS, Bench  # type: ignore[no-redef, attr-defined]
-    bench = Bench(replace(PRESETS[preset], **changes), **engine)
+        found = [importlib.import_module("jaxrunner.bench")] * 2
+    presets, workloads = found
+    bench = workloads.Bench(replace(presets.PRESETS[preset], **changes), **engine)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))[:CORES]
         for thread in os.listdir("/proc/self/task"):

@@ -88,6 +88,11 @@ def embed(config: DecoderConfig, params: Params, inputs: Inputs) -> Array:
     return params.embed[inputs.token_ids]
 
 
+def scaled_embed(config: Any, params: Params, inputs: Inputs) -> Array:
+    """Returns the embeddings of the tokens, [T, E], times `config.embedding_multiplier`."""
+    return embed(config, params, inputs) * config.embedding_multiplier
+
+
 def layers(
     config: DecoderConfig,
     params: Params,

@@ -1,17 +1,37 @@
-"""The docs name tests, pages and modules that exist."""
+"""The docs name tests, pages, modules and parameters that exist, and all parameters there are."""
 
+from collections.abc import Callable
+from dataclasses import fields
+import inspect
 from pathlib import Path
 import re
+from typing import Any
 
 import pytest
 from test_style import LAYERS
 
+from jaxrunner import LLM, SamplingParams
+from jaxrunner.config import EngineConfig
+from jaxrunner.loading import llm_arguments
 from jaxrunner.models.registry import FAMILIES
+from jaxrunner.worker.sizing import plan_engine
+from jaxrunner.worker.worker import Worker
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))
 CODE = ("jaxrunner", "models", "kernels_pallas", "benchmarks", "tests")
+# What is set below `LLM`, and why a user of it sets no such thing.
+INTERNAL = dict(
+    model="positional, so in the heading of the table",
+    loaded="the files that a worker has read",
+    rank="a `Worker` of one stage, for a scheduler of one's own",
+    devices="`tensor_parallel_size` and its like choose them",
+    beside="the devices of replicas beside, which `data_parallel_size` makes",
+    rules="`logits_fn` adds one",
+    growth="`token_buckets` and `decode_buckets` are the sizes themselves",
+    kv_dtype="`kv_cache_dtype`, in JAX's name",
+)
 
 
 def read(page: str) -> str:
@@ -65,6 +85,19 @@ def test_the_picture_of_the_folders_has_the_order_of_imports():
     assert {name for name in LAYERS if "." not in name} - {"__init__"} <= {*shown}
 
 
+def test_modules_apart_from_their_folder_are_listed_with_their_places():
+    _, section = read("docs/architecture.md").split("### Modules apart from their folder\n")
+    rows = re.findall(r"^\| (`[^|]*) \| `(\w+)` \| .", section.split("\n## ")[0], re.M)
+    told = [(path, place) for cell, place in rows for path in re.findall(r"`(\S+)\.py`", cell)]
+    apart, place = [], ""
+    for name in LAYERS:
+        if "." in name:
+            apart.append((name.replace(".", "/"), place))
+        else:
+            place = name
+    assert told and sorted(told) == sorted(apart)
+
+
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_modules_that_docs_name_are_there(page):
     paths = [f"/{path.relative_to(ROOT).as_posix()}" for top in CODE for path in python(top)]
@@ -76,6 +109,38 @@ def test_modules_that_docs_name_are_there(page):
 
 def python(folder: str) -> list[Path]:
     return list((ROOT / folder).rglob("*.py"))
+
+
+def test_the_tables_of_parameters_are_those_of_the_code():
+    settings = {*llm_arguments.LLM, *keywords(LLM.__init__)}
+    assert parameters("LLM(model, ...)") == settings - {"model"}
+    assert parameters("SamplingParams(...)") == {field.name for field in fields(SamplingParams)}
+
+
+def test_what_an_engine_is_told_is_a_parameter_or_internal():
+    told = {*keywords(Worker.__init__), *keywords(plan_engine)}
+    told |= {field.name for field in fields(EngineConfig)}
+    assert told - parameters("LLM(model, ...)") == {*INTERNAL}
+
+
+@pytest.mark.parametrize("name", sorted(INTERNAL.keys() - {"model"}))
+def test_internal_settings_are_refused_by_name(name):
+    given: dict[str, Any] = {name: None}
+    with pytest.raises(TypeError, match=f"LLM has no argument '{name}'"):
+        LLM("there is none", **given)
+
+
+def parameters(heading: str) -> set[str]:
+    """Returns the names in the first column of a table of the page."""
+    _, section = read("docs/parameters.md").split(f"## `{heading}`\n")
+    cells = re.findall(r"^\| (`[^|]*) \|", section.split("\n## ")[0], re.M)
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def keywords(function: Callable) -> list[str]:
+    """Returns the parameters that a function has by name."""
+    known = inspect.signature(function).parameters.values()
+    return [p.name for p in known if p.kind is not p.VAR_KEYWORD and p.name != "self"]
 
 
 def test_every_family_has_a_row():

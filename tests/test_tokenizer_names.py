@@ -46,6 +46,7 @@ def test_answers_are_those_of_transformers(ours, theirs):
     assert ours.get_added_vocab() == theirs.get_added_vocab()
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert sorted(theirs.all_special_ids) == ours.all_special_ids
+    assert sorted(theirs.all_special_tokens) == sorted(ours.all_special_tokens)
     assert ours.convert_ids_to_tokens(5) == theirs.convert_ids_to_tokens(5)
     assert ours.decode(300) == theirs.decode([300])
 

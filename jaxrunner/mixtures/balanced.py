@@ -4,7 +4,7 @@ Experts are numbered as in the checkpoint; copies lie in numbered places. A toke
 the copy that computes it, so a request's tokens depend on no other request.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 import functools
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from jaxrunner.config import ModelConfig
 from jaxrunner.experts import Experts, Routes
 from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.mixtures.placement import Placement, in_turn
+from jaxrunner.mixtures.wrapped import WrappedConfig, embed, logits
 from jaxrunner.model import Model, Ops, Source
 from jaxrunner.pytree import host_value, leaf, pytree, static
 from jaxrunner.slot_table import SlotTable
@@ -60,17 +61,10 @@ class ExpertLoads:
 
 
 @dataclass(frozen=True)
-class BalancedConfig:
+class BalancedConfig(WrappedConfig):
     """The config of a mixture, and how many copies its experts have."""
 
-    family: Model = field(repr=False)
-    plain: Any  # its own config
     eplb: EplbConfig
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "plain":  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.plain, name)
 
     @property
     def num_places(self) -> int:
@@ -90,7 +84,7 @@ def with_balance(model: Model, config: ModelConfig, eplb: EplbConfig) -> tuple[M
     """Returns a mixture whose experts have copies, and whose steps count their loads."""
     made = BalancedConfig(model, config, eplb)
     balanced = with_loads(model, config)._replace(
-        embed=_embed, layers=_layers, logits=_logits, sources=_sources
+        embed=embed, layers=_layers, logits=logits, sources=_sources
     )
     return balanced, cast(ModelConfig, made)
 
@@ -146,14 +140,6 @@ def _count(
     experts = jnp.stack([found[names[i]] for i in layers])
     at = jnp.asarray(layers)[:, None, None], experts
     return ExpertLoads(loads.counts.at[at].add(1, mode="drop"))
-
-
-def _embed(config: BalancedConfig, params: Any, inputs: Inputs) -> Array:
-    return config.family.embed(config.plain, params, inputs)
-
-
-def _logits(config: BalancedConfig, params: Any, hidden: Array) -> Array:
-    return config.family.logits(config.plain, params, hidden)
 
 
 def _layers(

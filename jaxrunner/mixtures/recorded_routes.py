@@ -5,7 +5,7 @@ So routes stay right for shared prefixes, chunked prompts and preempted requests
 gives are written there before the step that replays them.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 import functools
 from typing import Any, ClassVar, cast
 
@@ -15,6 +15,7 @@ from jaxrunner.caches.cache_group import CacheKind, distinct
 from jaxrunner.caches.full import FullAttention
 from jaxrunner.config import ModelConfig
 from jaxrunner.experts import Routes
+from jaxrunner.mixtures.wrapped import WrappedConfig, embed, logits
 from jaxrunner.model import Model, Ops
 from jaxrunner.ops.routing import Router, RouterConfig, scored, weigh, with_routes
 from jaxrunner.pytree import leaf, pytree
@@ -46,16 +47,8 @@ class RoutesKind(FullAttention):
 
 
 @dataclass(frozen=True)
-class RecordedConfig:
+class RecordedConfig(WrappedConfig):
     """The config of a mixture, and of the caches that have its routes."""
-
-    family: Model = field(repr=False)
-    plain: Any  # its own config
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "plain":  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.plain, name)
 
     @functools.cached_property
     def routes_kind(self) -> RoutesKind:
@@ -79,7 +72,7 @@ def with_recorded_routes(model: Model, config: ModelConfig) -> tuple[Model, Mode
             f"enable_return_routed_experts=True wants a mixture of experts, {config.architecture} "
             "is none: leave it out"
         )
-    recorded = model._replace(embed=_embed, layers=_layers, logits=_logits, sources=_sources)
+    recorded = model._replace(embed=embed, layers=_layers, logits=logits, sources=_sources)
     return recorded, cast(ModelConfig, RecordedConfig(model, config))
 
 
@@ -87,14 +80,6 @@ def routes_group(config: Any) -> int | None:
     """Returns the cache group of routes; None where they are not kept."""
     kind = getattr(config, "routes_kind", None)
     return None if kind is None else distinct(config.cache_kinds).index(kind)
-
-
-def _embed(config: RecordedConfig, params: Any, inputs: Inputs) -> Array:
-    return config.family.embed(config.plain, params, inputs)
-
-
-def _logits(config: RecordedConfig, params: Any, hidden: Array) -> Array:
-    return config.family.logits(config.plain, params, hidden)
 
 
 def _sources(config: RecordedConfig) -> Any:

@@ -18,8 +18,7 @@ from jaxrunner.lora.product import Product
 from jaxrunner.lora.products import find_products, find_saved
 from jaxrunner.lora.saved_layers import LayerWeight
 from jaxrunner.lora.table import ADAPTERS
-from jaxrunner.mixtures.balanced import BalancedConfig
-from jaxrunner.mixtures.recorded_routes import RecordedConfig
+from jaxrunner.mixtures.wrapped import WrappedConfig
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.ops.backends import Choice, choose_ops
@@ -222,7 +221,7 @@ def _wrappers(config: Any) -> list[Any]:
 def _inner(config: Any) -> Any:
     if isinstance(config, ShardedConfig):
         return config.whole
-    return config.plain if isinstance(config, BalancedConfig | RecordedConfig) else None
+    return config.plain if isinstance(config, WrappedConfig) else None
 
 
 def _code_of_parts(config: Any) -> tuple[Any, ...]:

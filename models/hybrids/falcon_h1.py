@@ -90,11 +90,6 @@ class Params(llama.Params):
     layers: tuple[FalconH1Layer, ...] = each("Y")
 
 
-def embed(config: FalconH1Config, params: Params, inputs: Inputs) -> Array:
-    """Returns the embeddings of the tokens, [T, E], scaled."""
-    return llama.embed(config, params, inputs) * config.embedding_multiplier
-
-
 def layers(
     config: FalconH1Config, params: Params, x: Array, kv: tuple[Any, ...], inputs: Inputs, ops: Ops,
     *, first: int = 0, last: int | None = None, extras: tuple[str, ...] = (),
@@ -157,4 +152,4 @@ def sources(config: FalconH1Config) -> Params:
     return renamed(host_value(Params, **llama.outer_sources(c), layers=layers), NAMES)
 
 
-falcon_h1 = Model(read, Params, embed, layers, logits, sources, tensor_parallel=True)
+falcon_h1 = Model(read, Params, llama.scaled_embed, layers, logits, sources, tensor_parallel=True)

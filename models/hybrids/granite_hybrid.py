@@ -114,5 +114,6 @@ def _layer(c: GraniteHybridConfig, prefix: str, attends: bool) -> Any:
 
 
 granite_hybrid = Model(
-    read, Params, granite_moe.embed, llama.layers, granite_moe.logits, sources, tensor_parallel=True
-)
+    read, Params, llama.scaled_embed, llama.layers, granite_moe.logits, sources,
+    tensor_parallel=True,
+)  # fmt: skip

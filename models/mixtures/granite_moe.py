@@ -21,7 +21,7 @@ from jaxrunner.models.mixtures.mixture import (
     sources,
 )
 from jaxrunner.pytree import each, host_value, pytree
-from jaxrunner.types import Array, Inputs
+from jaxrunner.types import Array
 
 MULTIPLIERS = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
@@ -91,11 +91,6 @@ def read_multipliers(settings: Settings) -> dict[str, float]:
     return found
 
 
-def embed(config: GraniteMoeConfig, params: Any, inputs: Inputs) -> Array:
-    """Returns the embeddings of the tokens, [T, E], scaled."""
-    return llama.embed(config, params, inputs) * config.embedding_multiplier
-
-
 def logits(config: GraniteMoeConfig, params: Any, hidden: Array) -> Array:
     """Scores every token of the vocabulary: hidden [..., E] -> [..., V], in its dtype."""
     return llama.logits(config, params, hidden) / config.logits_scaling
@@ -117,7 +112,7 @@ def granite_experts(c: MixtureConfig, prefix: str) -> dict[str, Any]:
 
 
 granite_moe = mixture._replace(
-    read=read, params=GraniteMoeParams, embed=embed, logits=logits,
+    read=read, params=GraniteMoeParams, embed=llama.scaled_embed, logits=logits,
     sources=functools.partial(
         sources, of_experts=granite_experts, params=GraniteMoeParams, layer=GraniteMoeLayer
     ),
