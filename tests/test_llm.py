@@ -53,6 +53,9 @@ def test_a_report_says_what_runs_and_why(llm):
     assert str(llm.memory_plan) in llm.report()
     if jax.default_backend() == "cpu":
         assert "reference, because mosaic_gpu wants a Hopper GPU" in llm.report()
+    decode, prompts = llm.operations().values()
+    assert {"attention", "linear", "mlp"} <= {one.operation for one in decode}
+    assert {one.operation for one in decode} == {one.operation for one in prompts}
 
 
 def test_outputs_come_in_the_order_of_their_prompts(llm):

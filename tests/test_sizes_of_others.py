@@ -17,7 +17,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
-from jaxrunner.ops.backends import dense, fused, paged, refuses
+from jaxrunner.ops.backends import choose_ops, dense, fused, paged, refuses
 from jaxrunner.program import Bucket, Program
 from jaxrunner.programs.build import build
 from jaxrunner.sampling import RULES
@@ -131,6 +131,16 @@ def test_kernels_are_asked_about_each_group_that_they_read(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [hopper])
     want = refuses(ours, engine)
     assert want is None or "JAX" in want  # what it says of an older one
+    choices = [
+        choose_ops(read(Settings(LARGE)), engine) for read in (llama.read, resized_blocks.read)
+    ]
+    if want is None:  # attention alone is plain JAX where kernels refuse a group
+        assert {choice.name for choice in choices} == {"mosaic_gpu"}
+        with pytest.raises(ValueError, match=r"='mosaic_gpu' .*block_size.*got 4"):
+            asked = replace(engine, attention_backend="mosaic_gpu")
+            choose_ops(resized_blocks.read(Settings(LARGE)), asked)
+    else:
+        assert all("wants JAX 0.11 or later" in choice.reason for choice in choices)
     assert refuses(recurrent.read(Settings(LARGE)), engine) == want
     assert refuses(states_alone(), engine) is None
     small = refuses(resized_blocks.read(Settings(LARGE)), engine)

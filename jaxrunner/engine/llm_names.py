@@ -12,11 +12,15 @@ from jaxrunner.api.outputs import RequestOutput
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import shown
 from jaxrunner.config import ModelConfig
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.metrics import Metric, read_metrics
 from jaxrunner.engine.replicas import Replicas, engines_of
 from jaxrunner.loading.loader import LoadConfig
+from jaxrunner.operation import Chosen
+from jaxrunner.program import Bucket
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.worker.lifecycle import Lifecycle
@@ -30,6 +34,10 @@ from jaxrunner.worker.lifecycle_arguments import (
 P = ParamSpec("P")
 T = TypeVar("T")
 CHANGEABLE = ("async_depth", "num_decode_steps")
+
+
+def _size(bucket: Bucket) -> tuple[int, int]:
+    return bucket.num_tokens, bucket.num_rows
 
 
 def _between_steps(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -92,6 +100,19 @@ class LLMNames(NotHere):
     def load_config(self) -> LoadConfig:
         """The checkpoint that `reload_weights` reads; `update_config` may change it."""
         return self.engine.worker.load_config
+
+    def operations(self) -> dict[str, list[Chosen]]:
+        """Returns what runs each operation of the largest decode step and of the largest other one.
+
+        By the names of the steps' programs; each choice has the reasons of the implementations that
+        refused before it. The programs are traced, which takes seconds.
+        """
+        runner, found = self.engine.runner, dict[str, list[Chosen]]()
+        for decodes in (True, False):
+            bucket = max((b for b in runner.buckets if bool(b.query_len) == decodes), key=_size)
+            key = Key("step", bucket)
+            found[str(key)] = operations(runner.program, runner.params_spec, key)
+        return found
 
     @checked(SLEEP)
     @functools.wraps(Lifecycle.sleep)

@@ -183,7 +183,9 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
     if wanted == "reference":
         return Choice("reference", paged, "it was asked for")
     reason = "is compiled, and enforce_eager compiles nothing" if engine.enforce_eager else None
-    reason = reason or refuses(model, engine)
+    reason = reason or _refuses_device(model)
+    if wanted == "mosaic_gpu":  # whose attention is to run, too: else that alone is plain JAX
+        reason = reason or refuses(model, engine)
     if reason is None:
         shape = engine.max_num_seqs, model.vocab_size
         logits = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.dtype))
@@ -195,12 +197,18 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
 
 
 def refuses(model: ModelConfig, engine: EngineConfig) -> str | None:
-    """Says why the kernels do not serve this model on this device; None if they do."""
+    """Says why kernels do not attend to what this model keeps; None if they do."""
+    groups = engine_groups(model, engine)
+    return next(filter(None, map(functools.partial(_refuses_group, model, engine), groups)), None)
+
+
+def _refuses_device(model: ModelConfig) -> str | None:
     device = devices_of(model)[0]
     if getattr(device, "compute_capability", None) != "9.0":
         return f"wants a Hopper GPU (compute capability 9.0), got {device.device_kind}"
-    groups = engine_groups(model, engine)
-    return next(filter(None, map(functools.partial(_refuses_group, model, engine), groups)), None)
+    if jax.__version_info__ < (0, 11):  # which not all kernels check
+        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    return None
 
 
 def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) -> str | None:

@@ -24,7 +24,8 @@ def describe_runner(
     return (
         f"{report_devices(runner.program.mesh)}\n{replicas}"
         f"{describe_weights(runner.program.config)}"
-        f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}\n"
+        f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}"
+        "; operations() lists them\n"
         f"decode steps of a launch: {n}{alone}\n{balances}"
         f"{_drafts(runner.program, drafts)}{_adapters(runner.adapters)}"
         f"programs: {runner.programs.report()}\n"
