@@ -20,7 +20,14 @@ ATTENTION_BACKENDS = ("auto", "mosaic_gpu", "reference")
 
 
 class ModelConfig(Protocol):
-    """The settings of a model that an engine needs. Each family has a frozen dataclass of them."""
+    """The settings of a model that an engine needs. Each family has a frozen dataclass of them.
+
+    A family may have more members, which others do without: `task` ("generate" where it is left
+    out), `code` (functions besides the model's own that a cached program depends on),
+    `first_position` (of a token, where that is not 0), `sparse` (of each layer, whether it has
+    experts). Configs that wrap a family's own, for devices, quantised weights, adapters or drafts,
+    have theirs: see `parallel`, `quantization`, `mixtures.wrapped`, `speculators.drafter`.
+    """
 
     @property
     def architecture(self) -> str:

@@ -28,6 +28,12 @@ class CacheKind(Protocol):
 
     Frozen and hashable; layers of equal kinds share block tables. A table has a block for each run
     of `block_size` tokens; those that no later token needs are given back.
+
+    A kind may have more members, which others do without: `whole_prompts` (a prompt is computed in
+    one step), `has_checkpoints` (of recurrent states, whose prefixes end at checkpoints), `rewinds`
+    (a step can continue after any of the drafts that the step before verified, though prefixes have
+    no copies), `is_small` (its layers count for no share of the memory), all bool; `window` and
+    `chunk_size`, in tokens, which `Worker.get_kv_cache_spec` names.
     """
 
     leaves: ClassVar[type]  # the cache of one layer: a pytree whose arrays begin with axis N
