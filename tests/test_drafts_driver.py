@@ -100,7 +100,7 @@ class Driver:
         """Adds a request, half of them with a known beginning; some are two of one prompt."""
         base = self.bases[self.rng.integers(3)][: int(self.rng.integers(1, 24))]
         prompt = base + self.tokens(int(self.rng.integers(1, 9)))
-        params, leader, twice = self.params(), None, self.rng.random() < 0.2
+        params, first, twice = self.params(), None, self.rng.random() < 0.2
         room = MAX_LEN - len(prompt)
         if params.max_tokens is None or params.max_tokens > room:
             self.seen["to the model's end"] += 1
@@ -110,8 +110,8 @@ class Driver:
             )  # fmt: skip
         for _ in range(1 + twice):
             name, self.num_added = str(self.num_added), self.num_added + 1
-            leader = self.live[name] = self.engine.add(
-                name, prompt, params, eos_token_ids=EOS, leader=leader,
+            first = self.live[name] = self.engine.add(
+                name, prompt, params, eos_token_ids=EOS, prefix_from=first,
                 priority=int(self.rng.integers(3)),
             )  # fmt: skip
             self.seen["forks"] += twice

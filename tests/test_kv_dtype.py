@@ -188,7 +188,7 @@ def test_copied_blocks_bring_their_scales(kv_cache_dtype):
     prompt = test_engine.PROMPTS[0][:10]  # ends within a block: followers copy it
     want = [forgetting(kv_cache_dtype, prompt, p) for p in params]
     first = e.add("0", prompt, params[0])
-    rest = [e.add(f"{i}", prompt, p, leader=first) for i, p in enumerate(params[1:], 1)]
+    rest = [e.add(f"{i}", prompt, p, prefix_from=first) for i, p in enumerate(params[1:], 1)]
     test_engine.drain(e)
     assert [r.output_token_ids for r in (first, *rest)] == want
     assert e.scheduler.reset_prefix_cache()

@@ -139,8 +139,8 @@ def test_a_request_that_is_refused_brings_no_adapter(llm, saved):
         llm.engine.add("a", [1, 2], params, priority=nothing, lora_request=asked)
     with pytest.raises(ValueError, match="request 'live' is unfinished"):
         llm.engine.add("live", [1, 2], params, lora_request=asked)
-    with pytest.raises(ValueError, match="leader 'live' has another prompt"):
-        llm.engine.add("a", [1, 3], params, leader=live, lora_request=asked)
+    with pytest.raises(ValueError, match="prefix_from='live' has another prompt"):
+        llm.engine.add("a", [1, 3], params, prefix_from=live, lora_request=asked)
     assert not llm.list_loras()
     llm.engine.abort(["live"])
 

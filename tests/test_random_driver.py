@@ -47,13 +47,13 @@ class Driver:
     def tokens(self, n: int) -> list[int]:
         return [self.rng.randrange(VOCAB_SIZE) for _ in range(n)]
 
-    def add(self, leader: Request | None = None) -> None:
+    def add(self, first: Request | None = None) -> None:
         """Adds a request; many continue a prefix, some under an id that just became free."""
         rng, length = self.rng, self.load.max_model_len
         base = rng.choice([*self.bases, *self.ended])
         prompt = base[: rng.randint(0, 2 * len(base))] + self.tokens(rng.randint(1, 8))
         prompt = prompt[: rng.randint(length // 2, length - 1)]
-        prompt = prompt if leader is None else leader.prompt_token_ids
+        prompt = prompt if first is None else first.prompt_token_ids
         max_len = min(length, len(prompt) + rng.randint(1, 24))
         stops = rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1]))
         params = SamplingParams(
@@ -66,13 +66,13 @@ class Driver:
             request_id=rng.choice([str(i) for i in range(40) if str(i) not in live]),
             prompt_token_ids=prompt, params=params, seed=0, max_len=max_len,
             stop_ids=frozenset({EOS, *stops}), priority=rng.randint(0, 3),
-            cache_salt=rng.choice(SALTS) if leader is None else leader.cache_salt, leader=leader,
+            cache_salt=rng.choice(SALTS) if first is None else first.cache_salt, prefix_from=first,
         )  # fmt: skip
         self.scheduler.add(request)
         self.requests.append(request)
         if rng.random() < 0.2:
-            request.leads = True
-            self.add(leader=request)
+            request.publishes_prefix = True
+            self.add(first=request)
 
     def step(self) -> None:
         """Schedules up to `depth` steps ahead, then reads the oldest."""

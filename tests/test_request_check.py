@@ -75,9 +75,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(priority=2**63), "priority=9223372036854775808 is out of range"),
     (dict(prompt_logprobs_start=-1), "prompt_logprobs_start=-1 is out of range"),
     (dict(prompt_logprobs_start="2"), "prompt_logprobs_start must be an integer"),
-    (dict(leader="kept"), "leader must be what `add` returned, or None, got 'kept'"),
-    (dict(leader=True), "leader must be what `add` returned"),
-    (dict(leader=Request("kept", [3, 1], FREE, seed=0, max_len=9)), "leader 'kept' is not at work"),
+    (
+        dict(prefix_from="kept"),
+        "prefix_from must be what `add` returned, or None, got 'kept'",
+    ),
+    (dict(prefix_from=True), "prefix_from must be what `add` returned"),
+    (
+        dict(prefix_from=Request("kept", [3, 1], FREE, seed=0, max_len=9)),
+        "prefix_from='kept' is not at work",
+    ),
 ]
 
 
@@ -89,11 +95,13 @@ def test_bad_arguments_are_named_and_change_nothing():
     for changes, message in BAD:
         with pytest.raises((TypeError, ValueError), match=message):
             e.add(**good | changes)
-    with pytest.raises(ValueError, match="leader 'kept' has another prompt than request 'bad'"):
-        e.add(**good, leader=kept)
+    with pytest.raises(
+        ValueError, match="prefix_from='kept' has another prompt than request 'bad'"
+    ):
+        e.add(**good, prefix_from=kept)
     with pytest.raises(ValueError, match="request 'kept' is unfinished: give each live request"):
         e.add("kept", [3, 1], FREE)
-    assert list(e.unfinished) == ["kept"] and not kept.leads
+    assert list(e.unfinished) == ["kept"] and not kept.publishes_prefix
     # The engine has drawn no seed for what it refused.
     wanted = calm.add("next", [3, 1], FREE)
     of_numpy: Any = np.array([3, 1])
@@ -145,14 +153,14 @@ def test_an_id_is_one_requests_while_its_grammar_is_compiled():
 @pytest.mark.parametrize("end", ["abort", "fail", "serve"])
 def test_a_follower_outlives_a_leader_whose_grammar_is_compiled(end):
     e, slow = slow_engine()
-    leader = e.add("a", PROMPTS[0], RULED)
-    followers = [e.add("b", PROMPTS[0], FREE, leader=leader)]
-    followers.append(e.add("c", PROMPTS[0], FREE, leader=followers[0]))
+    first = e.add("a", PROMPTS[0], RULED)
+    followers = [e.add("b", PROMPTS[0], FREE, prefix_from=first)]
+    followers.append(e.add("c", PROMPTS[0], FREE, prefix_from=followers[0]))
     for _ in range(3):
         assert e.step() == []
     if end == "abort":
         e.finish(["a"], "abort", "tired")
-        assert leader.stop_reason == "tired"
+        assert first.stop_reason == "tired"
     elif end == "fail":
         slow.futures[0].set_exception(ValueError("no such rule"))
     else:
@@ -161,10 +169,12 @@ def test_a_follower_outlives_a_leader_whose_grammar_is_compiled(end):
         e.step()
     assert not e.has_unfinished
     reasons = dict(abort="abort", fail="error", serve="length")
-    assert leader.finish_reason == reasons[end]
+    assert first.finish_reason == reasons[end]
     assert [len(request.output_token_ids) for request in followers] == [4, 4]
-    with pytest.raises(ValueError, match="leader 'a' is not at work in this engine: leave it out"):
-        e.add("d", PROMPTS[0], FREE, leader=leader)
+    with pytest.raises(
+        ValueError, match="prefix_from='a' is not at work in this engine: leave it out"
+    ):
+        e.add("d", PROMPTS[0], FREE, prefix_from=first)
 
 
 def test_weights_are_not_given_to_an_engine_that_has_ended():

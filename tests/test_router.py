@@ -35,7 +35,7 @@ def test_work_is_what_is_left_of_a_request():
     router = Router(1, block_size=4, margin=0, by_prefix=False)
     a, b = request("a", [1, 2, 3]), request("b", [1, 2, 3])
     router.choose(a, [0])
-    router.follow(b, 0)  # its leader computes the prompt
+    router.follow(b, 0)  # the one whose prefix it shares computes the prompt
     assert router.work == [40 + 37]
     a.num_tokens, b.finish_reason = 5, "stop"
     router.observe(a)

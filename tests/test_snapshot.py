@@ -49,7 +49,7 @@ def begin(e: Engine, steps: int = 5) -> dict[str, Request]:
     params = [params_of(kind, i) for i, kind in enumerate(kinds)]
     params[2] = SamplingParams(max_tokens=14)  # its seed is the engine's
     added = [e.add(str(i), p, params[i], priority=i % 2) for i, p in enumerate(PROMPTS)]
-    added.append(e.add("late", PROMPTS[5], params_of("sampled", 6), leader=added[5]))
+    added.append(e.add("late", PROMPTS[5], params_of("sampled", 6), prefix_from=added[5]))
     for _ in range(steps):
         e.step()
     return {r.request_id: r for r in added if r.finish_reason is None}
@@ -81,7 +81,7 @@ def test_a_restored_engine_goes_on_with_the_same_tokens(steps, changes, tmp_path
     assert restored.keys() == live.keys()
     assert any(r.output_token_ids for r in restored.values())
     for name, request in restored.items():
-        skip = dict(leader=None, arrival=0)
+        skip = dict(prefix_from=None, arrival=0)
         assert vars(request) | skip == vars(live[name]) | skip
     if "num_blocks" in changes:
         assert second.scheduler.num_preemptions and second.scheduler.num_waiting
@@ -188,7 +188,7 @@ def test_only_blocks_that_count_are_saved_of_each_cache_group(kv_dtype, tmp_path
 
 def test_host_objects_survive_json():
     request = Request("r", [1], RICH, seed=2**63 - 1, max_len=9, stop_ids=frozenset({3, 1}))
-    request.leader = request
+    request.prefix_from = request
     request.logprobs = [np.array([1.5, -np.inf], np.float32)]
     structured = SamplingParams(
         structured_outputs=StructuredOutputsParams(json={"type": "object"}), stop=["a", "b"],
@@ -199,9 +199,9 @@ def test_host_objects_survive_json():
     back, requests = serialization.loads(serialization.dumps(value))
     first, second, tenth = back["also"]
     assert back["a"] == value["a"] and tenth == 0.1 and requests == [first, second]
-    assert back[7] is first is first.leader
+    assert back[7] is first is first.prefix_from
     for made, given in [(first, request), (second, other)]:
-        skip = dict(leader=0, logprobs=0)
+        skip = dict(prefix_from=0, logprobs=0)
         assert vars(made) | skip == vars(given) | skip
     np.testing.assert_array_equal(first.logprobs[0], request.logprobs[0])
     with pytest.raises(TypeError, match="a object cannot be saved as JSON"):

@@ -81,8 +81,8 @@ class Completions:
             params = encode_words(params, self.tokenizer)
             with self.lock:
                 for state in states:
-                    leader = None if state is states[0] else states[0].request
-                    self._add(state, token_ids, params, kwargs | {"leader": leader})
+                    first = None if state is states[0] else states[0].request
+                    self._add(state, token_ids, params, kwargs | {"prefix_from": first})
         except (TypeError, ValueError) as error:
             self.drop(states)
             if on_error == "raise":

@@ -83,7 +83,7 @@ class Engine(Steps, Stateful):
         eos_token_ids: Iterable[int] = (),
         priority: int = 0,
         prompt_logprobs_start: int | None = None,
-        leader: Request | None = None,
+        prefix_from: Request | None = None,
         cache_salt: str | None = None,
         routed_experts: Any = None,
         lora_request: LoRARequest | None = None,
@@ -92,8 +92,8 @@ class Engine(Steps, Stateful):
 
         eos_token_ids: ids that end it, unless ignored; the first has no `stop_reason`.
         prompt_logprobs_start: position of the first prompt token with logprobs; 1 where None.
-        leader: an unfinished request with the same prompt; this one waits until it can share the
-            blocks that the leader computes.
+        prefix_from: an unfinished request with the same prompt; this one waits until it can
+            share the blocks that the other computes.
         cache_salt: the request shares cached blocks only with requests of the same salt.
         routed_experts: experts that compute the prompt, int16 [tokens, layers, k]; see
             `given_routes.check_given`.
@@ -107,7 +107,7 @@ class Engine(Steps, Stateful):
         adapter = check_lora_request(lora_request)
         request = new_request(
             request_id, prompt_token_ids, params, of=self.runner.program,
-            eos_token_ids=eos_token_ids, priority=priority, leader=leader,
+            eos_token_ids=eos_token_ids, priority=priority, prefix_from=prefix_from,
             prompt_logprobs_start=prompt_logprobs_start, cache_salt=cache_salt,
             routed_experts=routed_experts,
             lora_id=0 if adapter is None else adapter.lora_int_id,
@@ -124,8 +124,8 @@ class Engine(Steps, Stateful):
         # Drawn last: a request that is refused must not change the seeds of later ones.
         if request.params.seed is None:
             request.seed = int(self._seeds.integers(2**63))
-        if request.leader is not None:
-            request.leader.leads = True
+        if request.prefix_from is not None:
+            request.prefix_from.publishes_prefix = True
 
     @property
     def has_unfinished(self) -> bool:

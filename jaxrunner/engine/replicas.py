@@ -98,8 +98,8 @@ class Replicas:
             self._epoch = self.worker.cache_epoch
             self.router.forget()
         related = {request.request_id}
-        if isinstance(request.leader, Request):
-            related.add(request.leader.request_id)
+        if isinstance(request.prefix_from, Request):
+            related.add(request.prefix_from.request_id)
         of_each = [engine.unfinished for engine in self.engines]
         home = next((i for i, of in enumerate(of_each) if not related.isdisjoint(of)), None)
         check_among(request, {} if home is None else of_each[home])

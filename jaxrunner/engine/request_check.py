@@ -31,7 +31,7 @@ def new_request(
     eos_token_ids: Iterable[int] = (),
     priority: int = 0,
     prompt_logprobs_start: int | None = None,
-    leader: Request | None = None,
+    prefix_from: Request | None = None,
     cache_salt: str | None = None,
     routed_experts: Any = None,
     lora_id: int = 0,
@@ -66,7 +66,7 @@ def new_request(
         ),
         lora_id=lora_id,
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
-        leader=leader,
+        prefix_from=prefix_from,
         prompt_logprobs_start=start,
     )
     return request if routed_experts is None else _replaying(request, routed_experts, of)
@@ -98,26 +98,26 @@ def _params(params: SamplingParams, of: Program) -> SamplingParams:
 
 
 def check_among(request: Request, live: Mapping[str, Request]) -> None:
-    """Checks a new request against the unfinished ones: its id, and its leader.
+    """Checks a new request against the unfinished ones: its id, and whose prefix it shares.
 
     Raises:
-      TypeError, ValueError: the id is in use, or the leader is none of them with the same prompt.
+      TypeError, ValueError: the id is in use, or `prefix_from` is none of them with its prompt.
     """
     if request.request_id in live:
         name = f"request {shown(request.request_id)}"
         raise ValueError(f"{name} is unfinished: give each live request its own request_id")
-    leader: Any = request.leader
-    if leader is None:
+    first: Any = request.prefix_from
+    if first is None:
         return
-    if not isinstance(leader, Request):
-        raise TypeError(f"leader must be what `add` returned, or None, got {shown(leader)}")
-    if live.get(leader.request_id) is not leader:
+    if not isinstance(first, Request):
+        raise TypeError(f"prefix_from must be what `add` returned, or None, got {shown(first)}")
+    if live.get(first.request_id) is not first:
         raise ValueError(
-            f"leader {shown(leader.request_id)} is not at work in this engine: leave it out"
+            f"prefix_from={shown(first.request_id)} is not at work in this engine: leave it out"
         )
-    if leader.prompt_token_ids != request.prompt_token_ids:
+    if first.prompt_token_ids != request.prompt_token_ids:
         raise ValueError(
-            f"leader {shown(leader.request_id)} has another prompt than request "
+            f"prefix_from={shown(first.request_id)} has another prompt than request "
             f"{shown(request.request_id)}: leave it out"
         )
 

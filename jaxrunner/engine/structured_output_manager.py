@@ -162,5 +162,5 @@ class StructuredOutputManager:
 
 
 def _end(request: Request, reason: str) -> None:
-    # The status too, which requests with this leader look at.
+    # The status too, which requests that share its prefix look at.
     request.finish_reason, request.status = reason, Status.FINISHED

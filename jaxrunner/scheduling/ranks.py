@@ -69,11 +69,11 @@ class RankedScheduler(Stateful):
         return sum(rank.num_preemptions for rank in self.ranks)
 
     def add(self, request: Request) -> None:
-        """Queues a new request, where its leader is if it has one. Raises as `Scheduler.add`."""
-        leader = request.leader
+        """Queues a new request, on the rank that has its prefix. Raises as `Scheduler.add`."""
+        first = request.prefix_from
         self.ranks[0].check(request)
-        if leader is not None and leader.request_id in self._rank:
-            rank = self._rank[leader.request_id]
+        if first is not None and first.request_id in self._rank:
+            rank = self._rank[first.request_id]
             self.router.follow(request, rank)
         else:
             rank = self.router.choose(request, range(len(self.ranks)))

@@ -39,8 +39,8 @@ class Request:
     cache_salt: bytes = b""  # requests share cached blocks only with equal salts
     lora_id: int = 0  # id of its adapter, 0 for none
     cache_limit: int = NEVER  # most tokens whose KV may be taken from the prefix cache
-    leader: "Request | None" = None  # one with the same prompt, whose blocks this one waits for
-    leads: bool = False  # whether it is the leader of others
+    prefix_from: "Request | None" = None  # of the same prompt: waits for its blocks
+    publishes_prefix: bool = False  # for requests that share it, until its prompt is done
     prompt_logprobs_start: int = NEVER  # position of the first prompt token whose logprob is wanted
     arrival: int = 0  # order of `Scheduler.add`
 
@@ -198,12 +198,12 @@ class SchedulerOutput:
 
 
 def awaits_prefix(request: Request, output: SchedulerOutput) -> bool:
-    """Whether a request should wait for its leader, which still computes the same prompt."""
-    leader = request.leader
-    if leader is None or leader.status is Status.FINISHED:
+    """Whether a request should wait for the one that still computes the same prompt."""
+    first = request.prefix_from
+    if first is None or first.status is Status.FINISHED:
         return False
-    now = output.num_scheduled_tokens.get(leader.request_id, 0)
-    return leader.num_computed - now < len(leader.prompt_token_ids)
+    now = output.num_scheduled_tokens.get(first.request_id, 0)
+    return first.num_computed - now < len(first.prompt_token_ids)
 
 
 class GrammarOutput(NamedTuple):

@@ -224,10 +224,10 @@ class Scheduler(Stateful):
         for request in list(due):
             if request.status is not Status.RUNNING:
                 continue  # preempted earlier in this loop
-            if request.leads:
+            if request.publishes_prefix:
                 prompt_len = len(request.prompt_token_ids)
                 self.tables.publish_tail(request, min(request.num_computed, prompt_len))
-                request.leads = request.num_computed < prompt_len
+                request.publishes_prefix = request.num_computed < prompt_len
             n = cost = min(request.num_missing, self._most_tokens, budget)
             if n != 1:
                 if n <= 0:

@@ -26,7 +26,7 @@ ADD: dict[str, Kind] = dict(
     eos_token_ids=Kind(lambda v: v is not None and several(integer(0, 2**31 - 1)).good(v),
                        ([2**31], [-1], [2**40], [1.5], ["a"], [None], [True], 3, None, "ab")),
     priority=integer(-(2**62), 2**62), prompt_logprobs_start=integer(0, 2**30, None),
-    leader=Kind(lambda v: v is None, ("canary", 3, True, Request, {})), cache_salt=text(None),
+    prefix_from=Kind(lambda v: v is None, ("canary", 3, True, Request, {})), cache_salt=text(None),
     routed_experts=Kind(lambda v: v is None, (3, [], [[1]], "a", ())),
     lora_request=Kind(lambda v: v is None, ("good", 1, {}, True, LoRARequest("none", 3))),
 )  # fmt: skip
@@ -75,9 +75,9 @@ class Add(_Engine):
         return made._replace(fields=(*made.fields, *ALSO))
 
     def _add(self, **fields: Any) -> None:
-        if isinstance(fields.get("leader"), str):
+        if isinstance(fields.get("prefix_from"), str):
             # One that runs, with another prompt.
-            fields["leader"] = self.engine.scheduler.requests.get("canary", 3)
+            fields["prefix_from"] = self.engine.scheduler.requests.get("canary", 3)
         request = self.engine.add(**fields)
         self.finish([request])
         if request.error:
@@ -133,7 +133,11 @@ class Told(_Engine):
                 raise refused
 
         return Case(
-            call, ("request", "leader", "prompt", "id"), None, f"sequence({state})", stands=False
+            call,
+            ("request", "prefix_from", "prompt", "id"),
+            None,
+            f"sequence({state})",
+            stands=False,
         )
 
     def _one(self, dice: random.Random, requests: list[Request]) -> None:
@@ -143,7 +147,7 @@ class Told(_Engine):
         elif what == 1:
             self.engine.step()
         else:
-            leader = dice.choice([None, None, *requests])
+            first = dice.choice([None, None, *requests])
             prompt = [3, 1, 4] if dice.random() < 0.8 else [5, 6]
             params = dice.choice((ONE, GRAMMAR, GRAMMAR, models.PARAMS))
-            requests.append(self.engine.add(name, prompt, params, leader=leader))
+            requests.append(self.engine.add(name, prompt, params, prefix_from=first))

@@ -25,7 +25,7 @@ class Snapshots(Entry):
         self.begun = [
             other.add(name, list(range(n)), models.PARAMS) for name, n in (("a", 3), ("b", 9))
         ]
-        other.add("c", list(range(9)), models.PARAMS, leader=self.begun[1])
+        other.add("c", list(range(9)), models.PARAMS, prefix_from=self.begun[1])
         for _ in range(3):
             other.step()
         save_engine(other, path, dict(more=1))

@@ -80,9 +80,10 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
     config, r = engine.model_config, request
     _must(vars(r).keys() == {field.name for field in fields(Request)}, "other fields")
     _must(type(r.request_id) is str and isinstance(r.params, SamplingParams), "no id or params")
-    _must(type(r.status) is Status and type(r.leads) is bool, "status or leads")
+    _must(type(r.status) is Status, "status")
+    _must(type(r.publishes_prefix) is bool, "publishes_prefix")
     _must(r.finish_reason in (None, *FINISH_REASONS), "finish_reason")
-    _must(r.leader is None or isinstance(r.leader, Request), "leader")
+    _must(r.prefix_from is None or isinstance(r.prefix_from, Request), "prefix_from")
     for name in COUNTS:
         value = getattr(r, name)
         _must(type(value) is int and 0 <= value <= MAX_COUNT, f"{name}={value!r:.99}")
@@ -112,9 +113,11 @@ def _check_request(engine: Engine, request: Request, live: set[int]) -> None:
     _must(all(type(i) is int and 0 <= i < MAX_ID for i in stops), "stop_ids out of range")
     _must(len(set(stops)) <= MAX_STOP_IDS, "too many stop_ids")
     seen = {id(r)}
-    while r.leader is not None and r.leader.status is not Status.FINISHED:
-        r = r.leader
-        _must(id(r) not in seen and id(r) in live, "a leader that waits for it, or is nowhere")
+    while r.prefix_from is not None and r.prefix_from.status is not Status.FINISHED:
+        r = r.prefix_from
+        _must(
+            id(r) not in seen and id(r) in live, "a prefix of one that waits for it, or is nowhere"
+        )
         seen.add(id(r))
 
 
