@@ -46,7 +46,8 @@ class ModelRunnerOutput:
 
     req_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[list[int], ...] = ()  # [] for a request in mid-prefill
-    finished: tuple[bool, ...] = ()  # ended on the device
+    # For schedulers of others: ended by an id or a length. Ours knows it from the tokens.
+    finished: tuple[bool, ...] = ()
     not_finite: tuple[bool, ...] = ()  # logits were NaN or infinite: the token is meaningless
     no_choice: tuple[bool, ...] = ()  # no token was left to sample from
     logprobs: Logprobs | None = None  # of the sampled tokens, [B, J] and [B, J, C]
