@@ -11,7 +11,6 @@ from typing import Any, cast
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
-from test_engine import PROMPTS, params_of, run
 
 import jaxrunner
 from jaxrunner.device import lowering, parts
@@ -27,6 +26,7 @@ from jaxrunner.sampling.min_p import min_p
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.speculators.ngram import ngram
 from tests.support import tiny
+from tests.support.tiny_engine import PROMPTS, params_of, run
 
 
 @pytest.fixture(autouse=True, scope="module")
