@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_reference
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -19,7 +18,7 @@ from jaxrunner.program import make_state
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import LayerCache
 from jaxrunner.worker import sizing
-from tests.support import tiny, tiny_engine
+from tests.support import paged_attention, tiny, tiny_engine
 
 # Of each dtype: half a step, as a part of the largest number of a row, and of the number itself.
 STEPS = {"int8": (0.5 / 127, 0.0), "float8_e4m3fn": (2.0**-10 / 448, 2.0**-4)}
@@ -63,7 +62,7 @@ def test_what_is_not_finite_still_shows(dtype, value):
     assert np.isfinite(back[0]).all() and not np.isfinite(back[1]).all()
 
 
-class Problem(test_reference.Problem):
+class Problem(paged_attention.Problem):
     """Heavy-tailed keys and values, and a cache of 8 bits, full of junk where none of them is."""
 
     def __init__(self, case: str, dtype: str, kv_dtype: str):
@@ -84,12 +83,12 @@ class Problem(test_reference.Problem):
         self.low = LayerCache(*map(jnp.asarray, (*low, *scale)))
 
 
-@test_reference.BOTH
+@paged_attention.BOTH
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(case, marks=[pytest.mark.slow] * (case in ("prefill", "block edges")))
-        for case in test_reference.CASES
+        for case in paged_attention.CASES
     ],
 )
 @pytest.mark.parametrize(
