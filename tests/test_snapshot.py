@@ -33,7 +33,7 @@ from tests.support import tiny
 from tests.support.small_llm import SIZES
 from tests.support.tiny_engine import PROMPTS, begin, drain, engine
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 RICH = SamplingParams(
     temperature=0.9, max_tokens=20, logprobs=2, prompt_logprobs=1, presence_penalty=0.5, seed=5,
     logit_bias={3: 1.5}, bad_words=[[4, 5]], stop_token_ids=[60],
@@ -109,8 +109,8 @@ def test_another_process_goes_on(tmp_path):
         "JAX_NUMPY_RANK_PROMOTION": "raise",
     }
     subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], check=True, cwd=HERE.parent,
-        env=os.environ | compiled | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}, timeout=300,
+        [sys.executable, "-c", SCRIPT, str(folder)], check=True, cwd=ROOT,
+        env=os.environ | compiled | {"PYTHONPATH": str(ROOT)}, timeout=300,
     )  # fmt: skip
     e, calm = engine(), engine()
     restored, _ = restore_engine(e, folder)
