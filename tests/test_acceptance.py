@@ -14,6 +14,7 @@ import pytest
 
 from jaxrunner.sampling.acceptance import Unverified, Verified, _emit, block, standard, synthetic
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise, uniforms
+from tests.support.chi_square import excess
 
 slow = pytest.mark.slow
 B, V, N = 50_000, 3, 3
@@ -93,13 +94,6 @@ def _one_step(both: Any, words: Any, next_pos: Any, changes: Any, *, verify: Any
     of_drafts = scores if how == "sampled" else None
     given = Unverified(logits, drafts, full, of_drafts, full < 0, words, next_pos)
     return drafts, verify(given._replace(**changes))
-
-
-def excess(seen: np.ndarray, expected: np.ndarray) -> float:
-    """Returns how far chi-square is above its mean, in standard deviations."""
-    assert expected.min() > 5 and abs(expected.sum() - seen.sum()) < 1
-    freedom = seen.size - 1
-    return (((seen - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
 
 def is_share(seen: np.ndarray, expected: float) -> bool:

@@ -1,7 +1,6 @@
 """The pages that say how to add a part run as they stand, in a folder."""
 
 import importlib
-from pathlib import Path
 import re
 import runpy
 import sys
@@ -13,9 +12,7 @@ from jaxrunner.models import registry
 from jaxrunner.models.llama import llama
 from tests.support import tiny
 from tests.support.lowering import lowers
-
-ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
+from tests.support.pages import write
 
 
 @pytest.fixture
@@ -31,20 +28,6 @@ def folder(tmp_path, monkeypatch):
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
             del sys.modules[name]
     importlib.invalidate_caches()
-
-
-def files(page: str) -> dict[str, str]:
-    """Returns the files of a page, by the names in their first lines."""
-    text = ROOT.joinpath("docs", page).read_text(encoding="utf-8")
-    blocks = [code for kind, code in BLOCK.findall(text) if kind == "python"]
-    named = {re.match(r"# (\w+\.py)\b", code): code for code in blocks}
-    assert blocks and None not in named, "a block of Python begins with the name of its file"
-    return {name[1]: code for name, code in named.items() if name is not None}
-
-
-def write(page: str, folder: Path) -> None:
-    for name, code in files(page).items():
-        folder.joinpath(name).write_text(code, encoding="utf-8")
 
 
 def run(name: str) -> dict:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 import tomllib
 
-from test_style import ROOT, nodes, package
+from tests.support.sources import ROOT, nodes, package
 
 ALLOWED = {"reportMissingImports"}  # PyTorch and transformers may not be there
 SKIPS = {"ignore", "extend-ignore", "per-file-ignores", "extend-per-file-ignores", "exclude"}

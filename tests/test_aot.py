@@ -1,20 +1,17 @@
 """What the compiler says of kernels and steps, where the CUDA plugin is there; needs no GPU."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.support.lowering import NEW
+from tests.support.lowering import NEW, PLUGIN
 
 ROOT = Path(__file__).parents[1]
-PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")
 
 
 @pytest.mark.slow

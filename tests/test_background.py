@@ -5,7 +5,6 @@ import threading
 from typing import Any
 
 import pytest
-from test_engine import PROMPTS, run
 
 from jaxrunner import LLM, embedded
 from jaxrunner.api.sampling_params import SamplingParams
@@ -17,6 +16,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.programs.program_table import Key, ProgramTable
 from tests.support import tiny
+from tests.support.tiny_engine import PROMPTS, run
 
 SIZES = dict(decode_buckets=(2, 5), token_buckets=(32,))
 FIRST = Key("step", Bucket(32, 5))

@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from test_engine import PROMPTS, engine, run
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.buckets import GPU_SIZES, powers
 from jaxrunner.runner.bucket_planner import interpolate, plan
+from tests.support.tiny_engine import PROMPTS, engine, run
 
 # Milliseconds of a decode step of Llama-3-8B's shape on an H200, by batch size (benchmarks).
 H200 = {8: 4.75, 32: 5.78, 64: 7.20, 128: 10.03, 256: 16.94}

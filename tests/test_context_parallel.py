@@ -34,7 +34,7 @@ from jaxrunner.parallel.tensor import shard
 from jaxrunner.types import LayerCache
 from tests.outside.recurrent import RecurrentState
 from tests.support import tiny
-from tests.test_kernels import batch_of
+from tests.support.kernels import batch_of
 
 SIZES: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4

@@ -14,8 +14,7 @@ from jaxrunner.kernels_pallas.conv_step import TuningConfig, conv_step, refuses
 from jaxrunner.operation import Chosen
 from jaxrunner.ops.states import short_conv
 from tests.support.lowering import lowers
-from tests.test_state_step import interpreted, sized
-from tests.test_states import batch_of
+from tests.support.states import batch_of, interpreted, sized
 
 N, TAPS = 6, 3
 

@@ -1,6 +1,5 @@
 """Logits functions of the user, and logits that are not numbers: what fails, fails alone."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import host_logits_fn, logits_fn, with_logits_fn
 from tests.support import rules as given
 from tests.support import tiny
+from tests.support.tiny import poisoned
 
 NO_FN: Any = 3
 
@@ -149,13 +149,6 @@ def test_a_host_function_that_raises_ends_its_request_alone(caplog):
 def test_a_bad_function_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def poisoned(token: int, value: float):
-    """Returns weights that make logits `value` once a request has said `token`."""
-    _, params = tiny.model_and_params()
-    embed = params.embed.at[token].set(value)
-    return replace(params, embed=embed)
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])

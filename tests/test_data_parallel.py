@@ -1,7 +1,6 @@
 """Engines side by side behind one `LLM`: tokens are those of one, and none waits for another."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,25 +11,16 @@ from jaxrunner import LLM, BeamSearchParams, SamplingParams
 from jaxrunner.api.sampling_params import StructuredOutputsParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.replicas import engines_of
-from jaxrunner.loading.weights import load_params, save_checkpoint
+from jaxrunner.loading.weights import load_params
 from jaxrunner.models.llama import llama
 from jaxrunner.runner.step_handle import StepHandle
 from jaxrunner.worker.worker import Worker
 from tests.support import tiny
+from tests.support.replicas import GREEDY, MODEL, SIZES, TWO, folder, ids, open_llm
 
+__all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.devices(4)
-MODEL: dict[str, Any] = dict(
-    hidden_size=24, intermediate_size=32, num_attention_heads=8, vocab_size=64, head_dim=4,
-    num_key_value_heads=2, num_hidden_layers=1,
-)  # fmt: skip
-SIZES: dict[str, Any] = dict(
-    max_model_len=48, num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=32,
-    token_buckets=(32,), decode_buckets=(4,), dtype="float32", use_tqdm=False, warm_up=False,
-    cache_dir=None, generation_config="vllm",
-)  # fmt: skip
-TWO: dict[str, Any] = dict(data_parallel_size=2)
 NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
-GREEDY = SamplingParams(temperature=0, max_tokens=6)
 REGEX = StructuredOutputsParams(regex="(A|B)[C-F]{3,9}") if find_spec("llguidance") else None
 KINDS = [
     SamplingParams(max_tokens=14),  # whose seed is drawn
@@ -47,20 +37,6 @@ ASKED = [KINDS[i % len(KINDS)] for i in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Returns a checkpoint; `other` in it has weights of another seed."""
-    folder, config = tmp_path_factory.mktemp("checkpoint"), tiny.config(**MODEL)
-    for path, seed in ((folder, 3), (folder / "other", 4)):
-        params = tiny.random_params(config, seed=seed)
-        save_checkpoint(path, llama, config, params, tiny.SETTINGS | MODEL | dict(eos_token_id=63))
-    return folder
-
-
-def open_llm(folder: Path, **sizes: Any) -> LLM:
-    return LLM(folder, tokenizer=tiny.tokenizer(), **SIZES | sizes)
-
-
-@pytest.fixture(scope="module")
 def one(folder):
     with open_llm(folder) as llm:
         yield llm
@@ -71,10 +47,6 @@ def two(folder):
     """Returns two engines that draft, on two devices each."""
     with open_llm(folder, **TWO, tensor_parallel_size=2, speculative_config=NGRAM) as llm:
         yield llm
-
-
-def ids(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
 def answers(llm: LLM) -> list[Any]:

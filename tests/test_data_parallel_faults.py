@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 import pytest
-from test_data_parallel import GREEDY, TWO, Worker, folder, ids, open_llm
 
 from jaxrunner import LLM
 from jaxrunner.engine.engine import Engine
+from jaxrunner.worker.worker import Worker
+from tests.support.replicas import GREEDY, TWO, folder, ids, open_llm
 
 __all__ = ["folder"]  # a fixture
 

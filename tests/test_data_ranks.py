@@ -1,61 +1,30 @@
 """Experts over data ranks, on fake devices of a CPU: tokens are those of one device."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from test_pipeline_parallel import answers, logprobs
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM
 from jaxrunner.device.buckets import choose
-from jaxrunner.engine.engine import Engine
-from jaxrunner.hf_config import Settings
-from jaxrunner.loading.weights import load_params
-from jaxrunner.models.registry import read_model
-from jaxrunner.parallel.mesh import make_mesh
-from jaxrunner.parallel.tensor import shard
 from jaxrunner.program import Bucket
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.worker.expert_balance import placement_of
-from tests.support import failing, small_checkpoint, tiny
-from tests.support.features import ParityCompiler
+from tests.support import failing, small_checkpoint
+from tests.support.crowd import answers, logprobs
+from tests.support.data_ranks import GREEDY, MIXTURE, RANKS, SIZES, D, engine
 
-D = 3  # ranks
-MIXTURE: dict[str, Any] = tiny.SETTINGS | dict(
-    architectures=["Qwen3MoeForCausalLM"], num_experts=6, num_experts_per_tok=2,
-    moe_intermediate_size=12, vocab_size=62,
-)  # fmt: skip
-SIZES: dict[str, Any] = dict(
-    max_num_seqs=2, max_num_batched_tokens=16, token_buckets=(16,), decode_buckets=(2,),
-    max_model_len=48, num_blocks=14, block_size=4, dtype="float32", warm_up=False, use_tqdm=False,
-    cache_dir=None, skip_tokenizer_init=True,
-)  # fmt: skip
 # Of these an engine alone and an `LLM` have the same programs, which are compiled once.
 PROGRAMS = (
     "max_num_seqs", "max_num_batched_tokens", "token_buckets", "decode_buckets", "max_model_len",
     "num_blocks", "block_size", "dtype",
 )  # fmt: skip
-RANKS: dict[str, Any] = dict(data_parallel_size=D, enable_expert_parallel=True)
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     return small_checkpoint.save_family(tmp_path_factory.mktemp("mixture"), MIXTURE)
-
-
-def engine(folder: str, tensor: int = 0, speculator: Any = None, **sizes: Any) -> Engine:
-    """Returns the engine of a mixture, over ranks of so many devices, or on one device."""
-    model, config = read_model(Settings(MIXTURE))
-    model = model._replace(speculator=speculator)
-    if tensor:
-        mesh = make_mesh(tensor, jax.local_devices(), D)
-        model, config = shard(model, config, mesh, expert_parallel=True)
-    params = load_params(Path(folder), model, config, dtype="float32", progress=False)
-    made = tiny.engine_config(**sizes)
-    return Engine(model, config, made, params, make_compiler=ParityCompiler)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import pytest
-from test_style import LAYERS
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.config import EngineConfig
@@ -16,6 +15,7 @@ from jaxrunner.loading import llm_arguments
 from jaxrunner.models.registry import FAMILIES
 from jaxrunner.worker.sizing import plan_engine
 from jaxrunner.worker.worker import Worker
+from tests.support.sources import LAYERS
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_acceptance import excess
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
@@ -20,6 +19,7 @@ from jaxrunner.speculators.draft_logits import NAME
 from jaxrunner.worker.memory_plan import SizeCosts
 from jaxrunner.worker.program_memory import ProgramMemory
 from tests.support import tiny
+from tests.support.chi_square import excess
 from tests.support.drafters import PROMPTS, RULED, K, probabilistic, run
 
 V = tiny.SETTINGS["vocab_size"]

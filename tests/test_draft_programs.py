@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from test_outside_programs import built, drafted
 
 from jaxrunner.models.llama import llama
 from jaxrunner.programs.build import Built
 from jaxrunner.speculators.ngram import ngram
+from tests.support.kept_programs import built, drafted
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_acceptance import excess
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
@@ -20,6 +19,7 @@ from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
 from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.drafter import Drafted
 from tests.support import tiny
+from tests.support.chi_square import excess
 
 V, K, N, PROMPT, NUM = 3, 2, 4, [1, 2], 2_000
 RULE: dict[str, Any] = dict(temperature=0.9)

@@ -17,7 +17,7 @@ from jaxrunner.scheduling.request import Request
 from jaxrunner.speculators.drafter import Drafted
 from tests.outside.lookup import lookup
 from tests.support import features, tiny
-from tests.support.drafters import DRAFTERS, with_itself_or_none, with_ngrams
+from tests.support.drafters import DRAFTERS, joined, with_itself_or_none, with_ngrams
 
 MAX_LEN = 48
 EOS = (features.EOS,)
@@ -231,14 +231,6 @@ def compare(got: Request, want: Request) -> None:
         assert ours.keys() == theirs.keys()
         for position, row in ours.items():
             np.testing.assert_allclose(row, theirs[position], atol=2e-5)
-
-
-def joined(logprobs: list[Any], params: SamplingParams) -> list[np.ndarray]:
-    """Returns the arrays of logprobs, a token a row, which come by steps."""
-    asked = len(params.logprob_token_ids or ()) or params.logprobs or 0
-    parts = [jax.tree.leaves(part) for part in logprobs]  # with the columns of their neighbours
-    parts = [[x[:, :asked] if x.ndim > 1 else x for x in part] for part in parts]
-    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
 
 def by_position(parts: list[Any], params: SamplingParams) -> dict[int, np.ndarray]:

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_drafts_driver import joined
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.sampling_params import RequestOutputKind
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from tests.support import small_llm, tiny
-from tests.support.drafters import DRAFTERS, K
+from tests.support.drafters import DRAFTERS, K, joined
 
 PROMPT = [5, 9, 2, 6]
 # What ends or changes a request at token j of `free`, its tokens where nothing ends them.

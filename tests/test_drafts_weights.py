@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_speculation import SIZES, save_model
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.speculators.drafter import Drafted
+from tests.support.small_checkpoint import SIZES, save_model
 
 PROMPTS = [dict(prompt_token_ids=[3, 1, 4, 1, 5]), dict(prompt_token_ids=[9, 2])]
 PARAMS = [SamplingParams(max_tokens=24, seed=i, temperature=t) for i, t in enumerate((0.0, 0.7))]

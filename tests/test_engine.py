@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,54 +11,9 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from tests.support import tiny
+from tests.support.tiny_engine import KINDS, PROMPTS, drain, engine, params_of, run
 
 slow = pytest.mark.slow
-PROMPTS = [
-    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9],
-    [9, 2, 6],
-    [5, 3, 5, 8, 9, 7, 9],
-    [3, 1, 4, 1, 5, 9, 2, 6, 7, 7],
-    [60],
-    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9],
-]
-KINDS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=12),
-    "sampled": SamplingParams(temperature=1.0, max_tokens=12),
-    "filtered": SamplingParams(temperature=1.3, top_k=9, top_p=0.8, min_p=0.01, max_tokens=12),
-}
-
-
-def params_of(kind: str, i: int) -> SamplingParams:
-    changes: dict[str, Any] = dict(seed=i, max_tokens=9 + i, min_tokens=2 * (i % 2))
-    base = KINDS[kind]
-    return SamplingParams(
-        temperature=base.temperature, top_k=base.top_k, top_p=base.top_p, min_p=base.min_p,
-        stop_token_ids=[7, 30], **changes,
-    )  # fmt: skip
-
-
-def engine(**changes) -> Engine:
-    config, params = tiny.model_and_params()
-    return Engine(llama, config, tiny.engine_config(**changes), params)
-
-
-def run(engine: Engine, prompts, params, order=None) -> list[list[int]]:
-    """Returns the output tokens of each prompt, added in `order`."""
-    requests = {}
-    for i in order if order is not None else range(len(prompts)):
-        requests[i] = engine.add(f"{i}", prompts[i], params[i], priority=i % 2)
-    drain(engine)
-    return [requests[i].output_token_ids for i in range(len(prompts))]
-
-
-def drain(engine: Engine) -> None:
-    while engine.has_unfinished:
-        engine.step()
-        for pool in engine.pools:
-            pool.check(r.blocks[pool.group] for r in engine.scheduler.running)
-    while engine.step():
-        pass
-    assert [p.num_free for p in engine.pools] == [engine.config.num_blocks] * len(engine.pools)
 
 
 @functools.cache

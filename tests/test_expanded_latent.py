@@ -28,7 +28,7 @@ from jaxrunner.program import Bucket, Program
 from jaxrunner.sampling import RULES
 from tests.support import oracles
 from tests.support.lowering import cuda, lowers
-from tests.test_reference import Problem
+from tests.support.paged_attention import Problem
 
 RANK, STILL, VALUE, HEADS = 5, 7, 4, 6  # and 3 numbers of each key and query that are turned
 SPEC = AttentionSpec(0, None, 0.3, value_dim=RANK)

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
 from typing import Any
@@ -11,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_aot import PLUGIN, ROOT
-from test_data_ranks import GREEDY, MIXTURE, RANKS, SIZES
 
 from jaxrunner import LLM
 from jaxrunner.experts import Routes
@@ -22,8 +21,10 @@ from jaxrunner.parallel.exchange import exchanged
 from jaxrunner.parallel.mesh import DATA, TENSOR, make_mesh
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from tests.support import small_checkpoint
-from tests.support.lowering import NEW
+from tests.support.data_ranks import GREEDY, MIXTURE, RANKS, SIZES
+from tests.support.lowering import NEW, PLUGIN
 
+ROOT = Path(__file__).parents[1]
 T, E, OWN, K = 5, 3, 2, 4  # tokens of a rank, experts of a device, routes of a token
 EXCHANGE: dict[str, Any] = dict(all2all_backend="ragged_all_to_all", all2all_token_threshold=3)
 MESHES = {"ranks": (2, 3), "ranks of one device": (1, 3), "one rank": (3, 1)}

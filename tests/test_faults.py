@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine import KINDS, PROMPTS, drain, run
 
 from jaxrunner import RequestOutput, SamplingParams
 from jaxrunner.engine.completions import Completions
@@ -22,6 +21,7 @@ from jaxrunner.scheduling.request import Request
 from jaxrunner.text.prompts import ParsedPrompt
 from tests.support import failing, features, tiny
 from tests.support.failing import HOWS, OUT_OF_MEMORY, nth
+from tests.support.tiny_engine import KINDS, PROMPTS, drain, run
 
 GREEDY = KINDS["greedy"]
 SIZES = tiny.engine_config(

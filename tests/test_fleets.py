@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from test_add_pages import write
 
 from jaxrunner import embedded
+from tests.support.pages import write
 from tests.support.small_llm import SIZES
 
 ROOT = Path(__file__).parents[1]

@@ -8,13 +8,13 @@ import traceback
 
 import jax
 import pytest
-from test_engine import KINDS, PROMPTS, engine
 
 from jaxrunner import Interrupted, RequestOutputs, SamplingParams
 from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.interrupts import Deferred, deferred
 from jaxrunner.text.prompts import ParsedPrompt
 from tests.support import tiny
+from tests.support.tiny_engine import KINDS, PROMPTS, engine
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.ops.plain import add_rms_norm, split_heads
 from jaxrunner.types import LayerCache
 from tests.support import oracles
-from tests.test_kernels import BOUND, batch_of, case_id, error
+from tests.support.kernels import BOUND, batch_of, case_id, error
 
 attend = jax.jit(reference.attend, static_argnames="spec")  # else each operation is compiled
 

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_engine
-import test_reference
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -20,7 +18,7 @@ from jaxrunner.program import make_state
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import LayerCache
 from jaxrunner.worker import sizing
-from tests.support import tiny
+from tests.support import paged_attention, tiny, tiny_engine
 
 # Of each dtype: half a step, as a part of the largest number of a row, and of the number itself.
 STEPS = {"int8": (0.5 / 127, 0.0), "float8_e4m3fn": (2.0**-10 / 448, 2.0**-4)}
@@ -64,7 +62,7 @@ def test_what_is_not_finite_still_shows(dtype, value):
     assert np.isfinite(back[0]).all() and not np.isfinite(back[1]).all()
 
 
-class Problem(test_reference.Problem):
+class Problem(paged_attention.Problem):
     """Heavy-tailed keys and values, and a cache of 8 bits, full of junk where none of them is."""
 
     def __init__(self, case: str, dtype: str, kv_dtype: str):
@@ -85,12 +83,12 @@ class Problem(test_reference.Problem):
         self.low = LayerCache(*map(jnp.asarray, (*low, *scale)))
 
 
-@test_reference.BOTH
+@paged_attention.BOTH
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(case, marks=[pytest.mark.slow] * (case in ("prefill", "block edges")))
-        for case in test_reference.CASES
+        for case in paged_attention.CASES
     ],
 )
 @pytest.mark.parametrize(
@@ -124,8 +122,8 @@ def engine(kv_cache_dtype: str, **changes) -> Engine:
 
 def params() -> list[SamplingParams]:
     """Greedy and sampled requests."""
-    count = range(len(test_engine.PROMPTS))
-    return [test_engine.params_of(("greedy", "sampled")[i % 2], i) for i in count]
+    count = range(len(tiny_engine.PROMPTS))
+    return [tiny_engine.params_of(("greedy", "sampled")[i % 2], i) for i in count]
 
 
 @functools.cache
@@ -137,7 +135,7 @@ def shared(kv_cache_dtype: str) -> Engine:
 def forgetting(kv_cache_dtype: str, prompt: list[int], one: SamplingParams) -> list[int]:
     """Returns the tokens of a request that finds nothing in the engine."""
     e = shared(kv_cache_dtype)
-    (output,) = test_engine.run(e, [prompt], [one])
+    (output,) = tiny_engine.run(e, [prompt], [one])
     assert e.scheduler.reset_prefix_cache()
     return output
 
@@ -145,7 +143,7 @@ def forgetting(kv_cache_dtype: str, prompt: list[int], one: SamplingParams) -> l
 @functools.cache
 def alone(kv_cache_dtype: str) -> list[list[int]]:
     """Each prompt's tokens when nothing else is in the engine."""
-    pairs = zip(test_engine.PROMPTS, params(), strict=True)
+    pairs = zip(tiny_engine.PROMPTS, params(), strict=True)
     return [forgetting(kv_cache_dtype, prompt, p) for prompt, p in pairs]
 
 
@@ -160,7 +158,7 @@ def alone(kv_cache_dtype: str) -> list[list[int]]:
 )
 def test_tokens_depend_on_the_request_alone(kv_cache_dtype, changes):
     e = engine(kv_cache_dtype, **changes)
-    assert test_engine.run(e, test_engine.PROMPTS, params()) == alone(kv_cache_dtype)
+    assert tiny_engine.run(e, tiny_engine.PROMPTS, params()) == alone(kv_cache_dtype)
     assert (e.scheduler.num_preemptions > 0) == ("num_blocks" in changes)
 
 
@@ -170,9 +168,9 @@ def test_a_cached_prefix_changes_nothing(kv_cache_dtype):
     for _ in range(2):
         requests: list[Request] = [
             e.add(f"{i}", prompt, p)
-            for i, (prompt, p) in enumerate(zip(test_engine.PROMPTS, params(), strict=True))
+            for i, (prompt, p) in enumerate(zip(tiny_engine.PROMPTS, params(), strict=True))
         ]
-        test_engine.drain(e)
+        tiny_engine.drain(e)
         assert [r.output_token_ids for r in requests] == want
         hits.append(requests[0].num_cached_tokens)
     assert hits[0] == 0 < hits[1] and e.scheduler.reset_prefix_cache()
@@ -185,11 +183,11 @@ def test_copied_blocks_bring_their_scales(kv_cache_dtype):
     sizes = {x.dtype.itemsize for x in jax.tree.leaves(kv)}
     assert sizes == {1, 4} and len(jax.tree.leaves(kv)) == 4 * num_layers
     params = [SamplingParams(temperature=1.0, max_tokens=8, seed=i) for i in range(4)]
-    prompt = test_engine.PROMPTS[0][:10]  # ends within a block: followers copy it
+    prompt = tiny_engine.PROMPTS[0][:10]  # ends within a block: followers copy it
     want = [forgetting(kv_cache_dtype, prompt, p) for p in params]
     first = e.add("0", prompt, params[0])
     rest = [e.add(f"{i}", prompt, p, prefix_from=first) for i, p in enumerate(params[1:], 1)]
-    test_engine.drain(e)
+    tiny_engine.drain(e)
     assert [r.output_token_ids for r in (first, *rest)] == want
     assert e.scheduler.reset_prefix_cache()
 
@@ -199,8 +197,8 @@ def prompt_logits(kv_cache_dtype: str) -> np.ndarray:
     """Returns the logits of a prompt's tokens, [U, V]."""
     e = engine(kv_cache_dtype, logprobs_mode="raw_logits")
     wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=61)
-    request = e.add("a", test_engine.PROMPTS[5], wanted)
-    test_engine.drain(e)
+    request = e.add("a", tiny_engine.PROMPTS[5], wanted)
+    tiny_engine.drain(e)
     return logits(request)
 
 

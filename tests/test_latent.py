@@ -24,7 +24,7 @@ from jaxrunner.worker.kv_cache_spec import kv_cache_specs
 from jaxrunner.worker.memory_plan import num_bytes
 from tests.support import oracles
 from tests.support.lowering import cuda, lowers
-from tests.test_reference import CASES, Problem
+from tests.support.paged_attention import CASES, Problem
 
 SPEC = AttentionSpec(0, None, 0.3, value_dim=5)
 # Keys and values of each of six heads are the latents themselves: [N + V, H, R].

@@ -17,7 +17,7 @@ from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent.attention import LATENT_ATTENTION
 from tests.support import oracles
 from tests.support.lowering import lowers
-from tests.test_reference import Problem
+from tests.support.paged_attention import Problem
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_engine import PROMPTS, drain, engine, run
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.engine.engine import Engine
@@ -23,6 +22,7 @@ from jaxrunner.train.trainer import token_losses
 from tests.support import tiny
 from tests.support.scheduling import cache_group
 from tests.support.small_llm import SIZES, live_bytes
+from tests.support.tiny_engine import PROMPTS, drain, engine, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 CODE = ["def add(a, b):\n", "import os\nfor x in"]

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrunner import LLM, LoRARequest, PoolingParams
 from tests.support import pooling
-from tests.test_lora_families import SIZES, answers, check_likeliest, saved, tokens
+from tests.support.lora_families import SIZES, answers, check_likeliest, saved, tokens
 
 peft = pytest.importorskip("peft", reason="the reference needs PEFT: pip install peft")
 torch = pytest.importorskip("torch", reason="PEFT needs PyTorch: install the hf extra")

@@ -5,7 +5,6 @@ import pickle
 import time
 
 import pytest
-from test_engine import PROMPTS, run
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.lowering import Died, LoweringProcess, lower, lowering_task
@@ -16,6 +15,7 @@ from jaxrunner.program import HOST_ONLY, Bucket
 from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.runner.model_runner import ModelRunner
 from tests.support import tiny
+from tests.support.tiny_engine import PROMPTS, run
 
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=1) for t in (0.0, 1.0)]
 KEY = Key("step", Bucket(2, 2, 1))

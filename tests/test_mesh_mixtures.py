@@ -5,10 +5,10 @@ import itertools
 from typing import Any
 
 import pytest
-from test_mixtures import PROMPTS, SIZES, greedy, logits_of, tokens, variants
 
 from jaxrunner import LLM
 from tests.support import executables
+from tests.support.mixture_answers import PROMPTS, SIZES, greedy, logits_of, tokens, variants
 
 pytestmark = [pytest.mark.slow, pytest.mark.devices(4)]
 NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)

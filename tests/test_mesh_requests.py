@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_pipeline_parallel import answers, logprobs
 
 from jaxrunner import SamplingParams
 from jaxrunner.caches.interleave import Interleave
@@ -14,6 +13,7 @@ from jaxrunner.loading.weights import load_params
 from jaxrunner.models.llama import llama
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from tests.support import failing, features, small_checkpoint, tiny
+from tests.support.crowd import answers, logprobs
 from tests.support.failing import HOWS, nth
 
 pytestmark = pytest.mark.slow

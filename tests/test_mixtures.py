@@ -4,7 +4,6 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,22 +16,13 @@ from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import LoadConfig, load
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
-from jaxrunner.ops.backends import dense
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
-from jaxrunner.types import Inputs
 from jaxrunner.worker.memory_plan import num_bytes
+from tests.support.mixture_answers import PROMPTS, SIZES, greedy, logits_of, run, tokens, variants
 
 pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the reference needs transformers")
-
-LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 33, 40, 51, 60)
-PROMPTS = [np.random.default_rng(n).integers(1, 62, n).tolist() for n in LENGTHS]
-SIZES: dict[str, Any] = dict(
-    max_num_batched_tokens=64, max_num_seqs=16, max_model_len=128, block_size=8, num_blocks=400,
-    token_buckets=(64,), decode_buckets=(16,), skip_tokenizer_init=True, warm_up=False,
-    cache_dir=None,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +37,6 @@ def saved(tmp_path_factory):
         return SimpleNamespace(model=model, folder=folder)
 
     return save
-
-
-def variants():
-    from tests.support import mixtures
-
-    return list(mixtures.VARIANTS)
-
-
-def greedy(llm, prompts, count):
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    return llm.generate([dict(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
-
-
-def tokens(outputs):
-    return [list(out.outputs[0].token_ids) for out in outputs]
-
-
-def logits_of(model, ids):
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].numpy()
 
 
 # What is cut, beside the experts.
@@ -129,15 +97,6 @@ def test_saved_weights_are_those_that_were_read(saved, tmp_path):
         want, got = map(load_file, files)
         assert want.keys() - {"lm_head.weight"} == got.keys() - {"lm_head.weight"}
         assert all(np.array_equal(want[name], got[name]) for name in got)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(model, config, params, ids):
-    """Returns the logits of one sequence, [T, V]."""
-    inputs = Inputs(ids, jnp.arange(ids.size), jnp.full(ids.size, ids.size))
-    none = (None,) * config.num_hidden_layers
-    hidden, _ = model.forward(config, params, none, inputs, dense(1))
-    return model.logits(config, params, hidden)
 
 
 GPT_OSS, GRANITE, GLM = (

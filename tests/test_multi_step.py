@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from test_custom import poisoned
-from test_engine import PROMPTS, engine, run
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import multi_step as device
@@ -12,6 +10,8 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program import MultiStepBucket, SampleSize
 from tests.support import tiny
+from tests.support.tiny import poisoned
+from tests.support.tiny_engine import PROMPTS, engine, run
 
 
 def test_nothing_is_compiled_after_warm_up():

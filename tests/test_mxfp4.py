@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_mixtures import PROMPTS, SIZES, greedy, run, tokens
 
 from jaxrunner import LLM
 from jaxrunner.experts import Experts
@@ -16,6 +15,7 @@ from jaxrunner.loading.loader import load
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.quantization.quantized_config import plain_config
+from tests.support.mixture_answers import PROMPTS, SIZES, greedy, run, tokens
 
 pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
 mixtures = pytest.importorskip("tests.support.mixtures", reason="it needs transformers")

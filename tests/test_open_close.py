@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import pytest
-from test_engine import KINDS, PROMPTS, drain, engine, run
 
 from jaxrunner import LLM, SamplingParams, llm
 from jaxrunner.loading import loader, weights
 from jaxrunner.runner import model_runner
 from jaxrunner.worker import worker
 from tests.support.small_llm import SIZES, live_bytes
+from tests.support.tiny_engine import KINDS, PROMPTS, drain, engine, run
 
 ROOT = Path(__file__).parents[1]
 CYCLES, DROPPED = 3, 3

@@ -11,23 +11,16 @@ from jaxrunner.caches.full import FullAttention
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.programs.build import Built, build
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
-from jaxrunner.speculators.draft_model import DraftModelConfig, draft_model
-from jaxrunner.speculators.drafted import with_drafter
-from jaxrunner.speculators.drafter import Drafted
-from tests.outside import checkpoint
+from jaxrunner.speculators.draft_model import draft_model
 from tests.outside.glm4 import glm4
 from tests.outside.int8_linear import int8_llama
 from tests.outside.lookup import lookup
 from tests.outside.recurrent import recurrent
 from tests.outside.scaled_tokens import TABLE
 from tests.outside.top_n_sigma import top_n_sigma
-from tests.support import tiny
-
-SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(architectures=["LlamaForCausalLM"])
-CONFIG = llama.read(Settings(SETTINGS))
+from tests.support.kept_programs import CONFIG, SETTINGS, built, drafted
 
 
 @dataclass(frozen=True)
@@ -60,12 +53,6 @@ class Pair(NamedTuple):
 
     first: Any
     second: Any
-
-
-def built(folder: Any, model=llama, config: Any = CONFIG, params: Any = None, rules=RULES) -> Built:
-    if params is None:
-        params = pytree.abstract(model.params, config.dims | {"param": jnp.float32})
-    return build(model, config, tiny.engine_config(), params, rules=rules, cache_dir=folder)
 
 
 def test_our_own_is_kept(tmp_path):
@@ -107,19 +94,6 @@ def layers(*args: Any, **kwargs: Any) -> Any:
 
 
 OTHERS = llama._replace(layers=layers)
-
-
-def drafted(folder: Any, target=llama, drafter=llama, family: Any = None, **changes: Any) -> Built:
-    """Returns programs of a llama that another drafts for."""
-    own = DraftModelConfig(drafter, CONFIG)
-    K, method = changes.pop("num_drafts", 2), changes.pop("draft_sample_method", "coupled")
-    model, config = with_drafter(
-        target, CONFIG, family or draft_model(drafter), own, K, draft_sample_method=method
-    )
-    assert model.speculator is not None
-    model = model._replace(speculator=model.speculator._replace(**changes))
-    params = pytree.abstract(llama.params, CONFIG.dims | {"param": jnp.float32})
-    return built(folder, model, config, Drafted(params, params))
 
 
 @pytest.mark.parametrize(

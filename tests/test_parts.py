@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine import run
-from test_program_cache import make, no_cache_of_jax, reasons
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import parts
@@ -13,6 +11,8 @@ from jaxrunner.device.program_key import Key
 from jaxrunner.program import Bucket
 from jaxrunner.programs.program_table import LOADED
 from tests.support import tiny
+from tests.support.kept_programs import make, no_cache_of_jax, reasons
+from tests.support.tiny_engine import run
 
 STEP = Key("step", Bucket(5, 5, 1))
 PROMPTS = [5, 3, 60, 2], [7] * 9

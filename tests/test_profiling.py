@@ -8,12 +8,12 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from test_engine import PROMPTS, drain, engine
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.runner.profiling import Profiler, check_device, step_name
 from jaxrunner.scheduling.request import SchedulerOutput
 from tests.support.small_llm import SIZES
+from tests.support.tiny_engine import PROMPTS, drain, engine
 
 
 def test_steps_are_named_by_what_they_compute(monkeypatch):

@@ -9,12 +9,10 @@ import shutil
 from typing import Any, cast
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import pytest
-from test_engine import PROMPTS, params_of, run
 
 import jaxrunner
-from jaxrunner.device import lowering, parts
+from jaxrunner.device import lowering
 from jaxrunner.device.program_spec import program_keys
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
@@ -27,28 +25,11 @@ from jaxrunner.sampling.min_p import min_p
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.speculators.ngram import ngram
 from tests.support import tiny
+from tests.support.kept_programs import make, no_cache_of_jax, reasons
+from tests.support.tiny_engine import PROMPTS, params_of, run
 
-
-@pytest.fixture(autouse=True, scope="module")
-def no_cache_of_jax():
-    """What JAX loads from its own cache cannot be serialised once more."""
-    folder = getattr(jax.config, program_cache.OWN[1])
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    lowering._lower.cache_clear()
-    parts._first.cache_clear()
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-
-
+__all__ = ["no_cache_of_jax"]  # a fixture of every test here
 PARAMS = [params_of("sampled", i) for i in range(len(PROMPTS))]
-
-
-def make(folder: Path | None, model=llama, rules=RULES, **changes) -> Engine:
-    config, params = tiny.model_and_params()
-    sizes = tiny.engine_config(**changes)
-    return Engine(model, config, sizes, params, rules=rules, cache_dir=folder)
 
 
 @functools.cache
@@ -66,10 +47,6 @@ def start(folder: Path) -> Engine:
 
 def cache_of(engine: Engine) -> ProgramCache | None:
     return engine.runner.programs._cache
-
-
-def reasons(engine: Engine) -> set[str]:
-    return {compilation.reason for compilation in engine.runner.programs.ledger}
 
 
 def files(folder: Path) -> list[Path]:

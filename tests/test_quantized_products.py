@@ -1,6 +1,5 @@
 """What products with weights of few bits run through on a GPU, and what kernels refuse."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,30 +17,11 @@ from jaxrunner.ops.quantized_products import OF_FP8, TILES, TILES_IN_PARTS
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import CODES, Activation, Scheme
 from tests.support.lowering import cuda, lowers
+from tests.support.quantized_shapes import BOTH_IN_BLOCKS, FP8, mlp_weights, shaped, weights
 
-FP8 = "float8_e4m3fn"
 BLOCKS, FOUR = Scheme(FP8, (128, 128)), Scheme("int4", (1, 128), has_zero=True)
 DYNAMIC = Scheme(FP8, activation=Activation(FP8))
-BOTH_IN_BLOCKS = Scheme(FP8, (128, 128), activation=Activation(FP8, group=128))
 Three = tuple[Any, Any, Any]
-
-
-def shaped(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def weights(scheme: Scheme, outputs: int = 512, inputs: int = 1024) -> QuantizedLinear:
-    """Returns shapes of weights, [outputs, inputs]."""
-    rows, cols = scheme.block
-    code = CODES[scheme.code]
-    of_scale = (outputs // rows, -(-inputs // cols)) if cols else (outputs // rows,)
-    return QuantizedLinear(
-        shaped(outputs, inputs // code.packed, dtype=code.stored),
-        shaped(*of_scale, dtype=jnp.float32),
-        shaped(*of_scale, dtype=jnp.int8) if scheme.has_zero else None,
-        shaped(inputs, dtype=jnp.int32) if scheme.has_order else None,
-        None, None, scheme,
-    )  # fmt: skip
 
 
 @lowers
@@ -214,13 +194,6 @@ def test_the_kernel_of_tiles_refuses_in_words(x, weight, scale, code, sizes, wor
         jax.eval_shape(
             lambda *args: quantized_tile(*args, code=code, config=config), x, weight, scale
         )
-
-
-def mlp_weights(scheme: Scheme, E: int = 4096, F: int = 14336) -> tuple[Any, QuantizedLinear]:
-    """Returns shapes of the weights of an MLP, gates and what they gate on an axis of outputs."""
-    w = weights(scheme, 2 * F, E)
-    both = jax.tree.map(lambda a: shaped(2, a.shape[0] // 2, *a.shape[1:], dtype=a.dtype), w)
-    return replace(both, permutation=w.permutation), weights(scheme, E, F)
 
 
 @lowers

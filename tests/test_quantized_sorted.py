@@ -15,7 +15,7 @@ from jaxrunner.ops.quantized_products import MATMUL, OF_FP8_BLOCKS, TILES, matri
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 from tests.support.lowering import cuda, lowers
-from tests.test_quantized_products import BOTH_IN_BLOCKS, mlp_weights, shaped, weights
+from tests.support.quantized_shapes import BOTH_IN_BLOCKS, mlp_weights, shaped, weights
 
 SORTED = Scheme("int4", (1, 128), has_order=True)
 WITH_ZEROS = replace(SORTED, has_zero=True)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_data_ranks import MIXTURE, RANKS, SIZES, D
 
 from jaxrunner import LLM, LoRARequest, SamplingParams
 from jaxrunner.scheduling.draft_policy import DraftPolicy
 from jaxrunner.scheduling.ranks import RankedScheduler
 from jaxrunner.scheduling.request import SchedulerOutput
 from tests.support import lora, small_checkpoint
+from tests.support.data_ranks import MIXTURE, RANKS, SIZES, D
 
 PROMPTS = [[n, *range(9), 5] for n in range(3 * D)]
 # Of one layer, whose experts and widths go into any of the numbers of devices here.

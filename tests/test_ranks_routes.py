@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_ranks import MIXTURE, RANKS, SIZES, D
 
 from jaxrunner import LLM, SamplingParams
 from tests.support import small_checkpoint
+from tests.support.data_ranks import MIXTURE, RANKS, SIZES, D
 
 ROUTES: dict[str, Any] = SIZES | dict(enable_return_routed_experts=True)
 LENGTHS = range(4, 4 + 3 * D)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_ranks import MIXTURE, D, engine
-from test_pipeline_parallel import answers, logprobs, requests
 
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshots.snapshot import owners_of, restore_engine, save_engine
@@ -18,6 +16,8 @@ from jaxrunner.scheduling.ranks import RankedScheduler
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.scheduler import Scheduler
 from tests.support import small_checkpoint
+from tests.support.crowd import answers, logprobs, requests
+from tests.support.data_ranks import MIXTURE, D, engine
 
 Ends = dict[str, tuple[list[int], list[float], int]]
 NOT_SAVED = dict(

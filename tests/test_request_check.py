@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_engine import PROMPTS, drain, engine
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
 from tests.support import features, tiny
+from tests.support.tiny_engine import PROMPTS, drain, engine
 
 FREE = SamplingParams(max_tokens=4)  # the engine draws its seed
 NOTHING: Any = None

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from test_rules import KINDS, OF_SEED, random_logits, row_of
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.program_key import Key
@@ -27,6 +26,7 @@ from jaxrunner.sampling.gumbel import GROUP, RARE, gumbel, gumbel_from, rare
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.speculators.ngram import ngram
 from tests.support import rules, tiny
+from tests.support.random_rows import KINDS, OF_SEED, random_logits, row_of
 from tests.support.rules import Row
 
 J = 2  # tokens of a row: one draft

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine import PROMPTS, drain, engine, params_of
 
 from jaxrunner import LLM
 from jaxrunner.api.sampling_params import (
@@ -32,27 +31,14 @@ from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
 from tests.support import tiny
 from tests.support.small_llm import SIZES
+from tests.support.tiny_engine import PROMPTS, begin, drain, engine
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 RICH = SamplingParams(
     temperature=0.9, max_tokens=20, logprobs=2, prompt_logprobs=1, presence_penalty=0.5, seed=5,
     logit_bias={3: 1.5}, bad_words=[[4, 5]], stop_token_ids=[60],
     repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=9),
 )  # fmt: skip
-
-
-def begin(e: Engine, steps: int = 5) -> dict[str, Request]:
-    """Adds requests, greedy and sampled, some with one beginning, and steps a few times."""
-    e.add("early", PROMPTS[5], SamplingParams(temperature=0.0, max_tokens=2))
-    drain(e)  # its blocks are cached
-    kinds = ["greedy", "sampled", "filtered"] * 2
-    params = [params_of(kind, i) for i, kind in enumerate(kinds)]
-    params[2] = SamplingParams(max_tokens=14)  # its seed is the engine's
-    added = [e.add(str(i), p, params[i], priority=i % 2) for i, p in enumerate(PROMPTS)]
-    added.append(e.add("late", PROMPTS[5], params_of("sampled", 6), prefix_from=added[5]))
-    for _ in range(steps):
-        e.step()
-    return {r.request_id: r for r in added if r.finish_reason is None}
 
 
 def finish(e: Engine, requests: dict[str, Request]) -> dict[str, Any]:
@@ -102,8 +88,7 @@ def test_saving_changes_no_token(tmp_path):
 SCRIPT = """
 import sys
 from tests.support.small_llm import SIZES
-from test_engine import engine
-from test_snapshot import begin
+from tests.support.tiny_engine import begin, engine
 from jaxrunner.engine.snapshots.snapshot import save_engine
 e = engine()
 begin(e)
@@ -124,8 +109,8 @@ def test_another_process_goes_on(tmp_path):
         "JAX_NUMPY_RANK_PROMOTION": "raise",
     }
     subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], check=True, cwd=HERE.parent,
-        env=os.environ | compiled | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}, timeout=300,
+        [sys.executable, "-c", SCRIPT, str(folder)], check=True, cwd=ROOT,
+        env=os.environ | compiled | {"PYTHONPATH": str(ROOT)}, timeout=300,
     )  # fmt: skip
     e, calm = engine(), engine()
     restored, _ = restore_engine(e, folder)

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_engine import PROMPTS, drain, engine
-from test_snapshot import begin
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.completions import Completions
@@ -16,6 +14,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.loading import checksums
 from jaxrunner.text.prompts import parse_prompts
+from tests.support.tiny_engine import PROMPTS, begin, drain, engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 MOST_STEPS = 300

@@ -11,31 +11,19 @@ from safetensors.numpy import save_file
 from jaxrunner import LLM
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.speculative_config import SpeculativeConfig
-from jaxrunner.hf_config import Settings
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.speculation import with_speculator
-from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
-from jaxrunner.models.registry import read_model
 from jaxrunner.speculators.draft_model import draft_model
 from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle3 import eagle3
 from tests.outside.lookup import lookup
 from tests.support import eagle3_reference as reference
-from tests.support import small_llm, tiny
-from tests.support.checkpoints import random_params
+from tests.support import tiny
+from tests.support.small_checkpoint import SIZES, save_model
 
 HEAD = tiny.SETTINGS | dict(num_hidden_layers=1)
 EAGLE3 = reference.SPECFORGE | dict(eagle_aux_hidden_state_layer_ids=[0, 1, 1])
-SIZES: dict[str, Any] = small_llm.SIZES | dict(skip_tokenizer_init=True)
-
-
-def save_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Writes a checkpoint of the tiny decoder, with `changes` of its sizes."""
-    settings = tiny.SETTINGS | dict(dtype="float32") | changes
-    model, config = read_model(Settings(settings))
-    save_checkpoint(folder, model, config, random_params(model, config, seed=seed), settings)
-    return folder
 
 
 def eagle_tensors(E: int = 20, F: int = 28, heads: tuple[int, int] = (48, 16)) -> dict[str, Any]:

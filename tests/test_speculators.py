@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_step import table
 
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
@@ -19,6 +18,7 @@ from tests.outside.lookup import K, lookup
 from tests.outside.recurrent import recurrent
 from tests.support import tiny
 from tests.support.drafters import RULED, run
+from tests.support.request_table import table
 
 MODEL = llama._replace(speculator=lookup)
 

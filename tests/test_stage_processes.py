@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_pipeline_parallel as crowd
-from test_step_timeout import Hanging
 
 from jaxrunner import LLM
 from jaxrunner.errors import StepTimeout
@@ -19,7 +17,8 @@ from jaxrunner.mixtures.recorded_routes import with_recorded_routes
 from jaxrunner.models.registry import read_model
 from jaxrunner.parallel import pipeline, stage_link
 from jaxrunner.parallel.parallel_config import ParallelConfig
-from tests.support import processes, small_checkpoint, tiny
+from tests.support import crowd, processes, small_checkpoint, tiny
+from tests.support.failing import Hanging
 from tests.support.two_processes import start, told_by
 
 pytestmark = pytest.mark.skipif(

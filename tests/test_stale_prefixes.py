@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from test_engine import PROMPTS, drain, engine, run
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from tests.support import tiny
+from tests.support.tiny_engine import PROMPTS, drain, engine, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 PROMPT = PROMPTS[5]  # fills five blocks of four tokens

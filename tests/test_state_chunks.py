@@ -24,8 +24,7 @@ from jaxrunner.pytree import host_value
 from jaxrunner.types import Array
 from tests.support import oracles
 from tests.support.lowering import lowers
-from tests.test_state_step import interpreted, sized
-from tests.test_states import batch_of
+from tests.support.states import batch_of, interpreted, sized
 
 RULES = {StateSpaceInputs: state_space(2, 64, 64), DeltaRuleInputs: delta_rule(2, 128, 128)}
 

@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,10 +30,9 @@ from jaxrunner.pytree import host_value
 from jaxrunner.sampling import RULES
 from tests.support import oracles, tiny
 from tests.support.lowering import cuda, lowers
-from tests.test_states import batch_of
+from tests.support.states import batch_of, interpreted, sized
 
 H, G, P, K = 4, 2, 32, 64
-pallas: Any = plgpu  # the interpreter is in newer ones alone
 OF = {StateSpaceInputs: state_space(H, P, K), DeltaRuleInputs: delta_rule(H, P, K)}
 # K, places of a row, and rows of (block, first position, tokens).
 BATCHES: dict[str, tuple[int, int, list[tuple[int, int, int]]]] = {
@@ -44,11 +42,6 @@ BATCHES: dict[str, tuple[int, int, list[tuple[int, int, int]]]] = {
     "drafts beside prompts": (2, 0, [(4, 7, 2), (0, 4, 5), (3, 11, 3), (2, 0, 1)]),
 }
 WAITING = {4: 2, 3: 1, 2: 0, 0: 2}  # tokens of each block that are to be replayed
-
-
-def interpreted() -> Any:
-    """Returns how kernels run here: on a GPU as they are."""
-    return pallas.InterpretGPUParams() if jax.default_backend() == "cpu" else None
 
 
 QUICK = [case for case in STATES if "whole parts" not in case.name]
@@ -123,10 +116,6 @@ def test_states_of_batches_equal_plain_jax(kind: type, name: str):
     np.testing.assert_allclose(got, want, atol=2e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), after, expected)
     assert np.isfinite(got).all() and not np.asarray(got)[np.asarray(batch.row) == B].any()
-
-
-def sized(*sizes: int, dtype: Any = jnp.float32) -> Any:
-    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
 def problem(rows: int = 64, columns: int = 128, groups: int = 2, **changes: Any) -> Any:

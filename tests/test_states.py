@@ -16,7 +16,8 @@ from jaxrunner.ops.states import recurrence, short_conv
 from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
 from jaxrunner.ops.states.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import host_value
-from jaxrunner.types import Batch, Inputs
+from jaxrunner.types import Batch
+from tests.support.states import batch_of
 
 N, H, G, P, K, W = 6, 4, 2, 5, 3, 4  # blocks, heads, groups, rows, columns, taps and one more
 LENGTHS = {4: 23, 0: 9, 2: 2}  # tokens of the request in each block
@@ -43,26 +44,6 @@ def empty(
         drafted=nan((num, drafts, WIDTHS[kind])) if drafts and kind else None,
         S=S,
     )
-
-
-def batch_of(rows: list[tuple[int, int, int]], T: int, B: int, query_len: int = 0) -> Batch:
-    """Returns a step of rows of (block, first position, tokens), padded."""
-    blocks = np.zeros((B, 1), np.int32)
-    blocks[: len(rows), 0] = [block for block, _, _ in rows]
-    nums = np.array([num for *_, num in rows] + [0] * (B - len(rows)), np.int32)
-    seq_lens = np.zeros(B, np.int32)
-    seq_lens[: len(rows)] = [first + num for _, first, num in rows]
-    width = np.full(B, query_len) if query_len else nums
-    start = np.concatenate([[0], np.cumsum(width)]).astype(np.int32)
-    row = np.full(T, B, np.int32)
-    for i, num in enumerate(nums):
-        row[start[i] : start[i] + num] = i
-    none = jnp.zeros(T, jnp.int32)
-    return Batch(
-        inputs=Inputs(none, none, none), row=jnp.asarray(row), slot=none, cache_index=(),
-        query_start=jnp.asarray(start), seq_lens=jnp.asarray(seq_lens),
-        blocks=(jnp.asarray(blocks),), logits_indices=none, query_len=query_len,
-    )  # fmt: skip
 
 
 def inputs_of(kind: type, block: int) -> Any:

@@ -8,29 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import pytree, step
+from jaxrunner import step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.caches.interleave import Part
 from jaxrunner.indexing import take
 from jaxrunner.program import Bucket
-from jaxrunner.types import Plan, Requests, Writes
+from jaxrunner.types import Plan, Writes
 from tests.support import tiny
+from tests.support.request_table import table
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-DIMS = dict(R=4, L=32, X=3, M=8, G=1)
 # Else each operation is compiled.
 prepare_inputs, advance = jax.jit(step.prepare_inputs, static_argnums=(2, 3)), jax.jit(step.advance)
-
-
-def table(**changes) -> Requests:
-    """An empty request table with some fields set."""
-    full = dict(
-        max_len=jnp.full(4, 32),
-        stop_ids=jnp.full((4, 3), 61),
-        blocks=(jnp.arange(32, dtype=jnp.int32).reshape(4, 8),),
-    )
-    changed = {name: jnp.asarray(value) for name, value in changes.items()}
-    return replace(pytree.zeros(Requests, DIMS), **full | changed)
 
 
 def plan(slots, counts) -> Plan:

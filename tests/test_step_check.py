@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from test_random_driver import LOADS, Driver
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import EngineConfig
@@ -14,6 +13,8 @@ from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.scheduling.request import GrammarOutput, SchedulerOutput
 from tests.support import tiny
+from tests.support.loads import LOADS
+from tests.support.random_driver import Driver
 
 KEPT, TRUE = [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8]
 

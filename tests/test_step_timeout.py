@@ -11,7 +11,6 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from test_data_parallel import GREEDY, TWO, folder, ids, open_llm
 
 from jaxrunner.engine import steps
 from jaxrunner.engine.engine import Engine
@@ -22,24 +21,12 @@ from jaxrunner.parallel.time_limit import arrives_within, ends_within
 from jaxrunner.runner import at_exit
 from jaxrunner.runner.step_handle import StepHandle
 from tests.support import tiny
+from tests.support.failing import Hanging
+from tests.support.replicas import GREEDY, TWO, folder, ids, open_llm
 
 __all__ = ["folder"]  # a fixture
 SOON_S = 60.0  # far less than a test may take
 WORDS = r"did not end a step within step_timeout_s=0\.5 and is not restarted.*: end this process"
-
-
-class Hanging:
-    """Stands for what a device that hangs is to give."""
-
-    def __init__(self, end: threading.Event) -> None:
-        self._end = end
-
-    def is_ready(self) -> bool:
-        return self._end.is_set()
-
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        self._end.wait()
-        return np.zeros(1)
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from test_engine import engine
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.program import FEW_STOP_IDS
 from tests.support import rules
 from tests.support.rules import Row
+from tests.support.tiny_engine import engine
 
 PROMPT, V = [3, 1, 4], 61
 EOS, OTHER_EOS, LAST = 8, 9, V - 1

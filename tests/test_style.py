@@ -1,37 +1,30 @@
 """The rules of style that a program can check, on every file there is."""
 
 import ast
-from collections.abc import Iterable, Iterator
-import functools
 import io
 from pathlib import Path
 import re
 import tokenize
-from typing import TypeVar
 
 import pytest
 
 from tests.support.messages import expected, fragments, unmatched
+from tests.support.sources import (
+    LAYERS,
+    ROOT,
+    imports,
+    nodes,
+    package,
+    package_name,
+    python_files,
+    suite,
+    tree,
+)
 
-Node = TypeVar("Node", bound=ast.stmt | ast.expr)
-ROOT = Path(__file__).resolve().parents[1]
 PURE = (
     "step.py", "types.py", "rule.py", "slot_table.py", "indexing.py", "device/tables.py",
     "ops/plain.py", "sampling/", "models/", "kernels_pallas/", "speculators/",
 )  # fmt: skip
-# The folders and modules of the package, lowest first: each imports those before it alone.
-LAYERS = tuple(
-    """
-    errors pytree parallel.mesh parallel.shards parallel.vocabulary version api hf_config types
-    parallel.stages caches inputs outputs logprobs config indexing operation ops.grouping linear
-    experts ops.routing slot_table heads.head speculators.speculator speculators.draft_logits rule
-    model quantization text scheduling lora.product lora.table lora.adapted_linear
-    lora.saved_modules lora.saved_layers program lora.stacks shapes sampling kernels_pallas step
-    device ops models heads mixtures pooling speculators parallel lora loading runner.slot
-    runner.uploads runner.request_table ranks programs runner worker engine elastic pooling.llm llm
-    sampling_params embedded __init__ lm_eval bench check train __main__
-    """.split()
-)
 ALIASES = ("inputs", "outputs", "logprobs", "sampling_params")  # parts of api/, where vLLM has them
 NO_JAX = ("api", "text", "scheduling")
 MODULES = 18  # of a folder
@@ -40,45 +33,6 @@ SUPPRESSION = re.compile(
 )
 RUNS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
 TALKS = {"socket", "socketserver", "http", "urllib", "requests", "xmlrpc", "multiprocessing"}
-
-
-def python_files(*folders: str) -> list[Path]:
-    """Returns the sources in `folders`, each once: links are not followed."""
-    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return sorted(path for path in found if path == path.resolve())
-
-
-def package() -> list[Path]:
-    return python_files("jaxrunner", "models", "kernels_pallas")
-
-
-def package_name(path: Path) -> str:
-    """Returns the path inside the package: `models/x.py`, `step.py`."""
-    return path.relative_to(ROOT).as_posix().removeprefix("jaxrunner/")
-
-
-@functools.cache
-def tree(path: Path) -> list[ast.AST]:  # its nodes, the module first
-    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8"), path.name))]
-
-
-def nodes(paths: Iterable[Path], *kinds: type[Node]) -> Iterator[tuple[str, Node]]:
-    """Yields each node of `kinds`, with its place."""
-    for path in paths:
-        for node in tree(path):
-            if isinstance(node, kinds):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
-
-
-def imports(path: Path) -> set[str]:
-    """Returns the full names of the modules that a file imports."""
-    names = set()
-    for _, node in nodes([path], ast.Import, ast.ImportFrom):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        else:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
 
 
 def num_lines(first: ast.stmt, last: ast.stmt) -> int:
@@ -174,6 +128,24 @@ def test_imports_run_one_way():
     assert not up
 
 
+def test_no_test_imports_another():
+    """What several share is in `tests/support`."""
+    paths = suite()
+    assert any("tests.support.sources" in imports(path) for path in paths)
+    assert not [
+        f"{path.name} imports {name}"
+        for path in paths
+        for name in imports(path)
+        if re.match(r"(tests\.)?test_", name)
+    ]
+
+
+def test_nothing_is_patched():
+    """Benchmarks and the package observe by public hooks, such as `runner.phases`."""
+    paths = [*package(), *python_files("benchmarks")]
+    assert not [str(path) for path in paths if any("mock" in name for name in imports(path))]
+
+
 def test_folders_hold_one_idea():
     """More modules than a reader overlooks are two folders."""
     folders = {path.parent for path in package()}
@@ -241,10 +213,6 @@ def test_a_message_counts_where_it_is_compared(test, found):
 DECLARED = ("leaf", "each", "nested", "part", "by_name", "static")
 PLAIN = ("Array", "jax.Array", "int", "float", "bool", "str")
 SETTERS = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
-
-
-def suite() -> list[Path]:
-    return python_files("tests")
 
 
 def named(name: str) -> list[Path]:

@@ -5,6 +5,7 @@ Each is made once: engines of equal models share what is lowered.
 
 from dataclasses import replace
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +145,11 @@ def run(model, config, params, rule, **changes):
         e.step()
         steps += 1
     return {name: r.output_token_ids for name, r in requests.items()}, steps, e
+
+
+def joined(logprobs: list[Any], params: SamplingParams) -> list[np.ndarray]:
+    """Returns the arrays of logprobs, a token a row, which come by steps."""
+    asked = len(params.logprob_token_ids or ()) or params.logprobs or 0
+    parts = [jax.tree.leaves(part) for part in logprobs]  # with the columns of their neighbours
+    parts = [[x[:, :asked] if x.ndim > 1 else x for x in part] for part in parts]
+    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]

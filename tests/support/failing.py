@@ -1,7 +1,8 @@
-"""Programs and tokenizers that fail, for tests: real to everything above them."""
+"""Programs, devices and tokenizers that fail, for tests: real to everything above them."""
 
 from collections.abc import Callable
 import itertools
+import threading
 from typing import Any
 
 import jax
@@ -22,6 +23,20 @@ class Unreadable:
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
+
+
+class Hanging:
+    """Stands for what a device that hangs is to give."""
+
+    def __init__(self, end: threading.Event) -> None:
+        self._end = end
+
+    def is_ready(self) -> bool:
+        return self._end.is_set()
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        self._end.wait()
+        return np.zeros(1)
 
 
 def programs(

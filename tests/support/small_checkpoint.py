@@ -11,12 +11,15 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
-from tests.support import processes, tiny
+from tests.support import processes, small_llm, tiny
+from tests.support.checkpoints import random_params
 
 SETTINGS: dict[str, Any] = tiny.SETTINGS | dict(
     hidden_size=24, intermediate_size=32, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
     vocab_size=64, eos_token_id=63,
 )  # fmt: skip
+# Of an `LLM` of a checkpoint that `save_model` wrote.
+SIZES: dict[str, Any] = small_llm.SIZES | dict(skip_tokenizer_init=True)
 PROMPTS = "ABBA", "XYZ", "Q" * 9  # of the 64 characters that `processes.tokenizer` knows
 CHOICE = StructuredOutputsParams(choice=["ABBA", "BAAB"]) if find_spec("llguidance") else None
 PARAMS = [
@@ -30,6 +33,14 @@ def save(folder: Path, **settings: Any) -> Path:
     """Writes random weights and returns their folder. settings: that differ from `SETTINGS`."""
     config = tiny.config(**SETTINGS | settings)
     save_checkpoint(folder, llama, config, tiny.random_params(config, seed=3), SETTINGS | settings)
+    return folder
+
+
+def save_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Writes a checkpoint of the tiny decoder, with `changes` of its sizes."""
+    settings = tiny.SETTINGS | dict(dtype="float32") | changes
+    model, config = read_model(Settings(settings))
+    save_checkpoint(folder, model, config, random_params(model, config, seed=seed), settings)
     return folder
 
 

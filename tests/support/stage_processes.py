@@ -15,7 +15,7 @@ from jaxrunner import LLM
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.qwen2 import qwen2
 from jaxrunner.parallel.pipeline import deal, homes
-from tests.support import tiny
+from tests.support import crowd, tiny
 from tests.support.features import ParityCompiler
 from tests.support.processes import SIZES, answers, refused, tokenizer
 from tests.support.two_processes import tell
@@ -42,8 +42,6 @@ def main(checkpoint: str) -> dict[str, Any]:
 
 def crowded() -> dict[str, Any]:
     """Returns what requests get that preempt each other, use every rule, and some of which end."""
-    import test_pipeline_parallel as crowd
-
     config = tiny.config(**crowd.QWEN)
     model, own = deal(qwen2, config, 3)  # two of them in the first process
     params = cast(Any, own).held_part(tiny.random_params(config, seed=5))

@@ -1,5 +1,6 @@
 """A tiny decoder whose axes all differ, and a hand-driven runner, for tests."""
 
+from dataclasses import replace
 import functools
 from typing import Any
 
@@ -85,6 +86,13 @@ def loaded(model_config: DecoderConfig | None = None, params=()) -> Loaded:
 def model_and_params():
     """Returns the tiny config and its weights, made once."""
     return config(), random_params(config())
+
+
+def poisoned(token: int, value: float):
+    """Returns weights that make logits `value` once a request has said `token`."""
+    _, params = model_and_params()
+    embed = params.embed.at[token].set(value)
+    return replace(params, embed=embed)
 
 
 def tokenizer() -> Tokenizer:

@@ -19,13 +19,12 @@ LIMIT_S = 240
 def start(module: str, *args: object, **environment: str) -> list[subprocess.Popen]:
     """Starts `python -m module RANK PORT ARGS` twice."""
     command, port = [sys.executable, "-m", module], str(_free_port())
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     # Sets of names are in another order in each.
     return [
         subprocess.Popen(
             [*command, str(rank), port, *map(str, args)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1), PYTHONPATH=paths) | environment,
+            env=os.environ | dict(PYTHONHASHSEED=str(rank + 1), PYTHONPATH=str(ROOT)) | environment,
         )
         for rank in range(2)
     ]  # fmt: skip
