@@ -1,7 +1,7 @@
 """Configs of models and engines: frozen, hashable, compiled in. Knows no device."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxrunner.api.validation import Bound, shown, validate
 from jaxrunner.caches.cache_group import CacheKind
@@ -82,6 +82,17 @@ class ModelConfig(Protocol):
     def cache_salt(self, prompt_len: int) -> bytes:
         """Returns bytes that a prompt's keys depend on besides its tokens; b"" for nothing."""
         ...
+
+
+class WrappingConfig:
+    """A config around another one, whose attributes it has besides its own."""
+
+    INNER: ClassVar[str] = "plain"  # the field that holds the other one
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == self.INNER:  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(getattr(self, self.INNER), name)
 
 
 @dataclass(frozen=True)

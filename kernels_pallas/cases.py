@@ -157,10 +157,10 @@ def norms(T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool =
         weights = [weight.astype(jnp.bfloat16) for weight in weights[: 1 + end]]
         return x.astype(jnp.bfloat16), residual.astype(wide), *weights
 
-    options = dict[str, Any](eps=1e-5) | (dict(one_more=True) if one_more else {})
+    options: dict[str, Any] = dict(eps=1e-5, one_more=one_more)
 
     def run(x: Array, residual: Array, weight: Array, end: Array | None = None) -> Any:
-        return add_rms_norm(x, residual, weight, end=end, eps=1e-5, one_more=one_more)
+        return add_rms_norm(x, residual, weight, end=end, **options)
 
     name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0)
     name += ", 1 + w" * one_more + ", normed before" * end
@@ -214,7 +214,7 @@ def writes(
         return qkv, jnp.cos(angle), jnp.sin(angle), k, v, jnp.asarray(at), *weights
 
     name = f"{T} tokens, {heads} heads of {D}" + ", normed" * normed + ", 1 + w" * one_more
-    options = dict[str, Any](eps=1e-6) | (dict(one_more=True) if one_more else {})
+    options: dict[str, Any] = dict(eps=1e-6, one_more=one_more)
     run = functools.partial(rope_write, **options)
     return Case("rope_write", name, make, run, 4.0 * T * K * P * D, "TB/s", options)
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
-from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -33,8 +33,8 @@ class TuningConfig:
 
 def refuses(conv: Shaped, x: Shaped, weight: Shaped, bias: Shaped | None) -> str | None:
     """Returns why these shapes and dtypes are not served, None if they are."""
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     (_, taps, C), T = conv.shape, x.shape[0]
     if conv.dtype not in DTYPES or x.dtype != conv.dtype:
         return f"wants inputs and what is kept of them in one dtype, got {x.dtype}, {conv.dtype}"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.halves import halves, pair, product
-from jaxrunner.kernels_pallas.mosaic import Ref
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref
 from jaxrunner.kernels_pallas.state_chunks import (
     CHUNK,
     COMPILER,
@@ -44,8 +44,8 @@ class Chunks(NamedTuple):
 
 def refuses(value: Any, key: Any, total: Any, beta: Any) -> str | None:
     """Returns why these shapes and dtypes are not served, None if they are."""
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     (T, H, X), (_, G, Y), C = value.shape, key.shape, total.shape[0]
     if X != COLUMNS or Y != COLUMNS:
         return f"wants keys and values of {COLUMNS} numbers, got {Y} and {X}"

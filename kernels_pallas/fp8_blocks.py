@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.types import Array
 
 TILE = 128  # tokens, and outputs, of a tile
@@ -66,8 +66,8 @@ def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | 
     """Says why x, [T, E], [T, E / 128], weight, [F, E], and scale, [F / run, E / 128], are not
     served, or None."""
     (T, E), F = x.shape, weight.shape[0]
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype != E4M3 or weight.dtype != E4M3:
         return f"wants tokens and weights in float8_e4m3fn, got {x.dtype} and {weight.dtype}"
     if x_scale.dtype != jnp.float32 or scale.dtype != jnp.float32:

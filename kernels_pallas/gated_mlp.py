@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import grid_barrier, mosaic
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP, activate, sums
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
@@ -69,8 +69,8 @@ def refuses(
 ) -> str | None:
     """Says why x, [T, E], gate_up, [2, F, E], and down, [E, F], are not served, or None."""
     T, E = x.shape
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not gate_up.dtype == down.dtype == x.dtype:
         return f"wants one dtype, bfloat16 or float16, got {x.dtype}, {gate_up.dtype}, {down.dtype}"
     if T not in TOKENS:

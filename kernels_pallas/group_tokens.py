@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import lanes, pdl
 from jaxrunner.kernels_pallas.lanes import LANES
-from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.types import Array
 
 MAX_ROUTES = 1 << 12  # tokens times experts of a token: each block reads all
@@ -46,8 +46,8 @@ def max_tiles(routes: int, experts: int, tile: int) -> int:
 
 def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
     """Says why x, [T, E], and experts, [T, k], are not served; None if they are."""
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"wants tokens in bfloat16 or float16, got {x.dtype}"
     if x.shape[1] % 2 or x.shape[1] < 2 * LANES:

@@ -24,7 +24,7 @@ from jaxrunner.kernels_pallas.expert_tile import ACTIVATIONS, activate, by_token
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.group_tokens import Groups
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_columns, put_routed
 from jaxrunner.types import Array
 
@@ -89,8 +89,8 @@ def refuses(
 ) -> str | None:  # fmt: skip
     """Says why x, [n, E], gate_up, [X, 2, F, E], and down, [X, E, F], are not served, or None."""
     E, F = x.shape[1], gate_up.shape[2]
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not gate_up.dtype == down.dtype == x.dtype:
         return f"wants one dtype, bfloat16 or float16, got {x.dtype}, {gate_up.dtype}, {down.dtype}"
     if gate_up.shape[3] != E or down.shape != (gate_up.shape[0], E, F):

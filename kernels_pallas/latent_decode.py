@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.latent_merge import Parts, merge
 from jaxrunner.kernels_pallas.latent_shares import share_out
-from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
 from jaxrunner.kernels_pallas.stores import put, put_heads
 from jaxrunner.types import Array
@@ -58,8 +58,8 @@ class _Static(NamedTuple):
 def refuses(q: Shaped, latents: Shaped, rank: int) -> str | None:
     """Says why q, [B, H, D], and latents, [N, S, D], are not served; None if they are."""
     (_, H, D), (_, S, _) = q.shape, latents.shape
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if q.dtype not in (jnp.bfloat16, jnp.float16) or latents.dtype != q.dtype:
         return f"wants one dtype, bfloat16 or float16, got {q.dtype} and {latents.dtype}"
     if rank % 128 or not 128 <= rank <= 512 or D - rank != KEYS:

@@ -28,7 +28,7 @@ from jaxrunner.kernels_pallas.lora_rows import (
     total,
 )
 from jaxrunner.kernels_pallas.matmul import COMPILER
-from jaxrunner.kernels_pallas.mosaic import Barrier, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
@@ -94,8 +94,8 @@ def refuses_units(
 
 def _refuses(T: int, b: Shaped, place: Shaped, config: TuningConfig) -> str | None:
     _, places, rank, width = b.shape
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if b.dtype not in (jnp.bfloat16, jnp.float16):
         return f"wants adapters in bfloat16 or float16, got {b.dtype}"
     if reason := refuses_tokens(T, place):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.lora_rows import ROWS, refuses_tokens, take_rows
 from jaxrunner.kernels_pallas.matmul import COMPILER
-from jaxrunner.kernels_pallas.mosaic import Barrier, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_rows, put_some_rows
 from jaxrunner.types import Array
 
@@ -56,8 +56,8 @@ def refuses(
 ) -> str | None:
     """Says why x, [T, I], a, [blocks, places, rank, I], and place, [T], are not served, or None."""
     T, width = x.shape
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != x.dtype:
         return f"wants one dtype, bfloat16 or float16, got {x.dtype} and {a.dtype}"
     if reason := refuses_tokens(T, place):

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -70,8 +70,8 @@ class _Static(NamedTuple):
 def refuses(x: Shaped, weight: Shaped, config: TuningConfig = TuningConfig()) -> str | None:
     """Says why x, [T, E], and weight, [F, E] or [2, F, E], are not served; None if they are."""
     T, E = x.shape
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         return f"wants one dtype, bfloat16 or float16, got {x.dtype} and {weight.dtype}"
     if T % ROWS or not ROWS <= T <= 4 * ROWS:

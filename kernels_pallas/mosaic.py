@@ -19,6 +19,10 @@ from jaxrunner.types import Array
 Part = TypeVar("Part", covariant=True)
 Shaped: TypeAlias = Array | jax.ShapeDtypeStruct  # enough to say whether a kernel serves it
 Index: TypeAlias = int | Array  # static where a loop is unrolled, else traced
+# Why no kernel runs on this JAX; None where kernels do.
+TOO_OLD = (
+    f"wants JAX 0.11 or later, got {jax.__version__}" if jax.__version_info__ < (0, 11) else None
+)
 Layout: TypeAlias = Any  # how an array lies in registers; the class of all layouts is private
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import mosaic, prefill_quantized_kv, quantized_kv
-from jaxrunner.kernels_pallas.mosaic import Index, Layout, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Index, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.stores import put_tokens
@@ -73,8 +73,8 @@ def refuses(q: Shaped, k: Shaped, config: TuningConfig = TuningConfig()) -> str 
     """Says why q, [T, H, D], and k, [N, K, S, D], are not served; None if they are."""
     (_, H, D), (_, K, S, _) = q.shape, k.shape
     keys = config.keys(D)
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if k.dtype in quantized_kv.DTYPES:
         if reason := quantized_kv.refuses(q, k):
             return reason

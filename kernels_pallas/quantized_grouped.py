@@ -26,7 +26,7 @@ from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.group_tokens import Groups
 from jaxrunner.kernels_pallas.grouped_mlp import TILES
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.quantized_sums import PIECE, Form, Held, Sum, exact, rounded
 from jaxrunner.kernels_pallas.stores import put, put_columns, put_routed
 from jaxrunner.types import Array
@@ -102,8 +102,8 @@ def refuses(
     config: TuningConfig = TuningConfig(),
 ) -> str | None:  # fmt: skip
     """Says why x, [n, E], and weights are not served, or None. activation: None for outputs."""
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype != jnp.bfloat16 or w.scale.dtype not in (jnp.float32, jnp.uint8):
         return (
             f"wants tokens in bfloat16 and scales in float32 or e8m0, got {x.dtype} and "

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic, widen
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
-from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.quantized_steps import (
     CONSUMERS,
     REGISTERS,
@@ -76,8 +76,8 @@ def refuses(
 
 def refuses_numbers(x: Shaped, scale: Shaped, code: str, codes: Collection[str]) -> str | None:
     """Says why tokens, scales or weights, of which code, are not served; `codes`: which are."""
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if x.dtype != jnp.bfloat16 or scale.dtype != jnp.float32:
         return f"wants tokens in bfloat16 and scales in float32, got {x.dtype} and {scale.dtype}"
     return None if code in codes else f"wants weights in one of {[*codes]}, got {code}"

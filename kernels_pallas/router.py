@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import lanes, pdl
 from jaxrunner.kernels_pallas.lanes import LANES
-from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.types import Array
 
 MAX_EXPERTS = 4 * LANES
@@ -24,8 +24,8 @@ LEAST = -3.0e38  # the value of a logit that is less or NaN: chosen last, and on
 def refuses(logits: Shaped, top_k: int) -> str | None:
     """Says why logits, [T, X], are not served; None if they are."""
     _, X = logits.shape
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if logits.dtype != jnp.float32:
         return f"wants logits in float32, got {logits.dtype}"
     if not 1 <= top_k <= min(X, MAX_CHOSEN):

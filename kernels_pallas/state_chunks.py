@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.halves import Halves, halves, pair, product, put_halves
-from jaxrunner.kernels_pallas.mosaic import Ref
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -63,8 +63,8 @@ class Tokens(NamedTuple):
 
 def refuses(states: Any, tokens: Tokens, *, axis: int) -> str | None:
     """Returns why these shapes and dtypes are not served, None if they are."""
-    if jax.__version_info__ < (0, 11):
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
+    if TOO_OLD is not None:
+        return TOO_OLD
     if states.ndim != 4 or states.dtype not in DTYPES:
         names = " or ".join(jnp.dtype(d).name for d in DTYPES)
         return f"wants states in {names}, [N, H, rows, columns], got {states}"

@@ -27,8 +27,8 @@ NEW_TOKENS, FEW = 64, 6
 # Of logprobs in float32, of logits up to about 10. Where two tokens are nearer in float64, either
 # is the likeliest: what follows is compared with what follows the one that is told.
 # Where transformers' own float32 is far from float64 too (gated delta nets: 1.8e-4), ours may be
-# a few times as far.
-TOLERANCE, TIMES_THEIRS = 1e-4, 3
+# a few times as far, within a bound.
+TOLERANCE, TIMES_THEIRS, MOST = 1e-4, 3, 2.5e-4
 SIZES: dict[str, Any] = dict(
     skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=8,
     max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,),
@@ -137,7 +137,7 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     theirs = logits(module, texts, [*LENGTHS])
     exact = logits(module.double(), texts, [*LENGTHS])
     errors = [abs(a - b).max() for a, b in zip(theirs, exact, strict=True)]
-    tolerance = max(TOLERANCE, TIMES_THEIRS * max(errors))
+    tolerance = min(max(TOLERANCE, TIMES_THEIRS * max(errors)), MOST)
     exact = [rows[start - 1 : -1] for rows, start in zip(exact, LENGTHS, strict=True)]
     told.check(exact, tolerance)
     in_chunks.check(exact, tolerance)

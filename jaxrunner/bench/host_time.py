@@ -64,7 +64,7 @@ def decode_us(
     while not all(state.token_ids for state in states):
         completions.step()
     with Clock() as clock:
-        # What is still in flight may be of other steps: not kept.
+        # Launches still in flight may be of other steps: not kept.
         for _ in range(config.async_depth + num_launches):
             clock.lap()
             before = len(states[0].token_ids)

@@ -63,10 +63,11 @@ class Bench:
                 with Arrivals(self.llm.engine) as arrivals:
                     self.run(batch, p.context, p.new, **rule)
                 key = f"{name}_b{batch}_ctx{p.context}"
-                (start, _), *launches = arrivals.of_all(batch) or [(0.0, 0.0)]
-                if not launches:
+                launches = arrivals.of_all(batch)
+                if len(launches) < 2:
                     print(f"{key}: left out, {batch} requests do not fit at once", flush=True)
                     continue
+                (start, _), *launches = launches
                 out[key] = (launches[-1][0] - start) / sum(n for _, n in launches) * 1e3
                 told = f"{key}: {out[key]:.3f} ms a step"
                 if not (program.num_drafts or program.stages):

@@ -20,7 +20,6 @@ from jaxrunner.engine.metrics import Metric, read_metrics
 from jaxrunner.engine.replicas import Replicas, engines_of
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.operation import Chosen
-from jaxrunner.program import Bucket
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.worker.lifecycle import Lifecycle
@@ -34,10 +33,6 @@ from jaxrunner.worker.lifecycle_arguments import (
 P = ParamSpec("P")
 T = TypeVar("T")
 CHANGEABLE = ("async_depth", "num_decode_steps")
-
-
-def _size(bucket: Bucket) -> tuple[int, int]:
-    return bucket.num_tokens, bucket.num_rows
 
 
 def _between_steps(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -109,8 +104,7 @@ class LLMNames(NotHere):
         """
         runner, found = self.engine.runner, dict[str, list[Chosen]]()
         for decodes in (True, False):
-            bucket = max((b for b in runner.buckets if bool(b.query_len) == decodes), key=_size)
-            key = Key("step", bucket)
+            key = Key("step", max(b for b in runner.buckets if bool(b.query_len) == decodes))
             found[str(key)] = operations(runner.program, runner.params_spec, key)
         return found
 

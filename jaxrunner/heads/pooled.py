@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrunner.config import ModelConfig
+from jaxrunner.config import ModelConfig, WrappingConfig
 from jaxrunner.heads import dense, pool
 from jaxrunner.heads.dense import DenseConfig, HeadParams
 from jaxrunner.heads.head import Head
@@ -30,9 +30,10 @@ class Pooled:
 
 
 @dataclass(frozen=True)
-class PooledConfig:
+class PooledConfig(WrappingConfig):
     """The `ModelConfig` of a model that pools: the model's, and that of the head."""
 
+    INNER = "base"
     model: Model = field(repr=False)
     base: ModelConfig
     task: str  # of `pooling.params.TASKS`
@@ -46,11 +47,6 @@ class PooledConfig:
     steps: bool = False  # whether scores of "ALL" tokens are those of steps: `pooling.steps`
     step_tag_id: int | None = None  # where a request does not say
     returned_token_ids: tuple[int, ...] = ()  # columns of the scores, all where empty
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "base":  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
     @property
     def longest_len(self) -> int:

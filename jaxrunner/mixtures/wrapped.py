@@ -3,21 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrunner.config import WrappingConfig
 from jaxrunner.model import Model
 from jaxrunner.types import Array, Inputs
 
 
 @dataclass(frozen=True)
-class WrappedConfig:
+class WrappedConfig(WrappingConfig):
     """The config of a mixture, for what runs it; has all attributes of its own config."""
 
     family: Model = field(repr=False)
     plain: Any  # its own config
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "plain":  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.plain, name)
 
 
 def embed(config: WrappedConfig, params: Any, inputs: Inputs) -> Array:

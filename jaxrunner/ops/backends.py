@@ -17,6 +17,7 @@ from jaxrunner.kernels_pallas import (
     reference,
     sampler,
 )
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD
 from jaxrunner.kernels_pallas.state_chunks import CHUNK
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
@@ -206,9 +207,7 @@ def _refuses_device(model: ModelConfig) -> str | None:
     device = devices_of(model)[0]
     if getattr(device, "compute_capability", None) != "9.0":
         return f"wants a Hopper GPU (compute capability 9.0), got {device.device_kind}"
-    if jax.__version_info__ < (0, 11):  # which not all kernels check
-        return f"wants JAX 0.11 or later, got {jax.__version__}"
-    return None
+    return TOO_OLD  # which not all kernels check
 
 
 def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) -> str | None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrunner.caches.interleave import WHOLE, Interleave
-from jaxrunner.config import ModelConfig
+from jaxrunner.config import ModelConfig, WrappingConfig
 from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
@@ -37,20 +37,16 @@ from jaxrunner.types import Array, Batch, Inputs
 
 
 @dataclass(frozen=True)
-class ShardedConfig:
+class ShardedConfig(WrappingConfig):
     """The config of a model or drafter on a mesh: each device has at least one KV head."""
 
+    INNER = "whole"
     family: Any = field(repr=False)  # the `Model` or `Drafter`
     whole: Any  # its config for one device
     mesh: Mesh
     interleave: Interleave = WHOLE  # how tokens are dealt out to devices with one KV head
     expert_parallel: bool = False  # whether devices have whole experts, not units of each
     exchange_from: int | None = None  # tokens of a step, from which on these go to their experts
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "whole":  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.whole, name)
 
     @functools.cached_property
     def dims(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import jax
 
 from jaxrunner import pytree
-from jaxrunner.config import ModelConfig
+from jaxrunner.config import ModelConfig, WrappingConfig
 from jaxrunner.experts import Experts
 from jaxrunner.linear import Linear
 from jaxrunner.model import Model, Source
@@ -50,18 +50,13 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True)
-class QuantizedConfig:
+class QuantizedConfig(WrappingConfig):
     """The config of a model, with how its products are held."""
 
     family: Model = field(repr=False)
     plain: Any  # its own config
     method: Any  # a `Method`
     schemes: tuple[tuple[str, Scheme], ...]  # by path in the params
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "plain":  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.plain, name)
 
     @functools.cached_property
     def dims(self) -> dict[str, Any]:

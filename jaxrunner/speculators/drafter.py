@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.caches.kv_blocks import KVBlocks
-from jaxrunner.config import ModelConfig
+from jaxrunner.config import ModelConfig, WrappingConfig
 from jaxrunner.model import Model
 from jaxrunner.pytree import part, pytree
 from jaxrunner.types import Array, Inputs
@@ -87,9 +87,10 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class DraftedConfig:
+class DraftedConfig(WrappingConfig):
     """The `ModelConfig` of a model with a drafter: the model's, and caches of both."""
 
+    INNER = "target"
     model: Model = field(repr=False)
     target: ModelConfig
     family: Drafter = field(repr=False)
@@ -98,11 +99,6 @@ class DraftedConfig:
     # How drafts are drawn: "coupled", with the model's noise; "probabilistic", with their own;
     # "greedy", the likeliest.
     draft_sample_method: str = "coupled"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("target", "drafter"):  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.target, name)
 
     @functools.cached_property
     def cache_kinds(self) -> tuple[CacheKind, ...]:

@@ -240,7 +240,7 @@ def _owners_of_rank(
 
 def _load(owners: dict[str, Stateful], saved: dict[str, Any]) -> None:
     """Gives objects what `_values` returned of others."""
-    for name, owner in [*owners.items()]:
+    for name, owner in owners.items():
         owner.load_state_dict({x: saved[f"{name}.{x}"] for x in owner.SAVED})
 
 
