@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrunner import pytree
+from jaxrunner.bench.presets import PRESETS
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
+from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas import (
     add_norm,
     decode_attention,
@@ -23,6 +25,7 @@ from jaxrunner.kernels_pallas import (
 )
 from jaxrunner.linear import Linear
 from jaxrunner.models.llama import llama
+from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Operation, run_first, unnoted
 from jaxrunner.ops import backends
 from jaxrunner.program import Bucket, Program
@@ -201,6 +204,28 @@ def test_a_program_tells_what_runs_each_operation_and_why():
     assert told(Bucket(85, 5, 17))["attention"] == "plain JAX"
     assert "got 17 x 4 = 68" in reasons["attention"]["decode_attention"]
     assert set(told(Bucket(64, 64, 1), backends.paged).values()) == {"plain JAX"}
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "block_size"),
+    [("float32", "float32", 64), ("bfloat16", "float32", 64), ("float32", "int8", 64)]
+    + [("bfloat16", "float8_e4m3fn", 24)],
+)
+@pytest.mark.parametrize("name", ["qwen06b", "granite4_h_tiny"])
+def test_attention_that_kernels_refuse_is_plain_jax(name, dtype, kv_dtype, block_size):
+    """In steps of each kind of bucket."""
+    given = PRESETS[name].config | dict(num_hidden_layers=2, layer_types=["mamba", "attention"])
+    if name == "qwen06b":
+        del given["layer_types"]
+    model, config = read_model(Settings(given))
+    engine = tiny.engine_config(block_size=block_size, dtype=dtype, kv_dtype=kv_dtype)
+    program = Program(model, config, engine, backends.fused, RULES)
+    params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype(dtype)))
+    for bucket in (Bucket(16, 16, 1), Bucket(512, 16), Bucket(64, 16, 4)):
+        with cuda():
+            found = operations(program, params, Key("step", bucket))
+        assert {one.name for one in found if one.operation == "attention"} == {"plain JAX"}
 
 
 def test_engines_choose_in_the_open():

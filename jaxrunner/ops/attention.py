@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxrunner.indexing import find_rows, take
+from jaxrunner.kernels_pallas import decode_attention as decode
+from jaxrunner.kernels_pallas import prefill_attention as prefill
 from jaxrunner.kernels_pallas import reference, rope_write
-from jaxrunner.kernels_pallas.decode_attention import decode_attention, refuses
-from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation
 from jaxrunner.ops.plain import split_heads
@@ -21,7 +21,7 @@ def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> A
         num = batch.seq_lens - batch.inputs.positions[::Q]
     rows = rows_of(batch, spec, cache.k.shape[2])
     args = q, cache.k, cache.v, rows.blocks, rows.seq_lens
-    return decode_attention(*args, query_len=Q, num_tokens=num, **_sizes(cache, spec))
+    return decode.decode_attention(*args, query_len=Q, num_tokens=num, **_sizes(cache, spec))
 
 
 def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
@@ -29,7 +29,9 @@ def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSp
         return "wants as many tokens of every row"
     if batch.query_len > 1 and has_chunks(batch, spec, cache.k.shape[2]):
         return f"wants one token of every row where there are chunks, got {batch.query_len}"
-    return _refuses_chunks(batch, cache, spec) or refuses(q, cache.k, query_len=batch.query_len)
+    return _refuses_chunks(batch, cache, spec) or decode.refuses(
+        q, cache.k, query_len=batch.query_len
+    )
 
 
 def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
@@ -39,10 +41,10 @@ def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     T, one = q.shape[0], start[1:] - start[:-1] == 1
     # A row of one token has none for the other kernel, so its tokens count as padding there.
     first = jnp.where(one, start[:-1], T)
-    out = prefill_attention(q, *blocks, start, jnp.where(one, 0, lens), **sizes)
+    out = prefill.prefill_attention(q, *blocks, start, jnp.where(one, 0, lens), **sizes)
     singles = take(q, first)
     lens = jnp.where(one, lens, 0)
-    singles = decode_attention(singles, *blocks, lens, skip_empty=True, **sizes)
+    singles = decode.decode_attention(singles, *blocks, lens, skip_empty=True, **sizes)
     return out.at[first].set(singles, mode="drop", unique_indices=True)  # those of 0 are dropped
 
 
@@ -50,7 +52,8 @@ def _refuses_mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpe
     # Rows of a uniform batch stand apart by more tokens than they may have.
     if apart := batch.query_len:
         return f"wants rows side by side, not {apart} tokens apart"
-    return _refuses_chunks(batch, cache, spec)
+    reason = _refuses_chunks(batch, cache, spec) or decode.refuses(q, cache.k)
+    return reason or prefill.refuses(q, cache.k)
 
 
 def _refuses_chunks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> str | None:
