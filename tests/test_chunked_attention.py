@@ -90,20 +90,22 @@ def test_empty_chunks_are_refused():
         ChunkedLocalAttention(0)
 
 
+@lowers
 def test_kernels_do_not_run_where_rows_cannot_be_cut_by_chunks():
     batch: Any = SimpleNamespace(query_len=1, blocks=(jnp.zeros((2, 6), jnp.int32),))
-    cache: Any = SimpleNamespace(k=jnp.zeros((9, 2, 4, 16)))
+    q, k = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((6, 4, 64), (9, 2, 8, 64)))
+    cache: Any = SimpleNamespace(k=k)
     spec = AttentionSpec(0, None, 1.0, chunk_size=18)
     decode, mixed, plain = (functools.partial(one.refuses, batch) for one in ATTENTION)
-    words = "wants chunks of whole blocks, of 4 tokens, got chunks of 18"
-    assert decode(None, cache, spec) == words and plain(None, cache, spec) is None
+    words = "wants chunks of whole blocks, of 8 tokens, got chunks of 18"
+    assert decode(q, cache, spec) == words and plain(q, cache, spec) is None
     batch.query_len = 0
-    assert mixed(None, cache, spec) == words
+    assert mixed(q, cache, spec) == words
     # Requests that end within the first chunk see all before them.
-    for fine in (16, 26):
-        assert mixed(None, cache, spec._replace(chunk_size=fine)) is None
+    for fine in (16, 50):
+        assert mixed(q, cache, spec._replace(chunk_size=fine)) is None
     batch.query_len = 3
-    assert decode(None, cache, spec._replace(chunk_size=16)) == (
+    assert decode(q, cache, spec._replace(chunk_size=16)) == (
         "wants one token of every row where there are chunks, got 3"
     )
 

@@ -97,19 +97,16 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = [("standard", "probabilistic", "preempted")]
 CASES = [
-    *QUICK,
+    ("standard", "probabilistic", "preempted"),
     ("block", "greedy", "in the usual way"),
     ("block", "probabilistic", "a token that is never drafted"),
     ("standard", "probabilistic", "steps"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("rejection", "method", "condition"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rejection", "method", "condition"), CASES)
 def test_tokens_are_distributed_as_the_target_says(rejection: str, method: str, condition: str):
     family = FAMILY._replace(logits=never_2) if "never" in condition else FAMILY
     given = parts(rejection, method, family=family)

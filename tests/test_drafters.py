@@ -98,8 +98,7 @@ def test_synthetic_rates_are_met_and_counted():
     "drafter",
     [
         "another",
-        "eagle3",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("itself", "eagle", "mtp")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("itself", "eagle", "eagle3", "mtp")),
     ],
 )
 def test_drafts_are_what_the_drafter_says_without_a_cache(drafter):

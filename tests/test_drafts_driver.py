@@ -44,7 +44,7 @@ class Load:
 
 TINY_POOL = dict(num_blocks=14, policy="priority")
 LOADS = {
-    "short": Load("eagle3", 200, TINY_POOL | dict(async_depth=2), most_logprobs=1),
+    "eagle3": Load("eagle3", 200, TINY_POOL | dict(async_depth=2), most_logprobs=1),
     "adaptive": Load("adaptive", sizes=TINY_POOL | dict(num_decode_steps=2, async_depth=2)),
     "another, steps": Load(
         "another",
@@ -242,9 +242,8 @@ def by_position(parts: list[Any], params: SamplingParams) -> dict[int, np.ndarra
     return rows
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "short" else pytest.mark.slow) for n in LOADS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADS)
 def test_any_load_ends_as_without_drafts(name, tmp_path, monkeypatch, drive_steps):
     load = LOADS[name]
     monkeypatch.setattr(draft_policy, "PERIOD", 9)  # drafts come and go

@@ -181,6 +181,7 @@ def test_rows_are_of_one_length():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_makes_the_loss_fall_and_drafts_stand():
     *_, result = trained()
     first, last = result.curve

@@ -41,14 +41,10 @@ KEPT = {case.architecture: name for name, case in [*CASES.items()][::-1] if case
 QUICK = (
     "llama",
     "gemma 3",
-    "phi 4 mini",
-    "olmo 2",
     "command r7b",
-    "gpt 2",
     "qwen3, a mixture",
     "deepseek v3, a mixture",
     "gpt-oss, a mixture",
-    "lfm 2",
     "nemotron h",
     "qwen 3 next",
 )

@@ -85,6 +85,7 @@ def test_copies_are_the_experts_that_the_router_means(llm):
     assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(first)))
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 def test_new_weights_come_after_moves(folder, llm):
     """Of one expert alone: all its copies change, and others stay."""

@@ -211,13 +211,12 @@ def judged(found: dict[Pair, list[RequestOutput]], params, base, oracle: Oracle)
     return cells
 
 
-ALONE: list[Pair] = [(name, name) for name in FEATURES]
-PAIRS: list[Pair] = [*ALONE, *itertools.combinations(FEATURES, 2)]
+PAIRS: list[Pair] = [*itertools.combinations_with_replacement(FEATURES, 2)]
 
 
-def matrix(pairs: Sequence[Pair] = PAIRS) -> dict[Pair, str]:
-    """Returns the cells of some pairs, among them those of each feature alone."""
-    wanted = {p: asked(p) for p in sorted(pairs, key=lambda p: "logprobs of all" in p)}
+def matrix() -> dict[Pair, str]:
+    """Returns the cells of all pairs, those of each feature alone among them."""
+    wanted = {p: asked(p) for p in sorted(PAIRS, key=lambda p: "logprobs of all" in p)}
     params = {p: some for p, some in wanted.items() if isinstance(some, SamplingParams)}
     with LLM(
         str(embedded.PATH), dtype="float32", max_model_len=L, max_num_seqs=16, block_size=16,
@@ -241,39 +240,16 @@ def markdown(cells: dict[Pair, str]) -> str:
     return "\n".join([*lines, "", "Refused:", "", *told, ""])
 
 
-def stated() -> dict[Pair, str]:
-    """Returns the cells of the page."""
-    rows = re.findall(r"^\| \d+ [^|]+(.*)", DOCS.read_text(), re.MULTILINE)
-    cells = re.findall(r"[+.r]", "".join(rows))
-    return dict(zip(((a, b) for a in FEATURES for b in FEATURES), cells, strict=True))
-
-
 def optimised(lowered: LoweredParts, options: dict[str, str], own=LoweredParts.compile) -> Parts:
     """Compiles a program as users' are: these run hundreds of times, most others in tests once."""
     return own(lowered, options | dict(xla_backend_optimization_level="1"))
 
 
-@pytest.fixture(scope="module")
-def cells(request) -> dict[Pair, str]:
-    """Returns the cells of all pairs where the slow test is to run, else those of neighbours."""
-    pytest.importorskip("llguidance")
-    tests = {item.name for item in request.session.items}
-    whole = test_features_work_together_or_are_refused.__name__ in tests
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoweredParts, "compile", optimised)
-        return matrix(PAIRS if whole else [*ALONE, *itertools.pairwise(FEATURES)])
-
-
-def test_neighbours_in_the_table_work_together_or_are_refused(cells):
-    page = stated()
-    assert {pair: cell if cell in "+." else "r" for pair, cell in cells.items()} == {
-        pair: page[pair] for pair in cells
-    }
-
-
 @pytest.mark.slow
-def test_features_work_together_or_are_refused(cells):
-    assert DOCS.read_text() == markdown(cells)
+def test_features_work_together_or_are_refused(monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(LoweredParts, "compile", optimised)
+    assert DOCS.read_text() == markdown(matrix())
 
 
 if __name__ == "__main__":

@@ -48,12 +48,10 @@ def states(llm: LLM) -> list[tuple[int, ...]]:
 
 Case = tuple[str, dict[str, Any], int, list[tuple[int, ...]]]
 # Variant, changes of its config, devices, and what one of them has of a convolution and a state.
-QUICK: dict[str, Case] = {
+CASES: dict[str, Case] = {
     "delta nets, one KV head, whole experts": (
         "qwen 3.5, experts", dict(num_key_value_heads=1), 2, [(3, 42), (3, 6, 10)],
     ),
-}  # fmt: skip
-SLOW: dict[str, Case] = {
     "one group": ("bamba", ONE_GROUP, 2, [(3, 116), (8, 12, 10)]),
     "one group of keys, weights of 8 bits": (
         "qwen 3 next", dict(linear_num_key_heads=1), 2, [(3, 52), (4, 6, 10)],
@@ -68,12 +66,10 @@ WITHOUT = "one group of keys, weights of 8 bits", "beside attention, 4 devices"
 
 
 @pytest.mark.devices("num")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "changes", "num", "of_device"),
-    [
-        *(pytest.param(*case, id=name) for name, case in QUICK.items()),
-        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
-    ],
+    [pytest.param(*case, id=name) for name, case in CASES.items()],
 )
 def test_tokens_are_those_of_one_device(request, variant, changes, num, of_device, tmp_path):
     hybrids.save(variant, tmp_path, **changes)

@@ -73,6 +73,7 @@ def tokens(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow
 def test_tokens_and_logits_are_those_of_merged_models(saved):
     folder, base, adapters, tied = saved
     all_of = [*(merged(base, *of) for of in adapters.values()), base]

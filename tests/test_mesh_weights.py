@@ -72,7 +72,8 @@ def leaves_on(made: Engine) -> set[int]:
 
 
 @pytest.mark.devices("num")
-@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 4])
 def test_every_way_to_new_weights(saved, num):
     config, (old, new), (before, after) = saved
     made = engine(config, old, num)

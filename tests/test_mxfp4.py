@@ -40,6 +40,7 @@ def wider(tensors):
     return {n: tuple(sizes.get(s, s) for s in map(int, t.shape)) for n, t in tensors.items()}
 
 
+@pytest.mark.slow
 def test_experts_in_4_bits_are_read(tmp_path):
     """gpt-oss as it is published: the weights are the products of the numbers in its files."""
     mixtures.model("gpt-oss").save_pretrained(tmp_path)

@@ -45,7 +45,6 @@ SHORTER = {
 }  # fmt: skip
 # As in `conftest.py`: XLA compiles one layer.
 QUICK = f"from jaxrunner.device import parts\nparts.LEAST_CALLS = {parts.LEAST_CALLS}"
-SLOW = {"2_sampling.ipynb", "3_speculation.ipynb"}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
@@ -145,13 +144,8 @@ def test_each_notebook_has_what_it_prints():
     assert {path.name for path in NOTEBOOKS} == PRINTS.keys() and all(PRINTS.values())
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.name in SLOW))
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.slow
+@each_notebook
 def test_a_notebook_runs(path, execute):
     source = path.read_text(encoding="utf-8")
     if "structured_outputs" in source:

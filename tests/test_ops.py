@@ -209,8 +209,12 @@ def test_a_program_tells_what_runs_each_operation_and_why():
 @lowers
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "block_size"),
-    [("float32", "float32", 64), ("bfloat16", "float32", 64), ("float32", "int8", 64)]
-    + [("bfloat16", "float8_e4m3fn", 24)],
+    [
+        ("float32", "float32", 64),
+        ("bfloat16", "float32", 64),
+        ("float32", "int8", 64),
+        ("bfloat16", "float8_e4m3fn", 24),
+    ],
 )
 @pytest.mark.parametrize("name", ["qwen06b", "granite4_h_tiny"])
 def test_attention_that_kernels_refuse_is_plain_jax(name, dtype, kv_dtype, block_size):

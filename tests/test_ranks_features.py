@@ -54,6 +54,7 @@ def answers(folder: str, loras: Any = None, **changes: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.devices(D)
 def test_several_steps_a_launch_change_no_token(folder, wanted):
     assert answers(folder, **RANKS, num_decode_steps=3) == wanted
@@ -68,7 +69,8 @@ def test_a_mixture_drafts_for_itself_in_one_rank(folder, wanted):
 
 
 @pytest.mark.devices(D)
-@pytest.mark.parametrize("num_decode_steps", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_decode_steps", [1, 2])
 def test_all_ranks_draft_as_many_tokens(num_decode_steps, folder, wanted, monkeypatch):
     """Or none, in turn. Ranks end one after the other."""
     numbers, seen = itertools.cycle([0, 2, 2]), list[tuple[int, int]]()

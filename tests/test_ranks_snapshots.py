@@ -53,6 +53,7 @@ def ends(e: Engine, of: Iterable[Request]) -> Ends:
     return {r.request_id: (r.output_token_ids, logprobs(r), r.num_cached_tokens) for r in of}
 
 
+@pytest.mark.slow
 @pytest.mark.devices(D)
 def test_requests_go_on_where_they_were_saved(begun):
     """After others, whose keys lie where those of the saved ones were."""
@@ -89,6 +90,7 @@ def forged(saved: Path, folder: Path, name: str, change: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.devices(D)
 @pytest.mark.parametrize(
     ("name", "change", "words"),
@@ -107,6 +109,7 @@ def test_ranks_that_cannot_be_are_named(name, change, words, begun, tmp_path):
     assert not e.has_unfinished
 
 
+@pytest.mark.slow
 @pytest.mark.devices(D)
 def test_each_attribute_is_saved_or_known_not_to_be(begun):
     _, dealing, *_ = owners_of(begun[0])

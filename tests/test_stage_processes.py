@@ -21,9 +21,12 @@ from tests.support import crowd, processes, small_checkpoint, tiny
 from tests.support.failing import Hanging
 from tests.support.two_processes import start, told_by
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        jax.default_backend() != "cpu", reason="each process has devices of its own: those of a CPU"
+    ),
+]
 PROGRAM = "tests.support.stage_processes"
 NOT_OVER_PROCESSES = (
     "save_state", "restore_state", "save_params", "load_params", "save_sharded_state",

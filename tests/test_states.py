@@ -150,6 +150,7 @@ def test_states_depend_on_the_request_alone(kind, drafts):
         assert np.isnan(_matrices(cache)[np.array(others)]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RULES)
 def test_states_are_those_of_eager_steps_of_half_the_bytes_and_of_a_trainer(kind):
     of, rule, one = stepper(kind)
