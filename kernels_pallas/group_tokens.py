@@ -21,22 +21,28 @@ from jaxrunner.types import Array
 
 MAX_ROUTES = 1 << 12  # tokens times experts of a token: each block reads all
 MAX_EXPERTS = 4 * LANES
+LEAST = 8  # rows of the smallest tile
 
 
 class Groups(NamedTuple):
-    """Tokens by expert, in tiles of `tile` rows."""
+    """Tokens by expert, in tiles of `tile` rows; or one token, of which each route is a tile."""
 
-    x: Array  # [tiles * tile, E]; rows of no token are anything
-    route: Array  # [tiles * tile], which of T * k routes a row is, where it has a token
-    weight: Array  # [tiles * tile], what that route counts, float32
+    x: Array  # [tiles * tile, E]; rows of no token are anything; [1, E] of one token
+    route: Array  # [tiles * tile], which of T * k routes a row is; [k] of one token
+    weight: Array  # [tiles * tile], what that route counts, float32; [k] of one token
     expert: Array  # [tiles], the expert of a tile; of the first `num_tiles[0]`
     rows: Array  # [tiles], how many of a tile's rows have tokens
     num_tiles: Array  # [1]
 
     @property
+    def is_one(self) -> bool:
+        """Whether it is one token, the first row of each tile."""
+        return self.x.shape[0] == 1
+
+    @property
     def tile(self) -> int:
         """Rows of a tile."""
-        return self.x.shape[0] // self.expert.shape[0]
+        return LEAST if self.is_one else self.x.shape[0] // self.expert.shape[0]
 
 
 def max_tiles(routes: int, experts: int, tile: int) -> int:
@@ -86,6 +92,16 @@ def group_tokens(
     rows = lax.bitcast_convert_type(found[0].reshape(tiles * tile, E // 2), x.dtype)
     weight = lax.bitcast_convert_type(found[2], jnp.float32)
     return Groups(rows.reshape(tiles * tile, E), found[1], weight, *found[3:])
+
+
+def of_one(x: Array, experts: Array, weights: Array) -> Groups:
+    """Returns one token, [1, E], by its experts, [1, k], with what each counts: nothing is moved.
+
+    The tile of an expert that is none has weights of zeros.
+    """
+    k = experts.shape[1]
+    route, rows, num = jnp.arange(k, dtype=jnp.int32), jnp.ones(k, jnp.int32), jnp.array([k])
+    return Groups(x, route, weights.reshape(k), experts.reshape(k), rows, num)
 
 
 def _group(

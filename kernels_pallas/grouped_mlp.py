@@ -55,6 +55,7 @@ class _Phase(NamedTuple):
     step: int  # rows from one piece of work to the next
     gap: int  # rows from the first half of a piece of work to the other
     steps: int  # of a sum
+    pitch: int  # rows from the tokens of one tile to those of the next
 
     def rounds(self, s: "_Static", block: Array, count: Ref) -> Array:
         """Returns how many pieces of work a block of the grid has."""
@@ -76,6 +77,7 @@ class _Static(NamedTuple):
     ctas: int
     consumers: int
     activation: str
+    is_one: bool  # whether there is one token
 
     @property
     def size(self) -> int:
@@ -126,12 +128,12 @@ def grouped_mlp(
     (T, k), (_, E, F), tile = shape, down.shape, groups.tile
     size, stages, dtype = ROWS * config.consumers, config.fit(groups.tile), groups.x.dtype
     s = _Static(
-        _Phase(F // size, 2 * F, size, F, E // STEP),
-        _Phase(-(-E // (2 * size)), E, 2 * size, size, F // STEP),
-        tile, stages, config.num_ctas, config.consumers, activation,
+        _Phase(F // size, 2 * F, size, F, E // STEP, 0 if groups.is_one else tile),
+        _Phase(-(-E // (2 * size)), E, 2 * size, size, F // STEP, tile),
+        tile, stages, config.num_ctas, config.consumers, activation, groups.is_one,
     )  # fmt: skip
     layout = mosaic.tiled(STEP, 2)
-    units = jax.empty_ref(jax.ShapeDtypeStruct((groups.x.shape[0], F), dtype))
+    units = jax.empty_ref(jax.ShapeDtypeStruct((groups.expert.shape[0] * tile, F), dtype))
     out = jax.empty_ref(jax.ShapeDtypeStruct((k, T, E), jnp.dtype(config.dtype)))
     plgpu.kernel(
         functools.partial(_kernel, s),
@@ -183,7 +185,7 @@ class _Ring(NamedTuple):
 
         def tokens(step: Array) -> None:
             tile, _, terms, slot = at(step)
-            rows = pl.ds(tile * self.s.tile, self.s.tile)
+            rows = pl.ds(tile * phase.pitch, self.s.tile)  # zeros behind the last one
             mosaic.copy_gmem_to_smem(x.at[rows, terms], self.x.at[slot], self.full.at[slot])
 
         return weights, tokens
@@ -274,13 +276,16 @@ def _compute(
     def with_bias(y: Array, which: int, tile: Array, height: int, row: Array) -> Array:
         if not biases:
             return y
-        first = ring.expert[tile] * height + row
-        return y + expert_tile.biases(biases[which], first, s.tile)
+        expert = jnp.minimum(ring.expert[tile], biases[which].shape[0] // height - 1)
+        return y + expert_tile.biases(biases[which], expert * height + row, s.tile)
 
     rounds, E = s.first.rounds(s, ring.block, count), s.second.height
     half = rounds * s.first.steps
 
     def columns(tile: Array) -> tuple[Array, Array]:
+        if s.is_one:
+            route_of_all = jnp.full((ROWS, s.tile), tile, jnp.int32)
+            return plgpu.layout_cast(route_of_all, plgpu.Layout.WGMMA), weight[tile]
         return by_token(route, tile, s.tile), by_token(weight, tile, s.tile)
 
     def one(turn: Array, _: None) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxrunner.kernels_pallas import router_scores
 from jaxrunner.kernels_pallas.case import Case
-from jaxrunner.kernels_pallas.group_tokens import Groups, group_tokens
+from jaxrunner.kernels_pallas.group_tokens import Groups, group_tokens, of_one
 from jaxrunner.kernels_pallas.grouped_mlp import TuningConfig, grouped_mlp
 from jaxrunner.kernels_pallas.router import route
 from jaxrunner.kernels_pallas.router_scores import How
@@ -34,7 +34,8 @@ def mixtures(
 
     def run(x: Array, logits: Array, real: Array, *weights: Array) -> Array:
         experts, counts = route(logits, real, top_k=k, renormalise=True)
-        groups = group_tokens(x, experts, counts, X, tile=tile)
+        routes = x, experts, counts
+        groups = group_tokens(*routes, X, tile=tile) if T > 1 else of_one(*routes)
         gate_up, down, *biases = weights
         both = (biases[0], biases[1]) if biases else None
         parts = grouped_mlp(

@@ -95,6 +95,26 @@ def test_bits_of_a_token_do_not_depend_on_the_others(tokens, T):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_token_is_a_tile_of_each_of_its_experts(has_bias):
+    """One of which is none, as experts of other devices are; beside a second token it is as ever."""
+    keys = jax.random.split(jax.random.key(3), 5)
+    shapes = (8, 2, 256, 512), (8, 512, 256), (1, 512), (8, 2, 256), (8, 512)
+    gate_up, down, x, *biases = (
+        jax.random.normal(*of, BF16) for of in zip(keys, shapes, strict=True)
+    )
+    w = Experts(gate_up, down, *(biases if has_bias else (None, None)))
+    routes = Routes(jnp.array([[5, 8, 0]]), jnp.array([[0.5, 0.0, 0.25]]))
+    more = jax.tree.map(lambda x, none: jnp.concatenate([x, none]), routes, Routes(
+        jnp.full((1, 3), 8), jnp.zeros((1, 3))
+    ))  # fmt: skip
+    got = grouped_experts._experts(x, routes, w)
+    want = grouped_experts._experts(jnp.concatenate([x, x]), more, w)
+    for i in (0, 2):
+        np.testing.assert_array_equal(got[i, 0], want[i, 0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scoring", ["softmax", "softmax_of_chosen"])
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_the_router_chooses_as_plain_jax_does(scoring, renormalise):
@@ -146,6 +166,9 @@ def test_tiles_follow_the_tokens_of_an_expert(tokens, tile, consumers):
     found, config = grouped_experts._sizes(shaped(tokens, 2048), routes, w)
     assert (found, config.consumers) == (tile, consumers)
     assert grouped_experts._refuses_experts(shaped(tokens, 2048), routes, w) is None
+    with cuda():
+        made = jax.eval_shape(grouped_experts._experts, shaped(tokens, 2048), routes, w)
+    assert made.shape == (8, tokens, 2048)
 
 
 @pytest.mark.parametrize(

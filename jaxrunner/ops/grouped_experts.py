@@ -67,7 +67,10 @@ def _how(c: RouterConfig) -> router_scores.How:
 
 def _experts(x: Array, routes: Routes, w: Experts) -> Array:
     (T, k), (tile, config) = routes.experts.shape, _sizes(x, routes, w)
-    groups = _group(x, routes, w.num_experts, tile)
+    if T == 1:
+        groups = group_tokens.of_one(x, *routes)
+    else:
+        groups = _group(x, routes, w.num_experts, tile)
     biases = w.gate_up_bias, w.down_bias
     both = None if biases[0] is None or biases[1] is None else (biases[0], biases[1])
     return grouped_mlp.grouped_mlp(
