@@ -97,7 +97,7 @@ def test_bits_of_a_token_do_not_depend_on_the_others(tokens, T):
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_one_token_is_a_tile_of_each_of_its_experts(has_bias):
-    """One of which is none, as experts of other devices are; beside a second token it is as ever."""
+    """Of which one is none, as experts of other devices are; beside a second token, the same."""
     keys = jax.random.split(jax.random.key(3), 5)
     shapes = (8, 2, 256, 512), (8, 512, 256), (1, 512), (8, 2, 256), (8, 512)
     gate_up, down, x, *biases = (
