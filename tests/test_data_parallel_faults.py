@@ -31,6 +31,7 @@ def errors(llm: LLM) -> list[str]:
     return [output.error or "" for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 def test_what_an_engine_loses_is_its_requests_alone(folder, monkeypatch, caplog):
     with open_llm(folder, **TWO) as llm:

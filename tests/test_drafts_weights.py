@@ -79,7 +79,8 @@ def as_trees(llm: LLM, folders, target: str | None, drafter: str | None) -> None
     llm.update_params(Drafted(first, new[drafter].drafter if drafter else old.drafter))
 
 
-@pytest.mark.parametrize("give", [by_name, pytest.param(as_trees, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("give", [by_name, as_trees])
 def test_after_an_update_of_either_all_is_as_with_a_fresh_engine(llm, folders, fresh, give):
     assert told(llm) == fresh("a", "a")
     compiled = len(llm.runner.programs.ledger)

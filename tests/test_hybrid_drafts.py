@@ -27,13 +27,11 @@ PROMPTS = [RNG.choice([*ALLOWED, 5, 40, 7], n).tolist() for n in (3, 9, 17, 30, 
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=25, ignore_eos=True, allowed_token_ids=ALLOWED
 )  # fmt: skip
-SLOW = ["lfm 2", "falcon h1", "nemotron h"]
+VARIANTS = ["qwen 3 next", "lfm 2", "falcon h1", "nemotron h"]
 
 
-@pytest.mark.parametrize(
-    "variant",
-    ["qwen 3 next", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_change_no_token(variant, tmp_path):
     """In steps that mix them with prompts, behind checkpoints and after preemptions."""
     module = hybrids.save(variant, tmp_path)

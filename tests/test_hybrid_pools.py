@@ -112,6 +112,7 @@ def likeliest(params: Any, ids: jax.Array) -> jax.Array:
     return model.logits(config, params, hidden).argmax(-1)
 
 
+@pytest.mark.slow
 def test_six_requests_run_where_two_would_fit_into_full_caches(tmp_path):
     """None is preempted; tokens are those without a cache, behind prefixes that are found, too."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))

@@ -147,10 +147,11 @@ def alone(kv_cache_dtype: str) -> list[list[int]]:
     return [forgetting(kv_cache_dtype, prompt, p) for prompt, p in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "changes"),
     [
-        pytest.param("int8", dict(num_blocks=13), id="int8, preempted", marks=pytest.mark.slow),
+        pytest.param("int8", dict(num_blocks=13), id="int8, preempted"),
         pytest.param(
             "fp8", dict(max_num_batched_tokens=5, token_buckets=(5,)), id="fp8, chunks of 5"
         ),

@@ -46,12 +46,10 @@ SERVED = {
     "latents": ("mixture", "deepseek v3"),
     "states, a mixture with a gate": ("hybrid", "qwen 3.5, experts"),
 }
-QUICK = ("a tower, other names",)
 
 
-@pytest.mark.parametrize(
-    "of", [pytest.param(of, marks=[pytest.mark.slow] * (of not in QUICK)) for of in SERVED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("of", SERVED)
 def test_tokens_are_those_of_merged_models(of, tmp_path):
     module = saved(*SERVED[of], tmp_path)
     tensors = lora.of_module(module, 1, without=NOT_SERVED)

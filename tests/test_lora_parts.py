@@ -69,16 +69,10 @@ PARTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    [
-        pytest.param(
-            p,
-            marks=[pytest.mark.slow] * (not p.startswith("drafts"))
-            + [pytest.mark.devices(4)] * p.startswith("two"),
-        )
-        for p in PARTS
-    ],
+    [pytest.param(p, marks=[pytest.mark.devices(4)] * p.startswith("two")) for p in PARTS],
 )
 def test_tokens_are_those_of_merged_models(saved, part):
     folder, base, made = saved

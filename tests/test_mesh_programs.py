@@ -60,6 +60,7 @@ def reasons(made: Engine) -> set[str]:
     return {compilation.reason for compilation in made.runner.programs.ledger}
 
 
+@pytest.mark.slow
 def test_a_second_start_loads_what_a_mesh_has_compiled(tmp_path):
     told = []
     for _ in range(2):

@@ -170,6 +170,7 @@ def test_products_on_shards_are_those_of_one_device(tmp_path, format_):
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(own))
 
 
+@pytest.mark.slow
 @pytest.mark.devices(4)
 def test_a_quantised_checkpoint_answers_on_shards_as_what_it_stands_for(tmp_path):
     settings, tensors, floats = quantized.written("gptq, desc_act", SHARDED)

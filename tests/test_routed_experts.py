@@ -94,15 +94,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "preempted",
-        *(
-            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.devices(4)])
-            for name in [*VARIANTS][1:]
-        ),
-    ],
+    ["preempted", *(pytest.param(name, marks=pytest.mark.devices(4)) for name in [*VARIANTS][1:])],
 )
 def test_routes_depend_on_the_request_alone(name, mixture, llm):
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 9, 30, 25)]
