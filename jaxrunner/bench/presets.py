@@ -100,7 +100,7 @@ PRESETS = {
                 num_local_experts=64, num_experts_per_tok=6, shared_intermediate_size=1024,
                 attention_multiplier=1 / 128, embedding_multiplier=12, logits_scaling=6,
                 residual_multiplier=0.22),
-        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256)),
+        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
     ),
     "qwen35_9b": Preset(  # texts
         _config("Qwen3_5ForCausalLM", "qwen3_5_text", "4096 12288 32 16 4 248320", head_dim=256,
