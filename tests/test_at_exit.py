@@ -34,10 +34,11 @@ llm.runner.state = jax.tree.unflatten(jax.tree.structure(state), [x] + jax.tree.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("warm_up", "end"),
     [
-        pytest.param(False, "", id="at rest", marks=pytest.mark.slow),
+        pytest.param(False, "", id="at rest"),
         pytest.param("background", "raise ValueError('behind it')", id="as it compiles, and fails"),
     ],
 )

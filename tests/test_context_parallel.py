@@ -91,20 +91,17 @@ def one_and_several(folder: Path, kv_heads: int, num: int, interleave: Interleav
         yield Engine(model, own, tiny.engine_config(**sizes | kv | given), params)
 
 
+@pytest.mark.slow
 @pytest.mark.devices(8)
 @pytest.mark.parametrize(
     "kv_heads,num,interleave,params,changes",
     [
         (1, 4, (4, 1), PARAMS, dict(num_blocks=9, block_size=3, kv_dtype="int8")),
-        pytest.param(
+        (
             8, 4, (2, 2), TOLD,
             dict(num_blocks=15, block_size=4, kv_dtype="int8", stages=2, **tiny.LATENTS),
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            2, 8, (4, 2), TOLD, dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS),
-            marks=pytest.mark.slow,
-        ),
+        (2, 8, (4, 2), TOLD, dict(num_blocks=24, block_size=2, num_decode_steps=2, **WINDOWS)),
     ],
     ids=[
         "8 bits, preempted", "latents in stages, 8 bits, preempted",

@@ -35,9 +35,11 @@ RULES = {
         dict(temperature=0.7, top_p=0.9), SMALL | dict(async_depth=3),
     ),
 }  # fmt: skip
-QUICK = [("sampled and preempted", "another")]
 # All rules, logprobs and several steps are in the loads of `test_drafts_driver.py`.
-PAIRS = [*QUICK, *(("greedy", name) for name in ("itself", "eagle", "eagle3", "mtp"))]
+PAIRS = [
+    ("sampled and preempted", "another"),
+    *(("greedy", name) for name in ("itself", "eagle", "eagle3", "mtp")),
+]
 
 
 @functools.cache
@@ -47,10 +49,8 @@ def plain(name):
     return run(llama, *tiny.model_and_params(), rule, **changes)[:2]
 
 
-@pytest.mark.parametrize(
-    ("name", "drafter"),
-    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "drafter"), PAIRS)
 def test_drafts_change_no_token(name, drafter):
     rule, changes = RULES[name]
     want, plain_steps = plain(name)

@@ -189,6 +189,7 @@ def test_training_makes_the_loss_fall_and_drafts_stand():
     assert result.best["length"] == max(first["length"], last["length"]) > 1.2
 
 
+@pytest.mark.slow
 def test_training_ends_at_the_first_measure_behind_its_budget():
     pair, target, _ = models()
     late, rows = dataclasses.replace(TRAIN, eval_every=1, budget_s=0.0), written(target)

@@ -179,6 +179,7 @@ def test_extra_args_have_an_effect_where_a_logits_function_reads_them(shallow):
         assert "extra_args has 'cold'" in unread.error
 
 
+@pytest.mark.slow
 def test_the_widest_values_do_no_harm(llm):
     """Those of neighbours included: their tokens stay as they were."""
     prompt = {"prompt_token_ids": [V - 1] * 120}

@@ -70,6 +70,7 @@ def test_greedy_tokens_equal_those_of_our_own_decoder(make, changes):
     assert len({tuple(tokens) for tokens in got}) == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_pure_state_draws_and_scores_as_our_own_decoder():
     graphdef, state = split_nnx()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)

@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "each token": ("BertForTokenClassification", pooling.WHOLE),
     "behind a norm": ("ModernBertForSequenceClassification", pooling.WHOLE),
 }
-SLOW = {"behind a norm"}
+SLOW = KINDS.keys() - {"last token", "behind a pooler"}
 
 
 def tensors_of(module: Any, seed: int, *, own: bool = True) -> dict[str, np.ndarray]:

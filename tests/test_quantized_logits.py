@@ -97,6 +97,7 @@ def test_logits_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: 
     np.testing.assert_allclose(got, want, rtol=0, atol=close * want.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", OF_EXPERTS)
 def test_logits_of_mixtures_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: str):
     got, _, floats = ours(tmp_path / "few", format_, MIXTURE)

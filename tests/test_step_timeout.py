@@ -83,6 +83,7 @@ def test_a_step_that_hangs_ends_its_engine(monkeypatch, end, depth, caplog):
     e.close()
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 def test_other_replicas_go_on(folder, monkeypatch, end):
     with open_llm(folder, **TWO) as llm:

@@ -221,6 +221,7 @@ def test_the_held_out_files_of_this_python_are_predicted_as_well_as_stated():
         assert first_loss(file.text) == pytest.approx(stated[file.path], abs=0.01), file.path
 
 
+@pytest.mark.slow
 def test_our_logits_are_those_of_transformers():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
