@@ -1,5 +1,6 @@
 """Which experts and tokens the kernels of a mixture are given, and what they refuse."""
 
+from dataclasses import replace
 import re
 from typing import Any
 
@@ -103,7 +104,9 @@ def test_one_token_is_a_tile_of_each_of_its_experts(has_bias):
     gate_up, down, x, *biases = (
         jax.random.normal(*of, BF16) for of in zip(keys, shapes, strict=True)
     )
-    w = Experts(gate_up, down, *(biases if has_bias else (None, None)))
+    w = Experts(gate_up, down, None, None)
+    if has_bias:
+        w = replace(w, gate_up_bias=biases[0], down_bias=biases[1])
     routes = Routes(jnp.array([[5, 8, 0]]), jnp.array([[0.5, 0.0, 0.25]]))
     more = jax.tree.map(lambda x, none: jnp.concatenate([x, none]), routes, Routes(
         jnp.full((1, 3), 8), jnp.zeros((1, 3))
