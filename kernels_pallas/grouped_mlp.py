@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import expert_tile, grid_barrier, mosaic
 from jaxrunner.kernels_pallas.expert_tile import ACTIVATIONS, activate, by_token
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
-from jaxrunner.kernels_pallas.group_tokens import Groups
+from jaxrunner.kernels_pallas.group_tokens import LEAST, Groups
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_columns, put_routed
 from jaxrunner.types import Array
 
-TILES = (8, 16, 32, 64, 128)  # rows of a tile of tokens
+TILES = (LEAST, 16, 32, 64, 128)  # rows of a tile of tokens
 REGISTERS = 232, 40  # of a thread that computes, and of one that copies, where two warpgroups do
 HELD = 32  # rows of a tile whose routes stay in registers during a product
 

@@ -15,8 +15,8 @@ from tests.attack.harness import FINE, attack
 
 # Cases of those that cost more than a millisecond or two.
 FEW = dict(
-    pooling=20,
-    adapters=20,
+    pooling=40,
+    adapters=40,
     llm=20,
     worker=15,
     checkpoints=15,

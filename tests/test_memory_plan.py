@@ -212,7 +212,8 @@ def test_programs_need_what_the_compiler_says_whatever_the_cache(monkeypatch):
     keys = usual(r.program, r.buckets)
     r.programs.warm_up(keys)
     most = max(extra_bytes(r.programs[key]) for key in keys)
-    assert need.program == pytest.approx(most, abs=256)  # to which a GPU's buffers are aligned
+    apart = 0 if jax.default_backend() == "cpu" else 256  # bytes, as was seen on an H100
+    assert abs(need.program - most) <= apart
     assert f"{need.program / (1 << 20):.1f} MiB: {need.name}" in r.programs.report()
     assert need.waiting >= max(output_bytes(r.programs[key]) for key in keys) > 0
 

@@ -216,12 +216,14 @@ def test_a_program_tells_what_runs_each_operation_and_why():
         ("bfloat16", "float8_e4m3fn", 24),
     ],
 )
-@pytest.mark.parametrize("name", ["qwen06b", "granite4_h_tiny"])
-def test_attention_that_kernels_refuse_is_plain_jax(name, dtype, kv_dtype, block_size):
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("qwen06b", {}), ("granite4_h_tiny", dict(layer_types=["mamba", "attention"]))],
+    ids=["qwen06b", "granite4_h_tiny"],
+)
+def test_attention_that_kernels_refuse_is_plain_jax(name, layers, dtype, kv_dtype, block_size):
     """In steps of each kind of bucket."""
-    given = PRESETS[name].config | dict(num_hidden_layers=2, layer_types=["mamba", "attention"])
-    if name == "qwen06b":
-        del given["layer_types"]
+    given = PRESETS[name].config | dict(num_hidden_layers=2) | layers
     model, config = read_model(Settings(given))
     engine = tiny.engine_config(block_size=block_size, dtype=dtype, kv_dtype=kv_dtype)
     program = Program(model, config, engine, backends.fused, RULES)

@@ -9,6 +9,7 @@ from jaxrunner.indexing import find_rows, take
 from jaxrunner.kernels_pallas import decode_attention as decode
 from jaxrunner.kernels_pallas import prefill_attention as prefill
 from jaxrunner.kernels_pallas import reference, rope_write
+from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation
 from jaxrunner.ops.plain import split_heads
@@ -52,8 +53,12 @@ def _refuses_mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpe
     # Rows of a uniform batch stand apart by more tokens than they may have.
     if apart := batch.query_len:
         return f"wants rows side by side, not {apart} tokens apart"
-    reason = _refuses_chunks(batch, cache, spec) or decode.refuses(q, cache.k)
-    return reason or prefill.refuses(q, cache.k)
+    return _refuses_chunks(batch, cache, spec) or refuses_kernels(q, cache.k)
+
+
+def refuses_kernels(q: Shaped, k: Shaped) -> str | None:
+    """Says why kernels do not attend q, [T, H, D], to k, [N, K, S, D], in all steps, or None."""
+    return decode.refuses(q, k) or prefill.refuses(q, k)
 
 
 def _refuses_chunks(batch: Batch, cache: LayerCache, spec: AttentionSpec) -> str | None:

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import (
-    add_norm,
-    decode_attention,
-    prefill_attention,
-    reference,
-    sampler,
-)
+from jaxrunner.kernels_pallas import add_norm, reference, sampler
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD
 from jaxrunner.kernels_pallas.state_chunks import CHUNK
 from jaxrunner.linear import Weights
@@ -24,7 +18,7 @@ from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import cpu_attention, experts, products, routing
 from jaxrunner.ops.adapters import low_rank
-from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE
+from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE, refuses_kernels
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, norm_heads, split_heads, swiglu
@@ -218,4 +212,4 @@ def _refuses_group(model: ModelConfig, engine: EngineConfig, group: CacheGroup) 
     q = jax.ShapeDtypeStruct((1, H, D), jnp.dtype(engine.dtype))
     shape = group.num_blocks, K, group.block_size // interleave_of(model).parts, D
     kv = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.kv_dtype))
-    return decode_attention.refuses(q, kv) or prefill_attention.refuses(q, kv)
+    return refuses_kernels(q, kv)
