@@ -90,6 +90,9 @@ class Attention(NamedTuple):
         kv = [jax.random.normal(k, shape, jnp.dtype(self.dtype)) for k in keys[:2]]
         kv = [jnp.where(written[:, None, :, None], x, jnp.nan) for x in kv]
         q = jax.random.normal(keys[2], (T, self.heads, D), jnp.dtype(self.dtype))
+        if decode and self.query_len > 1:  # places without a token have anything
+            there = np.arange(self.query_len)[None] < np.array(self.new)[:, None]
+            q = jnp.where(there.reshape(T, 1, 1), q, jnp.nan)
         starts = np.concatenate([[0], np.cumsum(self.new)]).astype(np.int32)
         rows = (lens,) if decode else (starts, lens)
         rows += (np.array(self.new, np.int32),) if self.query_len > 1 else ()

@@ -133,7 +133,7 @@ def _merged(
     for share, value in zip(shares[1:], values[1:], strict=True):
         total = arith.addf(total, share)
         acc = arith.addf(acc, arith.mulf(value, vector.broadcast(two, share)))
-    acc = arith.divf(acc, vector.broadcast(two, total))
+    acc = arith.mulf(acc, vector.broadcast(two, _float("rcp", total)))
     return acc, arith.addf(best, _float("lg2", total))
 
 

@@ -32,7 +32,7 @@ from jaxrunner.kernels_pallas import (
 from jaxrunner.kernels_pallas.decode_plan import DEFAULT, TuningConfig, cluster_of, plan
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, seen, with_sink
-from jaxrunner.kernels_pallas.stores import put, put_rows
+from jaxrunner.kernels_pallas.stores import put, put_heads
 from jaxrunner.types import Array
 
 ROWS = 64  # of a wgmma: query tokens times the query heads of a KV head, padded
@@ -99,7 +99,7 @@ def decode_attention(
         cluster = cluster_of(q.shape, k.shape, blocks.shape, window, query_len, config)
     items = plan(
         seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len,
-        cluster=cluster,
+        num_tokens=num_tokens, cluster=cluster,
     )  # fmt: skip
     num_items, rows = items.row.shape[0] // cluster, G * query_len
     unit = split_kv_merge.unit(D)
@@ -121,32 +121,26 @@ def decode_attention(
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     static |= dict(query_len=query_len)
     rest = blocks, jnp.stack(items, 1), sink, counters, out, part, weight
-    # Where all rows have one query, the kernel has no argument that says so.
-    fixed, counts = (padded, None), ()
-    if query_len > 1:
-        if num_tokens is None:
-            num_tokens = jnp.full_like(seq_lens, query_len)
-        fixed, counts = (padded,), (num_tokens,)
     assert not weighed or (query_len == 1 and k_scale is None)
     if k_scale is None:
         # Of two CTAs, so many as run at a time, each with a second item where there are more.
         clusters = num_items - B + 1 if cluster == 2 else num_items
         static |= dict(weighed=weighed, cluster=cluster, clusters=clusters, tile=tile)
-        body = functools.partial(_attend, config, *fixed, **static)
+        body = functools.partial(_attend, config, padded, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
         scratch = _scratch(q.dtype, D, copies, query_len if tile.apart else 1, config)
         if cluster > 1:
             scratch += cluster_merge.scratch(cluster, part_rows, D)
         launch = _launch(body, (clusters, K), scratch, cluster)
-        launch(*counts, heads, k, v, *rest)
+        launch(heads, k, v, *rest)
     else:
         body = functools.partial(
-            decode_quantized_kv.attend, config.block_kv, config.stages, *fixed, **static
+            decode_quantized_kv.attend, config.block_kv, config.stages, padded, **static
         )
         scratch = decode_quantized_kv.scratch(k, max(padded, 8), config.stages, config.block_kv)
         params = dict(reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True)
         launch = _launch(body, (num_items, K), scratch, 1, **params)
-        launch(*counts, heads, k, v, k_scale, v_scale, *rest)
+        launch(heads, k, v, k_scale, v_scale, *rest)
     if weighed:
         both = jax.freeze(part)[:, :, :G], jax.freeze(weight)[:, :, :G, :1]
         return split_kv_merge.join(*both, items.row, B).reshape(B, H, D + 1)
@@ -184,15 +178,12 @@ def _scratch(dtype: DTypeLike, D: int, copies: int, tokens: int, config: TuningC
 
 
 def _attend(
-    config: TuningConfig, padded: int, num_ref: Ref | None, *refs: Any,
-    cluster: int, clusters: int, **static: Any,
-) -> None:  # fmt: skip
+    config: TuningConfig, padded: int, *refs: Any, cluster: int, clusters: int, **static: Any
+) -> None:
     """Attends an item; of clusters, a second one where there are more items than clusters."""
     pdl.begin()
     item, (blocks_ref, items_ref) = lax.axis_index("item"), refs[3:5]
-    attend = functools.partial(
-        _attend_item, config, padded, num_ref, *refs, cluster=cluster, **static
-    )
+    attend = functools.partial(_attend_item, config, padded, *refs, cluster=cluster, **static)
     total = items_ref.shape[0] // cluster
     if clusters == total:
         attend(item=item)
@@ -210,7 +201,7 @@ def _attend(
 
 
 def _attend_item(
-    config: TuningConfig, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    config: TuningConfig, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref,
     blocks_ref: Ref, items_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref,
     weight_ref: Ref, q_smem: Ref, k_smem: Ref, v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
     v_ready: Barrier, flag: Ref, *boxes: Ref,
@@ -222,9 +213,8 @@ def _attend_item(
     h = lax.axis_index("head")
     peer = lax.axis_index(cluster_merge.PEER) if boxes else 0
     own = decode_item.read(items_ref, item * cluster + peer)
-    row, first, last, part_of, length, first_block, head, num = own
-    new = query_rows.num_queries(num_ref, row)
-    reach = None if window is None else window + new - 1  # of all the row's tokens
+    row, first, last, num, length, first_block, head, parts = own
+    reach = None if window is None else window + num - 1  # of all the row's tokens
     layout, per_row = LAYOUT, LAYOUT.reduce(1)
 
     def wide(x: Array, like: Array) -> Array:
@@ -265,7 +255,9 @@ def _attend_item(
         else:
             put(q_smem.at[pl.ds(0, queries.shape[0])], queries)
             plgpu.commit_smem()
-        token, seen_by = query_rows.sight(ROWS, tile.pitch, per_row, length, new)
+        limit = length
+        if query_len > 1:
+            limit = query_rows.sight(ROWS, tile.pitch, per_row, length, num)
 
         def tile_step(at: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, best, total, block = carry
@@ -280,8 +272,8 @@ def _attend_item(
             scores = pl.run_scoped(multiply, mosaic.ACC((ROWS, C), jnp.float32)) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
-            limit = length if token is None else wide(seen_by, scores)
-            visible = seen(at * C, (ROWS, C), 1, limit, window)
+            keys = wide(limit, scores) if query_len > 1 else limit
+            visible = seen(at * C, (ROWS, C), 1, keys, window)
             scores = jnp.where(visible, scores * LOG2_E, NOTHING)
             new_best = jnp.maximum(best, scores.max(axis=1))
             p = jnp.exp2(scores - wide(new_best, scores))
@@ -311,27 +303,28 @@ def _attend_item(
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         if sinks:
             sink = mosaic.load(sink_ref.at[h], layout=per_row, optimized=False)
-            once = part_of if cluster == 1 else jnp.where(peer == 0, part_of, 1)
+            once = (item == head) & (peer == 0)
             best, total, kept = with_sink(sink, once, best, total)
             acc = acc * wide(kept, acc)
         safe = jnp.maximum(total, 1e-30)
-        acc = acc / wide(safe, acc)
-        if token is not None:
-            acc = jnp.where(wide(token, acc) < new, acc, jnp.zeros_like(acc))
+        behind = 1 / safe
+        if query_len > 1:
+            behind = jnp.where(limit > 0, behind, jnp.zeros_like(behind))
+        acc = acc * wide(behind, acc)
         mine = query_rows.of_row(out_ref, row, h, query_len)
-        counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
+        counter, part = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
             split_kv_merge.finish(
-                part_ref, weight_ref, h, head, num, mine, counter, flag, blocks=cluster
+                part_ref, weight_ref, h, head, parts, mine, counter, flag, blocks=cluster
             )
 
-        _leave((acc, best, safe), tile, mine, parts, part_of, boxes, None if weighed else merge)
+        _leave((acc, best, safe), tile, mine, part, parts, boxes, None if weighed else merge)
 
 
 def _leave(
-    result: tuple[Array, Array, Array], tile: query_rows.Tile, out: Ref, parts: tuple[Ref, Ref],
-    part_of: Array, boxes: tuple[Ref, ...], merge: Callable[[], None] | None,
+    result: tuple[Array, Array, Array], tile: query_rows.Tile, out: Ref, part: tuple[Ref, Ref],
+    parts: Array, boxes: tuple[Ref, ...], merge: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     """Writes what a row's only item found; or a part of it and its weight, and merges.
 
@@ -344,25 +337,25 @@ def _leave(
         return best + jnp.log2(total)
 
     def whole() -> None:
-        put_rows(acc.astype(out.dtype), out, tile=tile)
+        put_heads(acc.astype(out.dtype), out, tile)
 
-    def part() -> None:
-        put_rows(acc, parts[0], tile=tile)
+    def one_of() -> None:
+        put_heads(acc, part[0], tile)
         wide = lax.broadcast_in_dim(weight(), (ROWS, 8), [0])
-        put_rows(plgpu.layout_cast(wide, plgpu.Layout.WGMMA), parts[1], tile=tile)
+        put_heads(plgpu.layout_cast(wide, plgpu.Layout.WGMMA), part[1], tile)
 
     if boxes:
         cluster_merge.exchange(acc, weight(), tile, boxes)
         whole = functools.partial(cluster_merge.merge, boxes, out)
-        part = functools.partial(cluster_merge.merge, boxes, *parts)
+        one_of = functools.partial(cluster_merge.merge, boxes, *part)
     if merge is None:
-        part()
+        one_of()
         return
-    pl.when(part_of == 0)(whole)
+    pl.when(parts == 1)(whole)
 
-    @pl.when(part_of != 0)
+    @pl.when(parts > 1)
     def _() -> None:
-        part()
+        one_of()
         merge()
 
 

@@ -34,13 +34,13 @@ DEFAULT = TuningConfig()
 class Items(NamedTuple):
     """The keys that each CTA reads, in `I` items at most; those behind the last are row B.
 
-    The CTAs of a cluster are side by side, and `part`, `head` and `parts` are of whole clusters.
+    The CTAs of a cluster are side by side, and `head` and `parts` are of whole clusters.
     """
 
     row: Array  # [I]
     first: Array  # [I] first tile
     last: Array  # [I] one past the last tile
-    part: Array  # [I] 0 where the item is its row's only one, else 1; 2 for a row's first part
+    num: Array  # [I] query tokens of the row
     length: Array  # [I] of the row
     block: Array  # [I] of the first tile: read with the rest, its keys come a memory latency sooner
     head: Array  # [I] the row's first item
@@ -49,11 +49,13 @@ class Items(NamedTuple):
 
 def plan(
     seq_lens: Array, blocks: Array, cache_shape: tuple[int, ...], window: int | None,
-    config: TuningConfig, *, skip_empty: bool = False, query_len: int = 1, cluster: int = 1,
+    config: TuningConfig, *, skip_empty: bool = False, query_len: int = 1,
+    num_tokens: Array | None = None, cluster: int = 1,
 ) -> Items:  # fmt: skip
     """Shares the keys of rows with `seq_lens`, [B], out among clusters of the chip's CTAs.
 
-    cluster: of `cluster_of`; its CTAs share each of its items, so `I` is a multiple.
+    num_tokens: [B], of the `query_len` places of a row, all if None; cluster: of `cluster_of`; its
+    CTAs share each of its items, so `I` is a multiple.
     """
     _, num_kv_heads, S, _ = cache_shape
     B, slots = seq_lens.shape[0], max(1, config.num_ctas // (num_kv_heads * cluster))
@@ -61,6 +63,8 @@ def plan(
     first = jnp.zeros_like(last)
     if window is not None:
         first = jnp.maximum(seq_lens - (window + query_len - 1), 0) // config.block_kv
+    if num_tokens is None:
+        num_tokens = jnp.full_like(seq_lens, query_len)
     tiles = last - first
     share = (tiles.sum() + slots - 1) // slots
     # A merge takes longer the more parts there are, and a part the more tiles it has.
@@ -90,7 +94,7 @@ def plan(
         row=_repeat(row, cluster),
         first=edge[:, :-1].reshape(-1),
         last=edge[:, 1:].reshape(-1),
-        part=_repeat(jnp.where(num == 1, 0, jnp.where(part == 0, 2, 1)), cluster),
+        num=_repeat(num_tokens[of], cluster),
         length=_repeat(seq_lens[of], cluster),
         block=blocks[of[:, None], at].reshape(-1),
         head=_repeat(head, cluster),

@@ -72,8 +72,8 @@ def scratch(k: Array, heads: int, stages: int, block_kv: int) -> list[Any]:
 
 
 def attend(
-    block_kv: int, stages: int, padded: int, num_ref: Ref | None, q_ref: Ref, k_ref: Ref,
-    v_ref: Ref, k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, items_ref: Ref, sink_ref: Ref,
+    block_kv: int, stages: int, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, items_ref: Ref, sink_ref: Ref,
     counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref, k_smem: Ref,
     v_smem: Ref, k_scale_smem: Ref, v_scale_smem: Ref, v_wide: Ref, p_smem: Ref, k_ready: Barrier,
     v_ready: Barrier, flag: Ref,
@@ -85,12 +85,14 @@ def attend(
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, block_kv
     heads, part, group = q_smem.shape[0], min(S, C), quantized_kv.head_group(S)
     own = decode_item.read(items_ref, item)
-    row, first, last, part_of, length, first_block, head, num = own
-    new, (ahead, behind) = query_rows.num_queries(num_ref, row), _units(k_ref.dtype)
+    row, first, last, num, length, first_block, head, parts = own
+    ahead, behind = _units(k_ref.dtype)
     by_head, widen = LAYOUT.reduce(0), functools.partial(quantized_kv.widen, ordered=False)
     k_all = k_ref, k_scale_ref, k_smem, k_scale_smem, k_ready
     v_all = v_ref, v_scale_ref, v_smem, v_scale_smem, v_ready
-    token, seen_by = query_rows.sight(heads, out_ref.shape[2], by_head, length, new)
+    limit = length
+    if query_len > 1:
+        limit = query_rows.sight(heads, out_ref.shape[2], by_head, length, num)
 
     def of_key(x: Array) -> Array:
         return lax.broadcast_in_dim(x, (C, heads), [0])
@@ -128,8 +130,8 @@ def attend(
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         # Keys that are not seen may hold anything, scales that are NaN too.
-        limit = length if token is None else of_head(seen_by)
-        visible = seen(tile * C, (C, heads), 0, limit, window)
+        keys = of_head(limit) if query_len > 1 else limit
+        visible = seen(tile * C, (C, heads), 0, keys, window)
         scores = jnp.where(visible, scores * LOG2_E, NOTHING)
         # The maximum is a barrier too: behind it, all are done with the product before, whose
         # values and weights are overwritten below.
@@ -172,37 +174,34 @@ def attend(
         total = total.sum(axis=0)
         if sinks:
             sink = mosaic.load(sink_ref.at[h, pl.ds(0, heads)], layout=by_head, optimized=False)
-            best, total, kept = with_sink(sink, part_of, best, total)
+            best, total, kept = with_sink(sink, item == head, best, total)
             acc = acc * of_head(kept, D)
         safe = jnp.maximum(total, 1e-30)
         acc = acc * of_head(behind / safe, D)
-        if token is not None:
-            acc = jnp.where(of_head(token, D) < new, acc, jnp.zeros_like(acc))
         mine = query_rows.of_row(out_ref, row, h, query_len)
-
-        counter, parts = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
+        counter, part = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            split_kv_merge.finish(part_ref, weight_ref, h, head, num, mine, counter, flag)
+            split_kv_merge.finish(part_ref, weight_ref, h, head, parts, mine, counter, flag)
 
-        _leave((acc, best, safe), C, mine, parts, part_of, merge)
+        _leave((acc, best, safe), C, mine, part, parts, merge)
 
 
 def _leave(
-    result: tuple[Array, Array, Array], C: int, out: Ref, parts: tuple[Ref, Ref],
-    part_of: Array, merge: Callable[[], None],
+    result: tuple[Array, Array, Array], C: int, out: Ref, part: tuple[Ref, Ref],
+    parts: Array, merge: Callable[[], None],
 ) -> None:  # fmt: skip
     """Writes what a row's only item found; or a part of it and its weight, and merges."""
     acc, best, total = result
     D, heads = acc.shape
 
-    @pl.when(part_of == 0)
+    @pl.when(parts == 1)
     def _() -> None:
         _put(acc.astype(out.dtype), out, D)
 
-    @pl.when(part_of != 0)
+    @pl.when(parts > 1)
     def _() -> None:
-        part_ref, weight_ref = parts
+        part_ref, weight_ref = part
         _put(acc, part_ref, D)
         weight = lax.broadcast_in_dim(best + jnp.log2(total), (C, heads), [1])
         _put(weight, weight_ref, weight_ref.shape[1])

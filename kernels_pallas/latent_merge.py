@@ -83,4 +83,4 @@ def _sum(value: Ref, weight: Ref, head: Array, num: Array) -> Array:
     start = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), layout)
     scalars = jnp.float32(NOTHING), jnp.float32(0)
     acc, _, total = lax.fori_loop(0, lax.div(num + AT_ONCE - 1, AT_ONCE), add, (start, *scalars))
-    return acc / total
+    return acc * (1 / total)

@@ -24,12 +24,12 @@ def seen(
     return at < length if window is None else (at < length) & (at >= length - window)
 
 
-def with_sink(sink: Array, part: Array, best: Array, total: Array) -> tuple[Array, Array, Array]:
-    """Lets a logit join the softmax that has no value, once a row: not in a later `part`, 1.
+def with_sink(sink: Array, once: Array, best: Array, total: Array) -> tuple[Array, Array, Array]:
+    """Lets a logit join the softmax that has no value, `once` a row: in one of its parts.
 
     Returns the largest score, the total, and what is kept of older weights.
     """
-    sink = jnp.where(part == 1, NOTHING, sink)
+    sink = jnp.where(once, sink, NOTHING)
     new_best = jnp.maximum(best, sink)
     kept = jnp.exp2(best - new_best)
     return new_best, total * kept + jnp.exp2(sink - new_best), kept

@@ -1,7 +1,7 @@
 """Several query tokens of a batch row, and the query heads of a KV head, as rows of one tile.
 
 The tokens of a row of the batch are its last ones, and each sees one key more than that before it.
-A row may have fewer than its `query_len` places; tokens behind them see what its last one sees.
+A row may have fewer than its `query_len` places; tokens behind them see no key.
 """
 
 import math
@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, vector
 import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.mosaic import Index, Layout, Ref
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
 ROWS = 64  # of a product's tile
@@ -84,11 +84,6 @@ def of_heads(x: Array, tile: Tile, fill: float) -> Array:
     return jnp.pad(jnp.tile(x, tile.query_len), ((0, 0), (0, ROWS - rows)), constant_values=fill)
 
 
-def num_queries(ref: Ref | None, row: Array) -> Index:
-    """Reads how many tokens a row has in ref, [B]; 1 where there is none. `row` may be B."""
-    return 1 if ref is None else ref[jnp.minimum(row, ref.shape[0] - 1)]
-
-
 def of_row(ref: Ref, row: Array, h: Array, query_len: int) -> Ref:
     """Returns a row's part of ref, [T, K, G, D], for KV head h: [G, D], or [query_len, G, D]."""
     if query_len == 1:
@@ -96,18 +91,14 @@ def of_row(ref: Ref, row: Array, h: Array, query_len: int) -> Ref:
     return ref.at[pl.ds(row * query_len, query_len), h]
 
 
-def sight(
-    rows: int, pitch: int, layout: Layout, length: Array, num: Index
-) -> tuple[Array | None, Array]:
-    """Returns which token each row of a tile is of, and how many of `length` keys that sees.
+def sight(rows: int, pitch: int, layout: Layout, length: Array, num: Array) -> Array:
+    """Returns how many of `length` keys each row of a tile sees, where `num` tokens are there.
 
-    num: the tokens that are there, as of `num_queries`. Of one query, None and `length` itself.
+    Rows of tokens that are not there see none.
     """
-    if isinstance(num, int):
-        return None, length
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout)
     token = lax.div(row, jnp.full_like(row, pitch))
-    return token, length - jnp.maximum(num - 1 - token, 0)
+    return jnp.where(token < num, length - (num - 1) + token, jnp.zeros_like(row))
 
 
 def load(ref: Ref, start: Array, rows: int, query_len: int, apart: int) -> Array:

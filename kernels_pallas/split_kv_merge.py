@@ -184,7 +184,7 @@ def _merged(
     )
     chunks = lax.div(num + count - 1, count)
     carry = lax.fori_loop(0, chunks, add, [nothing] * len(picks))
-    return [acc / wide(total) for acc, _, total in carry]
+    return [acc * wide(1 / total) for acc, _, total in carry]
 
 
 def _layout(D: int) -> Layout:

@@ -27,13 +27,11 @@ def put(ref: Ref, x: Array) -> None:
 
 
 def put_rows(
-    x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA, *, first: Array | None = None,
-    tile: query_rows.Tile | None = None,
-) -> None:  # fmt: skip
+    x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA, *, first: Array | None = None
+) -> None:
     """Writes the first rows of x, [m, n], from registers: as many as ref has from `first` on.
 
-    ref: [rows, n], or [Q, G, n] of Q query tokens. first: 0 if None. tile: which of x's rows are
-    the heads of tokens, where they are not the first ones.
+    ref: [rows, n], or [Q, G, n] of Q query tokens. first: 0 if None.
     """
     more = () if first is None else (first,)
 
@@ -47,12 +45,8 @@ def put_rows(
         places = x.layout.thread_idxs(x.shape)
         for (row, column), value in zip(places, x.registers.flat, strict=True):
             row = functools.reduce(arith.addi, starts, row)
-            if tile is not None:
-                place, inside = tile.place(row, flat=len(shape) == 1)
-            else:
-                place = [row] if len(shape) == 1 else query_rows.split(row, shape[1])
-                inside = arith.cmpi(arith.CmpIPredicate.ult, row, limit)
-            with mgpu.when(inside):
+            place = [row] if len(shape) == 1 else query_rows.split(row, shape[1])
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row, limit)):
                 vector.store(value, ref, [*place, column])
 
     write(x, ref, *more)
@@ -81,22 +75,25 @@ def put_some_rows(x: Array, ref: Ref, keys: Ref, key: Array) -> None:
     write(x, ref, keys, key)
 
 
-def put_heads(x: Array, ref: Ref) -> None:
-    """Writes the first rows of x, [64, n], to ref, [rows, n], as `put_rows` does.
+def put_heads(x: Array, ref: Ref, tile: query_rows.Tile | None = None) -> None:
+    """Writes the first rows of x, [64, n], or those of a tile's heads, to ref, as `put_rows` does.
 
-    For large n: all numbers of a thread lie at constant distances from its first one.
+    ref: [rows, n], or of a tile [Q, G, n]. All numbers of a thread lie at constant distances from
+    its first one.
     """
 
     @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
-        index = ir.IndexType.get()
-        limit = mgpu.c(ir.MemRefType(ref.type).shape[0], index)
+        (*shape, _), index = ir.MemRefType(ref.type).shape, ir.IndexType.get()
+        heads = tile or query_rows.Tile(1, shape[0], query_rows.ROWS)
         first, column = next(iter(x.layout.thread_idxs(x.shape)))
-        for half in range(2):  # a thread has numbers in two rows, eight apart
+        # A thread has numbers in two rows, eight apart.
+        for half in range(1 if heads.lower_halves else 2):
             row = arith.addi(first, mgpu.c(8 * half, index))
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row, limit)):
+            place, inside = heads.place(row, flat=len(shape) == 1)
+            with mgpu.when(inside):
                 for i, value in enumerate(x.registers.flat[half::2]):
-                    vector.store(value, ref, [row, arith.addi(column, mgpu.c(8 * i, index))])
+                    vector.store(value, ref, [*place, arith.addi(column, mgpu.c(8 * i, index))])
 
     write(x, ref)
 
