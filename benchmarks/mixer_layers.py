@@ -7,14 +7,11 @@ few and small: they compile in seconds, where those of a whole model take a minu
 """
 
 import argparse
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 import functools
-import gzip
 import json
 from pathlib import Path
-import tempfile
 from typing import Any
 
 import jax
@@ -22,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import pytree
+from jaxrunner.bench.device_time import median_us, profiled
 from jaxrunner.bench.presets import PRESETS
 from jaxrunner.bench.workloads import machine
 from jaxrunner.hf_config import Settings
@@ -84,30 +82,22 @@ def program(preset: str, rows: int, num: int, drafts: int) -> tuple[Any, tuple[A
     return run.lower(*args), args
 
 
-def profiled(run: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+def kernels_of(run: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     """Returns microseconds and launches of a call, and those of its longest kernels."""
     x, weights, cache, batch = args
-    _, cache = run(x, weights, cache, batch)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(CALLS):
-                _, cache = run(x, weights, cache, batch)
-            jax.block_until_ready(cache)
-        (path,) = Path(folder).glob("plugins/profile/*/*.trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    streams = {
-        (e["pid"], e["tid"]) for e in events
-        if e.get("name") == "thread_name" and e["args"]["name"].startswith("Stream")
-    }  # fmt: skip
-    found: dict[str, list[float]] = defaultdict(list)
-    for e in events:
-        if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams:
-            found[e["name"]].append(e["dur"])
-    longest = sorted(found, key=lambda name: -sum(found[name]))[:12]
+    kept = [run(x, weights, cache, batch)[1]]
+
+    def call() -> Any:
+        _, kept[0] = run(x, weights, kept[0], batch)
+        return kept[0]
+
+    calls = profiled([call] * CALLS)
+    found = {name: sum(sum(kernels.get(name, ())) for kernels in calls) for name in calls[0]}
+    longest = sorted(found, key=lambda name: -found[name])[:12]
     return dict(
-        us=sum(map(sum, found.values())) / CALLS,
-        launches=sum(map(len, found.values())) / CALLS,
-        kernels={name: sum(found[name]) / CALLS for name in longest},
+        us=median_us(calls),
+        launches=sum(map(len, calls[0].values())),
+        kernels={name: found[name] / CALLS for name in longest},
     )
 
 
@@ -123,7 +113,7 @@ def main() -> None:
         with ThreadPoolExecutor(len(lowered)) as pool:
             runs = pool.map(lambda one: one[0].compile(), lowered.values())
         for run, (name, (_, given)) in zip(runs, lowered.items(), strict=True):
-            result[f"{preset}: {name}"] = profiled(run, given)
+            result[f"{preset}: {name}"] = kernels_of(run, given)
             if args.out:
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -2,15 +2,17 @@
 
 import contextlib
 from dataclasses import replace
+import functools
 import json
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrunner import LLM, SamplingParams, __main__, embedded
-from jaxrunner.bench import command, host_time, kernels
+from jaxrunner.bench import command, device_time, host_time, kernels
 from jaxrunner.kernels_pallas.cases import Case
 from tests.support.small_llm import SIZES
 
@@ -106,22 +108,55 @@ def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
 
 def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
     def make(seed):
-        return jnp.full((4, 4), float(seed)), jnp.ones((4, 4))
+        return jnp.zeros((4, 4)), jnp.ones((4, 4))
 
-    case = Case("product", "4 x 4", make, lambda x, y: x @ y, 128.0, "TFLOP/s", {})
-    monkeypatch.setattr(kernels, "BENCH", (case,))
-    monkeypatch.setattr(kernels, "read_rate", lambda: 1.0)
-    monkeypatch.setattr(kernels, "product_rate", lambda: 2.0)
+    made = []
+
+    def profiled(calls):
+        """Each call takes a microsecond more than that before it, from 6 to 14."""
+        made.append([float(call()[-1].sum()) for call in calls])
+        return [{"a": [1.0 + i % 9], "b": [2.0, 3.0]} for i, _ in enumerate(calls)]
+
+    product = Case("product", "4 x 4", make, lambda x, y: x @ y, 128.0, "TFLOP/s", {})
+    sums = Case("state_step", "4 x 4", make, lambda x, y: (y, x + y), 64.0, "TFLOP/s", {})
+    monkeypatch.setattr(kernels, "BENCH", (product, sums))
+    monkeypatch.setattr(kernels, "CEILINGS", (product._replace(amount=256.0),))
+    monkeypatch.setattr(kernels, "BYTES", 200)  # the inputs of one case
+    monkeypatch.setattr(kernels, "profiled", profiled)
     out = tmp_path / "kernels.json"
     monkeypatch.setattr(sys, "argv", ["bench", "--kernels", "--out", str(out)])
     command.main()
     result = json.loads(out.read_text())
-    figure = result["product"]["4 x 4"]
-    assert figure["rate"] == pytest.approx(128 / figure["us"] / 1e6)
-    assert result["ceilings"] == {"TB/s": 1.0, "TFLOP/s": 2.0}
-    assert "TFLOP/s" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"name begins with \(product\), got attention"):
+    assert result["product"]["4 x 4"] == dict(us=10.0, rate=pytest.approx(12.8e-6))
+    assert result["state_step"]["4 x 4"] == dict(us=10.0, rate=pytest.approx(6.4e-6))
+    assert result["ceilings"] == {"TFLOP/s": pytest.approx(25.6e-6)}
+    # What a kernel writes, its next call goes on with; the first one is not timed.
+    assert made == [[0.0] * 9, [0.0] * 9, [16.0 * i for i in range(2, 11)]]
+    assert "50%" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"begins with \(product, state_step\), got attention"):
         kernels.run("attention")
+
+
+def test_kernels_of_a_profile_are_those_between_marks():
+    def event(name, at, tid=7, ph="X"):
+        return dict(name=name, ph=ph, pid=1, tid=tid, ts=at, dur=float(at), args=dict(name=name))
+
+    streams = [dict(event(name, 0, tid, "M"), name="thread_name") for name, tid in
+               (("Stream #7(Compute)", 7), ("XLA Modules", 8))]  # fmt: skip
+    launches = [event("b", 6), event("mark", 1), event("mark", 4), event("a", 2), event("a", 3)]
+    found = device_time.by_call([*streams, *launches, event("module", 5, 8), event("c", 7)])
+    assert found == [{"a": [2.0, 3.0]}, {"b": [6.0], "c": [7.0]}]
+    assert device_time.median_us([*found, {"a": [4.0]}]) == 5.0
+    assert device_time.by_call(streams) == []
+
+
+def test_a_profile_without_a_gpu_is_refused():
+    if jax.default_backend() == "gpu":
+        found = device_time.profiled([functools.partial(jnp.add, jnp.ones(8), 1)] * 2)
+        assert len(found) == 2 and all(found)
+        return
+    with pytest.raises(RuntimeError, match=r"of each of 1 calls, got those of 0: it takes a GPU"):
+        device_time.profiled([lambda: jnp.ones(8)])
 
 
 def test_a_figure_of_repeated_runs_is_the_median():

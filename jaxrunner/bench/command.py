@@ -12,8 +12,9 @@ Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. 
 what one token more costs a batch that decodes together; beside it stands its floor, the bytes that
 such a step has to move over 4.8 TB/s, with the formula as `decode_floor`. With `--speculative` an
 EAGLE head of dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each
-request has one of so many adapters of a rank, on all products. `--kernels` times kernels, by
-default all, else those whose names begin so, and no model. What `--engine` sets of `LLM` goes over
+request has one of so many adapters of a rank, on all products. `--kernels` profiles kernels, by
+default all, else those whose names begin so, and no model: on a GPU, the L2 cache emptied before
+each launch. What `--engine` sets of `LLM` goes over
 the preset's. The part `embed` goes alone: its model pools.
 """
 
@@ -42,7 +43,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("preset", choices=PRESETS, nargs="?", default="tiny")
-    parser.add_argument("--kernels", nargs="?", const="", metavar="NAME", help="time these alone")
+    parser.add_argument(
+        "--kernels", nargs="?", const="", metavar="NAME", help="profile these alone"
+    )
     parser.add_argument(
         "--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}, or {POOLS}"
     )

@@ -1,15 +1,21 @@
 """Time of each kernel on the sizes of real models, as a part of what the chip was seen to do."""
 
-import statistics
-import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.bench.device_time import median_us, profiled
 from jaxrunner.kernels_pallas.cases import BENCH, Case
 
-LINKS, SETS, BYTES = 16, 4, 200e6  # calls in a chain; sets of inputs, fewer where they are large
+CALLS = 9  # of each kernel, for medians
+BYTES = 16e9  # of inputs at a time
+THREADS = 12  # that compile
+# Places of arguments that a kernel writes, and of its results that are those: a call goes on in
+# what the one before has written, so that nothing is copied.
+WRITTEN = {"rope_write": {3: 1, 4: 2}, "state_step": {0: 1}, "state_chunks": {0: 1}}
 
 
 def run(name: str = "") -> dict[str, Any]:
@@ -26,63 +32,75 @@ def run(name: str = "") -> dict[str, Any]:
         raise ValueError(
             f"--kernels must be what a kernel's name begins with ({known}), got {name}"
         )
-    ceilings = {"TB/s": read_rate(), "TFLOP/s": product_rate()}
+    ceilings = {case.unit: case.amount / us / 1e6 for case, us in times(CEILINGS)}
     print({unit: round(rate, 2) for unit, rate in ceilings.items()}, flush=True)
     figures: dict[str, Any] = {"ceilings": ceilings}
-    for case in cases:
-        seconds = time_of(case)
-        rate = case.amount / seconds / 1e12
-        share = rate / ceilings[case.unit]
-        text = f"{seconds * 1e6:9.1f} us {rate:8.2f} {case.unit:8} {share:5.0%}"
+    for case, us in times(cases):
+        rate = case.amount / us / 1e6
+        text = f"{us:9.1f} us {rate:8.2f} {case.unit:8} {rate / ceilings[case.unit]:5.0%}"
         print(f"{case.kernel:18} {case.name:28} {text}", flush=True)
-        figures.setdefault(case.kernel, {})[case.name] = dict(us=seconds * 1e6, rate=rate)
+        figures.setdefault(case.kernel, {})[case.name] = dict(us=us, rate=rate)
     return figures
 
 
-def time_of(case: Case) -> float:
-    """Returns the seconds of one call among many in one program, inputs taken in turns."""
-    size = sum(x.nbytes for x in case.make(0))
-    inputs = [case.make(seed) for seed in range(max(1, min(SETS, int(BYTES / size) + 1)))]
-    kernel = jax.jit(case.run)
-
-    def chain(inputs: list[tuple[Any, ...]]):
-        inputs, after = list(inputs), jnp.zeros((), inputs[0][0].dtype)
-        waited = []
-        for i in range(LINKS):
-            first, *rest = inputs[i % len(inputs)]
-            # Each call waits for the one before, through one number, which is a result: XLA drops
-            # from a barrier what nobody reads, and then all calls but the last.
-            first, after = jax.lax.optimization_barrier((first, after))
-            waited.append(after)
-            out = jax.tree.leaves(kernel(first, *rest))
-            after = out[0].ravel()[0]
-            if case.kernel == "rope_write":  # goes on in the caches that it has written
-                inputs[i % len(inputs)] = first, *rest[:2], *out[1:], *rest[4:]
-            if case.kernel in ("state_step", "state_chunks"):  # and in the states
-                inputs[i % len(inputs)] = out[1], *rest
-        return waited, after
-
-    return median_of(jax.jit(chain), inputs) / LINKS
+def times(cases: Sequence[Case]) -> Iterator[tuple[Case, float]]:
+    """Yields cases with the microseconds of a call."""
+    shapes = [jax.eval_shape(lambda case=case: case.make(0)) for case in cases]
+    with ThreadPoolExecutor(THREADS) as pool:
+        programs = [
+            pool.submit(_lowered(case, given).compile)
+            for case, given in zip(cases, shapes, strict=True)
+        ]
+    sizes = [sum(x.size * x.dtype.itemsize for x in given) for given in shapes]
+    turns, held = list[_Turns](), 0.0
+    for case, program, size in zip(cases, programs, sizes, strict=True):
+        if turns and held + size > BYTES:
+            yield from _timed(turns)
+            turns, held = [], 0.0
+        turns, held = [*turns, _Turns(case, program.result())], held + size
+    yield from _timed(turns)
 
 
-def read_rate() -> float:
-    """Returns the TB/s at which a sum reads 2 GB."""
-    x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.bfloat16)
-    return x.nbytes / median_of(jax.jit(lambda x: x.astype(jnp.float32).sum()), x) / 1e12
+def _lowered(case: Case, shapes: tuple[Any, ...]) -> Any:
+    written = tuple(WRITTEN.get(case.kernel, ()))
+    return jax.jit(case.run, donate_argnums=written).lower(*shapes)
 
 
-def product_rate() -> float:
-    """Returns the TFLOP/s of a bfloat16 product of 8192 x 8192 matrices."""
-    x = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
-    return 2 * 8192**3 / median_of(jax.jit(lambda x: x @ x), x) / 1e12
+class _Turns:
+    """Calls of one kernel."""
+
+    def __init__(self, case: Case, program: Any):
+        self.case, self._program, self._args = case, program, list(case.make(0))
+        jax.block_until_ready(self())
+
+    def __call__(self) -> Any:
+        out = jax.tree.leaves(self._program(*self._args))
+        for argument, result in WRITTEN.get(self.case.kernel, {}).items():
+            self._args[argument] = out[result]
+        return out
 
 
-def median_of(function: Any, *args: Any) -> float:
-    """Returns the median seconds of a compiled function's calls, several in flight."""
-    jax.block_until_ready(function(*args))
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready([function(*args) for _ in range(4)])
-        seconds.append((time.perf_counter() - start) / 4)
-    return statistics.median(seconds)
+def _timed(turns: Sequence[_Turns]) -> Iterator[tuple[Case, float]]:
+    found = profiled([turn for turn in turns for _ in range(CALLS)])
+    for i, turn in enumerate(turns):
+        yield turn.case, median_us(found[i * CALLS : (i + 1) * CALLS])
+
+
+def _numbers(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return tuple(
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
+
+
+# A sum that reads 2 GiB, and a product of 8192 x 8192 matrices.
+CEILINGS = (
+    Case(
+        "read", "2 GiB", lambda _: _numbers((1 << 30,)), lambda x: x.astype(jnp.float32).sum(),
+        2.0 * (1 << 30), "TB/s", {},
+    ),
+    Case(
+        "product", "8192", lambda _: _numbers(*[(8192, 8192)] * 2), lambda x, y: x @ y,
+        2.0 * 8192**3, "TFLOP/s", {},
+    ),
+)  # fmt: skip

@@ -1,0 +1,64 @@
+"""Time of kernels on a GPU, by JAX's profiler, where its L2 cache has nothing that they read."""
+
+from collections.abc import Callable, Iterable, Sequence
+import gzip
+import json
+from pathlib import Path
+import statistics
+import tempfile
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Kernels: TypeAlias = dict[str, list[float]]  # microseconds of each launch, by the kernel's name
+MARK = 1 << 26  # float32 numbers that a mark reads and writes, several times what a cache holds
+
+
+def profiled(calls: Sequence[Callable[[], Any]]) -> list[Kernels]:
+    """Makes calls one after the other, and returns the kernels that each has launched.
+
+    Each call is to launch some, and to have been made before: what compiles is not left out. Before
+    each, a kernel of a name of its own, the mark, empties the cache.
+
+    Raises:
+      RuntimeError: the profile has no kernels, or not those of each call.
+    """
+    numbers, mark = jnp.ones(MARK, jnp.float32), jax.jit(lambda x: jnp.arctan2(x, x))
+    jax.block_until_ready(mark(numbers))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for call in calls:
+                mark(numbers)
+                jax.block_until_ready(call())
+        (path,) = Path(folder).glob("plugins/profile/*/*.trace.json.gz")
+        found = by_call(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    if len(found) != len(calls):
+        raise RuntimeError(
+            f"a profile wants kernels of each of {len(calls)} calls, got those of {len(found)}: "
+            f"it takes a GPU ({jax.devices()[0].platform} here), and no call may use atan2 alone"
+        )
+    return found
+
+
+def by_call(events: Iterable[dict[str, Any]]) -> list[Kernels]:
+    """Returns the kernels of each call in a trace's events, between marks; the first is a mark."""
+    events = list(events)
+    streams = {
+        (event["pid"], event["tid"]) for event in events
+        if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
+    }  # fmt: skip
+    launches = [e for e in events if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams]
+    launches.sort(key=lambda event: event["ts"])
+    found: list[Kernels] = []
+    for event in launches:
+        if event["name"] == launches[0]["name"]:
+            found.append({})
+        else:
+            found[-1].setdefault(event["name"], []).append(event["dur"])
+    return found
+
+
+def median_us(calls: Iterable[Kernels]) -> float:
+    """Returns the median of the microseconds that all kernels of a call take, without gaps."""
+    return statistics.median(sum(map(sum, kernels.values())) for kernels in calls)
