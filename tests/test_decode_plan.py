@@ -14,10 +14,10 @@ HEADS, TABLE = 8, 256
 
 
 @functools.partial(jax.jit, static_argnames=("cluster", "window"))
-def planned(lens, blocks, num=None, *, cluster, window):
+def planned(lens, blocks, num, *, cluster, window):
     sizes = (9, HEADS, 64, 128), window, TuningConfig()
-    several = {} if num is None else dict(query_len=4, num_tokens=num)
-    return plan(lens, blocks, *sizes, skip_empty=True, cluster=cluster, **several)
+    several = dict(query_len=4, cluster=cluster)
+    return plan(lens, blocks, *sizes, skip_empty=True, num_tokens=num, **several)
 
 
 @pytest.mark.parametrize("window", [None, 300], ids=["all keys", "window"])
@@ -52,7 +52,8 @@ def test_items_read_each_tile_once(B: int, cluster: int, window: int | None):
 def test_rows_of_about_one_length_are_not_cut_for_a_second_turn(rows: int):
     lens = np.where(np.arange(16) < rows, 1000 + 10 * np.arange(16), 0).astype(np.int32)
     blocks = jnp.zeros((16, TABLE), jnp.int32)
-    items = planned(jnp.asarray(lens), blocks, cluster=2, window=None)
+    num = jnp.ones(16, jnp.int32)
+    items = planned(jnp.asarray(lens), blocks, num, cluster=2, window=None)
     assert np.asarray(items.parts)[: 2 * rows].tolist() == [1] * (2 * rows)
 
 

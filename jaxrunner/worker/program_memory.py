@@ -21,6 +21,7 @@ from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.lora.adapted_linear import MOST_RANKS, tile_rows
 from jaxrunner.ops.backends import CHUNKS_AT_ONCE
 from jaxrunner.ops.grouping import most_tiles
+from jaxrunner.ops.latent.expanded import ROOM
 from jaxrunner.program import MAX_TARGETS, Program
 from jaxrunner.programs.program_cache import ProgramCache
 from jaxrunner.programs.program_table import Key, ProgramTable
@@ -42,9 +43,9 @@ def estimate(program: Program) -> ProgramMemory:
     By what XLA says of Llama-3-8B and Qwen3-0.6B on an H200: a step keeps the gate, the up product
     and what they make of a layer's tokens, here with a quarter more; rules that few requests want
     keep, where they sort, eleven float32 copies of the logits, here thirteen. Mixtures keep as much
-    of each of a token's experts, what goes in, and what comes out in float32, twice. Mixers have
-    no MLP beside them (`mixer`). Weights of 8 and 4 bits are widened for many tokens, those of one
-    product at a time, by way of float32.
+    of each of a token's experts, what goes in, and what comes out in float32, twice. Mixers and
+    latent attention have no MLP beside them (`mixer`, `latents`). Weights of 8 and 4 bits are
+    widened for many tokens, those of one product at a time, by way of float32.
     """
     e, dims = program.engine, program.dims
     T, itemsize = e.max_num_batched_tokens, jnp.dtype(e.dtype).itemsize
@@ -53,6 +54,8 @@ def estimate(program: Program) -> ProgramMemory:
     layer += T * dims.get("routes", 0) * expert
     kinds = dict.fromkeys(program.config.cache_kinds)
     layer = max([layer, *(mixer(program, k) for k in kinds if isinstance(k, RecurrentState))])
+    if "kv_rank" in dims:
+        layer = max(layer, latents(program))
     if program.lora:
         # Their addends to gate and up products, and in between a column for each of their ranks.
         layer += T * (2 * itemsize * dims["F"] + 8 * 3 * e.max_loras * e.max_lora_rank)
@@ -82,6 +85,20 @@ def mixer(program: Program, kind: RecurrentState) -> int:
     token = itemsize * (2 * E + 3 * kind.channels) + 4 * (kind.channels + 2 * kind.inputs)
     chunk = 4 * 4 * math.prod(kind.matrices) if kind.matrices else 0
     return program.engine.max_num_batched_tokens * token + CHUNKS_AT_ONCE * chunk
+
+
+def latents(program: Program) -> int:
+    """Returns the bytes that latent attention of a layer takes.
+
+    By what XLA says of DeepSeek-V2-Lite, of it with 64 and 128 heads, and of GLM-4.7-Flash's heads:
+    of each token and head a query, and what there is more of: keys and values of all tokens that
+    there is room for, values as wide as keys, and what both are made of; or absorbed queries, and
+    latents that come out.
+    """
+    dims, T = program.dims, program.engine.max_num_batched_tokens
+    by_heads = ROOM * (2 * dims["qk_dim"] + dims["kv_dims"])
+    most = dims["qk_dim"] + max(by_heads, dims["latent"] + dims["kv_rank"])
+    return T * dims["H"] * jnp.dtype(program.engine.dtype).itemsize * most * 5 // 4
 
 
 def measure(program: Program, params: Any, cache: ProgramCache | None) -> ProgramMemory:

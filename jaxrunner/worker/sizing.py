@@ -11,15 +11,19 @@ from jax.sharding import Mesh
 
 from jaxrunner.api.validation import Bound, validate
 from jaxrunner.caches.cache_group import CacheKind, reads_whole
+from jaxrunner.caches.interleave import WHOLE, interleave_of
+from jaxrunner.caches.latent import LatentCache
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.config import EngineConfig, read_kv_dtype
 from jaxrunner.device.buckets import CPU_SIZES, GPU_SIZES
 from jaxrunner.loading.loader import Loaded
+from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.states.state_steps import serves
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.processes import agreed_least, is_shared
 from jaxrunner.parallel.stages import is_spread
+from jaxrunner.program import Program
 from jaxrunner.programs.build import Built, build
 from jaxrunner.rule import Rule
 from jaxrunner.sampling import RULES
@@ -147,18 +151,22 @@ def _need(built: Built, params: Any, device: Device | None, size: CacheRequest) 
     if size.name != "gpu_memory_utilization":
         return ProgramMemory()
     # It knows no layers of others, nor what layers without a kernel take.
-    known = built.is_ours and all(
-        map(_has_kernels, dict.fromkeys(built.program.config.cache_kinds))
-    )
-    if built.program.sample is not None and known:
-        return estimate(built.program)
-    return measure(built.program, params, built.cache)
+    program, kinds = built.program, dict.fromkeys(built.program.config.cache_kinds)
+    known = built.is_ours and all(_has_kernels(program, kind) for kind in kinds)
+    if program.sample is not None and known:
+        return estimate(program)
+    return measure(program, params, built.cache)
 
 
-def _has_kernels(kind: CacheKind) -> bool:
+def _has_kernels(program: Program, kind: CacheKind) -> bool:
     """Whether kernels read what layers keep, where the device has any."""
     if isinstance(kind, RecurrentState):
         return not kind.matrices or serves(kind.matrices, jnp.dtype(kind.dtype))
+    if kind.leaves is LatentCache:
+        e, dims = program.engine, program.dims
+        sizes = dims["H"], dims["latent"], dims["kv_rank"], e.block_size
+        whole = interleave_of(program.config) == WHOLE
+        return whole and latent_attention.serves(*sizes, e.dtype, e.kv_dtype)
     return kind.leaves is LayerCache
 
 

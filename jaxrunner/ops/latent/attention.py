@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.latent import LatentCache
@@ -91,6 +92,15 @@ def unlike(cache: LatentCache, spec: AttentionSpec) -> str | None:
     if partly or spec.soft_cap is not None or spec.sinks is not None:
         return "wants attention to all keys, without a cap or sinks"
     return None
+
+
+def serves(
+    num_heads: int, num_dims: int, rank: int, block_size: int, dtype: Any, kv_dtype: Any
+) -> bool:
+    """Whether the kernel of decode steps reads latents of such sizes, all of a block's tokens."""
+    q = jax.ShapeDtypeStruct((1, num_heads, num_dims), dtype)
+    latents = jax.ShapeDtypeStruct((1, block_size, num_dims), kv_dtype)
+    return latent_decode.refuses(q, latents, rank) is None
 
 
 # (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, of its latents'
