@@ -15,12 +15,13 @@ import numpy as np
 from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.chunk_case import LONG_PROMPTS, PROMPTS
+from jaxrunner.kernels_pallas.conv_case import CONVS
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.lora_case import LORA
 from jaxrunner.kernels_pallas.matmul import matmul, swiglu
-from jaxrunner.kernels_pallas.mixture_case import choices, full_tiles, mixtures
+from jaxrunner.kernels_pallas.mixture_case import choices, full_tiles, groups, mixtures, routes
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.quantized_case import (
     fitted_tiles,
@@ -367,6 +368,9 @@ BENCH: tuple[Case, ...] = (
     *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
     *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
     *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
+    *(mixtures(T, 64, 6, 1536, 512, tile=max(8, T // 8)) for T in (8, 64)),
+    *(routes(T, 128, 8) for T in (8, 128, 256)),
+    *(groups(T, 128, 8, 2048, tile=max(8, T // 8)) for T in (8, 128, 256)),
     *(mixtures(T, 32, 4, 2880, 2880, tile=max(8, T // 4), clamped=True) for T in (1, 8, 64)),
     *(quantized_products(T, E, F, code, run=run, group=128, max_parts=parts) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
@@ -382,5 +386,5 @@ BENCH: tuple[Case, ...] = (
     *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
-    draws(256, 128256, "temperature"), *MODELS, *LONG_PROMPTS,
+    draws(256, 128256, "temperature"), *MODELS, *CONVS, *LONG_PROMPTS,
 )  # fmt: skip

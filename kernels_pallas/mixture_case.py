@@ -1,6 +1,9 @@
 """Problems for the kernels of a mixture of experts, which run one behind the other."""
 
+import functools
+
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,6 +52,31 @@ def mixtures(
     name = f"{T} x {E} x {F}, {k} of {X}" + ", clamped" * clamped
     options = dict(k=k) | (dict(activation=activation) if clamped else {})
     return Case("grouped_mlp", name, make, run, float(6.0 * E * F * distinct), "TB/s", options)
+
+
+def routes(T: int, X: int, k: int) -> Case:
+    """The choice of k of X experts for T tokens, by their logits alone; every fifth is padding."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        logits = jax.random.normal(jax.random.key(seed), (T, X), jnp.float32)
+        return logits, jnp.arange(T) % 5 != 4
+
+    run = functools.partial(route, top_k=k, renormalise=True)
+    return Case("route", f"{k} of {X}, {T} tokens", make, run, 4.0 * T * X, "TB/s", {})
+
+
+def groups(T: int, X: int, k: int, E: int, *, tile: int) -> Case:
+    """T tokens of E numbers, by k of X experts each; an expert's begin at a tile."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed))
+        x = jax.random.normal(keys[0], (T, E), jnp.bfloat16)
+        experts = lax.top_k(jax.random.normal(keys[1], (T, X)), k)[1]
+        return x, experts.astype(jnp.int32), jnp.ones((T, k), jnp.float32)
+
+    run = functools.partial(group_tokens, num_experts=X, tile=tile)
+    name = f"{T} x {E}, {k} of {X}, tiles of {tile}"
+    return Case("group_tokens", name, make, run, 2.0 * T * E * (1 + k), "TB/s", {})
 
 
 def choices(T: int, X: int, how: How) -> Case:

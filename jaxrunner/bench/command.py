@@ -62,9 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     if args.kernels is not None:
-        result = machine() | kernels.run(args.kernels)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        _write(args.out, machine() | kernels.run(args.kernels))
         return
     drafted = args.speculative and (args.drafts, args.speculative, args.adaptive)
     parts = args.parts.split(",")
@@ -83,9 +81,13 @@ def main() -> None:
     for part in parts:
         run: Callable[[], dict[str, Any]] = getattr(bench, part)
         result |= medians([run() for _ in range(args.repeats)])
-        if args.out:  # after each part: a run that is cut short leaves what it has
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        _write(args.out, result)  # after each part: a run that is cut short leaves what it has
     print(json.dumps(result, indent=1))
+
+
+def _write(out: Path | None, result: dict[str, Any]) -> None:
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _preset(name: str, batches: list[int] | None) -> Preset:

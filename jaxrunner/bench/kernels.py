@@ -15,7 +15,9 @@ BYTES = 16e9  # of inputs at a time
 THREADS = 12  # that compile
 # Places of arguments that a kernel writes, and of its results that are those: a call goes on in
 # what the one before has written, so that nothing is copied.
-WRITTEN = {"rope_write": {3: 1, 4: 2}, "state_step": {0: 1}, "state_chunks": {0: 1}}
+WRITTEN = {
+    "rope_write": {3: 1, 4: 2}, "state_step": {0: 1}, "state_chunks": {0: 1}, "conv_step": {0: 0},
+}  # fmt: skip
 
 
 def run(name: str = "") -> dict[str, Any]:
