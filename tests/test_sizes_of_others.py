@@ -98,11 +98,11 @@ def test_what_layers_without_a_kernel_take_is_measured(monkeypatch):
     monkeypatch.setattr(sizing, "read_device", lambda *_: Device(limit=10**10, others=0))
     sizes: dict[str, Any] = dict(max_model_len=512, gpu_memory_utilization=0.9)
     model, config = read_model(Settings(PRESETS["deepseek_v2_lite"].config))
-    served = dict(block_size=64, dtype="bfloat16")
-    for wrong in (dict(block_size=4), dict(dtype="float32"), dict(kv_cache_dtype="fp8")):
-        assert plan(config, model, **sizes | served | wrong).memory.program == 1000
+    served: dict[str, Any] = sizes | dict(block_size=64, dtype="bfloat16")
+    for name, value in dict[str, Any](block_size=4, dtype="float32", kv_cache_dtype="fp8").items():
+        assert plan(config, model, **served | {name: value}).memory.program == 1000
     assert len(asked) == 4
-    known = plan(config, model, **sizes | served).memory.program
+    known = plan(config, model, **served).memory.program
     assert known > 1000 if NEW else known == 1000  # an older JAX has no kernels
     asked.clear()
     model, config = read_model(Settings(PRESETS["granite4_h_tiny"].config))
