@@ -133,7 +133,8 @@ def test_bench_times_kernels(monkeypatch, tmp_path, capsys):
     # What a kernel writes, its next call goes on with; the first one is not timed.
     assert made == [[0.0] * 9, [0.0] * 9, [16.0 * i for i in range(2, 11)]]
     assert "50%" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"begins with \(product, state_step\), got attention"):
+    refused = r"name begins with \(product, state_step\), got attention"
+    with pytest.raises(ValueError, match=refused):
         kernels.run("attention")
 
 
