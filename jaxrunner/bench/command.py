@@ -12,10 +12,10 @@ Weights are dummies, prompts are random ids, nothing stops before `max_tokens`. 
 what one token more costs a batch that decodes together; beside it stands its floor, the bytes that
 such a step has to move over 4.8 TB/s, with the formula as `decode_floor`. With `--speculative` an
 EAGLE head of dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each
-request has one of so many adapters of a rank, on all products. `--kernels` profiles kernels, by
-default all, else those whose names begin so, and no model: on a GPU, the L2 cache emptied before
-each launch. What `--engine` sets of `LLM` goes over
-the preset's. The part `embed` goes alone: its model pools.
+request has one of so many adapters of a rank, on all products. `--kernels` profiles kernels on a
+GPU, by default all, else those whose names begin so, and no model; the L2 cache is emptied before
+each call. What `--engine` sets of `LLM` goes over the preset's. The part `embed` goes alone: its
+model pools.
 """
 
 import argparse
