@@ -15,7 +15,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.loading import safetensors_file, sharded_state
 from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import LoadConfig
-from jaxrunner.loading.weights import load_params, save_checkpoint
+from jaxrunner.loading.weights import _maker, load_params, random_params, save_checkpoint
 from jaxrunner.models.llama import llama
 from jaxrunner.parallel.drafter import shard_drafter
 from jaxrunner.parallel.mesh import make_mesh
@@ -65,6 +65,18 @@ def tokens(made: Engine, request=None) -> list[int]:
     while made.has_unfinished:
         made.step()
     return request.output_token_ids
+
+
+@pytest.mark.devices(2)
+def test_random_weights_are_those_of_one_device_and_made_in_shards():
+    config = tiny.config(**SIZES)
+    model, on = shard(llama, config, make_mesh(2))
+    one, cut = random_params(llama, config, "float32", 0), random_params(model, on, "float32", 0)
+    jax.tree.map(np.testing.assert_array_equal, one, cut)
+    shape, dtype, at = cut.embed.shape, cut.embed.dtype, cut.embed.sharding
+    text = _maker(shape, dtype, None, at).lower(jax.random.key(0)).compile().as_text()
+    whole, half = (f"f32[{rows},{shape[1]}]" for rows in (shape[0], shape[0] // 2))
+    assert half in text and whole not in text
 
 
 def leaves_on(made: Engine) -> set[int]:

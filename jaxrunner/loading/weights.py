@@ -1,6 +1,6 @@
 """Weights of a model: from a checkpoint, to a checkpoint, or random."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 import functools
 import json
@@ -24,7 +24,7 @@ from jaxrunner.loading.declared import (
 )
 from jaxrunner.loading.join import join, split
 from jaxrunner.model import Stored, StoredConfig
-from jaxrunner.parallel.placement import move, put
+from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import host_copy
 from jaxrunner.types import Array
 
@@ -91,20 +91,20 @@ def check_checkpoint(
 
 
 def random_params(model: Stored, config: StoredConfig, dtype: str, seed: int) -> Any:
-    """Returns params made on the device: norms one, all else normal with deviation 0.02.
+    """Returns params made on their devices, each its own shards: norms one, all else normal with
+    deviation 0.02.
 
     Integers are any of their dtype; scales make about that deviation of numbers of 8 bits.
     """
     key = jax.random.key(seed)
     leaves, treedef = jax.tree.flatten_with_path(abstract_params(model, config, dtype))
     made = [
-        jnp.full(leaf.shape, fill, leaf.dtype)
-        if (fill := _fill(str(path[-1]), leaf.dtype)) is not None
-        else _normal(jax.random.fold_in(key, i), shape=leaf.shape, dtype=leaf.dtype)
+        _maker(leaf.shape, leaf.dtype, _fill(str(path[-1]), leaf.dtype), leaf.sharding)(
+            jax.random.fold_in(key, i)
+        )
         for i, (path, leaf) in enumerate(leaves)
     ]
-    where = [leaf.sharding for _, leaf in leaves]
-    return jax.tree.unflatten(treedef, list(map(move, made, where)))
+    return jax.tree.unflatten(treedef, made)
 
 
 def like(new: Any, old: Any) -> Any:
@@ -274,9 +274,18 @@ def _fill(name: str, dtype: Any) -> float | None:
     return 0.0 if name in (".permutation", ".moved", ".more") else None
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max, dtype)
-    made, deviation = (dtype, 0.02) if dtype.name in DTYPES else (jnp.float32, 64.0)
-    return (jax.random.normal(key, shape, made) * deviation).astype(dtype)
+@functools.lru_cache
+def _maker(
+    shape: tuple[int, ...], dtype: Any, fill: float | None, sharding: Any
+) -> Callable[[Array], Array]:
+    """Returns a program that makes a leaf of a key; no device has more of it than its shards."""
+
+    def make(key: Array) -> Array:
+        if fill is not None:
+            return jnp.full(shape, fill, dtype)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max, dtype)
+        made, deviation = (dtype, 0.02) if dtype.name in DTYPES else (jnp.float32, 64.0)
+        return (jax.random.normal(key, shape, made) * deviation).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
