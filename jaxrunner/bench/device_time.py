@@ -59,6 +59,14 @@ def by_call(events: Iterable[dict[str, Any]]) -> list[Kernels]:
     return found
 
 
-def median_us(calls: Iterable[Kernels]) -> float:
-    """Returns the median of the microseconds that all kernels of a call take, without gaps."""
-    return statistics.median(sum(map(sum, kernels.values())) for kernels in calls)
+def median_us(calls: Iterable[Kernels], name: str = "") -> float:
+    """Returns the median of the microseconds that the kernels of a call take, without gaps.
+
+    name: what the names of those that count have in them; all of a call where none has it.
+    """
+
+    def of_call(kernels: Kernels) -> float:
+        named = [us for kernel, us in kernels.items() if name in kernel]
+        return sum(map(sum, named or kernels.values()))
+
+    return statistics.median(map(of_call, calls))
