@@ -11,8 +11,12 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
@@ -75,7 +79,7 @@ def conv_step(
         kernel_name="conv_step",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(held, x, weight.T, source, place, *biases)
+    )(held, x, weight.reshape(-1), source, place, *biases)
     return jax.freeze(held), y
 
 
@@ -83,6 +87,36 @@ def _channels(B: int, C: int, config: TuningConfig) -> int:
     """Returns the channels of a thread: many, as far as that leaves enough blocks."""
     fit = [v for v in (1, 2, 4, 8) if v <= config.channels and C % (THREADS * v) == 0]
     return max(v for v in fit if v == 1 or B * C // (THREADS * v) >= config.blocks)
+
+
+def _tap(weight: Ref, first: Array, tap: int, num: int, vec: int) -> Array:
+    """Reads one weight of each channel of this block: the numbers of a channel lie side by side."""
+    layout = plgpu.Layout.WG_STRIDED((THREADS * vec,), vec_size=vec)
+
+    @mosaic.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((THREADS * vec,), weight.dtype, layout=layout),
+    )
+    def load(_: Any, weight: ir.Value, first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(THREADS, i32))
+        channel = arith.addi(first.registers.item(), arith.muli(thread, mgpu.c(vec, i32)))
+        start = arith.index_cast(index, arith.muli(channel, mgpu.c(num, i32)))
+        places = [arith.addi(start, mgpu.c(i * num + tap, index)) for i in range(vec)]
+        numbers = [memref.load(weight, [place]) for place in places]
+        both = vector.from_elements(ir.VectorType.get((vec,), numbers[0].type), numbers)
+        return mgpu.FragmentedArray(
+            _registers=np.array([both], object),
+            _layout=mgpu.WGStridedFragLayout((THREADS * vec,), vec),
+            _is_signed=None,
+        )
+
+    return load(weight, first)
+
+
+def _any_tap(weight: Ref, first: Array, tap: int, num: int, vec: int) -> Array:
+    """As `_tap`, for an interpreter of kernels."""
+    return weight[pl.ds(first * num, THREADS * vec * num)].reshape(-1, num)[:, tap]
 
 
 def _kernel(
@@ -95,7 +129,8 @@ def _kernel(
     N, taps = conv.shape[:2]
     row = lax.axis_index("row")
     source, place = source_ref[row], place_ref[row]
-    mine = pl.ds(lax.axis_index("part") * THREADS * vec, THREADS * vec)
+    first = lax.axis_index("part") * THREADS * vec
+    mine = pl.ds(first, THREADS * vec)
     layout = plgpu.Layout.WG_STRIDED((THREADS * vec,), vec_size=vec)
 
     def load(ref: Ref) -> Array:
@@ -108,8 +143,9 @@ def _kernel(
     # Whoever had the block of a new row before is not read.
     old = lax.cond(source < N, lambda: [load(conv.at[source, t, mine]) for t in range(taps)], zeros)
     inputs = [*old, load(x.at[row, mine])]
+    read = _tap if is_device else _any_tap
     terms = [
-        one.astype(jnp.float32) * load(weight.at[t, mine]).astype(jnp.float32)
+        one.astype(jnp.float32) * read(weight, first, t, taps + 1, vec).astype(jnp.float32)
         for t, one in enumerate(inputs)
     ]
     total = functools.reduce(jnp.add, terms)

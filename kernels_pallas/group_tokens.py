@@ -119,7 +119,7 @@ def _group(
     # All that is read of device memory is on its way at once.
     routes = [i * LANES + lanes.lane() for i in range(-(-T * k // LANES))]
     experts = [lanes.gather(experts_ref, jnp.minimum(r, T * k - 1)) for r in routes]
-    own = [(experts_ref[token * k + j], weights_ref[token * k + j]) for j in range(k)]
+    own = [experts_ref[token * k + j] for j in range(k)]
     real = [(r < T * k) & (expert < X) for r, expert in zip(routes, experts, strict=True)]
     earlier = [a & (r < token * k) for r, a in zip(routes, real, strict=True)]
     lanes.tally(all_smem, experts, real)
@@ -132,14 +132,17 @@ def _group(
         start_smem[part] = first + end
         firsts.append(first + end)
         end += total
-    for j, (expert, weight) in enumerate(own):
+    j = jnp.minimum(lanes.lane(), k - 1)
+    expert = lanes.gather(experts_ref, token * k + j)
+    known = jnp.minimum(expert, X - 1)
+    row = lanes.gather(start_smem, known) * tile + lanes.gather(before_smem, known)
+    pairs = (route_ref, [token * k + j]), (weight_ref, [lanes.gather(weights_ref, token * k + j)])
+    lanes.scatter([row], [(lanes.lane() < k) & (expert < X)], *pairs)
+    for expert in own:
 
         @pl.when(expert < X)
-        def _(j: int = j, expert: Array = expert, weight: Array = weight) -> None:
-            row = start_smem[expert] * tile + before_smem[expert]
-            route_ref[row] = token * k + j
-            weight_ref[row] = weight
-            _write(out_ref, row, x, words)
+        def _(expert: Array = expert) -> None:
+            _write(out_ref, start_smem[expert] * tile + before_smem[expert], x, words)
 
     @pl.when(token == 0)
     def _() -> None:
@@ -193,8 +196,7 @@ def _read(ref: Ref, row: Array, words: int) -> list[Array]:
 
 def _write(ref: Ref, row: Array, x: list[Array], words: int) -> None:
     """Writes a row."""
-    for start, numbers in zip(_starts(words), x, strict=True):
-        ref[pl.ds(row * words + start, LANES)] = numbers
+    lanes.put(ref, row * words, _starts(words), x)
 
 
 def _starts(words: int) -> list[int]:

@@ -10,10 +10,11 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
@@ -134,17 +135,41 @@ def scatter(
     store(*refs, *arrays)
 
 
+def put(ref: Ref, start: Array, offsets: Sequence[int], values: Sequence[Array]) -> None:
+    """Sets `ref[start + offset + thread] = value`, each thread its own element, without barriers:
+    a reference to device memory that this kernel does not read."""
+
+    @mosaic.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), *[LAYOUT] * len(values)),
+    )
+    def store(_: Any, ref: ir.Value, start: mgpu.FragmentedArray, *values: Any) -> None:
+        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(LANES, i32))
+        first = arith.index_cast(index, arith.addi(start.registers.item(), thread))
+        for offset, value in zip(offsets, values, strict=True):
+            memref.store(_element(value), ref, [arith.addi(first, mgpu.c(offset, index))])
+
+    store(ref, start, *values)
+
+
 def tally(ref: Ref, index: Sequence[Array], keep: Sequence[Array]) -> None:
-    """Adds 1 to `ref[index]`, in shared memory, where `keep`."""
+    """Adds 1 to `ref[index]`, in shared memory, where `keep`.
+
+    Additions are relaxed, and ordered by the barriers around them: `memref.atomic_rmw` is acq_rel
+    of the whole system, and fences of a microsecond come with each.
+    """
 
     @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), *[LAYOUT] * (2 * len(index))))
     def add(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
-        one = mgpu.c(1, ir.IntegerType.get_signless(32))
+        i32, nothing = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+        first = llvm.ptrtoint(i32, utils.memref_ptr(ref))
         mgpu.utils.warpgroup_barrier()
         for where, wanted in zip(arrays[: len(index)], arrays[len(index) :], strict=True):
-            with ir.InsertionPoint(scf.IfOp(_element(wanted)).then_block):
-                memref.atomic_rmw(arith.AtomicRMWKind.addi, one, ref, [_position(where)])
-                scf.yield_([])
+            at = arith.addi(first, arith.muli(_element(where), mgpu.c(4, i32)))
+            mosaic.inline_asm(
+                nothing, [at, _element(wanted)], "@$1 red.relaxed.cta.shared.add.u32 [$0], 1;",
+                "r,b,~{memory}", has_side_effects=True,
+            )  # fmt: skip
         mgpu.utils.warpgroup_barrier()
 
     add(ref, *index, *keep)
