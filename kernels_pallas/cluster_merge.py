@@ -73,22 +73,20 @@ def exchange(acc: Array, weight: Array, tile: Tile, boxes: Sequence[Ref]) -> Non
     send(acc, weight, *boxes, lax.axis_index(PEER))
 
 
-def merge(boxes: Sequence[Ref], out: Ref, total: Ref | None = None) -> None:
+def merge(boxes: Sequence[Ref], out: Ref) -> None:
     """Writes this block's columns of what `exchange` has brought, merged, to device memory.
 
-    out: [rows, D], or [Q, G, D]; total: [rows, 8], whose first column gets the merged weight.
+    out: [rows, D], or [Q, G, D].
     """
-    more = () if total is None else (total,)
 
-    @mosaic.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, SCALAR, *[plgpu.RefType()] * len(more)))
+    @mosaic.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, SCALAR))
     def take(
-        _: Any, parts: ir.Value, weights: ir.Value, out: ir.Value, peer: mgpu.FragmentedArray,
-        *total: ir.Value,
-    ) -> None:  # fmt: skip
+        _: Any, parts: ir.Value, weights: ir.Value, out: ir.Value, peer: mgpu.FragmentedArray
+    ) -> None:
         width, of = ir.MemRefType(parts.type).shape[2], ir.MemRefType(out.type)
         (*shape, _), index, i32 = of.shape, ir.IndexType.get(), ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), of.element_type)
-        zero, half = mgpu.c(0, index), mgpu.c(width // 2, index)
+        half = mgpu.c(width // 2, index)
         pairs = shape[0] * (shape[1] if len(shape) > 1 else 1) * width // 2
         begin = arith.muli(peer.registers.item(), mgpu.c(width, i32))
         thread = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, i32))
@@ -97,18 +95,13 @@ def merge(boxes: Sequence[Ref], out: Ref, total: Ref | None = None) -> None:
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, at, mgpu.c(pairs, index))):
                 row = arith.divui(at, half)
                 column = arith.muli(arith.remui(at, half), mgpu.c(2, index))
-                acc, weight = _merged(parts, weights, row, column)
-                if of.element_type != ir.F32Type.get():
-                    acc = arith.truncf(pair, acc)
+                acc = arith.truncf(pair, _merged(parts, weights, row, column))
                 column = arith.addi(arith.index_cast(index, begin), column)
                 place = [row] if len(shape) == 1 else split(row, shape[1])
                 alignment = utils.bitwidth(of.element_type) // 4  # bytes of two
                 vector.store(acc, out, [*place, column], alignment=alignment)
-                for ref in total:
-                    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, column, zero)):
-                        memref.store(weight, ref, [row, zero])
 
-    take(*boxes, out, lax.axis_index(PEER), *more)
+    take(*boxes, out, lax.axis_index(PEER))
 
 
 def meet() -> None:
@@ -116,10 +109,8 @@ def meet() -> None:
     mosaic.inline_mgpu(arg_types=())(lambda _: _meet())()
 
 
-def _merged(
-    parts: ir.Value, weights: ir.Value, row: ir.Value, column: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    """Returns two numbers of a row merged, and its weight. In MLIR."""
+def _merged(parts: ir.Value, weights: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
+    """Returns two numbers of a row, merged. In MLIR."""
     size, index = ir.MemRefType(parts.type).shape[0], ir.IndexType.get()
     two = ir.VectorType.get((2,), ir.F32Type.get())
     blocks = [mgpu.c(i, index) for i in range(size)]
@@ -133,8 +124,7 @@ def _merged(
     for share, value in zip(shares[1:], values[1:], strict=True):
         total = arith.addf(total, share)
         acc = arith.addf(acc, arith.mulf(value, vector.broadcast(two, share)))
-    acc = arith.mulf(acc, vector.broadcast(two, _float("rcp", total)))
-    return acc, arith.addf(best, _float("lg2", total))
+    return arith.mulf(acc, vector.broadcast(two, _float("rcp", total)))
 
 
 def _there(ref: ir.Value, block: ir.Value) -> ir.Value:

@@ -96,12 +96,12 @@ def decode_attention(
     G = H // K
     cluster = 1
     if not weighed and k_scale is None:
-        cluster = cluster_of(q.shape, k.shape, blocks.shape, window, query_len, config)
+        cluster = cluster_of(q.shape, k.shape, B, query_len, config)
     items = plan(
         seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len,
         num_tokens=num_tokens, cluster=cluster,
     )  # fmt: skip
-    num_items, rows = items.row.shape[0] // cluster, G * query_len
+    num_items, rows = items.row.shape[0], G * query_len
     unit = split_kv_merge.unit(D)
     part_rows = -(-rows // unit) * unit
     out = jax.empty_ref(jax.ShapeDtypeStruct((T, K, G, D), q.dtype))
@@ -124,7 +124,7 @@ def decode_attention(
     assert not weighed or (query_len == 1 and k_scale is None)
     if k_scale is None:
         # Of two CTAs, so many as run at a time, each with a second item where there are more.
-        clusters = num_items - B + 1 if cluster == 2 else num_items
+        clusters = num_items // cluster - (B - 1 if cluster == 2 else 0)
         static |= dict(weighed=weighed, cluster=cluster, clusters=clusters, tile=tile)
         body = functools.partial(_attend, config, padded, **static)
         copies = max(1, config.block_kv // k.shape[2])  # of a tile: one a block
@@ -212,7 +212,8 @@ def _attend_item(
     (N, K, S, D), (B, M), C = k_ref.shape, blocks_ref.shape, config.block_kv
     h = lax.axis_index("head")
     peer = lax.axis_index(cluster_merge.PEER) if boxes else 0
-    own = decode_item.read(items_ref, item * cluster + peer)
+    item = item * cluster + peer
+    own = decode_item.read(items_ref, item)
     row, first, last, num, length, first_block, head, parts = own
     reach = None if window is None else window + num - 1  # of all the row's tokens
     layout, per_row = LAYOUT, LAYOUT.reduce(1)
@@ -303,8 +304,7 @@ def _attend_item(
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         if sinks:
             sink = mosaic.load(sink_ref.at[h], layout=per_row, optimized=False)
-            once = (item == head) & (peer == 0)
-            best, total, kept = with_sink(sink, once, best, total)
+            best, total, kept = with_sink(sink, item == head, best, total)
             acc = acc * wide(kept, acc)
         safe = jnp.maximum(total, 1e-30)
         behind = 1 / safe
@@ -315,21 +315,21 @@ def _attend_item(
         counter, part = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
-            split_kv_merge.finish(
-                part_ref, weight_ref, h, head, parts, mine, counter, flag, blocks=cluster
-            )
+            split_kv_merge.finish(part_ref, weight_ref, h, head, parts, mine, counter, flag)
 
-        _leave((acc, best, safe), tile, mine, part, parts, boxes, None if weighed else merge)
+        whole = None if weighed else parts == cluster
+        _leave((acc, best, safe), tile, mine, part, whole, boxes, merge)
 
 
 def _leave(
     result: tuple[Array, Array, Array], tile: query_rows.Tile, out: Ref, part: tuple[Ref, Ref],
-    parts: Array, boxes: tuple[Ref, ...], merge: Callable[[], None] | None,
+    is_whole: Array | None, boxes: tuple[Ref, ...], merge: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Writes what a row's only item found; or a part of it and its weight, and merges.
+    """Writes what was found of a row that one cluster, or one CTA, has; of another a part of it and
+    its weight, and merges.
 
-    An item of a cluster is what its blocks have found. Without `merge` what any item found is a
-    part. Few rows are written, so that registers do.
+    Where `is_whole` is None parts are all that is wanted. Few rows are written, so that registers
+    do.
     """
     acc, best, total = result
 
@@ -337,23 +337,23 @@ def _leave(
         return best + jnp.log2(total)
 
     def whole() -> None:
-        put_heads(acc.astype(out.dtype), out, tile)
+        if boxes:
+            cluster_merge.exchange(acc, weight(), tile, boxes)
+            cluster_merge.merge(boxes, out)
+        else:
+            put_heads(acc.astype(out.dtype), out, tile)
 
     def one_of() -> None:
         put_heads(acc, part[0], tile)
         wide = lax.broadcast_in_dim(weight(), (ROWS, 8), [0])
         put_heads(plgpu.layout_cast(wide, plgpu.Layout.WGMMA), part[1], tile)
 
-    if boxes:
-        cluster_merge.exchange(acc, weight(), tile, boxes)
-        whole = functools.partial(cluster_merge.merge, boxes, out)
-        one_of = functools.partial(cluster_merge.merge, boxes, *part)
-    if merge is None:
+    if is_whole is None:
         one_of()
         return
-    pl.when(parts == 1)(whole)
+    pl.when(is_whole)(whole)
 
-    @pl.when(parts > 1)
+    @pl.when(jnp.logical_not(is_whole))
     def _() -> None:
         one_of()
         merge()

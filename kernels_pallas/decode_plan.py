@@ -25,7 +25,7 @@ class TuningConfig:
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
     least: int = 2  # tiles of a part: as many as are in flight from its start
-    cluster: int = 24  # tiles of a row, at most, that a cluster of 8 CTAs reads; 0 for no clusters
+    clusters: bool = True  # whether CTAs of a cluster merge what they share
 
 
 DEFAULT = TuningConfig()
@@ -34,7 +34,8 @@ DEFAULT = TuningConfig()
 class Items(NamedTuple):
     """The keys that each CTA reads, in `I` items at most; those behind the last are row B.
 
-    The CTAs of a cluster are side by side, and `head` and `parts` are of whole clusters.
+    The CTAs of a cluster are side by side, and of one row. It merges a row that it has whole; of a
+    row of several clusters each CTA leaves a part in memory, as without clusters.
     """
 
     row: Array  # [I]
@@ -54,8 +55,8 @@ def plan(
 ) -> Items:  # fmt: skip
     """Shares the keys of rows with `seq_lens`, [B], out among clusters of the chip's CTAs.
 
-    num_tokens: [B], of the `query_len` places of a row, all if None; cluster: of `cluster_of`; its
-    CTAs share each of its items, so `I` is a multiple.
+    num_tokens: [B], of the `query_len` places of a row, all if None; cluster: of `cluster_of`, of
+    which `I`, and the parts of each row, are a multiple.
     """
     _, num_kv_heads, S, _ = cache_shape
     B, slots = seq_lens.shape[0], max(1, config.num_ctas // (num_kv_heads * cluster))
@@ -66,20 +67,18 @@ def plan(
     if num_tokens is None:
         num_tokens = jnp.full_like(seq_lens, query_len)
     tiles = last - first
-    share = (tiles.sum() + slots - 1) // slots
+    share = (tiles.sum() + slots * cluster - 1) // (slots * cluster)
     # A merge takes longer the more parts there are, and a part the more tiles it has.
     share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
-    share = jnp.maximum(share, config.least * cluster)
+    share = jnp.maximum(share, config.least) * cluster
     if cluster > 1:
-        # Rows are whole where parts would need two turns, and always in clusters of 8.
+        # Rows are whole where parts would need two turns.
         longest = jnp.maximum(tiles.max(), 1)
         turns = ((tiles + share - 1) // share).sum() > slots
-        whole = (longest <= 2 * share) & turns if cluster < CLUSTER else True
-        share = jnp.where(whole, longest, share)
+        share = jnp.where((longest <= 2 * share) & turns, longest, share)
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
-    parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS)
-    num_items = B if cluster == CLUSTER else B + slots - 1
-    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, num_items))
+    parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS // cluster)
+    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + slots - 1))
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
     row = find_rows(end, item)
@@ -97,8 +96,8 @@ def plan(
         num=_repeat(num_tokens[of], cluster),
         length=_repeat(seq_lens[of], cluster),
         block=blocks[of[:, None], at].reshape(-1),
-        head=_repeat(head, cluster),
-        parts=_repeat(num, cluster),
+        head=_repeat(head * cluster, cluster),
+        parts=_repeat(num * cluster, cluster),
     )
 
 
@@ -107,21 +106,19 @@ def _repeat(x: Array, num: int) -> Array:
 
 
 def cluster_of(
-    q_shape: tuple[int, ...], cache_shape: tuple[int, ...], table: tuple[int, ...],
-    window: int | None, query_len: int, config: TuningConfig,
+    q_shape: tuple[int, ...], cache_shape: tuple[int, ...], num_rows: int, query_len: int,
+    config: TuningConfig,
 ) -> int:  # fmt: skip
-    """Returns how many CTAs share an item and merge it as a cluster; 1 where that gains nothing.
+    """Returns how many CTAs are a cluster, which merges a row that it has whole; 1 for none.
 
-    Eight where no row has many tiles, by its window or the width of `table`, [B, M], and there are
-    few rows; two of rows of several tokens where the chip has room for two a row. Others lose: of
-    four CTAs, or of eight all over the chip, not all clusters find room at a time.
+    Eight where there are few rows; two of rows of several tokens where the chip has room for two a
+    row. Others lose: of four CTAs, or of eight all over the chip, not all clusters find room at a
+    time.
     """
-    (_, H, D), (_, K, S, _), (B, M) = q_shape, cache_shape, table
-    most, room = M * S, config.num_ctas // (B * K)
-    if window is not None:  # its first key may be a tile's last
-        most = min(most, window + query_len - 1 + config.block_kv - 1)
-    if D > MAX_HEAD_DIM or H // K * query_len * D > MAX_BOX:
+    (_, H, D), (_, K, _, _) = q_shape, cache_shape
+    room = config.num_ctas // (num_rows * K)
+    if not config.clusters or D > MAX_HEAD_DIM or H // K * query_len * D > MAX_BOX:
         return 1
-    if most <= config.cluster * config.block_kv and room >= 2 * CLUSTER and D % (8 * CLUSTER) == 0:
+    if room >= 2 * CLUSTER and D % (8 * CLUSTER) == 0:
         return CLUSTER
-    return 2 if room == 2 and query_len > 1 and config.cluster else 1
+    return 2 if room == 2 and query_len > 1 else 1

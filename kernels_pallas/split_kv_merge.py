@@ -36,27 +36,27 @@ def unit(D: int) -> int:
 
 
 def finish(
-    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref,
-    *, blocks: int = 1,
-) -> None:  # fmt: skip
+    part: Ref, weight: Ref, h: Array, first: Array, num: Array, out: Ref, counter: Ref, flag: Ref
+) -> None:
     """Merges `num` parts of KV head h, from item `first` on, some rows by each of the last blocks.
 
     part: [I, K, rows, D], normed; weight: [I, K, rows, 8], the base 2 logarithm of its total; rows
     are a multiple of `unit`. out: [G, D], or [Q, G, D] of Q query tokens. counter: 0 at first, in
     device memory; flag: a `FLAG`. What a block has written before is seen by those that merge.
-    blocks: of a cluster, each of which has written some columns of a part; the last one merges.
 
     Blocks wait for each other here, so those that do must leave room for the row's others: blocks
     start in the order of their indices, so that of all waiting ones only those of one row, of K KV
-    heads, can wait for a block that has not started. They are fewer than multiprocessors.
+    heads, can wait for a block that has not started. They are fewer than multiprocessors, of which
+    each has room for two: a cluster of 8 finds it in some group of multiprocessors. A block of two
+    items has one of a later row second, as no row has more items than there are clusters.
     """
     K, rows, D = part.shape[1:]
     cores = grid_barrier.multiprocessors() or CORES
     heads = unit(D)
     layout = _row_a_warp() if heads == FEW else _layout(D)
     units, count = rows // heads, min(8, NUMBERS // D)
-    most = jnp.minimum(num, min(units, 1 + (cores - 1) // K) if blocks == 1 else 1)
-    mine = _rank(counter, flag, num * blocks, most) - (num * blocks - most)
+    most = jnp.minimum(num, min(units, 1 + (cores - 1) // K))
+    mine = _rank(counter, flag, num, most) - (num - most)
 
     def merge(starts: list[Array]) -> None:
         """Merges some heads from each of `starts` on, all read before the first is merged."""
