@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from jaxrunner.indexing import take
+from jaxrunner.parallel.row_share import RowShare
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import process, sample
@@ -17,8 +18,11 @@ def draw_coupled(
 
     So equal logits give the token that the model will sample there.
     """
+    share = RowShare(slot.shape[0], program.num_shares)
+    logits, position = share.own((logits, position))
+    slot = share.own(slot, fill=state.requests.done.shape[0])
     batch, size = Batched(slot, position, state.requests, None), SampleSize(slot.shape[0])
-    return sample(logits, batch, state.tables, program=program, size=size).token_ids
+    return share.whole(sample(logits, batch, state.tables, program=program, size=size).token_ids)
 
 
 def draw_own(
