@@ -5,6 +5,7 @@ logits of all tokens, of its own rows. What a device makes of its rows is told t
 """
 
 from dataclasses import dataclass
+import itertools
 from typing import Any
 
 import jax
@@ -66,10 +67,13 @@ class RowShare:
         own = jnp.arange(self.num_devices) == jax.lax.axis_index(TENSOR)
         told = jnp.where(own[:, None, None], jnp.concatenate(columns, 1)[None], 0)
         told = jax.lax.psum(told, TENSOR).reshape(-1, told.shape[-1])[: self.num_rows]
-        parts, first = [], 0
-        for x, column in zip(leaves, columns, strict=True):
-            last = first + column.shape[1]
-            length = self.num_rows * x.shape[0] // self.num_own
-            part = told[:, first:last].reshape(length, *x.shape[1:])
-            parts, first = [*parts, part.astype(x.dtype)], last
-        return jax.tree.unflatten(treedef, parts)
+        ends = [*itertools.accumulate(column.shape[1] for column in columns)]
+        parts = zip(leaves, jnp.split(told, ends[:-1], 1), strict=True)
+        of_all = [part.reshape(-1, *x.shape[1:]).astype(x.dtype) for x, part in parts]
+        return jax.tree.unflatten(treedef, of_all)
+
+    def gather(self, x: Array) -> Array:
+        """Returns an array of all rows, [B, ...], of each device's rows, [b, ...], in its dtype."""
+        if self.num_devices == 1:
+            return x
+        return jax.lax.all_gather(x, TENSOR, tiled=True)[: self.num_rows]

@@ -1,4 +1,7 @@
-"""Samples drafts from a drafter's logits, by the rules of their requests."""
+"""Samples drafts from a drafter's logits, by the rules of their requests.
+
+On a mesh all devices have these logits, and each samples its own rows.
+"""
 
 import jax.numpy as jnp
 
@@ -34,6 +37,9 @@ def draw_own(
     their maximum, which keeps likely tokens apart when they are rounded to the engine's dtype.
     Logits of a row that is not finite are all 0. Greedy requests get the likeliest token.
     """
+    share = RowShare(slot.shape[0], program.num_shares)
+    logits, position = share.own((logits, position))
+    slot = share.own(slot, fill=state.requests.done.shape[0])
     batch = Batched(slot, position, state.requests, None)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, state.tables, program=program, all_rules=False).logits
@@ -44,4 +50,5 @@ def draw_own(
     greedy = seeds.greedy | (slot >= state.requests.done.shape[0])
     stream, num = DRAFT + position - total, logits.shape[1]
     noise = noises(seeds.words, total, greedy, stream=stream, num=num)
-    return jnp.argmax(kept.astype(jnp.float32) + noise, axis=1).astype(jnp.int32), kept
+    drafts = jnp.argmax(kept.astype(jnp.float32) + noise, axis=1).astype(jnp.int32)
+    return share.whole(drafts), share.gather(kept)
