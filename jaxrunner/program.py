@@ -101,8 +101,9 @@ class Program:
     @property
     def num_shares(self) -> int:
         """Devices of which each has the logits of its own tokens, and samples its own rows."""
-        whole = self.mesh is None or self.model.own_logits is None
-        return 1 if whole else self.mesh.shape[TENSOR]
+        if (mesh := self.mesh) is None or self.model.own_logits is None:
+            return 1
+        return mesh.shape[TENSOR]
 
     def embed(self, params: Any, inputs: Inputs) -> Array:
         """Returns embedded tokens, [T, E]."""
