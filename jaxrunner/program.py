@@ -26,7 +26,6 @@ from jaxrunner.parallel.stages import (
     num_stages,
     stages_of,
 )
-from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array, Inputs, Requests, State
@@ -99,16 +98,12 @@ class Program:
         """Whether several processes run it, each on its own devices or stages."""
         return is_spread(self.config) or (self.mesh is not None and self.mesh.is_multi_process)
 
-    @functools.cached_property
-    def vocabulary(self) -> Vocabulary:
-        """The part of the vocabulary whose logits each device samples from."""
-        speculator, mesh = self.model.speculator, self.mesh
-        if mesh is None or self.model.own_logits is None:
-            return WHOLE
-        reads_all = any(not rule.on_shards for rule in self.rules)
-        # These compare whole distributions; the others only sample at each position.
-        reads_all |= speculator is not None and speculator.rejection in ("standard", "block")
-        return WHOLE if reads_all else Vocabulary(mesh.shape[TENSOR])
+    @property
+    def num_shares(self) -> int:
+        """Devices of which each has the logits of its own tokens, and samples its own rows."""
+        if (mesh := self.mesh) is None or self.model.own_logits is None:
+            return 1
+        return mesh.shape[TENSOR]
 
     def embed(self, params: Any, inputs: Inputs) -> Array:
         """Returns embedded tokens, [T, E]."""
@@ -120,7 +115,7 @@ class Program:
         place: [...], places of the rows' adapters, where `params` hold heads of adapters.
         """
         model = self.model
-        of = model.logits if self.vocabulary.is_whole else model.own_logits
+        of = model.logits if self.num_shares == 1 else model.own_logits
         assert of is not None
         if place is None:
             return of(self.config, weights_of(params), hidden)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.indexing import take
-from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.pytree import pytree
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array, Requests
@@ -33,7 +32,6 @@ class Context(NamedTuple):
     position: Array  # of that token, scalar
     request: Requests  # the request's row of the table
     mask: Array | None = None  # [ceil(V / 32)], a bit for each token that its grammar allows
-    vocabulary: Vocabulary = WHOLE  # the tokens that the logits are of
 
 
 class Rule(NamedTuple):
@@ -51,9 +49,6 @@ class Rule(NamedTuple):
     is_requested: Callable[[SamplingParams], bool] | None = None
     truncates: bool = False  # whether it only drops tokens, and runs after the temperature
     extra_args: tuple[str, ...] = ()  # the names that it reads in `SamplingParams.extra_args`
-    # Whether `apply` can work on one device's part of the vocabulary, `context.vocabulary`. If any
-    # rule of an engine cannot, logits are gathered and every device samples from all tokens.
-    on_shards: bool = False
 
     @property
     def table(self) -> SlotTable:
@@ -72,12 +67,10 @@ class Batched(NamedTuple):
     position: Array  # [N]
     requests: Requests  # the table
     mask: Array | None  # [N, ceil(V / 32)]
-    vocabulary: Vocabulary = WHOLE  # the tokens that each device's logits are of
 
     def context(self) -> Context:
         """Returns the context of each row, on a leading axis."""
-        request = rows_of(self.requests, self.slot)
-        return Context(self.position, request, self.mask, self.vocabulary)
+        return Context(self.position, rows_of(self.requests, self.slot), self.mask)
 
 
 def rows_of(table: Any, slot: Array) -> Any:
@@ -100,3 +93,9 @@ def run(rule: Rule, logits: Array, table: Any, batch: Batched) -> Array:
         return apply(logits)
     asked = jax.vmap(is_active)(rows_of(table, batch.slot), batch.context())
     return jax.lax.cond(jnp.any(asked), apply, lambda logits: logits, logits)
+
+
+def largest(logits: Array) -> Array:
+    """Returns the largest of each row, [..., V] -> [...]; NaN where there is one."""
+    # XLA's maximum of a long row passes over NaN on a CPU.
+    return jnp.where(jnp.isnan(logits).any(-1), jnp.nan, logits.max(-1))

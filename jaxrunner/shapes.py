@@ -99,7 +99,7 @@ def logits_spec(program: Program, num_rows: int, num_each: int) -> jax.ShapeDtyp
     """Returns the abstract logits of a step, [B, J, V], with their sharding on a mesh."""
     shape = num_rows, num_each, program.dims["V"]
     at = None
-    if program.mesh is not None and not program.vocabulary.is_whole:
+    if program.mesh is not None and program.num_shares > 1:
         at = NamedSharding(program.mesh, PartitionSpec(None, None, TENSOR))
     return jax.ShapeDtypeStruct(shape, jnp.dtype(program.engine.dtype), sharding=at)
 

@@ -14,10 +14,10 @@ from jaxrunner.indexing import cache_index, find_rows, put_blocks, put_rows, tak
 from jaxrunner.lora.saved_layers import run_head
 from jaxrunner.lora.saved_modules import places_of_rows, weights_of
 from jaxrunner.program import Bucket, Program, SampleSize
-from jaxrunner.rule import Batched, rows_of
+from jaxrunner.rule import rows_of
 from jaxrunner.sampling.drafting import draw_coupled, draw_own
-from jaxrunner.sampling.sampler import SamplerOutput, sample
-from jaxrunner.sampling.verification import verify
+from jaxrunner.sampling.drawing import draw
+from jaxrunner.sampling.sampler import SamplerOutput
 from jaxrunner.slot_table import observed, partition
 from jaxrunner.speculators.speculator import DraftInputs, count_drafts, write_drafts
 from jaxrunner.types import (
@@ -100,38 +100,6 @@ def run_heads(
         outputs[head.name], kept = run_head(run, params, given, place)
         tables[head.table.name] = put_rows(table, rows.slot, kept)
     return replace(state, tables=tables), outputs
-
-
-@jax.named_scope("draw")
-def draw(
-    logits: Array,
-    state: State,
-    rows: SamplingMetadata,
-    mask: Array | None,
-    *,
-    program: Program,
-    size: SampleSize,
-) -> SamplerOutput:
-    """Samples a token at each position of logits, [B, J, V], by its request's parameters.
-
-    mask: bits of the tokens that grammars allow, [B, J, ceil(V / 32)]; None without grammars.
-    """
-    B, J, V = logits.shape
-    flat = Batched(
-        slot=jnp.repeat(rows.slot, J),
-        position=(rows.next_pos[:, None] + jnp.arange(J)[None]).reshape(-1),
-        # Without block tables, whose shapes differ from model to model: rules are traced once.
-        requests=replace(state.requests, blocks=()),
-        mask=None if mask is None else mask.reshape(B * J, -1),
-        vocabulary=program.vocabulary,
-    )
-    logits, tables, speculator = logits.reshape(-1, V), state.tables, program.model.speculator
-    if speculator is None or speculator.rejection == "exact" or J == 1:
-        drawn = sample(logits, flat, tables, program=program, size=size)
-    else:
-        drawn = verify(logits, flat, rows, tables, program=program, size=size)
-    tokens, not_finite, no_choice = (x.reshape(B, J) for x in drawn[:3])
-    return SamplerOutput(tokens, not_finite, no_choice, drawn.logprobs, drawn.num_accepted)
 
 
 @jax.named_scope("finish")

@@ -1,7 +1,6 @@
-"""Sampling where each device has the logits of some tokens: what one device draws and tells."""
+"""Sampling where devices share out the rows of a step: each row's tokens are one device's."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -11,19 +10,16 @@ import numpy as np
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.device.program_key import Key
-from jaxrunner.device.program_spec import program_spec
 from jaxrunner.models.llama import llama
-from jaxrunner.parallel.mesh import TENSOR, make_mesh, shardings
+from jaxrunner.ops.backends import paged
+from jaxrunner.parallel.mesh import TENSOR, make_mesh
 from jaxrunner.parallel.tensor import shard
-from jaxrunner.parallel.vocabulary import Vocabulary
-from jaxrunner.program import Bucket, SampleSize
-from jaxrunner.programs.build import build
-from jaxrunner.pytree import abstract
+from jaxrunner.program import Program, SampleSize
+from jaxrunner.rule import Rule
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
-from jaxrunner.sampling.gumbel import GROUP, RARE, gumbel, gumbel_from, rare
-from jaxrunner.sampling.sampler import SamplerOutput, sample
+from jaxrunner.sampling.drafting import draw_coupled, draw_own
+from jaxrunner.sampling.drawing import draw
 from jaxrunner.speculators.ngram import ngram
 from tests.support import rules, tiny
 from tests.support.random_rows import KINDS, OF_SEED, random_logits, row_of
@@ -31,54 +27,60 @@ from tests.support.rules import Row
 
 J = 2  # tokens of a row: one draft
 WIDE = 5_000  # more than a group of noise, and 625 tokens on each of 8 devices
+Rules = tuple[Rule, ...]
 
 
 @functools.cache
-def sharded(num: int, mode: str, size: SampleSize):
-    """Returns `sample` on `num` devices, which gives what each of them says, [num, ...]."""
-
-    def one(logits, batch, tables):
-        batch = batch._replace(vocabulary=Vocabulary(num))
-        out = sample(logits, batch, tables, program=rules.program(mode), size=size)
-        return jax.tree.map(lambda x: x[None], out)
-
-    cut, whole, each = PartitionSpec(None, TENSOR), PartitionSpec(), PartitionSpec(TENSOR)
+def drawn_by(
+    num: int, num_rows: int, rules_: Rules = RULES, mode: str = "raw_logprobs",
+    rejection: str = "exact",
+):  # fmt: skip
+    """Returns the step's `draw`, compiled for `num` devices: what each of them says, [num, ...]."""
+    model = llama._replace(speculator=ngram(1)._replace(rejection=rejection))
+    config = tiny.config(vocab_size=64, num_attention_heads=8, intermediate_size=32)
+    if num > 1:
+        model, config = shard(model, config, make_mesh(num))
+    engine = tiny.engine_config(logprobs_mode=mode)
+    program = Program(model, config, engine, paged, rules_, num_drafts=1)
+    run = functools.partial(draw, program=program, size=SampleSize(num_rows, True, 9))
+    if num == 1:
+        return jax.jit(lambda *args: jax.tree.map(lambda x: x[None], run(*args)))
+    whole, each = PartitionSpec(), PartitionSpec(TENSOR)
+    specs = PartitionSpec(None, None, TENSOR), whole, whole, whole
     return jax.jit(
         jax.shard_map(
-            one, mesh=make_mesh(num), in_specs=(cut, whole, whole), out_specs=each, check_vma=False
+            lambda *args: jax.tree.map(lambda x: x[None], run(*args)),
+            mesh=make_mesh(num), in_specs=specs, out_specs=each, check_vma=False,
         )
-    )
+    )  # fmt: skip
 
 
-def on_shards(num: int, mode: str, size: SampleSize, *args: Any) -> SamplerOutput:
-    """Returns what the devices say, who must all say the same to the bit."""
-    out = jax.tree.map(np.asarray, sharded(num, mode, size)(*args))
+def drawn(num: int, rows: list[Row], logits: np.ndarray, num_rows: int, **how: Any):
+    """Returns what `num` devices say of rows, who must all say the same to the bit."""
+    state, due = rules.state_of(rows, size=num_rows, rules=how.get("rules_", RULES))
+    full = np.zeros((num_rows, *logits.shape[1:]), np.float32)
+    full[: len(rows)] = logits
+    masks = rules.masks_of(rows, J, logits.shape[-1], num_rows)
+    out = jax.tree.map(np.asarray, drawn_by(num, num_rows, **how)(full, state, due, masks))
     for x in jax.tree.leaves(out):
         assert all(one.tobytes() == x[0].tobytes() for one in x)
     return jax.tree.map(lambda x: x[0], out)
 
 
-def check(num: int, rows: list[Row], logits: np.ndarray, *, mode: str, num_logprobs: int = 9):
-    """Compares devices with one, row by row; returns what they say."""
-    size = SampleSize(rules.SIZE * J, True, num_logprobs)
-    one = rules.sampler(rules.program(mode), size)
-    wants, gots = (
-        rules.run(run, rows, logits, J=J)
-        for run in (one, functools.partial(on_shards, num, mode, size))
-    )
-    for want, got in zip(wants, gots, strict=True):
-        np.testing.assert_array_equal(got.not_finite, want.not_finite)
-        np.testing.assert_array_equal(got.no_choice, want.no_choice)
-        means = ~want.not_finite
-        np.testing.assert_array_equal(got.token_ids[means], want.token_ids[means])
-        (ours,), (theirs,) = got.logprobs, want.logprobs
-        for name in ("rank", "top_ids"):
-            a, b = getattr(ours, name), getattr(theirs, name)
-            np.testing.assert_array_equal(a[means], b[means], err_msg=name)
-        for name in ("value", "raw", "processed", "kept_mass", "top_value"):
-            a, b = getattr(ours, name), getattr(theirs, name)
-            np.testing.assert_allclose(a[means], b[means], rtol=1e-5, atol=1e-5, err_msg=name)
-    return gots
+def check(num: int, rows: list[Row], logits: np.ndarray, size: int = 20, **how: Any):
+    """Compares devices with one; returns what they say, [rows, ...] of each array."""
+    want, got = (drawn(n, rows, logits, size, **how) for n in (1, num))
+    real = np.arange(size) < len(rows)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        np.testing.assert_array_equal(a[real], b[real])
+    if want.num_accepted is not None:
+        np.testing.assert_array_equal(got.num_accepted[real], want.num_accepted[real])
+    means = np.repeat(real, J) & ~want.not_finite.reshape(-1)
+    for name in ("rank", "top_ids", "value", "raw", "processed", "kept_mass", "top_value"):
+        a, b = (getattr(out.logprobs[0], name) for out in (got, want))
+        np.testing.assert_array_equal(a[means], b[means], err_msg=name)
+    told = jax.tree.map(lambda x: x.reshape(size, J, *x.shape[1:]), got.logprobs)
+    return jax.tree.map(lambda x: x[: len(rows)], got._replace(logprobs=told))
 
 
 SIZES = [(2, 64, "processed_logits"), (8, WIDE, "processed_logprobs")]
@@ -94,14 +96,48 @@ def test_every_rule_draws_and_tells_what_one_device_does(num, size, mode, seed):
     rows.append(Row(named, drafts=[1]))
     logits = random_logits(rng, seed, (len(rows), J, size))
     out = check(num, rows, logits, mode=mode)
-    assert len({int(t) * num // size for row in out for t in row.token_ids}) > 1
-    told = out[-1].logprobs[0].top_ids[:, :3]
+    assert len({int(t) * num // size for t in out.token_ids.flat}) > 1
+    told = out.logprobs[0].top_ids[-1, :, :3]
     np.testing.assert_array_equal(told, [named.logprob_token_ids] * J)
 
 
-# XLA's largest of many numbers forgets NaN on a CPU, on one device alike: rows are narrow here.
 @pytest.mark.devices(8)
-def test_ties_and_what_is_lost_may_lie_on_any_device(num=8, mode="raw_logits", size=64):
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 9])
+def test_any_number_of_rows_is_shared_out(num_rows):
+    rng = np.random.default_rng(num_rows)
+    rows = [row_of("top-k, top-p", rng, 64, J - 1) for _ in range(num_rows)]
+    logits = random_logits(rng, 0, (num_rows, J, 64))
+    check(8, rows, logits, num_rows)
+
+
+# A draft is accepted by the distributions of target and drafter, so by all tokens of a row.
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("rejection", ["standard", "block"])
+def test_drafts_are_verified_as_on_one_device(rejection):
+    rng = np.random.default_rng(5)
+    rows = [row_of(kind, rng, 64, J - 1) for kind in KINDS]
+    logits = random_logits(rng, 0, (len(rows), J, 64))
+    logits[:8, 0, [row.drafts[0] for row in rows[:8]]] = 9  # likely
+    out = check(8, rows, logits, rejection=rejection)
+    assert set(out.num_accepted) == {0, 1}
+
+
+def squares_of_the_upper_half(logits, row):
+    """Reads all tokens: which are in the upper half."""
+    return jnp.where(logits < jnp.median(logits), -jnp.inf, logits * logits)
+
+
+@pytest.mark.devices(8)
+def test_a_rule_of_the_user_sees_whole_rows():
+    given = with_logits_fn(RULES, logits_fn(squares_of_the_upper_half))
+    rng = np.random.default_rng(6)
+    rows = [row_of(kind, rng, 64, J - 1) for kind in KINDS]
+    logits = random_logits(rng, 0, (len(rows), J, 64))
+    check(8, rows, logits, rules_=given)
+
+
+@pytest.mark.devices(8)
+def test_ties_and_what_is_lost_may_lie_on_any_device(num=8, size=64):
     own, best = size // num, np.full(size, -np.inf)
     flat, pair, lost = np.zeros(size), np.arange(size) * -1.0, np.zeros(size)
     pair[[own - 1, own]] = 9  # a tie over the boundary
@@ -120,80 +156,43 @@ def test_ties_and_what_is_lost_may_lie_on_any_device(num=8, mode="raw_logits", s
     ]  # fmt: skip
     rows = [Row(params, drafts=[1]) for params, _ in params_and_logits]
     logits = np.stack([np.stack([x] * J) for _, x in params_and_logits])
-    out = check(num, rows, logits, mode=mode, num_logprobs=size)
-    tokens = [row.token_ids.tolist() for row in out]
-    assert tokens[0] == [0] * J and tokens[3] == tokens[4] == [own - 1] * J
-    assert max(tokens[1] + tokens[2]) <= own and tokens[12] == [size - 1] * J
-    assert [row.not_finite.all() for row in out[8:11]] == [True] * 3
-    assert [i for i, row in enumerate(out) if row.no_choice.any()] == [17]
+    out = check(num, rows, logits, mode="raw_logits")
+    tokens = out.token_ids
+    assert (tokens[0] == 0).all() and (tokens[3:5] == own - 1).all()
+    assert tokens[1:3].max() <= own and (tokens[12] == size - 1).all()
+    assert out.not_finite[8:11].all() and set(np.nonzero(out.no_choice)[0]) == {17}
+
+
+@functools.cache
+def drafted_by(num: int, num_rows: int, how: Any):
+    """Returns what draws drafts, compiled for `num` devices: what each of them says."""
+    model, config = llama, tiny.config(vocab_size=64, num_attention_heads=8, intermediate_size=32)
+    if num > 1:
+        model, config = shard(model, config, make_mesh(num))
+    program = Program(model, config, tiny.engine_config(), paged, RULES)
+
+    def run(*args: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], how(*args, program=program))
+
+    if num == 1:
+        return jax.jit(run)
+    mapped = jax.shard_map(
+        run, mesh=make_mesh(num), in_specs=PartitionSpec(), out_specs=PartitionSpec(TENSOR),
+        check_vma=False,
+    )  # fmt: skip
+    return jax.jit(mapped)
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 6.0])
-def test_any_cut_keeps_what_a_sorted_row_does(scale):
-    """Rows that keep a few tokens, or nearly all; of all rows the same noise."""
-    rng, size = np.random.default_rng(1), SampleSize(rules.SIZE * J)
-    kinds: list[dict[str, Any]] = [dict(top_k=k) for k in (1, 2, 63, 625, 626, WIDE - 1)]
-    kinds += [dict(top_p=p) for p in (1e-6, 0.1, 0.5, 0.9, 0.99, 0.9999)]
-    kinds += [dict(top_k=k, top_p=0.7) for k in (2, 9, 700, WIDE)]
-    rows = [Row(SamplingParams(temperature=1.3, **kind), drafts=[1]) for kind in kinds]
-    logits = rng.normal(size=(len(rows), J, WIDE)).astype(np.float32) * scale
-    logits[:, 1] = np.round(logits[:, 1], 1)
-    logits[:, :, rng.integers(0, WIDE, 99)] = -np.inf
-    if not scale:  # where masses are equal, p of them is a whole number of tokens, or nearly
-        rows = [row for row in rows if row.params.top_p == 1]
-        logits = logits[: len(rows)]
-    one = rules.sampler(rules.program(), size)
-    run = functools.partial(on_shards, 8, "raw_logprobs", size)
-    want, got = (rules.run(run, rows, logits, J=J) for run in (one, run))
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("how", [draw_coupled, draw_own])
+def test_drafts_are_drawn_as_on_one_device(how, num_rows):
+    rng = np.random.default_rng(num_rows)
+    rows = [row_of(kind, rng, 64, 0) for kind in ("min-p, top-p", *KINDS)[:num_rows]]
+    state, due = rules.state_of(rows, size=num_rows)
+    logits = random_logits(rng, 0, (num_rows, 64))
+    args = state, due.slot, logits, due.next_pos
+    want, got = (jax.tree.leaves(drafted_by(num, num_rows, how)(*args)) for num in (1, 8))
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-
-
-def test_noise_of_a_part_is_that_of_the_whole():
-    hashes = jax.vmap(jax.random.fold_in, (None, 0))
-    keys, groups = hashes(jax.random.key(3), jnp.arange(999)), jnp.arange(8, dtype=jnp.uint32)
-    words = jax.random.key_data(jax.vmap(hashes, (0, None))(keys, groups + jnp.uint32(RARE)))
-    token_ids = np.asarray(rare(groups[None], words[..., 0], words[..., 1])[0])
-    number, rare_id, num = int(token_ids.max(1).argmax()), int(token_ids.max()), GROUP + 9
-    assert num < rare_id < 8 * GROUP - num
-    whole = np.asarray(gumbel(keys[number], 8 * GROUP))
-    part = jax.jit(gumbel_from, static_argnums=2)
-    for first in (0, 7, GROUP - 3, rare_id, rare_id - num + 1, rare_id - num):
-        got = part(jnp.int32(first), keys[number], num)
-        np.testing.assert_array_equal(got, whole[first : first + num])
-
-
-def told_of(rules_: Any = RULES, speculator: Any = None) -> tuple[set[int], int]:
-    """Returns the sizes of axes that a usual step on 2 devices sends, and its tokens a device."""
-    sizes: dict[str, Any] = dict(
-        vocab_size=112, num_attention_heads=8, hidden_size=24, intermediate_size=32
-    )
-    model, config = shard(llama, tiny.config(**sizes), mesh := make_mesh(2))
-    model, dims = model._replace(speculator=speculator), config.dims | dict(param="float32")
-    at = shardings(model.params, dims, mesh)
-    params = jax.tree.map(lambda x, at: x.update(sharding=at), abstract(model.params, dims), at)
-    built = build(model, config, tiny.engine_config(), params, rules=rules_)
-    bucket = Bucket(5, 5, 1) if speculator is None else Bucket(10, 5, 2, 1)
-    spec = program_spec(built.program, params, Key("step", bucket))
-    step = jax.jit(spec.function, static_argnames=[name for name, _ in spec.static])
-    text = step.lower(*spec.args, **dict(spec.static)).as_text()
-    assert not re.search(r"collective_permute|all_to_all|reduce_scatter", text)
-    shapes = re.findall(r"stablehlo\.all_(?:gather|reduce)(?s:.*?)-> tensor<([\dx]+)x[a-z]", text)
-    return {int(size) for shape in shapes for size in shape.split("x")}, 112 // 2
-
-
-@pytest.mark.devices(2)
-@pytest.mark.parametrize(
-    ("rules_", "speculator", "is_gathered"),
-    [
-        (RULES, None, False),
-        (with_logits_fn(RULES, logits_fn(lambda logits, row: logits)), None, True),
-        (RULES, ngram(1), False),
-        (RULES, ngram(1)._replace(rejection="standard"), True),
-    ],
-    ids=["usual", "a rule of the user", "exact drafts", "standard drafts"],
-)
-def test_a_step_sends_logits_only_where_a_rule_reads_all(rules_, speculator, is_gathered):
-    sizes, own = told_of(rules_, speculator)
-    assert (2 * own in sizes) == is_gathered and own not in sizes and 24 in sizes
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, np.broadcast_to(b, a.shape))

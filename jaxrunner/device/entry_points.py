@@ -122,7 +122,6 @@ def prompt_logprobs(
     targets = jax.tree.map(lambda x: take(x, at), targets)
     place = places_of_rows(params, state, targets.slot)
     logits = program.logits(params, take(hidden, targets.source), place)
-    logits = logits.astype(jnp.float32)
     logprobs = describe_prompt(logits, targets, state.requests, state.tables, program, size)
     return pack_on_device((targets.slot, targets.positions, logprobs))
 

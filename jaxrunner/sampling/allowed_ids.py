@@ -26,8 +26,7 @@ def row(params: SamplingParams, seed: int) -> AllowedIds:
 def apply(logits: Array, row: AllowedIds, context: Context) -> Array:
     """Drops tokens of logits, [V], that are not listed."""
     V = logits.size
-    ids = context.vocabulary.local(row.ids, V)
-    ids = jnp.where(jnp.arange(row.ids.size) < row.count, ids, V)
+    ids = jnp.where(jnp.arange(row.ids.size) < row.count, row.ids, V)
     kept = jnp.zeros(V, jnp.bool).at[ids].set(True, mode="drop") | (row.count == 0)
     return jnp.where(kept, logits, -jnp.inf)
 
@@ -36,5 +35,4 @@ allowed_ids = Rule(
     "allowed_ids", AllowedIds, row, apply,
     is_active=lambda row, context: row.count > 0,
     is_requested=lambda params: params.allowed_token_ids is not None,
-    on_shards=True,
 )  # fmt: skip

@@ -39,13 +39,11 @@ def apply(logits: Array, row: BadWords, context: Context) -> Array:
     word = jnp.where(real & ~last, row.word, MAX_BAD_WORDS)
     missing = jnp.zeros(MAX_BAD_WORDS, jnp.bool).at[word].max(differs, mode="drop")
     complete = last & ~missing.at[row.word].get(mode="clip")
-    ids = context.vocabulary.local(row.ids, logits.size)
-    return logits.at[jnp.where(complete, ids, logits.size)].set(-jnp.inf, mode="drop")
+    return logits.at[jnp.where(complete, row.ids, logits.size)].set(-jnp.inf, mode="drop")
 
 
 bad_words = Rule(
     "bad_words", BadWords, row, apply,
     is_active=lambda row, context: row.count > 0,
     is_requested=lambda params: bool(params.bad_words),
-    on_shards=True,
 )  # fmt: skip

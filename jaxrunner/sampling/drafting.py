@@ -1,8 +1,12 @@
-"""Samples drafts from a drafter's logits, by the rules of their requests."""
+"""Samples drafts from a drafter's logits, by the rules of their requests.
+
+On a mesh all devices have these logits, and each samples its own rows.
+"""
 
 import jax.numpy as jnp
 
 from jaxrunner.indexing import take
+from jaxrunner.parallel.row_share import RowShare
 from jaxrunner.program import Program, SampleSize
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import process, sample
@@ -17,8 +21,11 @@ def draw_coupled(
 
     So equal logits give the token that the model will sample there.
     """
+    share = RowShare(slot.shape[0], program.num_shares)
+    logits, position = share.own((logits, position))
+    slot = share.own(slot, fill=state.requests.done.shape[0])
     batch, size = Batched(slot, position, state.requests, None), SampleSize(slot.shape[0])
-    return sample(logits, batch, state.tables, program=program, size=size).token_ids
+    return share.whole(sample(logits, batch, state.tables, program=program, size=size).token_ids)
 
 
 def draw_own(
@@ -30,6 +37,9 @@ def draw_own(
     their maximum, which keeps likely tokens apart when they are rounded to the engine's dtype.
     Logits of a row that is not finite are all 0. Greedy requests get the likeliest token.
     """
+    share = RowShare(slot.shape[0], program.num_shares)
+    logits, position = share.own((logits, position))
+    slot = share.own(slot, fill=state.requests.done.shape[0])
     batch = Batched(slot, position, state.requests, None)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, state.tables, program=program, all_rules=False).logits
@@ -40,4 +50,5 @@ def draw_own(
     greedy = seeds.greedy | (slot >= state.requests.done.shape[0])
     stream, num = DRAFT + position - total, logits.shape[1]
     noise = noises(seeds.words, total, greedy, stream=stream, num=num)
-    return jnp.argmax(kept.astype(jnp.float32) + noise, axis=1).astype(jnp.int32), kept
+    drafts = jnp.argmax(kept.astype(jnp.float32) + noise, axis=1).astype(jnp.int32)
+    return share.whole(drafts), share.gather(kept)

@@ -26,27 +26,11 @@ _SPLIT = 2.0**-23  # of E
 def gumbel(key: Array, num_tokens: int) -> Array:
     """Returns the noise of all tokens, [V], for a key of `jax.random`."""
     groups = jnp.arange(-(-num_tokens // GROUP), dtype=jnp.uint32)
-    high, low = _hashes(key, groups + jnp.uint32(RARE))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, groups + jnp.uint32(RARE))
+    high, low = jax.random.key_data(keys).T
     token_ids, noise = (jnp.repeat(x, GROUP)[:num_tokens] for x in rare(groups, high, low))
     bits = jax.random.bits(key, (num_tokens,), jnp.uint32)
     return jnp.where(jnp.arange(num_tokens) == token_ids, noise, usual(bits))
-
-
-def gumbel_from(first: Array, key: Array, num_tokens: int) -> Array:
-    """Returns the noise that `gumbel` has for the `num_tokens` tokens from id `first` on."""
-    ids = jnp.asarray(first, jnp.int32) + jnp.arange(num_tokens)
-    groups = (ids[0] >> GROUP_BITS) + jnp.arange(-(-num_tokens // GROUP) + 1)
-    high, low = _hashes(key, groups.astype(jnp.uint32) + jnp.uint32(RARE))
-    of_group = rare(groups.astype(jnp.uint32), high, low)
-    token_ids, noise = (x[(ids >> GROUP_BITS) - groups[0]] for x in of_group)
-    high, low = _hashes(key, ids)
-    return jnp.where(ids == token_ids, noise, usual(high ^ low))  # as `jax.random.bits` joins them
-
-
-def _hashes(key: Array, numbers: Array) -> Array:
-    """Returns two words of 32 bits for each number, [2, ...]."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-    return jax.random.key_data(keys).T
 
 
 def usual(bits: Array) -> Array:

@@ -31,8 +31,7 @@ def row(params: SamplingParams, seed: int) -> LogitBias:
 
 def apply(logits: Array, row: LogitBias, context: Context) -> Array:
     """Adds to logits, [V]; a token that was dropped stays so."""
-    ids = context.vocabulary.local(row.ids, logits.size)
-    ids = jnp.where(jnp.arange(row.ids.size) < row.count, ids, logits.size)
+    ids = jnp.where(jnp.arange(row.ids.size) < row.count, row.ids, logits.size)
     return logits.at[ids].add(row.values, mode="drop")
 
 
@@ -40,5 +39,4 @@ logit_bias = Rule(
     "logit_bias", LogitBias, row, apply,
     is_active=lambda row, context: row.count > 0,
     is_requested=lambda params: bool(params.logit_bias),
-    on_shards=True,
 )  # fmt: skip

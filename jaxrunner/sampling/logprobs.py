@@ -1,15 +1,14 @@
 """Logprobs and ranks of tokens, and logprobs of the likeliest or of named tokens beside them."""
 
-import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.parallel.vocabulary import WHOLE, Vocabulary
 from jaxrunner.pytree import host_value, leaf, pytree
-from jaxrunner.rule import Rule
+from jaxrunner.rule import Rule, largest
 from jaxrunner.types import Array, Logprobs
 
 
@@ -38,13 +37,12 @@ def row(params: SamplingParams, seed: int) -> LogprobIds:
 logprob_ids = Rule(
     "logprob_ids", LogprobIds, row, lambda logits, row, context: logits,
     is_requested=lambda params: params.logprob_token_ids is not None,
-    on_shards=True,
 )  # fmt: skip
 
 
 def describe(
     raw: Array, processed: Processed, token_ids: Array, named: LogprobIds,
-    *, mode: str, num_logprobs: int, vocabulary: Vocabulary = WHOLE,
+    *, mode: str, num_logprobs: int,
 ) -> Logprobs:  # fmt: skip
     """Returns logprobs and ranks of `token_ids`, [N], and of the `num_logprobs` likeliest tokens.
 
@@ -55,24 +53,27 @@ def describe(
     """
     chosen = raw if mode.startswith("raw") else processed.logits
     own = token_ids[:, None]
-    logprobs = functools.partial(_logprobs, vocabulary)
-    shown = logprobs if mode.endswith("logprobs") else vocabulary.at
-    top_ids = vocabulary.top_k(jnp.where(chosen == 0, 0.0, chosen), num_logprobs)
+    shown = _logprobs if mode.endswith("logprobs") else _at
+    _, top_ids = jax.lax.top_k(jnp.where(chosen == 0, 0.0, chosen), num_logprobs)
     C = min(num_logprobs, named.ids.shape[1])
     names = jnp.where(named.count[:, None] > 0, named.ids[:, :C], top_ids[:, :C])
     top_ids = jnp.concatenate([names, top_ids[:, C:]], axis=1)
     return Logprobs(
         value=shown(chosen, own)[:, 0],
-        rank=vocabulary.sum(chosen >= vocabulary.at(chosen, own), jnp.int32),
-        raw=logprobs(raw, own)[:, 0],
-        processed=logprobs(processed.logits, own)[:, 0],
+        rank=(chosen >= _at(chosen, own)).sum(-1, dtype=jnp.int32),
+        raw=_logprobs(raw, own)[:, 0],
+        processed=_logprobs(processed.logits, own)[:, 0],
         kept_mass=processed.kept_mass,
         top_ids=top_ids,
         top_value=shown(chosen, top_ids),
     )
 
 
-def _logprobs(vocabulary: Vocabulary, x: Array, ids: Array) -> Array:
+def _logprobs(x: Array, ids: Array) -> Array:
     # The maximum is subtracted first: a logsumexp of large logits would round differences away.
-    best = vocabulary.max(x)[:, None]
-    return vocabulary.at(x, ids) - best - jnp.log(vocabulary.sum(jnp.exp(x - best))[:, None])
+    best = largest(x)[:, None]
+    return _at(x, ids) - best - jnp.log(jnp.exp(x - best).sum(-1, keepdims=True))
+
+
+def _at(x: Array, ids: Array) -> Array:
+    return jnp.take_along_axis(x, ids, axis=1)

@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.pytree import host_value, leaf, pytree
-from jaxrunner.rule import Context, Rule
+from jaxrunner.rule import Context, Rule, largest
 from jaxrunner.types import Array
 
 
@@ -23,7 +23,7 @@ def row(params: SamplingParams, seed: int) -> MinP:
 
 def apply(logits: Array, row: MinP, context: Context) -> Array:
     """Drops tokens of logits, [V], that are too far below the best."""
-    return jnp.where(logits < context.vocabulary.max(logits) + row.log, -jnp.inf, logits)
+    return jnp.where(logits < largest(logits) + row.log, -jnp.inf, logits)
 
 
-min_p = Rule("min_p", MinP, row, apply, truncates=True, on_shards=True)
+min_p = Rule("min_p", MinP, row, apply, truncates=True)

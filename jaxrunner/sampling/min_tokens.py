@@ -21,13 +21,11 @@ def is_active(row: NoParams, context: Context) -> Array:
 def apply(logits: Array, row: NoParams, context: Context) -> Array:
     """Drops stop ids from logits, [V], ignored EOS ids too."""
     ids = context.request.stop_ids
-    ids = context.vocabulary.local(jnp.maximum(ids, ~ids), logits.size)
-    banned = logits.at[ids].set(-jnp.inf, mode="drop")
+    banned = logits.at[jnp.maximum(ids, ~ids)].set(-jnp.inf, mode="drop")
     return jnp.where(is_active(row, context), banned, logits)
 
 
 min_tokens = Rule(
     "min_tokens", NoParams, row, apply, is_active,
     is_requested=lambda params: params.min_tokens > 0,
-    on_shards=True,
 )  # fmt: skip

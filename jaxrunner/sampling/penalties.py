@@ -44,10 +44,9 @@ def apply(logits: Array, row: Penalties, context: Context) -> Array:
     V, request = logits.size, context.request
     at = jnp.arange(request.token_ids.size)
     before, in_prompt = at < context.position, at < request.prompt_len
-    token_ids = context.vocabulary.local(request.token_ids, V)
-    outputs = jnp.where(before & ~in_prompt, token_ids, V)
+    outputs = jnp.where(before & ~in_prompt, request.token_ids, V)
     counts = jnp.zeros(V, jnp.int32).at[outputs].add(1, mode="drop")
-    prompt = jnp.where(before & in_prompt, token_ids, V)
+    prompt = jnp.where(before & in_prompt, request.token_ids, V)
     seen = (counts > 0).at[prompt].set(True, mode="drop")
     scaled = jnp.where(logits > 0, logits / row.repetition, logits * row.repetition)
     scaled = jnp.where(seen, scaled, logits)
@@ -60,5 +59,4 @@ penalties = Rule(
     "penalties", Penalties, row, apply,
     is_active=lambda row, context: row.on,
     is_requested=is_requested,
-    on_shards=True,
 )  # fmt: skip

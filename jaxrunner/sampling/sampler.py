@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrunner.parallel.row_share import RowShare
 from jaxrunner.program import Program, PromptLogprobsSize, SampleSize
-from jaxrunner.rule import Batched, NoParams, rows_of, run
+from jaxrunner.rule import Batched, NoParams, largest, rows_of, run
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids
 from jaxrunner.sampling.min_p import min_p
@@ -46,14 +47,13 @@ def sample(
     Noise depends only on the request's seed, the position and the token id, so a request gets the
     same tokens in any batch.
     """
-    vocabulary = batch.vocabulary
-    if program.sample is not None and vocabulary.is_whole and not size.all_rules and choose is None:
+    if program.sample is not None and not size.all_rules and choose is None:
         return _sample_by_kernel(program.sample, logits, batch, tables)
     logits = logits.astype(jnp.float32)
     processed = process(logits, batch, tables, program=program, all_rules=size.all_rules)
     if choose is None:
         scores = processed.logits + _noise(tables[seed.name], batch, logits.shape[1])
-        token_ids = vocabulary.argmax(scores)
+        token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     else:
         token_ids = choose(processed.logits)
     logprobs: tuple[Logprobs, ...] = ()
@@ -61,21 +61,20 @@ def sample(
         named = rows_of(tables[logprob_ids.name], batch.slot)
         described = describe(
             logits, processed, token_ids, named, mode=program.engine.logprobs_mode,
-            num_logprobs=size.num_logprobs, vocabulary=vocabulary,
+            num_logprobs=size.num_logprobs,
         )  # fmt: skip
         logprobs = (described,)
     # A logits function may return NaN, and dividing by a low temperature may give infinity.
-    best = vocabulary.max(processed.logits)
-    not_finite = ~jnp.isfinite(vocabulary.max(logits)) | jnp.isnan(best) | (best == jnp.inf)
+    best = largest(processed.logits)
+    not_finite = ~jnp.isfinite(largest(logits)) | jnp.isnan(best) | (best == jnp.inf)
     return SamplerOutput(token_ids, not_finite, processed.no_choice & ~not_finite, logprobs)
 
 
-def _noise(table: Seed, batch: Batched, num: int) -> Array:
-    """Returns Gumbel noise, [N, num]: zeros for greedy requests and padding."""
+def _noise(table: Seed, batch: Batched, vocab_size: int) -> Array:
+    """Returns Gumbel noise, [N, V]: zeros for greedy requests and padding."""
     seeds = rows_of(table, batch.slot)
     greedy = seeds.greedy | (batch.slot >= table.greedy.shape[0])
-    first = None if batch.vocabulary.is_whole else batch.vocabulary.first(num)
-    return noises(seeds.words, batch.position, greedy, stream=TARGET, num=num, first=first)
+    return noises(seeds.words, batch.position, greedy, stream=TARGET, num=vocab_size)
 
 
 def _sample_by_kernel(
@@ -96,18 +95,18 @@ def process(
     logits: Array, batch: Batched, tables: Tables, *, program: Program, all_rules: bool
 ) -> Processed:
     """Runs the rules on logits, [N, V]: all with `all_rules`, else those that every draw has."""
-    out, before, vocabulary = logits, None, batch.vocabulary
+    out, before = logits, None
     for rule in program.rules:
         if rule.truncates and before is None:
             before = out
         if all_rules or rule.is_requested is None:
             out = run(rule, out, tables[rule.name], batch)
     before = out if before is None else before
-    best = vocabulary.max(out)  # truncation keeps the likeliest
+    best = largest(out)  # truncation keeps the likeliest
     no_choice = best == -jnp.inf
     floor = jnp.where(no_choice, 0.0, best)[:, None]
-    mass = [vocabulary.sum(jnp.exp(x - floor)) for x in (out, before)]
-    cut = vocabulary.any((out == -jnp.inf) & (before > -jnp.inf))
+    mass = [jnp.exp(x - floor).sum(-1) for x in (out, before)]
+    cut = ((out == -jnp.inf) & (before > -jnp.inf)).any(-1)
     # The two sums may round differently, so the mass is 1 exactly where no token was dropped.
     kept_mass = jnp.where(no_choice | ~cut, 1.0, mass[0] / mass[1])
     if all_rules:
@@ -124,16 +123,21 @@ def describe_prompt(
     program: Program,
     size: PromptLogprobsSize,
 ) -> Logprobs:
-    """Returns logprobs of U prompt tokens, by the logits, [U, V], at the token before each."""
-    mode = program.engine.logprobs_mode
-    U = targets.slot.size
-    processed = Processed(logits, jnp.ones(U), jnp.zeros(U, jnp.bool))
+    """Returns logprobs of U prompt tokens, by the logits at the token before each.
+
+    logits: [U, V], or on a mesh [U, V / devices].
+    """
+    mode, share = program.engine.logprobs_mode, RowShare(targets.slot.size, program.num_shares)
+    logits = share.deal(logits).astype(jnp.float32)
+    slot = share.own(targets.slot, fill=requests.done.shape[0])
+    token_ids, positions = share.own((targets.token_ids, targets.positions))
+    processed = Processed(logits, jnp.ones(slot.size), jnp.zeros(slot.size, jnp.bool))
     if mode.startswith("processed"):
-        batch = Batched(targets.slot, targets.positions, requests, None, program.vocabulary)
+        batch = Batched(slot, positions, requests, None)
         processed = process(logits, batch, tables, program=program, all_rules=True)
-    named = rows_of(tables[logprob_ids.name], targets.slot)
+    named = rows_of(tables[logprob_ids.name], slot)
     likeliest = replace(named, count=jnp.zeros_like(named.count))  # named ids are for outputs
-    return describe(
-        logits, processed, targets.token_ids, likeliest, mode=mode, num_logprobs=size.num_logprobs,
-        vocabulary=program.vocabulary,
-    )  # fmt: skip
+    num = size.num_logprobs
+    return share.whole(
+        describe(logits, processed, token_ids, likeliest, mode=mode, num_logprobs=num)
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Rule
-from jaxrunner.sampling.gumbel import gumbel, gumbel_from
+from jaxrunner.sampling.gumbel import gumbel
 from jaxrunner.types import Array
 
 # Streams of noise. A draft and the token that replaces it must not share a stream, which would bias
@@ -34,31 +34,21 @@ def row(params: SamplingParams, seed: int) -> Seed:
     )
 
 
-def noise(
-    words: Array, position: Array, *, stream: int | Array, shape: tuple[int, ...],
-    first: Array | None = None,
-) -> Array:  # fmt: skip
-    """Returns Gumbel noise, `shape`, of a seed's two words for the token at a position.
-
-    first: the id from which tokens are counted; 0 where None.
-    """
+def noise(words: Array, position: Array, *, stream: int | Array, shape: tuple[int, ...]) -> Array:
+    """Returns Gumbel noise, `shape`, of a seed's two words for the token at a position."""
     key = jax.random.fold_in(jax.random.wrap_key_data(words), position)
-    key, num = jax.random.fold_in(key, stream), math.prod(shape)
-    return (gumbel(key, num) if first is None else gumbel_from(first, key, num)).reshape(shape)
+    return gumbel(jax.random.fold_in(key, stream), math.prod(shape)).reshape(shape)
 
 
-def noises(
-    words: Array, position: Array, greedy: Array, *, stream: int | Array, num: int,
-    first: Array | None = None,
-) -> Array:  # fmt: skip
+def noises(words: Array, position: Array, greedy: Array, *, stream: int | Array, num: int) -> Array:
     """Returns the noise of `num` tokens for each of B requests, [B, num]: zeros for greedy ones.
 
-    words: [B, 2]; position and greedy: [B]; stream: one, or [B]; first: as for `noise`. Skipped on
-    the device where all requests are greedy.
+    words: [B, 2]; position and greedy: [B]; stream: one, or [B]. Skipped on the device where all
+    requests are greedy.
     """
 
     def one(words: Array, position: Array, stream: int | Array) -> Array:
-        return noise(words, position, stream=stream, shape=(num,), first=first)
+        return noise(words, position, stream=stream, shape=(num,))
 
     def draw() -> Array:
         axes = 0, 0, None if isinstance(stream, int) else 0
@@ -77,4 +67,4 @@ def uniforms(words: Array, position: Array, *, stream: int, num: int) -> Array:
     return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
 
 
-seed = Rule("seed", Seed, row, lambda logits, row, context: logits, on_shards=True)
+seed = Rule("seed", Seed, row, lambda logits, row, context: logits)

@@ -26,4 +26,4 @@ def apply(logits: Array, row: Temperature, context: Context) -> Array:
     return logits / jnp.where(row.value > 0, row.value, 1.0)
 
 
-temperature = Rule("temperature", Temperature, row, apply, on_shards=True)
+temperature = Rule("temperature", Temperature, row, apply)

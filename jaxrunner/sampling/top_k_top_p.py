@@ -10,7 +10,6 @@ import numpy as np
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.pytree import host_value, leaf, pytree
 from jaxrunner.rule import Context, Rule
-from jaxrunner.sampling import threshold
 from jaxrunner.types import Array
 
 
@@ -34,9 +33,6 @@ def is_active(row: TopKTopP, context: Context) -> Array:
 
 def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     """Keeps the k best of logits, [V], and of those the fewest whose mass reaches p."""
-    if not context.vocabulary.is_whole:
-        kept = threshold.keeps(logits, row.k, row.p, context.vocabulary)
-        return jnp.where(kept, logits, -jnp.inf)
     order = jnp.argsort(-logits, stable=True)
     best = logits[order]
     kept = (jnp.arange(best.size) < row.k) | (row.k == 0)
@@ -47,4 +43,4 @@ def apply(logits: Array, row: TopKTopP, context: Context) -> Array:
     return jnp.where(kept, logits, -jnp.inf)
 
 
-top_k_top_p = Rule("top_k_top_p", TopKTopP, row, apply, is_active, truncates=True, on_shards=True)
+top_k_top_p = Rule("top_k_top_p", TopKTopP, row, apply, is_active, truncates=True)

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner import pytree, step
+from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import paged
 from jaxrunner.program import MAX_STOP_IDS, WIDE, Program, SampleSize
 from jaxrunner.rule import Batched
 from jaxrunner.sampling import RULES
+from jaxrunner.sampling.drawing import draw as draw_step
 from jaxrunner.sampling.sampler import SamplerOutput, process, sample
 from jaxrunner.types import Requests, SamplingMetadata, State
 from tests.support import tiny
@@ -139,7 +140,7 @@ def sampler(program: Program, size: SampleSize):
 @functools.cache
 def drawer(program: Program, size: SampleSize):
     """Returns the step's `draw`, compiled for a program and a size."""
-    return jax.jit(functools.partial(step.draw, program=program, size=size))
+    return jax.jit(functools.partial(draw_step, program=program, size=size))
 
 
 def draws(logits, params: SamplingParams, seeds, positions, *, all_rules=False) -> np.ndarray:
@@ -166,7 +167,7 @@ def describe(logits, params, *, mode="raw_logprobs", num_logprobs=1, **history) 
 
 
 def state_of(
-    rows: Sequence[Row], *, seeds=None, size: int = SIZE
+    rows: Sequence[Row], *, seeds=None, size: int = SIZE, rules=RULES
 ) -> tuple[State, SamplingMetadata]:
     """Returns a state of `size` slots that holds `rows`, the last first, and a step of them."""
     count = len(rows)
@@ -192,7 +193,7 @@ def state_of(
         next_pos=jnp.where(real, total[slot], 0),
         num_drafts=jnp.where(real, due - 1, 0),
     )
-    return State(table, (), tables([row.params for row in filled], seeds)), step_rows
+    return State(table, (), tables([row.params for row in filled], seeds, rules)), step_rows
 
 
 def run(function: Callable, rows: Sequence[Row], logits, *, state=None, J: int = 3, size=SIZE):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The folders and modules of the package, lowest first: each imports those before it alone.
 LAYERS = tuple(
     """
-    errors pytree parallel.mesh parallel.shards parallel.vocabulary version api hf_config types
+    errors pytree parallel.mesh parallel.shards parallel.row_share version api hf_config types
     parallel.stages caches inputs outputs logprobs config indexing operation ops.grouping linear
     experts ops.routing slot_table heads.head speculators.speculator speculators.draft_logits rule
     model quantization text scheduling lora.product lora.table lora.adapted_linear
