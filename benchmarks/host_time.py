@@ -30,7 +30,7 @@ class NoDevice:
     """Stands for an engine's programs: counts tokens in numpy, while the host waits."""
 
     def __init__(self, program: Program):
-        self._program, slots = program, program.engine.max_num_seqs + 1
+        self._program, slots = program, program.dims["R"] + 1
         self._total, self._computed, self._most = np.zeros((3, slots), np.int32)
         self._launched: list[functools.partial] = []
 

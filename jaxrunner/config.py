@@ -102,13 +102,13 @@ class EngineConfig:
     max_model_len: int
     num_blocks: int
     block_size: int = 64  # tokens of a block, on each of the devices that share out tokens
-    max_num_seqs: int = 256
+    max_num_seqs: int = 256  # of a step; as many are at work for each stage of a pipeline
     max_num_batched_tokens: int = 8192
     token_buckets: tuple[int, ...] = ()  # sizes of steps with a prefill; powers of two where empty
     decode_buckets: tuple[int, ...] = ()  # sizes of steps where each request decodes; likewise
     enable_prefix_caching: bool = True
     mamba_block_size: int | None = None  # tokens between checkpoints of states; None for none
-    num_state_checkpoints: int | None = None  # the least that are kept; None: `max_num_seqs`
+    num_state_checkpoints: int | None = None  # the least that are kept; None: one a slot
     policy: str = "fcfs"
     long_prefill_token_threshold: int = 0  # most tokens of a request in a step; 0 for no limit
     async_depth: int = 2  # launches before the oldest is read

@@ -23,6 +23,7 @@ from jaxrunner.parallel.stages import (
     is_last,
     is_spread,
     joined,
+    num_slots,
     num_stages,
     stages_of,
 )
@@ -153,7 +154,7 @@ class Program:
         """Axis sizes, dtypes and flags, for `pytree`."""
         e = self.engine
         return self.config.dims | dict(
-            R=e.max_num_seqs, L=e.max_model_len, X=MAX_STOP_IDS, key=2,
+            R=num_slots(self.config, e), L=e.max_model_len, X=MAX_STOP_IDS, key=2,
             **WIDE, kv=jnp.dtype(e.kv_dtype), scaled=e.scaled, param=jnp.dtype(e.dtype),
             G=tuple(self.group_dims(group) for group in self.cache_groups),
         )  # fmt: skip
@@ -175,11 +176,11 @@ def engine_groups(config: ModelConfig, engine: EngineConfig) -> tuple[CacheGroup
 def pool_sizes(config: ModelConfig, engine: EngineConfig) -> PoolSizes:
     """Returns the sizes of block pools. A block has `block_size` tokens on each device of a group
     that shares out tokens."""
-    e, parts = engine, interleave_of(config).parts
-    tokens = e.max_model_len, e.max_num_seqs, e.max_num_batched_tokens
+    e, parts, R = engine, interleave_of(config).parts, num_slots(config, engine)
+    tokens = e.max_model_len, R, e.max_num_batched_tokens
     return PoolSizes(
         e.block_size * parts, e.num_blocks, *tokens, mamba_block_size=e.mamba_block_size or 0,
-        num_checkpoints=e.num_state_checkpoints or e.max_num_seqs,
+        num_checkpoints=e.num_state_checkpoints or R,
     )  # fmt: skip
 
 

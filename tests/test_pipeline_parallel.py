@@ -1,5 +1,6 @@
 """Models in stages, on fake devices of a CPU: tokens are those of one device."""
 
+from dataclasses import replace
 import itertools
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.parallel.pipeline import deal
 from jaxrunner.programs.pipeline_programs import PipelinePrograms
 from jaxrunner.programs.program_table import ProgramTable
+from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.worker.worker import Worker
 from tests.support import small_checkpoint, tiny
@@ -73,7 +75,7 @@ def test_drafts_of_the_last_stage_change_no_token(weights, wanted):
 @pytest.mark.devices(3)
 @pytest.mark.slow
 def test_a_snapshot_in_the_midst_goes_on_in_any_number_of_stages(weights, wanted, tmp_path):
-    e, asked = engine(weights, 3), requests(1)
+    e, asked = engine(weights, 3, max_num_seqs=2), requests(1)
     made = [e.add(f"{i}", *one, eos_token_ids=[60]) for i, one in enumerate(asked)]
     for _ in range(25):
         e.step()
@@ -81,7 +83,7 @@ def test_a_snapshot_in_the_midst_goes_on_in_any_number_of_stages(weights, wanted
     unfinished = {r.request_id: len(r.output_token_ids) for r in made if not r.finish_reason}
     assert max(unfinished.values()) and e.scheduler.num_preemptions
     for num in (1, 3):
-        other = engine(weights, num) if num != 3 else e
+        other = engine(weights, num, max_num_seqs=6) if num != 3 else e  # the slots of all stages
         if other is not e:
             found = restore_engine(other, tmp_path / "saved").requests
             assert {name: len(r.output_token_ids) for name, r in found.items()} == unfinished
@@ -94,7 +96,7 @@ def test_a_snapshot_in_the_midst_goes_on_in_any_number_of_stages(weights, wanted
             assert request.output_token_ids == want.output_token_ids
             np.testing.assert_allclose(logprobs(request), logprobs(want), atol=2e-3)
     folder = tmp_path / "of one"
-    save_engine(engine(weights), folder)
+    save_engine(engine(weights, max_num_seqs=6), folder)
     restore_engine(e, folder)
     assert [r.output_token_ids for r in answers(e, 1)] == [r.output_token_ids for r in wanted]
 
@@ -109,7 +111,7 @@ def test_a_stage_begins_with_others_before_it_hears_of_a_token(weights, monkeypa
         def launch(*args):
             if key.name in ("stage", "receive"):
                 slots = args[2][: key.size.num_rows] if key.name == "stage" else args[3]
-                log.append((key.name, {int(slot) for slot in slots} - {5}))
+                log.append((key.name, {int(slot) for slot in slots} - {10}))
             return program(*args)
 
         return launch
@@ -134,6 +136,24 @@ def test_a_stage_begins_with_others_before_it_hears_of_a_token(weights, monkeypa
     assert {name: [n for n, _ in log].count(name) for name in ("stage", "receive")} == dict(
         stage=9, receive=8
     )
+
+
+@pytest.mark.devices(2)
+def test_each_stage_has_a_step_of_max_num_seqs_requests(weights):
+    e, params = engine(weights, 2, max_num_seqs=3), SamplingParams(max_tokens=6, ignore_eos=True)
+    for name in "abcdefg":
+        e.add(name, [3, 1, 4], params)
+    e.launch()
+    under_way = [set(scheduled.requests) for scheduled, _ in e._in_flight]
+    assert under_way[:2] == [set("abc"), set("def")] and e.scheduler.num_waiting == 1
+    while e.has_unfinished:
+        e.step()
+    check = StepCheck(engine(weights, 2, max_num_seqs=3).runner.program)
+    new = [tiny.new_request(name, [1], blocks=[i]) for i, name in enumerate("abcd")]
+    new = [replace(one, block_ids=one.block_ids * 2) for one in new]  # of two cache groups
+    check.take(tiny.scheduled({}, new))
+    with pytest.raises(ValueError, match="has 4 requests, max_num_seqs=3: schedule fewer in a st"):
+        check.take(tiny.scheduled(dict.fromkeys("abcd", 1)))
 
 
 @pytest.mark.devices(4)

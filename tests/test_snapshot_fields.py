@@ -15,7 +15,6 @@ NOT_SAVED = dict(
     admission="_max_tokens _most_of_one _tables adapters queue remote",
     tables="_caching _groups _max_model_len _share_starts _states checkpoint_interval give_back "
     "lookahead lora_versions whole_prompts",
-    chunks="_interval _most _sizes step_cost",
     worker="_checkpoint _device _engine_plan _host_params _places _runner _staged _unmerged "
     "lora_users status",
     slots="_no_plan _packed _program",

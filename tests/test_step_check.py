@@ -82,7 +82,7 @@ LIES: list[tuple[Any, str]] = [
     (tiny.scheduled({"a": 8}, [new(), new()]), r"reqs\[1\]\.request_id='a' is there twice"),
     (
         tiny.scheduled({}, [new(request_id=f"{i}", block_ids=([10 + i],)) for i in range(5)]),
-        r"reqs\[4\]: max_num_seqs=5 slots are all taken, request '4' needs one: finish or preempt",
+        r"reqs\[4\]: the 5 slots of max_num_seqs are all taken, request '4' needs one: finish or",
     ),
     (later(scheduled_new_reqs=None), "scheduled_new_reqs must be a list, got None"),
     (later(scheduled_new_reqs=[3]), r"scheduled_new_reqs\[0\] must be a NewRequest, got 3"),
@@ -219,8 +219,9 @@ class Checked(Driver):
         model = SimpleNamespace(vocab_size=40)
         groups = [replace(group, num_blocks=load.num_blocks) for group in load.groups]
         program: Any = SimpleNamespace(
-            engine=engine, config=model, extra_args=[], cache_groups=groups, num_ranks=1
-        )
+            engine=engine, config=model, extra_args=[], cache_groups=groups, num_ranks=1,
+            dims=dict(R=load.max_num_seqs),
+        )  # fmt: skip
         self.steps = StepCheck(program)
 
     def schedule(self) -> bool:

@@ -48,7 +48,7 @@ def scheduler_of_rank(program: Program) -> tuple[list[BlockPool], Scheduler]:
     pools = make_pools(groups, enable_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         groups, pools,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=program.dims["R"],
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         policy=config.policy,

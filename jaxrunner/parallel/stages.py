@@ -22,6 +22,12 @@ def num_stages(config: Any) -> int:
     return getattr(config, "num_stages", 1)
 
 
+def num_slots(config: Any, engine: Any) -> int:
+    """Returns the most requests at work, R: those of a step, and of as many other steps as there
+    are other stages, which are under way meanwhile."""
+    return engine.max_num_seqs * num_stages(config)
+
+
 def held_caches(config: Any) -> list[int]:
     """Returns the indices into `cache_kinds` of caches that a config's programs have.
 

@@ -40,7 +40,7 @@ class PipelinePrograms(StageTables):
         ends = is_last(program.stages[-1].config)
         has_all = ends and rank_of(program.stages[0].config) == 0
         super().__init__(tables, last=tables[-1] if ends else None, has_all=has_all)
-        self._program, self._R = program, program.engine.max_num_seqs
+        self._program, self._R = program, program.dims["R"]
         self._before = tables[:-1] if ends else tables
         self._at = [
             NamedSharding(stage.mesh, PartitionSpec()) for stage in program.stages if stage.mesh

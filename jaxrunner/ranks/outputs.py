@@ -18,7 +18,7 @@ def output_layout(program: Program, spec: Any) -> Layout:
 def scores_layout(program: Program, spec: Any) -> Layout:
     """Returns what reads packed scores of prompt tokens."""
     layout, D = Layout(spec), program.num_ranks
-    scores = RankedScores(layout, D, program.engine.max_num_seqs)
+    scores = RankedScores(layout, D, program.dims["R"])
     return layout if D == 1 else cast(Layout, scores)
 
 

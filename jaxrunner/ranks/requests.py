@@ -36,7 +36,7 @@ class RankedRequests(Stateful):
     def __init__(self, program: Program):
         self.tables = [RequestTable(program) for _ in range(program.num_ranks)]
         self._rank: dict[str, int] = {}
-        self._num_slots = program.engine.max_num_seqs
+        self._num_slots = program.dims["R"]
         self._none: tuple[list[Write], ...] = tuple([] for _ in program.cache_groups)
         self._where = None
         if program.mesh is not None and program.is_shared:

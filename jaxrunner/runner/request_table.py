@@ -39,7 +39,7 @@ class RequestTable(Stateful):
 
     def __init__(self, program: Program):
         self._program = program
-        self._free = list(range(program.engine.max_num_seqs))
+        self._free = list(range(program.dims["R"]))
         self._slots: dict[str, Slot] = {}
         self._unusual: set[str] = set()  # requests whose slot is not `is_usual`
         self.lora_ids: dict[str, int] = {}  # by request id, of requests with an adapter
@@ -62,7 +62,7 @@ class RequestTable(Stateful):
         self.remove(request.request_id)
         if not self._free:
             raise RuntimeError(
-                f"max_num_seqs={self._program.engine.max_num_seqs} slots are all taken, "
+                f"the {self._program.dims['R']} slots of max_num_seqs are all taken, "
                 f"request {request.request_id!r} needs one: finish or preempt a request first"
             )
         pending = PendingPromptLogprobs(

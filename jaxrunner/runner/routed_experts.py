@@ -125,7 +125,7 @@ class RoutesReader:
 
     def _launch(self, request: Request) -> Parts:
         slot, step = self._runner.requests[request.request_id], self._blocks
-        before = slot // self._runner.program.engine.max_num_seqs * self._num_blocks
+        before = slot // self._runner.program.dims["R"] * self._num_blocks
         parts = [
             (stage.read, stage.caches(part), part.requests.blocks[self._group])
             for stage, part in zip(self._stages, parts_of(self._runner.state), strict=True)

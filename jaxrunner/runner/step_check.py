@@ -118,10 +118,10 @@ class _Step:
         """Adds a request."""
         if new.request_id in self.rows:
             raise ValueError(f"{where}.request_id={shown(new.request_id)} is there twice")
-        if len(self.rows) == self._engine.max_num_seqs:
+        if len(self.rows) == self._program.dims["R"]:
             raise RuntimeError(
-                f"{where}: max_num_seqs={self._engine.max_num_seqs} slots are all taken, request "
-                f"{shown(new.request_id)} needs one: finish or preempt a request first"
+                f"{where}: the {self._program.dims['R']} slots of max_num_seqs are all taken, "
+                f"request {shown(new.request_id)} needs one: finish or preempt a request first"
             )
         check_new(where, new, self._program)
         name, computed = f"{where}.block_ids", new.num_computed
@@ -146,6 +146,11 @@ class _Step:
             raise ValueError(
                 f"num_scheduled_tokens has {total} tokens, max_num_batched_tokens={most}: "
                 "schedule fewer"
+            )
+        if len(counts) > (rows := self._engine.max_num_seqs):  # in a pipeline there are more slots
+            raise ValueError(
+                f"num_scheduled_tokens has {len(counts)} requests, max_num_seqs={rows}: schedule "
+                "fewer in a step"
             )
         several = self._engine.num_decode_steps
         if num_steps not in (1, several):

@@ -28,7 +28,7 @@ Write = tuple[int, int, list[int]]  # row, first column, values
 
 def empty_plan(program: Program, size: Bucket | MultiStepBucket) -> tuple[Layout, np.ndarray]:
     """Returns the layout of a `Plan`, and a packed plan of padding."""
-    spec, R = plan_spec(program, size), program.engine.max_num_seqs
+    spec, R = plan_spec(program, size), program.dims["R"]
     layout, none = Layout(spec), flat([])
     plan = host_value(
         Plan,
@@ -67,7 +67,7 @@ class Admissions:
         writes: of tokens, then of blocks by cache group, [3, W] each, at most `size.num_writes`.
         """
         program, A = self._program, size.num_rows
-        R, dims = program.engine.max_num_seqs, program.dims
+        R, dims = program.dims["R"], program.dims
         stop_ids = np.full((A, dims["X"] if size.wide else FEW_STOP_IDS), dims["V"], np.int32)
         for i, r in enumerate(new):
             stop_ids[i, : len(r.stop_row)] = r.stop_row

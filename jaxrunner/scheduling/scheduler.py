@@ -55,7 +55,7 @@ class Scheduler(Stateful):
             scheduled, and none while they compute prompts.
         lookahead: tokens behind those of a step whose keys the drafter writes too.
         remote: source of KV computed elsewhere; it is asked about each new request.
-        num_stages: stages of a pipeline, whose steps take turns; see `Turns`.
+        num_stages: of a pipeline, whose steps take turns, see `Turns`; max_num_seqs counts all.
 
         Raises:
           ValueError: an unknown policy, or a pool too small for one request.
@@ -265,10 +265,10 @@ class Scheduler(Stateful):
 
     def _budget(self, most_drafts: int, due: Sequence[Request], free: int) -> int:
         """Returns the most tokens of a step whose requests verify `most_drafts` each."""
-        fits = len(self.waiting) <= free
-        if self.chunks is None or (fits and not self.chunks.step_cost):
+        if self.chunks is None:
             return self.max_num_batched_tokens
-        return self.chunks.of(due, self.waiting.first(free), most_drafts, fits=fits)
+        turn = 0 if self.turns is None else self.turns.index
+        return self.chunks.of(due, self.waiting, free, most_drafts, turn=turn)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Preempts a running request. Returns the tokens that it had in this step."""

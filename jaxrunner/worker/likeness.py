@@ -29,6 +29,7 @@ def likeness(runner: ModelRunner) -> dict[str, str]:
     configs: tuple[Any, Any] = program.config, program.engine
     for of in configs:  # functions, which no other process has at one place, are no `repr`
         told |= {f.name: repr(getattr(of, f.name)) for f in fields(of) if f.repr}
+    told |= dict(max_num_seqs=repr(runner.program.dims["R"]))  # of all stages, however many
     pools = [(pool.layers, pool.block_size) for pool in runner.program.cache_groups]
     told |= dict(cache_groups=repr(pools))
     if (interleave := interleave_of(config)) != WHOLE:

@@ -233,8 +233,8 @@ def _owners_of_rank(
     """Returns what changes of a rank from step to step."""
     own: dict[str, Any] = {f"pool{pool.group}": pool for pool in pools}
     return own | dict(
-        scheduler=scheduler, waiting=scheduler.waiting, chunks=scheduler.chunks,
-        admission=scheduler.admission, tables=scheduler.tables, slots=slots,
+        scheduler=scheduler, waiting=scheduler.waiting, admission=scheduler.admission,
+        tables=scheduler.tables, slots=slots,
     )  # fmt: skip
 
 

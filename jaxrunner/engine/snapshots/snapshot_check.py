@@ -159,7 +159,7 @@ def _check_queues(engine: Engine, host: Mapping[str, Any], every: Sequence[Reque
     _must(len(by_id) == len(live) == len(running) + len(queued), "requests lost or twice")
     _must(host["scheduler.requests"] == by_id, "other requests")
     _must({*map(id, running), *map(id, queued)} == {*map(id, live)}, "requests in no queue")
-    _must(len(running) <= engine.config.max_num_seqs, "more requests than slots")
+    _must(len(running) <= engine.runner.program.dims["R"], "more requests than slots")
     for request in running:
         _must(request.status is Status.RUNNING, "one that does not run among those that do")
         _must(request.num_computed <= request.num_tokens, "tokens computed that are not there")
@@ -197,7 +197,7 @@ def _check_slots(engine: Engine, host: Mapping[str, Any]) -> None:
     taken = [slot.index for slot in slots.values()]
     _must(all(type(index) is int for index in (*free, *taken)), "a slot of no number")
     every = sorted((*free, *taken))
-    _must(every == list(range(engine.config.max_num_seqs)), "slots lost or twice")
+    _must(every == list(range(engine.runner.program.dims["R"])), "slots lost or twice")
     _must(ids <= slots.keys() <= ids | host["scheduler._finished"], "slots of others")
     _must(host["slots._unusual"] <= slots.keys(), "unusual ones of others")
     for slot in slots.values():
