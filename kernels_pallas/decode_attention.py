@@ -96,7 +96,7 @@ def decode_attention(
     G = H // K
     cluster = 1
     if not weighed and k_scale is None:
-        cluster = cluster_of(q.shape, k.shape, B, query_len, config)
+        cluster = cluster_of(q.shape, k.shape, blocks.shape, window, query_len, config)
     items = plan(
         seq_lens, blocks, k.shape, window, config, skip_empty=skip_empty, query_len=query_len,
         num_tokens=num_tokens, cluster=cluster,

@@ -25,7 +25,7 @@ class TuningConfig:
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
     least: int = 2  # tiles of a part: as many as are in flight from its start
-    clusters: bool = True  # whether CTAs of a cluster merge what they share
+    cluster: int = 24  # tiles of a row, at most, that a cluster of 8 CTAs reads; 0 for no clusters
 
 
 DEFAULT = TuningConfig()
@@ -72,13 +72,15 @@ def plan(
     share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
     share = jnp.maximum(share, config.least) * cluster
     if cluster > 1:
-        # Rows are whole where parts would need two turns.
+        # Rows are whole where parts would need two turns, and always in clusters of 8.
         longest = jnp.maximum(tiles.max(), 1)
         turns = ((tiles + share - 1) // share).sum() > slots
-        share = jnp.where((longest <= 2 * share) & turns, longest, share)
+        whole = (longest <= 2 * share) & turns if cluster < CLUSTER else True
+        share = jnp.where(whole, longest, share)
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
     parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS // cluster)
-    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, B + slots - 1))
+    num_items = B if cluster == CLUSTER else B + slots - 1
+    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, num_items))
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
     row = find_rows(end, item)
@@ -106,19 +108,21 @@ def _repeat(x: Array, num: int) -> Array:
 
 
 def cluster_of(
-    q_shape: tuple[int, ...], cache_shape: tuple[int, ...], num_rows: int, query_len: int,
-    config: TuningConfig,
+    q_shape: tuple[int, ...], cache_shape: tuple[int, ...], table: tuple[int, ...],
+    window: int | None, query_len: int, config: TuningConfig,
 ) -> int:  # fmt: skip
     """Returns how many CTAs are a cluster, which merges a row that it has whole; 1 for none.
 
-    Eight where there are few rows; two of rows of several tokens where the chip has room for two a
-    row. Others lose: of four CTAs, or of eight all over the chip, not all clusters find room at a
-    time.
+    Eight where no row has many tiles, by its window or the width of `table`, [B, M], and there are
+    few rows; two of rows of several tokens where the chip has room for two a row. Others lose: of
+    four CTAs, or of eight all over the chip, not all clusters find room at a time.
     """
-    (_, H, D), (_, K, _, _) = q_shape, cache_shape
-    room = config.num_ctas // (num_rows * K)
-    if not config.clusters or D > MAX_HEAD_DIM or H // K * query_len * D > MAX_BOX:
+    (_, H, D), (_, K, S, _), (B, M) = q_shape, cache_shape, table
+    most, room = M * S, config.num_ctas // (B * K)
+    if window is not None:  # its first key may be a tile's last
+        most = min(most, window + query_len - 1 + config.block_kv - 1)
+    if D > MAX_HEAD_DIM or H // K * query_len * D > MAX_BOX:
         return 1
-    if room >= 2 * CLUSTER and D % (8 * CLUSTER) == 0:
+    if most <= config.cluster * config.block_kv and room >= 2 * CLUSTER and D % (8 * CLUSTER) == 0:
         return CLUSTER
-    return 2 if room == 2 and query_len > 1 else 1
+    return 2 if room == 2 and query_len > 1 and config.cluster else 1

@@ -46,9 +46,8 @@ def finish(
 
     Blocks wait for each other here, so those that do must leave room for the row's others: blocks
     start in the order of their indices, so that of all waiting ones only those of one row, of K KV
-    heads, can wait for a block that has not started. They are fewer than multiprocessors, of which
-    each has room for two: a cluster of 8 finds it in some group of multiprocessors. A block of two
-    items has one of a later row second, as no row has more items than there are clusters.
+    heads, can wait for a block that has not started. They are fewer than multiprocessors. A block
+    of two items has one of a later row second, as no row has more items than there are clusters.
     """
     K, rows, D = part.shape[1:]
     cores = grid_barrier.multiprocessors() or CORES
