@@ -68,7 +68,7 @@ def refuses(
         return f"rows must be a multiple of 64 long, at most {MAX_LEN}, got {E}"
     if config.width > MAX_WIDTH:
         return f"width must be at most {MAX_WIDTH}, got {config.width}"
-    if not _groups(E, config.width):
+    if not groups_of(E, config.width):
         return f"rows of {E} cannot be cut into 1 to {MAX_GROUPS} of at most {config.width}"
     if more is None:
         return None
@@ -103,8 +103,8 @@ def add_rms_norm(
     if why := refuses(x, residual, weight, more, end, config=config):
         raise ValueError(why)
     T, E = x.shape
-    groups = _groups(E, config.width)
-    warps, _ = _cut(E // groups)
+    groups = groups_of(E, config.width)
+    warps, _ = cut_of(E // groups)
     cut, num_norms = (groups, warps, E // (groups * warps)), 1 if end is None else 2
     row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
     total, out = plgpu.kernel(
@@ -136,7 +136,7 @@ def _kernel(
     pdl.begin()
     _, groups, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
-    load = partial(mosaic.load, layout=_layout(warps * width), optimized=False)
+    load = partial(mosaic.load, layout=layout_of(warps * width), optimized=False)
 
     def normed(x: Array, weight: Array, nth: int) -> Array:
         """Returns the norm of a row; its nth, as each has sums and a barrier of its own."""
@@ -184,21 +184,21 @@ def _added(
     return reduce(jnp.add, terms)
 
 
-def _groups(E: int, width: int) -> int:
+def groups_of(E: int, width: int = TuningConfig.width) -> int:
     """Returns how many warpgroups share a row, each with `width` at most; 0 if none can."""
     fits = (n for n in range(1, MAX_GROUPS + 1) if E % (64 * n) == 0 and E // n <= width)
     return next(fits, 0)
 
 
-def _cut(width: int) -> tuple[int, int]:
+def cut_of(width: int) -> tuple[int, int]:
     """Returns how many warps share a warpgroup's part, and how many neighbours a thread holds."""
     sizes = ((warps, vec) for warps in (4, 2, 1) for vec in (8, 4, 2, 1))  # 8: 16 bytes
     return next((w, v) for w, v in sizes if width % (w * LANES * v) == 0)
 
 
-def _layout(width: int) -> Layout:
+def layout_of(width: int) -> Layout:
     """Lays out [warps, numbers of a warp]; warps that are left over repeat the work of others."""
-    warps, vec = _cut(width)
+    warps, vec = cut_of(width)
     tiling = plgpu.Tiling(((warps, LANES * vec), (vec,)))
     spare = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
     return plgpu.Layout.TILED(tiling, (*spare, *((-3,) if warps > 1 else ())), (-2,), -1)

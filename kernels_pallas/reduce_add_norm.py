@@ -1,0 +1,111 @@
+"""A sum over devices, a residual addition and the RMSNorm of its result in one kernel.
+
+A thread block serves one row, as in `add_norm`: it sums up its device's parts of the row, writes
+that into all peers' memory, waits for theirs and goes on with the sum of all. No block waits for
+another row's, and each has written before it waits; so devices need meet nowhere. vLLM's custom
+all-reduce and TensorRT-LLM's one-shot all-reduce with a norm are made like that.
+"""
+
+from functools import partial, reduce
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import add_norm, mosaic, pdl, peer_rows
+from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.types import Array
+
+MAX_GROUPS = 528  # warpgroups of a call: 4 on each of 132 multiprocessors, by 128 registers
+
+
+def refuses(x: Shaped, parts: Shaped, weight: Shaped, places: Shaped) -> str | None:
+    """Returns why these shapes and dtypes are not served, None if they are."""
+    if parts.ndim != 3:
+        return f"parts must be [parts, T, E], got {list(parts.shape)}"
+    if why := add_norm.refuses(x, parts, weight):
+        return why
+    (T, E), peers = x.shape, places.shape[0] - 2
+    groups = add_norm.groups_of(E)
+    if E % (groups * 1024):
+        return f"rows must be a multiple of {groups * 1024} long, got {E}"
+    most = min(peer_rows.MAX_ROWS, MAX_GROUPS // groups)
+    if T > most:
+        return f"at most {most} rows of {E} are on the chip at once, got {T}"
+    if peers < 2:
+        return f"several devices must be there, got {peers}"
+    return None
+
+
+def reduce_add_norm(
+    x: Array, parts: Array, weight: Array, places: Array, *, eps: float, one_more: bool = False
+) -> tuple[Array, Array]:
+    """Returns x plus the sum of all devices' parts, [T, E], and the RMSNorm of that, [T, E].
+
+    x: [T, E], alike on all devices, as the results are, bit by bit. parts: [parts, T, E], in
+    float32 or x's dtype, what a device adds; their sum is rounded to their dtype, and is added to x
+    in float32 by the devices' ranks. weight, eps and one_more: as in `add_rms_norm`. places:
+    [peers + 2, 2], a device's own of `peer_rows.Exchange`. Each call must depend on the one before.
+
+    Raises:
+      ValueError: what `refuses` says.
+    """
+    if why := refuses(x, parts, weight, places):
+        raise ValueError(why)
+    T, E = x.shape
+    groups = add_norm.groups_of(E)
+    warps, _ = add_norm.cut_of(E // groups)
+    cut = groups, warps, E // (groups * warps)
+    row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
+    total, out = plgpu.kernel(
+        partial(_kernel, eps=eps, one_more=one_more),
+        out_type=(row, row),
+        scratch_types=(
+            plgpu.SMEM((groups, warps), jnp.float32),
+            plgpu.Barrier(num_arrivals=groups),
+        ),
+        grid=(T,),
+        grid_names=("row",),
+        num_threads=groups,
+        thread_name="group",
+        kernel_name="reduce_add_norm",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(x.reshape(T, *cut), parts.reshape(-1, T, *cut), weight.reshape(cut), places)
+    return total.reshape(T, E), out.reshape(T, E)
+
+
+def _kernel(
+    x_ref: Ref, parts_ref: Ref, weight_ref: Ref, places_ref: Ref, total_ref: Ref, out_ref: Ref,
+    part_smem: Ref, barrier: Any, *, eps: float, one_more: bool,
+) -> None:  # fmt: skip
+    pdl.begin()
+    _, groups, warps, width = x_ref.shape
+    E, row, group = groups * warps * width, lax.axis_index("row"), lax.axis_index("group")
+    layout = add_norm.layout_of(warps * width)
+    load = partial(mosaic.load, layout=layout, optimized=False)
+    turn, start = peer_rows.region(places_ref, row, group, E)
+    x, weight = load(x_ref.at[row, group]), load(weight_ref.at[group])
+    own = [load(parts_ref.at[part, row, group]) for part in range(parts_ref.shape[0])]
+    if len(own) > 1:
+        wide = reduce(jnp.add, (part.astype(jnp.float32) for part in own))
+        own = [wide.astype(parts_ref.dtype)]
+    found = peer_rows.exchange(places_ref, own[0], group, start, groups, layout)
+    wide = (part.astype(jnp.float32) for part in found)
+    x = reduce(jnp.add, wide, x.astype(jnp.float32)).astype(x.dtype)
+    put(total_ref.at[row, group], x)
+    wide = x.astype(jnp.float32)
+    part_smem[group] = (wide * wide).sum(-1)
+    # All threads arrive, so that all parts are seen once all are through.
+    mosaic.barrier_arrive(barrier)
+    mosaic.barrier_wait(barrier)
+    peer_rows.end(places_ref, row, group, turn)
+    square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
+    gain = lax.rsqrt(square / E + eps)
+    if one_more:
+        normed = (wide * gain * (1 + weight.astype(jnp.float32))).astype(weight.dtype)
+    else:
+        normed = (wide * gain).astype(weight.dtype) * weight
+    put(out_ref.at[row, group], normed)
