@@ -148,7 +148,7 @@ def test_kernels_of_a_profile_are_those_between_marks():
     found = device_time.by_call([*streams, *launches, event("module", 5, 8), event("c", 7)])
     assert found == [{"a": [2.0, 3.0]}, {"b": [6.0], "c": [7.0]}]
     assert device_time.median_us([*found, {"a": [4.0]}]) == 5.0
-    assert device_time.median_us([*found, {"a": [4.0]}], "b") == 5.0  # 5, 6, and 4 that have no name
+    assert device_time.median_us([*found, {"a": [4.0]}], "b") == 5.0  # of 5, 6 and 4
     assert device_time.by_call(streams) == []
 
 

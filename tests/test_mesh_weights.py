@@ -74,7 +74,8 @@ def test_random_weights_are_those_of_one_device_and_made_in_shards():
     one, cut = random_params(llama, config, "float32", 0), random_params(model, on, "float32", 0)
     jax.tree.map(np.testing.assert_array_equal, one, cut)
     shape, dtype, at = cut.embed.shape, cut.embed.dtype, cut.embed.sharding
-    text = _maker(shape, dtype, None, at).lower(jax.random.key(0)).compile().as_text()
+    maker: Any = _maker(shape, dtype, None, at)
+    text = maker.lower(jax.random.key(0)).compile().as_text()
     whole, half = (f"f32[{rows},{shape[1]}]" for rows in (shape[0], shape[0] // 2))
     assert half in text and whole not in text
 
