@@ -55,8 +55,8 @@ def plan(
 ) -> Items:  # fmt: skip
     """Shares the keys of rows with `seq_lens`, [B], out among clusters of the chip's CTAs.
 
-    num_tokens: [B], of the `query_len` places of a row, all if None; cluster: of `cluster_of`, of
-    which `I`, and the parts of each row, are a multiple.
+    num_tokens: [B], of the `query_len` places of a row, all if None. cluster: what `cluster_of`
+    returns; `I`, and the parts of each row, are multiples of it.
     """
     _, num_kv_heads, S, _ = cache_shape
     B, slots = seq_lens.shape[0], max(1, config.num_ctas // (num_kv_heads * cluster))

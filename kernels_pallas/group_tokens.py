@@ -58,6 +58,8 @@ def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
         return f"wants tokens in bfloat16 or float16, got {x.dtype}"
     if x.shape[1] % 2 or x.shape[1] < 2 * LANES:
         return f"wants tokens of an even count of at least {2 * LANES} numbers, got {x.shape[1]}"
+    if experts.shape[1] > LANES:
+        return f"wants at most {LANES} experts a token, got {experts.shape[1]}"
     if experts.size > MAX_ROUTES:
         return f"wants at most {MAX_ROUTES} routes, got {experts.shape[0]} x {experts.shape[1]}"
     if num_experts > MAX_EXPERTS:

@@ -5,10 +5,10 @@ left, so that nothing else need tell it, and then makes all of them `MISSING` ag
 protocol and TensorRT-LLM's one-shot all-reduce ("Lamport") work like that.
 
 Each row has two places, used by turns, which are counted a row, in the same memory. No word is
-lost: of a row's calls, a device writes that of call i + 2 after its kernel of call i + 1 has ended,
-so after it has read what its peer wrote in that. The peer wrote that after its kernel of call i had
-ended, so after it had read the place that call i + 2 writes, and had made it `MISSING`. So a device
-is at most one call ahead, and two places do.
+lost. Say that device A writes its words of call i + 2 into device B's memory, where those of call i
+were. A's kernel of call i + 1 has ended by then, so A has read B's words of call i + 1. B wrote
+these after its kernel of call i had ended, in which it read A's words of call i, and made their
+place `MISSING`. So no device is more than one call ahead, and two places do.
 
 All devices must make the same calls in the same order, and a call must depend on the one before:
 XLA does not know that they share memory. Their program has a collective of XLA's too: for it XLA
@@ -49,11 +49,14 @@ class Exchange(NamedTuple):
     """Memory that devices write into each other's: both arrays must live as long as calls do."""
 
     memory: Array  # [devices, words], uint32
-    places: Array  # [devices, peers + 2, 2], uint32: halves of addresses, its own, and its rank
+    # [devices, devices + 2, 2], uint32: halves of all addresses, of its own once more, and its rank
+    places: Array
 
 
 def make(mesh: Mesh, axis: str, E: int) -> Exchange:
     """Returns memory for rows of E numbers among the devices of an axis of a mesh.
+
+    All calls that use it must have rows of that E: places follow each other at that distance.
 
     Raises:
       ValueError: some of them are another process's.

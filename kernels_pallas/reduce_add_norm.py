@@ -48,7 +48,8 @@ def reduce_add_norm(
     x: [T, E], alike on all devices, as the results are, bit by bit. parts: [parts, T, E], in
     float32 or x's dtype, what a device adds; their sum is rounded to their dtype, and is added to x
     in float32 by the devices' ranks. weight, eps and one_more: as in `add_rms_norm`. places:
-    [peers + 2, 2], a device's own of `peer_rows.Exchange`. Each call must depend on the one before.
+    [devices + 2, 2], a device's own of `peer_rows.Exchange`, made for E. Each call must depend on
+    the one before.
 
     Raises:
       ValueError: what `refuses` says.

@@ -142,6 +142,7 @@ def test_kernels_refuse_in_words():
     with pytest.raises(ValueError, match="scatter_rows wants tokens in bfloat16 or float16"):
         group_tokens.scatter_rows(jnp.ones((2, 256)), routes.experts, 8)
     assert "routes" in str(group_tokens.refuses(shaped(999, 256), shaped(999, 8), 8))
+    assert "128 experts a token" in str(group_tokens.refuses(shaped(2, 256), shaped(2, 129), 512))
     row, one = jnp.ones(8), jnp.ones(1)
     groups = Groups(jnp.ones((8, 256), BF16), row, row, one, one, one)
     with pytest.raises(ValueError, match="grouped_mlp wants units and tokens of a multiple of 64"):

@@ -22,7 +22,7 @@ from jaxrunner.types import Inputs
 from jaxrunner.worker.cache_costs import CacheCosts
 
 SIZES = PoolSizes(
-    block_size=64, num_blocks=0, max_model_len=32768, max_num_seqs=256, max_num_batched_tokens=8192
+    block_size=64, num_blocks=0, max_model_len=32768, num_slots=256, max_num_batched_tokens=8192
 )
 KINDS = (*[SlidingWindow(1024)] * 5, FullAttention())
 
@@ -38,7 +38,7 @@ def pools(num_blocks: int, **sizes: Any) -> tuple[int, ...]:
     [
         (7000, {}, 1000),  # half of 2000, of which six layers took what these take
         (7000, dict(max_model_len=4096), 4265),  # as many slots as the other layers hold
-        (70000, dict(max_num_seqs=8), 2 * (8 * 19 + 128)),  # all that slots can own, twice
+        (70000, dict(num_slots=8), 2 * (8 * 19 + 128)),  # all that slots can own, twice
         (600, {}, 146),  # no less than one request owns
         (100, {}, 100),
         (7000, dict(max_num_batched_tokens=64), 1000),
@@ -50,7 +50,7 @@ def test_windows_have_fewer_blocks(num_blocks, sizes, of_window):
 
 
 def test_windows_alone_share_with_nobody():
-    sizes = SIZES._replace(max_num_seqs=2)
+    sizes = SIZES._replace(num_slots=2)
     found = [
         cache_groups([SlidingWindow(1024)], sizes._replace(num_blocks=n))[0].num_blocks
         for n in (10, 300, 10**6)

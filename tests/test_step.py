@@ -65,7 +65,9 @@ def test_slots_are_a_stack():
     slots.remove("y")
     assert slots.add(w) == 1
     slots.remove("unknown")
-    with pytest.raises(RuntimeError, match="the 3 slots of max_num_seqs are all taken"):
+    with pytest.raises(
+        RuntimeError, match=r"the 3 slots \(max_num_seqs of each stage\) are all taken"
+    ):
         slots.add(v)
 
 

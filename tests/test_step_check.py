@@ -82,7 +82,7 @@ LIES: list[tuple[Any, str]] = [
     (tiny.scheduled({"a": 8}, [new(), new()]), r"reqs\[1\]\.request_id='a' is there twice"),
     (
         tiny.scheduled({}, [new(request_id=f"{i}", block_ids=([10 + i],)) for i in range(5)]),
-        r"reqs\[4\]: the 5 slots of max_num_seqs are all taken, request '4' needs one: finish or",
+        r"reqs\[4\]: the 5 slots \(max_num_seqs of each stage\) are all taken, request '4' needs",
     ),
     (later(scheduled_new_reqs=None), "scheduled_new_reqs must be a list, got None"),
     (later(scheduled_new_reqs=[3]), r"scheduled_new_reqs\[0\] must be a NewRequest, got 3"),

@@ -6,12 +6,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 
 class PoolSizes(NamedTuple):
-    """The capacity of an engine: tokens of a block, blocks of a pool, tokens and requests."""
+    """The capacity of an engine: blocks and their tokens, slots, and the tokens of a step."""
 
     block_size: int
     num_blocks: int  # of layers that keep all tokens
     max_model_len: int
-    max_num_seqs: int
+    num_slots: int  # for requests at work
     max_num_batched_tokens: int
     share: float = 1.0  # of the model's layers, those of this kind
     mamba_block_size: int = 0  # tokens between checkpoints of states; 0 where none are kept
@@ -20,7 +20,7 @@ class PoolSizes(NamedTuple):
     @property
     def full_blocks(self) -> int:
         """Blocks of whole requests in all slots."""
-        return -(-self.max_model_len // self.block_size) * self.max_num_seqs
+        return -(-self.max_model_len // self.block_size) * self.num_slots
 
 
 class CacheKind(Protocol):

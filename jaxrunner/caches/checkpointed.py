@@ -31,7 +31,7 @@ class Checkpointed(abc.ABC):
 
         Without checkpoints a block is of any length, and each request has one.
         """
-        interval, blocks = sizes.mamba_block_size, sizes.max_num_seqs + 1
+        interval, blocks = sizes.mamba_block_size, sizes.num_slots + 1
         if not 0 < interval < sizes.max_model_len:
             return sizes.max_model_len, blocks
         return interval, blocks + sizes.num_checkpoints

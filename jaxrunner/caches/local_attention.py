@@ -29,7 +29,7 @@ class LocalAttention(KVBlocks):
         """
         S, N = sizes[:2]
         seen = -(-(self.reach + MAX_DRAFTS) // S) + 2  # it starts and ends inside a block
-        most = SPARE * (sizes.max_num_seqs * seen + sizes.max_num_batched_tokens // S)
+        most = SPARE * (sizes.num_slots * seen + sizes.max_num_batched_tokens // S)
         if sizes.share == 1:  # no other layers to share with
             return S, min(N, most)
         of_one = self.max_blocks(S, sizes.max_model_len, sizes.max_num_batched_tokens + MAX_DRAFTS)

@@ -21,7 +21,7 @@ class OneBlock(abc.ABC):
 
     def pool(self, sizes: PoolSizes) -> tuple[int, int]:
         """Returns blocks of any length, as many as there are requests, and one more."""
-        return sizes.max_model_len, sizes.max_num_seqs + 1
+        return sizes.max_model_len, sizes.num_slots + 1
 
     def num_skipped_tokens(self, computed: int) -> int:
         """Returns 0: the block is needed to the end."""

@@ -62,7 +62,7 @@ class RequestTable(Stateful):
         self.remove(request.request_id)
         if not self._free:
             raise RuntimeError(
-                f"the {self._program.dims['R']} slots of max_num_seqs are all taken, "
+                f"the {self._program.dims['R']} slots (max_num_seqs of each stage) are all taken, "
                 f"request {request.request_id!r} needs one: finish or preempt a request first"
             )
         pending = PendingPromptLogprobs(

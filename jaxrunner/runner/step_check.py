@@ -118,10 +118,10 @@ class _Step:
         """Adds a request."""
         if new.request_id in self.rows:
             raise ValueError(f"{where}.request_id={shown(new.request_id)} is there twice")
-        if len(self.rows) == self._program.dims["R"]:
+        if len(self.rows) == (R := self._program.dims["R"]):
             raise RuntimeError(
-                f"{where}: the {self._program.dims['R']} slots of max_num_seqs are all taken, "
-                f"request {shown(new.request_id)} needs one: finish or preempt a request first"
+                f"{where}: the {R} slots (max_num_seqs of each stage) are all taken, request "
+                f"{shown(new.request_id)} needs one: finish or preempt a request first"
             )
         check_new(where, new, self._program)
         name, computed = f"{where}.block_ids", new.num_computed

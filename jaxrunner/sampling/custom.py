@@ -86,9 +86,13 @@ def host_logits_fn(
     request alone ends with an error, and the log has the exception.
     """
 
-    def call(logits: np.ndarray, token_ids: np.ndarray, position: Any, values: Any) -> np.ndarray:
+    def call(
+        logits: np.ndarray, token_ids: np.ndarray, prompt_len: Any, position: Any, values: Any
+    ) -> np.ndarray:
         args = {name: float(value) for name, value in values.items()}
         logits = np.array(logits)
+        if int(prompt_len) == 0:  # of padding
+            return logits
         try:
             out = fn(logits, np.asarray(token_ids)[: int(position)].tolist(), args)
             return np.asarray(out, np.float32).reshape(logits.shape)
@@ -99,9 +103,8 @@ def host_logits_fn(
     def traced(logits: Array, row: LogitsRow) -> Array:
         shape = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
         values = {name: row.args[name] for name in names}
-        return jax.pure_callback(
-            call, shape, logits, row.token_ids, row.position, values, vmap_method="sequential"
-        )
+        told = row.token_ids, row.prompt_len, row.position, values
+        return jax.pure_callback(call, shape, logits, *told, vmap_method="sequential")
 
     names = tuple(extra_args or {})
     if not callable(fn):
