@@ -93,7 +93,7 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), (TENSOR,))
     exchange = peer_rows.make(mesh, TENSOR, args.len)
     rng, sizes = np.random.default_rng(0), [(P, T) for P in args.parts for T in args.tokens]
-    result = dict(machine(), devices=mesh.size, us_of_a_call={})
+    result: dict[str, Any] = dict(machine(), devices=mesh.size, us_of_a_call={})
     for P, T in sizes:
         given = inputs(mesh, rng, P, T, args.len, exchange.places)
         if why := refuses(given[0], given[1][0], given[2], given[3][0]):
