@@ -8,15 +8,17 @@ reduction over warps has one scratch for all warpgroups: several at once would r
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import mosaic, pdl
-from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import Barrier, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -103,12 +105,35 @@ def add_rms_norm(
     if why := refuses(x, residual, weight, more, end, config=config):
         raise ValueError(why)
     T, E = x.shape
-    groups = groups_of(E, config.width)
+    cut = cut_rows(E, config.width)
+    body = partial(_kernel, eps=eps, one_more=one_more, has_end=end is not None)
+    run = kernel(body, T, cut, x.dtype, 1 if end is None else 2, name="add_rms_norm")
+    total, out = run(
+        x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut),
+        *(() if end is None else (end.reshape(cut),)),
+        *(() if more is None else (more.low, more.b.reshape(*more.b.shape[:2], *cut), more.place)),
+    )  # fmt: skip
+    return total.reshape(T, E), out.reshape(T, E)
+
+
+def cut_rows(E: int, width: int = TuningConfig.width) -> tuple[int, int, int]:
+    """Returns the shape of a row of E: warpgroups, warps of each, and numbers of a warp."""
+    groups = groups_of(E, width)
     warps, _ = cut_of(E // groups)
-    cut, num_norms = (groups, warps, E // (groups * warps)), 1 if end is None else 2
-    row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
-    total, out = plgpu.kernel(
-        partial(_kernel, eps=eps, one_more=one_more, has_end=end is not None),
+    return groups, warps, E // (groups * warps)
+
+
+def kernel(
+    body: Callable[..., None], T: int, cut: tuple[int, int, int], dtype: DTypeLike,
+    num_norms: int = 1, *, name: str,
+) -> Callable[..., tuple[Array, Array]]:  # fmt: skip
+    """Returns a kernel of a block a row, which makes two arrays, [T, *cut]: a sum and its norm.
+
+    body: gets both behind its inputs, then the sums and the barriers of `normed`, for each norm.
+    """
+    row, (groups, warps, _) = jax.ShapeDtypeStruct((T, *cut), dtype), cut
+    return plgpu.kernel(
+        body,
         out_type=(row, row),
         scratch_types=(
             plgpu.SMEM((num_norms, groups, warps), jnp.float32),
@@ -118,14 +143,27 @@ def add_rms_norm(
         grid_names=("row",),
         num_threads=groups,
         thread_name="group",
-        kernel_name="add_rms_norm",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(
-        x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut),
-        *(() if end is None else (end.reshape(cut),)),
-        *(() if more is None else (more.low, more.b.reshape(*more.b.shape[:2], *cut), more.place)),
-    )  # fmt: skip
-    return total.reshape(T, E), out.reshape(T, E)
+    )
+
+
+def normed(
+    x: Array, weight: Array, group: Array, part_smem: Ref, barriers: Barrier, nth: int = 0, *,
+    eps: float, one_more: bool,
+) -> Array:  # fmt: skip
+    """Returns the norm of a warpgroup's part of a row, [warps, width]; a block's nth norm."""
+    _, groups, warps = part_smem.shape
+    E, x = groups * math.prod(x.shape), x.astype(jnp.float32)
+    part_smem[nth, group] = (x * x).sum(-1)
+    # All threads arrive, so that all parts are seen once all are through.
+    mosaic.barrier_arrive(barriers.at[nth])
+    mosaic.barrier_wait(barriers.at[nth])
+    square = sum(part_smem[nth, g, w] for g in range(groups) for w in range(warps))
+    gain = lax.rsqrt(square / E + eps)
+    if one_more:
+        return (x * gain * (1 + weight.astype(jnp.float32))).astype(weight.dtype)
+    return (x * gain).astype(weight.dtype) * weight
 
 
 def _kernel(
@@ -134,28 +172,17 @@ def _kernel(
 ) -> None:  # fmt: skip
     *rest, total_ref, out_ref, part_smem, barriers = refs
     pdl.begin()
-    _, groups, warps, width = x_ref.shape
+    _, _, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
     load = partial(mosaic.load, layout=layout_of(warps * width), optimized=False)
-
-    def normed(x: Array, weight: Array, nth: int) -> Array:
-        """Returns the norm of a row; its nth, as each has sums and a barrier of its own."""
-        x = x.astype(jnp.float32)
-        part_smem[nth, group] = (x * x).sum(-1)
-        # All threads arrive, so that all parts are seen once all are through.
-        mosaic.barrier_arrive(barriers.at[nth])
-        mosaic.barrier_wait(barriers.at[nth])
-        square = sum(part_smem[nth, g, w] for g in range(groups) for w in range(warps))
-        gain = lax.rsqrt(square / (groups * warps * width) + eps)
-        if one_more:
-            return (x * gain * (1 + weight.astype(jnp.float32))).astype(weight.dtype)
-        return (x * gain).astype(weight.dtype) * weight
-
+    norm = partial(
+        normed, group=group, part_smem=part_smem, barriers=barriers, eps=eps, one_more=one_more
+    )
     x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
     residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
     if has_end:
         whole = reduce(jnp.add, (part.astype(jnp.float32) for part in residual))
-        x += normed(whole.astype(x.dtype), load(rest[0].at[group]), 1)
+        x += norm(whole.astype(x.dtype), load(rest[0].at[group]), nth=1)
     elif parts > 1 or residual_ref.dtype == jnp.float32:
         wide = (part.astype(jnp.float32) for part in residual)
         total = sum(wide, x.astype(jnp.float32))
@@ -164,7 +191,7 @@ def _kernel(
         x += next(residual)
     weight = load(weight_ref.at[group])
     put(total_ref.at[row, group], x)
-    put(out_ref.at[row, group], normed(x, weight, 0))
+    put(out_ref.at[row, group], norm(x, weight))
 
 
 def _added(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import lanes, mosaic
 from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.query_rows import Tile, split
 from jaxrunner.types import Array
@@ -89,7 +89,7 @@ def merge(boxes: Sequence[Ref], out: Ref) -> None:
         half = mgpu.c(width // 2, index)
         pairs = shape[0] * (shape[1] if len(shape) > 1 else 1) * width // 2
         begin = arith.muli(peer.registers.item(), mgpu.c(width, i32))
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, i32))
+        thread = lanes.thread()
         for start in range(0, pairs, utils.WARPGROUP_SIZE):
             at = arith.addi(arith.index_cast(index, thread), mgpu.c(start, index))
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, at, mgpu.c(pairs, index))):

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
-from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas import lanes, mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
@@ -99,8 +99,8 @@ def _tap(weight: Ref, first: Array, tap: int, num: int, vec: int) -> Array:
     )
     def load(_: Any, weight: ir.Value, first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(THREADS, i32))
-        channel = arith.addi(first.registers.item(), arith.muli(thread, mgpu.c(vec, i32)))
+        channel = arith.muli(lanes.thread(), mgpu.c(vec, i32))
+        channel = arith.addi(first.registers.item(), channel)
         start = arith.index_cast(index, arith.muli(channel, mgpu.c(num, i32)))
         places = [arith.addi(start, mgpu.c(i * num + tap, index)) for i in range(vec)]
         numbers = [memref.load(weight, [place]) for place in places]

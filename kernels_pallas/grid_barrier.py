@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import lanes, mosaic
 from jaxrunner.kernels_pallas.mosaic import Ref
 
 REF = plgpu.RefType()
@@ -78,9 +78,8 @@ def count(counter: ir.Value, last: ir.Value) -> ir.Value:
 
 def is_first_thread() -> ir.Value:
     """Returns whether a thread is the first of its warpgroup. In MLIR."""
-    i32 = ir.IntegerType.get_signless(32)
-    index = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, i32))
-    return arith.cmpi(arith.CmpIPredicate.eq, index, mgpu.c(0, i32))
+    zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+    return arith.cmpi(arith.CmpIPredicate.eq, lanes.thread(), zero)
 
 
 def _fence() -> None:

@@ -48,6 +48,11 @@ def lane() -> Array:
     return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=LAYOUT)
 
 
+def thread() -> ir.Value:
+    """Returns a thread's number in its warpgroup, as `lane`. In MLIR."""
+    return arith.remui(mgpu.thread_idx(), mgpu.c(LANES, ir.IntegerType.get_signless(32)))
+
+
 def full(value: Any, dtype: Any) -> Array:
     """Returns a vector of equal numbers, for loops to carry."""
     return plgpu.layout_cast(jnp.full((LANES,), value, dtype), LAYOUT)
@@ -143,9 +148,8 @@ def put(ref: Ref, start: Array, offsets: Sequence[int], values: Sequence[Array])
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), *[LAYOUT] * len(values)),
     )
     def store(_: Any, ref: ir.Value, start: mgpu.FragmentedArray, *values: Any) -> None:
-        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(LANES, i32))
-        first = arith.index_cast(index, arith.addi(start.registers.item(), thread))
+        index = ir.IndexType.get()
+        first = arith.index_cast(index, arith.addi(start.registers.item(), thread()))
         for offset, value in zip(offsets, values, strict=True):
             memref.store(_element(value), ref, [arith.addi(first, mgpu.c(offset, index))])
 

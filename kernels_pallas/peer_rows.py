@@ -33,7 +33,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 import numpy as np
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import lanes, mosaic
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
@@ -115,7 +115,7 @@ def end(places: Ref, row: Array, group: Array, turn: Array) -> None:
         turn: mgpu.FragmentedArray,
     ) -> None:  # fmt: skip
         i32 = ir.IntegerType.get_signless(32)
-        first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), mgpu.c(0, i32))
+        first = arith.cmpi(arith.CmpIPredicate.eq, lanes.thread(), mgpu.c(0, i32))
         more = arith.addi(turn.registers.item(), mgpu.c(1, i32))
         _store(_turn(places, row, group), [more], first)
 
@@ -143,7 +143,7 @@ def exchange(
         offset = arith.muli(group.registers.item(), mgpu.c(part_bytes, i32))
         offset = arith.addi(offset, start.registers.item())
         size = math.gcd(len(words[0]), 4)  # words of a load or a store
-        offset = arith.addi(offset, arith.muli(_thread(), mgpu.c(4 * size, i32)))
+        offset = arith.addi(offset, arith.muli(lanes.thread(), mgpu.c(4 * size, i32)))
         sent = [word for some in words for word in some]
         chunks = [sent[i : i + size] for i in range(0, len(sent), size)]
         step = 4 * size * utils.WARPGROUP_SIZE
@@ -278,12 +278,6 @@ def _at(row: ir.Value | int, column: int) -> list[ir.Value]:
     index = ir.IndexType.get()
     place = mgpu.c(row, index) if isinstance(row, int) else arith.index_cast(index, row)
     return [place, mgpu.c(column, index)]
-
-
-def _thread() -> ir.Value:
-    """Returns the number of a thread in its warpgroup."""
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, i32))
 
 
 def _i64() -> ir.Type:

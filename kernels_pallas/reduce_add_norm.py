@@ -7,15 +7,12 @@ all-reduce and TensorRT-LLM's one-shot all-reduce with a norm are made like that
 """
 
 from functools import partial, reduce
-from typing import Any
 
-import jax
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import add_norm, mosaic, pdl, peer_rows
-from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import Barrier, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -57,30 +54,16 @@ def reduce_add_norm(
     if why := refuses(x, parts, weight, places):
         raise ValueError(why)
     T, E = x.shape
-    groups = add_norm.groups_of(E)
-    warps, _ = add_norm.cut_of(E // groups)
-    cut = groups, warps, E // (groups * warps)
-    row = jax.ShapeDtypeStruct((T, *cut), x.dtype)
-    total, out = plgpu.kernel(
-        partial(_kernel, eps=eps, one_more=one_more),
-        out_type=(row, row),
-        scratch_types=(
-            plgpu.SMEM((groups, warps), jnp.float32),
-            plgpu.Barrier(num_arrivals=groups),
-        ),
-        grid=(T,),
-        grid_names=("row",),
-        num_threads=groups,
-        thread_name="group",
-        kernel_name="reduce_add_norm",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x.reshape(T, *cut), parts.reshape(-1, T, *cut), weight.reshape(cut), places)
+    cut = add_norm.cut_rows(E)
+    body = partial(_kernel, eps=eps, one_more=one_more)
+    run = add_norm.kernel(body, T, cut, x.dtype, name="reduce_add_norm")
+    total, out = run(x.reshape(T, *cut), parts.reshape(-1, T, *cut), weight.reshape(cut), places)
     return total.reshape(T, E), out.reshape(T, E)
 
 
 def _kernel(
     x_ref: Ref, parts_ref: Ref, weight_ref: Ref, places_ref: Ref, total_ref: Ref, out_ref: Ref,
-    part_smem: Ref, barrier: Any, *, eps: float, one_more: bool,
+    part_smem: Ref, barriers: Barrier, *, eps: float, one_more: bool,
 ) -> None:  # fmt: skip
     pdl.begin()
     _, groups, warps, width = x_ref.shape
@@ -97,16 +80,6 @@ def _kernel(
     wide = (part.astype(jnp.float32) for part in found)
     x = reduce(jnp.add, wide, x.astype(jnp.float32)).astype(x.dtype)
     put(total_ref.at[row, group], x)
-    wide = x.astype(jnp.float32)
-    part_smem[group] = (wide * wide).sum(-1)
-    # All threads arrive, so that all parts are seen once all are through.
-    mosaic.barrier_arrive(barrier)
-    mosaic.barrier_wait(barrier)
+    normed = add_norm.normed(x, weight, group, part_smem, barriers, eps=eps, one_more=one_more)
     peer_rows.end(places_ref, row, group, turn)
-    square = sum(part_smem[g, w] for g in range(groups) for w in range(warps))
-    gain = lax.rsqrt(square / E + eps)
-    if one_more:
-        normed = (wide * gain * (1 + weight.astype(jnp.float32))).astype(weight.dtype)
-    else:
-        normed = (wide * gain).astype(weight.dtype) * weight
     put(out_ref.at[row, group], normed)

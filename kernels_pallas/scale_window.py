@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 import numpy as np
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import lanes, mosaic
 from jaxrunner.kernels_pallas.matmul import ROWS
 from jaxrunner.kernels_pallas.mosaic import Index, Layout, Ref
 from jaxrunner.types import Array
@@ -104,8 +104,7 @@ class Window(NamedTuple):
             _: Any, ref: ir.Value, held: ir.Value, step: mgpu.FragmentedArray,
             first: mgpu.FragmentedArray,
         ) -> None:  # fmt: skip
-            thread = arith.remui(mgpu.thread_idx(), mgpu.c(utils.WARPGROUP_SIZE, _I32()))
-            thread = arith.index_cast(ir.IndexType.get(), thread)
+            thread = arith.index_cast(ir.IndexType.get(), lanes.thread())
             start, row = _index(step), _index(first)
             mgpu.warpgroup_barrier()  # the old scales may be overwritten
             # Unrolled it would need registers that sums are in.

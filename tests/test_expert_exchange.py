@@ -1,11 +1,6 @@
 """Tokens sent to the devices of their experts and back, on fake devices of a CPU."""
 
 import functools
-import json
-import os
-from pathlib import Path
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -22,9 +17,8 @@ from jaxrunner.parallel.mesh import DATA, TENSOR, make_mesh
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from tests.support import small_checkpoint
 from tests.support.data_ranks import GREEDY, MIXTURE, RANKS, SIZES
-from tests.support.lowering import NEW, PLUGIN
+from tests.support.lowering import compiled_by, compiles
 
-ROOT = Path(__file__).parents[1]
 T, E, OWN, K = 5, 3, 2, 4  # tokens of a rank, experts of a device, routes of a token
 EXCHANGE: dict[str, Any] = dict(all2all_backend="ragged_all_to_all", all2all_token_threshold=3)
 MESHES = {"ranks": (2, 3), "ranks of one device": (1, 3), "one rank": (3, 1)}
@@ -79,13 +73,9 @@ def test_each_token_gets_the_sum_of_its_experts(mesh, is_parts):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (PLUGIN and NEW), reason="needs JAX 0.11, the CUDA 13 plugin and ptxas")
+@compiles
 def test_gpus_send_ragged_rows_and_gather_routes_alone():
-    told = dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
-    command = [sys.executable, str(ROOT / "tests" / "support" / "aot_exchange.py")]
-    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found, _ = compiled_by("aot_exchange.py")
     # The third gather is of what the devices of a rank have summed.
     assert found["ragged-all-to-all"] == 2 and found["all-gather"] <= 3 and len(found) == 2
 

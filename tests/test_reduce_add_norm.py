@@ -1,12 +1,7 @@
 """The sum over devices with a residual and a norm in one kernel: what it serves and gives."""
 
 import functools
-import json
-import os
-from pathlib import Path
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +17,9 @@ from jaxrunner.kernels_pallas.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.reduce_add_norm import reduce_add_norm, refuses
 from jaxrunner.parallel.mesh import DATA, TENSOR
 from tests.support import oracles
-from tests.support.lowering import NEW, PLUGIN
+from tests.support.lowering import compiled_by, compiles
 
-ROOT, E, EPS, CALLS = Path(__file__).parents[1], 4096, 1e-5, 70
+E, EPS, CALLS = 4096, 1e-5, 70
 OWN, WHOLE = PartitionSpec(TENSOR), PartitionSpec()
 GPUS = jax.local_devices() if jax.default_backend() == "gpu" else []
 on_gpus = pytest.mark.skipif(
@@ -84,21 +79,13 @@ def test_rows_are_exchanged_within_a_process():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (PLUGIN and NEW), reason="needs JAX 0.11, the CUDA 13 plugin and ptxas")
+@compiles
 def test_all_rows_of_a_call_find_place_at_once():
-    told = dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), MOSAIC_GPU_DUMP_PTXAS="1")
-    command = [sys.executable, str(ROOT / "tests" / "support" / "aot_reduce.py")]
-    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout + done.stderr
+    num_kernels, said = compiled_by("aot_reduce.py", MOSAIC_GPU_DUMP_PTXAS="1")
     registers = [int(num) for num in re.findall(r"ptxas info *: Used (\d+) registers", said)]
     spills = [int(num) for num in re.findall(r"(\d+) bytes spill stores", said)]
     assert len(registers) >= 3 and max(registers) <= 128 and max(spills) == 0, (registers, spills)
-    assert json.loads(said_last(done.stdout)) == [3, 3, 3]  # none is another's common subexpression
-
-
-def said_last(text: str) -> str:
-    return next(line for line in reversed(text.splitlines()) if line.startswith("["))
+    assert num_kernels == [3, 3, 3]  # none is another's common subexpression
 
 
 def chained(step: Any, mesh: Mesh, calls: int) -> Any:

@@ -2,11 +2,7 @@
 
 from collections.abc import Iterator
 import functools
-import json
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -28,8 +24,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 from jaxrunner.speculators.ngram import ngram
 from tests.support import tiny
-from tests.support.lowering import NEW, PLUGIN
-from tests.support.sources import ROOT
+from tests.support.lowering import compiled_by, compiles
 
 
 @pytest.mark.devices(8)
@@ -130,13 +125,9 @@ def test_no_device_has_all_logits_and_each_gets_its_rows_once(key, rules_, specu
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (PLUGIN and NEW), reason="needs JAX 0.11, the CUDA 13 plugin and ptxas")
+@compiles
 def test_gpus_draw_by_the_kernel_of_one_between_two_exchanges():
-    told = dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
-    command = [sys.executable, str(ROOT / "tests" / "support" / "aot_rows.py")]
-    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    compiled = json.loads(done.stdout.strip().splitlines()[-1])
+    compiled, _ = compiled_by("aot_rows.py")
     assert compiled["found"] == {"all-to-all": 1, "kernel": 3, "all-reduce": 1}
     assert compiled["told"] == [["f32", 2, 5, 3]]  # of 5 rows a token and two flags
 

@@ -21,10 +21,8 @@ def draw_coupled(
 
     So equal logits give the token that the model will sample there.
     """
-    share = RowShare(slot.shape[0], program.num_shares)
-    logits, position = share.own((logits, position))
-    slot = share.own(slot, fill=state.requests.done.shape[0])
-    batch, size = Batched(slot, position, state.requests, None), SampleSize(slot.shape[0])
+    share, logits, batch = _own_rows(state, slot, logits, position, program)
+    size = SampleSize(batch.slot.shape[0])
     return share.whole(sample(logits, batch, state.tables, program=program, size=size).token_ids)
 
 
@@ -37,11 +35,8 @@ def draw_own(
     their maximum, which keeps likely tokens apart when they are rounded to the engine's dtype.
     Logits of a row that is not finite are all 0. Greedy requests get the likeliest token.
     """
-    share = RowShare(slot.shape[0], program.num_shares)
-    logits, position = share.own((logits, position))
-    slot = share.own(slot, fill=state.requests.done.shape[0])
-    batch = Batched(slot, position, state.requests, None)
-    logits = logits.astype(jnp.float32)
+    share, logits, batch = _own_rows(state, slot, logits, position, program)
+    slot, position, logits = batch.slot, batch.position, logits.astype(jnp.float32)
     processed = process(logits, batch, state.tables, program=program, all_rules=False).logits
     best = processed.max(1, keepdims=True)
     failed = ~jnp.isfinite(best) | jnp.isnan(processed).any(1, keepdims=True)
@@ -52,3 +47,13 @@ def draw_own(
     noise = noises(seeds.words, total, greedy, stream=stream, num=num)
     drafts = jnp.argmax(kept.astype(jnp.float32) + noise, axis=1).astype(jnp.int32)
     return share.whole(drafts), share.gather(kept)
+
+
+def _own_rows(
+    state: State, slot: Array, logits: Array, position: Array, program: Program
+) -> tuple[RowShare, Array, Batched]:
+    """Returns how rows are shared out, and the logits and the batch of a device's own."""
+    share = RowShare(slot.shape[0], program.num_shares)
+    logits, position = share.own((logits, position))
+    slot = share.own(slot, fill=state.requests.done.shape[0])
+    return share, logits, Batched(slot, position, state.requests, None)
