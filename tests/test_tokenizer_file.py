@@ -1,6 +1,7 @@
 """A tokenizer.json or a text that would end the process is refused before anything is done."""
 
 import base64
+import itertools
 import json
 from pathlib import Path
 import sys
@@ -13,7 +14,7 @@ from tokenizers import decoders, normalizers
 
 from jaxrunner import embedded
 from jaxrunner.api import limits
-from jaxrunner.text import tokenizer_file
+from jaxrunner.text import pattern_trial, tokenizer_file
 from jaxrunner.text.prompts import parse_prompts
 from jaxrunner.text.tokenizer import Tokenizer
 from jaxrunner.text.tokenizer_file import read
@@ -87,7 +88,7 @@ def test_what_would_end_the_process_is_refused(changes, match, tmp_path: Path):
     start = time.monotonic()
     with pytest.raises(ValueError, match=f"tokenizer.json: .*{match}"):
         Tokenizer.from_folder(tmp_path)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("form", tokenizer_file.FORMS)
@@ -132,7 +133,17 @@ def test_patterns_that_backtrack_are_refused(changes, match, tmp_path: Path):
     start = time.thread_time()
     with pytest.raises(ValueError, match=f"tokenizer.json: .*{match}"):
         Tokenizer.from_folder(tmp_path)
-    assert time.thread_time() - start < 5
+    assert time.thread_time() - start < 10
+
+
+def test_a_pause_of_the_machine_refuses_no_pattern(monkeypatch, tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told() | dict(pre_tokenizer=split("x+y"))))
+    clock = iter([0.0, 9.0] * (pattern_trial.TRIES - 1) + [0.0] * 100_000)
+    monkeypatch.setattr(pattern_trial.time, "thread_time", lambda: next(clock))
+    assert Tokenizer.from_folder(tmp_path).encode("xxy")
+    monkeypatch.setattr(pattern_trial.time, "thread_time", itertools.count(0, 9).__next__)
+    with pytest.raises(ValueError, match="pre_tokenizer takes over 0.3 s for 'a'"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_patterns_of_models_are_taken(tmp_path: Path):
@@ -147,7 +158,7 @@ def test_patterns_of_models_are_taken(tmp_path: Path):
         )
         start = time.thread_time()
         assert Tokenizer.from_folder(tmp_path).encode("x = 1000")
-        assert time.thread_time() - start < 2
+        assert time.thread_time() - start < 10
 
 
 FILES = {
@@ -196,4 +207,4 @@ def test_a_text_that_cannot_fit_is_not_split():
     start = time.monotonic()
     with pytest.raises(ValueError, match="has 50000000 characters, at most 8388608 can be split"):
         tokenizer.encode("a" * 50_000_000)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
