@@ -1,6 +1,8 @@
 """Models on shards, on fake devices of a CPU: tokens are those of one device."""
 
+import dataclasses
 from pathlib import Path
+import re
 from typing import Any, cast
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.loading.weights import load_params, save_checkpoint
+from jaxrunner.model import Ops
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.plain import norm_heads
 from jaxrunner.parallel import tensor
@@ -82,6 +85,26 @@ def test_a_norm_over_all_heads_is_that_of_one_device(num_heads):
     copies = max(4 // num_heads, 1)
     got = np.asarray(run(jnp.repeat(x, copies, 1), weight))
     np.testing.assert_allclose(got, np.repeat(norm_heads(x, weight, 0.1), copies, 1), rtol=1e-6)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize(("name", "num"), [("project", 1), ("mlp", 2), ("experts", 2)])
+def test_devices_send_a_residual_as_wide_as_the_layer_takes_it(name, num):
+    """Kernels leave parts in float32, twice the bytes. num: arguments behind x."""
+    parts = jnp.arange(24, dtype=jnp.float32).reshape(2, 3, 4) / 8
+    fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Ops))
+    ops = Ops(**fields | {name: lambda *_: parts})
+    over = tensor.all_reduce_ops(lambda batch, note: ops, cast(Any, None))
+    run = jax.shard_map(
+        lambda x: getattr(over, name)(x, *[None] * num), mesh=make_mesh(2), check_vma=False,
+        in_specs=PartitionSpec(), out_specs=PartitionSpec(),
+    )  # fmt: skip
+    for dtype in (jnp.bfloat16, jnp.float32):
+        total = run(jnp.zeros((3, 4), dtype))
+        assert total.dtype == dtype
+        np.testing.assert_array_equal(total.astype(jnp.float32), 2 * parts.sum(0))
+    assert "psum" in (told := str(jax.make_jaxpr(run)(jnp.zeros((3, 4), jnp.bfloat16))))
+    assert not re.search(r"f32\S* = psum", told)
 
 
 def test_copied_heads_and_merged_ones_are_inverse():

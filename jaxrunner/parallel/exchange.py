@@ -7,7 +7,7 @@ routes, and so the number and offsets of the rows that each device sends.
 
 from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,7 @@ def exchanged(run: Run, x: Array, routes: Routes, num_own: int, axes: Axes) -> A
     else:  # each device has all tokens
         x = take(x, token)
     own_routes = _routes_of(every, token, me * num_own, num_own)
-    made = own_parts(run(x, own_routes), own_routes, num_own)
-    made = made.sum(0) if made.ndim == 3 else made
+    made = summed(own_parts(run(x, own_routes), own_routes, num_own), x.dtype)
     first = jnp.arange(M, dtype=jnp.int32) * n
     back = _all_to_all(made, most, first, sent.sizes[:, me], starts[:, me], sent.sizes[me], axes)
     total = jnp.zeros((n, E), jnp.float32)
@@ -112,6 +111,11 @@ def own_parts(residual: Array, routes: Routes, num_own: int) -> Array:
     if residual.ndim < 3:
         return residual
     return jnp.where((routes.experts < num_own).T[..., None], residual, 0)
+
+
+def summed(residual: Array, dtype: Any) -> Array:
+    """Returns a residual, [T, E] or parts of it, in a dtype that may be narrower, [T, E]."""
+    return (residual.sum(0) if residual.ndim == 3 else residual).astype(dtype)
 
 
 def _all_to_all(

@@ -20,7 +20,7 @@ from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.parallel.context import check_context
-from jaxrunner.parallel.exchange import exchanged, own_parts
+from jaxrunner.parallel.exchange import exchanged, own_parts, summed
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import (
     DATA,
@@ -119,22 +119,24 @@ def all_reduce_ops(
     ops, axes = make(batch, note=note), (DATA, TENSOR) if data_ranks else (TENSOR,)
 
     def project(x: Array, w: Weights) -> Array:
-        return _all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)))
+        return _all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)), x.dtype)
 
     def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
-        return _all_reduce(ops.mlp(x, gate_up, _on_shard(down)))
+        return _all_reduce(ops.mlp(x, gate_up, _on_shard(down)), x.dtype)
 
     def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
         if not expert_parallel:
-            return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")))
+            return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")), x.dtype)
         if exchange_from is not None and x.shape[0] >= exchange_from:
             run = functools.partial(_run_experts, ops, w)
             return exchanged(run, x, routes, w.num_experts, axes)
         if data_ranks:
             x, routes = jax.tree.map(_of_all_ranks, (x, routes))
         own = _own_routes(routes, w.num_experts, axes)
-        residual = own_parts(ops.experts(x, own, w), own, w.num_experts)
-        return _all_reduce(_of_own_rank(residual) if data_ranks else residual)
+        residual = summed(own_parts(ops.experts(x, own, w), own, w.num_experts), x.dtype)
+        if data_ranks:
+            residual = jax.lax.psum_scatter(residual, DATA, tiled=True)
+        return _all_reduce(residual, x.dtype)
 
     return replace(ops, project=project, mlp=mlp, experts=experts, norm_heads=_norm_heads)
 
@@ -162,12 +164,6 @@ def _of_all_ranks(x: Array) -> Array:
     return jax.lax.all_gather(x, DATA, tiled=True)
 
 
-def _of_own_rank(residual: Array) -> Array:
-    """Sums over data ranks a residual, [tokens of all, E] or parts of it; each has its own's."""
-    parts = residual.sum(0) if residual.ndim == 3 else residual
-    return jax.lax.psum_scatter(parts, DATA, tiled=True)
-
-
 def _own_routes(routes: Routes, num: int, axes: tuple[str, ...]) -> Routes:
     """Returns the routes to a device's own experts, `num` of them, by their numbers there."""
     own = routes.experts - jax.lax.axis_index(axes) * num
@@ -187,11 +183,9 @@ def all_reduced(
     )  # fmt: skip
 
 
-def _all_reduce(residual: Array) -> Array:
-    """Sums a residual, [T, E] or parts of it, over the devices."""
-    if residual.ndim == 3:
-        residual = residual.sum(0, keepdims=True)
-    return jax.lax.psum(residual, TENSOR)
+def _all_reduce(residual: Array, dtype: Any) -> Array:
+    """Sums a residual, [T, E] or parts of it, over the devices; they send it in `dtype`."""
+    return jax.lax.psum(summed(residual, dtype), TENSOR)
 
 
 def _own_inputs(x: Array, w: Any) -> Array:
