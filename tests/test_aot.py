@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from jaxrunner.device import xla_options
 from tests.support.lowering import compiled_by, compiles
 
 ROOT = Path(__file__).parents[1]
@@ -29,3 +30,18 @@ def test_decode_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
         assert step["aliased"] >= step["kv_bytes"]  # the cache is written in place
         assert (step["copies"], step["loops"]) == (0, step["wanted_loops"])
         assert step["graphs"] == step["wanted_graphs"]  # none for a prefill
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.skipif(not xla_options.BRANCHES, reason="JAX before 0.12 leaves all sums to NCCL")
+@pytest.mark.parametrize(("num_devices", "num_rows"), [(2, 1), (2, 64), (4, 256)])
+def test_a_step_on_several_gpus_is_two_graphs_around_one_exchange(num_devices, num_rows, tmp_path):
+    """All sums over devices are kernels of XLA's in these graphs, the exchange of logits is not."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    told = dict(XLA_FLAGS=f"--xla_dump_to={tmp_path}", PYTHONPATH=paths)
+    args = str(num_devices), str(num_rows), str(tmp_path)
+    found, _ = compiled_by("aot_tensor.py", *args, **told)
+    launched = [kind for kind in found["launched"] if not kind.startswith("Async")]
+    assert launched[0] == launched[-1] == "CommandBuffer" and len(launched) == 3
+    assert found["sums"] == 1 + 2 * 3 + 1  # of embeddings, of layers, of what was sampled
