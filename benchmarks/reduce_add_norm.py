@@ -39,7 +39,7 @@ Step = Callable[..., tuple[jax.Array, jax.Array]]
 
 def by_psum(x: Any, parts: Any, weight: Any, places: Any) -> tuple[jax.Array, jax.Array]:
     """As steps do: XLA sums the parts with those of other devices."""
-    return add_rms_norm(x, lax.psum(parts.sum(0, keepdims=True), TENSOR), weight, eps=1e-5)
+    return add_rms_norm(x, lax.psum(parts.sum(0).astype(x.dtype), TENSOR), weight, eps=1e-5)
 
 
 def by_kernel(x: Any, parts: Any, weight: Any, places: Any) -> tuple[jax.Array, jax.Array]:
@@ -126,11 +126,12 @@ def inputs(
 ) -> tuple[jax.Array, ...]:
     """Returns the residual, each device's parts, the norm's weight, and places."""
 
-    def put(x: np.ndarray, where: PartitionSpec) -> jax.Array:
-        return jax.device_put(jnp.asarray(x, jnp.bfloat16), NamedSharding(mesh, where))
+    def put(x: np.ndarray, where: PartitionSpec, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return jax.device_put(jnp.asarray(x, dtype), NamedSharding(mesh, where))
 
     x, parts = rng.normal(size=(T, E)), 0.05 * rng.normal(size=(mesh.size, P, T, E))
-    return put(x, WHOLE), put(parts, OWN), put(1 + 0.1 * rng.normal(size=E), WHOLE), places
+    own = put(parts, OWN, jnp.float32 if P > 1 else jnp.bfloat16)  # as products leave them
+    return put(x, WHOLE), own, put(1 + 0.1 * rng.normal(size=E), WHOLE), places
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from jaxrunner.types import Array
 
 MAX_ROWS = 256  # of a call: all of them are on the chip at once, on all devices
 MAX_GROUPS = 8  # warpgroups that share a row
-ITEM_BYTES = 4  # a number has room for, whatever is sent
+ITEM_BYTES = 2  # of a number that is sent, bfloat16 or float16
 HEAD_BYTES = MAX_ROWS * MAX_GROUPS * 4  # turns, before the rows
 MISSING, INSTEAD = -1, 0x7FFF7FFF  # both NaN, or two of them, in any float
 SPLAT = plgpu.Layout.WG_SPLAT(())
@@ -127,7 +127,8 @@ def exchange(
 ) -> Sequence[Array]:
     """Returns what each device has of a part of a row, its own as well, by their ranks.
 
-    own: [...] of a warpgroup, with at least a word of neighbours a thread; start: of `region`.
+    own: [...] of a warpgroup, in 16 bits, with a word of neighbours a thread or more; start: of
+        `region`.
     """
     num = places.shape[0] - 2
     out = plgpu.ShapeDtypeStruct(own.shape, own.dtype, layout=layout)

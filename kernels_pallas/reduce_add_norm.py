@@ -43,7 +43,7 @@ def reduce_add_norm(
     """Returns x plus the sum of all devices' parts, [T, E], and the RMSNorm of that, [T, E].
 
     x: [T, E], alike on all devices, as the results are, bit by bit. parts: [parts, T, E], in
-    float32 or x's dtype, what a device adds; their sum is rounded to their dtype, and is added to x
+    float32 or x's dtype, what a device adds; their sum is rounded to x's dtype, and is added to x
     in float32 by the devices' ranks. weight, eps and one_more: as in `add_rms_norm`. places:
     [devices + 2, 2], a device's own of `peer_rows.Exchange`, made for E. Each call must depend on
     the one before.
@@ -73,10 +73,8 @@ def _kernel(
     turn, start = peer_rows.region(places_ref, row, group, E)
     x, weight = load(x_ref.at[row, group]), load(weight_ref.at[group])
     own = [load(parts_ref.at[part, row, group]) for part in range(parts_ref.shape[0])]
-    if len(own) > 1:
-        wide = reduce(jnp.add, (part.astype(jnp.float32) for part in own))
-        own = [wide.astype(parts_ref.dtype)]
-    found = peer_rows.exchange(places_ref, own[0], group, start, groups, layout)
+    sent = reduce(jnp.add, (part.astype(jnp.float32) for part in own)).astype(x.dtype)
+    found = peer_rows.exchange(places_ref, sent, group, start, groups, layout)
     wide = (part.astype(jnp.float32) for part in found)
     x = reduce(jnp.add, wide, x.astype(jnp.float32)).astype(x.dtype)
     put(total_ref.at[row, group], x)

@@ -114,11 +114,11 @@ def by_kernel(x: Any, parts: Any, weight: Any, places: Any) -> Any:
 def by_gather(x: Any, parts: Any, weight: Any, places: Any) -> Any:
     """The same roundings: a device's parts are one, and `add_rms_norm` adds those of devices."""
     whole = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
-    return add_rms_norm(x, lax.all_gather(whole.astype(parts.dtype), TENSOR), weight, eps=EPS)
+    return add_rms_norm(x, lax.all_gather(whole.astype(x.dtype), TENSOR), weight, eps=EPS)
 
 
 def by_psum(x: Any, parts: Any, weight: Any, places: Any) -> Any:
-    return add_rms_norm(x, lax.psum(parts.sum(0, keepdims=True), TENSOR), weight, eps=EPS)
+    return add_rms_norm(x, lax.psum(parts.sum(0).astype(x.dtype), TENSOR), weight, eps=EPS)
 
 
 @functools.cache
