@@ -91,7 +91,7 @@ class AdapterOps(NamedTuple):
     summed: tuple[Operation, ...] = ()  # (x, the product's weights, place) -> as `Ops.linear`
     linear: tuple[Operation, ...] = ()  # (y [T, N], x, stack, place) -> y with what adapters add
     project: tuple[Operation, ...] = ()  # the same of y in parts, or what `add_norm` takes
-    units: tuple[Operation, ...] = ()  # (y [T, 2, F], x, stack, place) -> a gated MLP's units
+    units: tuple[Operation, ...] = ()  # (y [T, 2, F], x, stack, place, activation) -> [T, F]
 
 
 class AttendLatent(Protocol):
@@ -126,8 +126,8 @@ class Ops:
         outputs of weights that a class names as its `per_head`.
     plain_linear: (x [T, E], w) -> [T, outputs], of so few outputs that no kernel is asked.
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
-    mlp: (x [T, E], gate_up of [2, F, E], down of [E, F]) -> the residual that a gated MLP adds, as
-        `project` returns it.
+    mlp: (x [T, E], gate_up of [2, F, E], down of [E, F], activation="silu") -> the residual that a
+        gated MLP adds, as `project` returns it; its gates go through one of `plain.ACTIVATIONS`.
     route: (config, w, logits [T, X]) -> the experts of each token; none of a bucket's padding.
     experts: (x [T, E], routes, w) -> the residual that a mixture's experts add, as `project`
         returns it.
@@ -155,7 +155,7 @@ class Ops:
     recur: Callable[[Recurrence, Any, StateCache | None, int], tuple[Array, StateCache | None]]
     linear: Callable[[Array, Weights], Array]
     project: Callable[[Array, Weights], Array]
-    mlp: Callable[[Array, Weights, Weights], Array]
+    mlp: Callable[..., Array]
     route: Callable[[RouterConfig, Router, Array], Routes]
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     norm_heads: Callable[[Array, Array, float], Array]

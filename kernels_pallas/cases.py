@@ -20,7 +20,7 @@ from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.lora_case import LORA
-from jaxrunner.kernels_pallas.matmul import matmul, swiglu
+from jaxrunner.kernels_pallas.matmul import glu, matmul
 from jaxrunner.kernels_pallas.mixture_case import choices, full_tiles, groups, mixtures, routes
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.quantized_case import (
@@ -174,8 +174,9 @@ def norms(T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool =
     return Case("add_rms_norm", name, make, run, float(moved), "TB/s", options)
 
 
-def products(T: int, E: int, F: int, *, gated: bool = False) -> Case:
+def products(T: int, E: int, F: int, *, activation: str | None = None) -> Case:
     """T tokens times a weight, [F, E], or the gate and up projections of a gated MLP."""
+    gated = activation is not None
 
     def make(seed: int) -> tuple[Array, ...]:
         keys = jax.random.split(jax.random.key(seed))
@@ -183,11 +184,13 @@ def products(T: int, E: int, F: int, *, gated: bool = False) -> Case:
         x, weight = map(jax.random.normal, keys, ((T, E), shape))
         return x.astype(jnp.bfloat16), (weight * E**-0.5).astype(jnp.bfloat16)
 
-    run, moved = swiglu if gated else matmul, 2.0 * E * F * (1 + gated)
-    return Case(run.__name__, f"{T} x {E} x {F}", make, run, moved, "TB/s", {})
+    options: dict[str, Any] = dict(activation=activation) if gated else {}
+    name, moved = f"{T} x {E} x {F}" + f", {activation}" * gated, 2.0 * E * F * (1 + gated)
+    run = functools.partial(glu if gated else matmul, **options)
+    return Case("glu" if gated else "matmul", name, make, run, moved, "TB/s", options)
 
 
-def mlps(T: int, E: int, F: int) -> Case:
+def mlps(T: int, E: int, F: int, activation: str = "silu") -> Case:
     """The gated MLP of T tokens; the parts of its sums are added up."""
 
     def make(seed: int) -> tuple[Array, ...]:
@@ -197,9 +200,10 @@ def mlps(T: int, E: int, F: int) -> Case:
         return x.astype(jnp.bfloat16), gate_up.astype(jnp.bfloat16), down.astype(jnp.bfloat16)
 
     def run(x: Array, gate_up: Array, down: Array) -> Array:
-        return gated_mlp(x, gate_up, down).sum(0).astype(x.dtype)
+        return gated_mlp(x, gate_up, down, activation).sum(0).astype(x.dtype)
 
-    return Case("gated_mlp", f"{T} x {E} x {F}", make, run, 6.0 * E * F, "TB/s", {})
+    name, options = f"{T} x {E} x {F}, {activation}", dict(activation=activation)
+    return Case("gated_mlp", name, make, run, 6.0 * E * F, "TB/s", options)
 
 
 def writes(
@@ -323,8 +327,9 @@ TESTS: tuple[Case, ...] = (
     norms(3, 3840, one_more=True), norms(5, 3840, parts=4, one_more=True, end=True),
     norms(70, 4096, end=True), norms(3, 64, parts=1, end=True),
     products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
-    products(64, 1024, 48, gated=True), products(256, 1024, 14336, gated=True),
+    products(64, 1024, 48, activation="silu"), products(256, 1024, 14336, activation="gelu_tanh"),
     mlps(8, 1024, 3072), mlps(40, 2048, 8192), mlps(64, 4096, 14336), mlps(128, 1024, 3072),
+    mlps(16, 1024, 3072, "gelu_tanh"), mlps(64, 3840, 15360, "gelu_tanh"),
     mixtures(1, 128, 8, 512, 256, tile=8), mixtures(1, 8, 2, 320, 192, tile=8, clamped=True),
     mixtures(9, 8, 2, 512, 256, tile=8),
     mixtures(64, 60, 4, 1024, 384, tile=16), mixtures(200, 160, 6, 512, 128, tile=32),
@@ -369,8 +374,9 @@ BENCH: tuple[Case, ...] = (
       for B, L in ((1, 4096), (8, 4096), (64, 1024), (64, 4096), (256, 1024))),
     *(norms(T, E) for T, E in ((8, 4096), (8192, 4096))),
     *(products(T, 4096, 6144) for T in (64, 128)),
-    *(products(T, 4096, 14336, gated=True) for T in (64, 128, 256)),
-    *(mlps(T, 4096, 14336) for T in (8, 32, 64)), *(mlps(T, 1024, 3072) for T in (8, 64, 128)),
+    *(products(T, 4096, 14336, activation="silu") for T in (64, 128, 256)),
+    *(mlps(T, *size) for size in ((4096, 14336), (1024, 3072), (3840, 15360, "gelu_tanh"))
+      for T in (8, 32, 64)), mlps(128, 1024, 3072),
     *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
     *(mixtures(T, 64, 6, 1536, 512, tile=max(8, T // 8)) for T in (8, 64)),
     *(routes(T, 128, 8) for T in (8, 128, 256)),

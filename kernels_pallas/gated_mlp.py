@@ -20,7 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import grid_barrier, mosaic
-from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS, STEP, activate, sums
+from jaxrunner.kernels_pallas.matmul import (
+    COMPILER,
+    ROWS,
+    STEP,
+    activate,
+    refuses_activation,
+    sums,
+)
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
@@ -52,6 +59,7 @@ class _Static(NamedTuple):
     parts: int  # of a sum of the second product
     second: int  # steps of a part
     stages: int
+    activation: str
 
     @property
     def consumers(self) -> int:
@@ -65,10 +73,13 @@ class _Static(NamedTuple):
 
 
 def refuses(
-    x: Shaped, gate_up: Shaped, down: Shaped, config: TuningConfig = TuningConfig()
-) -> str | None:
+    x: Shaped, gate_up: Shaped, down: Shaped, activation: str = "silu",
+    config: TuningConfig = TuningConfig(),
+) -> str | None:  # fmt: skip
     """Says why x, [T, E], gate_up, [2, F, E], and down, [E, F], are not served, or None."""
     T, E = x.shape
+    if reason := refuses_activation(activation):
+        return reason
     if TOO_OLD is not None:
         return TOO_OLD
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not gate_up.dtype == down.dtype == x.dtype:
@@ -77,11 +88,11 @@ def refuses(
         return f"wants 8, 16, 24, ... 64 or 128 tokens, got {T}"
     if gate_up.shape != (2, *down.shape[::-1]) or down.shape[0] != E:
         return f"wants weights of {E}, [2, F, E] and [E, F], got {gate_up.shape} and {down.shape}"
-    fit = _fit(T, E, down.shape[1], config)
+    fit = _fit(T, E, down.shape[1], activation, config)
     return fit if isinstance(fit, str) else None
 
 
-def _fit(T: int, E: int, F: int, config: TuningConfig) -> _Static | str:
+def _fit(T: int, E: int, F: int, activation: str, config: TuningConfig) -> _Static | str:
     """Shares the work out, or says why it cannot."""
     # All blocks must be on the chip at once, or they never meet.
     most = min(config.num_ctas, grid_barrier.multiprocessors() or config.num_ctas)
@@ -99,24 +110,26 @@ def _fit(T: int, E: int, F: int, config: TuningConfig) -> _Static | str:
             first, second = E // STEP, F // (parts * STEP)
             size = 2 * STEP * (T + max(2 * units, tile))
             stages = min(config.stages, (SMEM_BYTES - 2 * STEP * ROWS) // size, first + second)
-            return _Static(T, ctas, units, first, tile, tiles, parts, second, stages)
+            return _Static(T, ctas, units, first, tile, tiles, parts, second, stages, activation)
     return f"wants outputs that {least:.0f} to {most} blocks can share in tiles, got {E}"
 
 
 def gated_mlp(
-    x: Array, gate_up: Array, down: Array, config: TuningConfig = TuningConfig()
-) -> Array:
+    x: Array, gate_up: Array, down: Array, activation: str = "silu",
+    config: TuningConfig = TuningConfig(),
+) -> Array:  # fmt: skip
     """Returns parts whose sum is the gated MLP of x, [T, E]: [parts, T, E] in float32.
 
-    gate_up is [2, F, E], down [E, F]; the units are rounded to the dtype of x. arXiv:2002.05202.
+    gate_up is [2, F, E], down [E, F]; the units are rounded to the dtype of x. activation: of the
+    gates, one of `matmul.ACTIVATIONS`. arXiv:2002.05202.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(x, gate_up, down, config):
+    if why := refuses(x, gate_up, down, activation, config):
         raise ValueError(f"gated_mlp {why}")
     (T, E), F = x.shape, down.shape[1]
-    s = _fit(T, E, F, config)
+    s = _fit(T, E, F, activation, config)
     assert isinstance(s, _Static)
     layout = mosaic.tiled(STEP, 2)
     units = jax.empty_ref(jax.ShapeDtypeStruct((T, F), x.dtype))
@@ -250,7 +263,7 @@ def _compute(
     """Sums up both products."""
     s = ring.s
     mine = pl.ds(wg * ROWS, min(s.T, ROWS))
-    y = activate(ring.product(wg, 2 * s.units, 0, s.first))
+    y = activate(ring.product(wg, 2 * s.units, 0, s.first), s.activation)
     put_rows(y.astype(units.dtype), units.at[mine, pl.ds(block * s.units, s.units)])
     grid_barrier.arrive(counter, s.ctas * s.consumers)
     mosaic.barrier_arrive(told)

@@ -11,6 +11,7 @@ kernel which makes the weights.
 from collections.abc import Callable
 from dataclasses import dataclass
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ SMEM_BYTES = 226 * 1024  # of a block, less what barriers need
 MAX_TILE = 128  # outputs of a block: with more, registers run out
 CLUSTER = 2
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=mgpu.LoweringSemantics.Lane)
+ACTIVATIONS = "silu", "gelu_tanh"  # of gates
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,17 @@ class _Static(NamedTuple):
     """The compile-time parameters of the kernel."""
 
     T: int
-    gated: bool
+    activation: str | None  # of gates; None for a product that is none of a gated MLP
     steps: int  # of a tile
     pairs: int  # of tiles, which a cluster computes at once
     clusters: int
     tile: int
     stages: int
+
+    @property
+    def halves(self) -> int:
+        """Products side by side in a tile."""
+        return 1 if self.activation is None else 2
 
 
 def refuses(x: Shaped, weight: Shaped, config: TuningConfig = TuningConfig()) -> str | None:
@@ -91,25 +98,35 @@ def matmul(x: Array, weight: Array, config: TuningConfig = TuningConfig()) -> Ar
 
     Raises: ValueError where `refuses` says why.
     """
-    return _call(x, weight, False, config)
+    return _call(x, weight, None, config)
 
 
-def swiglu(x: Array, gate_up: Array, config: TuningConfig = TuningConfig()) -> Array:
+def glu(
+    x: Array, gate_up: Array, activation: str = "silu", config: TuningConfig = TuningConfig()
+) -> Array:
     """Returns the units of a gated MLP, [T, F], of x, [T, E], and gate_up, [2, F, E].
 
-    arXiv:2002.05202. Raises: ValueError where `refuses` says why.
+    activation: one of `ACTIVATIONS`: SwiGLU or GEGLU of arXiv:2002.05202. Raises: ValueError where
+    `refuses` or `refuses_activation` says why.
     """
-    return _call(x, gate_up, True, config)
+    if reason := refuses_activation(activation):
+        raise ValueError(f"glu {reason}")
+    return _call(x, gate_up, activation, config)
 
 
-def _call(x: Array, weight: Array, gated: bool, config: TuningConfig) -> Array:
+def refuses_activation(activation: str) -> str | None:
+    """Says why gates with this activation are not served, or None."""
+    return None if activation in ACTIVATIONS else f"wants one of {ACTIVATIONS}, got {activation}"
+
+
+def _call(x: Array, weight: Array, activation: str | None, config: TuningConfig) -> Array:
     if reason := refuses(x, weight, config):
         raise ValueError(f"matmul {reason}")
     (T, E), F, consumers = x.shape, weight.shape[-2], x.shape[0] // ROWS
     tile, stages, num_ctas = (fit := config.fit(T, weight.size // E)).tile, fit.stages, fit.num_ctas
     pairs = weight.size // (E * tile * CLUSTER)
     clusters = min(num_ctas // CLUSTER, pairs)
-    s = _Static(T, gated, E // STEP, pairs, clusters, tile, stages)
+    s = _Static(T, activation, E // STEP, pairs, clusters, tile, stages)
     layout = mosaic.tiled(STEP, 2)
     return plgpu.kernel(
         functools.partial(_kernel, s),
@@ -117,14 +134,14 @@ def _call(x: Array, weight: Array, gated: bool, config: TuningConfig) -> Array:
         scratch_types=dict(
             x_smem=plgpu.SMEM((stages, T, STEP), x.dtype, transforms=layout),
             w_smem=plgpu.SMEM((stages, tile, STEP), x.dtype, transforms=layout),
-            full=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=stages),
+            full=plgpu.Barrier(num_arrivals=1 + s.halves, num_barriers=stages),
             free=plgpu.ClusterBarrier(
                 collective_axes=("peer",), num_arrivals=consumers, num_barriers=stages
             ),
         ),
         grid=(clusters,), grid_names=("team",), cluster=(CLUSTER,), cluster_names=("peer",),
         num_threads=consumers + 1, thread_name="wg",
-        kernel_name="swiglu" if gated else "matmul", compiler_params=COMPILER,
+        kernel_name="matmul" if activation is None else "glu", compiler_params=COMPILER,
     )(x, weight)  # fmt: skip
 
 
@@ -150,10 +167,10 @@ def _fetch(
         return pl.ds(lax.rem(step, s.steps) * STEP, STEP)
 
     def weights(step: Index, slot: Index) -> None:
-        n, at, width = tile(lax.div(step, s.steps)), terms(step), s.tile // (1 + s.gated)
+        n, at, width = tile(lax.div(step, s.steps)), terms(step), s.tile // s.halves
         rows = pl.ds(n * width, width)
-        for i in range(1 + s.gated):
-            source = w.at[i, rows, at] if s.gated else w.at[rows, at]
+        for i in range(s.halves):
+            source = w.at[rows, at] if s.activation is None else w.at[i, rows, at]
             target = w_smem.at[slot, pl.ds(i * width, width)]
             mosaic.copy_gmem_to_smem(source, target, full.at[slot])
 
@@ -197,7 +214,7 @@ def _compute(
 
     def one(r: Array, _: None) -> None:
         y = sums(operands, s.tile, r * s.steps, (r + 1) * s.steps, s.stages, full, free)
-        y = activate(y) if s.gated else y
+        y = y if s.activation is None else activate(y, s.activation)
         width = y.shape[1]
         put(out.at[rows, pl.ds(tile(r) * width, width)], y.astype(out.dtype))
         return _
@@ -205,11 +222,14 @@ def _compute(
     lax.fori_loop(0, rounds, one, None)
 
 
-def activate(y: Array) -> Array:
+def activate(y: Array, activation: str) -> Array:
     """Returns the units of a gated MLP, [ROWS, n], of its two products side by side."""
     n = y.shape[1] // 2
     gate, up = (lax.slice(y, (0, i * n), (ROWS, (i + 1) * n)) for i in range(2))
-    return gate / (1 + jnp.exp(-gate)) * up
+    inner = gate
+    if activation == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+        inner = gate * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * gate * gate)
+    return gate / (1 + jnp.exp(-inner)) * up
 
 
 def sums(

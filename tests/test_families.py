@@ -90,8 +90,8 @@ RUNS = {
     "olmo 2": ("", NORM, MLP),  # whose one norm is that behind the last layer
     "ministral 3": ("", NORM, MLP),
     "command r7b": (ROPE, "", MLP),
-    "gemma 2": (ROPE, NORM, ""),
-    "gemma 3": (ROPE, NORM, ""),
+    "gemma 2": (ROPE, NORM, MLP),
+    "gemma 3": (ROPE, NORM, MLP),
     "pythia": (ROPE, "", ""),
 }
 

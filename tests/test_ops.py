@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrunner import pytree
@@ -27,7 +28,7 @@ from jaxrunner.linear import Linear
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Operation, run_first, unnoted
-from jaxrunner.ops import backends
+from jaxrunner.ops import backends, plain
 from jaxrunner.program import Bucket, Program
 from jaxrunner.programs.build import build
 from jaxrunner.sampling import RULES
@@ -112,7 +113,7 @@ def test_small_kernels_refuse_in_words():
 def test_products_refuse_in_words(x, weight, words):
     assert words in matmul.refuses(x, weight)
     with pytest.raises(ValueError, match="matmul wants"):
-        jax.eval_shape(matmul.matmul if len(weight.shape) == 2 else matmul.swiglu, x, weight)
+        jax.eval_shape(matmul.matmul if len(weight.shape) == 2 else matmul.glu, x, weight)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,23 @@ def test_whole_mlps_refuse_weights_that_do_not_fit():
         jax.eval_shape(gated_mlp.gated_mlp, x, gate_up, shape(1024, 3072, dtype="float32"))
     with pytest.raises(ValueError, match="gated_mlp wants weights of 512, "):
         jax.eval_shape(gated_mlp.gated_mlp, shape(8, 512), gate_up, down)
+    for run, weights in (gated_mlp.gated_mlp, (gate_up, down)), (matmul.glu, (gate_up,)):
+        with pytest.raises(
+            ValueError, match=f"{run.__name__} wants one of .*gelu_tanh.*, got relu"
+        ):
+            jax.eval_shape(functools.partial(run, activation="relu"), x, *weights)
+
+
+@pytest.mark.parametrize("activation", matmul.ACTIVATIONS)
+def test_kernels_and_plain_jax_gate_as_in_float64(activation):
+    y = 4 * np.random.default_rng(0).normal(size=(matmul.ROWS, 2, 48)).astype(np.float32)
+    y[0], y[1] = -90, 90
+    gate, up = y.astype(np.float64).swapaxes(0, 1)
+    z = gate / 2 if activation == "silu" else (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    want = gate * (1 + np.tanh(z)) / 2 * up
+    of_kernels = matmul.activate(jnp.asarray(y.reshape(matmul.ROWS, -1)), activation)
+    np.testing.assert_allclose(of_kernels, want, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(plain.glu(jnp.asarray(y), activation), want, rtol=2e-5, atol=1e-5)
 
 
 @lowers
@@ -156,19 +174,22 @@ def test_products_run_where_they_are_ahead():
     def linear(T: int, E: int, *out: int) -> str:
         return kernels(fused.linear, shape(T, E), Linear(shape(*out, E), None))
 
-    def mlp(T: int, E: int, F: int, bias=None, cores: int = 132) -> str:
+    def mlp(T: int, E: int, F: int, bias=None, cores: int = 132, activation="silu") -> str:
         gate_up, down = Linear(shape(2, F, E), bias), Linear(shape(E, F), None)
-        return kernels(fused.mlp, shape(T, E), gate_up, down, cores=cores)
+        run = functools.partial(fused.mlp, activation=activation)
+        return kernels(run, shape(T, E), gate_up, down, cores=cores)
 
     large = [linear(T, 4096, 8, 6, 128) for T in (8, 64, 128, 256)]
     assert large == ["", "matmul", "matmul", ""] and not linear(64, 1024, 8, 4, 128)
     large = [mlp(T, 4096, 14336) for T in (1, 8, 64, 128, 256, 512)]
-    assert large == ["", "gated_mlp", "gated_mlp", "swiglu", "swiglu", ""]
+    assert large == ["", "gated_mlp", "gated_mlp", "glu", "glu", ""]
     small = [mlp(T, 1024, 3072) for T in (1, 8, 128, 256)]
     assert small == ["", "gated_mlp", "gated_mlp", ""]
     assert not mlp(64, 4096, 14336, shape(2, 14336))
+    assert [mlp(T, 3840, 15360, activation="gelu_tanh") for T in (8, 256)] == ["gated_mlp", "glu"]
+    assert [mlp(T, 3840, 15360, activation="gelu") for T in (8, 256)] == ["", ""]
     # Blocks of which some wait outside of a smaller chip would never meet.
-    for cores, kernel in ((128, "gated_mlp"), (114, "swiglu")):
+    for cores, kernel in ((128, "gated_mlp"), (114, "glu")):
         assert mlp(64, 4096, 14336, cores=cores) == kernel
 
 

@@ -21,7 +21,7 @@ from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE, refuses_kernels
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
-from jaxrunner.ops.plain import add_rms_norm, norm_heads, split_heads, swiglu
+from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads
 from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
@@ -89,8 +89,8 @@ def _plain(
     def linear(x: Array, w: Weights) -> Array:
         return _only("linear", w.product, x)
 
-    def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
-        return down.product(swiglu(_only("mlp", gate_up.product, x)))
+    def mlp(x: Array, gate_up: Weights, down: Weights, activation: str = "silu") -> Array:
+        return down.product(glu(_only("mlp", gate_up.product, x), activation))
 
     if batch is None:  # a trainer's
         run_experts, run_route = functools.partial(experts.trained, note=note), routing.route

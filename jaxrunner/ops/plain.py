@@ -1,10 +1,20 @@
 """Operations of decoders in plain JAX: norms, rotation, gated units, packed projections."""
 
+from collections.abc import Callable
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jaxrunner.model import RopeAndNorm
 from jaxrunner.types import Array
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
 
 
 def multiply_parts(x: Array, weight: Array, num_parts: int) -> Array:
@@ -48,10 +58,13 @@ def add_rms_norm(
     return total, norm(total, weight, eps)
 
 
-def swiglu(gate_up: Array) -> Array:
-    """Returns the units of a gated MLP, [T, F], of a product, [T, 2, F]. arXiv:2002.05202."""
+def glu(gate_up: Array, activation: str = "silu") -> Array:
+    """Returns the units of a gated MLP, [T, F], of a product, [T, 2, F]. arXiv:2002.05202.
+
+    activation: of the gate, one of `ACTIVATIONS`.
+    """
     gate, up = jnp.moveaxis(gate_up, 1, 0)
-    return jax.nn.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

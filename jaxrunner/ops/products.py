@@ -9,13 +9,13 @@ from jaxrunner.kernels_pallas import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
 from jaxrunner.ops import quantized_products
-from jaxrunner.ops.plain import multiply_parts, swiglu
+from jaxrunner.ops.plain import glu, multiply_parts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
 
 # Where XLA, too, cuts the sum of a product into parts: they are summed by the norm that follows.
 TILES, TILE, MAX_PARTS = 256, (64, 128), 8
-# Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with SwiGLU
+# Our own products are ahead of XLA's for weights of so many numbers and so few tokens; with gates
 # for more tokens too.
 BIG, FEW = 1 << 24, 128
 
@@ -38,9 +38,11 @@ def project(x: Array, w: Weights, *, note: Note) -> Array:
     return run_first("project", (*w.kernels, *_known(w).project, PLAIN), x, w, note=note)
 
 
-def mlp(x: Array, gate_up: Weights, down: Weights, *, note: Note) -> Array:
+def mlp(
+    x: Array, gate_up: Weights, down: Weights, activation: str = "silu", *, note: Note
+) -> Array:
     """Runs a gated MLP on x, [T, E]. Returns what `project` does."""
-    return run_first("mlp", MLP, x, gate_up, down, note, note=note)
+    return run_first("mlp", MLP, x, gate_up, down, activation, note, note=note)
 
 
 def _known(w: Weights) -> Known:
@@ -123,23 +125,27 @@ def _product(x: Array, w: Weights) -> Array:
     return w.product(x)
 
 
-def _whole_mlp(x: Array, gate_up: Linear, down: Linear, note: Note) -> Array:
-    return gated_mlp.gated_mlp(x, gate_up.weight, down.weight)
+def _whole_mlp(x: Array, gate_up: Linear, down: Linear, activation: str, note: Note) -> Array:
+    return gated_mlp.gated_mlp(x, gate_up.weight, down.weight, activation)
 
 
-def _refuses_whole_mlp(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
+def _refuses_whole_mlp(
+    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+) -> str | None:
     if (reason := _unlike(gate_up, down)) is not None:
         return reason
     assert isinstance(gate_up, Linear) and isinstance(down, Linear)
-    return gated_mlp.refuses(x, gate_up.weight, down.weight)
+    return gated_mlp.refuses(x, gate_up.weight, down.weight, activation)
 
 
-def _swiglu_mlp(x: Array, gate_up: Linear, down: Weights, note: Note) -> Array:
-    return project(matmul.swiglu(x, gate_up.weight), down, note=note)
+def _glu_mlp(x: Array, gate_up: Linear, down: Weights, activation: str, note: Note) -> Array:
+    return project(matmul.glu(x, gate_up.weight, activation), down, note=note)
 
 
-def _refuses_swiglu(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
-    if (reason := _unlike(gate_up)) is not None:
+def _refuses_glu(
+    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+) -> str | None:
+    if (reason := _unlike(gate_up) or matmul.refuses_activation(activation)) is not None:
         return reason
     assert isinstance(gate_up, Linear)
     if gate_up.weight.size < BIG:
@@ -147,10 +153,10 @@ def _refuses_swiglu(x: Array, gate_up: Weights, down: Weights, note: Note) -> st
     return matmul.refuses(x, gate_up.weight)
 
 
-def _two_products(x: Array, gate_up: Weights, down: Weights, note: Note) -> Array:
+def _two_products(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
     known = (*gate_up.kernels, *_known(gate_up).gate_up, PLAIN)
     both = run_first("gate_up", known, x, gate_up, note=note)
-    return project(swiglu(both), down, note=note)
+    return project(glu(both, activation), down, note=note)
 
 
 PLAIN = Operation("plain JAX", _product)
@@ -159,7 +165,7 @@ PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 MLP = (
     Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp),
     quantized_products.MLP,
-    Operation("swiglu", _swiglu_mlp, _refuses_swiglu),
+    Operation("glu", _glu_mlp, _refuses_glu),
     Operation("two products", _two_products),
 )
 KNOWN: dict[type, Known] = {

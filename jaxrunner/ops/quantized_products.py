@@ -154,12 +154,18 @@ def _refuses_fp8_blocks(x: Array, w: QuantizedLinear) -> str | None:
     return fp8_blocks.refuses(numbers, x_scale, weight, scale)
 
 
-def _whole_mlp(x: Array, gate_up: QuantizedLinear, down: QuantizedLinear, note: Note) -> Array:
+def _whole_mlp(
+    x: Array, gate_up: QuantizedLinear, down: QuantizedLinear, activation: str, note: Note
+) -> Array:
     first, second = (quantized_mlp.Few(*matrices(w)) for w in (gate_up, down))
     return quantized_mlp.quantized_mlp(x, first, second, code=gate_up.scheme.code)
 
 
-def _refuses_whole_mlp(x: Array, gate_up: Weights, down: Weights, note: Note) -> str | None:
+def _refuses_whole_mlp(
+    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+) -> str | None:
+    if activation != "silu":
+        return f"wants gates of silu, got {activation}"
     if not (isinstance(gate_up, QuantizedLinear) and isinstance(down, QuantizedLinear)):
         return "wants weights of few bits"
     for w in gate_up, down:

@@ -121,8 +121,8 @@ def all_reduce_ops(
     def project(x: Array, w: Weights) -> Array:
         return _all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)), x.dtype)
 
-    def mlp(x: Array, gate_up: Weights, down: Weights) -> Array:
-        return _all_reduce(ops.mlp(x, gate_up, _on_shard(down)), x.dtype)
+    def mlp(x: Array, gate_up: Weights, down: Weights, activation: str = "silu") -> Array:
+        return _all_reduce(ops.mlp(x, gate_up, _on_shard(down), activation), x.dtype)
 
     def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
         if not expert_parallel:

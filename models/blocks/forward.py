@@ -1,7 +1,7 @@
 """Runs decoders with layers of `blocks`.
 
 Operations that kernels fuse are called where a family's maths is theirs exactly: RMSNorm behind a
-sum, SwiGLU, and norms of heads before their rotation. All else is plain JAX.
+sum, gated MLPs, and norms of heads before their rotation. All else is plain JAX.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,8 @@ from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
 from jaxrunner.models.rope import rotation
-from jaxrunner.ops.plain import rms_norm, rms_norm_of_one_more, rotate, unpacked
+from jaxrunner.ops.plain import ACTIVATIONS, rms_norm, rms_norm_of_one_more, rotate, unpacked
 from jaxrunner.types import Array, Inputs
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
 
 
 class Addend(NamedTuple):
@@ -137,10 +130,9 @@ def _attend(
 
 def _mlp(config: BlockConfig, ops: Ops, h: Array, w: Layer) -> Array:
     """Returns what the MLP adds to the residual, as `Ops.project` does."""
-    if config.gated and config.activation == "silu":
-        return ops.mlp(h, w.gate_up, w.down)
-    act, parts = ACTIVATIONS[config.activation], jnp.moveaxis(ops.linear(h, w.gate_up), 1, 0)
-    return ops.project(act(parts[0]) * parts[1] if config.gated else act(parts[0]), w.down)
+    if config.gated:
+        return ops.mlp(h, w.gate_up, w.down, config.activation)
+    return ops.project(ACTIVATIONS[config.activation](ops.linear(h, w.gate_up)[:, 0]), w.down)
 
 
 def _add_norm(

@@ -47,7 +47,7 @@ dnn_version_info { major: 9 minor: 28 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 KERNELS = (
-    "decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "matmul", "swiglu",
+    "decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "matmul", "glu",
     "gated_mlp", "grouped_mlp", "quantized_grouped", "quantized_matmul",
     "quantized_mlp", "fp8_blocks", "latent_decode", "sample_tokens",
     "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step", "state_chunks",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrunner.linear import multiply
 from jaxrunner.models.from_flax import from_linen, from_nnx, to_nnx_state
 from jaxrunner.models.rope import rotation
-from jaxrunner.ops.plain import rms_norm, rotate, swiglu
+from jaxrunner.ops.plain import glu, rms_norm, rotate
 from jaxrunner.types import Inputs
 from tests.support import tiny
 
@@ -45,7 +45,7 @@ class NnxLayer(nnx.Module):
         qkv = self.qkv(rms_norm(x, self.attn_norm[...], EPS))
         out = attend(qkv[:, :, :-2].reshape(-1, H, D), qkv[:, :, -2], qkv[:, :, -1], rotate=True)
         x = x + self.o(out)
-        units = swiglu(self.gate_up(rms_norm(x, self.mlp_norm[...], EPS)))
+        units = glu(self.gate_up(rms_norm(x, self.mlp_norm[...], EPS)))
         return x + self.down(units)
 
 

@@ -121,13 +121,16 @@ quantized_tile = quantized_matmul
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def swiglu(x, gate_up):
+def glu(x, gate_up, *, activation):
     gate, up = (matmul(x, part) for part in gate_up)
+    if activation == "gelu_tanh":
+        inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        return gate * (1 + np.tanh(inner)) / 2 * up
     return gate / (1 + np.exp(-gate)) * up
 
 
-def gated_mlp(x, gate_up, down):
-    return swiglu(x, gate_up) @ wide(down).T
+def gated_mlp(x, gate_up, down, *, activation):
+    return glu(x, gate_up, activation=activation) @ wide(down).T
 
 
 def lora_shrink(x, a, place):

@@ -17,7 +17,7 @@ from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.model import MakeOps, Ops
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.adapters.adapted_parts import AdaptedParts
-from jaxrunner.ops.plain import swiglu
+from jaxrunner.ops.plain import glu
 from jaxrunner.types import Array, Batch
 
 
@@ -46,12 +46,12 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         args = ops.project(x, w.base), x.reshape(len(x), -1), w.stack, places()
         return run_first("project with adapters", (*ops.adapters.project, ADDED), *args, note=note)
 
-    def mlp(x: Array, gate_up: Any, down: Any) -> Any:
+    def mlp(x: Array, gate_up: Any, down: Any, activation: str = "silu") -> Any:
         if not isinstance(gate_up, AdaptedLinear) and not isinstance(down, AdaptedLinear):
-            return ops.mlp(x, gate_up, down)
+            return ops.mlp(x, gate_up, down, activation)
         if not isinstance(gate_up, AdaptedLinear):
-            return project(swiglu(ops.linear(x, gate_up)), down)
-        args = ops.linear(x, gate_up.base), x, gate_up.stack, places()
+            return project(glu(ops.linear(x, gate_up), activation), down)
+        args = ops.linear(x, gate_up.base), x, gate_up.stack, places(), activation
         return project(run_first("units", (*ops.adapters.units, UNITS), *args, note=note), down)
 
     def add_norm(
@@ -96,8 +96,8 @@ def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
     return (y.astype(jnp.float32) + more.astype(jnp.float32)).astype(y.dtype)
 
 
-def _units(y: Array, x: Array, stack: Stack, place: Array) -> Array:
-    return swiglu(_added(y.reshape(len(y), -1), x, stack, place).reshape(y.shape))
+def _units(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> Array:
+    return glu(_added(y.reshape(len(y), -1), x, stack, place).reshape(y.shape), activation)
 
 
 ADDED = Operation("plain JAX", _added)

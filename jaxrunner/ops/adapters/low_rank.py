@@ -54,11 +54,13 @@ def _refuses_whole(y: Shaped, x: Array, stack: Stack, place: Array) -> str | Non
     return _refuses_added(y, x, stack, place)
 
 
-def _units(y: Array, x: Array, stack: Stack, place: Array) -> Array:
+def _units(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> Array:
     return lora_expand.lora_units(y, _shrunk(x, stack, place), _matrices(stack.b), place)
 
 
-def _refuses_units(y: Array, x: Array, stack: Stack, place: Array) -> str | None:
+def _refuses_units(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> str | None:
+    if activation != "silu":
+        return f"wants gates of silu, got {activation}"
     return _refuses(x, stack, place) or lora_expand.refuses_units(y, _shape(stack.b), place)
 
 
