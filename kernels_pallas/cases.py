@@ -375,8 +375,8 @@ BENCH: tuple[Case, ...] = (
     *(norms(T, E) for T, E in ((8, 4096), (8192, 4096))),
     *(products(T, 4096, 6144) for T in (64, 128)),
     *(products(T, 4096, 14336, activation="silu") for T in (64, 128, 256)),
-    *(mlps(T, *size) for size in ((4096, 14336), (1024, 3072), (3840, 15360, "gelu_tanh"))
-      for T in (8, 32, 64)), mlps(128, 1024, 3072),
+    *(mlps(T, E, F, act) for E, F, act in ((4096, 14336, "silu"), (1024, 3072, "silu"),
+      (3840, 15360, "gelu_tanh")) for T in (8, 32, 64)), mlps(128, 1024, 3072),
     *(mixtures(T, 128, 8, 2048, 768, tile=max(8, T // 8)) for T in (1, 8, 64, 256)),
     *(mixtures(T, 64, 6, 1536, 512, tile=max(8, T // 8)) for T in (8, 64)),
     *(routes(T, 128, 8) for T in (8, 128, 256)),

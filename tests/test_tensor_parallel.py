@@ -15,6 +15,7 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.model import Ops
 from jaxrunner.models.llama import llama
+from jaxrunner.operation import Note, unnoted
 from jaxrunner.ops.plain import norm_heads
 from jaxrunner.parallel import tensor
 from jaxrunner.parallel.drafter import shard_drafter
@@ -23,6 +24,7 @@ from jaxrunner.parallel.mesh import TENSOR, make_mesh
 from jaxrunner.parallel.tensor import shard
 from jaxrunner.speculators.drafter import DraftedConfig
 from jaxrunner.speculators.eagle import eagle
+from jaxrunner.types import Batch
 from tests.support import small_checkpoint, tiny
 from tests.support.drafters import with_eagle
 
@@ -93,8 +95,12 @@ def test_devices_send_a_residual_as_wide_as_the_layer_takes_it(name, num):
     """Kernels leave parts in float32, twice the bytes. num: arguments behind x."""
     parts = jnp.arange(24, dtype=jnp.float32).reshape(2, 3, 4) / 8
     fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Ops))
-    ops = Ops(**fields | {name: lambda *_: parts})
-    over = tensor.all_reduce_ops(lambda batch, note: ops, cast(Any, None))
+    fields[name] = lambda *_: parts
+
+    def make(batch: Batch, *, note: Note = unnoted) -> Ops:
+        return Ops(**fields)
+
+    over = tensor.all_reduce_ops(make, cast(Any, None))
     run = jax.shard_map(
         lambda x: getattr(over, name)(x, *[None] * num), mesh=make_mesh(2), check_vma=False,
         in_specs=PartitionSpec(), out_specs=PartitionSpec(),
