@@ -211,7 +211,7 @@ def test_a_large_header_is_refused_at_once(tmp_path):
     write_raw(path, "{" + entries + "}")
     with pytest.raises(ValueError, match=r"key 'tensor\.0' appears twice"):
         safetensors_file.read_header(path)
-    assert time.thread_time() - start < 10
+    assert time.thread_time() - start < 4
     path.write_bytes((2**25 + 1).to_bytes(8, "little") + b"{" + bytes(2**25))
     with pytest.raises(ValueError, match="has a header of 33554433 bytes, at most 32 MiB can"):
         safetensors_file.read_header(path)

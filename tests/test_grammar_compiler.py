@@ -122,7 +122,7 @@ def test_a_bomb_harms_its_own_request_alone(vocab, name):
         grammar = bomb.result()
         step = time.monotonic()
         ids = [i for i in allowed(vocab.mask(grammar)) if i not in EOS]
-        assert time.monotonic() - step < MARGIN_S
+        assert time.monotonic() - step < 0.5
         if not ids or not grammar.accept(ids[-1:]):
             break
 

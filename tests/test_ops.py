@@ -28,7 +28,8 @@ from jaxrunner.linear import Linear
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Operation, run_first, unnoted
-from jaxrunner.ops import backends, plain
+from jaxrunner.ops import backends, plain, quantized_products
+from jaxrunner.ops.adapters import low_rank
 from jaxrunner.program import Bucket, Program
 from jaxrunner.programs.build import build
 from jaxrunner.sampling import RULES
@@ -157,6 +158,15 @@ def test_kernels_and_plain_jax_gate_as_in_float64(activation):
     of_kernels = matmul.activate(jnp.asarray(y.reshape(matmul.ROWS, -1)), activation)
     np.testing.assert_allclose(of_kernels, want, rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(plain.glu(jnp.asarray(y), activation), want, rtol=2e-5, atol=1e-5)
+
+
+def test_kernels_of_silu_alone_refuse_other_gates():
+    none: Any = None  # what is asked later
+    for operation in (quantized_products.MLP, *low_rank.KERNELS.units):
+        args = (none, none, none, none)
+        at = 3 if operation is quantized_products.MLP else 4
+        asked = *args[:at], "gelu_tanh", *args[at:]
+        assert operation.refuses(*asked) == "wants gates of silu, got gelu_tanh"
 
 
 @lowers

@@ -88,7 +88,7 @@ def test_what_would_end_the_process_is_refused(changes, match, tmp_path: Path):
     start = time.monotonic()
     with pytest.raises(ValueError, match=f"tokenizer.json: .*{match}"):
         Tokenizer.from_folder(tmp_path)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("form", tokenizer_file.FORMS)
@@ -158,7 +158,7 @@ def test_patterns_of_models_are_taken(tmp_path: Path):
         )
         start = time.thread_time()
         assert Tokenizer.from_folder(tmp_path).encode("x = 1000")
-        assert time.thread_time() - start < 10
+        assert time.thread_time() - start < 2
 
 
 FILES = {
@@ -207,4 +207,4 @@ def test_a_text_that_cannot_fit_is_not_split():
     start = time.monotonic()
     with pytest.raises(ValueError, match="has 50000000 characters, at most 8388608 can be split"):
         tokenizer.encode("a" * 50_000_000)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 1

@@ -21,7 +21,7 @@ from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE, refuses_kernels
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
-from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads
+from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
 from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program import engine_groups
@@ -158,8 +158,7 @@ def _refuses_norm(
 
 
 def _norm_of_parts(x: Array, residual: Array, weight: Array, *how: Any) -> tuple[Array, Array]:
-    whole = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
-    return add_rms_norm(x, whole.astype(x.dtype), weight, *how)
+    return add_rms_norm(x, summed(residual, x.dtype), weight, *how)
 
 
 ADD_NORM = (

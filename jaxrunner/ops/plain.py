@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxrunner.model import RopeAndNorm
 from jaxrunner.types import Array
@@ -26,6 +27,15 @@ def multiply_parts(x: Array, weight: Array, num_parts: int) -> Array:
     x, weight = (a.reshape(a.shape[0], num_parts, -1) for a in (x, weight))
     dims = (((2,), (2,)), ((1,), (1,)))
     return jax.lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32)
+
+
+def summed(residual: Array, dtype: DTypeLike) -> Array:
+    """Returns a residual, [T, E] or parts of it, [parts, T, E], as [T, E] in a dtype.
+
+    Parts are added up in float32.
+    """
+    whole = residual if residual.ndim == 2 else residual.astype(jnp.float32).sum(0)
+    return whole.astype(dtype)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

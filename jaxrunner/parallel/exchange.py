@@ -7,13 +7,14 @@ routes, and so the number and offsets of the rows that each device sends.
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrunner.experts import Routes
 from jaxrunner.indexing import take
+from jaxrunner.ops.plain import summed
 from jaxrunner.parallel.mesh import DATA, TENSOR
 from jaxrunner.types import Array
 
@@ -111,11 +112,6 @@ def own_parts(residual: Array, routes: Routes, num_own: int) -> Array:
     if residual.ndim < 3:
         return residual
     return jnp.where((routes.experts < num_own).T[..., None], residual, 0)
-
-
-def summed(residual: Array, dtype: Any) -> Array:
-    """Returns a residual, [T, E] or parts of it, in a dtype that may be narrower, [T, E]."""
-    return (residual.sum(0) if residual.ndim == 3 else residual).astype(dtype)
 
 
 def _all_to_all(

@@ -19,8 +19,9 @@ from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
+from jaxrunner.ops.plain import summed
 from jaxrunner.parallel.context import check_context
-from jaxrunner.parallel.exchange import exchanged, own_parts, summed
+from jaxrunner.parallel.exchange import exchanged, own_parts
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import (
     DATA,
@@ -136,7 +137,7 @@ def all_reduce_ops(
         residual = summed(own_parts(ops.experts(x, own, w), own, w.num_experts), x.dtype)
         if data_ranks:
             residual = jax.lax.psum_scatter(residual, DATA, tiled=True)
-        return _all_reduce(residual, x.dtype)
+        return jax.lax.psum(residual, TENSOR)
 
     return replace(ops, project=project, mlp=mlp, experts=experts, norm_heads=_norm_heads)
 

@@ -18,7 +18,14 @@ from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
 from jaxrunner.models.rope import rotation
-from jaxrunner.ops.plain import ACTIVATIONS, rms_norm, rms_norm_of_one_more, rotate, unpacked
+from jaxrunner.ops.plain import (
+    ACTIVATIONS,
+    rms_norm,
+    rms_norm_of_one_more,
+    rotate,
+    summed,
+    unpacked,
+)
 from jaxrunner.types import Array, Inputs
 
 
@@ -158,7 +165,7 @@ def _scaled(config: BlockConfig, addend: Addend, x: Array) -> Addend:
 def _whole(config: BlockConfig, addend: Addend, x: Array) -> Array:
     """Returns what is added to x: the residual, or its norm; an array like x."""
     residual, end = addend
-    whole = (residual if residual.ndim == 2 else residual.sum(0)).astype(x.dtype)
+    whole = summed(residual, x.dtype)
     return whole if end is None else _normed(config, whole, end)
 
 

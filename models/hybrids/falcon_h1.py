@@ -17,8 +17,8 @@ from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.hybrids.bamba import NAMES
 from jaxrunner.models.hybrids.mamba2 import Mixer, MixerConfig, mixer_sources, read_mixer
 from jaxrunner.models.llama import Turn
-from jaxrunner.models.mixtures.mixture import whole
 from jaxrunner.models.sources import mlp_sources, renamed
+from jaxrunner.ops.plain import summed
 from jaxrunner.pytree import each, host_value, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -70,8 +70,8 @@ class FalconH1Layer(llama.Layer, Mixer):
         qkv *= jnp.asarray(scales, qkv.dtype)[None, None, :, None]
         heads = RopeAndNorm(*turn, None, None, c.rms_norm_eps)
         out, kv = ops.rotate_attend(qkv, heads, kv, spec)
-        attended = whole(ops.project(out, self.o)) * c.attention_out_multiplier
-        residual = attended + whole(mixed) * c.ssm_out_multiplier
+        attended = summed(ops.project(out, self.o), jnp.float32) * c.attention_out_multiplier
+        residual = attended + summed(mixed, jnp.float32) * c.ssm_out_multiplier
         return residual.astype(h.dtype), (kv, state)
 
     def feed_forward(

@@ -12,8 +12,7 @@ from jaxrunner.models import llama
 from jaxrunner.models.hybrids.hybrid import Params
 from jaxrunner.models.hybrids.mamba2 import Mixer
 from jaxrunner.models.llama import Turn
-from jaxrunner.models.mixtures.mixture import whole
-from jaxrunner.ops.plain import unpacked
+from jaxrunner.ops.plain import summed, unpacked
 from jaxrunner.ops.routing import Router, scores_of
 from jaxrunner.pytree import leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
@@ -86,10 +85,10 @@ class ExpertsLayer:
         logits = scores_of(self.router, h)
         routes = ops.route(config.router, self.router, logits)
         x = h if self.latent_in is None else ops.linear(h, self.latent_in)
-        x = whole(ops.experts(x, routes, self.experts)).astype(h.dtype)
+        x = summed(ops.experts(x, routes, self.experts), h.dtype)
         if self.latent_out is not None:
             x = ops.linear(x, self.latent_out)  # whole on each of several devices
-        x += whole(_squared(ops, h, self.shared_up, self.shared_down)).astype(h.dtype)
+        x += summed(_squared(ops, h, self.shared_up, self.shared_down), h.dtype)
         return x, cache, dict(router_logits=logits, routed_experts=routes.experts)
 
 

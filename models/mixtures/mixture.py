@@ -20,6 +20,7 @@ from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import Attention, attention_sources
 from jaxrunner.models.sources import linear_source, mlp_sources
+from jaxrunner.ops.plain import summed
 from jaxrunner.ops.routing import Router, RouterConfig, scores_of
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array
@@ -88,11 +89,11 @@ class FeedForward:
         residual = self.run_experts(ops, h, routes)
         if self.shared_gate_up is None or self.shared_down is None:
             return residual, told
-        shared = whole(ops.mlp(h, self.shared_gate_up, self.shared_down))
+        shared = summed(ops.mlp(h, self.shared_gate_up, self.shared_down), jnp.float32)
         if self.shared_gate is not None:
             gate = jax.nn.sigmoid(ops.plain_linear(h, self.shared_gate).astype(jnp.float32))
             shared *= jnp.broadcast_to(gate, shared.shape)
-        return (whole(residual) + shared).astype(h.dtype), told
+        return (summed(residual, jnp.float32) + shared).astype(h.dtype), told
 
     def run_experts(self, ops: Ops, h: Array, routes: Routes) -> Array:
         """Returns what its experts add to the residual, given h, [T, E]."""
@@ -245,12 +246,6 @@ def qwen_experts(c: MixtureConfig, prefix: str, *, shared: str = "shared_expert"
         gate = Source.whole(f"{mlp}shared_expert_gate.weight", 1, c.hidden_size)
         found["shared_gate"] = linear_source(gate)
     return found
-
-
-def whole(residual: Array) -> Array:
-    """Returns a residual, [T, E] or parts of it, as [T, E], float32."""
-    parts = residual.astype(jnp.float32)
-    return parts if parts.ndim == 2 else parts.sum(0)
 
 
 mixture = Model(

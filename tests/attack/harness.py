@@ -18,7 +18,7 @@ import jax
 
 from jaxrunner.api.validation import shown
 
-SLOW_S = 10.0  # of the processor, for a refusal; what is taken may compile
+SLOW_S = 4.0  # of the processor, for a refusal; what is taken may compile
 HANG_S = 30.0  # after which a call is interrupted
 MOST_KB = 1 << 20  # that the process may grow by in a call
 MOST_WORDS = 2000  # characters of a message

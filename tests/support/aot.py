@@ -58,6 +58,10 @@ MODEL = dict(
     vocab_size=4096, max_position_embeddings=4096, hidden_act="silu", attention_bias=False,
     tie_word_embeddings=True, torch_dtype="bfloat16",
 )  # fmt: skip
+ENGINE: dict[str, Any] = dict(
+    dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
+    max_num_batched_tokens=2048,
+)  # fmt: skip
 
 # Mamba-2 in all layers but the last, and no experts.
 HYBRID = PRESETS["granite4_h_tiny"].config | dict(num_local_experts=0, vocab_size=4096)
@@ -78,6 +82,17 @@ def hybrid(num_mixers: int) -> dict[str, Any]:
     return HYBRID | dict(num_hidden_layers=len(kinds), layer_types=kinds)
 
 
+def compile_program(program: Program, params: Any, key: Key, place: Any = placed) -> Any:
+    """Returns a compiled program, and the abstract arguments of its function.
+
+    place: gives these their devices.
+    """
+    spec = program_spec(program, params, key)
+    static = dict(spec.static)
+    jitted = jax.jit(spec.function, static_argnames=list(static), donate_argnames=spec.donated)
+    return jitted.lower(*place(spec.args), **static).compile(dict(spec.options)), spec.args
+
+
 def compile_step(
     key: Key, num_drafts: int = 0, model_config: dict[str, Any] = MODEL
 ) -> tuple[Any, int, str]:
@@ -90,19 +105,13 @@ def compile_step(
         llama = MODEL | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
         head = read_eagle(Settings(llama), config, frozenset())
         model, config = with_drafter(model, config, eagle, head, num_drafts)
-    engine = tiny.engine_config(
-        dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
-        max_num_seqs=16, max_num_batched_tokens=2048, num_decode_steps=4,
-    )  # fmt: skip
+    engine = tiny.engine_config(**ENGINE, max_num_seqs=16, num_decode_steps=4)
     program = Program(
         model, config, engine, backends.fused, RULES, num_drafts, sample=sample_tokens
     )
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
-    spec = program_spec(program, params, key)
-    static = dict(spec.static)
-    jitted = jax.jit(spec.function, static_argnames=list(static), donate_argnames=spec.donated)
-    compiled = jitted.lower(*placed(spec.args), **static).compile(dict(spec.options))
-    kv = jax.tree.leaves(spec.args[1].kv)
+    compiled, args = compile_program(program, params, key)
+    kv = jax.tree.leaves(args[1].kv)
     shape = ",".join(map(str, kv[0].shape))
     return compiled, sum(x.size * x.dtype.itemsize for x in kv), f"bf16[{shape}]"
 

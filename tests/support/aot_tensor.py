@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 import numpy as np
 
 from jaxrunner import pytree
-from jaxrunner.device.program_spec import program_spec
 from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
@@ -27,7 +26,7 @@ from jaxrunner.program import Bucket, Program
 from jaxrunner.programs.program_table import Key
 from jaxrunner.sampling import RULES
 from tests.support import tiny
-from tests.support.aot import DEVICE, MODEL
+from tests.support.aot import DEVICE, ENGINE, MODEL, compile_program
 
 SIZES = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32)
 # Without such links XLA leaves all sums to NCCL.
@@ -37,29 +36,21 @@ LINKED = DEVICE.replace("ecc_enabled", "device_interconnect_info { active_links:
 def compile_step(num: int, rows: int) -> None:
     """Compiles a step of so many rows on so many devices."""
     fake = topologies.get_topology_desc(
-        platform="cuda", target_config=LINKED, topology=f"1x{num}x1"
+        platform="cuda", target_config=LINKED, topology=f"1x1x{num}"
     )
     mesh = Mesh(np.array(fake.devices), (TENSOR,))
     read = read_model(Settings(MODEL | SIZES | dict(num_key_value_heads=8)))
     model, config = shard(*read, mesh)
-    engine = tiny.engine_config(
-        dtype="bfloat16", kv_dtype="bfloat16", block_size=64, num_blocks=333, max_model_len=4096,
-        max_num_seqs=256, max_num_batched_tokens=2048,
-    )  # fmt: skip
-    ops = all_reduced(fused)
-    program = Program(model, config, engine, ops, RULES, sample=sample_tokens)
+    engine = tiny.engine_config(**ENGINE, max_num_seqs=256)
+    program = Program(model, config, engine, all_reduced(fused), RULES, sample=sample_tokens)
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
     at = shardings(model.params, program.dims, mesh)
     params = jax.tree.map(lambda x, at: x.update(sharding=at), params, at)
-    spec = program_spec(program, params, Key("step", Bucket(rows, rows, 1)))
-    static = dict(spec.static)
-    jitted = jax.jit(spec.function, static_argnames=list(static), donate_argnames=spec.donated)
-    jitted.lower(*spec.args, **static).compile(dict(spec.options))
+    compile_program(program, params, Key("step", Bucket(rows, rows, 1)), lambda args: args)
 
 
 if __name__ == "__main__":
     num, rows, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    jax.config.update("jax_num_cpu_devices", num)  # a mesh must have all devices
     compile_step(num, rows)
     (dump,) = folder.glob("*.jit_step.thunk_sequence_after_thunk_passes.txt")
     text = dump.read_text()
