@@ -4,7 +4,8 @@ kernel of `reduce_add_norm`.
 python benchmarks/reduce_add_norm.py --out FILE    on all GPUs of a host, JAX 0.12 or newer
 
 A chain of calls, each on what the one before gave, in one CUDA graph; the time of a call is that of
-128 more of them. The kernel waits for other devices, so the process ends itself where it hangs.
+128 more of them. With one part `psum` has a kernel that a step has not. The kernel waits for other
+devices, so the process ends itself where it hangs.
 """
 
 import argparse
@@ -39,7 +40,9 @@ Step = Callable[..., tuple[jax.Array, jax.Array]]
 
 def by_psum(x: Any, parts: Any, weight: Any, places: Any) -> tuple[jax.Array, jax.Array]:
     """As steps do: XLA sums the parts with those of other devices."""
-    return add_rms_norm(x, lax.psum(parts.sum(0).astype(x.dtype), TENSOR), weight, eps=1e-5)
+    # What is summed depends on x: XLA would sum equal arrays once.
+    own = (parts.sum(0) + 0 * x).astype(x.dtype)
+    return add_rms_norm(x, lax.psum(own, TENSOR), weight, eps=1e-5)
 
 
 def by_kernel(x: Any, parts: Any, weight: Any, places: Any) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,9 @@ def test_decode_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
     assert len(spills) > 10
     # `state_chunks` holds a matrix, what it gains and what is read of it: more than registers.
     limits = dict(state_chunks=128)
-    assert all(size <= limits.get(name, 0) for name, size in spills), spills
+    # libnvJitLink, which JAX 0.12 prefers to ptxas, leaves each warpgroup as many registers.
+    uneven = "'setmaxnreg' ignored" not in said
+    assert not uneven or all(size <= limits.get(name, 0) for name, size in spills), spills
     few, many = found["temporaries"]  # of 2 mixers and of 6: nothing is held of all at once
     assert many - few < 2048 * 3072 * 4  # bytes of what a mixer makes
     for step in found["steps"]:
@@ -30,11 +32,18 @@ def test_decode_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
 @pytest.mark.slow
 @compiles
 @pytest.mark.skipif(not xla_options.BRANCHES, reason="JAX before 0.12 leaves all sums to NCCL")
-@pytest.mark.parametrize(("num_devices", "num_rows"), [(2, 1), (2, 64), (4, 256)])
-def test_a_step_on_several_gpus_is_two_graphs_around_one_exchange(num_devices, num_rows, tmp_path):
-    """All sums over devices are kernels of XLA's in these graphs, the exchange of logits is not."""
-    args = str(num_devices), str(num_rows), str(tmp_path)
+@pytest.mark.parametrize(
+    ("num_devices", "num_rows", "num_steps", "num_graphs"),
+    [(2, 1, 1, 1), (4, 8, 4, 1), (2, 64, 1, 2), (4, 256, 1, 2)],
+)
+def test_steps_on_several_gpus_are_a_graph_or_two_around_an_exchange(
+    num_devices, num_rows, num_steps, num_graphs, tmp_path
+):
+    """All sums over devices are kernels of XLA's in graphs; an all-to-all of many logits is not."""
+    args = str(num_devices), str(num_rows), str(num_steps), str(tmp_path)
     found, _ = compiled_by("aot_tensor.py", *args, XLA_FLAGS=f"--xla_dump_to={tmp_path}")
     launched = [kind for kind in found["launched"] if not kind.startswith("Async")]
-    assert launched[0] == launched[-1] == "CommandBuffer" and len(launched) == 3
-    assert found["sums"] == 1 + 2 * 3 + 1  # of embeddings, of layers, of what was sampled
+    assert launched[0] == launched[-1] == "CommandBuffer"
+    assert len(launched) == 2 * num_graphs - 1
+    # Of embeddings, of layers, of few logits, of what was sampled.
+    assert found["sums"] == 1 + 2 * 3 + (2 - num_graphs) + 1
