@@ -97,7 +97,9 @@ def chained(step: Any, mesh: Mesh, calls: int) -> Any:
         x = normed = jnp.where(met, x, jnp.zeros_like(x))
         for _ in range(calls):
             more = (parts[0].astype(jnp.float32) + normed[None].astype(jnp.float32)) / 8
-            x, normed = step(x, more.astype(parts.dtype), weight, places[0])
+            # XLA would not round what it does not store.
+            rounded = lax.optimization_barrier(more.astype(parts.dtype))
+            x, normed = step(x, rounded, weight, places[0])
         return x[None], normed[None]
 
     return jax.jit(

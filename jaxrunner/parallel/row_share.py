@@ -76,7 +76,7 @@ class RowShare:
         """Returns arrays of all rows, [B * m, ...], of those of each device's rows, [b * m, ...].
 
         Adds arrays that are 0 elsewhere, which is exact: XLA has a fast kernel for a small sum of
-        float32 only. So it is one sum of all arrays, side by side.
+        floats only. So it is one sum of all arrays, side by side, in float32.
         """
         if self.num_devices == 1:
             return tree
