@@ -129,6 +129,8 @@ class EngineConfig:
     max_lora_rank: int = 16  # of each of them
     max_cpu_loras: int | None = None  # on the host, those on the device among them; None for all
     lora_modules_to_save: tuple[str, ...] = ()  # embedding and head that adapters may have instead
+    # Whether devices leave all of their sums to XLA. Not in `repr`, as a snapshot fits both.
+    disable_custom_all_reduce: bool = field(default=False, repr=False)
 
     def __post_init__(self):
         counts = ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -143,10 +145,9 @@ class EngineConfig:
                 )
         limit = Bound(float, 1e-3, 2**30, optional=True)
         validate("step_timeout_s", self.step_timeout_s, limit)
-        if type(self.enforce_eager) is not bool:
-            raise ValueError(
-                f"enforce_eager must be True or False, got {shown(self.enforce_eager)}"
-            )
+        for name in ("enforce_eager", "disable_custom_all_reduce"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         check_checkpoints(self)
         check_lora(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
         check_lora_modules(self.enable_lora, self.lora_modules_to_save)

@@ -58,6 +58,7 @@ class Program:
     lora: tuple[Product, ...] = ()  # products that adapters may change
     saved: tuple[tuple[str, str], ...] = ()  # fields that adapters may replace, and their modules
     saved_layers: tuple[LayerWeight, ...] = ()  # layers behind a pooling that they may replace
+    has_peers: bool = False  # whether devices write into each other's memory
 
     @property
     def extra_args(self) -> list[str]:

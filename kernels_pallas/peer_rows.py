@@ -53,6 +53,13 @@ class Exchange(NamedTuple):
     places: Array
 
 
+class Peers(NamedTuple):
+    """Where devices write rows of E numbers, as a kernel of one of N devices takes it."""
+
+    places: Array  # [N + 2, 2], its own of `Exchange`
+    E: int
+
+
 def make(mesh: Mesh, axis: str, E: int) -> Exchange:
     """Returns memory for rows of E numbers among the devices of an axis of a mesh.
 
@@ -67,7 +74,7 @@ def make(mesh: Mesh, axis: str, E: int) -> Exchange:
             f"{mesh.size} devices: sum them by psum"
         )
     num, names = mesh.shape[axis], PartitionSpec(mesh.axis_names)
-    words = (HEAD_BYTES + MAX_ROWS * 2 * num * E * ITEM_BYTES) // 4
+    words = num_bytes(num, E) // 4
     fill = jax.jit(
         lambda: jnp.full((mesh.size, words), 0xFFFFFFFF, jnp.uint32),
         out_shardings=NamedSharding(mesh, names),
@@ -83,7 +90,18 @@ def make(mesh: Mesh, axis: str, E: int) -> Exchange:
     }
     table = np.array([places[device] for device in mesh.devices.flat], np.uint64)
     halves = np.stack([table & 0xFFFFFFFF, table >> 32], -1).astype(np.uint32)
-    return Exchange(memory, jax.device_put(halves, NamedSharding(mesh, names)))
+    return Exchange(memory, jax.device_put(halves, abstract_places(mesh, axis).sharding))
+
+
+def abstract_places(mesh: Mesh, axis: str) -> jax.ShapeDtypeStruct:
+    """Returns the shape of `Exchange.places`, and where each device's own lie."""
+    at = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.ShapeDtypeStruct((mesh.size, mesh.shape[axis] + 2, 2), jnp.uint32, sharding=at)
+
+
+def num_bytes(num: int, E: int) -> int:
+    """Returns the bytes of each of `num` devices for rows of E numbers."""
+    return HEAD_BYTES + MAX_ROWS * 2 * num * E * ITEM_BYTES
 
 
 def region(places: Ref, row: Array, group: Array, E: int) -> tuple[Array, Array]:

@@ -35,17 +35,24 @@ def test_decode_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
 @compiles
 @pytest.mark.skipif(not xla_options.BRANCHES, reason="JAX before 0.12 leaves all sums to NCCL")
 @pytest.mark.parametrize(
-    ("num_devices", "num_rows", "num_steps", "num_graphs"),
-    [(2, 1, 1, 1), (4, 8, 4, 1), (2, 64, 1, 2), (4, 256, 1, 2)],
+    ("num_devices", "num_rows", "num_steps", "sums", "num_graphs"),
+    [
+        (2, 1, 1, "peers", 1),
+        (4, 8, 4, "peers", 1),
+        (2, 8, 1, "psum", 1),
+        (2, 64, 1, "peers", 2),
+        (4, 256, 1, "psum", 2),
+    ],
 )
 def test_steps_on_several_gpus_are_a_graph_or_two_around_an_exchange(
-    num_devices, num_rows, num_steps, num_graphs, tmp_path
+    num_devices, num_rows, num_steps, sums, num_graphs, tmp_path
 ):
-    """All sums over devices are kernels of XLA's in graphs; an all-to-all of many logits is not."""
-    args = str(num_devices), str(num_rows), str(num_steps), str(tmp_path)
+    """All sums over devices are kernels in graphs; an all-to-all of many logits is not."""
+    args = str(num_devices), str(num_rows), str(num_steps), sums, str(tmp_path)
     found, _ = compiled_by("aot_tensor.py", *args, XLA_FLAGS=f"--xla_dump_to={tmp_path}")
     launched = [kind for kind in found["launched"] if not kind.startswith("Async")]
     assert launched[0] == launched[-1] == "CommandBuffer"
     assert len(launched) == 2 * num_graphs - 1
-    # Of embeddings, of layers, of few logits, of what was sampled.
-    assert found["sums"] == 1 + 2 * 3 + (2 - num_graphs) + 1
+    # XLA's own: of embeddings, of layers, of few logits, of what was sampled.
+    of_layers = 2 * 3 if sums == "psum" else 0
+    assert found["sums"] == 1 + of_layers + (2 - num_graphs) + 1

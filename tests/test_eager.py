@@ -41,5 +41,7 @@ def test_kernels_are_no_choice_where_nothing_is_compiled():
         backends.choose_ops(
             config, tiny.engine_config(enforce_eager=True, attention_backend="mosaic_gpu")
         )
+    with pytest.raises(ValueError, match="disable_custom_all_reduce must be True or False, got 1"):
+        tiny.engine_config(disable_custom_all_reduce=1)
     with pytest.raises(ValueError, match="enforce_eager must be True or False, got 1"):
         tiny.engine_config(enforce_eager=1)

@@ -95,11 +95,15 @@ def chained(step: Any, mesh: Mesh, calls: int) -> Any:
         # XLA lets no device start before all have met, which it does for a sum that it knows.
         met = lax.psum(jnp.ones((1, 1)), TENSOR) > 0
         x = normed = jnp.where(met, x, jnp.zeros_like(x))
-        for _ in range(calls):
+
+        def call(_: Any, before: Any) -> Any:
+            x, normed = before
             more = (parts[0].astype(jnp.float32) + normed[None].astype(jnp.float32)) / 8
             # XLA would not round what it does not store.
             rounded = lax.optimization_barrier(more.astype(parts.dtype))
-            x, normed = step(x, rounded, weight, places[0])
+            return step(x, rounded, weight, places[0])
+
+        x, normed = lax.fori_loop(0, calls, call, (x, normed))
         return x[None], normed[None]
 
     return jax.jit(

@@ -11,11 +11,14 @@ import jax
 from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import entry_points_of
+from jaxrunner.kernels_pallas.peer_rows import Peers, abstract_places
 from jaxrunner.lora.stacks import abstract_stacks, merged
-from jaxrunner.parallel.mesh import placed, ranked
+from jaxrunner.model import MakeOps
+from jaxrunner.parallel.mesh import TENSOR, placed, ranked
 from jaxrunner.parallel.shards import on_shards, told_to_all
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
 from jaxrunner.sampling import RULES
+from jaxrunner.types import Array
 
 
 def abstract(tree: Any) -> Any:
@@ -46,6 +49,9 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
         function, out = told_to_all(function, out), ranked(out, program.mesh)
     if program.mesh is not None:
         args = placed(args, program.mesh)
+    if names[0] == "params" and program.has_peers and program.mesh is not None:
+        function = _with_peers(function)
+        args = (args[0], abstract_places(program.mesh, TENSOR)), *args[1:]
     function = on_shards(function, program.mesh, args, out)
     if names[0] == "params":
         function = _takes_flat(function, jax.tree.structure(args[0]))
@@ -67,6 +73,20 @@ def flat_params(params: Any) -> tuple[Any, ...]:
     Each launch walks the trees it is given: those of 32 layers would cost it 30 us of the host.
     """
     return tuple(jax.tree.leaves(params))
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_peers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a device function that takes places of `peer_rows.Exchange` beside the weights."""
+
+    @functools.wraps(function)
+    def run(params: tuple[Any, Array], *args: Any, program: Program, **static: Any) -> Any:
+        own, places = params
+        peers = Peers(places[0], program.dims["E"])
+        ops: MakeOps = functools.partial(program.ops, peers=peers)
+        return function(own, *args, program=replace(program, ops=ops), **static)
+
+    return run
 
 
 @functools.lru_cache(maxsize=1024)  # a function that is new each time would be lowered each time

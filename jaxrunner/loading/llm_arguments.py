@@ -75,6 +75,7 @@ SIZES: dict[str, Bound] = {
     "max_lora_rank": Bound(int, 1, 512),
     "max_cpu_loras": Bound(int, 1, 2**20, optional=True),
     "lora_modules_to_save": Bound(str, each=True, most=2),
+    "disable_custom_all_reduce": FLAG,
 }
 TEXTS: dict[str, Bound] = {
     "tokenizer": Bound(str, optional=True, also=(Path, Tokenizer)),
@@ -119,7 +120,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     ),
     "distributed_executor_backend": Elsewhere(_ONE_DEVICE, (None, "uni")),
     "max_parallel_loading_workers": Elsewhere(_ONE_DEVICE),
-    "disable_custom_all_reduce": Elsewhere(_ONE_DEVICE, each=bool),
     "ray_workers_use_nsight": Elsewhere(_ONE_DEVICE, (False,)),
     "cpu_offload_gb": Elsewhere(_ONE_DEVICE, (0, 0.0, None)),
     "swap_space": Elsewhere(

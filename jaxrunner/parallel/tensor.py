@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig, WrappingConfig
 from jaxrunner.experts import ExpertWeights, Routes
+from jaxrunner.kernels_pallas.peer_rows import Peers
 from jaxrunner.linear import Weights
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.ops.plain import summed
 from jaxrunner.parallel.context import check_context
+from jaxrunner.parallel.custom_all_reduce import add_norm, device_parts
 from jaxrunner.parallel.exchange import exchanged, own_parts
 from jaxrunner.parallel.kv_heads import check_runs, check_sizes, copied_dims, copied_sources
 from jaxrunner.parallel.mesh import (
@@ -110,36 +112,42 @@ def shard(
 
 def all_reduce_ops(
     make: MakeOps, batch: Batch, *, expert_parallel: bool = False, data_ranks: bool = False,
-    exchange_from: int | None = None, note: Note = unnoted,
+    exchange_from: int | None = None, peers: Peers | None = None, note: Note = unnoted,
 ) -> Ops:  # fmt: skip
     """Makes the operations of a layer on shards: what is added to the residual is summed.
 
     data_ranks: whether experts are those of several, whose tokens come together for them; but where
         `exchange_from` says, as in `shard`.
+    peers: memory for rows of other devices, for sums that `add_norm` makes; None for psums.
     """
     ops, axes = make(batch, note=note), (DATA, TENSOR) if data_ranks else (TENSOR,)
+    all_reduce: Any = _all_reduce if peers is None else device_parts
 
-    def project(x: Array, w: Weights) -> Array:
-        return _all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)), x.dtype)
+    def project(x: Array, w: Weights) -> Any:
+        return all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)), x.dtype)
 
-    def mlp(x: Array, gate_up: Weights, down: Weights, activation: str = "silu") -> Array:
-        return _all_reduce(ops.mlp(x, gate_up, _on_shard(down), activation), x.dtype)
+    def mlp(x: Array, gate_up: Weights, down: Weights, activation: str = "silu") -> Any:
+        return all_reduce(ops.mlp(x, gate_up, _on_shard(down), activation), x.dtype)
 
-    def experts(x: Array, routes: Routes, w: ExpertWeights) -> Array:
+    def experts(x: Array, routes: Routes, w: ExpertWeights) -> Any:
         if not expert_parallel:
-            return _all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")), x.dtype)
+            return all_reduce(ops.experts(x, routes, _on_shard(w, "down_bias")), x.dtype)
         if exchange_from is not None and x.shape[0] >= exchange_from:
             run = functools.partial(_run_experts, ops, w)
             return exchanged(run, x, routes, w.num_experts, axes)
         if data_ranks:
             x, routes = jax.tree.map(_of_all_ranks, (x, routes))
         own = _own_routes(routes, w.num_experts, axes)
-        residual = summed(own_parts(ops.experts(x, own, w), own, w.num_experts), x.dtype)
+        residual = own_parts(ops.experts(x, own, w), own, w.num_experts)
         if data_ranks:
-            residual = jax.lax.psum_scatter(residual, DATA, tiled=True)
-        return jax.lax.psum(residual, TENSOR)
+            whole = summed(residual, x.dtype)
+            residual = jax.lax.psum_scatter(whole, DATA, tiled=True)
+        return all_reduce(residual, x.dtype)
 
-    return replace(ops, project=project, mlp=mlp, experts=experts, norm_heads=_norm_heads)
+    return replace(
+        ops, project=project, mlp=mlp, experts=experts, norm_heads=_norm_heads,
+        add_norm=functools.partial(add_norm, ops, peers, note),
+    )  # fmt: skip
 
 
 def _run_experts(ops: Ops, w: ExpertWeights, x: Array, routes: Routes) -> Array:

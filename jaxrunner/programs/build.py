@@ -23,6 +23,7 @@ from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
+from jaxrunner.parallel.custom_all_reduce import refuses as refuses_peers
 from jaxrunner.parallel.mesh import check_one_rank, mesh_of, num_ranks
 from jaxrunner.parallel.pipeline import check_drafts, refuse
 from jaxrunner.parallel.placement import declared
@@ -71,7 +72,7 @@ class Built(NamedTuple):
         tables = [(table.name, table.dims) for table in model.tables]
         drafts = speculator and speculator._replace(propose=_given(speculator.propose), tables=())
         context = names, tables, drafts, program.config, program.engine
-        context += self.choice.name, self.params
+        context += self.choice.name, self.params, program.has_peers
         devices = None if program.mesh is None else program.mesh.devices.flat
         return ProgramCache(self.cache_dir, context, devices)
 
@@ -123,8 +124,9 @@ def build(
     sample = choice.sample if rules == RULES and model.samples else None
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(
-        model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved, layers
-    )
+        model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved, layers,
+        has_peers=refuses_peers(mesh, config, choice.name) is None,
+    )  # fmt: skip
     check_names(program.tables)
     # Nothing is known of code that is not ours.
     ours = rules == RULES and ops is None and is_ours(*_code(program, params))

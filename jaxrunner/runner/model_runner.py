@@ -70,8 +70,7 @@ class ModelRunner(RunnerWeights):
         self.profiler = Profiler()
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
-        program = self.program
-        self._masks = GrammarMasks(program)
+        program, self._masks = self.program, GrammarMasks(self.program)
         self._layout = functools.cache(
             lambda *size: output_layout(program, output_spec(program, *size))
         )
@@ -142,6 +141,7 @@ class ModelRunner(RunnerWeights):
         other.state, other.requests = jax.tree.map(jnp.copy, self.state), self.requests.copy()
         other._check = self._check and self._check.copy()
         other.adapters = self.adapters and self.adapters.copy()
+        other.connect()
         awaited_at_exit(other)
         return other
 
@@ -149,6 +149,7 @@ class ModelRunner(RunnerWeights):
         """Forgets all requests after a failed step; makes a new state if it consumed the old."""
         self.requests, self._forwarded = make_requests(self.program), None
         self._check = self._check and StepCheck(self.program, self.adapters)
+        self.connect()
         if not pytree.is_alive(self.state):
             pytree.delete(self.state)
             # Waits, as the error of a failed device would otherwise come later.

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrunner.device.program_spec import flat_params
+from jaxrunner.kernels_pallas import peer_rows
 from jaxrunner.loading.weights import like
 from jaxrunner.lora.device_adapters import DeviceAdapters
+from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.program import Program
 from jaxrunner.runner.request_table import RequestTable
@@ -20,6 +22,9 @@ class RunnerWeights(abc.ABC):
     requests: RequestTable
     params_spec: Any  # abstract arrays that new weights must match
     adapters: DeviceAdapters | None = None
+    _placed: Any = None  # the weights, in a pipeline of each stage
+    # Memory of devices for each other's rows, in a pipeline of each stage.
+    _exchanges: tuple[peer_rows.Exchange | None, ...] = ()
 
     @property
     def params(self) -> Any:
@@ -29,10 +34,22 @@ class RunnerWeights(abc.ABC):
     @params.setter
     def params(self, params: Any) -> None:
         self._params, self._placed = params, to_stages(self.program.config, params)
-        parts = self._placed if self.program.stages else None
-        self._flat = tuple(map(flat_params, parts)) if parts else flat_params(self._placed)
+        self._flatten() if self._exchanges else self.connect()
         if self.adapters is not None:
             self.adapters.sleep() if params is None else self.adapters.wake_up()
+
+    def connect(self) -> None:
+        """Makes memory for other devices' rows; a step that failed may leave some in the old."""
+        stages = self.program.stages or (self.program,)
+        self._exchanges = tuple(map(_exchange_of, stages))
+        self._flatten()
+
+    def _flatten(self) -> None:
+        several = bool(self.program.stages) and self._placed is not None
+        parts = self._placed if several else (self._placed,)
+        places = [exchange and exchange.places for exchange in self._exchanges]
+        flat = tuple(map(flat_params, zip(parts, places, strict=False)))
+        self._flat = flat if several else flat[0]
 
     def update_params(self, params: Any) -> None:
         """Replaces the weights, for steps launched from now on. Nothing is compiled anew.
@@ -56,3 +73,9 @@ class RunnerWeights(abc.ABC):
         for request in new:
             self.requests.note_adapter(request)
         return not self.requests.lora_ids.keys().isdisjoint(counts)
+
+
+def _exchange_of(program: Program) -> peer_rows.Exchange | None:
+    if not program.has_peers or program.mesh is None:
+        return None
+    return peer_rows.make(program.mesh, TENSOR, program.dims["E"])

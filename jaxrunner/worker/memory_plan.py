@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrunner.config import EngineConfig
+from jaxrunner.kernels_pallas import peer_rows
 from jaxrunner.lora.stacks import abstract_stacks
+from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.program import Program
 from jaxrunner.worker.cache_costs import CacheCosts, num_bytes
 from jaxrunner.worker.program_memory import ProgramMemory
@@ -135,7 +137,7 @@ class SizeCosts:
             reserve = self.need.waiting + max(weights, default=0) + LOST
         return MemoryPlan(
             requested=requested,
-            weights=num_bytes(self.params) + self._adapters,
+            weights=num_bytes(self.params) + self._adapters + self._peers,
             tables=num_bytes((state.requests, state.tables)) + of_slots,
             kv=of_tokens(num_blocks),
             program=self.need.program,
@@ -148,6 +150,14 @@ class SizeCosts:
     def _adapters(self) -> int:
         """Bytes of the adapters on the device."""
         return num_bytes(abstract_stacks(self.program)) if self.program.lora else 0
+
+    @property
+    def _peers(self) -> int:
+        """Bytes of a device for the rows of others."""
+        program = self.program
+        if not program.has_peers or program.mesh is None:
+            return 0
+        return peer_rows.num_bytes(program.mesh.shape[TENSOR], program.dims["E"])
 
 
 def plan_memory(

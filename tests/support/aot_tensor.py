@@ -1,8 +1,9 @@
 """Compiles decode steps on several H200 where there is none.
 
-python tests/support/aot_tensor.py DEVICES ROWS STEPS FOLDER   # prints what XLA launches, as JSON
+python tests/support/aot_tensor.py DEVICES ROWS STEPS SUMS FOLDER   # prints what XLA launches
 
-FOLDER is where XLA writes its dumps.
+It is one line of JSON. SUMS is "peers", where a kernel sums over devices, or "psum"; XLA writes its
+dumps into FOLDER.
 """
 
 import json
@@ -36,7 +37,7 @@ SIZES = dict(
 LINKED = DEVICE.replace("ecc_enabled", "device_interconnect_info { active_links: 18 } ecc_enabled")
 
 
-def compile_steps(num: int, rows: int, steps: int) -> None:
+def compile_steps(num: int, rows: int, steps: int, *, has_peers: bool) -> None:
     """Compiles the program of so many steps, of so many rows, on so many devices."""
     fake = topologies.get_topology_desc(
         platform="cuda", target_config=LINKED, topology=f"1x1x{num}"
@@ -45,7 +46,9 @@ def compile_steps(num: int, rows: int, steps: int) -> None:
     read = read_model(Settings(MODEL | SIZES))
     model, config = shard(*read, mesh)
     engine = tiny.engine_config(**ENGINE, max_num_seqs=256, num_decode_steps=steps)
-    program = Program(model, config, engine, all_reduced(fused), RULES, sample=sample_tokens)
+    program = Program(
+        model, config, engine, all_reduced(fused), RULES, sample=sample_tokens, has_peers=has_peers
+    )
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
     at = shardings(model.params, program.dims, mesh)
     params = jax.tree.map(lambda x, at: x.update(sharding=at), params, at)
@@ -57,8 +60,8 @@ def compile_steps(num: int, rows: int, steps: int) -> None:
 
 if __name__ == "__main__":
     num, rows, steps = map(int, sys.argv[1:4])
-    compile_steps(num, rows, steps)
-    (dump,) = Path(sys.argv[4]).glob("*step.thunk_sequence_after_thunk_passes.txt")
+    compile_steps(num, rows, steps, has_peers=sys.argv[4] == "peers")
+    (dump,) = Path(sys.argv[5]).glob("*step.thunk_sequence_after_thunk_passes.txt")
     text = dump.read_text()
     # What is in a graph, or in something asynchronous, is indented.
     launched = re.findall(r"^\d+: k(\w+)", text, re.MULTILINE)

@@ -1,0 +1,184 @@
+"""Sums over devices that their norm makes, on fake devices of a CPU, where a psum stands in."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, embedded
+from jaxrunner.api.sampling_params import SamplingParams
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_spec import step_key
+from jaxrunner.kernels_pallas import peer_rows
+from jaxrunner.kernels_pallas.peer_rows import Peers
+from jaxrunner.operation import Operation
+from jaxrunner.ops.plain import add_rms_norm
+from jaxrunner.parallel import custom_all_reduce
+from jaxrunner.parallel.custom_all_reduce import KERNEL, DeviceParts, device_parts, refuses
+from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.programs import build
+from tests.support import data_ranks, small_checkpoint, tiny
+
+ENGINE = tiny.engine_config()
+MESH: Any = SimpleNamespace(shape={TENSOR: 2}, is_multi_process=False)
+
+
+class Kernel:
+    """Stands for `reduce_add_norm`: a psum, and NaN where a device has not its own places."""
+
+    def __init__(self):
+        self.num_tokens: list[int] = []  # of each call, while a program is traced
+
+    def run(self, x: Any, residual: DeviceParts, peers: Peers, *how: Any) -> tuple[Any, Any]:
+        assert peers.E == x.shape[1]
+        places, num = peers.places, jax.lax.axis_size(TENSOR)
+        assert places.shape == (num + 2, 2)
+        rank = jax.lax.axis_index(TENSOR).astype(jnp.uint32)
+        is_own = (places[num + 1, 0] == rank) & (places[num] == places[rank]).all()
+        self.num_tokens.append(x.shape[0])
+        total, out = add_rms_norm(x, residual.astype(x.dtype), *how)
+        return jnp.where(is_own, total, jnp.nan), out
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Kernel:
+    """Lets programs take peers, and their kernel be a psum."""
+    made = Kernel()
+    monkeypatch.setattr(custom_all_reduce, "KERNEL", Operation("stand-in", made.run))
+    monkeypatch.setattr(build, "refuses_peers", lambda mesh, *_: None if mesh else "no mesh")
+    return made
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Any, list[Any]]:
+    """Returns a checkpoint, and what one device answers."""
+    pytest.importorskip("llguidance")
+    folder = small_checkpoint.save(tmp_path_factory.mktemp("small"))
+    with small_checkpoint.start(folder) as llm:
+        return folder, small_checkpoint.tokens(llm)
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(
+    "devices",
+    [
+        dict(tensor_parallel_size=2),
+        dict(tensor_parallel_size=4),
+        dict(tensor_parallel_size=2, pipeline_parallel_size=2),
+        dict(tensor_parallel_size=2, data_parallel_size=2),
+        dict(tensor_parallel_size=2, num_decode_steps=3),
+    ],
+    ids=lambda devices: "-".join(map(str, devices.values())),
+)
+def test_tokens_are_those_of_one_device(saved, kernel, devices):
+    folder, want = saved
+    with small_checkpoint.start(folder, **devices) as llm:
+        assert small_checkpoint.tokens(llm) == want
+    assert kernel.num_tokens
+
+
+@pytest.mark.devices(2)
+def test_sums_that_the_kernel_refuses_are_psums(saved, monkeypatch):
+    monkeypatch.setattr(build, "refuses_peers", lambda *_: None)
+    folder, want = saved
+    with small_checkpoint.start(folder, tensor_parallel_size=2) as llm:
+        assert small_checkpoint.tokens(llm) == want
+        runner = llm.engine.runner
+        chosen = operations(runner.program, runner.params_spec, step_key(runner.buckets[0], 1))
+    (sums,) = {of.name: of for of in chosen if of.operation == "all-reduce, add_norm"}.values()
+    assert sums.name == "psum, add_norm"
+    assert sums.refused == {"reduce_add_norm": "x must be bfloat16 or float16, got float32"}
+
+
+@pytest.mark.devices(2)
+def test_memory_for_rows_is_planned_and_made_anew_for_a_fork_and_a_restart(saved, kernel):
+    folder, want = saved
+    with small_checkpoint.start(folder, tensor_parallel_size=2) as llm:
+        runner = llm.engine.runner
+        bytes_of = peer_rows.num_bytes(2, 24)
+        weights = sum(x.nbytes // 2 for x in jax.tree.leaves(runner.params))
+        assert llm.memory_plan.weights >= bytes_of
+        assert llm.memory_plan.weights - bytes_of < 2 * weights
+        other = runner.fork()
+        first, of_fork = (np.asarray(of.params_of(None)[-1]) for of in (runner, other))
+        assert first.shape == of_fork.shape == (2, 4, 2) and (first[:, 0] != of_fork[:, 0]).any()
+        other.close()
+        runner.restart()
+        assert small_checkpoint.tokens(llm) == want
+
+
+@pytest.mark.devices(6)
+def test_data_ranks_exchange_rows_with_their_own_devices(kernel, tmp_path):
+    folder = small_checkpoint.save_family(tmp_path / "mixture", data_ranks.MIXTURE)
+    told = []
+    for devices in ({}, data_ranks.RANKS | dict(tensor_parallel_size=2)):
+        with LLM(folder, **data_ranks.SIZES, **devices) as llm:
+            prompts = [dict(prompt_token_ids=[3 + i, 5, 7]) for i in range(5)]
+            outputs = llm.generate(prompts, data_ranks.GREEDY, use_tqdm=False)
+            told.append([output.outputs[0].token_ids for output in outputs])
+    assert told[0] == told[1] and kernel.num_tokens
+
+
+@pytest.mark.devices(2)
+@pytest.mark.slow
+def test_drafters_on_shards_sum_so_too(kernel):
+    rule, tokens = SamplingParams(temperature=0.7, seed=3, max_tokens=20), []
+    config = dict(method="eagle3", model=str(embedded.EAGLE3_PATH), num_speculative_tokens=2)
+    sizes: dict[str, Any] = dict(
+        max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,),
+        max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False, cache_dir=None,
+    )  # fmt: skip
+    for extra in ({}, dict(tensor_parallel_size=2, speculative_config=config)):
+        with LLM(str(embedded.PATH), **sizes, **extra) as llm:
+            outputs = llm.generate(["import os\n", "def f(x):"], rule, use_tqdm=False)
+            tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1] and kernel.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "backend", "why"),
+    [
+        ({}, MESH, "reference", "wants kernels, got reference"),
+        ({}, None, "mosaic_gpu", "wants several devices"),
+        ({}, SimpleNamespace(shape={TENSOR: 1}), "mosaic_gpu", "wants several devices"),
+        (dict(disable_custom_all_reduce=True), MESH, "mosaic_gpu", "is off by disable_custom"),
+        ({}, SimpleNamespace(shape={TENSOR: 2}, is_multi_process=True), "mosaic_gpu", "process"),
+        (dict(enable_lora=True), MESH, "mosaic_gpu", "takes no residual of adapters"),
+    ],
+)
+def test_where_devices_write_into_no_memory_of_others(changes, mesh, backend, why):
+    said = refuses(mesh, tiny.engine_config(**changes), backend)
+    assert said is not None and why in said
+
+
+def test_jax_before_0_12_might_load_a_kernel_while_another_waits(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert "wants JAX 0.12" in str(refuses(MESH, ENGINE, "mosaic_gpu"))
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert refuses(MESH, ENGINE, "mosaic_gpu") is None
+
+
+@pytest.mark.parametrize(
+    ("E", "parts", "end", "why"),
+    [
+        (4096, (), None, None),
+        (4096, (4,), None, None),
+        (2048, (), None, "memory for rows of 4096, got 2048"),
+        (4096, (), 1, "norms no residual before it is added"),
+    ],
+)
+def test_which_sums_the_kernel_serves(E, parts, end, why):
+
+    def asked(x: Any, parts: Any, weight: Any, places: Any) -> Any:
+        residual, more = device_parts(parts, x.dtype), () if end is None else (weight,)
+        return KERNEL.refuses(x, residual, Peers(places, 4096), weight, 1e-5, False, *more)
+
+    said: list[Any] = []
+    shapes = (8, E), (*parts, 8, E), (E,)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    places = jax.ShapeDtypeStruct((4, 2), jnp.uint32)
+    jax.eval_shape(lambda *args: said.append(asked(*args)), *args, places)
+    assert said == [None] if why is None else why in said[0]
