@@ -34,6 +34,7 @@ from jaxrunner.types import Array, Inputs, Requests, State
 MAX_TARGETS = 256  # prompt tokens that one launch scores
 MAX_STOP_IDS = 144  # of a request: its own, and the model's EOS
 FEW_STOP_IDS = 16  # of a request whose admission is not wide
+SHORT_LEN = 1536  # tokens: keys that a cluster of blocks of decode attention reads, at most
 # Axes of lists of ids that few requests have: an admission that is not wide leaves them out.
 WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
 # Fields of `EngineConfig` that choose programs and when they run, and are not compiled in.
@@ -188,6 +189,7 @@ class Bucket(NamedTuple):
     query_len: int = 0  # tokens of every row, 0 if rows differ
     num_drafts: int = 0  # K: most drafts that a row verifies, and that are proposed for it
     lora: bool = False  # whether a request has an adapter
+    short: bool = False  # whether no request has more than `SHORT_LEN` tokens
 
 
 class SampleSize(NamedTuple):
@@ -204,7 +206,8 @@ class MultiStepBucket(NamedTuple):
 
     num_steps: int
     sample: SampleSize  # of each step
-    lora: bool = False  # whether a request has an adapter
+    lora: bool = False  # as in `Bucket`, as is `short`
+    short: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -215,7 +218,7 @@ class MultiStepBucket(NamedTuple):
     def bucket(self) -> Bucket:
         """The size of each step."""
         B, K = self.num_rows, self.sample.num_drafts
-        return Bucket(B * (1 + K), B, 1 + K, K, self.lora)
+        return Bucket(B * (1 + K), B, 1 + K, K, self.lora, self.short)
 
     @property
     def num_tokens(self) -> int:

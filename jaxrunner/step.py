@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrunner.indexing import cache_index, find_rows, put_blocks, put_rows, take
 from jaxrunner.lora.saved_layers import run_head
 from jaxrunner.lora.saved_modules import places_of_rows, weights_of
-from jaxrunner.program import Bucket, Program, SampleSize
+from jaxrunner.program import SHORT_LEN, Bucket, Program, SampleSize
 from jaxrunner.rule import rows_of
 from jaxrunner.sampling.drafting import draw_coupled, draw_own
 from jaxrunner.sampling.drawing import draw
@@ -194,7 +194,7 @@ def prepare_inputs(
     first = start + num_tokens - 1 - drafts
     positions = jnp.where(real, take(computed, row) + offset, 0)
     slot = plan.slot.at[row].get(mode="fill", fill_value=requests.done.shape[0])
-    blocks = tuple(take(table, plan.slot) for table in requests.blocks)
+    blocks = tuple(take(table, plan.slot) for table in block_tables(requests, bucket, pools))
     inputs = Inputs(
         token_ids=take(requests.token_ids, (slot, positions)),
         positions=positions,
@@ -217,6 +217,16 @@ def prepare_inputs(
     )
     samples = (num_tokens > 0) & (seq_lens >= total)
     return batch, SamplingMetadata(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
+
+
+def block_tables(
+    requests: Requests, bucket: Bucket, pools: list[tuple[int, int]]
+) -> tuple[Array, ...]:
+    """Returns the block tables, [R, M], with the columns of short requests alone if all are."""
+    if not bucket.short:
+        return requests.blocks
+    pairs = zip(requests.blocks, pools, strict=True)
+    return tuple(table[:, : -(-SHORT_LEN // S)] for table, (_, S) in pairs)
 
 
 @functools.partial(jax.jit, inline=True)  # traced once for equal shapes

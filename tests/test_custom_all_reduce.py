@@ -114,7 +114,8 @@ def test_memory_for_rows_is_planned_and_made_anew_for_a_fork_and_a_restart(saved
 def test_data_ranks_exchange_rows_with_their_own_devices(kernel, tmp_path):
     folder = small_checkpoint.save_family(tmp_path / "mixture", data_ranks.MIXTURE)
     told = []
-    for devices in ({}, data_ranks.RANKS | dict(tensor_parallel_size=2)):
+    ranks: dict[str, Any] = data_ranks.RANKS | dict(tensor_parallel_size=2)
+    for devices in ({}, ranks):
         with LLM(folder, **data_ranks.SIZES, **devices) as llm:
             prompts = [dict(prompt_token_ids=[3 + i, 5, 7]) for i in range(5)]
             outputs = llm.generate(prompts, data_ranks.GREEDY, use_tqdm=False)
@@ -131,7 +132,8 @@ def test_drafters_on_shards_sum_so_too(kernel):
         max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,),
         max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False, cache_dir=None,
     )  # fmt: skip
-    for extra in ({}, dict(tensor_parallel_size=2, speculative_config=config)):
+    drafting: dict[str, Any] = dict(tensor_parallel_size=2, speculative_config=config)
+    for extra in ({}, drafting):
         with LLM(str(embedded.PATH), **sizes, **extra) as llm:
             outputs = llm.generate(["import os\n", "def f(x):"], rule, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])

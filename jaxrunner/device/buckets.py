@@ -27,13 +27,20 @@ CPU_STEP_COST = 48
 MOST_VERIFIED = 512
 
 
-def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> tuple[Bucket, ...]:
+def step_buckets(
+    config: EngineConfig,
+    speculator: Speculator | None = None,
+    gains_short: Callable[[Bucket], bool] = lambda bucket: False,
+) -> tuple[Bucket, ...]:
     """Returns the buckets of an engine, smallest first.
 
     Rows of a uniform bucket have 1 + K tokens each, for K drafts; a ragged bucket has rows of any
     length, and follows a uniform one of the same size. Every batch within `max_num_seqs` and
     `max_num_batched_tokens` fits a bucket. With adaptive drafts only uniform buckets verify drafts,
-    fewer for each request in those of many rows. Steps with adapters have buckets of their own.
+    fewer for each request in those of many rows. Steps with adapters have buckets of their own, and
+    so have steps of short requests where these are faster by it, which precede those of others.
+
+    gains_short: whether steps of a uniform bucket are.
     """
     R, T = config.max_num_seqs, config.max_num_batched_tokens
     rows = config.decode_buckets or powers(1, R, config.growth)
@@ -47,10 +54,11 @@ def step_buckets(config: EngineConfig, speculator: Speculator | None = None) -> 
     else:
         uniform = [(r, K) for r in _up_to(min(R, T // (1 + K)), rows) if r]
     buckets = [Bucket(r * (1 + k), r, 1 + k, k) for r, k in uniform]
+    short = [bucket._replace(short=True) for bucket in buckets if gains_short(bucket)]
     buckets += [Bucket(s, min(s, R), 0, 0 if adaptive else K) for s in _up_to(T, sizes)]
     if config.enable_lora:
         buckets += [bucket._replace(lora=True) for bucket in buckets]
-    return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
+    return tuple(sorted(short + buckets, key=lambda b: (b.num_tokens, b.query_len == 0)))
 
 
 def choose(
@@ -62,6 +70,8 @@ def choose(
     num_drafts: int = 0,
     lora: bool = False,
     others: Sequence[Sequence[int]] = (),
+    ragged: bool = False,
+    short: bool = False,
 ) -> Bucket:
     """Returns the first bucket that holds rows of `counts` tokens, preferably a compiled one.
 
@@ -70,6 +80,8 @@ def choose(
     num_drafts: the least drafts that the step proposes for each row.
     lora: whether a request of the step has an adapter.
     others: counts of the other data ranks, which run in the same bucket.
+    ragged: whether a ragged bucket is wanted.
+    short: whether no request has more than `SHORT_LEN` tokens, nor needs a rare program.
 
     Raises:
       ValueError: no bucket holds them.
@@ -85,7 +97,8 @@ def choose(
         for b in buckets
         if b.num_tokens >= tokens
         and b.num_rows >= rows
-        and (b.query_len >= most or not (b.query_len or several))
+        and (b.query_len >= most and not ragged if b.query_len else not several)
+        and b.short <= short
         and b.num_drafts >= num_drafts
         and b.lora == lora
     ]

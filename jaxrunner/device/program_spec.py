@@ -13,7 +13,6 @@ from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import entry_points_of
 from jaxrunner.kernels_pallas.peer_rows import Peers, abstract_places
 from jaxrunner.lora.stacks import abstract_stacks, merged
-from jaxrunner.model import MakeOps
 from jaxrunner.parallel.mesh import TENSOR, placed, ranked
 from jaxrunner.parallel.shards import on_shards, told_to_all
 from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
@@ -82,8 +81,8 @@ def _with_peers(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(params: tuple[Any, Array], *args: Any, program: Program, **static: Any) -> Any:
         own, places = params
-        peers = Peers(places[0], program.dims["E"])
-        ops: MakeOps = functools.partial(program.ops, peers=peers)
+        make: Any = program.ops  # `parallel.tensor.all_reduced`
+        ops = functools.partial(make, peers=Peers(places[0], program.dims["E"]))
         return function(own, *args, program=replace(program, ops=ops), **static)
 
     return run
@@ -111,8 +110,9 @@ def program_keys(program: Program, buckets: Sequence[Bucket], *, all_rules: bool
     keys = [Key(entry.name, size) for entry in entries for size in entry.sizes(program, buckets)]
     if not all_rules:
         return keys
+    others = [bucket for bucket in buckets if not bucket.short]
     return keys + [
-        Key(entry.name, size) for entry in entries for size in entry.rare_sizes(program, buckets)
+        Key(entry.name, size) for entry in entries for size in entry.rare_sizes(program, others)
     ]
 
 
@@ -121,4 +121,4 @@ def step_key(bucket: Bucket, num_steps: int) -> Key:
     if num_steps == 1:
         return Key("step", bucket)
     sample = SampleSize(bucket.num_rows, num_drafts=bucket.num_drafts)
-    return Key("multi_step", MultiStepBucket(num_steps, sample, bucket.lora))
+    return Key("multi_step", MultiStepBucket(num_steps, sample, bucket.lora, bucket.short))

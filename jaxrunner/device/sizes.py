@@ -17,7 +17,10 @@ def multi_steps(program: Program, buckets: Sequence[Bucket], samples: list) -> l
     steps = [bucket for bucket in buckets if bucket.query_len and n > 1]
     return [
         MultiStepBucket(
-            n, SampleSize(bucket.num_rows, all_rules, C, bucket.num_drafts), bucket.lora
+            n,
+            SampleSize(bucket.num_rows, all_rules, C, bucket.num_drafts),
+            bucket.lora,
+            bucket.short,
         )
         for bucket in steps
         for all_rules, C in samples

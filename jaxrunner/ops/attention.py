@@ -5,14 +5,19 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.indexing import find_rows, take
 from jaxrunner.kernels_pallas import decode_attention as decode
 from jaxrunner.kernels_pallas import prefill_attention as prefill
 from jaxrunner.kernels_pallas import reference, rope_write
+from jaxrunner.kernels_pallas.decode_plan import DEFAULT, cluster_of
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation
 from jaxrunner.ops.plain import split_heads
+from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.parallel.stages import num_stages
+from jaxrunner.program import SHORT_LEN, Bucket, Program
 from jaxrunner.types import Array, Batch, LayerCache
 
 
@@ -54,6 +59,29 @@ def _refuses_mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpe
     if apart := batch.query_len:
         return f"wants rows side by side, not {apart} tokens apart"
     return _refuses_chunks(batch, cache, spec) or refuses_kernels(q, cache.k)
+
+
+def gains_short(program: Program, bucket: Bucket) -> bool:
+    """Whether decode attention of a bucket is faster if no request is longer than `SHORT_LEN`."""
+    model, engine, mesh = program.config, program.engine, program.mesh
+    rows, longest = bucket.num_rows, engine.max_model_len
+    if longest <= SHORT_LEN or engine.scaled or interleave_of(model).parts > 1:
+        return False
+    if program.num_ranks > 1 or num_stages(model) > 1:
+        return False
+    gains = False
+    for group in program.cache_groups:
+        if group.kind.leaves is not LayerCache:
+            return False
+        H, K, D = ((model.dims | group.kind.dims)[axis] for axis in "HKD")
+        num = 1 if mesh is None else mesh.shape[TENSOR]
+        q, kv = (bucket.num_tokens, H // num, D), (1, K // num, group.block_size, D)
+        clusters = [
+            cluster_of(q, kv, (rows, group.table_len(length)), None, bucket.query_len, DEFAULT)
+            for length in (SHORT_LEN, longest)
+        ]
+        gains |= clusters[0] != clusters[1]
+    return gains
 
 
 def refuses_kernels(q: Shaped, k: Shaped) -> str | None:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxrunner.caches.cache_group import reads_whole, rewinds
 from jaxrunner.config import EngineConfig, ModelConfig
+from jaxrunner.device.buckets import step_buckets
 from jaxrunner.device.lowering import lowering_task
 from jaxrunner.device.program_spec import abstract, usual_spec
 from jaxrunner.lora.pooled_layers import find_layers
@@ -21,6 +22,7 @@ from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.mixtures.wrapped import WrappedConfig
 from jaxrunner.model import MakeOps, Model
 from jaxrunner.ops.adapters.adapted import adapted
+from jaxrunner.ops.attention import gains_short
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
 from jaxrunner.parallel.custom_all_reduce import refuses as refuses_peers
@@ -29,7 +31,7 @@ from jaxrunner.parallel.pipeline import check_drafts, refuse
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
-from jaxrunner.program import Program
+from jaxrunner.program import Bucket, Program
 from jaxrunner.programs.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.rule import Rule
@@ -57,6 +59,15 @@ class Built(NamedTuple):
         model = model._replace(tables=self.program.model.tables)
         program = replace(self.program, model=model, config=config)
         return self._replace(program=program, params=abstract(params))
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The sizes of steps."""
+        program, has_kernels = self.program, self.choice.name == "mosaic_gpu"
+        return step_buckets(
+            program.engine, program.model.speculator,
+            lambda bucket: has_kernels and gains_short(program, bucket),
+        )  # fmt: skip
 
     @property
     def cache(self) -> ProgramCache | None:

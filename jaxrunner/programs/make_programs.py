@@ -39,7 +39,8 @@ def in_order(
     refuse_spread(program.config, "warm_up='background'", "take warm_up=True")
     kinds = [[b for b in buckets if b.lora == lora] for lora in sorted({b.lora for b in buckets})]
     ragged = [[b for b in own if not b.query_len][-1] for own in kinds]
-    decodes = [max((b for b in own if b.query_len), key=lambda b: b.num_rows) for own in kinds]
+    uniform = [[b for b in own if b.query_len and not b.short] for own in kinds]
+    decodes = [max(own, key=lambda b: b.num_rows) for own in uniform]
     needed = [step_key(bucket, 1) for bucket in ragged]  # these can run any step
     if (several := program.engine.num_decode_steps) > 1:
         needed += [step_key(bucket, several) for bucket in decodes]

@@ -74,6 +74,10 @@ class RankedRequests(Stateful):
         """Adapters of the requests that have one, by their ids."""
         return ChainMap(*(table.lora_ids for table in self.tables))
 
+    def are_short(self, req_ids: Sequence[str]) -> bool:
+        """Returns False: ranks run no program of short requests."""
+        return False
+
     @property
     def num_taken(self) -> int:
         """Requests that have a slot."""

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner import pytree
-from jaxrunner.device.buckets import choose, step_buckets
+from jaxrunner.device.buckets import choose
 from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
 from jaxrunner.device.program_spec import program_keys, step_key
@@ -59,7 +59,7 @@ class ModelRunner(RunnerWeights):
         to_come = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         self.choice, self.program = built.choice, built.program
         self.params = None if to_come else params
-        self.buckets = step_buckets(self.program.engine, self.program.model.speculator)
+        self.buckets = built.buckets
         self.requests, self.adapters = make_requests(self.program), device_adapters(self.program)
         self._check = None if trusted else StepCheck(self.program, self.adapters)
         self.params_spec = orbax_io.abstract(params)  # shapes that new weights must have
@@ -270,18 +270,18 @@ class ModelRunner(RunnerWeights):
             self._admit(new, blocks)
             return None
         n, drafts, is_pending = output.num_steps, output.num_drafts, self.programs.is_pending
-        several, replays = n > 1, output.replays_routes
+        several = n > 1
         each = [1 + drafts.get(r, 0) if several else counts[r] for r in req_ids]
-        usable = [b for b in self.buckets if not b.query_len] if replays else self.buckets
         own, *others = self.requests.of_ranks(req_ids, each)
         bucket = choose(
-            usable, own, lambda b: is_pending(step_key(b, n)), several=several,
+            self.buckets, own, lambda b: is_pending(step_key(b, n)), several=several,
             num_drafts=output.num_proposed, lora=lora, others=others,
+            ragged=output.replays_routes, short=self.requests.are_short(req_ids),
         )  # fmt: skip
         self.traffic[bucket.query_len][sum(each)] += 1
         sample = self.requests.sample_size(req_ids, bucket)
         if several:
-            bucket = MultiStepBucket(n, sample, lora)
+            bucket = MultiStepBucket(n, sample, lora, bucket.short)
         # Blocks of a step's own tokens always fit into its plan; blocks allocated ahead may not.
         fits = self.requests.room(blocks, bucket)
         if new or not fits:

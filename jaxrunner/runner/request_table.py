@@ -10,6 +10,7 @@ import numpy as np
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.program import (
     FEW_STOP_IDS,
+    SHORT_LEN,
     AdmitSize,
     Bucket,
     CopySize,
@@ -30,6 +31,8 @@ from jaxrunner.runner.uploads import (
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.scheduling.stateful import Stateful
 from jaxrunner.shapes import admit_sizes, logprob_widths
+
+MOST_SHORT = 16  # requests of a step for which it is looked up whether they are short
 
 
 class RequestTable(Stateful):
@@ -96,6 +99,18 @@ class RequestTable(Stateful):
     def need_single_steps(self) -> bool:
         """Whether a request needs the host between two tokens, so that a launch has one step."""
         return any(self._slots[r].needs.single_steps for r in self._unusual)
+
+    def are_short(self, req_ids: Sequence[str]) -> bool:
+        """Whether requests are few, usual, and have blocks for at most `SHORT_LEN` tokens."""
+        if len(req_ids) > MOST_SHORT or not self._unusual.isdisjoint(req_ids):
+            return False
+        return all(
+            num * group.block_size <= SHORT_LEN
+            for r in req_ids
+            for num, group in zip(
+                self._slots[r].num_blocks, self._program.cache_groups, strict=True
+            )
+        )
 
     def sample_size(self, req_ids: Iterable[str], bucket: Bucket) -> SampleSize:
         """Returns the size of the sampling that these requests need."""

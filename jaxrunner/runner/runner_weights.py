@@ -46,7 +46,7 @@ class RunnerWeights(abc.ABC):
 
     def _flatten(self) -> None:
         several = bool(self.program.stages) and self._placed is not None
-        parts = self._placed if several else (self._placed,)
+        parts: Any = self._placed if several else (self._placed,)
         places = [exchange and exchange.places for exchange in self._exchanges]
         flat = tuple(map(flat_params, zip(parts, places, strict=False)))
         self._flat = flat if several else flat[0]

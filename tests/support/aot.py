@@ -125,6 +125,7 @@ def main(folder: Path) -> None:
     found = []
     for key, num_drafts in (
         (Key("step", Bucket(8, 8, 1)), 0),
+        (Key("step", Bucket(1, 1, 1, short=True)), 0),
         (PREFILL, 0),
         (Key("multi_step", MultiStepBucket(4, SampleSize(8))), 0),
         (Key("step", Bucket(32, 8, 4, 3)), 3),
