@@ -16,14 +16,36 @@ from jaxrunner.kernels_pallas import peer_rows
 from jaxrunner.kernels_pallas.peer_rows import Peers
 from jaxrunner.operation import Operation
 from jaxrunner.ops.plain import add_rms_norm
-from jaxrunner.parallel import custom_all_reduce
+from jaxrunner.parallel import custom_all_reduce, requirements
 from jaxrunner.parallel.custom_all_reduce import KERNEL, DeviceParts, device_parts, refuses
-from jaxrunner.parallel.mesh import TENSOR
+from jaxrunner.parallel.mesh import TENSOR, mesh_of
 from jaxrunner.programs import build
 from tests.support import data_ranks, small_checkpoint, tiny
 
 ENGINE = tiny.engine_config()
-MESH: Any = SimpleNamespace(shape={TENSOR: 2}, is_multi_process=False)
+
+
+def on(num: int = 2, *, is_multi_process: bool = False) -> Any:
+    """Returns the config of a model on devices that are not there."""
+    gpus = [SimpleNamespace(local_hardware_id=i) for i in range(num)]
+    mesh = SimpleNamespace(
+        shape={TENSOR: num}, is_multi_process=is_multi_process, devices=SimpleNamespace(flat=gpus)
+    )
+    return SimpleNamespace(mesh=mesh)
+
+
+class Driver:
+    """Stands for CUDA's driver on a host whose GPUs of even and of odd numbers are apart."""
+
+    error = 0
+
+    def cuDeviceGet(self, handle: Any, ordinal: int) -> int:
+        handle._obj.value = 10 + ordinal
+        return 0
+
+    def cuDeviceCanAccessPeer(self, found: Any, device: Any, peer: Any) -> int:
+        found._obj.value = int(device.value != peer.value and (device.value - peer.value) % 2 == 0)
+        return self.error
 
 
 class Kernel:
@@ -48,7 +70,9 @@ def kernel(monkeypatch) -> Kernel:
     """Lets programs take peers, and their kernel be a psum."""
     made = Kernel()
     monkeypatch.setattr(custom_all_reduce, "KERNEL", Operation("stand-in", made.run))
-    monkeypatch.setattr(build, "refuses_peers", lambda mesh, *_: None if mesh else "no mesh")
+    monkeypatch.setattr(
+        build, "refuses_peers", lambda config, *_: None if mesh_of(config) else "no mesh"
+    )
     return made
 
 
@@ -77,6 +101,7 @@ def test_tokens_are_those_of_one_device(saved, kernel, devices):
     folder, want = saved
     with small_checkpoint.start(folder, **devices) as llm:
         assert small_checkpoint.tokens(llm) == want
+        assert "sums of few rows over devices: reduce_add_norm\n" in llm.report()
     assert kernel.num_tokens
 
 
@@ -140,27 +165,39 @@ def test_drafters_on_shards_sum_so_too(kernel):
     assert tokens[0] == tokens[1] and kernel.num_tokens
 
 
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(requirements.ctypes, "CDLL", lambda name: made)
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    return made
+
+
 @pytest.mark.parametrize(
-    ("changes", "mesh", "backend", "why"),
+    ("changes", "config", "backend", "why"),
     [
-        ({}, MESH, "reference", "wants kernels, got reference"),
-        ({}, None, "mosaic_gpu", "wants several devices"),
-        ({}, SimpleNamespace(shape={TENSOR: 1}), "mosaic_gpu", "wants several devices"),
-        (dict(disable_custom_all_reduce=True), MESH, "mosaic_gpu", "is off by disable_custom"),
-        ({}, SimpleNamespace(shape={TENSOR: 2}, is_multi_process=True), "mosaic_gpu", "process"),
-        (dict(enable_lora=True), MESH, "mosaic_gpu", "takes no residual of adapters"),
+        ({}, on(), "reference", "wants kernels, got reference"),
+        ({}, object(), "mosaic_gpu", "wants several devices"),
+        ({}, on(1), "mosaic_gpu", "wants several devices"),
+        (dict(disable_custom_all_reduce=True), on(), "mosaic_gpu", "is off by disable_custom"),
+        ({}, on(is_multi_process=True), "mosaic_gpu", "wants devices of one process"),
+        (dict(enable_lora=True), on(), "mosaic_gpu", "takes no residual of adapters"),
+        ({}, on(2), "mosaic_gpu", "wants devices that reach each other's memory"),
     ],
 )
-def test_where_devices_write_into_no_memory_of_others(changes, mesh, backend, why):
-    said = refuses(mesh, tiny.engine_config(**changes), backend)
+def test_where_devices_write_into_no_memory_of_others(changes, config, backend, why, driver):
+    said = refuses(config, tiny.engine_config(**changes), backend)
     assert said is not None and why in said
 
 
-def test_jax_before_0_12_might_load_a_kernel_while_another_waits(monkeypatch):
+def test_jax_and_the_driver_are_asked(driver, monkeypatch):
+    config = on(4)
+    config.mesh.devices.flat = config.mesh.devices.flat[::2]
+    assert refuses(config, ENGINE, "mosaic_gpu") is None
+    driver.error = 1
+    assert "reach each other" in str(refuses(config, ENGINE, "mosaic_gpu"))
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert "wants JAX 0.12" in str(refuses(MESH, ENGINE, "mosaic_gpu"))
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert refuses(MESH, ENGINE, "mosaic_gpu") is None
+    assert "wants JAX 0.12" in str(refuses(config, ENGINE, "mosaic_gpu"))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_a_peer_that_cannot_be_reached_is_named_before_weights_are_read(monkeypa
     monkeypatch.undo()
     with LLM(str(embedded.PATH), **sizes) as llm:
         assert llm.report().startswith("devices: 2 x cpu, tensor 2\n")
+        assert "psum, as reduce_add_norm wants kernels, got reference\n" in llm.report()
         llm.check_health()
         monkeypatch.setattr(requirements, "put", fail)
         with pytest.raises(RuntimeError, match="a sum over the devices of this mesh failed"):

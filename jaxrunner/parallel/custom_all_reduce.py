@@ -8,16 +8,17 @@ the same sums.
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from jaxrunner.config import EngineConfig
+from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.kernels_pallas import reduce_add_norm
 from jaxrunner.kernels_pallas.peer_rows import Peers
 from jaxrunner.model import Ops
 from jaxrunner.operation import Note, Operation, run_first
 from jaxrunner.ops.plain import summed
-from jaxrunner.parallel.mesh import TENSOR
-from jaxrunner.parallel.requirements import FAST_SUMS_JAX
+from jaxrunner.parallel.mesh import TENSOR, mesh_of
+from jaxrunner.parallel.requirements import FAST_SUMS_JAX, can_access_peers
+from jaxrunner.parallel.stages import stages_of
+from jaxrunner.program import Program
 from jaxrunner.pytree import leaf, pytree, static
 from jaxrunner.types import Array
 
@@ -43,24 +44,37 @@ def device_parts(residual: Array, dtype: Any) -> DeviceParts:
     return DeviceParts(residual if residual.ndim == 3 else residual[None], dtype)
 
 
-def refuses(mesh: Mesh | None, engine: EngineConfig, backend: str) -> str | None:
+def refuses(config: ModelConfig, engine: EngineConfig, backend: str) -> str | None:
     """Says why devices do not write into each other's memory; None if they do.
 
     backend: of attention, as `EngineConfig.attention_backend` names them.
     """
+    meshes = [mesh for stage in stages_of(config) or (config,) if (mesh := mesh_of(stage))]
+    if not meshes or meshes[0].shape[TENSOR] == 1:
+        return "wants several devices"
     if backend != "mosaic_gpu":
         return f"wants kernels, got {backend}"
-    if mesh is None or mesh.shape[TENSOR] == 1:
-        return "wants several devices"
     if engine.disable_custom_all_reduce:
         return "is off by disable_custom_all_reduce"
-    if mesh.is_multi_process:
+    if any(mesh.is_multi_process for mesh in meshes):
         return "wants devices of one process"
     if engine.enable_lora:
         return "takes no residual of adapters"
     if jax.__version_info__ < FAST_SUMS_JAX:
         return "wants JAX 0.12, which loads all kernels of a program before one waits"
+    if not all(map(can_access_peers, meshes)):
+        return "wants devices that reach each other's memory"
     return None
+
+
+def report(program: Program, backend: str) -> str:
+    """Returns the line of `LLM.report` on sums of few rows; "" for one device."""
+    mesh = program.mesh
+    if mesh is None or mesh.shape[TENSOR] == 1:
+        return ""
+    why = refuses(program.config, program.engine, backend)
+    chosen = "reduce_add_norm" if program.has_peers else f"psum, as reduce_add_norm {why}"
+    return f"sums of few rows over devices: {chosen}\n"
 
 
 def add_norm(

@@ -5,8 +5,9 @@ They run before weights are read: a later failure would be an obscure error of X
 
 from collections import Counter
 from collections.abc import Callable
+import ctypes
 import importlib.metadata
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 import warnings
 
@@ -94,6 +95,25 @@ def find_nccl() -> Version | None:
         except (importlib.metadata.PackageNotFoundError, ValueError):
             continue
     return None
+
+
+def can_access_peers(mesh: Mesh) -> bool:
+    """Whether the GPUs of a mesh can write into each other's memory, by CUDA's driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    ordinals = [device.local_hardware_id for device in mesh.devices.flat]
+    return all(_can_access(driver, *pair) for pair in permutations(ordinals, 2))
+
+
+def _can_access(driver: Any, ordinal: int, peer: int) -> bool:
+    handles, found = [ctypes.c_int(), ctypes.c_int()], ctypes.c_int()
+    for handle, of in zip(handles, (ordinal, peer), strict=True):
+        if driver.cuDeviceGet(ctypes.byref(handle), of):
+            return False
+    failed = driver.cuDeviceCanAccessPeer(ctypes.byref(found), *handles)
+    return not failed and bool(found.value)
 
 
 def check_links(config: Any, timeout_s: float | None = None) -> None:

@@ -136,7 +136,7 @@ def build(
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(
         model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved, layers,
-        has_peers=refuses_peers(mesh, config, choice.name) is None,
+        has_peers=refuses_peers(model_config, config, choice.name) is None,
     )  # fmt: skip
     check_names(program.tables)
     # Nothing is known of code that is not ours.

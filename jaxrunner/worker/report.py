@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrunner.lora.device_adapters import DeviceAdapters
+from jaxrunner.parallel.custom_all_reduce import report as report_sums
 from jaxrunner.parallel.requirements import report as report_devices
 from jaxrunner.program import Program
 from jaxrunner.quantization.quantized_config import describe as describe_weights
@@ -23,6 +24,7 @@ def describe_runner(
     alone = "; 1 while a request has a grammar or wants the logprobs of all tokens" * (n > 1)
     return (
         f"{report_devices(runner.program.mesh)}\n{replicas}"
+        f"{report_sums(runner.program, runner.choice.name)}"
         f"{describe_weights(runner.program.config)}"
         f"layers and sampling: {runner.choice.name}, because {runner.choice.reason}"
         "; operations() lists them\n"
