@@ -20,7 +20,7 @@ from jaxrunner.parallel import custom_all_reduce, requirements
 from jaxrunner.parallel.custom_all_reduce import KERNEL, DeviceParts, device_parts, refuses
 from jaxrunner.parallel.mesh import TENSOR, mesh_of
 from jaxrunner.programs import build
-from tests.support import data_ranks, small_checkpoint, tiny
+from tests.support import data_ranks, small_checkpoint, small_llm, tiny
 
 ENGINE = tiny.engine_config()
 
@@ -153,13 +153,9 @@ def test_data_ranks_exchange_rows_with_their_own_devices(kernel, tmp_path):
 def test_drafters_on_shards_sum_so_too(kernel):
     rule, tokens = SamplingParams(temperature=0.7, seed=3, max_tokens=20), []
     config = dict(method="eagle3", model=str(embedded.EAGLE3_PATH), num_speculative_tokens=2)
-    sizes: dict[str, Any] = dict(
-        max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(4,),
-        max_model_len=128, dtype="float32", warm_up=False, use_tqdm=False, cache_dir=None,
-    )  # fmt: skip
     drafting: dict[str, Any] = dict(tensor_parallel_size=2, speculative_config=config)
     for extra in ({}, drafting):
-        with LLM(str(embedded.PATH), **sizes, **extra) as llm:
+        with LLM(str(embedded.PATH), **small_llm.SIZES, **extra) as llm:
             outputs = llm.generate(["import os\n", "def f(x):"], rule, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])
     assert tokens[0] == tokens[1] and kernel.num_tokens
@@ -210,7 +206,6 @@ def test_jax_and_the_driver_are_asked(driver, monkeypatch):
     ],
 )
 def test_which_sums_the_kernel_serves(E, parts, end, why):
-
     def asked(x: Any, parts: Any, weight: Any, places: Any) -> Any:
         residual, more = device_parts(parts, x.dtype), () if end is None else (weight,)
         return KERNEL.refuses(x, residual, Peers(places, 4096), weight, 1e-5, False, *more)

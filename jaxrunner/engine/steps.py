@@ -48,8 +48,8 @@ class Steps(abc.ABC):
         self.worker, self.runner, self.status = worker, worker.runner, worker.status
         self.scheduler, self.routes = scheduler, RoutesReader(self.runner)
         self.balance = ExpertBalance(self.runner)
-        sizes = {(b.num_rows, b.num_drafts): None for b in self.runner.buckets if b.query_len}
-        self._drafts = DraftPolicy([*sizes]) if scheduler.adaptive else None
+        decode = [(b.num_rows, b.num_drafts) for b in self.runner.buckets if b.query_len]
+        self._drafts = DraftPolicy(decode) if scheduler.adaptive else None
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # A step with grammars whose forward pass runs; it is sampled once all others are read.
         self._unsampled: SchedulerOutput | None = None

@@ -72,8 +72,9 @@ def report(program: Program, backend: str) -> str:
     mesh = program.mesh
     if mesh is None or mesh.shape[TENSOR] == 1:
         return ""
-    why = refuses(program.config, program.engine, backend)
-    chosen = "reduce_add_norm" if program.has_peers else f"psum, as reduce_add_norm {why}"
+    chosen = "reduce_add_norm"
+    if not program.has_peers:
+        chosen = f"psum, as {chosen} {refuses(program.config, program.engine, backend)}"
     return f"sums of few rows over devices: {chosen}\n"
 
 

@@ -70,11 +70,11 @@ class ModelRunner(RunnerWeights):
         self.profiler = Profiler()
         self._closed = False
         self._forwarded: tuple[Any, ...] | None = None
-        program, self._masks = self.program, GrammarMasks(self.program)
+        self._masks = GrammarMasks(built.program)
         self._layout = functools.cache(
-            lambda *size: output_layout(program, output_spec(program, *size))
+            lambda *size: output_layout(built.program, output_spec(built.program, *size))
         )
-        of_tokens = (head for head in program.model.heads if head.axes.startswith("T"))
+        of_tokens = (head for head in built.program.model.heads if head.axes.startswith("T"))
         self._token_heads = tuple(head.name for head in of_tokens)
         awaited_at_exit(self)
 
