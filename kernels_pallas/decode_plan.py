@@ -66,7 +66,12 @@ def plan(
         first = jnp.maximum(seq_lens - (window + query_len - 1), 0) // config.block_kv
     if num_tokens is None:
         num_tokens = jnp.full_like(seq_lens, query_len)
-    tiles = last - first
+    tiles, rows = last - first, jnp.arange(B, dtype=jnp.int32)
+    order = rows
+    if cluster == 1 and slots < B:  # rows that start later are short, so that all end together
+        order = _descending(tiles)
+        tiles, first, seq_lens = tiles[order], first[order], seq_lens[order]
+        num_tokens, blocks = num_tokens[order], blocks[order]
     share = (tiles.sum() + slots * cluster - 1) // (slots * cluster)
     # A merge takes longer the more parts there are, and a part the more tiles it has.
     share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
@@ -80,7 +85,7 @@ def plan(
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
     parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS // cluster)
     num_items = B if cluster == CLUSTER else B + slots - 1
-    rows, item = (jnp.arange(n, dtype=jnp.int32) for n in (B, num_items))
+    item = jnp.arange(num_items, dtype=jnp.int32)
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
     row = find_rows(end, item)
@@ -92,7 +97,7 @@ def plan(
     edge = start[:, None] + width[:, None] * jnp.arange(cluster + 1)[None] // cluster
     at = jnp.minimum(edge[:, :-1] * config.block_kv // S, blocks.shape[1] - 1)
     return Items(
-        row=_repeat(row, cluster),
+        row=_repeat(jnp.where(row < B, order[of], B), cluster),
         first=edge[:, :-1].reshape(-1),
         last=edge[:, 1:].reshape(-1),
         num=_repeat(num_tokens[of], cluster),
@@ -101,6 +106,14 @@ def plan(
         head=_repeat(head * cluster, cluster),
         parts=_repeat(num * cluster, cluster),
     )
+
+
+def _descending(x: Array) -> Array:
+    """Returns the places of x, [B], from the largest number down; of equal ones in order."""
+    place = jnp.arange(x.shape[0], dtype=jnp.int32)
+    ahead = (x[None] > x[:, None]) | ((x[None] == x[:, None]) & (place[None] < place[:, None]))
+    rank = ahead.sum(1, dtype=jnp.int32)
+    return jnp.where(rank[None] == place[:, None], place[None], 0).sum(1, dtype=jnp.int32)
 
 
 def _repeat(x: Array, num: int) -> Array:

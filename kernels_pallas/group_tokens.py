@@ -1,8 +1,9 @@
-"""Tokens sorted by the experts that they are sent to, on Hopper (Mosaic GPU), for few tokens.
+"""Tokens sorted by the experts that they are sent to, on Hopper (Mosaic GPU): a counting sort.
 
 The tokens of an expert lie side by side and begin at a tile, of which the last ones may be partly
-empty. A block of the grid finds the places of one token and copies it there; each counts the tokens
-of all experts, which is quicker than to wait for another block.
+empty. A block of the grid finds the places of its tokens and copies them there. Each counts the
+tokens of all experts for itself, which is quicker than to wait for another block; of many tokens a
+kernel before it has counted those of parts of the step, and a block counts within its own part.
 """
 
 import functools
@@ -19,8 +20,10 @@ from jaxrunner.kernels_pallas.lanes import LANES
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.types import Array
 
-MAX_ROUTES = 1 << 12  # tokens times experts of a token: each block reads all
+MAX_ROUTES = 1 << 12  # tokens times experts of a token: what a block reads
 MAX_EXPERTS = 4 * LANES
+BLOCKS = 1 << 10  # of a grid, about as many as run at a time
+PARTS = 32  # of a step whose routes are too many for one block
 LEAST = 8  # rows of the smallest tile
 
 
@@ -50,6 +53,27 @@ def max_tiles(routes: int, experts: int, tile: int) -> int:
     return min(routes, routes // tile + experts)
 
 
+class _Sizes(NamedTuple):
+    """What the blocks of a grid share out, the last ones maybe less."""
+
+    tokens: int
+    k: int  # experts of a token
+    own: int  # tokens of a block
+    part: int  # tokens of a part, a multiple of `own`; all of them where there is one part
+
+    @property
+    def parts(self) -> int:
+        """Returns how many parts there are."""
+        return -(-self.tokens // self.part)
+
+
+def _sizes(tokens: int, k: int) -> _Sizes:
+    if tokens * k <= MAX_ROUTES:
+        return _Sizes(tokens, k, 1, tokens)
+    own = -(-tokens // BLOCKS)
+    return _Sizes(tokens, k, own, -(-tokens // (PARTS * own)) * own)
+
+
 def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
     """Says why x, [T, E], and experts, [T, k], are not served; None if they are."""
     if TOO_OLD is not None:
@@ -58,10 +82,11 @@ def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
         return f"wants tokens in bfloat16 or float16, got {x.dtype}"
     if x.shape[1] % 2 or x.shape[1] < 2 * LANES:
         return f"wants tokens of an even count of at least {2 * LANES} numbers, got {x.shape[1]}"
-    if experts.shape[1] > LANES:
-        return f"wants at most {LANES} experts a token, got {experts.shape[1]}"
-    if experts.size > MAX_ROUTES:
-        return f"wants at most {MAX_ROUTES} routes, got {experts.shape[0]} x {experts.shape[1]}"
+    T, k = experts.shape
+    if k > LANES:
+        return f"wants at most {LANES} experts a token, got {k}"
+    if _sizes(T, k).part * k > MAX_ROUTES:
+        return f"wants at most {PARTS} x {MAX_ROUTES} routes, got {T} x {k}"
     if num_experts > MAX_EXPERTS:
         return f"wants at most {MAX_EXPERTS} experts, got {num_experts}"
     return None
@@ -80,17 +105,28 @@ def group_tokens(
     if why := refuses(x, experts, num_experts):
         raise ValueError(f"group_tokens {why}")
     (T, E), k = x.shape, experts.shape[1]
-    tiles, depth = max_tiles(T * k, num_experts, tile), -(-num_experts // LANES)
+    sizes, width = _sizes(T, k), -(-num_experts // LANES) * LANES
+    tiles = max_tiles(T * k, num_experts, tile)
+    flat = experts.reshape(-1)
+    counts: tuple[Array, ...] = ()
+    if sizes.parts > 1:
+        count = lanes.kernel(
+            functools.partial(_count, num_experts, sizes),
+            jax.ShapeDtypeStruct((sizes.parts * width,), jnp.int32),
+            (sizes.parts,),
+            (plgpu.SMEM((width,), jnp.int32),),
+        )
+        counts = (count(flat),)
     words = lax.bitcast_convert_type(x.reshape(T, E // 2, 2), jnp.int32).reshape(-1)
     out = [(tiles * tile * E // 2,), (tiles * tile,), (tiles * tile,), (tiles,), (tiles,), (1,)]
-    scratch = [(depth * LANES,), (depth * LANES,), (depth * LANES,), (2 * LANES,)]
-    body = functools.partial(_group, num_experts, T, k, tile)
+    scratch = [(width,), (width,), (width,), (2 * LANES,)]
+    body = functools.partial(_group, num_experts, sizes, tile)
     found = lanes.kernel(
         body,
         tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in out),
-        (T,),
+        (-(-T // sizes.own),),
         tuple(plgpu.SMEM(shape, jnp.int32) for shape in scratch),
-    )(words, experts.reshape(-1), lax.bitcast_convert_type(weights, jnp.int32).reshape(-1))
+    )(words, flat, lax.bitcast_convert_type(weights, jnp.int32).reshape(-1), *counts)
     rows = lax.bitcast_convert_type(found[0].reshape(tiles * tile, E // 2), x.dtype)
     weight = lax.bitcast_convert_type(found[2], jnp.float32)
     return Groups(rows.reshape(tiles * tile, E), found[1], weight, *found[3:])
@@ -106,89 +142,111 @@ def of_one(x: Array, experts: Array, weights: Array) -> Groups:
     return Groups(x, route, weights.reshape(k), experts.reshape(k), rows, num)
 
 
-def _group(
-    X: int, T: int, k: int, tile: int, token: Array, x_ref: Ref, experts_ref: Ref,
-    weights_ref: Ref, out_ref: Ref, route_ref: Ref, weight_ref: Ref, expert_ref: Ref,
-    rows_ref: Ref, count_ref: Ref, all_smem: Ref, before_smem: Ref, start_smem: Ref,
-    scan_smem: Ref,
-) -> None:  # fmt: skip
+class _Routes(NamedTuple):
+    """A part's routes, [128] at a time: which they are, their experts, and which of them count."""
+
+    number: list[Array]
+    expert: list[Array]
+    real: list[Array]
+
+
+def _routes(X: int, sizes: _Sizes, part: Array, experts_ref: Ref) -> _Routes:
+    """Reads a part's routes: all is on its way at once."""
+    size, last = sizes.part * sizes.k, sizes.tokens * sizes.k
+    first = part * size
+    number = [first + i * LANES + lanes.lane() for i in range(-(-size // LANES))]
+    expert = [lanes.gather(experts_ref, jnp.minimum(n, last - 1)) for n in number]
+    end = jnp.minimum(first + size, last)
+    return _Routes(
+        number, expert, [(n < end) & (e < X) for n, e in zip(number, expert, strict=True)]
+    )
+
+
+def _count(
+    X: int, sizes: _Sizes, part: Array, experts_ref: Ref, counts_ref: Ref, smem: Ref
+) -> None:
+    """Counts a part's tokens of each expert."""
     pdl.begin()
-    words = x_ref.shape[0] // T
+    routes = _routes(X, sizes, part, experts_ref)
+    starts = range(0, smem.shape[0], LANES)
+    for start in starts:
+        smem[pl.ds(start, LANES)] = lanes.full(0, jnp.int32)
+    lanes.tally(smem, routes.expert, routes.real)
+    for start in starts:
+        counts_ref[pl.ds(part * smem.shape[0] + start, LANES)] = smem[pl.ds(start, LANES)]
+
+
+def _group(
+    X: int, sizes: _Sizes, tile: int, block: Array, x_ref: Ref, experts_ref: Ref, weights_ref: Ref,
+    *refs: Ref,
+) -> None:  # fmt: skip
+    *counts, out_ref, route_ref, weight_ref, expert_ref, rows_ref, count_ref = refs[:-4]
+    all_smem, before_smem, start_smem, scan_smem = refs[-4:]
+    pdl.begin()
+    k, words, width = sizes.k, x_ref.shape[0] // sizes.tokens, all_smem.shape[0]
+    token, part = block * sizes.own, lax.div(block * sizes.own, sizes.part)
     x = _read(x_ref, token, words)
-    parts = [pl.ds(i * LANES, LANES) for i in range(all_smem.shape[0] // LANES)]
-    for part in parts:
-        all_smem[part] = before_smem[part] = lanes.full(0, jnp.int32)
-    # All that is read of device memory is on its way at once.
-    routes = [i * LANES + lanes.lane() for i in range(-(-T * k // LANES))]
-    experts = [lanes.gather(experts_ref, jnp.minimum(r, T * k - 1)) for r in routes]
     own = [experts_ref[token * k + j] for j in range(k)]
-    real = [(r < T * k) & (expert < X) for r, expert in zip(routes, experts, strict=True)]
-    earlier = [a & (r < token * k) for r, a in zip(routes, real, strict=True)]
-    lanes.tally(all_smem, experts, real)
-    lanes.tally(before_smem, experts, earlier)
-    counts = [all_smem[part] for part in parts]
-    tiles = [lax.div(count + (tile - 1), jnp.full_like(count, tile)) for count in counts]
+    parts = [pl.ds(start, LANES) for start in range(0, width, LANES)]
+    routes = _routes(X, sizes, part, experts_ref)
+    earlier = [real & (n < token * k) for real, n in zip(routes.real, routes.number, strict=True)]
+    for i, at in enumerate(parts):
+        every = earlier_parts = lanes.full(0, jnp.int32)
+        for other in range(sizes.parts if counts else 0):
+            some = counts[0][pl.ds(other * width + i * LANES, LANES)]
+            every += some
+            earlier_parts += jnp.where(other < part, some, 0)
+        all_smem[at], before_smem[at] = every, earlier_parts
+    if not counts:
+        lanes.tally(all_smem, routes.expert, routes.real)
+    lanes.tally(before_smem, routes.expert, earlier)
+    each = [all_smem[at] for at in parts]
+    tiles = [lax.div(count + (tile - 1), jnp.full_like(count, tile)) for count in each]
     firsts, end = [], jnp.int32(0)
-    for part, num in zip(parts, tiles, strict=True):
+    for at, num in zip(parts, tiles, strict=True):
         first, total = lanes.before(num, scan_smem)
-        start_smem[part] = first + end
+        start_smem[at] = first + end
         firsts.append(first + end)
         end += total
-    j = jnp.minimum(lanes.lane(), k - 1)
-    expert = lanes.gather(experts_ref, token * k + j)
-    known = jnp.minimum(expert, X - 1)
-    row = lanes.gather(start_smem, known) * tile + lanes.gather(before_smem, known)
-    pairs = (route_ref, [token * k + j]), (weight_ref, [lanes.gather(weights_ref, token * k + j)])
-    lanes.scatter([row], [(lanes.lane() < k) & (expert < X)], *pairs)
-    for expert in own:
 
-        @pl.when(expert < X)
-        def _(expert: Array = expert) -> None:
-            _write(out_ref, start_smem[expert] * tile + before_smem[expert], x, words)
+    def chosen(token: Array) -> tuple[Array, Array]:
+        expert = lanes.gather(experts_ref, token * k + jnp.minimum(lanes.lane(), k - 1))
+        return jnp.minimum(expert, X - 1), (lanes.lane() < k) & (expert < X)
 
-    @pl.when(token == 0)
+    def place(token: Array, x: list[Array], own: list[Array]) -> None:
+        expert, keep = chosen(token)
+        route = token * k + jnp.minimum(lanes.lane(), k - 1)
+        row = lanes.gather(start_smem, expert) * tile + lanes.gather(before_smem, expert)
+        pairs = (route_ref, [route]), (weight_ref, [lanes.gather(weights_ref, route)])
+        lanes.scatter([row], [keep], *pairs)
+        for expert in own:
+
+            @pl.when(expert < X)
+            def _(expert: Array = expert) -> None:
+                _write(out_ref, start_smem[expert] * tile + before_smem[expert], x, words)
+
+    def go_on(token: Array, _: None) -> None:
+        expert, keep = chosen(token - 1)
+        lanes.tally(before_smem, [expert], [keep])
+        place(token, _read(x_ref, token, words), [experts_ref[token * k + j] for j in range(k)])
+        return _
+
+    place(token, x, own)
+    if sizes.own > 1:
+        lax.fori_loop(token + 1, jnp.minimum(token + sizes.own, sizes.tokens), go_on, None)
+
+    @pl.when(block == 0)
     def _() -> None:
         count_ref[0] = end
 
         def tell(n: Array, _: None) -> None:
             ids = [lanes.lane() + i * LANES for i in range(len(parts))]
-            rows = [jnp.minimum(count - n * tile, tile) for count in counts]
+            rows = [jnp.minimum(count - n * tile, tile) for count in each]
             at, keep = [first + n for first in firsts], [n < num for num in tiles]
             lanes.scatter(at, keep, (expert_ref, ids), (rows_ref, rows))
             return _
 
         lax.fori_loop(0, jnp.max(functools.reduce(jnp.maximum, tiles)), tell, None)
-
-
-def scatter_rows(x: Array, rows: Array, num: int) -> Array:
-    """Returns `num` rows, of which rows[t] are x[t]; x: [T, E], rows: [T, k], `num` for none.
-
-    Others are anything. Each token is read once, where a gather reads it k times.
-
-    Raises:
-      ValueError: what `refuses` says of x.
-    """
-    if why := refuses(x, rows[:1], 0):
-        raise ValueError(f"scatter_rows {why}")
-    (T, E), k = x.shape, rows.shape[1]
-    words = lax.bitcast_convert_type(x.reshape(T, E // 2, 2), jnp.int32).reshape(-1)
-    out = jax.ShapeDtypeStruct((num * E // 2,), jnp.int32)
-    body = functools.partial(_scatter, num, T, k)
-    out = lanes.kernel(body, out, (T,))(words, rows.reshape(-1)).reshape(num, E // 2)
-    return lax.bitcast_convert_type(out, x.dtype).reshape(num, E)
-
-
-def _scatter(
-    num: int, T: int, k: int, token: Array, x_ref: Ref, rows_ref: Ref, out_ref: Ref
-) -> None:
-    pdl.begin()
-    words = x_ref.shape[0] // T
-    x = _read(x_ref, token, words)
-    for row in [rows_ref[token * k + j] for j in range(k)]:
-
-        @pl.when(row < num)
-        def _(row: Array = row) -> None:
-            _write(out_ref, row, x, words)
 
 
 def _read(ref: Ref, row: Array, words: int) -> list[Array]:

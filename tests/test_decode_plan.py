@@ -37,6 +37,10 @@ def test_items_read_each_tile_once(B: int, cluster: int, window: int | None):
         assert cluster != 2 or B + slots - 1 <= 2 * slots
         # No CTA waits for a part that is its own second item.
         assert parts.max() <= cluster * slots
+        if cluster == 1 and slots < B:  # long rows first
+            started = row[(row < B) & (head == np.arange(row.size))]
+            own = [last[row == r].max() - first[row == r].min() for r in started]
+            assert (np.diff(own) <= 0).all()
         for r in range(B):
             mine = np.flatnonzero(row == r)
             tiles = [t for i in mine for t in range(first[i], last[i])]

@@ -53,33 +53,33 @@ def check_groups(groups: Groups, x, routes: Routes, num_experts: int, tile: int)
     assert (np.diff(flat[seen] * flat.size + seen) > 0).all()
 
 
-def scattered(x, rows, num):
-    """Does what `scatter_rows` does, in plain JAX."""
-    made = jnp.full((num, x.shape[1]), jnp.nan, x.dtype)
-    for j in range(rows.shape[1]):
-        made = made.at[rows[:, j]].set(x, mode="drop")
-    return made
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "tile"),
+    [
+        (3, 200, 8, 8), (50, 200, 8, 8), (256, 200, 8, 32), (700, 200, 8, 128),
+        (1024, 128, 8, 128), (1500, 64, 6, 64), (8191, 128, 8, 128), (8192, 500, 10, 128),
+    ],
+)  # fmt: skip
+def test_kernels_group_tokens_as_a_sort_does(tokens, num_experts, k, tile):
+    """Also those that are counted in parts, and of which a block has several."""
+    x = jax.random.normal(jax.random.key(0), (tokens, 512), BF16)
+    routes = routes_of(tokens, num_experts, k)
+    groups = group_tokens.group_tokens(x, *routes, num_experts, tile=tile)
+    check_groups(groups, x.astype(jnp.float32), routes, num_experts, tile)
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(3, 8), (50, 8), (700, 128)])
-def test_many_tokens_are_grouped_by_a_sort(monkeypatch, tokens, tile):
-    monkeypatch.setattr(group_tokens, "scatter_rows", scattered)
-    x, routes = jnp.arange(tokens * 4, dtype=jnp.float32).reshape(-1, 4), routes_of(tokens, 9, 3)
-    group = jax.jit(grouped_experts.group_many, static_argnums=(2, 3))
-    check_groups(group(x, routes, 9, tile), x, routes, 9, tile)
+def test_parts_cover_all_tokens():
+    """A block's tokens are of one part, and no part is longer than a block reads."""
+    for tokens, k in ((1, 8), (512, 8), (513, 8), (1025, 8), (8191, 10), (16384, 8), (40000, 2)):
+        s = group_tokens._sizes(tokens, k)
+        assert s.part % s.own == 0 and s.part * k <= group_tokens.MAX_ROUTES
+        assert (s.parts - 1) * s.part < tokens <= s.parts * s.part
+        assert s.parts <= group_tokens.PARTS and -(-tokens // s.own) <= group_tokens.BLOCKS
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "tile"), [(3, 8), (50, 8), (256, 32)])
-def test_kernels_group_tokens_as_a_sort_does(tokens, tile):
-    x, routes = jax.random.normal(jax.random.key(0), (tokens, 512), BF16), routes_of(tokens, 200, 8)
-    both = group_tokens.group_tokens(x, *routes, 200, tile=tile)
-    for groups in (both, grouped_experts.group_many(x, routes, 200, tile)):
-        check_groups(groups, x.astype(jnp.float32), routes, 200, tile)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "T"), [(1, 8), (20, 64), (900, 2048)])
+@pytest.mark.parametrize(("tokens", "T"), [(1, 8), (20, 64), (300, 512), (900, 2048)])
 def test_bits_of_a_token_do_not_depend_on_the_others(tokens, T):
     """Within a bucket of T tokens; the others crowd the same few experts."""
     keys = jax.random.split(jax.random.key(1), 3)
@@ -139,9 +139,10 @@ def test_kernels_refuse_in_words():
     assert "in float32" in str(router.refuses(shaped(2, 8), 2))
     with pytest.raises(ValueError, match="group_tokens wants tokens of an even count of at"):
         group_tokens.group_tokens(jnp.ones((2, 64), BF16), *routes, 8, tile=8)
-    with pytest.raises(ValueError, match="scatter_rows wants tokens in bfloat16 or float16"):
-        group_tokens.scatter_rows(jnp.ones((2, 256)), routes.experts, 8)
-    assert "routes" in str(group_tokens.refuses(shaped(999, 256), shaped(999, 8), 8))
+    float32 = shaped(2, 256, dtype=jnp.float32)
+    assert "bfloat16 or float16" in str(group_tokens.refuses(float32, routes.experts, 8))
+    many = shaped(99999, 256), shaped(99999, 8)
+    assert "at most 32 x 4096 routes" in str(group_tokens.refuses(*many, 8))
     assert "128 experts a token" in str(group_tokens.refuses(shaped(2, 256), shaped(2, 129), 512))
     row, one = jnp.ones(8), jnp.ones(1)
     groups = Groups(jnp.ones((8, 256), BF16), row, row, one, one, one)

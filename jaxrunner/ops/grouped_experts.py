@@ -11,11 +11,9 @@ from jaxrunner.kernels_pallas import (
     router,
     router_scores,
 )
-from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
 from jaxrunner.kernels_pallas.grouped_mlp import TILES, TuningConfig
 from jaxrunner.kernels_pallas.quantized_grouped import Few
 from jaxrunner.operation import Operation
-from jaxrunner.ops import grouping
 from jaxrunner.ops.quantized_products import matrices
 from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.quantization.quantized_experts import QuantizedExperts
@@ -23,8 +21,10 @@ from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
 
 # Tiles hold twice the tokens of an expert that has its share: few have more, and what a tile has
-# too much is read along. Larger ones are for prefills, where two warpgroups compute.
-LARGE, CONSUMERS = TILES[-1], 2
+# too much is read along. Larger ones are for prefills, where two warpgroups compute; a quarter more
+# than the share is enough then, as what is read along has become as much as weights are.
+LARGE, CONSUMERS, SPARE = TILES[-1], 2, 1.25
+POWERS = tuple(rows for rows in TILES if not rows & (rows - 1))
 SMALL = 32  # rows of tiles that four warpgroups have registers for, where they widen weights
 
 
@@ -70,7 +70,7 @@ def _experts(x: Array, routes: Routes, w: Experts) -> Array:
     if T == 1:
         groups = group_tokens.of_one(x, *routes)
     else:
-        groups = _group(x, routes, w.num_experts, tile)
+        groups = group_tokens.group_tokens(x, *routes, w.num_experts, tile=tile)
     biases = w.gate_up_bias, w.down_bias
     both = None if biases[0] is None or biases[1] is None else (biases[0], biases[1])
     return grouped_mlp.grouped_mlp(
@@ -83,7 +83,7 @@ def _refuses_experts(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
         return f"wants weights that are Experts, got {type(w).__name__}"
     if (w.gate_up_bias is None) != (w.down_bias is None):
         return "wants a bias of both products, or of none"
-    if reason := _refuses_groups(x):
+    if reason := group_tokens.refuses(x, routes.experts, w.num_experts):
         return reason
     return grouped_mlp.refuses(x, w.gate_up, w.down, *_sizes(x, routes, w), w.activation)
 
@@ -95,7 +95,7 @@ def _few_bits(x: Array, routes: Routes, w: QuantizedExperts) -> Array:
         turns=2 if tile <= SMALL else 1, dtype=str(x.dtype) if tile == LARGE else "float32"
     )
     numbers, scale = gate_up.inputs(x)
-    groups = _group(numbers, routes, w.num_experts, tile)
+    groups = group_tokens.group_tokens(numbers, *routes, w.num_experts, tile=tile)
     if scale is not None:  # of tokens, as routes have them; rows of no token have anything
         scale = scale[jnp.clip(groups.route // k, 0, T - 1), 0]
     made = quantized_grouped.units(
@@ -120,7 +120,7 @@ def _refuses_few_bits(x: Array, routes: Routes, w: ExpertWeights) -> str | None:
             return "wants groups that are runs of inputs"
         if product.input_scale is not None:
             return "wants inputs that are rounded by token, not by an expert's scale"
-    if reason := _refuses_groups(x):
+    if reason := group_tokens.refuses(x, routes.experts, w.num_experts):
         return reason
     tile, rows = _tile(routes, w), jax.ShapeDtypeStruct((1, w.down.num_inputs), x.dtype)
     for inputs, product, bias, activation in zip(
@@ -151,9 +151,13 @@ def _matrices(w: QuantizedLinear, bias: Array | None) -> Few:
 def _sizes(x: Array, routes: Routes, w: Experts) -> tuple[int, TuningConfig]:
     """Returns the rows of a tile, and what else the kernel takes."""
     tile = _tile(routes, w)
+    if tile < LARGE:
+        return tile, TuningConfig()
+    spare = SPARE * routes.experts.size / w.num_experts
+    tile = next((rows for rows in TILES if rows >= spare), LARGE)
     # Of many tokens, what each expert gives is as many bytes as the step has to spare.
     large = TuningConfig(consumers=CONSUMERS, dtype=str(x.dtype))
-    if tile == LARGE and grouped_mlp.refuses(x, w.gate_up, w.down, tile, large) is None:
+    if grouped_mlp.refuses(x, w.gate_up, w.down, tile, large) is None:
         return tile, large
     return tile, TuningConfig()
 
@@ -161,45 +165,7 @@ def _sizes(x: Array, routes: Routes, w: Experts) -> tuple[int, TuningConfig]:
 def _tile(routes: Routes, w: ExpertWeights) -> int:
     """Returns the rows of a tile."""
     share = 2 * routes.experts.size / w.num_experts
-    return next((rows for rows in TILES if rows >= share), LARGE)
-
-
-def _group(x: Array, routes: Routes, num_experts: int, tile: int) -> Groups:
-    if group_tokens.refuses(x, routes.experts, num_experts) is None:
-        return group_tokens.group_tokens(x, *routes, num_experts, tile=tile)
-    return group_many(x, routes, num_experts, tile)
-
-
-def _refuses_groups(x: Array) -> str | None:
-    """Says why x, [T, E], is not copied to the rows of tiles, or None."""
-    return group_tokens.refuses(x, jax.ShapeDtypeStruct((1, 1), jnp.int32), 1)
-
-
-def group_many(x: Array, routes: Routes, num_experts: int, tile: int) -> Groups:
-    """Does what `group_tokens` does, of many tokens: by a sort, in plain JAX."""
-    flat, k = routes.experts.reshape(-1), routes.experts.shape[1]
-    found, tiles = (
-        grouping.group(routes.experts, num_experts),
-        max_tiles(flat.size, num_experts, tile),
-    )
-    used = -(-found.sizes // tile)
-    ends = jnp.cumsum(used, dtype=jnp.int32)
-    # A row moves by what the tiles before its expert's have empty.
-    shift = (ends - used) * tile - (jnp.cumsum(found.sizes, dtype=jnp.int32) - found.sizes)
-    moved = found.place + shift[jnp.minimum(flat, num_experts - 1)]
-    row = jnp.where(flat < num_experts, moved, tiles * tile)
-    index = jnp.arange(flat.size, dtype=jnp.int32)
-    route = jnp.zeros(tiles * tile, jnp.int32).at[row].set(index, mode="drop", unique_indices=True)
-    cut = grouping.cut_tiles(found.sizes, flat.size, tile)
-    rows = group_tokens.scatter_rows(x, row.reshape(-1, k), tiles * tile)
-    return Groups(
-        rows,
-        route,
-        routes.weights.reshape(-1)[route],
-        cut.expert[:tiles],
-        cut.rows[:tiles],
-        cut.num[None],
-    )
+    return next((rows for rows in POWERS if rows >= share), LARGE)
 
 
 # (config, router, logits [T, X], real [T]) -> Routes
