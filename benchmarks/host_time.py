@@ -16,7 +16,8 @@ import numpy as np
 from jaxrunner.bench.presets import PRESETS
 from jaxrunner.bench.workloads import Bench, machine
 from jaxrunner.device.packing import Layout, pack
-from jaxrunner.program import Bucket, Program, SampleSize
+from jaxrunner.program.bucket import Bucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.shapes import admission_spec, output_spec, plan_spec
 
 SIZES: dict[str, Any] = dict(

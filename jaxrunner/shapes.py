@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrunner import pytree
 from jaxrunner.api.sampling_params import MAX_LOGPROB_IDS
 from jaxrunner.parallel.mesh import TENSOR
-from jaxrunner.program import (
+from jaxrunner.program.bucket import (
     FEW_STOP_IDS,
     MAX_TARGETS,
     WIDE,
@@ -19,10 +19,10 @@ from jaxrunner.program import (
     Bucket,
     CopySize,
     MultiStepBucket,
-    Program,
     PromptLogprobsSize,
     SampleSize,
 )
+from jaxrunner.program.program import Program
 from jaxrunner.types import Admission, Copies, Logprobs, Plan, StepOutput
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxrunner.indexing import cache_index, find_rows, put_blocks, put_rows, take
 from jaxrunner.lora.saved_layers import run_head
 from jaxrunner.lora.saved_modules import places_of_rows, weights_of
-from jaxrunner.program import SHORT_LEN, Bucket, Program, SampleSize
+from jaxrunner.program.bucket import SHORT_LEN, Bucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.rule import rows_of
 from jaxrunner.sampling.drafting import draw_coupled, draw_own
 from jaxrunner.sampling.drawing import draw

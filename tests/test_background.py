@@ -13,7 +13,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.loading import orbax_io
 from jaxrunner.loading.loader import LoadConfig
 from jaxrunner.models.llama import llama
-from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.programs.program_table import Key, ProgramTable
 from tests.support import tiny
 from tests.support.tiny_engine import PROMPTS, run

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrunner import LLM, RequestOutputKind, SamplingParams
 from jaxrunner.engine.make_scheduler import make_scheduler
-from jaxrunner.program import make_state
+from jaxrunner.program.state import make_state
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.worker.memory_plan import num_bytes
 from tests.support import hybrids, scheduling

@@ -23,7 +23,8 @@ from jaxrunner.model import AttentionSpec
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
 from jaxrunner.ops.attention import ATTENTION, rows_of
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from jaxrunner.scheduling.prefix import find_prefix
 from jaxrunner.types import Batch, Inputs, LayerCache

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrunner import LLM
 from jaxrunner.device.buckets import choose
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.worker.expert_balance import placement_of
 from tests.support import failing, small_checkpoint

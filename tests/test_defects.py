@@ -11,7 +11,7 @@ import pytest
 
 from jaxrunner import pytree, step
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.program import MAX_STOP_IDS, WIDE, Bucket, SampleSize
+from jaxrunner.program.bucket import MAX_STOP_IDS, WIDE, Bucket, SampleSize
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.sampling.sampler import SamplerOutput
 from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise

@@ -12,7 +12,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
-from jaxrunner.program import make_state
+from jaxrunner.program.state import make_state
 from jaxrunner.programs.build import build
 from jaxrunner.sampling.drafting import draw_own
 from jaxrunner.speculators.draft_logits import NAME

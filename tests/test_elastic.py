@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 
 pytest.importorskip("torch", reason="the checkpoints need PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the checkpoints need transformers")

@@ -17,7 +17,8 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
 from jaxrunner.pooling.params import PoolerConfig, PoolingParams
 from jaxrunner.pooling.reading import read_pooling
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from tests.support import pooling, tiny
 from tests.support.lowering import cuda, lowers

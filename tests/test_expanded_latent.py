@@ -24,7 +24,8 @@ from jaxrunner.ops import backends
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded as expanded_latent
 from jaxrunner.ops.latent.expanded import expanded, refuses
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from tests.support import oracles
 from tests.support.lowering import cuda, lowers

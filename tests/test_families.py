@@ -20,7 +20,8 @@ from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
 from jaxrunner.ops.backends import dense
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from tests.support import dense_families, tiny
 from tests.support.lowering import cuda, lowers

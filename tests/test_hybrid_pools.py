@@ -17,7 +17,7 @@ from jaxrunner.config import EngineConfig
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense, paged
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.types import Inputs
 from jaxrunner.worker.cache_costs import CacheCosts
 

@@ -19,7 +19,7 @@ from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.ops import backends
-from jaxrunner.program import WIDE, SampleSize
+from jaxrunner.program.bucket import WIDE, SampleSize
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.gumbel import MAX_USUAL
 from jaxrunner.sampling.min_p import min_p

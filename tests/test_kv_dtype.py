@@ -14,7 +14,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.llama import llama
-from jaxrunner.program import make_state
+from jaxrunner.program.state import make_state
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import LayerCache
 from jaxrunner.worker import sizing

@@ -18,7 +18,9 @@ from jaxrunner.loading.declared import abstract_params
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
-from jaxrunner.program import Bucket, Program, abstract_state
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
+from jaxrunner.program.state import abstract_state
 from jaxrunner.sampling import RULES
 from jaxrunner.worker.kv_cache_spec import kv_cache_specs
 from jaxrunner.worker.memory_plan import num_bytes

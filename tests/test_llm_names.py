@@ -8,7 +8,7 @@ import pytest
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.device.program_key import Key
 from jaxrunner.engine.metrics import Counter, Gauge
-from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
 from tests.support.small_llm import SIZES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

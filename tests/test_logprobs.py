@@ -9,7 +9,7 @@ import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import LOGPROBS_MODES
-from jaxrunner.program import Bucket, SampleSize
+from jaxrunner.program.bucket import Bucket, SampleSize
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.sampling.sampler import SamplerOutput
 from jaxrunner.shapes import logprob_widths

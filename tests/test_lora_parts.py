@@ -17,7 +17,8 @@ from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import backends
 from jaxrunner.ops.adapters.adapted import adapted
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from tests.outside import checkpoint, float64_llama
 from tests.support import lora, tiny

@@ -11,7 +11,8 @@ from jaxrunner.device.lowering import Died, LoweringProcess, lower, lowering_tas
 from jaxrunner.device.program_spec import abstract, program_spec, usual_spec
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.program import HOST_ONLY, Bucket
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import HOST_ONLY
 from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.runner.model_runner import ModelRunner
 from tests.support import tiny

@@ -17,7 +17,8 @@ from jaxrunner.device.program_spec import program_keys
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
-from jaxrunner.program import Bucket, MultiStepBucket, SampleSize, make_state
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.state import make_state
 import jaxrunner.programs.build
 from jaxrunner.programs.build import build
 from jaxrunner.programs.program_table import Key, ProgramTable

@@ -16,7 +16,7 @@ from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.programs.program_cache import OWN
 from jaxrunner.programs.program_table import LOADED, Key
 from tests.support import tiny

@@ -8,7 +8,7 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import multi_step as device
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
-from jaxrunner.program import MultiStepBucket, SampleSize
+from jaxrunner.program.bucket import MultiStepBucket, SampleSize
 from tests.support import tiny
 from tests.support.tiny import poisoned
 from tests.support.tiny_engine import PROMPTS, engine, run

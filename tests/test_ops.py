@@ -30,7 +30,8 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Operation, run_first, unnoted
 from jaxrunner.ops import backends, plain, quantized_products
 from jaxrunner.ops.adapters import low_rank
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.programs.build import build
 from jaxrunner.sampling import RULES
 from tests.support import tiny

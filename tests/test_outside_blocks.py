@@ -7,7 +7,7 @@ import pytest
 
 from jaxrunner import RequestOutputKind, register_model
 from jaxrunner.engine.make_scheduler import make_scheduler
-from jaxrunner.program import make_state
+from jaxrunner.program.state import make_state
 from jaxrunner.programs.build import build
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.worker.memory_plan import num_bytes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, RequestOutputKind, SamplingParams, register_model
-from jaxrunner.program import make_state
+from jaxrunner.program.state import make_state
 from jaxrunner.programs.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.worker.memory_plan import num_bytes

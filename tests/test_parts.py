@@ -8,7 +8,7 @@ import pytest
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import parts
 from jaxrunner.device.program_key import Key
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.programs.program_table import LOADED
 from tests.support import tiny
 from tests.support.kept_programs import make, no_cache_of_jax, reasons

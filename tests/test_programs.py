@@ -11,7 +11,7 @@ from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import packing
 from jaxrunner.device.buckets import choose, powers, step_buckets
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.programs.program_table import Key
 from jaxrunner.scheduling.request import GrammarOutput
 from jaxrunner.speculators.ngram import ngram

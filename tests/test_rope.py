@@ -10,7 +10,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.registry import read_model
 from jaxrunner.models.rope import no_rope, rotation
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.types import Inputs
 from tests.support import tiny
 from tests.support.checkpoints import NEEDS_TORCH, TINY

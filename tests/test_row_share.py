@@ -18,7 +18,7 @@ from jaxrunner.parallel import row_share
 from jaxrunner.parallel.mesh import TENSOR, make_mesh, shardings
 from jaxrunner.parallel.row_share import RowShare
 from jaxrunner.parallel.tensor import shard
-from jaxrunner.program import Bucket, PromptLogprobsSize, SampleSize
+from jaxrunner.program.bucket import Bucket, PromptLogprobsSize, SampleSize
 from jaxrunner.programs.build import build
 from jaxrunner.pytree import abstract
 from jaxrunner.sampling import RULES

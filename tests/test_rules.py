@@ -9,7 +9,7 @@ import pytest
 
 from jaxrunner import step
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.program import SampleSize
+from jaxrunner.program.bucket import SampleSize
 from tests.support import rules
 from tests.support.random_rows import KINDS, OF_SEED, REMOVES, random_logits, row_of
 from tests.support.rules import Row

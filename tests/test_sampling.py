@@ -10,7 +10,7 @@ import pytest
 
 from jaxrunner import step
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.program import SampleSize
+from jaxrunner.program.bucket import SampleSize
 from jaxrunner.types import SamplingMetadata, State
 from tests.support import rules
 

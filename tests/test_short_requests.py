@@ -10,7 +10,8 @@ from jaxrunner.device.program_spec import program_keys
 from jaxrunner.kernels_pallas.decode_plan import DEFAULT
 from jaxrunner.ops.attention import gains_short
 from jaxrunner.ops.backends import fused
-from jaxrunner.program import SHORT_LEN, Bucket, MultiStepBucket, Program
+from jaxrunner.program.bucket import SHORT_LEN, Bucket, MultiStepBucket
+from jaxrunner.program.program import Program
 from jaxrunner.programs.build import Built
 from jaxrunner.programs.program_table import ProgramTable
 from jaxrunner.runner import request_table

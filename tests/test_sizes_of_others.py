@@ -18,7 +18,8 @@ from jaxrunner.model import Model
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import choose_ops, dense, fused, paged, refuses
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.programs.build import build
 from jaxrunner.sampling import RULES
 from jaxrunner.types import Batch

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxrunner.device.buckets import step_buckets
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.worker import sizing
 from tests.support import families, tiny
 

@@ -25,7 +25,8 @@ from jaxrunner.ops.states import recurrence, state_steps
 from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
 from jaxrunner.ops.states.state_rows import StateRows
 from jaxrunner.ops.states.state_space import StateSpaceInputs, state_space
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.pytree import host_value
 from jaxrunner.sampling import RULES
 from tests.support import oracles, tiny

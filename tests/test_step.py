@@ -12,7 +12,7 @@ from jaxrunner import step
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.caches.interleave import Part
 from jaxrunner.indexing import take
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.types import Plan, Writes
 from tests.support import tiny
 from tests.support.request_table import table

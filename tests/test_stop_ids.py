@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.program import FEW_STOP_IDS
+from jaxrunner.program.bucket import FEW_STOP_IDS
 from tests.support import rules
 from tests.support.rules import Row
 from tests.support.tiny_engine import engine

@@ -8,7 +8,7 @@ import pytest
 from jaxrunner import step
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import paged
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.runner.request_table import RequestTable
 from tests.support import scheduling, tiny
 

@@ -11,7 +11,8 @@ from jaxrunner.caches.cache_group import cache_groups
 from jaxrunner.caches.kv_blocks import KVBlocks
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.experts import Experts
-from jaxrunner.program import Program, abstract_state, pool_sizes
+from jaxrunner.program.program import Program, pool_sizes
+from jaxrunner.program.state import abstract_state
 from jaxrunner.quantization.mxfp4 import Mxfp4
 from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.worker.cache_costs import num_bytes

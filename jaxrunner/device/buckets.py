@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrunner.config import EngineConfig
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.speculators.speculator import Speculator
 
 # Decode sizes on a GPU. By the step times of an H200, if batches of up to 256 requests are equally

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.device.packing import packed_size
-from jaxrunner.program import Bucket, Program, abstract_state
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
+from jaxrunner.program.state import abstract_state
 from jaxrunner.types import State
 
 Options = tuple[tuple[str, str], ...]  # of XLA

@@ -23,16 +23,16 @@ from jaxrunner.device.prompt_targets import find_targets
 from jaxrunner.indexing import take
 from jaxrunner.lora.saved_modules import places_of_rows
 from jaxrunner.parallel.shards import on_shards
-from jaxrunner.program import (
+from jaxrunner.program.bucket import (
     COPIES,
     AdmitSize,
     Bucket,
     CopySize,
     MultiStepBucket,
-    Program,
     PromptLogprobsSize,
     SampleSize,
 )
+from jaxrunner.program.program import Program
 from jaxrunner.sampling.sampler import describe_prompt
 from jaxrunner.shapes import (
     admission_spec,

@@ -9,7 +9,7 @@ import jax
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.program_spec import program_spec
 from jaxrunner.operation import Chosen
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 
 
 def operations(program: Program, params: Any, key: Key) -> list[Chosen]:

@@ -15,7 +15,8 @@ from jaxrunner.kernels_pallas.peer_rows import Peers, abstract_places
 from jaxrunner.lora.stacks import abstract_stacks, merged
 from jaxrunner.parallel.mesh import TENSOR, placed, ranked
 from jaxrunner.parallel.shards import on_shards, told_to_all
-from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from jaxrunner.types import Array
 
@@ -48,9 +49,9 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
         function, out = told_to_all(function, out), ranked(out, program.mesh)
     if program.mesh is not None:
         args = placed(args, program.mesh)
-    if names[0] == "params" and program.has_peers and program.mesh is not None:
+    if names[0] == "params" and program.peers is not None:
         function = _with_peers(function)
-        args = (args[0], abstract_places(program.mesh, TENSOR)), *args[1:]
+        args = (args[0], abstract_places(program.peers, TENSOR)), *args[1:]
     function = on_shards(function, program.mesh, args, out)
     if names[0] == "params":
         function = _takes_flat(function, jax.tree.structure(args[0]))

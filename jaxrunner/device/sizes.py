@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.shapes import logprob_widths, prompt_logprobs_size
 
 

@@ -21,7 +21,8 @@ from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import pack_on_device, unpack
 from jaxrunner.indexing import take
 from jaxrunner.parallel.stages import Outcome, is_last, num_stages, rank_of
-from jaxrunner.program import AdmitSize, Bucket, Program, SampleSize
+from jaxrunner.program.bucket import AdmitSize, Bucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.shapes import admission_spec, plan_spec
 from jaxrunner.speculators.speculator import write_drafts
 from jaxrunner.types import Array, SamplingMetadata, State, StepOutput

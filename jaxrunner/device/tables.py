@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import put_blocks, take, write
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.types import Admission, Array, Copies, State
 
 

@@ -3,7 +3,7 @@
 import jax
 
 from jaxrunner.device.entry_point import Options
-from jaxrunner.program import Bucket, MultiStepBucket
+from jaxrunner.program.bucket import Bucket, MultiStepBucket
 
 # XLA's default, and loops: the device decides by itself whether another step runs.
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"

@@ -7,7 +7,7 @@ import jax
 from jaxrunner.caches.cache_group import reads_whole
 from jaxrunner.device.buckets import CPU_STEP_COST, step_buckets
 from jaxrunner.parallel.stages import num_stages
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.scheduling.adapter_turns import AdapterTurns
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.scheduling.ranks import RankedScheduler

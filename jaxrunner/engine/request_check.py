@@ -8,7 +8,8 @@ from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, elements, shown, validate
 from jaxrunner.mixtures.given_routes import check_given
 from jaxrunner.pooling.params import PooledRequest
-from jaxrunner.program import MAX_STOP_IDS, Program
+from jaxrunner.program.bucket import MAX_STOP_IDS
+from jaxrunner.program.program import Program
 from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request
 from jaxrunner.scheduling.stop import stop_ids
 from jaxrunner.slot_table import cache_salt

@@ -17,7 +17,7 @@ from jaxrunner.device.program_spec import flat_params
 from jaxrunner.lora.adapter import Adapter
 from jaxrunner.lora.saved_modules import put
 from jaxrunner.lora.stacks import SAVED, abstract_stacks, make_stacks, merged
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.scheduling.stateful import Stateful
 

@@ -14,7 +14,7 @@ from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_modules import EMBED, HEAD, AdaptedParams, SavedModule
 from jaxrunner.parallel.mesh import mesh_axis, shardings
 from jaxrunner.parallel.stages import is_last, own_part, rank_of
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.pytree import name_of
 
 # Before paths in the params of a model with a drafter, and of one that pools: `pytree.part`.

@@ -17,7 +17,8 @@ from jaxrunner.operation import Operation
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.stages import num_stages
-from jaxrunner.program import SHORT_LEN, Bucket, Program
+from jaxrunner.program.bucket import SHORT_LEN, Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.types import Array, Batch, LayerCache
 
 

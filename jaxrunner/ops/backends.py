@@ -24,7 +24,7 @@ from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
 from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
-from jaxrunner.program import engine_groups
+from jaxrunner.program.program import engine_groups
 from jaxrunner.types import Array, Batch, LayerCache
 
 CHUNKS_AT_ONCE = 16  # of prompts in layers with states: a GPU has launches to save

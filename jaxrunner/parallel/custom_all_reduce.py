@@ -18,7 +18,7 @@ from jaxrunner.ops.plain import summed
 from jaxrunner.parallel.mesh import TENSOR, mesh_of
 from jaxrunner.parallel.requirements import FAST_SUMS_JAX, can_access_peers
 from jaxrunner.parallel.stages import stages_of
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.pytree import leaf, pytree, static
 from jaxrunner.types import Array
 

@@ -17,7 +17,7 @@ from jaxrunner.parallel.pipeline import StageConfig
 from jaxrunner.parallel.placement import put
 from jaxrunner.parallel.processes import host_copy
 from jaxrunner.parallel.tensor import ShardedConfig
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.speculators.draft_model import DraftModelConfig
 from jaxrunner.speculators.drafter import DraftedConfig
 from jaxrunner.types import Array

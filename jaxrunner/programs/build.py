@@ -31,7 +31,8 @@ from jaxrunner.parallel.pipeline import check_drafts, refuse
 from jaxrunner.parallel.placement import declared
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.programs.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.rule import Rule

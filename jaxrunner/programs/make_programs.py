@@ -9,7 +9,8 @@ from jaxrunner.device.program_spec import program_spec, step_key
 from jaxrunner.device.stage_entry_points import BEFORE
 from jaxrunner.parallel.pipeline import refuse_spread, to_stages
 from jaxrunner.parallel.processes import check_own
-from jaxrunner.program import Bucket, Program
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.programs.build import Built
 from jaxrunner.programs.pipeline_programs import PipelinePrograms
 from jaxrunner.programs.program_table import Key, ProgramTable

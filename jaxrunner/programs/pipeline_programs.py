@@ -26,7 +26,8 @@ from jaxrunner.parallel.stages import (
     is_spread,
     rank_of,
 )
-from jaxrunner.program import Program, SampleSize
+from jaxrunner.program.bucket import SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.programs.program_table import ProgramTable
 from jaxrunner.programs.stage_tables import StageTables
 from jaxrunner.shapes import output_spec

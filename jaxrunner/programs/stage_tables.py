@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import BEFORE
-from jaxrunner.program import SampleSize
+from jaxrunner.program.bucket import SampleSize
 from jaxrunner.programs.program_table import Compilation, ProgramTable, Started
 
 INSTEAD = dict(step="stage", forward="stage")  # programs of stages before the last, by the last's

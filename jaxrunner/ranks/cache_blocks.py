@@ -16,7 +16,8 @@ from jaxrunner.caches.interleave import WHOLE, interleave_of
 from jaxrunner.loading import orbax_io
 from jaxrunner.parallel.stages import whole_state, with_cache
 from jaxrunner.parallel.whole import copied, merge, merged_spec, whole_program
-from jaxrunner.program import Program, abstract_state
+from jaxrunner.program.program import Program
+from jaxrunner.program.state import abstract_state
 from jaxrunner.scheduling.block_pool import BlockPool
 from jaxrunner.types import Array, LayerCache
 

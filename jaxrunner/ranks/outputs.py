@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxrunner.device.packing import Layout
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 
 
 def output_layout(program: Program, spec: Any) -> Layout:

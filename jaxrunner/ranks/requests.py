@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxrunner.parallel.mesh import DATA
 from jaxrunner.parallel.placement import put
-from jaxrunner.program import AdmitSize, Bucket, CopySize, MultiStepBucket, Program, SampleSize
+from jaxrunner.program.bucket import AdmitSize, Bucket, CopySize, MultiStepBucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.runner.request_table import RequestTable, Write
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.scheduling.stateful import Stateful

@@ -9,7 +9,8 @@ import numpy as np
 from jaxrunner.api.validation import shown
 from jaxrunner.parallel.mesh import DATA, whole_on
 from jaxrunner.parallel.placement import put
-from jaxrunner.program import Program, SampleSize
+from jaxrunner.program.bucket import SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.scheduling.request import GrammarOutput
 
 

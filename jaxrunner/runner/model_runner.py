@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import copy
 from dataclasses import replace
 import functools
-import gc
 from typing import Any
 
 import jax
@@ -20,17 +19,17 @@ import jax.numpy as jnp
 
 from jaxrunner import pytree
 from jaxrunner.device.buckets import choose
-from jaxrunner.device.entry_points import ENTRY_POINTS
 from jaxrunner.device.packing import Layout
-from jaxrunner.device.program_spec import program_keys, step_key
+from jaxrunner.device.program_spec import step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
-from jaxrunner.program import MultiStepBucket, SampleSize, make_state
+from jaxrunner.program.bucket import MultiStepBucket, SampleSize
+from jaxrunner.program.state import make_state
 from jaxrunner.programs.build import Built
-from jaxrunner.programs.make_programs import in_order, make_programs
-from jaxrunner.programs.program_table import Key, Started
+from jaxrunner.programs.make_programs import make_programs
+from jaxrunner.programs.program_table import Key
 from jaxrunner.ranks.outputs import output_layout
 from jaxrunner.ranks.requests import make_requests
 from jaxrunner.runner.at_exit import awaited_at_exit
@@ -39,14 +38,14 @@ from jaxrunner.runner.phases import phase
 from jaxrunner.runner.profiling import Profiler
 from jaxrunner.runner.prompt_scores import launch_scores
 from jaxrunner.runner.request_table import Write
-from jaxrunner.runner.runner_weights import RunnerWeights
+from jaxrunner.runner.runner_programs import RunnerPrograms
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
 from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
 from jaxrunner.shapes import output_spec
 
 
-class ModelRunner(RunnerWeights):
+class ModelRunner(RunnerPrograms):
     """Owns the device state and the programs of one model."""
 
     def __init__(self, built: Built, params: Any, *, trusted: bool = False):
@@ -84,42 +83,6 @@ class ModelRunner(RunnerWeights):
         autotuner needs buffers."""
         return make_state(self.program)
 
-    def prepare(self, *, all_rules: bool = False, background: bool = False) -> Started:
-        """Starts to compile the programs that `warm_up` waits for; weights are not needed yet."""
-        if self.program.engine.enforce_eager:
-            return {}
-        keys = program_keys(self.program, self.buckets, all_rules=all_rules)
-        if not background:
-            return self.programs.start(keys, keys)
-        return self.programs.start(*in_order(self.program, self.buckets, keys))
-
-    def warm_up(
-        self, *, all_rules: bool = False, background: bool = False, progress: bool = False
-    ) -> None:
-        """Compiles the programs of usual requests, with `all_rules` those of all requests.
-
-        background: returns once the largest size is compiled, at which any step can run; threads
-            compile the others beside the steps, which makes both slower meanwhile.
-        """
-        if self.program.engine.enforce_eager:
-            return
-        started = self.prepare(all_rules=all_rules, background=background)
-        self.programs.wait(started, progress=progress)
-        jax.block_until_ready(self.state)  # allocated now, not by the first request
-        for key in self.programs.ready():
-            if ENTRY_POINTS[key.name].is_rehearsed(key.size):
-                self._rehearse(key)
-        jax.block_until_ready(self.state)
-        if self.adapters is not None:
-            self.adapters.warm_up()
-        gc.collect()  # now: the next full collection, which would delay a step, is then far off
-
-    def _rehearse(self, key: Key) -> None:
-        """Runs a program without requests, as the first run is slow: it sets up a CUDA graph."""
-        none: tuple[list, ...] = tuple([] for _ in self.program.cache_groups)
-        plan = self.requests.plan((), (), none, key.size)
-        self.state, *_ = self.programs[key](self.params_of(key.size), self.state, plan)
-
     def close(self) -> None:
         """Frees the device memory of the state."""
         self.programs.close()
@@ -154,13 +117,6 @@ class ModelRunner(RunnerWeights):
             pytree.delete(self.state)
             # Waits, as the error of a failed device would otherwise come later.
             self.state = jax.block_until_ready(make_state(self.program))
-
-    def would_wait(self, num_rows: int, num_drafts: int, num_steps: int) -> bool:
-        """Whether decode steps of these sizes would wait for a program that is being compiled."""
-        if not (pending := self.programs.is_pending)():
-            return False
-        bucket = choose(self.buckets, [1 + num_drafts] * num_rows, num_drafts=num_drafts)
-        return any(pending(step_key(bucket, n)) for n in {1, num_steps})
 
     def step(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Updates the slots, computes the scheduled tokens and samples; does not wait.

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxrunner.device.packing import Layout
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.ranks.outputs import scores_layout
 from jaxrunner.runner.step_handle import Work

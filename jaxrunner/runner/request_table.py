@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.program import (
+from jaxrunner.program.bucket import (
     FEW_STOP_IDS,
     SHORT_LEN,
     AdmitSize,
     Bucket,
     CopySize,
     MultiStepBucket,
-    Program,
     SampleSize,
 )
+from jaxrunner.program.program import Program
 from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.runner.uploads import (
     Admissions,

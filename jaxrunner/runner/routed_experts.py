@@ -19,7 +19,8 @@ from jaxrunner.mixtures.recorded_routes import GIVEN, RoutesCache, routes_group
 from jaxrunner.parallel.mesh import placed
 from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.stages import parts_of, with_part
-from jaxrunner.program import Program, of_all_ranks
+from jaxrunner.program.program import Program
+from jaxrunner.program.state import of_all_ranks
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.scheduling.request import Request, SchedulerOutput
 from jaxrunner.types import Array, State

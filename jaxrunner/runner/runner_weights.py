@@ -10,7 +10,7 @@ from jaxrunner.loading.weights import like
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.pipeline import to_stages
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.scheduling.request import NewRequest
 
@@ -76,6 +76,5 @@ class RunnerWeights(abc.ABC):
 
 
 def _exchange_of(program: Program) -> peer_rows.Exchange | None:
-    if not program.has_peers or program.mesh is None:
-        return None
-    return peer_rows.make(program.mesh, TENSOR, program.dims["E"])
+    peers = program.peers
+    return None if peers is None else peer_rows.make(peers, TENSOR, program.dims["E"])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxrunner.api.validation import shown
 from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.lora.device_adapters import DeviceAdapters
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.runner.step_fields import check_fields, check_ints, check_new
 from jaxrunner.scheduling.request import NewRequest, SchedulerOutput
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.api.validation import Bound, shown, validate
-from jaxrunner.program import MAX_STOP_IDS, Program
+from jaxrunner.program.bucket import MAX_STOP_IDS
+from jaxrunner.program.program import Program
 from jaxrunner.scheduling.request import NEVER, NewRequest, Request, SchedulerOutput
 
 _ID = Bound(str)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrunner.errors import NO_CHOICE, NO_NUMBER, StepTimeout
 from jaxrunner.parallel.stage_link import Told
 from jaxrunner.parallel.time_limit import arrives_within
-from jaxrunner.program import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.runner.phases import phase
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 
 from jaxrunner.device.packing import Layout, pack, pad
-from jaxrunner.program import (
+from jaxrunner.program.bucket import (
     COPIES,
     FEW_STOP_IDS,
     AdmitSize,
     Bucket,
     CopySize,
     MultiStepBucket,
-    Program,
 )
+from jaxrunner.program.program import Program
 from jaxrunner.pytree import host_value
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.shapes import admission_spec, copies_spec, plan_spec

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jaxrunner.indexing import take
 from jaxrunner.parallel.row_share import RowShare
-from jaxrunner.program import Program, SampleSize
+from jaxrunner.program.bucket import SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.sampler import process, sample
 from jaxrunner.sampling.seed import DRAFT, noises, seed

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.parallel.row_share import RowShare
-from jaxrunner.program import Program, SampleSize
+from jaxrunner.program.bucket import SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.rule import Batched
 from jaxrunner.sampling.sampler import SamplerOutput, sample
 from jaxrunner.sampling.verification import verify

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxrunner.parallel.row_share import RowShare
-from jaxrunner.program import Program, PromptLogprobsSize, SampleSize
+from jaxrunner.program.bucket import PromptLogprobsSize, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.rule import Batched, NoParams, largest, rows_of, run
 from jaxrunner.sampling.grammar import grammar
 from jaxrunner.sampling.logprobs import Processed, describe, logprob_ids

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 
 from jaxrunner.indexing import take
-from jaxrunner.program import Program, SampleSize
+from jaxrunner.program.bucket import SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.rule import Batched, rows_of
 from jaxrunner.sampling.acceptance import Unverified, block, standard, synthetic
 from jaxrunner.sampling.sampler import SamplerOutput, Tables, sample

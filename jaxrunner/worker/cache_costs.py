@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups
-from jaxrunner.program import Program, abstract_state, pool_sizes
+from jaxrunner.program.program import Program, pool_sizes
+from jaxrunner.program.state import abstract_state
 from jaxrunner.types import State
 
 MANY = 1 << 20  # KV blocks, of which any pool that holds tokens has more than of one

@@ -8,7 +8,7 @@ from jaxrunner import pytree
 from jaxrunner.caches.interleave import token_dims
 from jaxrunner.config import EngineConfig, ModelConfig
 from jaxrunner.parallel.stages import held_caches, stages_of
-from jaxrunner.program import engine_groups
+from jaxrunner.program.program import engine_groups
 from jaxrunner.worker.cache_costs import num_bytes
 
 

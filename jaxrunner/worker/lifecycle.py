@@ -8,7 +8,7 @@ from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.processes import to_host
 from jaxrunner.parallel.requirements import check_links
 from jaxrunner.parallel.stages import stages_of
-from jaxrunner.program import make_state
+from jaxrunner.program.state import make_state
 from jaxrunner.runner.profiling import Profiler, check_device
 from jaxrunner.worker import lifecycle_arguments as arguments
 from jaxrunner.worker.adapters import Adapters

@@ -17,7 +17,7 @@ from jaxrunner.config import EngineConfig
 from jaxrunner.kernels_pallas import peer_rows
 from jaxrunner.lora.stacks import abstract_stacks
 from jaxrunner.parallel.mesh import TENSOR
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.worker.cache_costs import CacheCosts, num_bytes
 from jaxrunner.worker.program_memory import ProgramMemory
 
@@ -154,10 +154,9 @@ class SizeCosts:
     @property
     def _peers(self) -> int:
         """Bytes of a device for the rows of others."""
-        program = self.program
-        if not program.has_peers or program.mesh is None:
+        if (peers := self.program.peers) is None:
             return 0
-        return peer_rows.num_bytes(program.mesh.shape[TENSOR], program.dims["E"])
+        return peer_rows.num_bytes(peers.shape[TENSOR], self.program.dims["E"])
 
 
 def plan_memory(

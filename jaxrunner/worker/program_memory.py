@@ -22,7 +22,8 @@ from jaxrunner.lora.adapted_linear import MOST_RANKS, tile_rows
 from jaxrunner.ops.backends import CHUNKS_AT_ONCE
 from jaxrunner.ops.grouping import most_tiles
 from jaxrunner.ops.latent.expanded import ROOM
-from jaxrunner.program import MAX_TARGETS, Program
+from jaxrunner.program.bucket import MAX_TARGETS
+from jaxrunner.program.program import Program
 from jaxrunner.programs.program_cache import ProgramCache
 from jaxrunner.programs.program_table import Key, ProgramTable
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.custom_all_reduce import report as report_sums
 from jaxrunner.parallel.requirements import report as report_devices
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.quantization.quantized_config import describe as describe_weights
 from jaxrunner.runner.model_runner import ModelRunner
 

@@ -23,7 +23,7 @@ from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.parallel.pipeline import to_stages
 from jaxrunner.parallel.processes import agreed_least, is_shared
 from jaxrunner.parallel.stages import is_spread
-from jaxrunner.program import Program
+from jaxrunner.program.program import Program
 from jaxrunner.programs.build import Built, build
 from jaxrunner.rule import Rule
 from jaxrunner.sampling import RULES

@@ -20,7 +20,8 @@ from jaxrunner.kernels_pallas.cases import TESTS
 from jaxrunner.kernels_pallas.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
-from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.programs.program_table import Key
 from jaxrunner.sampling import RULES
 from jaxrunner.speculators.drafted import with_drafter

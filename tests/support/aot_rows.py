@@ -19,7 +19,8 @@ from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import paged
 from jaxrunner.parallel.mesh import TENSOR, make_mesh
 from jaxrunner.parallel.tensor import shard
-from jaxrunner.program import Program, SampleSize
+from jaxrunner.program.bucket import SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.drawing import draw
 from tests.support import rules, tiny

@@ -23,7 +23,8 @@ from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import fused
 from jaxrunner.parallel.mesh import TENSOR, shardings
 from jaxrunner.parallel.tensor import all_reduced, shard
-from jaxrunner.program import Bucket, MultiStepBucket, Program, SampleSize
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.programs.program_table import Key
 from jaxrunner.sampling import RULES
 from tests.support import tiny

@@ -11,7 +11,7 @@ import pytest
 from jaxrunner import step
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.ops import cpu_attention
-from jaxrunner.program import Bucket
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.pytree import zeros
 from jaxrunner.types import Plan, Requests, Writes
 

@@ -14,7 +14,8 @@ from jaxrunner import pytree
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import paged
-from jaxrunner.program import MAX_STOP_IDS, WIDE, Program, SampleSize
+from jaxrunner.program.bucket import MAX_STOP_IDS, WIDE, SampleSize
+from jaxrunner.program.program import Program
 from jaxrunner.rule import Batched
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.drawing import draw as draw_step

@@ -14,7 +14,7 @@ from jaxrunner.config import MAX_ID
 from jaxrunner.engine.engine import Engine
 from jaxrunner.errors import in_words
 from jaxrunner.mixtures.given_routes import check_given
-from jaxrunner.program import MAX_STOP_IDS
+from jaxrunner.program.bucket import MAX_STOP_IDS
 from jaxrunner.ranks.cache_blocks import Blocks, filled_blocks
 from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.scheduling.block_pool import BlockPool

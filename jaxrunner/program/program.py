@@ -1,15 +1,13 @@
-"""The static half of an engine: what is compiled in, padded sizes, and the device state."""
+"""The static half of an engine: what is compiled in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrunner import pytree
-from jaxrunner.api.sampling_params import MAX_IDS, MAX_LOGPROB_IDS
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
 from jaxrunner.caches.interleave import interleave_of, token_dims
 from jaxrunner.config import EngineConfig, ModelConfig
@@ -17,26 +15,13 @@ from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_layers import LayerWeight
 from jaxrunner.lora.saved_modules import embed_tokens, score_rows, weights_of
 from jaxrunner.model import MakeOps, Model
-from jaxrunner.parallel.mesh import TENSOR, mesh_of, num_ranks, placed, ranked, shardings
-from jaxrunner.parallel.stages import (
-    held_caches,
-    is_last,
-    is_spread,
-    joined,
-    num_slots,
-    num_stages,
-    stages_of,
-)
+from jaxrunner.parallel.mesh import TENSOR, mesh_of, num_ranks
+from jaxrunner.parallel.stages import held_caches, is_spread, num_slots, num_stages, stages_of
+from jaxrunner.program.bucket import MAX_STOP_IDS, WIDE
 from jaxrunner.rule import Rule
 from jaxrunner.slot_table import SlotTable
-from jaxrunner.types import Array, Inputs, Requests, State
+from jaxrunner.types import Array, Inputs
 
-MAX_TARGETS = 256  # prompt tokens that one launch scores
-MAX_STOP_IDS = 144  # of a request: its own, and the model's EOS
-FEW_STOP_IDS = 16  # of a request whose admission is not wide
-SHORT_LEN = 1536  # tokens: keys that a cluster of blocks of decode attention reads, at most
-# Axes of lists of ids that few requests have: an admission that is not wide leaves them out.
-WIDE = dict(allowed=MAX_IDS, biased=MAX_IDS, words=MAX_IDS, named=MAX_LOGPROB_IDS, extra=16)
 # Fields of `EngineConfig` that choose programs and when they run, and are not compiled in.
 HOST_ONLY = (
     "token_buckets", "decode_buckets", "growth", "num_decode_steps", "async_depth", "policy",
@@ -87,6 +72,11 @@ class Program:
     def mesh(self) -> jax.sharding.Mesh | None:
         """The mesh that it runs on; None for one device."""
         return mesh_of(self.config)
+
+    @property
+    def peers(self) -> jax.sharding.Mesh | None:
+        """The mesh whose devices write into each other's memory; None where none do."""
+        return self.mesh if self.has_peers else None
 
     @property
     def num_ranks(self) -> int:
@@ -179,119 +169,3 @@ def pool_sizes(config: ModelConfig, engine: EngineConfig) -> PoolSizes:
         e.block_size * parts, e.num_blocks, *tokens, mamba_block_size=e.mamba_block_size or 0,
         num_checkpoints=e.num_state_checkpoints or R,
     )  # fmt: skip
-
-
-class Bucket(NamedTuple):
-    """The padded size of a step."""
-
-    num_tokens: int  # T
-    num_rows: int  # B
-    query_len: int = 0  # tokens of every row, 0 if rows differ
-    num_drafts: int = 0  # K: most drafts that a row verifies, and that are proposed for it
-    lora: bool = False  # whether a request has an adapter
-    short: bool = False  # whether no request has more than `SHORT_LEN` tokens
-
-
-class SampleSize(NamedTuple):
-    """The padded size of sampling, and what is compiled into it."""
-
-    num_rows: int  # B
-    all_rules: bool = False  # whether the rules that few requests have are compiled in
-    num_logprobs: int = 0  # C, 0 for no logprobs
-    num_drafts: int = 0  # K: most drafts that a row verifies
-
-
-class MultiStepBucket(NamedTuple):
-    """The padded size of several decode steps in one launch."""
-
-    num_steps: int
-    sample: SampleSize  # of each step
-    lora: bool = False  # as in `Bucket`, as is `short`
-    short: bool = False
-
-    @property
-    def num_rows(self) -> int:
-        """Requests, B."""
-        return self.sample.num_rows
-
-    @property
-    def bucket(self) -> Bucket:
-        """The size of each step."""
-        B, K = self.num_rows, self.sample.num_drafts
-        return Bucket(B * (1 + K), B, 1 + K, K, self.lora, self.short)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all steps."""
-        return self.num_steps * self.bucket.num_tokens
-
-
-class PromptLogprobsSize(NamedTuple):
-    """The padded size of a launch that computes logprobs of prompt tokens."""
-
-    num_tokens: int  # T
-    num_targets: int  # U
-    num_logprobs: int  # C
-    lora: bool = False  # whether a request has an adapter, which may have a head
-
-
-class AdmitSize(NamedTuple):
-    """The padded size of an admission."""
-
-    num_rows: int  # A
-    num_writes: int  # W
-    wide: bool = False  # whether it has room for the `WIDE` lists and many stop ids
-
-
-class CopySize(NamedTuple):
-    """The padded size of a launch that copies KV blocks."""
-
-    num_copies: int  # C
-
-
-COPIES = CopySize(8)  # more are copied in several launches
-
-
-def make_state(program: Program) -> Any:
-    """Returns the state of an engine without requests; in a pipeline, of all stages."""
-    if not program.stages:
-        return _state_of(program)
-    return joined([_state_of(stage) for stage in program.stages])
-
-
-def _state_of(program: Program) -> State:
-    if program.mesh is None:
-        return _zeros(program)
-    # Created sharded: else JAX makes all shards on its first device, which may be full.
-    where = jax.tree.map(lambda x: x.sharding, of_all_ranks(program))
-    return jax.jit(_zeros, static_argnums=0, out_shardings=where)(program)
-
-
-def _zeros(program: Program) -> State:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of_all_ranks(program))
-
-
-def of_all_ranks(program: Program) -> State:
-    """Returns the shapes and dtypes of the state of all data ranks, and where each array lies."""
-    state, mesh = abstract_state(program), program.mesh
-    return state if mesh is None or program.num_ranks == 1 else ranked(state, mesh)
-
-
-@functools.lru_cache(maxsize=8)  # every program of an engine asks for it
-def abstract_state(program: Program) -> State:
-    """Returns the shapes and dtypes of an engine's state, and on a mesh where each array lies.
-
-    With data ranks it is the state of one; `ranked` returns that of all.
-    """
-    dims, groups, mesh = program.dims, program.cache_groups, program.mesh
-    of_layer = [groups[g] for g in program.layer_groups]
-    caches = [(g.kind.leaves, dims | program.group_dims(g)) for g in of_layer]
-    kv = tuple(pytree.abstract(*of) for of in caches)
-    if mesh is not None:
-        at = tuple(shardings(*of, mesh) for of in caches)
-        kv = jax.tree.map(lambda x, at: x.update(sharding=at), kv, at)
-    # Stages before the last do not sample: they have what layers read.
-    told = program.tables if is_last(program.config) else program.model.tables
-    tables = {t.name: pytree.abstract(t.params, dims | dict(t.dims)) for t in told}
-    state = State(requests=pytree.abstract(Requests, dims), tables=tables, kv=kv)
-    return state if mesh is None else placed(state, mesh)

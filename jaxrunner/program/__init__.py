@@ -1,0 +1,1 @@
+"""What an engine compiles: its programs' static arguments, their padded sizes, and its state."""
