@@ -76,14 +76,14 @@ def test_a_command_of_vllm_is_told_and_no_prompt(command, monkeypatch, capsys):
 def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     small = replace(
         command.PRESETS["tiny"], batches=(1, 2, 3), sampled_batches=(2,), context=8, new=4,
-        prefill=(2, 16), ttft=(4,), offline=(3, 4, 2), mixed=((2, 5), (2, 4)),
+        prefill=(2, 16), ttft=(4,), offline=(2, 4, 2), mixed=((2, 5), (2, 4)),
         host_batches=(1, 2), host_steps=3,
         engine=SIZES,
     )  # fmt: skip
     monkeypatch.setitem(command.PRESETS, "tiny", small)
     out = tmp_path / "tiny.json"
     argv = ["bench", "tiny", "--out", str(out), "--repeats", "2",
-            "--batches", "1", "2", "9", "--engine", "seed=3", "kv_cache_dtype=auto"]  # fmt: skip
+            "--batches", "1", "2", "9", "--requests", "3", "--engine", "seed=3", "kv_cache_dtype=auto"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", argv)
     command.main()
     result = json.loads(out.read_text())

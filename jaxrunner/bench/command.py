@@ -59,6 +59,7 @@ def main() -> None:
         help="arguments of LLM; values as in JSON",
     )  # fmt: skip
     parser.add_argument("--batches", type=int, nargs="+", help="of decode, the preset's by default")
+    parser.add_argument("--requests", type=int, help="of offline, the preset's by default")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     if args.kernels is not None:
@@ -71,7 +72,8 @@ def main() -> None:
     engine = dict(args.engine)
     if POOLS in parts:
         engine |= dict(runner="pooling", num_decode_steps=1)
-    bench = Bench(_preset(args.preset, args.batches), speculative=drafted, lora=args.lora, **engine)
+    preset = _preset(args.preset, args.batches, args.requests)
+    bench = Bench(preset, speculative=drafted, lora=args.lora, **engine)
     result: dict[str, Any] = {"name": args.preset, **machine(), "startup_s": bench.startup_s}
     result["engine"] = engine
     result["programs"] = bench.llm.engine.runner.programs.report()
@@ -90,9 +92,11 @@ def _write(out: Path | None, result: dict[str, Any]) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _preset(name: str, batches: list[int] | None) -> Preset:
-    """Returns a preset, with other batches of decode where some are given."""
+def _preset(name: str, batches: list[int] | None, requests: int | None) -> Preset:
+    """Returns a preset, with other batches of decode and requests of offline where given."""
     preset = PRESETS[name]
+    if requests is not None:
+        preset = replace(preset, offline=(requests, *preset.offline[1:]))
     if batches is None:
         return preset
     sampled = tuple(b for b in preset.sampled_batches if b in batches)
