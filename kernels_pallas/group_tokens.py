@@ -23,7 +23,7 @@ from jaxrunner.types import Array
 MAX_ROUTES = 1 << 12  # tokens times experts of a token: what a block reads
 MAX_EXPERTS = 4 * LANES
 BLOCKS = 1 << 10  # of a grid, about as many as run at a time
-PARTS = 32  # of a step whose routes are too many for one block
+PARTS = 32, 128  # of a step whose routes are too many for one block, at least and at most
 LEAST = 8  # rows of the smallest tile
 
 
@@ -63,15 +63,17 @@ class _Sizes(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Returns how many parts there are."""
-        return -(-self.tokens // self.part)
+        """Returns how many parts there are, or one too many where a part has no room."""
+        return -(-self.tokens // self.part) if self.part else PARTS[1] + 1
 
 
 def _sizes(tokens: int, k: int) -> _Sizes:
     if tokens * k <= MAX_ROUTES:
         return _Sizes(tokens, k, 1, tokens)
     own = -(-tokens // BLOCKS)
-    return _Sizes(tokens, k, own, -(-tokens // (PARTS * own)) * own)
+    return _Sizes(
+        tokens, k, own, own * min(-(-tokens // (PARTS[0] * own)), MAX_ROUTES // (k * own))
+    )
 
 
 def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
@@ -85,8 +87,8 @@ def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:
     T, k = experts.shape
     if k > LANES:
         return f"wants at most {LANES} experts a token, got {k}"
-    if _sizes(T, k).part * k > MAX_ROUTES:
-        return f"wants at most {PARTS} x {MAX_ROUTES} routes, got {T} x {k}"
+    if _sizes(T, k).parts > PARTS[1]:
+        return f"wants at most about {PARTS[1]} x {MAX_ROUTES} routes, got {T} x {k}"
     if num_experts > MAX_EXPERTS:
         return f"wants at most {MAX_EXPERTS} experts, got {num_experts}"
     return None

@@ -59,6 +59,7 @@ def check_groups(groups: Groups, x, routes: Routes, num_experts: int, tile: int)
     [
         (3, 200, 8, 8), (50, 200, 8, 8), (256, 200, 8, 32), (700, 200, 8, 128),
         (1024, 128, 8, 128), (1500, 64, 6, 64), (8191, 128, 8, 128), (8192, 500, 10, 128),
+        (32768, 128, 8, 128),
     ],
 )  # fmt: skip
 def test_kernels_group_tokens_as_a_sort_does(tokens, num_experts, k, tile):
@@ -71,11 +72,20 @@ def test_kernels_group_tokens_as_a_sort_does(tokens, num_experts, k, tile):
 
 def test_parts_cover_all_tokens():
     """A block's tokens are of one part, and no part is longer than a block reads."""
-    for tokens, k in ((1, 8), (512, 8), (513, 8), (1025, 8), (8191, 10), (16384, 8), (40000, 2)):
+    for tokens, k in (
+        (1, 8),
+        (512, 8),
+        (513, 8),
+        (1025, 8),
+        (8191, 10),
+        (16384, 8),
+        (32768, 10),
+        (40000, 2),
+    ):
         s = group_tokens._sizes(tokens, k)
         assert s.part % s.own == 0 and s.part * k <= group_tokens.MAX_ROUTES
         assert (s.parts - 1) * s.part < tokens <= s.parts * s.part
-        assert s.parts <= group_tokens.PARTS and -(-tokens // s.own) <= group_tokens.BLOCKS
+        assert s.parts <= group_tokens.PARTS[1] and -(-tokens // s.own) <= group_tokens.BLOCKS
 
 
 @pytest.mark.gpu
@@ -141,8 +151,9 @@ def test_kernels_refuse_in_words():
         group_tokens.group_tokens(jnp.ones((2, 64), BF16), *routes, 8, tile=8)
     float32 = shaped(2, 256, dtype=jnp.float32)
     assert "bfloat16 or float16" in str(group_tokens.refuses(float32, routes.experts, 8))
-    many = shaped(99999, 256), shaped(99999, 8)
-    assert "at most 32 x 4096 routes" in str(group_tokens.refuses(*many, 8))
+    for tokens in 99999, 9999999:
+        many = shaped(tokens, 256), shaped(tokens, 8)
+        assert "at most about 128 x 4096 routes" in str(group_tokens.refuses(*many, 8))
     assert "128 experts a token" in str(group_tokens.refuses(shaped(2, 256), shaped(2, 129), 512))
     row, one = jnp.ones(8), jnp.ones(1)
     groups = Groups(jnp.ones((8, 256), BF16), row, row, one, one, one)
