@@ -71,9 +71,8 @@ def _sizes(tokens: int, k: int) -> _Sizes:
     if tokens * k <= MAX_ROUTES:
         return _Sizes(tokens, k, 1, tokens)
     own = -(-tokens // BLOCKS)
-    return _Sizes(
-        tokens, k, own, own * min(-(-tokens // (PARTS[0] * own)), MAX_ROUTES // (k * own))
-    )
+    blocks = min(-(-tokens // (PARTS[0] * own)), MAX_ROUTES // (k * own))  # of a part
+    return _Sizes(tokens, k, own, own * blocks)
 
 
 def refuses(x: Shaped, experts: Shaped, num_experts: int) -> str | None:

@@ -100,13 +100,18 @@ class Bench:
         return {f"ttft_ms_1x{n}": seconds * 1e3 for n, seconds in best.items()}
 
     def offline(self) -> dict[str, Any]:
-        """Returns output tokens a second over many requests, of equal and of mixed lengths.
-
-        Of the mixed ones also milliseconds to the first token, from the call on, and from one
-        delivery to a request to its next: of one token, or of several where a launch has many.
-        """
+        """Returns output tokens a second over many requests, of equal and of mixed lengths."""
         num, length, new = self.preset.offline
         equal = num * new / self.run(num, length, new)
+        return {f"offline_{num}x({length}+{new})_out_tok_s": equal} | self.offline_mixed()
+
+    def offline_mixed(self) -> dict[str, Any]:
+        """Returns output tokens a second over many requests of mixed lengths.
+
+        Also milliseconds to the first token, from the call on, and from one delivery to a request
+        to its next: of one token, or of several where a launch has many.
+        """
+        num, *_ = self.preset.offline
         ranges, rng = self.preset.mixed, np.random.default_rng(1)
         inputs, outputs = (rng.integers(*bounds, num) for bounds in ranges)
         prompts = [self.prompt(int(n)) for n in inputs]
@@ -115,7 +120,6 @@ class Bench:
             seconds = self.time(prompts, [params(int(n)) for n in outputs])
         name, times = f"offline_mixed_{num}", arrivals.by_request()
         return {
-            f"offline_{num}x({length}+{new})_out_tok_s": equal,
             f"{name}_out_tok_s": int(outputs.sum()) / seconds,
             f"{name}_ttft_ms": percentiles_ms([at[0] - start for at in times]),
             f"{name}_itl_ms": percentiles_ms(np.concatenate([np.diff(at) for at in times])),
