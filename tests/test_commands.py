@@ -82,8 +82,8 @@ def test_bench_writes_every_figure(monkeypatch, tmp_path, capsys):
     )  # fmt: skip
     monkeypatch.setitem(command.PRESETS, "tiny", small)
     out = tmp_path / "tiny.json"
-    argv = ["bench", "tiny", "--out", str(out), "--repeats", "2",
-            "--batches", "1", "2", "9", "--requests", "3", "--engine", "seed=3", "kv_cache_dtype=auto"]  # fmt: skip
+    argv = ["bench", "tiny", "--out", str(out), "--repeats", "2", "--batches", "1", "2", "9",
+            "--requests", "3", "--engine", "seed=3", "kv_cache_dtype=auto"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", argv)
     command.main()
     result = json.loads(out.read_text())
