@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxrunner.bench.presets import PRESETS
 from jaxrunner.bench.workloads import Bench, machine
+from jaxrunner.device.buckets import choose
 from jaxrunner.scheduling.request import SchedulerOutput
 
 
@@ -25,7 +26,7 @@ class Launches:
         self._engine = bench.llm.engine
         self._runner = self._engine.runner
         self._step, self._read = self._runner.step, self._engine.read
-        self.sizes: list[tuple[str, int, int]] = []  # kind, requests, tokens
+        self.sizes: list[tuple[str, int]] = []  # kind, requests
         self.ends: list[float] = []
 
     def __enter__(self) -> "Launches":
@@ -36,19 +37,17 @@ class Launches:
         self._runner.step, self._engine.read = self._step, self._read
 
     def _launched(self, output: SchedulerOutput) -> Any:
-        counts = output.num_scheduled_tokens
-        if counts:
-            self.sizes.append((self._kind(output), len(counts), sum(counts.values())))
+        if counts := output.num_scheduled_tokens:
+            self.sizes.append((self._kind(output), len(counts)))
         return self._step(output)
 
     def _kind(self, output: SchedulerOutput) -> str:
-        counts = output.num_scheduled_tokens
-        if output.num_steps > 1 or max(counts.values()) == 1:
-            rows = min(b.num_rows for b in self._runner.buckets if b.num_rows >= len(counts))
-            return f"{output.num_steps} x decode, up to {rows} requests"
-        tokens = sum(counts.values())
-        most = min(b.num_tokens for b in self._runner.buckets if b.num_tokens >= tokens)
-        return f"with prompts, up to {most} tokens"
+        several, counts = output.num_steps > 1, output.num_scheduled_tokens
+        each = [1] * len(counts) if several else list(counts.values())
+        bucket = choose(self._runner.buckets, each, several=several)
+        if bucket.query_len:
+            return f"{output.num_steps} x decode, up to {bucket.num_rows} requests"
+        return f"with prompts, up to {bucket.num_tokens} tokens"
 
     def _arrived(self) -> None:
         self._read()
@@ -58,7 +57,7 @@ class Launches:
         """Returns by kind: launches, their seconds, milliseconds of one, requests on average."""
         spans = defaultdict[str, list[tuple[float, int]]](list)
         pairs = zip(self.ends, self.ends[1:], self.sizes[1:], strict=False)
-        for before, end, (kind, requests, _) in pairs:
+        for before, end, (kind, requests) in pairs:
             spans[kind].append((end - before, requests))
         out = {}
         for kind, found in sorted(spans.items(), key=lambda of: -sum(s for s, _ in of[1])):

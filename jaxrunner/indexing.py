@@ -18,6 +18,17 @@ def find_rows(ends: Array, index: Array) -> Array:
     return (ends[None] <= index[:, None]).sum(1, dtype=jnp.int32)
 
 
+def places(x: Array) -> Array:
+    """Returns the place of each number of x, [n], in ascending order, equal ones as they come.
+
+    All are compared with all, in one kernel; a sort would be several.
+    """
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+    lower = x[None] < x[:, None]
+    lower |= (x[None] == x[:, None]) & (index[None] < index[:, None])
+    return lower.sum(1, dtype=jnp.int32)
+
+
 @functools.partial(jax.jit, inline=True)  # traced once for equal shapes
 def take(table: Array, index: Any) -> Array:
     """Reads `table[index]`, 0 where an index is out of range."""

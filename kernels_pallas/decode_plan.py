@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrunner.indexing import find_rows
+from jaxrunner.indexing import find_rows, places
 from jaxrunner.types import Array
 
 MAX_PARTS = 64  # that a request is split into
@@ -69,7 +69,9 @@ def plan(
     tiles, rows = last - first, jnp.arange(B, dtype=jnp.int32)
     order = rows
     if cluster == 1 and slots < B:  # rows that start later are short, so that all end together
-        order = _descending(tiles)
+        # The inverse of their places, again by comparisons.
+        mine = places(-tiles)[None] == rows[:, None]
+        order = jnp.where(mine, rows[None], 0).sum(1, dtype=jnp.int32)
         tiles, first, seq_lens = tiles[order], first[order], seq_lens[order]
         num_tokens, blocks = num_tokens[order], blocks[order]
     share = (tiles.sum() + slots * cluster - 1) // (slots * cluster)
@@ -106,14 +108,6 @@ def plan(
         head=_repeat(head * cluster, cluster),
         parts=_repeat(num * cluster, cluster),
     )
-
-
-def _descending(x: Array) -> Array:
-    """Returns the places of x, [B], from the largest number down; of equal ones in order."""
-    place = jnp.arange(x.shape[0], dtype=jnp.int32)
-    ahead = (x[None] > x[:, None]) | ((x[None] == x[:, None]) & (place[None] < place[:, None]))
-    rank = ahead.sum(1, dtype=jnp.int32)
-    return jnp.where(rank[None] == place[:, None], place[None], 0).sum(1, dtype=jnp.int32)
 
 
 def _repeat(x: Array, num: int) -> Array:

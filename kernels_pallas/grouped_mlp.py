@@ -28,7 +28,8 @@ from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_columns, put_routed
 from jaxrunner.types import Array
 
-TILES = (LEAST, 16, 32, 64, 80, 128)  # rows of a tile of tokens
+POWERS = (LEAST, 16, 32, 64, 128)
+TILES = tuple(sorted((*POWERS, 80)))  # rows of a tile of tokens
 REGISTERS = 232, 40  # of a thread that computes, and of one that copies, where two warpgroups do
 HELD = 32  # rows of a tile whose routes stay in registers during a product
 

@@ -24,7 +24,7 @@ from jaxrunner.kernels_pallas import expert_tile, mosaic, widen, widen_tile
 from jaxrunner.kernels_pallas.expert_tile import ACTIVATIONS, by_token
 from jaxrunner.kernels_pallas.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.group_tokens import Groups
-from jaxrunner.kernels_pallas.grouped_mlp import TILES
+from jaxrunner.kernels_pallas.grouped_mlp import POWERS
 from jaxrunner.kernels_pallas.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.quantized_sums import PIECE, Form, Held, Sum, exact, rounded
@@ -113,8 +113,8 @@ def refuses(
         return f"wants weights in one of {[*widen_tile.NUMBERS]}, got {code}"
     if activation not in (None, *ACTIVATIONS):
         return f"wants one of {ACTIVATIONS}, got {activation}"
-    if tile not in TILES:
-        return f"wants tiles of {TILES} rows, got {tile}"
+    if tile not in POWERS:
+        return f"wants tiles of {POWERS} rows, got {tile}"
     E, height, group = x.shape[1], w.weight.shape[0] // num_experts, x.shape[1] // w.scale.shape[1]
     outputs = height // HALVES if activation else height
     if E % PIECE or outputs % ROWS:

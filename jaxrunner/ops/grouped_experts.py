@@ -11,7 +11,7 @@ from jaxrunner.kernels_pallas import (
     router,
     router_scores,
 )
-from jaxrunner.kernels_pallas.grouped_mlp import TILES, TuningConfig
+from jaxrunner.kernels_pallas.grouped_mlp import POWERS, TILES, TuningConfig
 from jaxrunner.kernels_pallas.quantized_grouped import Few
 from jaxrunner.operation import Operation
 from jaxrunner.ops.quantized_products import matrices
@@ -24,7 +24,6 @@ from jaxrunner.types import Array
 # too much is read along. Larger ones are for prefills, where two warpgroups compute; a quarter more
 # than the share is enough then, as what is read along has become as much as weights are.
 LARGE, CONSUMERS, SPARE = TILES[-1], 2, 1.25
-POWERS = tuple(rows for rows in TILES if not rows & (rows - 1))
 SMALL = 32  # rows of tiles that four warpgroups have registers for, where they widen weights
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrunner.indexing import find_rows
+from jaxrunner.indexing import find_rows, places
 from jaxrunner.types import Array
 
 # Comparing all pairs of so many routes is one launch on a GPU, where a sort is several.
@@ -40,10 +40,7 @@ def group(experts: Array, num_experts: int) -> Groups:
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         place = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
     else:
-        # Before a route are those of lower experts, and of its own those of earlier tokens.
-        lower = flat[None] < flat[:, None]
-        lower |= (flat[None] == flat[:, None]) & (index[None] < index[:, None])
-        place = lower.sum(1, dtype=jnp.int32)
+        place = places(flat)
         order = jnp.zeros_like(place).at[place].set(index, unique_indices=True)
     each = jnp.arange(num_experts, dtype=jnp.int32)
     return Groups(order, place, (flat[None] == each[:, None]).sum(1, dtype=jnp.int32))
