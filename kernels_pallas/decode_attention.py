@@ -70,8 +70,8 @@ def decode_attention(
     scale: float, window: int | None = None, soft_cap: float | None = None,
     sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
     query_len: int = 1, num_tokens: Array | None = None, skip_empty: bool = False,
-    weighed: bool = False, config: TuningConfig = DEFAULT,
-) -> Array:  # fmt: skip
+    weighed: bool = False, into: Any = None, config: TuningConfig = DEFAULT,
+) -> Any:  # fmt: skip
     """Attends the last tokens of each row to those of `seq_lens`, [B], tokens that they see.
 
     q: [B * query_len, H, D], the tokens of a row ascending; k and v: [N, K, S, D]; blocks: [B, M];
@@ -80,6 +80,8 @@ def decode_attention(
     first ones, all if None; wanted where query_len is more than 1 alone.
     weighed: whether float32 [B, H, D + 1] is to be returned, as `reference.online_softmax` does of
     a part of the keys; of one token a row alone, and of keys without scales.
+    into: what `prefill_attention.into` returns: its first tokens are written in place of an array,
+    and those of rows of no tokens left as they are; None is returned. With `skip_empty` alone.
     Returns [B * query_len, H, D]; places without a token, and rows of no tokens, are zeros, or
     with `skip_empty` rows of no tokens anything.
 
@@ -104,7 +106,8 @@ def decode_attention(
     num_items, rows = items.row.shape[0], G * query_len
     unit = split_kv_merge.unit(D)
     part_rows = -(-rows // unit) * unit
-    out = jax.empty_ref(jax.ShapeDtypeStruct((T, K, G, D), q.dtype))
+    made = jax.ShapeDtypeStruct((T, K, G, D), q.dtype)
+    out = jax.empty_ref(made) if into is None else into
     part, weight = (
         jax.empty_ref(jax.ShapeDtypeStruct((num_items, K, part_rows, width), jnp.float32))
         for width in (D, 8)
@@ -144,7 +147,7 @@ def decode_attention(
     if weighed:
         both = jax.freeze(part)[:, :, :G], jax.freeze(weight)[:, :, :G, :1]
         return split_kv_merge.join(*both, items.row, B).reshape(B, H, D + 1)
-    return jax.freeze(out).reshape(T, H, D)
+    return jax.freeze(out).reshape(T, H, D) if into is None else None
 
 
 def _launch(

@@ -108,9 +108,27 @@ def prefill_attention(
 
     Raises: ValueError where `refuses` says why.
     """
+    out = into(
+        q, k, v, blocks, query_start, seq_lens, scale=scale, window=window, soft_cap=soft_cap,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, config=config,
+    )  # fmt: skip
+    return jax.freeze(out)[: q.shape[0]].reshape(q.shape)
+
+
+def into(
+    q: Array, k: Array, v: Array, blocks: Array, query_start: Array, seq_lens: Array, *,
+    scale: float, window: int | None = None, soft_cap: float | None = None,
+    sinks: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
+    config: TuningConfig = TuningConfig(),
+) -> Any:  # fmt: skip
+    """Does what `prefill_attention` does; raises as that.
+
+    Returns a reference, [T, K, H / K, D] and up to 7 tokens more, into which `decode_attention` may
+    write; `jax.freeze` makes an array of it.
+    """
     if reason := refuses(q, k, config) or quantized_kv.unscaled(k, k_scale, v_scale):
         raise ValueError(f"prefill_attention {reason}")
-    T, dtype, D = q.shape[0], q.dtype, q.shape[2]
+    (T, H, D), K, dtype = q.shape, k.shape[1], q.dtype
     # Copies into tiled shared memory start at a multiple of 8 tokens.
     q = jnp.pad(q, ((0, -T % 8), (0, 0), (0, 0)))
     tile, keys = ROWS * config.warpgroups, config.keys(D)
@@ -123,12 +141,14 @@ def prefill_attention(
     args |= {} if sinks is None else dict(sinks=sinks.astype(jnp.float32) * LOG2_E)
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, tuple(args)),
-        out_type=jax.ShapeDtypeStruct(q.shape, dtype), scratch_types=_scratch(s, dtype, k),
+        out_type=(), scratch_types=_scratch(s, dtype, k),
         grid=(config.num_ctas,), grid_names=("cta",),
         num_threads=config.warpgroups + 1, thread_name="wg",
         compiler_params=replace(COMPILER, unsafe_no_auto_barriers=k_scale is not None),
     )  # fmt: skip
-    return kernel(*args.values())[:T]
+    out = jax.empty_ref(jax.ShapeDtypeStruct((q.shape[0], K, H // K, D), dtype))
+    kernel(*args.values(), out)
+    return out
 
 
 def _scratch(s: _Static, dtype: DTypeLike, cache: Array) -> dict[str, Any]:
@@ -320,7 +340,9 @@ def _attend(
         total = total + jnp.exp2(sinks[h] - best)
     acc = acc * lax.broadcast_in_dim(s.behind / jnp.maximum(total, 1e-30), acc.shape, [0])
     place = smem["q_smem" if s.shared else "o_smem"].at[wg]
-    put_tokens(acc.astype(out.dtype), out.at[:, h], place, first, low, high)
+    group = s.q[1] // s.k[1]
+    mine = out.at[:, lax.div(h, group), lax.rem(h, group)]
+    put_tokens(acc.astype(out.dtype), mine, place, first, low, high)
     if s.shared:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.barrier_arrive(smem["q_free"].at[wg])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.interleave import interleave_of
@@ -42,17 +43,19 @@ def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSp
 
 
 def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
-    """Runs rows of one token through the decode kernel, longer ones through the other."""
+    """Runs decodes through their kernel, other rows through the other.
+
+    The runner lays decodes out first: row b of them is token b.
+    """
     start, lens, table = rows_of(batch, spec, cache.k.shape[2])
-    blocks, sizes = (cache.k, cache.v, table), _sizes(cache, spec)
-    T, one = q.shape[0], start[1:] - start[:-1] == 1
-    # A row of one token has none for the other kernel, so its tokens count as padding there.
-    first = jnp.where(one, start[:-1], T)
-    out = prefill.prefill_attention(q, *blocks, start, jnp.where(one, 0, lens), **sizes)
-    singles = take(q, first)
-    lens = jnp.where(one, lens, 0)
-    singles = decode.decode_attention(singles, *blocks, lens, skip_empty=True, **sizes)
-    return out.at[first].set(singles, mode="drop", unique_indices=True)  # those of 0 are dropped
+    (T, *_), B, sizes = q.shape, lens.shape[0], _sizes(cache, spec)
+    one = (start[1:] - start[:-1] == 1) & (start[:-1] == jnp.arange(B))
+    # A row of one kernel has no tokens for the other.
+    out = prefill.into(q, cache.k, cache.v, table, start, jnp.where(one, 0, lens), **sizes)
+    n = min(T, B)
+    own = q[:n], cache.k, cache.v, table[:n], jnp.where(one, lens, 0)[:n]
+    decode.decode_attention(*own, skip_empty=True, into=out, **sizes)
+    return jax.freeze(out)[:T].reshape(q.shape)
 
 
 def _refuses_mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
