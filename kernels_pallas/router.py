@@ -1,23 +1,23 @@
 """The choice of experts for each token, on Hopper (Mosaic GPU): its best logits and their weights.
 
-A block of the grid serves one token; a thread has one expert in 128. Fedus et al.,
-arXiv:2101.03961.
+A warp serves one token: a thread has one expert in 32, and the best one that is left is found as
+often as there are to be chosen. Fedus et al., arXiv:2101.03961.
 """
 
 import functools
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import lanes, pdl
+from jaxrunner.kernels_pallas import lanes, pdl, warps
 from jaxrunner.kernels_pallas.lanes import LANES
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.types import Array
 
 MAX_EXPERTS = 4 * LANES
 MAX_CHOSEN = 16
+WARPS = LANES // warps.SIZE  # tokens of a block
+TAKEN = -(2**31)  # below the order of every number
 LEAST = -3.0e38  # the value of a logit that is less or NaN: chosen last, and once
 
 
@@ -51,33 +51,42 @@ def route(
         raise ValueError(f"route {why}")
     T, X = logits.shape
     out = tuple(jax.ShapeDtypeStruct((T * top_k,), dtype) for dtype in (jnp.int32, jnp.float32))
-    body = functools.partial(_route, X, top_k, renormalise, scale)
-    scratch = (plgpu.SMEM((-(-X // LANES) * LANES,), jnp.float32),)
-    kernel = lanes.kernel(body, out, (T,), scratch)
+    body = functools.partial(_route, T, X, top_k, renormalise, scale)
+    kernel = lanes.kernel(body, out, (-(-T // WARPS),))
     experts, weights = kernel(logits.reshape(-1), is_real.astype(jnp.int32))
     return experts.reshape(T, top_k), weights.reshape(T, top_k)
 
 
 def _route(
-    X: int, k: int, renormalise: bool, scale: float, token: Array, logits_ref: Ref, real_ref: Ref,
-    experts_ref: Ref, weights_ref: Ref, all_smem: Ref,
+    T: int, X: int, k: int, renormalise: bool, scale: float, block: Array, logits_ref: Ref,
+    real_ref: Ref, experts_ref: Ref, weights_ref: Ref,
 ) -> None:  # fmt: skip
     pdl.begin()
-    ids = [lanes.lane() + i * LANES for i in range(-(-X // LANES))]
-    logits = [read(logits_ref, token, id, X) for id in ids]
-    best = jnp.max(functools.reduce(jnp.maximum, logits))
-    for i, x in enumerate(logits):
-        all_smem[pl.ds(i * LANES, LANES)] = x
-    places = ranks(all_smem, logits, ids, X)
-    mass = [jnp.exp(x - best) for x in logits]
-    keep = [rank < k for rank in places]
-    counted = [jnp.where(kept, m, 0.0) for kept, m in zip(keep, mass, strict=True)]
-    total = jnp.sum(functools.reduce(jnp.add, counted if renormalise else mass))
-    real = real_ref[token] > 0
-    weights = [jnp.where(real, m / total * scale, 0.0) for m in mass]
-    experts = [jnp.where(real, id, X) for id in ids]
-    at = [token * k + jnp.minimum(rank, k - 1) for rank in places]
-    lanes.scatter(at, keep, (experts_ref, experts), (weights_ref, weights))
+    lane, mine = lanes.lane() & (warps.SIZE - 1), block * WARPS + (lanes.lane() >> 5)
+    token = jnp.minimum(mine, T - 1)
+    ids = [lane + i * warps.SIZE for i in range(-(-X // warps.SIZE))]
+    # Zeros of both signs are equal.
+    logits = [read(logits_ref, token, id, X) + 0.0 for id in ids]
+    keys = [lanes.order(x) for x in logits]
+    best = warps.largest(functools.reduce(jnp.maximum, keys))
+    expert, chosen = jnp.full_like(lane, X), best
+    for j in range(k):
+        highest = warps.largest(functools.reduce(jnp.maximum, keys))
+        found = [jnp.where(key == highest, id, X) for key, id in zip(keys, ids, strict=True)]
+        first = warps.least(functools.reduce(jnp.minimum, found))
+        expert, chosen = (
+            jnp.where(lane == j, new, old) for new, old in ((first, expert), (highest, chosen))
+        )
+        # The array first: a literal's sign is lost there, and with it that of the result.
+        keys = [jnp.where(id != first, key, TAKEN) for key, id in zip(keys, ids, strict=True)]
+    top = lanes.unorder(best)
+    mass = jnp.where(lane < k, jnp.exp(lanes.unorder(chosen) - top), 0.0)
+    counted = mass if renormalise else functools.reduce(jnp.add, [jnp.exp(x - top) for x in logits])
+    real = lanes.gather(real_ref, token) > 0
+    weight = jnp.where(real, mass / warps.total(counted) * scale, 0.0)
+    expert, keep = jnp.where(real, expert, X), (lane < k) & (mine < T)
+    pairs = (experts_ref, [expert]), (weights_ref, [weight])
+    lanes.scatter([token * k + jnp.minimum(lane, k - 1)], [keep], *pairs)
 
 
 def read(logits_ref: Ref, token: Array, id: Array, X: int) -> Array:
