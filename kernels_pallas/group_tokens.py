@@ -210,25 +210,23 @@ def _group(
         firsts.append(first + end)
         end += total
 
-    def chosen(token: Array) -> tuple[Array, Array]:
-        expert = lanes.gather(experts_ref, token * k + jnp.minimum(lanes.lane(), k - 1))
-        return jnp.minimum(expert, X - 1), (lanes.lane() < k) & (expert < X)
-
     def place(token: Array, x: list[Array], own: list[Array]) -> None:
-        expert, keep = chosen(token)
         route = token * k + jnp.minimum(lanes.lane(), k - 1)
+        expert = lanes.gather(experts_ref, route)
+        keep, expert = (lanes.lane() < k) & (expert < X), jnp.minimum(expert, X - 1)
         row = lanes.gather(start_smem, expert) * tile + lanes.gather(before_smem, expert)
         pairs = (route_ref, [route]), (weight_ref, [lanes.gather(weights_ref, route)])
         lanes.scatter([row], [keep], *pairs)
-        for expert in own:
+        for one in own:
 
-            @pl.when(expert < X)
-            def _(expert: Array = expert) -> None:
-                _write(out_ref, start_smem[expert] * tile + before_smem[expert], x, words)
+            @pl.when(one < X)
+            def _(one: Array = one) -> None:
+                _write(out_ref, start_smem[one] * tile + before_smem[one], x, words)
+
+        if sizes.own > 1:
+            lanes.tally(before_smem, [expert], [keep])
 
     def go_on(token: Array, _: None) -> None:
-        expert, keep = chosen(token - 1)
-        lanes.tally(before_smem, [expert], [keep])
         place(token, _read(x_ref, token, words), [experts_ref[token * k + j] for j in range(k)])
         return _
 
