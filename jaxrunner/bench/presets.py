@@ -38,6 +38,8 @@ GPU_ENGINE = dict(
     max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
     token_buckets=(128, 512, 1024, 2048, 4096, 8192),
 )  # fmt: skip
+# A launch costs the host about as much as a step of few bits the GPU.
+FEW_BITS = GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8)
 
 LLAMA8B = _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
                   rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False)  # fmt: skip
@@ -47,9 +49,9 @@ _GPTQ = dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=Tr
 
 PRESETS = {
     "llama8b": Preset(LLAMA8B, GPU_ENGINE),
-    "llama8b_fp8": Preset(LLAMA8B | dict(quantization_config=_FP8_BLOCKS), GPU_ENGINE),
+    "llama8b_fp8": Preset(LLAMA8B | dict(quantization_config=_FP8_BLOCKS), FEW_BITS),
     "llama8b_fp8_inputs": Preset(LLAMA8B | dict(quantization_config=_FP8_INPUTS), GPU_ENGINE),
-    "llama8b_4bit": Preset(LLAMA8B | dict(quantization_config=_GPTQ), GPU_ENGINE),
+    "llama8b_4bit": Preset(LLAMA8B | dict(quantization_config=_GPTQ), FEW_BITS),
     "llama70b": Preset(  # for several GPUs
         _config("LlamaForCausalLM", "llama", "8192 28672 80 64 8 128256", head_dim=128,
                 rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
