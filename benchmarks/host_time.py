@@ -18,7 +18,7 @@ from jaxrunner.bench.workloads import Bench, machine
 from jaxrunner.device.packing import Layout, pack
 from jaxrunner.program.bucket import Bucket, SampleSize
 from jaxrunner.program.program import Program
-from jaxrunner.shapes import admission_spec, output_spec, plan_spec
+from jaxrunner.program.shapes import admission_spec, output_spec, plan_spec
 
 SIZES: dict[str, Any] = dict(
     max_model_len=2048, num_blocks=8192, max_num_seqs=256, max_num_batched_tokens=8192,

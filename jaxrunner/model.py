@@ -10,9 +10,9 @@ import numpy as np
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.caches.state import StateCache
 from jaxrunner.config import ModelConfig
-from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.heads.head import Head
 from jaxrunner.linear import Weights, per_head
+from jaxrunner.mixtures.experts import ExpertWeights, Routes
 from jaxrunner.operation import Note, Operation, unnoted
 from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.slot_table import SlotTable

@@ -5,11 +5,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.experts import ALPHA, LIMIT
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.matmul import ROWS
 from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.quantized_sums import by_row
+from jaxrunner.mixtures.experts import ALPHA, LIMIT
 from jaxrunner.types import Array
 
 ACTIVATIONS = "swiglu", "clamped_swiglu"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM
-from jaxrunner.experts import Routes
 from jaxrunner.hf_config import Settings
+from jaxrunner.mixtures.experts import Routes
 from jaxrunner.models.registry import read_model
 from jaxrunner.parallel.exchange import exchanged
 from jaxrunner.parallel.mesh import DATA, TENSOR, make_mesh

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams
-from jaxrunner.experts import Routes
 from jaxrunner.hf_config import Settings
+from jaxrunner.mixtures.experts import Routes
 from jaxrunner.model import Ops
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Note, unnoted

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from jaxrunner import pytree
-from jaxrunner.experts import Experts, Routes
 from jaxrunner.hf_config import Settings
+from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.models.mixtures.mixture import MixtureConfig
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import unnoted

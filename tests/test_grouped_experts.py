@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.experts import Experts, Routes
 from jaxrunner.kernels_pallas import group_tokens, grouped_mlp, router
 from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
+from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.ops import grouped_experts
 from jaxrunner.ops.routing import Router, RouterConfig, choose
 from tests.support.lowering import cuda, lowers

@@ -10,9 +10,9 @@ import pytest
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.config import LOGPROBS_MODES
 from jaxrunner.program.bucket import Bucket, SampleSize
+from jaxrunner.program.shapes import logprob_widths
 from jaxrunner.runner.request_table import RequestTable
 from jaxrunner.sampling.sampler import SamplerOutput
-from jaxrunner.shapes import logprob_widths
 from tests.support import rules, tiny
 from tests.support.rules import Row
 

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrunner import LLM
-from jaxrunner.experts import Experts
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import save_checkpoint
+from jaxrunner.mixtures.experts import Experts
 from jaxrunner.quantization.quantized_config import plain_config
 from tests.support.mixture_answers import PROMPTS, SIZES, greedy, run, tokens
 

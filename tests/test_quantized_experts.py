@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.experts import Experts, Routes
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
 from jaxrunner.mixtures.eplb_config import EplbConfig
+from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.ops import experts as ops
 from jaxrunner.parallel.parallel_config import ParallelConfig
 from jaxrunner.quantization.per_channel import of_floats

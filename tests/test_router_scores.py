@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.experts import Routes
 from jaxrunner.kernels_pallas import router, router_scores
 from jaxrunner.kernels_pallas.lanes import LANES
 from jaxrunner.kernels_pallas.router_scores import How
+from jaxrunner.mixtures.experts import Routes
 from jaxrunner.ops.grouped_experts import BY_SCORES
 from jaxrunner.ops.routing import Router, RouterConfig, choose
 from tests.support.lowering import cuda, lowers

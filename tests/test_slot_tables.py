@@ -9,11 +9,11 @@ import pytest
 
 from jaxrunner import pytree
 from jaxrunner.models.llama import llama
+from jaxrunner.program.shapes import admission_spec, admit_sizes
 from jaxrunner.programs.build import build
 from jaxrunner.pytree import host_value, leaf
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.sampling import RULES
-from jaxrunner.shapes import admission_spec, admit_sizes
 from jaxrunner.slot_table import SlotTable
 from jaxrunner.types import Array
 from tests.support import tiny

@@ -10,7 +10,7 @@ import jax
 from jaxrunner.caches.cache_group import cache_groups
 from jaxrunner.caches.kv_blocks import KVBlocks
 from jaxrunner.caches.state import RecurrentState
-from jaxrunner.experts import Experts
+from jaxrunner.mixtures.experts import Experts
 from jaxrunner.program.program import Program, pool_sizes
 from jaxrunner.program.state import abstract_state
 from jaxrunner.quantization.mxfp4 import Mxfp4

@@ -33,8 +33,7 @@ from jaxrunner.program.bucket import (
     SampleSize,
 )
 from jaxrunner.program.program import Program
-from jaxrunner.sampling.sampler import describe_prompt
-from jaxrunner.shapes import (
+from jaxrunner.program.shapes import (
     admission_spec,
     admit_sizes,
     copies_spec,
@@ -42,6 +41,7 @@ from jaxrunner.shapes import (
     logits_spec,
     plan_spec,
 )
+from jaxrunner.sampling.sampler import describe_prompt
 from jaxrunner.types import Array, Batch, Plan, SamplingMetadata, State, Targets
 
 

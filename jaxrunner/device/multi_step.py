@@ -11,7 +11,7 @@ from jaxrunner.indexing import put_blocks
 from jaxrunner.parallel.mesh import DATA
 from jaxrunner.program.bucket import MultiStepBucket
 from jaxrunner.program.program import Program
-from jaxrunner.shapes import output_spec
+from jaxrunner.program.shapes import output_spec
 from jaxrunner.step import step
 from jaxrunner.types import Array, Plan, State, StepOutput
 

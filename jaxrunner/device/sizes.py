@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.program.program import Program
-from jaxrunner.shapes import logprob_widths, prompt_logprobs_size
+from jaxrunner.program.shapes import logprob_widths, prompt_logprobs_size
 
 
 def columns(program: Program) -> list[int]:

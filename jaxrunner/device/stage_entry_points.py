@@ -23,7 +23,7 @@ from jaxrunner.indexing import take
 from jaxrunner.parallel.stages import Outcome, is_last, num_stages, rank_of
 from jaxrunner.program.bucket import AdmitSize, Bucket, SampleSize
 from jaxrunner.program.program import Program
-from jaxrunner.shapes import admission_spec, plan_spec
+from jaxrunner.program.shapes import admission_spec, plan_spec
 from jaxrunner.speculators.speculator import write_drafts
 from jaxrunner.types import Array, SamplingMetadata, State, StepOutput
 

@@ -1,1 +1,1 @@
-"""Mixtures beyond their layers: routes recorded and replayed, loads counted and balanced."""
+"""Mixtures: weights of experts, routes recorded and replayed, loads counted and balanced."""

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.config import ModelConfig
-from jaxrunner.experts import Experts, Routes
 from jaxrunner.mixtures.eplb_config import EplbConfig
+from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.mixtures.placement import Placement, in_turn
 from jaxrunner.mixtures.wrapped import WrappedConfig, embed, logits
 from jaxrunner.model import Model, Ops, Source

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrunner.caches.cache_group import CacheKind, distinct
 from jaxrunner.caches.full import FullAttention
 from jaxrunner.config import ModelConfig
-from jaxrunner.experts import Routes
+from jaxrunner.mixtures.experts import Routes
 from jaxrunner.mixtures.wrapped import WrappedConfig, embed, logits
 from jaxrunner.model import Model, Ops
 from jaxrunner.ops.routing import Router, RouterConfig, scored, weigh, with_routes

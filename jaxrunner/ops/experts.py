@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxrunner.experts import ExpertWeights, Routes
+from jaxrunner.mixtures.experts import ExpertWeights, Routes
 from jaxrunner.operation import Note, Operation, run_first
 from jaxrunner.ops import routing
 from jaxrunner.ops.grouped_experts import GROUPED, ROUTE

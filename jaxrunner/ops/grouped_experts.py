@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.experts import Experts, ExpertWeights, Routes
 from jaxrunner.kernels_pallas import (
     group_tokens,
     grouped_mlp,
@@ -13,6 +12,7 @@ from jaxrunner.kernels_pallas import (
 )
 from jaxrunner.kernels_pallas.grouped_mlp import POWERS, TILES, TuningConfig
 from jaxrunner.kernels_pallas.quantized_grouped import Few
+from jaxrunner.mixtures.experts import Experts, ExpertWeights, Routes
 from jaxrunner.operation import Operation
 from jaxrunner.ops.quantized_products import matrices
 from jaxrunner.ops.routing import Router, RouterConfig

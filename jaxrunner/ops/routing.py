@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.experts import Routes
+from jaxrunner.mixtures.experts import Routes
 from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array
 

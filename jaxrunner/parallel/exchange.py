@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.experts import Routes
 from jaxrunner.indexing import take
+from jaxrunner.mixtures.experts import Routes
 from jaxrunner.ops.plain import summed
 from jaxrunner.parallel.mesh import DATA, TENSOR
 from jaxrunner.types import Array

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig, WrappingConfig
-from jaxrunner.experts import ExpertWeights, Routes
 from jaxrunner.kernels_pallas.peer_rows import Peers
 from jaxrunner.linear import Weights
+from jaxrunner.mixtures.experts import ExpertWeights, Routes
 from jaxrunner.model import MakeOps, Model, Ops, Stored
 from jaxrunner.operation import Note, unnoted
 from jaxrunner.ops.plain import summed

@@ -1,1 +1,1 @@
-"""What an engine compiles: its programs' static arguments, their padded sizes, and its state."""
+"""What an engine compiles: its static half, padded sizes, state, what programs take and give."""

@@ -28,9 +28,9 @@ from jaxrunner.parallel.stages import (
 )
 from jaxrunner.program.bucket import SampleSize
 from jaxrunner.program.program import Program
+from jaxrunner.program.shapes import output_spec
 from jaxrunner.programs.program_table import ProgramTable
 from jaxrunner.programs.stage_tables import StageTables
-from jaxrunner.shapes import output_spec
 
 
 class PipelinePrograms(StageTables):

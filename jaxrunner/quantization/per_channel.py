@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxrunner.config import DTYPES
-from jaxrunner.experts import Experts
 from jaxrunner.linear import Linear
+from jaxrunner.mixtures.experts import Experts
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named
 from jaxrunner.quantization.placing import Arrays, Placing, build

@@ -13,8 +13,8 @@ import jax
 
 from jaxrunner import pytree
 from jaxrunner.config import ModelConfig, WrappingConfig
-from jaxrunner.experts import Experts
 from jaxrunner.linear import Linear
+from jaxrunner.mixtures.experts import Experts
 from jaxrunner.model import Model, Source
 from jaxrunner.pytree import host_value
 from jaxrunner.quantization.placing import Placing

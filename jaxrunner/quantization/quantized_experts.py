@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.experts import Experts, Routes, activate, by_tiles
 from jaxrunner.linear import Linear
+from jaxrunner.mixtures.experts import Experts, Routes, activate, by_tiles
 from jaxrunner.operation import Operation
 from jaxrunner.pytree import leaf, nested, pytree, static
 from jaxrunner.quantization.quantized_linear import QuantizedLinear

@@ -26,6 +26,7 @@ from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
 from jaxrunner.parallel.stages import is_last
 from jaxrunner.program.bucket import MultiStepBucket, SampleSize
+from jaxrunner.program.shapes import output_spec
 from jaxrunner.program.state import make_state
 from jaxrunner.programs.build import Built
 from jaxrunner.programs.make_programs import make_programs
@@ -42,7 +43,6 @@ from jaxrunner.runner.runner_programs import RunnerPrograms
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.runner.step_handle import StepHandle, Work
 from jaxrunner.scheduling.request import GrammarOutput, NewRequest, SchedulerOutput
-from jaxrunner.shapes import output_spec
 
 
 class ModelRunner(RunnerPrograms):

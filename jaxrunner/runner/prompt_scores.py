@@ -7,10 +7,10 @@ import numpy as np
 
 from jaxrunner.device.packing import Layout
 from jaxrunner.program.program import Program
+from jaxrunner.program.shapes import prompt_logprobs_size, prompt_logprobs_spec
 from jaxrunner.programs.program_table import Key, ProgramTable
 from jaxrunner.ranks.outputs import scores_layout
 from jaxrunner.runner.step_handle import Work
-from jaxrunner.shapes import prompt_logprobs_size, prompt_logprobs_spec
 
 
 def launch_scores(

@@ -18,6 +18,7 @@ from jaxrunner.program.bucket import (
     SampleSize,
 )
 from jaxrunner.program.program import Program
+from jaxrunner.program.shapes import admit_sizes, logprob_widths
 from jaxrunner.runner.slot import Needs, PendingPromptLogprobs, Slot
 from jaxrunner.runner.uploads import (
     Admissions,
@@ -30,7 +31,6 @@ from jaxrunner.runner.uploads import (
 )
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.scheduling.stateful import Stateful
-from jaxrunner.shapes import admit_sizes, logprob_widths
 
 MOST_SHORT = 16  # requests of a step for which it is looked up whether they are short
 

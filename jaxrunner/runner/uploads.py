@@ -18,9 +18,9 @@ from jaxrunner.program.bucket import (
     MultiStepBucket,
 )
 from jaxrunner.program.program import Program
+from jaxrunner.program.shapes import admission_spec, copies_spec, plan_spec
 from jaxrunner.pytree import host_value
 from jaxrunner.scheduling.request import NewRequest
-from jaxrunner.shapes import admission_spec, copies_spec, plan_spec
 from jaxrunner.types import Admission, Copies, Plan, Writes
 
 Write = tuple[int, int, list[int]]  # row, first column, values

@@ -13,8 +13,8 @@ from jaxrunner.api.validation import shown
 from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.caches.full import FullAttention
 from jaxrunner.caches.nothing import Nothing
-from jaxrunner.experts import Experts
 from jaxrunner.hf_config import Settings
+from jaxrunner.mixtures.experts import Experts
 from jaxrunner.model import Model, Source
 from jaxrunner.models import llama
 from jaxrunner.models.hybrids.hybrid import FULL, Params

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.experts import Experts
 from jaxrunner.linear import Linear
+from jaxrunner.mixtures.experts import Experts
 from jaxrunner.model import AttentionSpec, Ops
 from jaxrunner.models import llama
 from jaxrunner.models.hybrids.hybrid import Params

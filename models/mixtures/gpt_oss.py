@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrunner.experts import ALPHA, LIMIT, Experts
 from jaxrunner.hf_config import Settings
+from jaxrunner.mixtures.experts import ALPHA, LIMIT, Experts
 from jaxrunner.model import AttentionSpec, Ops, Source
 from jaxrunner.models.llama import Turn
 from jaxrunner.models.mixtures.mixture import (

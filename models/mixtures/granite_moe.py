@@ -4,8 +4,8 @@ from dataclasses import dataclass
 import functools
 from typing import Any
 
-from jaxrunner.experts import Experts
 from jaxrunner.hf_config import Settings
+from jaxrunner.mixtures.experts import Experts
 from jaxrunner.model import AttentionSpec, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.llama import Turn

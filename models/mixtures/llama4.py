@@ -14,8 +14,8 @@ from jaxrunner.api.validation import shown
 from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.caches.chunked import ChunkedLocalAttention
 from jaxrunner.caches.full import FullAttention
-from jaxrunner.experts import Experts, Routes
 from jaxrunner.hf_config import Settings
+from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.model import AttentionSpec, Ops
 from jaxrunner.models import llama
 from jaxrunner.models.hybrids.hybrid import FULL

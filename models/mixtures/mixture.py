@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.experts import Experts, Routes
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
+from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.model import Model, Ops, Source
 from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from jaxrunner.experts import Routes
+from jaxrunner.mixtures.experts import Routes
 from jaxrunner.parallel.exchange import exchanged
 from jaxrunner.parallel.mesh import DATA, TENSOR
 from jaxrunner.types import Array

@@ -13,12 +13,12 @@ LAYERS = tuple(
     """
     errors pytree parallel.mesh parallel.shards parallel.row_share version api hf_config types
     parallel.stages caches inputs outputs logprobs config indexing operation ops.grouping linear
-    experts ops.routing slot_table heads.head speculators.speculator speculators.draft_logits rule
-    model quantization text scheduling lora.product lora.table lora.adapted_linear
-    lora.saved_modules lora.saved_layers program lora.stacks shapes sampling kernels_pallas step
-    device ops models heads mixtures pooling speculators parallel lora loading runner.slot
-    runner.uploads runner.request_table ranks programs runner worker engine elastic pooling.llm llm
-    sampling_params embedded __init__ lm_eval bench check train __main__
+    mixtures.experts ops.routing slot_table heads.head speculators.speculator
+    speculators.draft_logits rule model quantization text scheduling lora.product lora.table
+    lora.adapted_linear lora.saved_modules lora.saved_layers program lora.stacks program.shapes
+    sampling kernels_pallas step device ops models heads mixtures pooling speculators parallel lora
+    loading runner.slot runner.uploads runner.request_table ranks programs runner worker engine
+    elastic pooling.llm llm sampling_params embedded __init__ lm_eval bench check train __main__
     """.split()
 )
 
