@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.latent_merge import Parts, merge
 from jaxrunner.kernels_pallas.latent_shares import share_out
-from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Layout, Ref, Shaped
-from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
+from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, full
 from jaxrunner.kernels_pallas.stores import put, put_heads
 from jaxrunner.types import Array
 
@@ -265,7 +265,7 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
             mosaic.barrier_wait(ring.full_last.at[wg])
             mosaic.wgmma(ref, ring.q.at[mine], ring.values.at[mine, mine].T)
 
-        scores = pl.run_state(products)(mosaic.ACC.init(_full((ROWS, KEYS), 0.0)))
+        scores = pl.run_state(products)(mosaic.ACC.init(full((ROWS, KEYS), 0.0)))
         if s.late:
             pl.when(j > 0)(lambda: mosaic.barrier_arrive(ring.scored.at[wg]))
         _silence(ring.values.at[mine], limit)
@@ -296,7 +296,7 @@ def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Pa
     # Loops of at most one turn stand for conditions: the first tile has none before it, and the
     # last one may be the other warpgroup's. Values come before the next scores: the sooner a tile
     # is read, the sooner another one is on its way.
-    carry = _full((ROWS, s.half), 0.0), *(_full((ROWS,), x, PER_ROW) for x in (NOTHING, 0.0))
+    carry = full((ROWS, s.half), 0.0), *(full((ROWS,), x, PER_ROW) for x in (NOTHING, 0.0))
     carry = lax.fori_loop(0, 1 - wg, own, carry)
     turns = lax.div(item.num + 1 - wg, 2)
     carry = lax.fori_loop(1 - wg, turns, lambda i, c: own(wg + 2 * i, others(c)), carry)
@@ -388,10 +388,6 @@ def _silence(values: Ref, limit: Array) -> None:
                 key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
                 part[...] = jnp.where(key < limit, x, jnp.zeros((), x.dtype))
         plgpu.commit_smem()
-
-
-def _full(shape: tuple[int, ...], value: float, layout: Layout = LAYOUT) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _wide(x: Array, like: Array) -> Array:

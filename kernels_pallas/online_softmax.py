@@ -5,12 +5,17 @@ import math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas.mosaic import Index
+from jaxrunner.kernels_pallas.mosaic import Index, Layout
 from jaxrunner.types import Array
 
 LOG2_E = math.log2(math.e)
 NOTHING = -1e30  # less than any score, yet finite: a row that sees no key must not become NaN
 LAYOUT = plgpu.Layout.WGMMA
+
+
+def full(shape: tuple[int, ...], value: float, layout: Layout = LAYOUT) -> Array:
+    """Returns an array of equal numbers, float32, for loops to carry."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def seen(

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import mosaic, prefill_quantized_kv, quantized_kv
-from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Index, Layout, Ref, Shaped
-from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING
+from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.online_softmax import LAYOUT, LOG2_E, NOTHING, full
 from jaxrunner.kernels_pallas.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.stores import put_tokens
 from jaxrunner.types import Array
@@ -275,7 +275,7 @@ def _attend(
         mosaic.barrier_wait(smem["k_full"].at[at])
 
         product = pl.run_state(lambda ref: mosaic.wgmma(ref, q_smem, k_smem.at[at].T))
-        scores = product(mosaic.ACC.init(_full((ROWS, keys), 0.0)))
+        scores = product(mosaic.ACC.init(full((ROWS, keys), 0.0)))
         mosaic.barrier_arrive(smem["k_free"].at[at])
         weights, best, total, _ = _softmax(s, scores, best, total, first + zero - top * keys)
         mosaic.barrier_wait(smem["v_full"].at[at])
@@ -300,7 +300,7 @@ def _attend(
             for ref, result in zip(result_refs, results, strict=True):
                 ref[...] = result
 
-        zeros = _full((ROWS, keys), 0.0)
+        zeros = full((ROWS, keys), 0.0)
         _, acc, weights, best, total, kept = pl.run_state(products)(
             (mosaic.ACC.init(zeros), mosaic.ACC.init(acc), zeros, best, total, total)
         )
@@ -318,8 +318,8 @@ def _attend(
 
     # Loops of at most one turn stand for conditions: a tile may have no step.
     some = jnp.minimum(num, 1)
-    acc, p = _full((ROWS, s.q[2]), 0.0), _full((ROWS, keys), 0.0).astype(out.dtype)
-    best, total = (_full((ROWS,), value, LAYOUT.reduce(1)) for value in (NOTHING, 0.0))
+    acc, p = full((ROWS, s.q[2]), 0.0), full((ROWS, keys), 0.0).astype(out.dtype)
+    best, total = (full((ROWS,), value, LAYOUT.reduce(1)) for value in (NOTHING, 0.0))
     best, total, p = lax.fori_loop(0, some, begin, (best, total, p))
     # The steps from `a` to `b` need no mask.
     a = lax.div(jnp.maximum(jnp.maximum(first, low) + zero + 1, 0), keys)
@@ -347,10 +347,6 @@ def _attend(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.barrier_arrive(smem["q_free"].at[wg])
     return step + num
-
-
-def _full(shape: tuple[int, ...], value: float, layout: Layout = LAYOUT) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _softmax(
