@@ -167,7 +167,7 @@ class LLM(PoolingMethods, LLMNames):
         lora_request: Adapters = None,
         on_error: str = "return",
     ) -> RequestOutputs:
-        """Answers prompts, in their order.
+        """Answers prompts; outputs have their order. The largest `max_tokens` start first.
 
         prompts: a str, {"prompt": str}, {"prompt_token_ids": [int]}, or a list of them.
         sampling_params: one for all prompts, or one for each; the model's defaults where None.

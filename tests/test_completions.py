@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
@@ -132,3 +133,17 @@ def test_a_bad_word_is_banned_with_a_space_and_without(llm, word):
     words = encode_words(SamplingParams(bad_words=[word, "\n"]), tokenizer).bad_words
     want = [tokenizer.encode(w, add_special_tokens=False) for w in ("return", " return", "\n")]
     assert words == tuple(map(tuple, want))
+
+
+def test_longest_answers_start_first_and_no_token_differs(llm):
+    lengths, drawn = (3, 30, 3, 16, 30, 16, 1, 9, 30), np.random.default_rng(7)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    prompts = [f"def f{i}(x):\n" for i in range(len(lengths))]
+    llm.engine._seeds = np.random.default_rng(7)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    started = sorted(range(len(lengths)), key=lambda i: outputs[i].metrics.first_token_s)
+    assert [lengths[i] for i in started] == sorted(lengths, reverse=True)
+    for prompt, one, output in zip(prompts, params, outputs, strict=True):
+        one.seed = int(drawn.integers(2**63))  # seeds are drawn in the order of prompts
+        assert ids(llm, prompt, one) == output.outputs[0].token_ids

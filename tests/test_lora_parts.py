@@ -17,7 +17,7 @@ from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import backends
 from jaxrunner.ops.adapters.adapted import adapted
-from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from tests.outside import checkpoint, float64_llama
@@ -139,9 +139,11 @@ def test_base_products_stay_with_their_kernels():
 
 
 def test_steps_of_few_tokens_with_adapters_run_kernels_side_by_side():
-    def mode(size: int, lora: bool) -> str | None:
-        options = dict(xla_options.of_step(Bucket(size, size, 1, lora=lora)))
-        return options.get("xla_gpu_command_buffer_scheduling_mode")
+    def modes(size: int, lora: bool) -> set[str | None]:
+        several = MultiStepBucket(8, SampleSize(size), lora=lora)
+        one = xla_options.of_step(Bucket(size, size, 1, lora=lora))
+        found = map(dict, (one, xla_options.of_multi_step(several)))
+        return {options.get("xla_gpu_command_buffer_scheduling_mode") for options in found}
 
-    assert mode(1, True) == mode(8, True) == "CONCURRENT"
-    assert mode(8, False) is mode(64, True) is None
+    assert modes(1, True) == modes(8, True) == {"CONCURRENT"}
+    assert modes(8, False) == modes(64, True) == {None}

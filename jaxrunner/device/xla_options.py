@@ -43,7 +43,8 @@ def of_step(size: Bucket) -> Options:
 
 def of_multi_step(size: MultiStepBucket) -> Options:
     """Returns the options for several steps in one launch."""
-    return TIMED + GRAPH + _products(size.num_rows)
+    beside = BESIDE if size.lora and size.bucket.num_tokens <= FEW else ()
+    return TIMED + GRAPH + beside + _products(size.num_rows)
 
 
 def _products(num_tokens: int) -> Options:

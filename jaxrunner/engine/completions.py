@@ -125,6 +125,7 @@ class Completions:
         try:
             try:
                 self.queue(requested, into=groups, on_error=on_error)
+                self._put_longest_first(groups)
                 self.run(_all(groups), use_tqdm=use_tqdm)
             finally:
                 self.drop(_all(groups))
@@ -146,6 +147,14 @@ class Completions:
         for prompt, params, rest in requested:
             into.append([])
             self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
+
+    @deferred
+    def _put_longest_first(self, groups: Iterable[Sequence[RequestState]]) -> None:
+        """Orders requests that came together, and are handed out together, by `max_tokens`."""
+        requests = [state.request for state in _all(groups) if state.request is not None]
+        with self.lock:
+            for engine in engines_of(self.engine):
+                engine.put_longest_first(requests)
 
     def run(self, states: Sequence[RequestState], *, use_tqdm: Bar = False) -> None:
         """Steps until these completions have ended."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 import heapq
+import math
 
 from jaxrunner.config import POLICIES
 from jaxrunner.scheduling.request import Request
@@ -48,6 +49,22 @@ class RequestQueue(Stateful):
         """Removes those of the requests that wait here."""
         gone = set(requests)
         self._heap = [entry for entry in self._heap if entry[1] not in gone]
+        heapq.heapify(self._heap)
+
+    def put_longest_first(self, requests: Iterable[Request]) -> None:
+        """Orders those of the requests that wait here by `max_tokens`, most first, none as most.
+
+        They keep the places that they have among them, and equal ones their order. So a batch ends
+        with short requests, which fill its slots up to the end (longest processing time first,
+        Graham 1969).
+        """
+        asked = set(requests)
+        waiting = sorted((r for _, r in self._heap if r in asked), key=lambda r: r.arrival)
+        arrivals = [request.arrival for request in waiting]
+        waiting.sort(key=lambda r: r.params.max_tokens or math.inf, reverse=True)
+        for request, arrival in zip(waiting, arrivals, strict=True):
+            request.arrival = arrival
+        self._heap = [(self.order(request), request) for _, request in self._heap]
         heapq.heapify(self._heap)
 
     def first(self, n: int) -> Iterable[Request]:
