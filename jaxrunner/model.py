@@ -70,6 +70,17 @@ class Recurrence(NamedTuple):
     reads: str = ""  # the field of inputs that only outputs, and not states, depend on
 
 
+class Cut(NamedTuple):
+    """What a convolution reads of a token's numbers, [G, M], and what its sums are cut into.
+
+    Sums go through SiLU and stay float32. Parts lie one behind the other in each group.
+    """
+
+    start: int  # of the M numbers of a group, the first that is read
+    parts: tuple[int, ...]  # numbers of each part
+    lengths: tuple[float, ...] = ()  # that a group's parts are scaled to; 0, or none given: as is
+
+
 class RopeAndNorm(NamedTuple):
     """Norms of each head, then a rotation, that turn packed projections into queries and keys."""
 
@@ -118,7 +129,9 @@ class Ops:
         values are products of the first R numbers, `spec.value_dim`, with `up`, and each key ends
         with the others, that all heads share.
     convolve: (x [T, C], weight [C, W], bias [C] or None, cache, group) -> (y [T, C], cache). Each
-        channel's sum over a token and the W - 1 before it, which a `StateCache` holds.
+        channel's sum over a token and the W - 1 before it, which a `StateCache` holds. With a
+        `Cut` behind it: (x [T, G, M], weight [G, C, W], bias [G, C] or None, cache, group, cut) ->
+        (the parts, [T, G, n] each, cache).
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
         `StateCache` on over tokens, as a `Recurrence` says.
     linear: (x [T, *inputs], w) -> [T, *outputs].
@@ -149,9 +162,7 @@ class Ops:
         [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
     attend_latent: AttendLatent
-    convolve: Callable[
-        [Array, Array, Array | None, StateCache | None, int], tuple[Array, StateCache | None]
-    ]
+    convolve: Callable[..., tuple[Any, StateCache | None]]
     recur: Callable[[Recurrence, Any, StateCache | None, int], tuple[Array, StateCache | None]]
     linear: Callable[[Array, Weights], Array]
     project: Callable[[Array, Weights], Array]

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
-from jaxrunner.model import Ops
-from jaxrunner.models.hybrids.hybrid import convolve_groups, read_state_dtype
+from jaxrunner.model import Cut, Ops
+from jaxrunner.models.hybrids.hybrid import read_state_dtype
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
 from jaxrunner.pytree import leaf, nested, pytree
 from jaxrunner.types import Array
-
-EPS = 1e-6  # of the lengths of queries and keys
 
 
 @dataclass(frozen=True)
@@ -85,26 +83,21 @@ class DeltaNet:
         """
         m, T, f32 = config.mixer, h.shape[0], jnp.float32
         heads, keys = self.log_rate.shape[0], m.key_dim
-        x, gate = jnp.split(ops.linear(h, self.mix_in), [sum(m.parts[:-1])], -1)
-        x, cache = convolve_groups(ops, x, self.conv_weight, None, cache, group)
-        q, k, v = jnp.split(jax.nn.silu(x.astype(f32)), [keys, 2 * keys], -1)
-        q, k = (_of_length_1(y) for y in (q, k))
+        mixed = ops.linear(h, self.mix_in)
+        cut = Cut(0, m.parts[:-1], (keys**-0.5, 1.0))
+        (q, k, v), cache = ops.convolve(mixed, self.conv_weight, None, cache, group, cut)
         rates = ops.linear(h, self.rates).astype(f32)
         decay = jax.nn.softplus(rates[:, 1] + self.step_offset[None])
         inputs = DeltaRuleInputs(
-            q=q * keys**-0.5, k=k, v=v.reshape(T, heads, -1),
+            q=q, k=k, v=v.reshape(T, heads, -1),
             decay=-jnp.exp(self.log_rate)[None] * decay, beta=jax.nn.sigmoid(rates[:, 0]),
         )  # fmt: skip
         rule = delta_rule(heads, keys, m.value_dim)
         out, cache = ops.recur(rule, inputs, cache, group)
         out = rms_norm(out.astype(h.dtype), self.mix_norm, config.rms_norm_eps).reshape(T, -1)
-        gate = jax.nn.silu(gate.reshape(T, -1).astype(f32))
+        gate = jax.nn.silu(mixed[..., sum(m.parts[:-1]) :].reshape(T, -1).astype(f32))
         out = (out.astype(f32) * gate).astype(h.dtype)
         return ops.project(out, self.mix_out), cache
-
-
-def _of_length_1(x: Array) -> Array:
-    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS)
 
 
 def read_delta_net(settings: Settings) -> DeltaNetConfig:

@@ -91,17 +91,6 @@ def read_attends(
     return tuple(kind == FULL for kind in kinds)
 
 
-def convolve_groups(
-    ops: Ops, x: Array, weight: Array, bias: Array | None, cache: Any, group: int
-) -> tuple[Array, Any]:
-    """Returns `ops.convolve` of what lies by groups of channels: x [T, G, C], weight [G, C, W]."""
-    flat = None if bias is None else bias.reshape(-1)
-    y, cache = ops.convolve(
-        x.reshape(x.shape[0], -1), weight.reshape(-1, weight.shape[-1]), flat, cache, group
-    )
-    return y.reshape(x.shape), cache
-
-
 def read_state_dtype(settings: Settings) -> str:
     """Returns what the matrices of states are kept in, in the names of vLLM and of Qwen.
 

@@ -14,8 +14,8 @@ from jaxrunner.api.validation import shown
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
-from jaxrunner.model import Ops, Source
-from jaxrunner.models.hybrids.hybrid import convolve_groups, read_state_dtype
+from jaxrunner.model import Cut, Ops, Source
+from jaxrunner.models.hybrids.hybrid import read_state_dtype
 from jaxrunner.models.sources import (
     by_groups,
     conv_source,
@@ -107,9 +107,9 @@ class Mixer:
         mixed = ops.linear(h * m.into, self.mix_in)
         if m.scales:
             mixed *= jnp.asarray(np.repeat(m.scales, m.parts), h.dtype)[None, None]
-        gate, x, step = jnp.split(mixed, [inner, sum(m.parts[:-1])], -1)
-        x, cache = convolve_groups(ops, x, self.conv_weight, self.conv_offset, cache, group)
-        x, b, c = jnp.split(jax.nn.silu(x.astype(f32)), [inner, inner + m.state_size], -1)
+        gate, step = mixed[..., :inner], mixed[..., sum(m.parts[:-1]) :]
+        weights, cut = (self.conv_weight, self.conv_offset), Cut(inner, m.parts[1:-1])
+        (x, b, c), cache = ops.convolve(mixed, *weights, cache, group, cut)
         x = x.reshape(T, heads, -1)
         step = jax.nn.softplus(step.reshape(T, heads).astype(f32) + self.step_offset[None])
         step = jnp.clip(step, *m.time_step_limit)

@@ -4,14 +4,18 @@ What a row's first tokens read of those before them lies in the state of their r
 """
 
 from dataclasses import replace
+import itertools
 from typing import Any
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
 from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import take
 from jaxrunner.kernels_pallas import conv_step
+from jaxrunner.kernels_pallas.conv_step import EPS
+from jaxrunner.model import Cut
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.states.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
@@ -19,18 +23,19 @@ from jaxrunner.types import Array, Batch
 
 def convolve(
     candidates: tuple[Operation, ...], batch: Batch, x: Array, weight: Array, bias: Array | None,
-    cache: StateCache, group: int, *, note: Note = unnoted,
-) -> tuple[Array, StateCache]:  # fmt: skip
+    cache: StateCache, group: int, cut: Cut | None = None, *, note: Note = unnoted,
+) -> tuple[Any, StateCache]:  # fmt: skip
     """Returns the convolution of x, [T, C], and the cache with the last inputs of each row.
 
-    weight: [C, W], that of the token itself last; bias: [C]. Sums are float32.
+    weight: [C, W], that of the token itself last; bias: [C]. Sums are float32. cut: of x [T, G, M],
+    weight [G, C, W] and bias [G, C], whose parts are returned in place of y.
     """
     rows = state_rows(batch, group, cache)
-    args = batch, rows, x, weight, bias, cache
+    args = batch, rows, x, weight, bias, cache, cut
     y, conv = run_first("convolve", candidates, *args, note=note)
     cache = replace(cache, conv=conv)
     if cache.drafted_conv is not None:
-        drafted = put(cache.drafted_conv, rows, rows.drafted(x))
+        drafted = put(cache.drafted_conv, rows, rows.drafted(_read(x, weight, cut)))
         cache = replace(cache, drafted_conv=drafted)
     if cache.recurrent is None:  # else what carries matrices on counts, behind this
         cache = replace(cache, count=counted(rows, cache.count))
@@ -38,35 +43,58 @@ def convolve(
 
 
 def _plain(
-    batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache
-) -> tuple[Array, Array]:
+    batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache,
+    cut: Cut | None,
+) -> tuple[Any, Array]:  # fmt: skip
     """Returns the convolution, and the last inputs of all requests, [N, taps, C]."""
-    old = _before(rows, cache)
+    old, x = _before(rows, cache), _read(x, weight, cut)
     y = _summed(x, weight, bias, old, batch.row, rows.start)
     kept = _last_inputs(x, old, rows.start, rows.taken)
     conv = put(cache.conv, rows, kept)
     if not batch.query_len:
         # XLA could write this state behind the last layer, and hold x of all layers until then.
         y, conv = lax.optimization_barrier((y, conv))
-    return y, conv
+    return _parts(y, weight, cut), conv
 
 
 def one_token(
     batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache,
-    *, interpret: Any = None,
-) -> tuple[Array, Array]:  # fmt: skip
+    cut: Cut | None, *, interpret: Any = None,
+) -> tuple[Any, Array]:  # fmt: skip
     """Does the same for rows of one token each, in one kernel."""
-    where = rows.source(), rows.places[:, 0]
-    conv, y = conv_step.conv_step(cache.conv, x, weight, bias, *where, interpret=interpret)
+    given = cache.conv, x, weight, bias, rows.source(), rows.places[:, 0]
+    conv, y = conv_step.conv_step(*given, cut=cut, interpret=interpret)
     return y, conv
 
 
 def _refuses(
-    batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache
-) -> str | None:
+    batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache,
+    cut: Cut | None,
+) -> str | None:  # fmt: skip
     if batch.query_len != 1 or cache.drafted_conv is not None:
         return "wants rows of one token each, which verify no drafts"
-    return conv_step.refuses(cache.conv, x, weight, bias)
+    return conv_step.refuses(cache.conv, x, weight, bias, cut)
+
+
+def _read(x: Array, weight: Array, cut: Cut | None) -> Array:
+    """Returns what is convolved of x, [T, C]."""
+    if cut is None:
+        return x
+    return x[..., cut.start : cut.start + weight.shape[1]].reshape(x.shape[0], -1)
+
+
+def _parts(y: Array, weight: Array, cut: Cut | None) -> Any:
+    """Returns sums, [T, C], or the parts that they are cut into, [T, G, n] each."""
+    if cut is None:
+        return y
+    y = jax.nn.silu(y.reshape(y.shape[0], *weight.shape[:2]).astype(jnp.float32))
+    parts = jnp.split(y, [*itertools.accumulate(cut.parts)][:-1], -1)
+    pairs = itertools.zip_longest(parts, cut.lengths, fillvalue=0.0)
+    return tuple(_of_length(part, length) if length else part for part, length in pairs)
+
+
+def _of_length(x: Array, length: float) -> Array:
+    return x * (lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS) * length)
 
 
 PLAIN = (Operation("plain JAX", _plain),)
@@ -94,14 +122,16 @@ def _last_inputs(x: Array, old: Array, start: Array, num: Array) -> Array:
 
 
 def trained(
-    batch_size: int, x: Array, weight: Array, bias: Array | None, cache: Any, group: int
-) -> tuple[Array, Any]:
+    batch_size: int, x: Array, weight: Array, bias: Array | None, cache: Any, group: int,
+    cut: Cut | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """Returns the convolution of x, [T, C], `batch_size` equal sequences; and the cache."""
+    x = _read(x, weight, cut)
     T, channels = x.shape
     row = jnp.repeat(jnp.arange(batch_size), T // batch_size, total_repeat_length=T)
     start = jnp.arange(batch_size) * (T // batch_size)
-    old = jnp.zeros((batch_size, weight.shape[1] - 1, channels), x.dtype)
-    return _summed(x, weight, bias, old, row, start), cache
+    old = jnp.zeros((batch_size, weight.shape[-1] - 1, channels), x.dtype)
+    return _parts(_summed(x, weight, bias, old, row, start), weight, cut), cache
 
 
 def _summed(
@@ -111,10 +141,10 @@ def _summed(
 
     old: inputs before each row, [B, W - 1, C]; start: its first token, [B].
     """
-    (T, channels), taps = x.shape, weight.shape[1] - 1
+    (T, channels), taps = x.shape, weight.shape[-1] - 1
     t = jnp.arange(T)
     offset = t - take(start, row)
-    w = weight.astype(jnp.float32)
+    w = weight.reshape(channels, -1).astype(jnp.float32)
     y = jnp.zeros((T, channels), jnp.float32)
     for back in range(taps, -1, -1):
         here = x if not back else take(x, jnp.maximum(t - back, 0))
@@ -122,5 +152,5 @@ def _summed(
             before = take(old, (row, taps - back + offset))  # 0 where that is in the row
             here = jnp.where((offset >= back)[:, None], here, before.astype(x.dtype))
         y = y + here.astype(jnp.float32) * w[:, taps - back][None]
-    y = y if bias is None else y + bias.astype(jnp.float32)[None]
+    y = y if bias is None else y + bias.reshape(-1).astype(jnp.float32)[None]
     return y.astype(x.dtype)
