@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxrunner import LoRARequest, pytree
-from jaxrunner.device import xla_options
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.lora.products import find_products
@@ -17,7 +16,7 @@ from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.models.llama import llama
 from jaxrunner.ops import backends
 from jaxrunner.ops.adapters.adapted import adapted
-from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.program.bucket import Bucket
 from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
 from tests.outside import checkpoint, float64_llama
@@ -136,14 +135,3 @@ def test_base_products_stay_with_their_kernels():
     few = told(Bucket(8, 8, 1, lora=True))
     for name in ("linear with adapters", "project with adapters"):
         assert few[name] == "lora_shrink, lora_expand of parts"
-
-
-def test_steps_of_few_tokens_with_adapters_run_kernels_side_by_side():
-    def modes(size: int, lora: bool) -> set[str | None]:
-        several = MultiStepBucket(8, SampleSize(size), lora=lora)
-        one = xla_options.of_step(Bucket(size, size, 1, lora=lora))
-        found = map(dict, (one, xla_options.of_multi_step(several)))
-        return {options.get("xla_gpu_command_buffer_scheduling_mode") for options in found}
-
-    assert modes(1, True) == modes(8, True) == {"CONCURRENT"}
-    assert modes(8, False) == modes(64, True) == {None}

@@ -31,7 +31,7 @@ class EntryPoint(NamedTuple):
     sizes: Sizes = lambda program, buckets: ()  # sizes for requests without rare parameters
     rare_sizes: Sizes = lambda program, buckets: ()  # further sizes, for rare parameters
     donated: tuple[str, ...] = ("state",)  # names of parameters of `function`
-    options: Callable[[Any], Options] = lambda size: ()  # by size
+    options: Callable[[Program, Any], Options] = lambda program, size: ()  # by size
     is_small: bool = False  # whether it lowers and runs fast
     # (size) -> whether warm-up runs it once, on (params, state, a plan without requests).
     is_rehearsed: Callable[[Any], bool] = lambda size: False

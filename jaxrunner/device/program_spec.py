@@ -62,7 +62,7 @@ def program_spec(program: Program, params: Any, key: Key) -> Spec:
         args,
         out,
         entry.donated,
-        entry.options(key.size),
+        entry.options(program, key.size),
         entry.is_small,
     )
 

@@ -2,8 +2,10 @@
 
 import jax
 
+from jaxrunner.caches.cache_group import has_checkpoints
 from jaxrunner.device.entry_point import Options
 from jaxrunner.program.bucket import Bucket, MultiStepBucket
+from jaxrunner.program.program import Program
 
 # XLA's default, and loops: the device decides by itself whether another step runs.
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
@@ -24,27 +26,36 @@ MANY, NO_TRITON = 128, (("xla_gpu_enable_triton_gemm", "False"),)
 APART = (("xla_gpu_dot_merger_threshold_mb", "0"),)
 # The autotuner times products, and does not compare their results, which takes longer.
 TIMED = (("xla_gpu_autotune_level", "2"),)
-# With few tokens the first products of adapters leave most multiprocessors idle: a graph that is
-# ordered by what its kernels read and write runs them beside base products. Kernels that count in a
-# buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be ordered
-# by their results, as all attention and all MLPs of a step are.
-FEW, BESIDE = 8, (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),)
+# A graph that is ordered by what its kernels read and write runs side by side what leaves most
+# multiprocessors idle: with few tokens first products of adapters beside base products, with some
+# a shared expert beside the choice of others, and what states are carried on by. Kernels that count
+# in a buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be
+# ordered by their results, as all attention and all MLPs of a step are. Of two that wait for all of
+# their blocks neither may find room for them: `feed_forward` has no `mlp` beside experts. Kernels
+# that wait for other devices run in one order on all of them.
+FEW, SOME = 8, 64
+BESIDE = (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),)
 
 
-def of_step(size: Bucket) -> Options:
+def of_step(program: Program, size: Bucket) -> Options:
     """Returns the options for one step."""
-    graph = GRAPH if BRANCHES else ()
-    if not size.query_len:
-        graph = NO_GRAPH
-    elif size.lora and size.num_tokens <= FEW:
-        graph += BESIDE
-    return TIMED + graph + _products(size.num_tokens)
+    graph = NO_GRAPH if not size.query_len else GRAPH if BRANCHES else ()
+    return TIMED + graph + _beside(program, size) + _products(size.num_tokens)
 
 
-def of_multi_step(size: MultiStepBucket) -> Options:
+def of_multi_step(program: Program, size: MultiStepBucket) -> Options:
     """Returns the options for several steps in one launch."""
-    beside = BESIDE if size.lora and size.bucket.num_tokens <= FEW else ()
-    return TIMED + GRAPH + beside + _products(size.num_rows)
+    return TIMED + GRAPH + _beside(program, size.bucket) + _products(size.num_rows)
+
+
+def _beside(program: Program, size: Bucket) -> Options:
+    if program.mesh is not None or not size.query_len:
+        return ()
+    config = program.config
+    branches = has_checkpoints(config.cache_kinds)
+    branches |= getattr(config, "shared_expert_intermediate_size", 0) > 0
+    most = max(FEW * size.lora, SOME * branches)
+    return BESIDE if size.num_tokens <= most else ()
 
 
 def _products(num_tokens: int) -> Options:
