@@ -160,7 +160,7 @@ def _kernel(
         pdl.begin()
     num = 1 if cut is None else len(cut.parts)
     bias, made = refs[:-num], refs[-num:]
-    N, taps, _ = conv.shape
+    N, taps = conv.shape[:2]
     row = lax.axis_index("row")
     source, place = source_ref[row], place_ref[row]
     first = lax.axis_index("part") * THREADS * vec
@@ -207,6 +207,7 @@ def _put_parts(
 ) -> None:
     """Writes what SiLU makes of a block's sums to the arrays of their parts."""
     x = x / (1 + jnp.exp(-x))
+    scale = x
     if any(cut.lengths):
         squares = conv_parts.sum_of_warp if is_device else conv_parts.any_sum_of_warp
         scale = lax.rsqrt(squares(x * x, vec) + EPS)

@@ -95,6 +95,9 @@ def decode_attention(
     if T != B * query_len:
         want = f"{B} rows of query_len={query_len} tokens"
         raise ValueError(f"decode_attention wants q of {want}, got {T}: pass both as they are")
+    if into is not None and (weighed or not skip_empty):
+        given = f"skip_empty={skip_empty} and weighed={weighed}"
+        raise ValueError(f"decode_attention with into wants skip_empty alone, got {given}")
     G = H // K
     cluster = 1
     if not weighed and k_scale is None:

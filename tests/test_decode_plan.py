@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrunner.kernels_pallas.decode_attention import decode_attention
 from jaxrunner.kernels_pallas.decode_plan import CLUSTER, TuningConfig, cluster_of, plan
 from jaxrunner.kernels_pallas.query_rows import tile_of
+from tests.support.lowering import lowers
 
 HEADS, TABLE = 8, 256
 
@@ -90,3 +92,12 @@ def test_tokens_lie_apart_where_copies_can_bring_them(query_len: int, group: int
     rows = [i * pitch + g for i in range(query_len) for g in range(group)]
     assert len(set(rows)) == len(rows) and max(rows) < 64
     assert tile.lower_halves == all(row % 16 < 8 for row in rows)
+
+
+@lowers
+@pytest.mark.parametrize("changes", [{}, dict(skip_empty=True, weighed=True)])
+def test_attention_into_results_of_others_leaves_empty_rows_alone(changes):
+    q, kv = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 8, 128), (9, 2, 64, 128)))
+    given = q, kv, kv, jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match="with into wants skip_empty alone, got skip_empty="):
+        decode_attention(*given, scale=1.0, into=object(), **changes)

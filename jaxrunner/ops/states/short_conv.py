@@ -89,7 +89,7 @@ def _parts(y: Array, weight: Array, cut: Cut | None) -> Any:
         return y
     y = jax.nn.silu(y.reshape(y.shape[0], *weight.shape[:2]).astype(jnp.float32))
     parts = jnp.split(y, [*itertools.accumulate(cut.parts)][:-1], -1)
-    pairs = itertools.zip_longest(parts, cut.lengths, fillvalue=0.0)
+    pairs = zip(parts, itertools.chain(cut.lengths, itertools.repeat(0.0)), strict=False)
     return tuple(_of_length(part, length) if length else part for part, length in pairs)
 
 
