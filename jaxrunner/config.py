@@ -25,8 +25,10 @@ class ModelConfig(Protocol):
     A family may have more members, which others do without: `task` ("generate" where it is left
     out), `code` (functions besides the model's own that a cached program depends on),
     `first_position` (of a token, where that is not 0), `sparse` (of each layer, whether it has
-    experts). Configs that wrap a family's own, for devices, quantised weights, adapters or drafts,
-    have theirs: see `parallel`, `quantization`, `mixtures.wrapped`, `speculators.drafter`.
+    experts), `side_by_side` (whether kernels of a step that wait for none of each other may run at
+    once; `ops.mlp` and `ops.experts` must then follow one another). Configs that wrap a family's
+    own, for devices, quantised weights, adapters or drafts, have theirs: see `parallel`,
+    `quantization`, `mixtures.wrapped`, `speculators.drafter`.
     """
 
     @property

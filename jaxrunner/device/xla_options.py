@@ -2,7 +2,6 @@
 
 import jax
 
-from jaxrunner.caches.cache_group import has_checkpoints
 from jaxrunner.device.entry_point import Options
 from jaxrunner.program.bucket import Bucket, MultiStepBucket
 from jaxrunner.program.program import Program
@@ -31,8 +30,8 @@ TIMED = (("xla_gpu_autotune_level", "2"),)
 # a shared expert beside the choice of others, and what states are carried on by. Kernels that count
 # in a buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be
 # ordered by their results, as all attention and all MLPs of a step are. Of two that wait for all of
-# their blocks neither may find room for them: `feed_forward` has no `mlp` beside experts. Kernels
-# that wait for other devices run in one order on all of them.
+# their blocks neither may find room for them: no `mlp` is beside experts or another `mlp` in models
+# that ask for this. Kernels that wait for other devices run in one order on all of them.
 FEW, SOME = 8, 64
 BESIDE = (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),)
 
@@ -51,10 +50,7 @@ def of_multi_step(program: Program, size: MultiStepBucket) -> Options:
 def _beside(program: Program, size: Bucket) -> Options:
     if program.mesh is not None or not size.query_len:
         return ()
-    config = program.config
-    branches = has_checkpoints(config.cache_kinds)
-    branches |= getattr(config, "shared_expert_intermediate_size", 0) > 0
-    most = max(FEW * size.lora, SOME * branches)
+    most = max(FEW * size.lora, SOME * getattr(program.config, "side_by_side", False))
     return BESIDE if size.num_tokens <= most else ()
 
 

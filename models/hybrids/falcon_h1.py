@@ -42,6 +42,11 @@ class FalconH1Config(DecoderConfig):
     mlp_multipliers: tuple[float, float]  # of gates, before their activation, and of the MLP
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether kernels of a step may run at once: those of attention and of the mixer."""
+        return True
+
+    @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """The cache kinds of the layers: keys and values of each, then the state of each."""
         num = self.num_hidden_layers

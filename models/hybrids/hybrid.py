@@ -31,6 +31,11 @@ class Hybrid:
     state: RecurrentState
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether kernels of a step may run at once: small ones around a state."""
+        return True
+
+    @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """The cache kind of each layer: keys and values of all tokens, or a state."""
         return tuple(FullAttention() if attends else self.state for attends in self.attends)

@@ -69,6 +69,11 @@ class NemotronHConfig(MixtureConfig):
     moe_latent_size: int  # that tokens have for experts; 0 for that of hidden states
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether kernels of a step may run at once: small ones around a state."""
+        return True
+
+    @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """The cache kind of each layer: keys and values of all tokens, a state, or nothing."""
         kept = {MAMBA: self.mixer.state, FULL: FullAttention()}

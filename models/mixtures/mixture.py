@@ -42,6 +42,11 @@ class MixtureConfig(DecoderConfig):
     choice_bias: bool = False
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether kernels of a step may run at once: a shared expert's and the choice of others."""
+        return self.shared_expert_intermediate_size > 0
+
+    @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`; flags of layers are with each of them."""
         shared, r = self.shared_expert_intermediate_size, self.router
