@@ -70,15 +70,15 @@ class Recurrence(NamedTuple):
     reads: str = ""  # the field of inputs that only outputs, and not states, depend on
 
 
-class Cut(NamedTuple):
-    """What a convolution reads of a token's numbers, [G, M], and what its sums are cut into.
+class ConvParts(NamedTuple):
+    """What a convolution reads of a token's numbers, [G, M], and how SiLU of its sums is cut.
 
-    Sums go through SiLU and stay float32. Parts lie one behind the other in each group.
+    Parts are float32, and lie one behind the other in each group.
     """
 
     start: int  # of the M numbers of a group, the first that is read
-    parts: tuple[int, ...]  # numbers of each part
-    lengths: tuple[float, ...] = ()  # that a group's parts are scaled to; 0, or none given: as is
+    sizes: tuple[int, ...]  # numbers of each part
+    l2_norms: tuple[float, ...] = ()  # that parts of a group are scaled to; 0, or none given: as is
 
 
 class RopeAndNorm(NamedTuple):
@@ -116,6 +116,17 @@ class AttendLatent(Protocol):
         ...
 
 
+class Convolve(Protocol):
+    """Convolves channels over the tokens of each row; see `Ops`."""
+
+    def __call__(
+        self, x: Array, weight: Array, bias: Array | None, cache: Any, group: int,
+        parts: ConvParts | None = None, /,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Returns as `Ops.convolve`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operations of a layer that kernels may run. `ops.backends` makes them for a batch.
@@ -129,9 +140,9 @@ class Ops:
         values are products of the first R numbers, `spec.value_dim`, with `up`, and each key ends
         with the others, that all heads share.
     convolve: (x [T, C], weight [C, W], bias [C] or None, cache, group) -> (y [T, C], cache). Each
-        channel's sum over a token and the W - 1 before it, which a `StateCache` holds. With a
-        `Cut` behind it: (x [T, G, M], weight [G, C, W], bias [G, C] or None, cache, group, cut) ->
-        (the parts, [T, G, n] each, cache).
+        channel's sum over a token and the W - 1 before it, which a `StateCache` holds. With
+        `ConvParts` behind `group` x is [T, G, M], weight [G, C, W] and bias [G, C], and y the parts
+        of what SiLU makes of the sums, [T, G, n] each.
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
         `StateCache` on over tokens, as a `Recurrence` says.
     linear: (x [T, *inputs], w) -> [T, *outputs].
@@ -139,8 +150,9 @@ class Ops:
         outputs of weights that a class names as its `per_head`.
     plain_linear: (x [T, E], w) -> [T, outputs], of so few outputs that no kernel is asked.
     project: (x [T, *inputs], w) -> the residual, [T, E], that `add_norm` takes.
-    mlp: (x [T, E], gate_up of [2, F, E], down of [E, F], activation="silu") -> the residual that a
-        gated MLP adds, as `project` returns it; its gates go through one of `plain.ACTIVATIONS`.
+    mlp: (x [T, E], gate_up of [2, F, E], down of [E, F], activation="silu", beside_experts=False)
+        -> the residual that a gated MLP adds, as `project` returns it; its gates go through one of
+        `plain.ACTIVATIONS`. beside_experts: whether neither it nor `experts` reads the other's.
     route: (config, w, logits [T, X]) -> the experts of each token; none of a bucket's padding.
     experts: (x [T, E], routes, w) -> the residual that a mixture's experts add, as `project`
         returns it.
@@ -162,7 +174,7 @@ class Ops:
         [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
     attend_latent: AttendLatent
-    convolve: Callable[..., tuple[Any, StateCache | None]]
+    convolve: Convolve
     recur: Callable[[Recurrence, Any, StateCache | None, int], tuple[Array, StateCache | None]]
     linear: Callable[[Array, Weights], Array]
     project: Callable[[Array, Weights], Array]

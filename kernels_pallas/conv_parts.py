@@ -1,8 +1,8 @@
 """Channels of groups that lie apart, read and written by the threads of a warpgroup, on Hopper.
 
-A thread has `vec` channels side by side, all of one group. `spread`, (C, n, start), says that each
-group has C channels, which lie from `start` on among n numbers in memory, or of which n from
-`start` on are all that lies there.
+A thread has `vec` channels side by side, all of one group of `num`. In memory a group has `wide`
+numbers: `take` reads its channels from `start` on among them, `put` writes those `wide` of its
+channels that begin with `start`.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
 THREADS, WARP = 128, 32
-Spread = tuple[int, int, int]
+Spread = tuple[int, int, int]  # num, wide, start
 
 
 def take(ref: Ref, first: Array, vec: int, spread: Spread) -> Array:

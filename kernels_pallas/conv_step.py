@@ -1,8 +1,8 @@
 """Causal convolutions of one new token a row, over the inputs that its request keeps, on Hopper.
 
 A thread has a few channels of a row: it reads their last inputs, sums them up with the new one, and
-moves them on by one in their place. Sums that are cut into parts go through SiLU, each part to an
-array of its own; a warp has the whole of a vector that is scaled to a length.
+moves them on by one in their place. Where `ConvParts` are asked for, sums go through SiLU, each
+part to an array of its own; a warp has the whole of a vector that is scaled to a norm.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ from jaxrunner.kernels_pallas import conv_parts, lanes, mosaic, pdl
 from jaxrunner.kernels_pallas.conv_parts import THREADS, WARP
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
-from jaxrunner.model import Cut
+from jaxrunner.model import ConvParts
 from jaxrunner.types import Array
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-EPS = 1e-6  # of the squares of a vector that is scaled to a length
+EPS = 1e-6  # of the squares of a vector that is scaled to a norm
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TuningConfig:
 
 
 def refuses(
-    conv: Shaped, x: Shaped, weight: Shaped, bias: Shaped | None, cut: Cut | None = None
+    conv: Shaped, x: Shaped, weight: Shaped, bias: Shaped | None, parts: ConvParts | None = None
 ) -> str | None:
     """Returns why these shapes and dtypes are not served, None if they are."""
     if TOO_OLD is not None:
@@ -52,13 +52,15 @@ def refuses(
     if C % THREADS:
         return f"wants channels of a multiple of {THREADS}, got {C}"
     shapes = dict(x=(T, C), weight=(C, taps + 1), bias=(C,))
-    if cut is not None:
-        (G, wide), num = x.shape[1:], sum(cut.parts)
-        if cut.start + num > wide or C != G * num:
-            return f"wants parts that are {C} channels of {[G, wide]} numbers, got {cut}"
+    if parts is not None:
+        if x.ndim != 3:
+            return f"wants x of [{T}, groups, numbers], got {list(x.shape)}"
+        (G, wide), num = x.shape[1:], sum(parts.sizes)
+        if parts.start + num > wide or C != G * num:
+            return f"wants parts that are {C} channels of {[G, wide]} numbers, got {parts}"
         shapes = dict(x=x.shape, weight=(G, num, taps + 1), bias=(G, num))
-        if not _channels(T, C, TuningConfig(), cut):
-            return f"wants parts of whole warps, and vectors of one size, got {cut}"
+        if not _channels(T, C, TuningConfig(), parts):
+            return f"wants parts of whole warps, and vectors of one size, got {parts}"
     for (name, shape), given in zip(shapes.items(), (x, weight, bias), strict=True):
         if given is not None and given.shape != shape:
             return f"wants {name} of {list(shape)}, got {list(given.shape)}"
@@ -67,7 +69,7 @@ def refuses(
 
 def conv_step(
     conv: Array, x: Array, weight: Array, bias: Array | None, source: Array, place: Array, *,
-    cut: Cut | None = None, config: TuningConfig = TuningConfig(), interpret: Any = None,
+    parts: ConvParts | None = None, config: TuningConfig = TuningConfig(), interpret: Any = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Returns what is kept once each row has taken in a token, and the sums, [B, C], of x's dtype.
 
@@ -75,23 +77,23 @@ def conv_step(
     donates them; x: [B, C], the new ones; weight: [C, taps + 1], that of the new one last; bias:
     [C]. source and place: [B], int32, where a row's inputs are and where they go; N for zeros, and
     for rows that leave nothing. Sums are float32.
-    cut: of x [B, G, M], weight [G, C / G, taps + 1] and bias [G, C / G]. The sums, rounded to x's
-    dtype, then go through SiLU, and are returned as parts, [B, G, n] each, in float32.
+    With `parts` x is [B, G, M], weight [G, C / G, taps + 1] and bias [G, C / G]. The sums, rounded
+    to x's dtype, then go through SiLU, and are returned as parts, [B, G, n] each, in float32.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(conv, x, weight, bias, cut):
+    if why := refuses(conv, x, weight, bias, parts):
         raise ValueError(f"conv_step {why}")
     B, C, held = x.shape[0], conv.shape[2], jax.new_ref(conv)
-    vec = _channels(B, C, config, cut)
+    vec = _channels(B, C, config, parts)
     biases = () if bias is None else (bias.reshape(-1),)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    wide, groups = x.shape[-1], 1 if cut is None else x.shape[1]
-    if cut is not None:
-        out = tuple(jax.ShapeDtypeStruct((B, groups * n), jnp.float32) for n in cut.parts)
+    wide, groups = x.shape[-1], 1 if parts is None else x.shape[1]
+    if parts is not None:
+        out = tuple(jax.ShapeDtypeStruct((B, groups * n), jnp.float32) for n in parts.sizes)
     y = plgpu.kernel(
-        functools.partial(_kernel, vec=vec, cut=cut, wide=wide, is_device=interpret is None),
+        functools.partial(_kernel, vec=vec, parts=parts, wide=wide, is_device=interpret is None),
         out_type=out,
         grid=(C // (THREADS * vec), B),
         grid_names=("part", "row"),
@@ -99,20 +101,20 @@ def conv_step(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(held, x.reshape(B, -1), weight.reshape(-1), source, place, *biases)
-    if cut is not None:
+    if parts is not None:
         y = tuple(part.reshape(B, groups, -1) for part in y)
     return jax.freeze(held), y
 
 
-def _channels(B: int, C: int, config: TuningConfig, cut: Cut | None = None) -> int:
+def _channels(B: int, C: int, config: TuningConfig, parts: ConvParts | None = None) -> int:
     """Returns the channels of a thread: many, as far as that leaves enough blocks.
 
     Of vectors that are scaled a warp has one each. 0 where they, or parts, do not fit.
     """
     fit = [v for v in (1, 2, 4, 8) if C % (THREADS * v) == 0]
-    if cut is not None:
-        sizes = {n for n, to in zip(cut.parts, cut.lengths, strict=False) if to}
-        unit = math.gcd(*cut.parts)
+    if parts is not None:
+        sizes = {n for n, to in zip(parts.sizes, parts.l2_norms, strict=False) if to}
+        unit = math.gcd(*parts.sizes)
         fit = [v for v in fit if unit % v == 0]
         if sizes:
             return max(
@@ -154,11 +156,11 @@ def _any_tap(weight: Ref, first: Array, tap: int, num: int, vec: int) -> Array:
 
 def _kernel(
     conv: Ref, x: Ref, weight: Ref, source_ref: Ref, place_ref: Ref, *refs: Ref, vec: int,
-    cut: Cut | None, wide: int, is_device: bool,
+    parts: ConvParts | None, wide: int, is_device: bool,
 ) -> None:  # fmt: skip
     if is_device:  # an interpreter of kernels knows no launches
         pdl.begin()
-    num = 1 if cut is None else len(cut.parts)
+    num = 1 if parts is None else len(parts.sizes)
     bias, made = refs[:-num], refs[-num:]
     N, taps = conv.shape[:2]
     row = lax.axis_index("row")
@@ -176,11 +178,11 @@ def _kernel(
 
     # Whoever had the block of a new row before is not read.
     old = lax.cond(source < N, lambda: [load(conv.at[source, t, mine]) for t in range(taps)], zeros)
-    if cut is None:
+    if parts is None:
         new = load(x.at[row, mine])
     else:
         take = conv_parts.take if is_device else conv_parts.any_take
-        new = take(x.at[row], first, vec, (sum(cut.parts), wide, cut.start))
+        new = take(x.at[row], first, vec, (sum(parts.sizes), wide, parts.start))
     inputs = [*old, new]
     read = _tap if is_device else _any_tap
     terms = [
@@ -191,10 +193,10 @@ def _kernel(
     for ref in bias:
         total = total + load(ref.at[mine]).astype(jnp.float32)
     total = total.astype(x.dtype)
-    if cut is None:
+    if parts is None:
         put(made[0].at[row, mine], total)
     else:
-        _put_parts(total.astype(jnp.float32), first, vec, cut, row, made, is_device)
+        _put_parts(total.astype(jnp.float32), first, vec, parts, row, made, is_device)
 
     @pl.when(place < N)
     def _() -> None:
@@ -203,17 +205,18 @@ def _kernel(
 
 
 def _put_parts(
-    x: Array, first: Array, vec: int, cut: Cut, row: Array, made: tuple[Ref, ...], is_device: bool
-) -> None:
+    x: Array, first: Array, vec: int, parts: ConvParts, row: Array, made: tuple[Ref, ...],
+    is_device: bool,
+) -> None:  # fmt: skip
     """Writes what SiLU makes of a block's sums to the arrays of their parts."""
     x = x / (1 + jnp.exp(-x))
     scale = x
-    if any(cut.lengths):
+    if any(parts.l2_norms):
         squares = conv_parts.sum_of_warp if is_device else conv_parts.any_sum_of_warp
         scale = lax.rsqrt(squares(x * x, vec) + EPS)
     write = conv_parts.put if is_device else conv_parts.any_put
-    starts = [0, *itertools.accumulate(cut.parts)]
-    lengths = itertools.chain(cut.lengths, itertools.repeat(0.0))
-    for ref, start, num, length in zip(made, starts, cut.parts, lengths, strict=False):
-        value = x * (scale * length) if length else x
-        write(value, ref.at[row], first, vec, (sum(cut.parts), num, start))
+    starts = [0, *itertools.accumulate(parts.sizes)]
+    norms = itertools.chain(parts.l2_norms, itertools.repeat(0.0))
+    for ref, start, num, norm in zip(made, starts, parts.sizes, norms, strict=False):
+        value = x * (scale * norm) if norm else x
+        write(value, ref.at[row], first, vec, (sum(parts.sizes), num, start))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrunner.caches.state import StateCache
 from jaxrunner.kernels_pallas.conv_step import TuningConfig, conv_step, refuses
-from jaxrunner.model import Cut
+from jaxrunner.model import ConvParts
 from jaxrunner.operation import Chosen
 from jaxrunner.ops.states import short_conv
 from tests.support.lowering import lowers
@@ -61,15 +61,20 @@ def test_rows_of_one_token_equal_plain_jax(C: int, dtype: str, has_bias: bool):
 
 @lowers
 @pytest.mark.parametrize(
-    ("G", "M", "cut", "dtype"),
+    ("G", "M", "parts", "dtype", "has_bias"),
     [
-        (2, 400, Cut(100, (192, 32, 32)), "float32"),  # as of Mamba-2, between gates and steps
-        (4, 288, Cut(0, (64, 64, 128), (0.125, 1.0)), "bfloat16"),  # as of delta nets
-        (4, 256, Cut(0, (64, 64, 64), (0.0, 2.0)), "float32"),
+        # As of Mamba-2, between gates and steps; as of delta nets.
+        (2, 400, ConvParts(100, (192, 32, 32)), "float32", True),
+        (1, 3500, ConvParts(100, (3072, 128, 128)), "bfloat16", True),
+        (4, 288, ConvParts(0, (64, 64, 128), (0.125, 1.0)), "bfloat16", False),
+        (2, 768, ConvParts(0, (128, 128, 256), (128**-0.5, 1.0)), "float32", False),
+        (4, 256, ConvParts(0, (64, 64, 64), (0.0, 2.0)), "float32", True),
     ],
 )
-def test_parts_of_sums_equal_those_of_plain_jax(G: int, M: int, cut: Cut, dtype: str):
-    num, batch = sum(cut.parts), batch_of([(4, 7, 1), (0, 0, 1), (5, 3, 0), (2, 30, 1)], 5, 5, 1)
+def test_parts_of_sums_equal_those_of_plain_jax(
+    G: int, M: int, parts: ConvParts, dtype: str, has_bias: bool
+):
+    num, batch = sum(parts.sizes), batch_of([(4, 7, 1), (0, 0, 1), (5, 3, 0), (2, 30, 1)], 5, 5, 1)
     rng, cache = np.random.default_rng(0), cache_of(G * num, dtype)
     x, weight, bias = (
         jnp.asarray(rng.normal(size=size), dtype)
@@ -78,7 +83,7 @@ def test_parts_of_sums_equal_those_of_plain_jax(G: int, M: int, cut: Cut, dtype:
     told = list[Chosen]()
 
     def run(candidates: Any) -> Any:
-        args = batch, x, weight, bias, cache, 0, cut
+        args = batch, x, weight, bias if has_bias else None, cache, 0, parts
         return jax.jit(lambda: short_conv.convolve(candidates, *args, note=told.append))()
 
     kernel = functools.partial(short_conv.one_token, interpret=interpreted())
@@ -86,14 +91,14 @@ def test_parts_of_sums_equal_those_of_plain_jax(G: int, M: int, cut: Cut, dtype:
     (got, after), (want, expected) = run(kernels), run(short_conv.PLAIN)
     assert [one.name for one in told] == ["conv_step", "plain JAX"]
     rows = np.array([0, 1, 3])
-    for one, other, size in zip(got, want, cut.parts, strict=True):
+    for one, other, size in zip(got, want, parts.sizes, strict=True):
         assert one.shape == other.shape == (5, G, size) and one.dtype == jnp.float32
         # Sums are rounded to their dtype, one way or the other.
         tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
         np.testing.assert_allclose(one[rows], other[rows], rtol=tolerance, atol=tolerance)
-    for one, length in zip(want, cut.lengths, strict=False):
-        if length:
-            np.testing.assert_allclose(np.linalg.norm(one[rows], axis=-1), length, rtol=1e-4)
+    for one, norm in zip(want, parts.l2_norms, strict=False):
+        if norm:
+            np.testing.assert_allclose(np.linalg.norm(one[rows], axis=-1), norm, rtol=1e-4)
     np.testing.assert_array_equal(after.conv.astype(jnp.float32), expected.conv.astype(jnp.float32))
 
 
@@ -118,16 +123,17 @@ def test_threads_have_fewer_channels_where_there_are_few_rows():
         (dict(weight=sized(256, 3)), r"wants weight of \[256, 4\], got \[256, 3\]"),
         (dict(bias=sized(3)), r"wants bias of \[256\], got \[3\]"),
         (
-            dict(x=sized(3, 2, 100), cut=Cut(4, (64, 64))),
-            r"wants parts that are 256 channels of \[2, 100\] numbers, got Cut",
+            dict(x=sized(3, 2, 100), parts=ConvParts(4, (64, 64))),
+            r"wants parts that are 256 channels of \[2, 100\] numbers, got ConvParts",
         ),
+        (dict(parts=ConvParts(0, (256,))), r"wants x of \[3, groups, numbers\], got \[3, 256\]"),
         (
-            dict(x=sized(3, 2, 128), cut=Cut(0, (64, 64))),
+            dict(x=sized(3, 2, 128), parts=ConvParts(0, (64, 64))),
             r"wants weight of \[2, 128, 4\], got \[256, 4\]",
         ),
         (
-            dict(x=sized(3, 2, 128), cut=Cut(0, (32, 96), (1.0, 1.0))),
-            "wants parts of whole warps, and vectors of one size, got Cut",
+            dict(x=sized(3, 2, 128), parts=ConvParts(0, (32, 96), (1.0, 1.0))),
+            "wants parts of whole warps, and vectors of one size, got ConvParts",
         ),
     ],
 )
@@ -135,7 +141,7 @@ def test_threads_have_fewer_channels_where_there_are_few_rows():
 def test_the_kernel_refuses_in_words(changes: dict[str, Any], words: str):
     given = dict(conv=sized(9, 3, 256), x=sized(3, 256), weight=sized(256, 4), bias=sized(256))
     source, given = sized(3, dtype="int32"), given | changes
-    call = functools.partial(conv_step, cut=given.pop("cut", None))
+    call = functools.partial(conv_step, parts=given.pop("parts", None))
     with pytest.raises(ValueError, match=f"conv_step .*{words}"):
         jax.eval_shape(call, *given.values(), source, source)
 

@@ -18,6 +18,9 @@ from jaxrunner.parallel.tensor import shard
 from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
 from jaxrunner.program.program import Program
 from jaxrunner.sampling import RULES
+from jaxrunner.speculators.drafted import with_drafter
+from jaxrunner.speculators.eagle import eagle
+from jaxrunner.speculators.eagle import read as read_eagle
 from tests.support import tiny
 from tests.support.lowering import lowers
 
@@ -53,7 +56,18 @@ def test_steps_with_shared_experts_or_states_do(preset):
 
 
 def test_experts_alone_do_not():
-    assert modes(program("qwen3_30b_a3b"), 8) == {None}
+    assert modes(program("qwen3_30b_a3b"), 8) == modes(program("qwen3_30b_a3b"), 8, True) == {None}
+
+
+def test_steps_with_drafts_do_not():
+    """The layers of a draft model read nothing of the model's."""
+    one = program("deepseek_v2_lite")
+    llama = PRESETS["llama8b"].config | dict(hidden_size=2048, vocab_size=102400)
+    head = read_eagle(Settings(llama | dict(num_hidden_layers=1)), one.config, frozenset())
+    model, config = with_drafter(one.model, one.config, eagle, head, 3)
+    drafted = replace(one, model=model, config=config)
+    assert getattr(config, "concurrent_kernels", False)
+    assert modes(drafted, 8) == modes(drafted, 8, True) == {None}
 
 
 def test_steps_of_several_devices_do_not():

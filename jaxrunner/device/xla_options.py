@@ -29,9 +29,9 @@ TIMED = (("xla_gpu_autotune_level", "2"),)
 # multiprocessors idle: with few tokens first products of adapters beside base products, with some
 # a shared expert beside the choice of others, and what states are carried on by. Kernels that count
 # in a buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be
-# ordered by their results, as all attention and all MLPs of a step are. Of two that wait for all of
-# their blocks neither may find room for them: no `mlp` is beside experts or another `mlp` in models
-# that ask for this. Kernels that wait for other devices run in one order on all of them.
+# ordered by their results, as all attention and all MLPs of a step are, but for those of a draft
+# model. Of two that wait for all of their blocks neither may find room for them: a mixture asks for
+# an `mlp` that may run `beside_experts`. Kernels that wait for other devices keep one order.
 FEW, SOME = 8, 64
 BESIDE = (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),)
 
@@ -48,10 +48,10 @@ def of_multi_step(program: Program, size: MultiStepBucket) -> Options:
 
 
 def _beside(program: Program, size: Bucket) -> Options:
-    if program.mesh is not None or not size.query_len:
+    drafts, wanted = program.model.speculator, getattr(program.config, "concurrent_kernels", None)
+    if program.mesh is not None or drafts is not None or not size.query_len or wanted is False:
         return ()
-    most = max(FEW * size.lora, SOME * getattr(program.config, "side_by_side", False))
-    return BESIDE if size.num_tokens <= most else ()
+    return BESIDE if size.num_tokens <= (SOME if wanted else FEW * size.lora) else ()
 
 
 def _products(num_tokens: int) -> Options:

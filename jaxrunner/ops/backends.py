@@ -89,7 +89,10 @@ def _plain(
     def linear(x: Array, w: Weights) -> Array:
         return _only("linear", w.product, x)
 
-    def mlp(x: Array, gate_up: Weights, down: Weights, activation: str = "silu") -> Array:
+    def mlp(
+        x: Array, gate_up: Weights, down: Weights, activation: str = "silu",
+        *, beside_experts: bool = False,
+    ) -> Array:  # fmt: skip
         return down.product(glu(_only("mlp", gate_up.product, x), activation))
 
     if batch is None:  # a trainer's

@@ -39,10 +39,15 @@ def project(x: Array, w: Weights, *, note: Note) -> Array:
 
 
 def mlp(
-    x: Array, gate_up: Weights, down: Weights, activation: str = "silu", *, note: Note
-) -> Array:
-    """Runs a gated MLP on x, [T, E]. Returns what `project` does."""
-    return run_first("mlp", MLP, x, gate_up, down, activation, note, note=note)
+    x: Array, gate_up: Weights, down: Weights, activation: str = "silu", *,
+    beside_experts: bool = False, note: Note,
+) -> Array:  # fmt: skip
+    """Runs a gated MLP on x, [T, E]. Returns what `project` does.
+
+    beside_experts: leaves out kernels that wait for all of their blocks, which may find no room.
+    """
+    known = MLP[len(WAITING) :] if beside_experts else MLP
+    return run_first("mlp", known, x, gate_up, down, activation, note, note=note)
 
 
 def _known(w: Weights) -> Known:
@@ -162,9 +167,9 @@ def _two_products(x: Array, gate_up: Weights, down: Weights, activation: str, no
 PLAIN = Operation("plain JAX", _product)
 LINEAR = (Operation("gemv", _gemv, _refuses_gemv), Operation("matmul", _matmul, _refuses_matmul))
 PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
+WAITING = Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp), quantized_products.MLP
 MLP = (
-    Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp),
-    quantized_products.MLP,
+    *WAITING,
     Operation("glu", _glu_mlp, _refuses_glu),
     Operation("two products", _two_products),
 )

@@ -126,8 +126,10 @@ def all_reduce_ops(
     def project(x: Array, w: Weights) -> Any:
         return all_reduce(ops.project(_own_inputs(x, w), _on_shard(w)), x.dtype)
 
-    def mlp(x: Array, gate_up: Weights, down: Weights, activation: str = "silu") -> Any:
-        return all_reduce(ops.mlp(x, gate_up, _on_shard(down), activation), x.dtype)
+    def mlp(
+        x: Array, gate_up: Weights, down: Weights, activation: str = "silu", **how: bool
+    ) -> Any:
+        return all_reduce(ops.mlp(x, gate_up, _on_shard(down), activation, **how), x.dtype)
 
     def experts(x: Array, routes: Routes, w: ExpertWeights) -> Any:
         if not expert_parallel:

@@ -42,7 +42,7 @@ class Request:
     prefix_from: "Request | None" = None  # of the same prompt: waits for its blocks
     publishes_prefix: bool = False  # for requests that share it, until its prompt is done
     prompt_logprobs_start: int = NEVER  # position of the first prompt token whose logprob is wanted
-    arrival: int = 0  # order of `Scheduler.add`
+    arrival: int = 0  # order of `Scheduler.add`, or of `RequestQueue.put_longest_first`
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)

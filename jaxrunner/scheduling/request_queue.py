@@ -54,16 +54,19 @@ class RequestQueue(Stateful):
     def put_longest_first(self, requests: Iterable[Request]) -> None:
         """Orders those of the requests that wait here by `max_tokens`, most first, none as most.
 
-        They keep the places that they have among them, and equal ones their order. So a batch ends
-        with short requests, which fill its slots up to the end (longest processing time first,
-        Graham 1969).
+        Those of one priority keep the places that they have among them, and equal ones their order;
+        preempted ones stay. So a batch ends with short requests, which fill its slots up to the end
+        (longest processing time first, Graham 1969).
         """
-        asked = set(requests)
-        waiting = sorted((r for _, r in self._heap if r in asked), key=lambda r: r.arrival)
-        arrivals = [request.arrival for request in waiting]
-        waiting.sort(key=lambda r: r.params.max_tokens or math.inf, reverse=True)
-        for request, arrival in zip(waiting, arrivals, strict=True):
-            request.arrival = arrival
+        asked, by_priority = set(requests), dict[int, list[Request]]()
+        for (priority, _), request in sorted(self._heap, key=lambda entry: entry[0]):
+            if request in asked and not request.output_token_ids:
+                by_priority.setdefault(priority, []).append(request)
+        for waiting in by_priority.values():
+            arrivals = [request.arrival for request in waiting]
+            waiting.sort(key=lambda r: r.params.max_tokens or math.inf, reverse=True)
+            for request, arrival in zip(waiting, arrivals, strict=True):
+                request.arrival = arrival
         self._heap = [(self.order(request), request) for _, request in self._heap]
         heapq.heapify(self._heap)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
-from jaxrunner.model import Cut, Ops
+from jaxrunner.model import ConvParts, Ops
 from jaxrunner.models.hybrids.hybrid import read_state_dtype
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
@@ -84,8 +84,8 @@ class DeltaNet:
         m, T, f32 = config.mixer, h.shape[0], jnp.float32
         heads, keys = self.log_rate.shape[0], m.key_dim
         mixed = ops.linear(h, self.mix_in)
-        cut = Cut(0, m.parts[:-1], (keys**-0.5, 1.0))
-        (q, k, v), cache = ops.convolve(mixed, self.conv_weight, None, cache, group, cut)
+        parts = ConvParts(0, m.parts[:-1], l2_norms=(keys**-0.5, 1.0))
+        (q, k, v), cache = ops.convolve(mixed, self.conv_weight, None, cache, group, parts)
         rates = ops.linear(h, self.rates).astype(f32)
         decay = jax.nn.softplus(rates[:, 1] + self.step_offset[None])
         inputs = DeltaRuleInputs(

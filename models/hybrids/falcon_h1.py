@@ -42,7 +42,7 @@ class FalconH1Config(DecoderConfig):
     mlp_multipliers: tuple[float, float]  # of gates, before their activation, and of the MLP
 
     @property
-    def side_by_side(self) -> bool:
+    def concurrent_kernels(self) -> bool:
         """Whether kernels of a step may run at once: those of attention and of the mixer."""
         return True
 

@@ -31,7 +31,7 @@ class Hybrid:
     state: RecurrentState
 
     @property
-    def side_by_side(self) -> bool:
+    def concurrent_kernels(self) -> bool:
         """Whether kernels of a step may run at once: small ones around a state."""
         return True
 

@@ -14,7 +14,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.caches.state import RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
-from jaxrunner.model import Cut, Ops, Source
+from jaxrunner.model import ConvParts, Ops, Source
 from jaxrunner.models.hybrids.hybrid import read_state_dtype
 from jaxrunner.models.sources import (
     by_groups,
@@ -108,8 +108,8 @@ class Mixer:
         if m.scales:
             mixed *= jnp.asarray(np.repeat(m.scales, m.parts), h.dtype)[None, None]
         gate, step = mixed[..., :inner], mixed[..., sum(m.parts[:-1]) :]
-        weights, cut = (self.conv_weight, self.conv_offset), Cut(inner, m.parts[1:-1])
-        (x, b, c), cache = ops.convolve(mixed, *weights, cache, group, cut)
+        weights, parts = (self.conv_weight, self.conv_offset), ConvParts(inner, m.parts[1:-1])
+        (x, b, c), cache = ops.convolve(mixed, *weights, cache, group, parts)
         x = x.reshape(T, heads, -1)
         step = jax.nn.softplus(step.reshape(T, heads).astype(f32) + self.step_offset[None])
         step = jnp.clip(step, *m.time_step_limit)

@@ -69,7 +69,7 @@ class NemotronHConfig(MixtureConfig):
     moe_latent_size: int  # that tokens have for experts; 0 for that of hidden states
 
     @property
-    def side_by_side(self) -> bool:
+    def concurrent_kernels(self) -> bool:
         """Whether kernels of a step may run at once: small ones around a state."""
         return True
 

@@ -57,6 +57,11 @@ class Llama4Config(MixtureConfig):
     query_growth: tuple[float, int] | None  # scale, len: q * (1 + scale ln(1 + (pos + 1) // len))
 
     @property
+    def concurrent_kernels(self) -> bool:
+        """Whether kernels of a step may run at once: not those of several experts of a token."""
+        return super().concurrent_kernels and self.router.num_experts_per_tok == 1
+
+    @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """The cache kind of each layer: keys and values of all tokens, or of a chunk."""
         kinds = FullAttention(), ChunkedLocalAttention(self.attention_chunk_size)

@@ -20,7 +20,7 @@ from jaxrunner.models import llama
 from jaxrunner.models.decoder_config import DecoderConfig
 from jaxrunner.models.llama import Attention, attention_sources
 from jaxrunner.models.sources import linear_source, mlp_sources
-from jaxrunner.ops.plain import glu, summed
+from jaxrunner.ops.plain import summed
 from jaxrunner.ops.routing import Router, RouterConfig, scores_of
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array
@@ -42,7 +42,7 @@ class MixtureConfig(DecoderConfig):
     choice_bias: bool = False
 
     @property
-    def side_by_side(self) -> bool:
+    def concurrent_kernels(self) -> bool:
         """Whether kernels of a step may run at once: a shared expert's and the choice of others."""
         return self.shared_expert_intermediate_size > 0
 
@@ -94,9 +94,8 @@ class FeedForward:
         residual = self.run_experts(ops, h, routes)
         if self.shared_gate_up is None or self.shared_down is None:
             return residual, told
-        # No `mlp`: its kernel waits for all of its blocks, as that of experts may do beside it.
-        units = glu(ops.linear(h, self.shared_gate_up))
-        shared = summed(ops.project(units, self.shared_down), jnp.float32)
+        weights = self.shared_gate_up, self.shared_down
+        shared = summed(ops.mlp(h, *weights, beside_experts=True), jnp.float32)
         if self.shared_gate is not None:
             gate = jax.nn.sigmoid(ops.plain_linear(h, self.shared_gate).astype(jnp.float32))
             shared *= jnp.broadcast_to(gate, shared.shape)

@@ -46,9 +46,9 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         args = ops.project(x, w.base), x.reshape(len(x), -1), w.stack, places()
         return run_first("project with adapters", (*ops.adapters.project, ADDED), *args, note=note)
 
-    def mlp(x: Array, gate_up: Any, down: Any, activation: str = "silu") -> Any:
+    def mlp(x: Array, gate_up: Any, down: Any, activation: str = "silu", **how: bool) -> Any:
         if not isinstance(gate_up, AdaptedLinear) and not isinstance(down, AdaptedLinear):
-            return ops.mlp(x, gate_up, down, activation)
+            return ops.mlp(x, gate_up, down, activation, **how)
         if not isinstance(gate_up, AdaptedLinear):
             return project(glu(ops.linear(x, gate_up), activation), down)
         args = ops.linear(x, gate_up.base), x, gate_up.stack, places(), activation

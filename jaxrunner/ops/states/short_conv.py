@@ -15,7 +15,7 @@ from jaxrunner.caches.state import StateCache
 from jaxrunner.indexing import take
 from jaxrunner.kernels_pallas import conv_step
 from jaxrunner.kernels_pallas.conv_step import EPS
-from jaxrunner.model import Cut
+from jaxrunner.model import ConvParts
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.states.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
@@ -23,19 +23,19 @@ from jaxrunner.types import Array, Batch
 
 def convolve(
     candidates: tuple[Operation, ...], batch: Batch, x: Array, weight: Array, bias: Array | None,
-    cache: StateCache, group: int, cut: Cut | None = None, *, note: Note = unnoted,
+    cache: StateCache, group: int, parts: ConvParts | None = None, *, note: Note = unnoted,
 ) -> tuple[Any, StateCache]:  # fmt: skip
     """Returns the convolution of x, [T, C], and the cache with the last inputs of each row.
 
-    weight: [C, W], that of the token itself last; bias: [C]. Sums are float32. cut: of x [T, G, M],
-    weight [G, C, W] and bias [G, C], whose parts are returned in place of y.
+    weight: [C, W], that of the token itself last; bias: [C]. Sums are float32. With `parts` x is
+    [T, G, M], weight [G, C, W] and bias [G, C], and the parts are returned in place of sums.
     """
     rows = state_rows(batch, group, cache)
-    args = batch, rows, x, weight, bias, cache, cut
+    args = batch, rows, x, weight, bias, cache, parts
     y, conv = run_first("convolve", candidates, *args, note=note)
     cache = replace(cache, conv=conv)
     if cache.drafted_conv is not None:
-        drafted = put(cache.drafted_conv, rows, rows.drafted(_read(x, weight, cut)))
+        drafted = put(cache.drafted_conv, rows, rows.drafted(_read(x, weight, parts)))
         cache = replace(cache, drafted_conv=drafted)
     if cache.recurrent is None:  # else what carries matrices on counts, behind this
         cache = replace(cache, count=counted(rows, cache.count))
@@ -44,57 +44,57 @@ def convolve(
 
 def _plain(
     batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache,
-    cut: Cut | None,
+    parts: ConvParts | None,
 ) -> tuple[Any, Array]:  # fmt: skip
     """Returns the convolution, and the last inputs of all requests, [N, taps, C]."""
-    old, x = _before(rows, cache), _read(x, weight, cut)
+    old, x = _before(rows, cache), _read(x, weight, parts)
     y = _summed(x, weight, bias, old, batch.row, rows.start)
     kept = _last_inputs(x, old, rows.start, rows.taken)
     conv = put(cache.conv, rows, kept)
     if not batch.query_len:
         # XLA could write this state behind the last layer, and hold x of all layers until then.
         y, conv = lax.optimization_barrier((y, conv))
-    return _parts(y, weight, cut), conv
+    return _split(y, weight, parts), conv
 
 
 def one_token(
     batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache,
-    cut: Cut | None, *, interpret: Any = None,
+    parts: ConvParts | None, *, interpret: Any = None,
 ) -> tuple[Any, Array]:  # fmt: skip
     """Does the same for rows of one token each, in one kernel."""
     given = cache.conv, x, weight, bias, rows.source(), rows.places[:, 0]
-    conv, y = conv_step.conv_step(*given, cut=cut, interpret=interpret)
+    conv, y = conv_step.conv_step(*given, parts=parts, interpret=interpret)
     return y, conv
 
 
 def _refuses(
     batch: Batch, rows: StateRows, x: Array, weight: Array, bias: Array | None, cache: StateCache,
-    cut: Cut | None,
+    parts: ConvParts | None,
 ) -> str | None:  # fmt: skip
     if batch.query_len != 1 or cache.drafted_conv is not None:
         return "wants rows of one token each, which verify no drafts"
-    return conv_step.refuses(cache.conv, x, weight, bias, cut)
+    return conv_step.refuses(cache.conv, x, weight, bias, parts)
 
 
-def _read(x: Array, weight: Array, cut: Cut | None) -> Array:
+def _read(x: Array, weight: Array, parts: ConvParts | None) -> Array:
     """Returns what is convolved of x, [T, C]."""
-    if cut is None:
+    if parts is None:
         return x
-    return x[..., cut.start : cut.start + weight.shape[1]].reshape(x.shape[0], -1)
+    return x[..., parts.start : parts.start + weight.shape[1]].reshape(x.shape[0], -1)
 
 
-def _parts(y: Array, weight: Array, cut: Cut | None) -> Any:
-    """Returns sums, [T, C], or the parts that they are cut into, [T, G, n] each."""
-    if cut is None:
+def _split(y: Array, weight: Array, parts: ConvParts | None) -> Any:
+    """Returns sums, [T, C], or the parts of what SiLU makes of them, [T, G, n] each."""
+    if parts is None:
         return y
     y = jax.nn.silu(y.reshape(y.shape[0], *weight.shape[:2]).astype(jnp.float32))
-    parts = jnp.split(y, [*itertools.accumulate(cut.parts)][:-1], -1)
-    pairs = zip(parts, itertools.chain(cut.lengths, itertools.repeat(0.0)), strict=False)
-    return tuple(_of_length(part, length) if length else part for part, length in pairs)
+    found = jnp.split(y, [*itertools.accumulate(parts.sizes)][:-1], -1)
+    pairs = zip(found, itertools.chain(parts.l2_norms, itertools.repeat(0.0)), strict=False)
+    return tuple(_normed(part, norm) if norm else part for part, norm in pairs)
 
 
-def _of_length(x: Array, length: float) -> Array:
-    return x * (lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS) * length)
+def _normed(x: Array, norm: float) -> Array:
+    return x * (lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS) * norm)
 
 
 PLAIN = (Operation("plain JAX", _plain),)
@@ -123,15 +123,15 @@ def _last_inputs(x: Array, old: Array, start: Array, num: Array) -> Array:
 
 def trained(
     batch_size: int, x: Array, weight: Array, bias: Array | None, cache: Any, group: int,
-    cut: Cut | None = None,
+    parts: ConvParts | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Returns the convolution of x, [T, C], `batch_size` equal sequences; and the cache."""
-    x = _read(x, weight, cut)
+    x = _read(x, weight, parts)
     T, channels = x.shape
     row = jnp.repeat(jnp.arange(batch_size), T // batch_size, total_repeat_length=T)
     start = jnp.arange(batch_size) * (T // batch_size)
     old = jnp.zeros((batch_size, weight.shape[-1] - 1, channels), x.dtype)
-    return _parts(_summed(x, weight, bias, old, row, start), weight, cut), cache
+    return _split(_summed(x, weight, bias, old, row, start), weight, parts), cache
 
 
 def _summed(
