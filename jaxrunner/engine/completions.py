@@ -24,6 +24,7 @@ from jaxrunner.engine.replicas import Replicas, engines_of, restore_engines, sav
 from jaxrunner.engine.requested_prompts import RequestedPrompt
 from jaxrunner.runner.phases import phase
 from jaxrunner.runner.step_handle import NewTokens
+from jaxrunner.scheduling.ranks import ranks_of
 from jaxrunner.scheduling.request import Request
 from jaxrunner.text.bad_word_ids import encode_words
 from jaxrunner.text.prompts import ParsedPrompt
@@ -154,7 +155,8 @@ class Completions:
         requests = [state.request for state in _all(groups) if state.request is not None]
         with self.lock:
             for engine in engines_of(self.engine):
-                engine.put_longest_first(requests)
+                for rank in ranks_of(engine.scheduler):
+                    rank.waiting.put_longest_first(requests)
 
     def run(self, states: Sequence[RequestState], *, use_tqdm: Bar = False) -> None:
         """Steps until these completions have ended."""

@@ -26,7 +26,6 @@ from jaxrunner.programs.build import build
 from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.runner.phases import phase
 from jaxrunner.runner.step_handle import NewTokens
-from jaxrunner.scheduling.ranks import ranks_of
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.scheduler import Scheduler
 from jaxrunner.scheduling.stateful import Stateful
@@ -127,11 +126,6 @@ class Engine(Steps, Stateful):
             request.seed = int(self._seeds.integers(2**63))
         if request.prefix_from is not None:
             request.prefix_from.publishes_prefix = True
-
-    def put_longest_first(self, requests: Iterable[Request]) -> None:
-        """Orders requests that wait by `max_tokens`; see `RequestQueue.put_longest_first`."""
-        for rank in ranks_of(self.scheduler):
-            rank.waiting.put_longest_first(requests)
 
     @property
     def has_unfinished(self) -> bool:
