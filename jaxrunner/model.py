@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.caches.latent import LatentCache
-from jaxrunner.caches.state import StateCache
+from jaxrunner.caches.state import ConvParts, StateCache
 from jaxrunner.config import ModelConfig
 from jaxrunner.heads.head import Head
 from jaxrunner.linear import Weights, per_head
@@ -68,17 +68,6 @@ class Recurrence(NamedTuple):
     read: Callable[[Any, Any], Array]  # (chunk, what `carry` returned) -> [C, ...]
     chunk_size: int = 64  # C
     reads: str = ""  # the field of inputs that only outputs, and not states, depend on
-
-
-class ConvParts(NamedTuple):
-    """What a convolution reads of a token's numbers, [G, M], and how SiLU of its sums is cut.
-
-    Parts are float32, and lie one behind the other in each group.
-    """
-
-    start: int  # of the M numbers of a group, the first that is read
-    sizes: tuple[int, ...]  # numbers of each part
-    l2_norms: tuple[float, ...] = ()  # that parts of a group are scaled to; 0, or none given: as is
 
 
 class RopeAndNorm(NamedTuple):

@@ -7,7 +7,6 @@ part to an array of its own; a warp has the whole of a vector that is scaled to 
 
 from dataclasses import dataclass
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -21,11 +20,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
+from jaxrunner.caches.state import ConvParts
 from jaxrunner.kernels_pallas import conv_parts, lanes, mosaic, pdl
 from jaxrunner.kernels_pallas.conv_parts import THREADS, WARP
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
-from jaxrunner.model import ConvParts
 from jaxrunner.types import Array
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -55,7 +54,7 @@ def refuses(
     if parts is not None:
         if x.ndim != 3:
             return f"wants x of [{T}, groups, numbers], got {list(x.shape)}"
-        (G, wide), num = x.shape[1:], sum(parts.sizes)
+        (G, wide), num = x.shape[1:], parts.channels
         if parts.start + num > wide or C != G * num:
             return f"wants parts that are {C} channels of {[G, wide]} numbers, got {parts}"
         shapes = dict(x=x.shape, weight=(G, num, taps + 1), bias=(G, num))
@@ -113,7 +112,7 @@ def _channels(B: int, C: int, config: TuningConfig, parts: ConvParts | None = No
     """
     fit = [v for v in (1, 2, 4, 8) if C % (THREADS * v) == 0]
     if parts is not None:
-        sizes = {n for n, to in zip(parts.sizes, parts.l2_norms, strict=False) if to}
+        sizes = {num for _, num, norm in parts.spans if norm}
         unit = math.gcd(*parts.sizes)
         fit = [v for v in fit if unit % v == 0]
         if sizes:
@@ -182,7 +181,7 @@ def _kernel(
         new = load(x.at[row, mine])
     else:
         take = conv_parts.take if is_device else conv_parts.any_take
-        new = take(x.at[row], first, vec, (sum(parts.sizes), wide, parts.start))
+        new = take(x.at[row], first, vec, (parts.channels, wide, parts.start))
     inputs = [*old, new]
     read = _tap if is_device else _any_tap
     terms = [
@@ -210,13 +209,11 @@ def _put_parts(
 ) -> None:  # fmt: skip
     """Writes what SiLU makes of a block's sums to the arrays of their parts."""
     x = x / (1 + jnp.exp(-x))
-    scale = x
+    scale: Any = None
     if any(parts.l2_norms):
         squares = conv_parts.sum_of_warp if is_device else conv_parts.any_sum_of_warp
         scale = lax.rsqrt(squares(x * x, vec) + EPS)
     write = conv_parts.put if is_device else conv_parts.any_put
-    starts = [0, *itertools.accumulate(parts.sizes)]
-    norms = itertools.chain(parts.l2_norms, itertools.repeat(0.0))
-    for ref, start, num, norm in zip(made, starts, parts.sizes, norms, strict=False):
+    for ref, (start, num, norm) in zip(made, parts.spans, strict=True):
         value = x * (scale * norm) if norm else x
-        write(value, ref.at[row], first, vec, (sum(parts.sizes), num, start))
+        write(value, ref.at[row], first, vec, (parts.channels, num, start))

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.caches.state import StateCache
+from jaxrunner.caches.state import ConvParts, StateCache
 from jaxrunner.kernels_pallas.conv_step import TuningConfig, conv_step, refuses
-from jaxrunner.model import ConvParts
 from jaxrunner.operation import Chosen
 from jaxrunner.ops.states import short_conv
 from tests.support.lowering import lowers
@@ -74,7 +73,7 @@ def test_rows_of_one_token_equal_plain_jax(C: int, dtype: str, has_bias: bool):
 def test_parts_of_sums_equal_those_of_plain_jax(
     G: int, M: int, parts: ConvParts, dtype: str, has_bias: bool
 ):
-    num, batch = sum(parts.sizes), batch_of([(4, 7, 1), (0, 0, 1), (5, 3, 0), (2, 30, 1)], 5, 5, 1)
+    num, batch = parts.channels, batch_of([(4, 7, 1), (0, 0, 1), (5, 3, 0), (2, 30, 1)], 5, 5, 1)
     rng, cache = np.random.default_rng(0), cache_of(G * num, dtype)
     x, weight, bias = (
         jnp.asarray(rng.normal(size=size), dtype)

@@ -7,7 +7,8 @@ inputs of those behind it. The next step replays the inputs of the drafts that s
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+import itertools
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
@@ -57,3 +58,26 @@ class RecurrentState(Checkpointed):
             mixer_heads=heads, rows=rows, columns=columns, state=jnp.dtype(self.dtype),
             mix_inputs=self.inputs,
         )  # fmt: skip
+
+
+class ConvParts(NamedTuple):
+    """What a convolution reads of a token's numbers, [G, M], and how SiLU of its sums is cut.
+
+    Parts are float32, and lie one behind the other in each group.
+    """
+
+    start: int  # of the M numbers of a group, the first that is read
+    sizes: tuple[int, ...]  # numbers of each part
+    l2_norms: tuple[float, ...] = ()  # that the first parts are scaled to; 0 for none
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a group that are read."""
+        return sum(self.sizes)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int, float], ...]:
+        """The first channel, the size and the norm of each part."""
+        firsts = itertools.accumulate(self.sizes, initial=0)
+        norms = itertools.chain(self.l2_norms, itertools.repeat(0.0))
+        return tuple(zip(firsts, self.sizes, norms, strict=False))

@@ -46,7 +46,7 @@ def mlp(
 
     beside_experts: leaves out kernels that wait for all of their blocks, which may find no room.
     """
-    known = MLP[len(WAITING) :] if beside_experts else MLP
+    known = BESIDE_EXPERTS if beside_experts else MLP
     return run_first("mlp", known, x, gate_up, down, activation, note, note=note)
 
 
@@ -167,11 +167,14 @@ def _two_products(x: Array, gate_up: Weights, down: Weights, activation: str, no
 PLAIN = Operation("plain JAX", _product)
 LINEAR = (Operation("gemv", _gemv, _refuses_gemv), Operation("matmul", _matmul, _refuses_matmul))
 PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
-WAITING = Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp), quantized_products.MLP
-MLP = (
-    *WAITING,
+BESIDE_EXPERTS = (
     Operation("glu", _glu_mlp, _refuses_glu),
     Operation("two products", _two_products),
+)
+MLP = (
+    Operation("gated_mlp", _whole_mlp, _refuses_whole_mlp),
+    quantized_products.MLP,
+    *BESIDE_EXPERTS,
 )
 KNOWN: dict[type, Known] = {
     Linear: Known(LINEAR, (PARTS,), ()),

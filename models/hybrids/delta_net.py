@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.caches.state import RecurrentState
+from jaxrunner.caches.state import ConvParts, RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
-from jaxrunner.model import ConvParts, Ops
+from jaxrunner.model import Ops
 from jaxrunner.models.hybrids.hybrid import read_state_dtype
 from jaxrunner.ops.plain import rms_norm
 from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.validation import shown
-from jaxrunner.caches.state import RecurrentState
+from jaxrunner.caches.state import ConvParts, RecurrentState
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
-from jaxrunner.model import ConvParts, Ops, Source
+from jaxrunner.model import Ops, Source
 from jaxrunner.models.hybrids.hybrid import read_state_dtype
 from jaxrunner.models.sources import (
     by_groups,

@@ -4,18 +4,16 @@ What a row's first tokens read of those before them lies in the state of their r
 """
 
 from dataclasses import replace
-import itertools
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from jaxrunner.caches.state import StateCache
+from jaxrunner.caches.state import ConvParts, StateCache
 from jaxrunner.indexing import take
 from jaxrunner.kernels_pallas import conv_step
 from jaxrunner.kernels_pallas.conv_step import EPS
-from jaxrunner.model import ConvParts
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.states.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch
@@ -35,7 +33,7 @@ def convolve(
     y, conv = run_first("convolve", candidates, *args, note=note)
     cache = replace(cache, conv=conv)
     if cache.drafted_conv is not None:
-        drafted = put(cache.drafted_conv, rows, rows.drafted(_read(x, weight, parts)))
+        drafted = put(cache.drafted_conv, rows, rows.drafted(_read(x, parts)))
         cache = replace(cache, drafted_conv=drafted)
     if cache.recurrent is None:  # else what carries matrices on counts, behind this
         cache = replace(cache, count=counted(rows, cache.count))
@@ -47,7 +45,7 @@ def _plain(
     parts: ConvParts | None,
 ) -> tuple[Any, Array]:  # fmt: skip
     """Returns the convolution, and the last inputs of all requests, [N, taps, C]."""
-    old, x = _before(rows, cache), _read(x, weight, parts)
+    old, x = _before(rows, cache), _read(x, parts)
     y = _summed(x, weight, bias, old, batch.row, rows.start)
     kept = _last_inputs(x, old, rows.start, rows.taken)
     conv = put(cache.conv, rows, kept)
@@ -76,11 +74,11 @@ def _refuses(
     return conv_step.refuses(cache.conv, x, weight, bias, parts)
 
 
-def _read(x: Array, weight: Array, parts: ConvParts | None) -> Array:
+def _read(x: Array, parts: ConvParts | None) -> Array:
     """Returns what is convolved of x, [T, C]."""
     if parts is None:
         return x
-    return x[..., parts.start : parts.start + weight.shape[1]].reshape(x.shape[0], -1)
+    return x[..., parts.start : parts.start + parts.channels].reshape(x.shape[0], -1)
 
 
 def _split(y: Array, weight: Array, parts: ConvParts | None) -> Any:
@@ -88,9 +86,8 @@ def _split(y: Array, weight: Array, parts: ConvParts | None) -> Any:
     if parts is None:
         return y
     y = jax.nn.silu(y.reshape(y.shape[0], *weight.shape[:2]).astype(jnp.float32))
-    found = jnp.split(y, [*itertools.accumulate(parts.sizes)][:-1], -1)
-    pairs = zip(found, itertools.chain(parts.l2_norms, itertools.repeat(0.0)), strict=False)
-    return tuple(_normed(part, norm) if norm else part for part, norm in pairs)
+    cut = ((y[..., first : first + num], norm) for first, num, norm in parts.spans)
+    return tuple(_normed(part, norm) if norm else part for part, norm in cut)
 
 
 def _normed(x: Array, norm: float) -> Array:
@@ -126,7 +123,7 @@ def trained(
     parts: ConvParts | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Returns the convolution of x, [T, C], `batch_size` equal sequences; and the cache."""
-    x = _read(x, weight, parts)
+    x = _read(x, parts)
     T, channels = x.shape
     row = jnp.repeat(jnp.arange(batch_size), T // batch_size, total_repeat_length=T)
     start = jnp.arange(batch_size) * (T // batch_size)
