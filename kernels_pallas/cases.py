@@ -17,6 +17,7 @@ from jaxrunner.kernels_pallas.case import Case
 from jaxrunner.kernels_pallas.chunk_case import LONG_PROMPTS, PROMPTS
 from jaxrunner.kernels_pallas.conv_case import CONVS
 from jaxrunner.kernels_pallas.decode_attention import decode_attention
+from jaxrunner.kernels_pallas.fp8_case import BENCH_FP8, FP8
 from jaxrunner.kernels_pallas.gated_mlp import gated_mlp
 from jaxrunner.kernels_pallas.latent_decode import ROWS, latent_decode
 from jaxrunner.kernels_pallas.lora_case import LORA
@@ -25,7 +26,6 @@ from jaxrunner.kernels_pallas.mixture_case import choices, full_tiles, groups, m
 from jaxrunner.kernels_pallas.prefill_attention import prefill_attention
 from jaxrunner.kernels_pallas.quantized_case import (
     fitted_tiles,
-    fp8_products,
     quantized_mlps,
     quantized_products,
     quantized_tiles,
@@ -350,7 +350,7 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(128, 1024, 512, "float4_e2m1fn", group=256, exact=True, cluster=1),
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
     quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
-    fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256),
+    *FP8,
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     writes(9, 16, 8, 256, normed=True, one_more=True),
@@ -391,7 +391,7 @@ BENCH: tuple[Case, ...] = (
     *(fitted_tiles(T, E, F, code, run, in_parts=E == 14336 or F == 4096) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
-    *(fp8_products(8192, E, F) for E, F in ((4096, 6144), (4096, 28672), (14336, 4096))),
+    *BENCH_FP8,
     full_tiles(1 << 14, 256, 8, 7168, 512), *BENCH_QUANTIZED_MIXTURES,
     *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import quantized_fit, widen
 from jaxrunner.kernels_pallas.case import Case
-from jaxrunner.kernels_pallas.fp8_blocks import fp8_blocks
 from jaxrunner.kernels_pallas.quantized_matmul import quantized_matmul
 from jaxrunner.kernels_pallas.quantized_mlp import Few, quantized_mlp
 from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
@@ -25,7 +24,7 @@ def quantized_products(
     """
     packed = widen.PACKED[code]
 
-    make = functools.partial(_make, T, E, F, code, run, group or E, zero)
+    make = functools.partial(few_bits, T, E, F, code, run, group or E, zero)
 
     def run_it(x: Array, *weights: Array) -> Array:
         if max_parts == 1:
@@ -43,7 +42,7 @@ def quantized_tiles(
 ) -> Case:
     """T tokens times a weight, as above, in tiles of the sizes of a TuningConfig."""
     config = TuningConfig(**sizes)
-    make = functools.partial(_make, T, E, F, code, run, group or E, False)
+    make = functools.partial(few_bits, T, E, F, code, run, group or E, False)
 
     def run_it(x: Array, weight: Array, scale: Array) -> Array:
         if config.parts == 1:
@@ -60,8 +59,8 @@ def quantized_mlps(T: int, E: int, F: int, code: str, *, run: int = 1, group: in
     """The gated MLP of T tokens and F units, of which `run` x `group` numbers share a scale."""
 
     def make(seed: int) -> tuple[Array, ...]:
-        x, *gate_up = _make(T, E, 2 * F, code, run, group or E, False, seed)
-        return x, *gate_up, *_make(T, F, E, code, run, group or F, False, seed + 1)[1:]
+        x, *gate_up = few_bits(T, E, 2 * F, code, run, group or E, False, seed)
+        return x, *gate_up, *few_bits(T, F, E, code, run, group or F, False, seed + 1)[1:]
 
     def run_it(x: Array, *weights: Array) -> Array:
         both = Few(*weights[:2]), Few(*weights[2:])
@@ -78,24 +77,13 @@ def fitted_tiles(T: int, E: int, F: int, code: str, run: int, *, in_parts: bool)
         y = quantized_fit.multiply(x, weight, scale, code=code, in_parts=in_parts)
         return y.sum(0).astype(x.dtype) if in_parts else y
 
-    make = functools.partial(_make, T, E, F, code, run, 128, False)
+    make = functools.partial(few_bits, T, E, F, code, run, 128, False)
     name = f"{T} x {E} x {F}, {code}, fitted" + ", parts" * in_parts
     amount = E * F / widen.PACKED[code]
     return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
 
 
-def fp8_products(T: int, E: int, F: int, run: int = 128) -> Case:
-    """T tokens in fp8 times a weight in fp8, with scales of 128 terms, and of `run` outputs."""
-
-    def make(seed: int) -> tuple[Array, ...]:
-        x, weight, scale = _make(T, E, F, "float8_e4m3fn", run, 128, False, seed)
-        x_scale = jax.random.uniform(jax.random.key(seed + 1), (T, E // 128), jnp.float32, 0.5, 1.5)
-        return x.astype(weight.dtype), x_scale, weight, scale
-
-    return Case("fp8_blocks", f"{T} x {E} x {F}", make, fp8_blocks, 2.0 * T * E * F, "TFLOP/s", {})
-
-
-def _make(
+def few_bits(
     T: int, E: int, F: int, code: str, run: int, group: int, zero: bool, seed: int
 ) -> tuple[Array, ...]:
     keys = jax.random.split(jax.random.key(seed), 4)

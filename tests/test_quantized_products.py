@@ -36,7 +36,9 @@ Three = tuple[Any, Any, Any]
         (products.linear, 512, DYNAMIC, 6144, "fp8 product"),
         (products.linear, 512, BOTH_IN_BLOCKS, 6144, "fp8_blocks"),
         (products.project, 8192, BOTH_IN_BLOCKS, 4096, "fp8_blocks"),
-        (products.linear, 256, BOTH_IN_BLOCKS, 6144, "quantized_tile"),
+        (products.linear, 64, BOTH_IN_BLOCKS, 6144, "fp8_blocks"),
+        (products.linear, 32, BOTH_IN_BLOCKS, 6144, "quantized_matmul"),
+        (products.project, 256, BOTH_IN_BLOCKS, 4096, "fp8_blocks in parts"),
     ],
 )
 def test_what_runs_a_product_follows_its_tokens(run, tokens, scheme, outputs, name):

@@ -50,6 +50,10 @@ _GPTQ = dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=Tr
 PRESETS = {
     "llama8b": Preset(LLAMA8B, GPU_ENGINE),
     "llama8b_fp8": Preset(LLAMA8B | dict(quantization_config=_FP8_BLOCKS), FEW_BITS),
+    "llama8b_fp8_block_inputs": Preset(
+        LLAMA8B | dict(quantization_config=_FP8_BLOCKS | dict(activation_scheme="dynamic")),
+        FEW_BITS,
+    ),
     "llama8b_fp8_inputs": Preset(LLAMA8B | dict(quantization_config=_FP8_INPUTS), GPU_ENGINE),
     "llama8b_4bit": Preset(LLAMA8B | dict(quantization_config=_GPTQ), FEW_BITS),
     "llama70b": Preset(  # for several GPUs

@@ -158,10 +158,23 @@ def _refuses_glu(
     return matmul.refuses(x, gate_up.weight)
 
 
+def _rounded_mlp(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
+    assert isinstance(down, QuantizedLinear)
+    return quantized_products.of_gates(_gate_up(x, gate_up, note), down)
+
+
+def _refuses_rounded_mlp(
+    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+) -> str | None:
+    return quantized_products.refuses_gates(x, down, activation)
+
+
 def _two_products(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
-    known = (*gate_up.kernels, *_known(gate_up).gate_up, PLAIN)
-    both = run_first("gate_up", known, x, gate_up, note=note)
-    return project(glu(both, activation), down, note=note)
+    return project(glu(_gate_up(x, gate_up, note), activation), down, note=note)
+
+
+def _gate_up(x: Array, w: Weights, note: Note) -> Array:
+    return run_first("gate_up", (*w.kernels, *_known(w).gate_up, PLAIN), x, w, note=note)
 
 
 PLAIN = Operation("plain JAX", _product)
@@ -169,6 +182,7 @@ LINEAR = (Operation("gemv", _gemv, _refuses_gemv), Operation("matmul", _matmul, 
 PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 BESIDE_EXPERTS = (
     Operation("glu", _glu_mlp, _refuses_glu),
+    Operation("two products, units in fp8", _rounded_mlp, _refuses_rounded_mlp),
     Operation("two products", _two_products),
 )
 MLP = (

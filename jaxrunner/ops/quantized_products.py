@@ -10,16 +10,18 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import fp8_blocks, quantized_fit, quantized_matmul, quantized_mlp
 from jaxrunner.kernels_pallas.fp8_blocks import TERMS
+from jaxrunner.kernels_pallas.fp8_rounding import fp8_rounding
+from jaxrunner.kernels_pallas.fp8_rounding import refuses as refuses_rounding
+from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
 from jaxrunner.quantization import sorted_inputs
-from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
 
 MANY = 16  # fp8 products want tokens, and both sides, in multiples
-FEWEST = 257  # tokens of products of fp8 blocks: for fewer, weights are widened as they are read
+FEWEST = 64  # tokens of products of fp8 blocks: for fewer, weights are widened as they are read
 
 
 def matrices(w: QuantizedLinear) -> tuple[Array, ...]:
@@ -128,15 +130,54 @@ def _refuses_fp8(x: Array, w: QuantizedLinear) -> str | None:
 
 def _fp8_blocks(x: Array, w: QuantizedLinear) -> Array:
     """Multiplies fp8 with fp8, which share scales by runs of inputs."""
-    assert w.scheme.activation is not None
-    flat = x.reshape(x.shape[0], -1)
-    numbers, x_scale = rounded(flat, w.scheme.activation, w.input_scale, w.across)
-    weight, scale, *_ = matrices(w)
-    y = fp8_blocks.fp8_blocks(numbers.astype(E4M3), x_scale, weight, scale, dtype=x.dtype)
+    y = _of_rounded(x.reshape(x.shape[0], -1), w, 1, x.dtype)
     return w.outputs(y, None, x.dtype)
 
 
-def _refuses_fp8_blocks(x: Array, w: QuantizedLinear) -> str | None:
+def _fp8_blocks_parts(x: Array, w: QuantizedLinear) -> Array:
+    return _of_rounded(x.reshape(x.shape[0], -1), w, _num_parts(x.shape[0], w), jnp.float32)
+
+
+def _of_rounded(x: Array, w: QuantizedLinear, parts: int, dtype: Any) -> Array:
+    """Multiplies tokens, or gates and units of tokens, that are rounded first."""
+    numbers, x_scale = fp8_rounding(x)
+    config = fp8_blocks.TuningConfig(parts=parts)
+    return fp8_blocks.fp8_blocks(numbers, x_scale, *matrices(w), dtype=dtype, config=config)
+
+
+def of_gates(both: Array, w: QuantizedLinear) -> Array:
+    """Multiplies the units of a SwiGLU, of gates and units, [T, 2, *inputs], in fp8.
+
+    Returns [T, *outputs], or parts of it, [parts, T, E] in float32.
+    """
+    T = both.shape[0]
+    parts, flat = _num_parts(T, w), both.reshape(T, 2, -1)
+    if parts > 1 and w.bias is None:
+        return _of_rounded(flat, w, parts, jnp.float32)
+    return w.outputs(_of_rounded(flat, w, 1, both.dtype), None, both.dtype)
+
+
+def refuses_gates(x: Array, w: Weights, activation: str) -> str | None:
+    """Says why `of_gates` does not serve the units of tokens, [T, E], or None."""
+    if activation != "silu":
+        return f"wants gates of silu, got {activation}"
+    if not isinstance(w, QuantizedLinear) or w.num_in != 1:
+        return "wants weights of few bits with one axis of inputs"
+    return _refuses_fp8_blocks(jax.ShapeDtypeStruct((x.shape[0], w.num_inputs), x.dtype), w)
+
+
+def _num_parts(T: int, w: QuantizedLinear) -> int:
+    return fp8_blocks.num_parts(T, w.num_inputs, w.weight.size // w.num_inputs)
+
+
+def _refuses_fp8_blocks_parts(x: Shaped, w: QuantizedLinear) -> str | None:
+    if (reason := _refuses_fp8_blocks(x, w) or _unlike(w, in_parts=True)) is not None:
+        return reason
+    parts = _num_parts(x.shape[0], w)
+    return "is ahead where tiles are too few for the chip" if parts == 1 else None
+
+
+def _refuses_fp8_blocks(x: Shaped, w: QuantizedLinear) -> str | None:
     activation = w.scheme.activation
     if w.scheme.code != E4M3 or activation is None or activation.code != E4M3:
         return "wants weights and inputs in fp8"
@@ -146,11 +187,12 @@ def _refuses_fp8_blocks(x: Array, w: QuantizedLinear) -> str | None:
         return "wants inputs that are held as they come"
     if x.shape[0] < FEWEST:
         return f"is for at least {FEWEST} tokens, got {x.shape[0]}"
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"wants tokens in bfloat16 or float16, got {x.dtype}"
     E, (weight, scale, *_) = math.prod(x.shape[1:]), jax.eval_shape(matrices, w)
-    numbers = jax.ShapeDtypeStruct((x.shape[0], E), E4M3)
-    x_scale = jax.ShapeDtypeStruct((x.shape[0], E // TERMS), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((x.shape[0], E), x.dtype)
+    if (reason := refuses_rounding(tokens)) is not None:
+        return reason
+    numbers = jax.ShapeDtypeStruct(tokens.shape, E4M3)
+    x_scale = jax.ShapeDtypeStruct((E // TERMS, x.shape[0]), jnp.float32)
     return fp8_blocks.refuses(numbers, x_scale, weight, scale)
 
 
@@ -183,11 +225,14 @@ def _refuses_whole_mlp(
 
 
 OF_FP8_BLOCKS = Operation("fp8_blocks", _fp8_blocks, _refuses_fp8_blocks)
+OF_FP8_BLOCKS_IN_PARTS = Operation(
+    "fp8_blocks in parts", _fp8_blocks_parts, _refuses_fp8_blocks_parts
+)
 MLP = Operation("quantized_mlp", _whole_mlp, _refuses_whole_mlp)
 OF_FP8 = Operation("fp8 product", _fp8_product, _refuses_fp8)
 TILES = Operation("quantized_tile", _tiles, _refuses_tiles)
 TILES_IN_PARTS = Operation("quantized_tile in parts", _tiles_parts, _refuses_tiles_parts)
 MATMUL = Operation("quantized_matmul", _matmul, _refuses)
 MATMUL_IN_PARTS = Operation("quantized_matmul in parts", _matmul_parts, _refuses_parts)
-WHOLE = TILES, MATMUL, OF_FP8_BLOCKS, OF_FP8
-IN_PARTS = TILES_IN_PARTS, MATMUL_IN_PARTS, OF_FP8_BLOCKS, OF_FP8
+WHOLE = OF_FP8_BLOCKS, TILES, MATMUL, OF_FP8
+IN_PARTS = OF_FP8_BLOCKS_IN_PARTS, OF_FP8_BLOCKS, TILES_IN_PARTS, MATMUL_IN_PARTS, OF_FP8

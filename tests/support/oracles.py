@@ -106,7 +106,7 @@ def quantized_matmul(x, weight, scale, zero=None, *, code):
 
 
 def fp8_blocks(x, x_scale, weight, scale):
-    whole = wide(x) * np.repeat(wide(x_scale), x.shape[1] // x_scale.shape[1], 1)
+    whole = wide(x) * np.repeat(wide(x_scale).T, x.shape[1] // x_scale.shape[0], 1)
     return whole @ few_bits(weight, scale, code="float8_e4m3fn").T
 
 
