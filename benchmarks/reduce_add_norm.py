@@ -26,9 +26,9 @@ import numpy as np
 
 from jaxrunner.bench.workloads import machine
 from jaxrunner.device import xla_options
-from jaxrunner.kernels_pallas import peer_rows
-from jaxrunner.kernels_pallas.add_norm import add_rms_norm
-from jaxrunner.kernels_pallas.reduce_add_norm import reduce_add_norm, refuses
+from jaxrunner.kernels_pallas.products import peer_rows
+from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
+from jaxrunner.kernels_pallas.products.reduce_add_norm import reduce_add_norm, refuses
 from jaxrunner.parallel.mesh import TENSOR
 
 SHORT, LONG = 64, 192  # calls of a chain

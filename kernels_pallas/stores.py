@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
-from jaxrunner.kernels_pallas import mosaic, query_rows
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.attention import query_rows
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 

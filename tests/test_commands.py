@@ -13,7 +13,7 @@ import pytest
 
 from jaxrunner import LLM, SamplingParams, __main__, embedded
 from jaxrunner.bench import command, device_time, host_time, kernels
-from jaxrunner.kernels_pallas.cases import Case
+from jaxrunner.kernels_pallas.cases.catalog import Case
 from tests.support.small_llm import SIZES
 
 

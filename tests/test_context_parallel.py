@@ -17,9 +17,9 @@ from jaxrunner.caches.interleave import Interleave, Part
 from jaxrunner.engine.engine import Engine
 from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.hf_config import Settings
-from jaxrunner.kernels_pallas.online_softmax import NOTHING
+from jaxrunner.kernels_pallas.attention.online_softmax import NOTHING
+from jaxrunner.kernels_pallas.attention.split_kv_merge import join
 from jaxrunner.kernels_pallas.reference import attend, online_softmax
-from jaxrunner.kernels_pallas.split_kv_merge import join
 from jaxrunner.loading.weights import load_params, save_checkpoint
 from jaxrunner.model import AttentionSpec
 from jaxrunner.models.llama import llama

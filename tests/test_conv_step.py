@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.caches.state import ConvParts, StateCache
-from jaxrunner.kernels_pallas.conv_step import TuningConfig, conv_step, refuses
+from jaxrunner.kernels_pallas.states.conv_step import TuningConfig, conv_step, refuses
 from jaxrunner.operation import Chosen
 from jaxrunner.ops.states import short_conv
 from tests.support.lowering import lowers

@@ -12,8 +12,8 @@ from jaxrunner import LLM, embedded
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_spec import step_key
-from jaxrunner.kernels_pallas import peer_rows
-from jaxrunner.kernels_pallas.peer_rows import Peers
+from jaxrunner.kernels_pallas.products import peer_rows
+from jaxrunner.kernels_pallas.products.peer_rows import Peers
 from jaxrunner.operation import Operation
 from jaxrunner.ops.plain import add_rms_norm
 from jaxrunner.parallel import custom_all_reduce, requirements

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas.decode_attention import decode_attention
-from jaxrunner.kernels_pallas.decode_plan import CLUSTER, TuningConfig, cluster_of, plan
-from jaxrunner.kernels_pallas.query_rows import tile_of
+from jaxrunner.kernels_pallas.attention.decode_attention import decode_attention
+from jaxrunner.kernels_pallas.attention.decode_plan import CLUSTER, TuningConfig, cluster_of, plan
+from jaxrunner.kernels_pallas.attention.query_rows import tile_of
 from tests.support.lowering import lowers
 
 HEADS, TABLE = 8, 256

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas.fp8_blocks import TuningConfig, fp8_blocks, num_parts
-from jaxrunner.kernels_pallas.fp8_rounding import fp8_rounding
+from jaxrunner.kernels_pallas.quantized.fp8_blocks import TuningConfig, fp8_blocks, num_parts
+from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.linear import Linear
 from jaxrunner.ops import products
 from jaxrunner.ops.quantized_products import (

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas import group_tokens, grouped_mlp, router
-from jaxrunner.kernels_pallas.group_tokens import Groups, max_tiles
+from jaxrunner.kernels_pallas.mixtures import group_tokens, grouped_mlp, router
+from jaxrunner.kernels_pallas.mixtures.group_tokens import Groups, max_tiles
 from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.ops import grouped_experts
 from jaxrunner.ops.routing import Router, RouterConfig, choose

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.kernels_pallas import reference
-from jaxrunner.kernels_pallas.cases import TESTS, Case
+from jaxrunner.kernels_pallas.cases.catalog import TESTS, Case
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.ops.plain import add_rms_norm, split_heads
 from jaxrunner.types import LayerCache

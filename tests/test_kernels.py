@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from jaxrunner import pytree
-from jaxrunner.kernels_pallas.cases import TESTS, Attention, Case
-from jaxrunner.kernels_pallas.decode_plan import TuningConfig, plan
-from jaxrunner.kernels_pallas.prefill_tiles import tiles
-from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.kernels_pallas.attention.decode_plan import TuningConfig, plan
+from jaxrunner.kernels_pallas.attention.prefill_tiles import tiles
+from jaxrunner.kernels_pallas.cases.attention_case import Attention
+from jaxrunner.kernels_pallas.cases.catalog import TESTS, Case
+from jaxrunner.kernels_pallas.sampling.sampler import sample_tokens
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.ops import backends
 from jaxrunner.program.bucket import WIDE, SampleSize

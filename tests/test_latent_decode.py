@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrunner.caches.latent import LatentCache
-from jaxrunner.kernels_pallas import latent_reference
-from jaxrunner.kernels_pallas.latent_decode import latent_decode, refuses
-from jaxrunner.kernels_pallas.latent_shares import of_part, share_out
+from jaxrunner.kernels_pallas.attention import latent_reference
+from jaxrunner.kernels_pallas.attention.latent_decode import latent_decode, refuses
+from jaxrunner.kernels_pallas.attention.latent_shares import of_part, share_out
 from jaxrunner.model import AttentionSpec
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent.attention import LATENT_ATTENTION

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas import add_norm, lora_expand, lora_shrink
+from jaxrunner.kernels_pallas.lora import lora_expand, lora_shrink
+from jaxrunner.kernels_pallas.products import add_norm
 from jaxrunner.lora.adapted_linear import Stack, delta
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.adapters.adapted_parts import AdaptedParts

@@ -15,15 +15,9 @@ from jaxrunner.bench.presets import PRESETS
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
-from jaxrunner.kernels_pallas import (
-    add_norm,
-    decode_attention,
-    gated_mlp,
-    matmul,
-    prefill_attention,
-    rope_write,
-    sampler,
-)
+from jaxrunner.kernels_pallas.attention import decode_attention, prefill_attention, rope_write
+from jaxrunner.kernels_pallas.products import add_norm, gated_mlp, matmul
+from jaxrunner.kernels_pallas.sampling import sampler
 from jaxrunner.linear import Linear
 from jaxrunner.models.llama import llama
 from jaxrunner.models.registry import read_model

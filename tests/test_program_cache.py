@@ -110,7 +110,12 @@ def test_every_file_of_the_package_is_part_of_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.resources, "files", lambda name: tmp_path / name)
     program_cache._surroundings.cache_clear()
     names = {ProgramCache(tmp_path, [])._path("key")}
-    for file in ("step.py", "models/llama.py", "kernels_pallas/sampler.py", "sampling/gumbel.py"):
+    for file in (
+        "step.py",
+        "models/llama.py",
+        "kernels_pallas/sampling/sampler.py",
+        "sampling/gumbel.py",
+    ):
         with (package / file).open("a") as code:
             code.write("# changed\n")
         program_cache._surroundings.cache_clear()

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas import quantized_grouped
-from jaxrunner.kernels_pallas.group_tokens import Groups
-from jaxrunner.kernels_pallas.quantized_grouped import Few
-from jaxrunner.kernels_pallas.quantized_grouped_case import QUANTIZED_MIXTURES, few_bits
+from jaxrunner.kernels_pallas.cases.quantized_grouped_case import QUANTIZED_MIXTURES, few_bits
+from jaxrunner.kernels_pallas.mixtures.group_tokens import Groups
+from jaxrunner.kernels_pallas.quantized import quantized_grouped
+from jaxrunner.kernels_pallas.quantized.quantized_grouped import Few
 from jaxrunner.linear import Linear
 from jaxrunner.mixtures.experts import Routes
 from jaxrunner.ops.grouped_experts import OF_FEW_BITS

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas import quantized_mlp
-from jaxrunner.kernels_pallas.quantized_fit import FEWEST, fit, multiply
-from jaxrunner.kernels_pallas.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
-from jaxrunner.kernels_pallas.quantized_tile import TuningConfig, quantized_tile
+from jaxrunner.kernels_pallas.quantized import quantized_mlp
+from jaxrunner.kernels_pallas.quantized.quantized_fit import FEWEST, fit, multiply
+from jaxrunner.kernels_pallas.quantized.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
+from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.operation import Operation
 from jaxrunner.ops import products
 from jaxrunner.ops.quantized_products import OF_FP8, TILES, TILES_IN_PARTS

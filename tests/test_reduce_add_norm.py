@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas import peer_rows
-from jaxrunner.kernels_pallas.add_norm import add_rms_norm
-from jaxrunner.kernels_pallas.reduce_add_norm import reduce_add_norm, refuses
+from jaxrunner.kernels_pallas.products import peer_rows
+from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
+from jaxrunner.kernels_pallas.products.reduce_add_norm import reduce_add_norm, refuses
 from jaxrunner.parallel.mesh import DATA, TENSOR
 from tests.support import oracles
 from tests.support.lowering import compiled_by, compiles

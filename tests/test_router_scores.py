@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas import router, router_scores
 from jaxrunner.kernels_pallas.lanes import LANES
-from jaxrunner.kernels_pallas.router_scores import How
+from jaxrunner.kernels_pallas.mixtures import router, router_scores
+from jaxrunner.kernels_pallas.mixtures.router_scores import How
 from jaxrunner.mixtures.experts import Routes
 from jaxrunner.ops.grouped_experts import BY_SCORES
 from jaxrunner.ops.routing import Router, RouterConfig, choose

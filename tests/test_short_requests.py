@@ -7,7 +7,7 @@ import pytest
 from jaxrunner import step
 from jaxrunner.device.buckets import choose, step_buckets
 from jaxrunner.device.program_spec import program_keys
-from jaxrunner.kernels_pallas.decode_plan import DEFAULT
+from jaxrunner.kernels_pallas.attention.decode_plan import DEFAULT
 from jaxrunner.ops.attention import gains_short
 from jaxrunner.ops.backends import fused
 from jaxrunner.program.bucket import SHORT_LEN, Bucket, MultiStepBucket

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxrunner.caches.state import StateCache
-from jaxrunner.kernels_pallas import delta_chunks, state_chunks
-from jaxrunner.kernels_pallas.case import Case
-from jaxrunner.kernels_pallas.chunk_case import PROMPTS
-from jaxrunner.kernels_pallas.halves import Halves
-from jaxrunner.kernels_pallas.state_chunks import CHUNK, Tokens
+from jaxrunner.kernels_pallas.attention.halves import Halves
+from jaxrunner.kernels_pallas.cases.case import Case
+from jaxrunner.kernels_pallas.cases.chunk_case import PROMPTS
+from jaxrunner.kernels_pallas.states import delta_chunks, state_chunks
+from jaxrunner.kernels_pallas.states.state_chunks import CHUNK, Tokens
 from jaxrunner.operation import Chosen
 from jaxrunner.ops.states import recurrence
 from jaxrunner.ops.states import state_chunks as chunk_ops

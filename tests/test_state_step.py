@@ -15,9 +15,9 @@ from jaxrunner.caches.state import StateCache
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.hf_config import Settings
-from jaxrunner.kernels_pallas.case import Case
-from jaxrunner.kernels_pallas.state_case import DELTA_RULE, STATE_SPACE, STATES
-from jaxrunner.kernels_pallas.state_step import Rows, Tokens, refuses, state_step
+from jaxrunner.kernels_pallas.cases.case import Case
+from jaxrunner.kernels_pallas.cases.state_case import DELTA_RULE, STATE_SPACE, STATES
+from jaxrunner.kernels_pallas.states.state_step import Rows, Tokens, refuses, state_step
 from jaxrunner.models.registry import read_model
 from jaxrunner.operation import Chosen
 from jaxrunner.ops import backends

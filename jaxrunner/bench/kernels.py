@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.bench.device_time import median_us, profiled
-from jaxrunner.kernels_pallas.cases import BENCH, Case
+from jaxrunner.kernels_pallas.cases.catalog import BENCH, Case
 
 CALLS = 9  # of each kernel, for medians
 BYTES = 16e9  # of inputs at a time

@@ -11,7 +11,7 @@ import jax
 from jaxrunner.device.lowering import Spec
 from jaxrunner.device.program_key import Key
 from jaxrunner.device.stage_entry_points import entry_points_of
-from jaxrunner.kernels_pallas.peer_rows import Peers, abstract_places
+from jaxrunner.kernels_pallas.products.peer_rows import Peers, abstract_places
 from jaxrunner.lora.stacks import abstract_stacks, merged
 from jaxrunner.parallel.mesh import TENSOR, placed, ranked
 from jaxrunner.parallel.shards import on_shards, told_to_all

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.indexing import find_rows, take
-from jaxrunner.kernels_pallas import decode_attention as decode
-from jaxrunner.kernels_pallas import prefill_attention as prefill
-from jaxrunner.kernels_pallas import reference, rope_write
-from jaxrunner.kernels_pallas.decode_plan import DEFAULT, cluster_of
+from jaxrunner.kernels_pallas import reference
+from jaxrunner.kernels_pallas.attention import decode_attention as decode
+from jaxrunner.kernels_pallas.attention import prefill_attention as prefill
+from jaxrunner.kernels_pallas.attention import rope_write
+from jaxrunner.kernels_pallas.attention.decode_plan import DEFAULT, cluster_of
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation

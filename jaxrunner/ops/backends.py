@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jaxrunner.caches.cache_group import CacheGroup
 from jaxrunner.caches.interleave import interleave_of
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import add_norm, reference, sampler
+from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD
-from jaxrunner.kernels_pallas.state_chunks import CHUNK
+from jaxrunner.kernels_pallas.products import add_norm
+from jaxrunner.kernels_pallas.sampling import sampler
+from jaxrunner.kernels_pallas.states.state_chunks import CHUNK
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted

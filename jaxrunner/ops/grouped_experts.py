@@ -3,15 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import (
-    group_tokens,
-    grouped_mlp,
-    quantized_grouped,
-    router,
-    router_scores,
-)
-from jaxrunner.kernels_pallas.grouped_mlp import POWERS, TILES, TuningConfig
-from jaxrunner.kernels_pallas.quantized_grouped import Few
+from jaxrunner.kernels_pallas.mixtures import group_tokens, grouped_mlp, router, router_scores
+from jaxrunner.kernels_pallas.mixtures.grouped_mlp import POWERS, TILES, TuningConfig
+from jaxrunner.kernels_pallas.quantized import quantized_grouped
+from jaxrunner.kernels_pallas.quantized.quantized_grouped import Few
 from jaxrunner.mixtures.experts import Experts, ExpertWeights, Routes
 from jaxrunner.operation import Operation
 from jaxrunner.ops.quantized_products import matrices

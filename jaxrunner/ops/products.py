@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import gated_mlp, matmul
+from jaxrunner.kernels_pallas.products import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
 from jaxrunner.ops import quantized_products

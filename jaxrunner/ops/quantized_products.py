@@ -8,11 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import fp8_blocks, quantized_fit, quantized_matmul, quantized_mlp
-from jaxrunner.kernels_pallas.fp8_blocks import TERMS
-from jaxrunner.kernels_pallas.fp8_rounding import fp8_rounding
-from jaxrunner.kernels_pallas.fp8_rounding import refuses as refuses_rounding
 from jaxrunner.kernels_pallas.mosaic import Shaped
+from jaxrunner.kernels_pallas.quantized import (
+    fp8_blocks,
+    quantized_fit,
+    quantized_matmul,
+    quantized_mlp,
+)
+from jaxrunner.kernels_pallas.quantized.fp8_blocks import TERMS
+from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
+from jaxrunner.kernels_pallas.quantized.fp8_rounding import refuses as refuses_rounding
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
 from jaxrunner.quantization import sorted_inputs

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxrunner.caches.interleave import Interleave, Part, interleave_of
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import decode_attention, latent_reference, reference
+from jaxrunner.kernels_pallas import reference
+from jaxrunner.kernels_pallas.attention import decode_attention, latent_reference
 from jaxrunner.linear import per_head
 from jaxrunner.mixtures.recorded_routes import RoutesCache
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm

@@ -1,8 +1,8 @@
 """Sums of few rows over the devices of a process, in the kernel that adds and norms them.
 
-Devices write into each other's memory (`kernels_pallas.peer_rows`), whose addresses programs take
-beside the weights. Sums that the kernel does not serve are psums. vLLM has a custom all-reduce for
-the same sums.
+Devices write into each other's memory (`kernels_pallas.products.peer_rows`), whose addresses
+programs take beside the weights. Sums that the kernel does not serve are psums. vLLM has a custom
+all-reduce for the same sums.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas import reduce_add_norm
-from jaxrunner.kernels_pallas.peer_rows import Peers
+from jaxrunner.kernels_pallas.products import reduce_add_norm
+from jaxrunner.kernels_pallas.products.peer_rows import Peers
 from jaxrunner.model import Ops
 from jaxrunner.operation import Note, Operation, run_first
 from jaxrunner.ops.plain import summed

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrunner.caches.interleave import WHOLE, Interleave
 from jaxrunner.config import ModelConfig, WrappingConfig
-from jaxrunner.kernels_pallas.peer_rows import Peers
+from jaxrunner.kernels_pallas.products.peer_rows import Peers
 from jaxrunner.linear import Weights
 from jaxrunner.mixtures.experts import ExpertWeights, Routes
 from jaxrunner.model import MakeOps, Model, Ops, Stored

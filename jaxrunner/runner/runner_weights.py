@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrunner.device.program_spec import flat_params
-from jaxrunner.kernels_pallas import peer_rows
+from jaxrunner.kernels_pallas.products import peer_rows
 from jaxrunner.loading.weights import like
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.parallel.mesh import TENSOR

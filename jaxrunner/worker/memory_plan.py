@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrunner.config import EngineConfig
-from jaxrunner.kernels_pallas import peer_rows
+from jaxrunner.kernels_pallas.products import peer_rows
 from jaxrunner.lora.stacks import abstract_stacks
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.program.program import Program

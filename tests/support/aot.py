@@ -16,8 +16,8 @@ from jaxrunner import pytree
 from jaxrunner.bench.presets import PRESETS
 from jaxrunner.device.program_spec import program_spec
 from jaxrunner.hf_config import Settings
-from jaxrunner.kernels_pallas.cases import TESTS
-from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.kernels_pallas.cases.catalog import TESTS
+from jaxrunner.kernels_pallas.sampling.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
 from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from jaxrunner.device.xla_options import GRAPH
-from jaxrunner.kernels_pallas.reduce_add_norm import reduce_add_norm
+from jaxrunner.kernels_pallas.products.reduce_add_norm import reduce_add_norm
 from jaxrunner.parallel.mesh import TENSOR
 from tests.support.aot import DEVICE
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.kernels_pallas.sampling.sampler import sample_tokens
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import paged
 from jaxrunner.parallel.mesh import TENSOR, make_mesh

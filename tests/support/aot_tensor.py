@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrunner import pytree
 from jaxrunner.hf_config import Settings
-from jaxrunner.kernels_pallas.sampler import sample_tokens
+from jaxrunner.kernels_pallas.sampling.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import fused
 from jaxrunner.parallel.mesh import TENSOR, shardings

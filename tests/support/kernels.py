@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.kernels_pallas.cases import Case
+from jaxrunner.kernels_pallas.cases.catalog import Case
 from jaxrunner.types import Batch, Inputs
 from tests.support import oracles
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import add_norm as norm_kernel
-from jaxrunner.kernels_pallas.add_norm import LowRank
+from jaxrunner.kernels_pallas.products import add_norm as norm_kernel
+from jaxrunner.kernels_pallas.products.add_norm import LowRank
 from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack, delta, delta_per_head
 from jaxrunner.lora.table import ADAPTERS
 from jaxrunner.model import MakeOps, Ops

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
-from jaxrunner.kernels_pallas import add_norm, lora_expand, lora_shrink
+from jaxrunner.kernels_pallas.lora import lora_expand, lora_shrink
 from jaxrunner.kernels_pallas.mosaic import Shaped
+from jaxrunner.kernels_pallas.products import add_norm
 from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack
 from jaxrunner.model import AdapterOps
 from jaxrunner.operation import Operation

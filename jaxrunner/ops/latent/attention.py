@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.caches.latent import LatentCache
-from jaxrunner.kernels_pallas import latent_decode, latent_reference
+from jaxrunner.kernels_pallas.attention import latent_decode, latent_reference
 from jaxrunner.linear import per_head
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Note, Operation, run_first

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.indexing import find_rows, take
-from jaxrunner.kernels_pallas import prefill_attention as kernel
+from jaxrunner.kernels_pallas.attention import prefill_attention as kernel
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Operation
 from jaxrunner.ops.latent.attention import unlike

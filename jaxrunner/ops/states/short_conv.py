@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.state import ConvParts, StateCache
 from jaxrunner.indexing import take
-from jaxrunner.kernels_pallas import conv_step
-from jaxrunner.kernels_pallas.conv_step import EPS
+from jaxrunner.kernels_pallas.states import conv_step
+from jaxrunner.kernels_pallas.states.conv_step import EPS
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops.states.state_rows import StateRows, counted, put, state_rows
 from jaxrunner.types import Array, Batch

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import find_rows, take
-from jaxrunner.kernels_pallas import delta_chunks, state_chunks
-from jaxrunner.kernels_pallas.delta_chunks import Chunks
-from jaxrunner.kernels_pallas.state_chunks import CHUNK, Rows, Tokens
+from jaxrunner.kernels_pallas.states import delta_chunks, state_chunks
+from jaxrunner.kernels_pallas.states.delta_chunks import Chunks
+from jaxrunner.kernels_pallas.states.state_chunks import CHUNK, Rows, Tokens
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Operation
 from jaxrunner.ops.states import recurrence, state_space

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import state_step
-from jaxrunner.kernels_pallas.state_step import Rows, Tokens, TuningConfig
+from jaxrunner.kernels_pallas.states import state_step
+from jaxrunner.kernels_pallas.states.state_step import Rows, Tokens, TuningConfig
 from jaxrunner.model import Recurrence
 from jaxrunner.operation import Operation
 from jaxrunner.ops.states import delta_rule, recurrence, state_space

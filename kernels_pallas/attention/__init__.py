@@ -1,0 +1,1 @@
+"""Attention over pages of keys and values, and what writes them."""

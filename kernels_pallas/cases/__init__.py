@@ -1,0 +1,1 @@
+"""Problems that tests and `python -m jaxrunner.bench --kernels` give kernels."""

@@ -1,0 +1,1 @@
+"""Experts of mixtures: which a token goes to, and their products."""

@@ -1,0 +1,1 @@
+"""Products with weights of 16 bits, and the norms around them."""

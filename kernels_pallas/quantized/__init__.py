@@ -1,0 +1,1 @@
+"""Products with weights of 8 and 4 bits."""

@@ -1,0 +1,115 @@
+"""How products with weights of few bits are shared out to tiles, by their shape and tokens."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas.mosaic import Shaped
+from jaxrunner.kernels_pallas.products.matmul import ROWS
+from jaxrunner.kernels_pallas.quantized import quantized_tile
+from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig
+from jaxrunner.types import Array
+
+MIN_TOKENS, MAX_TOKENS = 64, 256  # fewer do not fill what `wgmma` computes at a time
+# Below this part of the multiprocessors `quantized_matmul`, whose tiles are as small as 8 rows,
+# makes up for widening each weight several times.
+FEWEST = 3
+
+
+class Rule(NamedTuple):
+    """Sizes for steps of some tokens. Those that leave least idle run; of equals the first."""
+
+    tokens: int  # at most
+    whole: tuple[TuningConfig, ...]
+    parts: tuple[TuningConfig, ...]  # of sums that another kernel adds up
+
+
+# Two warpgroups have 232 registers a thread, four have 112. Sums multiplied with scales want twice
+# those of the sums: with two warpgroups up to 128 tokens fit, with four 64. More tokens take
+# weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
+# Left out, as their registers spill: two groups by two turns, and four turns of 14,336 terms.
+RULES = (
+    Rule(
+        64,
+        (
+            TuningConfig(groups=4, exact=True),
+            TuningConfig(groups=2, exact=True),
+            TuningConfig(groups=1, turns=2, exact=True),
+        ),
+        (
+            TuningConfig(groups=2, parts=4, exact=True),
+            TuningConfig(groups=1, turns=2, parts=2, exact=True),
+        ),
+    ),
+    Rule(
+        128,
+        (TuningConfig(groups=2), TuningConfig(groups=1, turns=2)),
+        (
+            TuningConfig(groups=2, parts=4, exact=True),
+            TuningConfig(groups=1, turns=2, parts=2, exact=True),
+        ),
+    ),
+    Rule(
+        256,
+        (TuningConfig(groups=2, terms=64), TuningConfig(groups=1, turns=2, terms=64)),
+        (
+            TuningConfig(groups=2, parts=4, terms=64),
+            TuningConfig(groups=1, turns=2, parts=2, terms=64),
+        ),
+    ),
+)
+
+
+def fit(
+    x: Shaped, weight: Shaped, scale: Shaped, code: str, *, in_parts: bool = False
+) -> TuningConfig | str:
+    """Returns the sizes for x, [T, E], weight, [F, E / packed], and scale, [F / run, G].
+
+    Or why tiles do not serve them, in words.
+    """
+    T = x.shape[0]
+    if not MIN_TOKENS <= T <= MAX_TOKENS:
+        return f"is ahead for {MIN_TOKENS} to {MAX_TOKENS} tokens, got {T}"
+    rule = next(rule for rule in RULES if T <= rule.tokens)
+    # A scale of a whole sum is multiplied with it in any case.
+    found = [
+        replace(c, exact=c.exact and scale.shape[1] > 1)
+        for c in (rule.parts if in_parts else rule.whole)
+    ]
+    reasons = [quantized_tile.refuses(x, weight, scale, code, c) for c in found]
+    served = [c for c, reason in zip(found, reasons, strict=True) if reason is None]
+    if not served:
+        return str(reasons[-1])
+    F, num_ctas = weight.shape[0], served[0].num_ctas
+    best = min(served, key=lambda c: _longest(T, F, c))
+    blocks = _blocks(T, F, best)
+    if blocks * FEWEST < num_ctas:
+        return f"wants work for {num_ctas // FEWEST} multiprocessors, got {blocks} tiles"
+    return best
+
+
+def _blocks(T: int, F: int, c: TuningConfig) -> int:
+    """Returns the tiles that blocks of the grid compute."""
+    return F // (ROWS * c.groups) * c.parts * -(-T // c.tokens)
+
+
+def _longest(T: int, F: int, c: TuningConfig) -> float:
+    """Returns what the busiest multiprocessor computes: rows, by its share of a sum, by tokens."""
+    rounds = -(-_blocks(T, F, c) // (c.num_ctas // c.cluster * c.cluster))
+    return rounds * c.groups * min(T, c.tokens) / c.parts
+
+
+def multiply(
+    x: Array, weight: Array, scale: Array, *, code: str, in_parts: bool = False, dtype: Any = None
+) -> Array:
+    """Returns what `quantized_tile` does, with the sizes that `fit` finds.
+
+    Raises:
+      ValueError: what `fit` says.
+    """
+    c = fit(x, weight, scale, code, in_parts=in_parts)
+    if isinstance(c, str):
+        raise ValueError(f"quantized_tile {c}")
+    wide = jnp.dtype(jnp.float32) if in_parts else dtype
+    return quantized_tile.quantized_tile(x, weight, scale, code=code, dtype=wide, config=c)

@@ -1,0 +1,305 @@
+"""Products of dozens to hundreds of tokens with weights of 8 or 4 bits, on Hopper (Mosaic GPU).
+
+Weights are the tall operand: a block of the grid computes some of their rows for all tokens, so
+that each weight is read and widened once. One warpgroup copies weights and tokens into shared
+memory, step by step of the sum; the others widen 64 rows each in registers and multiply them with
+`wgmma`, by turns: while the tensor cores work for one of them, another widens. Blocks of a cluster
+share what they read of the tokens. Scales are multiplied either with the widened weights, which
+rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one.
+A scale that all terms share is multiplied with their sum.
+Weights are on their way before the kernel that makes the tokens has ended, so it must not be that
+kernel which makes the weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
+from jaxrunner.kernels_pallas.quantized import widen, widen_tile
+from jaxrunner.kernels_pallas.quantized.quantized_matmul import refuses_numbers
+from jaxrunner.kernels_pallas.quantized.quantized_sums import PIECE, Form, Held, Sum, exact, rounded
+from jaxrunner.kernels_pallas.stores import put, put_all_transposed, put_transposed
+from jaxrunner.types import Array
+
+MAX_TOKENS = 256
+# Of a thread that computes, by warpgroups that do, and of one that copies.
+REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40), 4: (112, 32)}
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How the work is shared out."""
+
+    groups: int = 2  # of warpgroups that have rows of their own, 64 each
+    turns: int = 1  # warpgroups that have the same rows, and steps by turns
+    parts: int = 1  # of a sum
+    tokens: int = MAX_TOKENS  # of a block, at most
+    cluster: int = 2  # blocks that share their tokens
+    terms: int = 128  # of a step
+    stages: int = 16  # steps that are in shared memory, fewer where they do not fit
+    num_ctas: int = 132  # at most: an H200's
+    exact: bool = False  # scales are multiplied with sums
+    spread: bool = True  # registers are moved from the warpgroup that copies to the others
+
+
+class _Static(NamedTuple):
+    """The compile-time parameters of the kernel."""
+
+    form: Form  # of a part
+    chunks: int  # of tokens
+    tiles: int  # of rows, of which a cluster has several
+    clusters: int
+    items: int  # of a cluster's work
+    c: TuningConfig
+
+    @property
+    def T(self) -> int:
+        """Tokens of a block."""
+        return self.form.tokens
+
+    @property
+    def steps(self) -> int:
+        """Steps of a part."""
+        return self.form.steps
+
+    @property
+    def stages(self) -> int:
+        return self.form.stages
+
+    @property
+    def packed(self) -> int:
+        return widen.PACKED[self.form.code]
+
+    @property
+    def rows(self) -> int:
+        return self.c.groups * ROWS
+
+    @property
+    def consumers(self) -> int:
+        return self.c.groups * self.c.turns
+
+    @property
+    def writers(self) -> int:
+        """Warpgroups whose sums others add to their own."""
+        return self.consumers - self.c.groups
+
+
+def refuses(x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
+    """Says why x, [T, E], weight, [F, E / packed], and scale, [F / run, G], are not served."""
+    if reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS):
+        return reason
+    (T, E), F = x.shape, weight.shape[0]
+    fit = _fit(T, E, F, scale.shape, code, c)
+    return fit if isinstance(fit, str) else None
+
+
+def _fit(
+    T: int, E: int, F: int, scale: tuple[int, ...], code: str, c: TuningConfig
+) -> _Static | str:
+    """Shares the work out, or says why it cannot."""
+    # Of one token the copies read eight: what is not there is 0.
+    tokens, group, packed = max(8, min(T, c.tokens)), E // scale[1], widen.PACKED[code]
+    if (T > 1 and T % tokens) or tokens % (8 * c.cluster):
+        return f"wants tokens in multiples of {8 * c.cluster}, {tokens} at a time, got {T}"
+    if E % (c.terms * c.parts) or F % (ROWS * c.groups * c.cluster):
+        return (
+            f"wants sums of a multiple of {c.terms * c.parts} terms and outputs of "
+            f"{ROWS * c.groups * c.cluster}, got {E} and {F}"
+        )
+    if E % scale[1] or F % scale[0] or group % PIECE or (group % c.terms and c.terms % group):
+        return f"wants scales of runs that divide {c.terms} or that it divides, got {group}"
+    tiles, chunks = F // (ROWS * c.groups), -(-T // tokens)
+    size = c.terms * (2 * tokens + ROWS * c.groups // packed)
+    steps = E // (c.terms * c.parts)
+    form = Form(
+        code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
+        c.turns,
+    )  # fmt: skip
+    left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
+    left -= c.groups * c.turns * form.kept * 4
+    stages = min(c.stages, left // size, steps)
+    stages -= stages % c.turns  # a place is of one warpgroup's steps for ever
+    if stages < 2 or stages < c.turns or steps % c.turns:
+        return f"wants fewer tokens at a time, got {tokens}"
+    items = tiles // c.cluster * c.parts * chunks
+    form = form._replace(stages=stages)
+    return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
+
+
+def quantized_tile(
+    x: Array, weight: Array, scale: Array, *, code: str, dtype: Any = None,
+    config: TuningConfig = TuningConfig(),
+) -> Array:  # fmt: skip
+    """Returns x, [T, E], times the weights: [T, F] in `dtype`, that of x if None.
+
+    With several parts, which are to be added up: [parts, T, F]. weight: [F, E] in 8 bits, or
+    [F, E / 2] with two numbers a byte, the first in the low half, of int4 8 more than the number.
+    scale: float32 [F / run, E / group], of runs of rows and of terms.
+
+    Raises:
+      ValueError: what `refuses` says.
+    """
+    if why := refuses(x, weight, scale, code, config):
+        raise ValueError(f"quantized_tile {why}")
+    (T, E), F, c = x.shape, weight.shape[0], config
+    s = _fit(T, E, F, scale.shape, code, c)
+    assert isinstance(s, _Static)
+    width, shape = c.terms // s.packed, (T, F) if c.parts == 1 else (c.parts, T, F)
+    return plgpu.kernel(
+        functools.partial(_kernel, s),
+        out_type=jax.ShapeDtypeStruct(shape, dtype or x.dtype),
+        scratch_types=dict(
+            w_smem=plgpu.SMEM(
+                (s.stages, s.rows, width), weight.dtype, transforms=mosaic.tiled(min(width, 128), 1)
+            ),
+            x_smem=plgpu.SMEM(
+                (s.stages, c.terms // PIECE, s.T, PIECE), x.dtype, transforms=mosaic.tiled(PIECE, 2)
+            ),
+            other=plgpu.SMEM(
+                (max(s.writers, 1), *((ROWS, s.T) if s.writers else (8, 8))), jnp.float32
+            ),
+            kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=1 + c.terms // PIECE, num_barriers=s.stages),
+            free=_free(s),
+            told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
+            read=plgpu.Barrier(num_arrivals=c.groups),
+        ),
+        grid=(s.clusters,), grid_names=("team",), num_threads=s.consumers + 1, thread_name="wg",
+        cluster=(c.cluster,) if c.cluster > 1 else (),
+        cluster_names=("peer",) if c.cluster > 1 else (),
+        kernel_name="quantized_tile", compiler_params=COMPILER,
+    )(x, weight, scale)  # fmt: skip
+
+
+def _free(s: _Static) -> Any:
+    if s.c.cluster == 1:
+        return plgpu.Barrier(num_arrivals=s.c.groups, num_barriers=s.stages)
+    return plgpu.ClusterBarrier(
+        collective_axes=("peer",), num_arrivals=s.c.groups, num_barriers=s.stages
+    )
+
+
+class _Item(NamedTuple):
+    """The work item that a block computes at a time."""
+
+    tile: Array
+    part: Array
+    chunk: Array
+
+
+def _kernel(
+    s: _Static, x: Ref, w: Ref, scale: Ref, out: Ref, *, w_smem: Ref, x_smem: Ref, other: Ref,
+    kept: Ref, full: Barrier, free: Barrier, told: Barrier, read: Barrier,
+) -> None:  # fmt: skip
+    wg, team = lax.axis_index("wg"), lax.axis_index("team")
+    peer = lax.axis_index("peer") if s.c.cluster > 1 else 0
+    rounds = lax.div(s.items - team + s.clusters - 1, s.clusters)
+
+    def item(r: Array) -> _Item:
+        n, wide = team + r * s.clusters, s.tiles // s.c.cluster
+        tile, rest = lax.rem(n, wide), lax.div(n, wide)
+        return _Item(tile * s.c.cluster + peer, lax.rem(rest, s.c.parts), lax.div(rest, s.c.parts))
+
+    @pl.when(wg < s.consumers)
+    def _() -> None:
+        if s.c.spread:
+            plgpu.set_max_registers(REGISTERS[s.consumers][0], action="increase")
+        group, turn = lax.rem(wg, s.c.groups), lax.div(wg, s.c.groups)
+        held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free)
+
+        def one(r: Array, _: None) -> None:
+            at = item(r)
+            first = (at.tile * s.c.groups + group) * ROWS
+            mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
+            y = (exact if s.c.exact else rounded)(s.form, held, mine)
+            _finish(s, group, turn, r, at, first, y, out, other, told, read)
+            return _
+
+        lax.fori_loop(0, rounds, one, None)
+
+    @pl.when(wg == s.consumers)
+    def _() -> None:
+        if s.c.spread:
+            plgpu.set_max_registers(REGISTERS[s.consumers][1], action="decrease")
+        _fetch(s, rounds, item, x, w, w_smem, x_smem, full, free)
+
+
+def _fetch(
+    s: _Static, rounds: Array, item: Callable[[Array], _Item], x: Ref, w: Ref, w_smem: Ref,
+    x_smem: Ref, full: Barrier, free: Barrier,
+) -> None:  # fmt: skip
+    """Copies weights and tokens, step by step of each item."""
+    peers: dict[str, Any] = dict(collective_axes="peer") if s.c.cluster > 1 else {}
+
+    def place(step: Index) -> tuple[_Item, Array, Array]:
+        at = item(lax.div(step, s.steps))
+        return (
+            at,
+            at.part * s.steps + lax.rem(step, s.steps),
+            lax.rem(step, s.stages),
+        )
+
+    def weights(step: Index) -> None:
+        (tile, _, _), n, slot = place(step)
+        width = s.c.terms // s.packed
+        source = w.at[pl.ds(tile * s.rows, s.rows), pl.ds(n * width, width)]
+        mosaic.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+
+    def tokens(step: Index) -> None:
+        (_, _, chunk), n, slot = place(step)
+        for i in range(s.c.terms // PIECE):
+            source = x.at[pl.ds(chunk * s.T, s.T), pl.ds(n * s.c.terms + i * PIECE, PIECE)]
+            mosaic.copy_gmem_to_smem(source, x_smem.at[slot, i], full.at[slot], **peers)
+
+    def wait(step: Array) -> None:
+        mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
+
+    each(0, s.stages, weights)
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+    each(0, s.stages, tokens)
+    total = rounds * s.steps
+    each(s.stages, total, wait, weights, tokens)
+    # A block may not end while its peer still tells it that a slot is free.
+    each(total, total + s.stages, wait)
+
+
+def _finish(
+    s: _Static, group: Array, turn: Array, r: Array, at: _Item, first: Array, y: Array, out: Ref,
+    other: Ref, told: Barrier, read: Barrier,
+) -> None:  # fmt: skip
+    """Adds up the sums of warpgroups with the same rows, and writes them."""
+    groups, turns = s.c.groups, s.c.turns
+    if turns > 1:
+
+        @pl.when(turn > 0)
+        def _() -> None:
+            pl.when(r > 0)(lambda: mosaic.barrier_wait(read))
+            put(other.at[(turn - 1) * groups + group], y)
+            mosaic.barrier_arrive(told)
+
+    @pl.when(turn == 0)
+    def _() -> None:
+        total = y
+        if turns > 1:
+            mosaic.barrier_wait(told)
+            for i in range(turns - 1):
+                source = other.at[i * groups + group]
+                total = total + mosaic.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+            mosaic.barrier_arrive(read)
+        target = out if len(out.shape) == 2 else out.at[at.part]
+        num = min(s.T, target.shape[0])
+        outputs = target.at[pl.ds(at.chunk * s.T, num), pl.ds(first, ROWS)]
+        write = put_all_transposed if num == s.T else put_transposed
+        write(total.astype(out.dtype), outputs)

@@ -1,0 +1,144 @@
+"""Weights of 8 or 4 bits as the left operand of `wgmma`, in registers of a warpgroup, on Hopper.
+
+A thread reads two numbers of a row at a time, those that `wgmma` wants of it, so that nothing is
+shuffled between threads.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+import numpy as np
+
+from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas.mosaic import Layout, Ref
+from jaxrunner.kernels_pallas.quantized import widen
+from jaxrunner.types import Array
+
+# A thread has every fourth byte of two rows: two halves that lie beside each other.
+_BYTES: Layout = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))), (-7,), (-3, -2), -1
+)
+# (the number's word, a multiply-add's operands or none) -> PTX for two bfloat16 numbers in a0
+_E4M3 = (
+    "prmt.b32 a0, $1, 0, 0x9180;"  # each byte with its sign above
+    "shl.b32 a0, a0, 4;"
+    "and.b32 a0, a0, 0x87f087f0;"
+)
+_INT8 = (
+    "prmt.b32 a0, $1, 0x43, 0x4140;"
+    "and.b32 a1, a0, 0xff7fff7f;"
+    "and.b32 a2, a0, 0xff80ff80;"
+    "sub.bf16x2 a0, a1, a2;"
+)
+_HALVES = "mul.lo.u32 a0, $1, 0x1001;"
+_INT4 = (
+    _HALVES + "lop3.b32 a0, a0, 0x000f000f, 0x43004300, 0xea;"
+    "mov.b32 a1, 0x43084308;"
+    "sub.bf16x2 a0, a0, a1;"
+)
+_E2M1 = (
+    _HALVES + "shl.b32 a1, a0, 6;"
+    "shl.b32 a2, a0, 12;"
+    "and.b32 a1, a1, 0x01c001c0;"
+    "lop3.b32 a0, a2, 0x80008000, a1, 0xea;"
+)
+NUMBERS = {"float8_e4m3fn": _E4M3, "int8": _INT8, "int4": _INT4, "float4_e2m1fn": _E2M1}
+# The powers of 2 that numbers are multiplied by: as bfloat16 their exponents are too small.
+_POWER = {"float8_e4m3fn": 120, "float4_e2m1fn": 126}
+_LESS = 8  # of which sums get this much: a scale times the power stays a bfloat16
+FACTOR = {code: 2.0**_LESS if code in _POWER else 1.0 for code in NUMBERS}
+
+
+def load(ref: Ref, packed: int) -> Array:
+    """Reads weights, [64, n] in bytes, `packed` numbers in each."""
+    layout = plgpu.Layout.WGMMA if packed == 1 else _BYTES
+    return mosaic.load(ref, layout=layout, optimized=False)
+
+
+def split(scale: Array, code: str) -> tuple[Array, Array]:
+    """Returns scales of rows, [64] in float32, as two summands in bfloat16."""
+    if code in _POWER:
+        scale = scale * 2.0 ** (_POWER[code] - _LESS)
+    high = scale.astype(jnp.bfloat16)
+    return high, (scale - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def scaled(raw: Array, scales: Sequence[tuple[Array, Array]], code: str) -> Array:
+    """Returns weights, [64, n] in bytes, times scales of rows, [64], less FACTOR, rounded once.
+
+    scales: what `split` returns, of equal parts of the weights of a row, one behind the other.
+    """
+    text = NUMBERS[code] + "mul.bf16x2 a1, a0, $3; fma.rn.bf16x2 $0, a0, $2, a1;"
+    return _convert(raw, scales, code, lambda word, rows: _asm([word, *rows], text))
+
+
+def shifted(raw: Array, powers: Sequence[Array], code: str) -> Array:
+    """Returns weights, [64, n] in bytes, times powers of two of rows, [64] in bfloat16, exactly.
+
+    powers: of equal parts of the weights of a row, one behind the other.
+    """
+    text = _plain(code, "a0") + "mul.bf16x2 $0, a0, $2;"
+    rows = [(power,) for power in powers]
+    return _convert(raw, rows, code, lambda word, rows: _asm([word, *rows], text))
+
+
+def plain(raw: Array, code: str) -> Array:
+    """Returns weights, [64, n] in bytes, as numbers in bfloat16."""
+    text = _plain(code, "$0")
+    return _convert(raw, [()], code, lambda word, _: _asm([word], text))
+
+
+def _plain(code: str, target: str) -> str:
+    """Returns PTX for two numbers in `target`."""
+    if code not in _POWER:
+        return NUMBERS[code] + f"mov.b32 {target}, a0;"
+    bits = (127 + _POWER[code]) << 7
+    return NUMBERS[code] + f"mov.b32 a1, {bits << 16 | bits:#x}; mul.bf16x2 {target}, a0, a1;"
+
+
+def _convert(
+    raw: Array, rows: Sequence[tuple[Array, ...]], code: str,
+    pair: Callable[[ir.Value, list[ir.Value]], ir.Value],
+) -> Array:  # fmt: skip
+    packed, layout = widen.PACKED[code], plgpu.Layout.WGMMA
+    out = plgpu.ShapeDtypeStruct((raw.shape[0], raw.shape[1] * packed), jnp.bfloat16, layout=layout)
+    given, num = layout if packed == 1 else _BYTES, len(rows[0])
+
+    @mosaic.inline_mgpu(arg_types=(given, *[layout.reduce(1)] * (num * len(rows))), return_type=out)
+    def convert(
+        _: Any, raw: mgpu.FragmentedArray, *rows_of_parts: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
+        i32, kind = ir.IntegerType.get_signless(32), layout.to_mgpu()
+        two = ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = np.empty(kind.registers_shape(out.shape), dtype=object)
+        twice = [
+            [utils.bitcast(vector.broadcast(two, _only(r)), i32) for r in row.registers.flat]
+            for row in rows_of_parts
+        ]
+        narrow = ir.IntegerType.get_signless(16 // packed)
+        places = np.ndindex(registers.shape)
+        for i, (place, reg) in enumerate(zip(places, raw.registers.flat, strict=True)):
+            word = arith.extui(i32, utils.bitcast(reg, narrow))
+            part = i * len(rows) // raw.registers.size
+            mine = twice[part * num : (part + 1) * num]
+            # A thread has numbers in two rows, by turns.
+            registers[place] = utils.bitcast(pair(word, [each[i % 2] for each in mine]), two)
+        return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
+
+    return convert(raw, *[row for part in rows for row in part])
+
+
+def _only(register: ir.Value) -> ir.Value:
+    return vector.extract(register, dynamic_position=[], static_position=[0])
+
+
+def _asm(words: list[ir.Value], text: str) -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    kinds = ",".join(["=r"] + ["r"] * len(words))
+    return mosaic.inline_asm(i32, words, "{ .reg .b32 a<4>; " + text + " }", kinds)

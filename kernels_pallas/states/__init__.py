@@ -1,0 +1,1 @@
+"""Layers with states: convolutions, Mamba-2 and gated delta nets."""
