@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
@@ -31,7 +31,8 @@ TERMS = 128  # that share a scale
 CONSUMERS = TILE // ROWS
 REGISTERS = 232, 40  # of a thread that computes, and of one that copies
 MAX_PARTS = 8
-WINDOW = 8  # steps whose scales are copied at once, more than there are stages
+WINDOW = 8  # steps whose scales are copied at once, more than there are stages; fewer end a tile
+WINDOWS = 3  # in shared memory: one is read, a short one may follow, and the next is on its way
 LINE = 32  # scales of weights that are copied at once: 128 bytes are the fewest
 ALIGNED = 4  # scales in 16 bytes: no copy may begin elsewhere
 E4M3 = jnp.float8_e4m3fn
@@ -127,13 +128,14 @@ def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | 
 
 def fp8_blocks(
     x: Array, x_scale: Array, weight: Array, scale: Array, *, dtype: Any = jnp.bfloat16,
-    config: TuningConfig = TuningConfig(),
+    config: TuningConfig = TuningConfig(), interpret: Any = None,
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times weight, [F, E], both in float8_e4m3fn: [T, F] in `dtype`.
 
     With several parts, which are to be added up: [parts, T, F].
     x_scale: [E / 128, T], float32, of each token, as `fp8_rounding` returns it; scale: [F / run,
-    E / 128], float32, of runs of outputs.
+    E / 128], float32, of runs of outputs. interpret: parameters of Pallas' interpreter, which knows
+    no clusters; None on a GPU.
 
     Raises:
       ValueError: what `refuses` says, or `config.parts` do not divide the sums.
@@ -148,7 +150,7 @@ def fp8_blocks(
     s = _fit(T, E, F, scale.shape[0], size, c)
     layout = mosaic.tiled(TERMS, 1)
     return plgpu.kernel(
-        functools.partial(_kernel, s),
+        functools.partial(_kernel, s, interpret is None),
         out_type=jax.ShapeDtypeStruct((T, F) if c.parts == 1 else (c.parts, T, F), dtype),
         scratch_types=dict(
             x_smem=plgpu.SMEM((s.stages, TILE, TERMS), E4M3, transforms=layout),
@@ -156,16 +158,16 @@ def fp8_blocks(
             out_smem=plgpu.SMEM(
                 (CONSUMERS, ROWS, TILE), dtype, transforms=mosaic.tiled(128 // size, size)
             ),
-            own=plgpu.SMEM((2, WINDOW, TILE), jnp.float32),
-            shared=plgpu.SMEM((2, LINE), jnp.float32),
+            own=plgpu.SMEM((WINDOWS, WINDOW, TILE), jnp.float32),
+            shared=plgpu.SMEM((WINDOWS, LINE), jnp.float32),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
             free=_free(s),
-            told=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            told=plgpu.Barrier(num_arrivals=2, num_barriers=WINDOWS),
         ),
         grid=(s.clusters,), grid_names=("team",), num_threads=CONSUMERS + 1, thread_name="wg",
         cluster=(s.cluster,) if s.cluster > 1 else (),
         cluster_names=("peer",) if s.cluster > 1 else (),
-        kernel_name="fp8_blocks", compiler_params=COMPILER,
+        kernel_name="fp8_blocks", compiler_params=COMPILER, interpret=interpret,
     )(x, x_scale, weight, scale)  # fmt: skip
 
 
@@ -181,7 +183,7 @@ def _fit(T: int, E: int, F: int, scales: int, size: int, c: TuningConfig) -> _St
     tokens, outputs, steps = -(-T // TILE), F // TILE, E // (TERMS * c.parts)
     of_tokens = tokens % c.cluster == 0
     cluster = c.cluster if of_tokens or outputs % c.cluster == 0 else 1
-    left = SMEM_BYTES - TILE * TILE * size - 2 * 4 * (WINDOW * TILE + LINE)
+    left = SMEM_BYTES - TILE * TILE * size - WINDOWS * 4 * (WINDOW * TILE + LINE)
     s = _Static(
         tokens, outputs, steps, outputs // scales, min(c.stages, left // (2 * TILE * TERMS), steps),
         0, 1, c.parts, cluster, of_tokens,
@@ -200,8 +202,8 @@ def _free(s: _Static) -> Any:
 
 
 def _kernel(
-    s: _Static, x: Ref, x_scale: Ref, w: Ref, scale: Ref, out: Ref, *, x_smem: Ref, w_smem: Ref,
-    out_smem: Ref, own: Ref, shared: Ref, full: Barrier, free: Barrier, told: Barrier,
+    s: _Static, is_device: bool, x: Ref, x_scale: Ref, w: Ref, scale: Ref, out: Ref, *, x_smem: Ref,
+    w_smem: Ref, out_smem: Ref, own: Ref, shared: Ref, full: Barrier, free: Barrier, told: Barrier,
 ) -> None:  # fmt: skip
     wg, team = lax.axis_index("wg"), lax.axis_index("team")
     item = functools.partial(s.item, team, lax.axis_index("peer") if s.cluster > 1 else 0)
@@ -209,7 +211,8 @@ def _kernel(
 
     @pl.when(wg < CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        if is_device:  # an interpreter of kernels knows no registers, and no launches
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
         tiles, barriers = (x_smem, w_smem, out_smem, own, shared), (full, free, told)
         one = functools.partial(_compute, s, wg, item, out, *tiles, *barriers)
         lax.fori_loop(0, rounds, one, None)
@@ -217,15 +220,16 @@ def _kernel(
 
     @pl.when(wg == CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        if is_device:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
         sources, scales = (x, w, x_scale, scale), (own, shared)
-        _fetch(s, rounds, item, *sources, x_smem, w_smem, *scales, full, free, told)
+        _fetch(s, is_device, rounds, item, *sources, x_smem, w_smem, *scales, full, free, told)
 
 
 def _fetch(
-    s: _Static, rounds: Array, item: Callable[[Array], _Item], x: Ref, w: Ref, x_scale: Ref,
-    scale: Ref, x_smem: Ref, w_smem: Ref, own: Ref, shared: Ref, full: Barrier, free: Barrier,
-    told: Barrier,
+    s: _Static, is_device: bool, rounds: Array, item: Callable[[Array], _Item], x: Ref, w: Ref,
+    x_scale: Ref, scale: Ref, x_smem: Ref, w_smem: Ref, own: Ref, shared: Ref, full: Barrier,
+    free: Barrier, told: Barrier,
 ) -> None:  # fmt: skip
     """Copies tokens and weights, step by step of each tile, and scales of several steps."""
     both: dict[str, Any] = dict(collective_axes="peer") if s.cluster > 1 else {}
@@ -246,7 +250,7 @@ def _fetch(
         mosaic.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot], **of_tokens)
 
     def scales(step: Index) -> None:
-        (at, n, _), slot = place(step), lax.rem(s.window(step), 2)
+        (at, n, _), slot = place(step), lax.rem(s.window(step), WINDOWS)
 
         @pl.when(lax.rem(lax.rem(step, s.steps), WINDOW) == 0)
         def copy() -> None:
@@ -260,8 +264,8 @@ def _fetch(
         mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
 
     each(0, s.stages, weights)
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
+    if is_device:
+        pdl.begin()
     each(0, s.stages, tokens, scales)
     total = rounds * s.steps
     each(s.stages, total, wait, weights, tokens, scales)
@@ -280,7 +284,7 @@ def _compute(
 
     def body(step: Array, total: Array) -> Array:
         number, entry = turn * s.steps + step, lax.rem(step, WINDOW)
-        slot, window = lax.rem(number, s.stages), lax.rem(s.window(number), 2)
+        slot, window = lax.rem(number, s.stages), lax.rem(s.window(number), WINDOWS)
         pl.when(entry == 0)(lambda: mosaic.barrier_wait(told.at[window]))
         mosaic.barrier_wait(full.at[slot])
         scale = mosaic.load(own.at[window, entry, mine], layout=layout.reduce(1), optimized=False)

@@ -6,6 +6,7 @@ come from their product, and are never written as floats. DeepSeek-V3, arXiv:241
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -40,11 +41,12 @@ def refuses(x: Shaped) -> str | None:
     return None
 
 
-def fp8_rounding(x: Array) -> tuple[Array, Array]:
+def fp8_rounding(x: Array, *, interpret: Any = None) -> tuple[Array, Array]:
     """Returns x, [T, E], as numbers in float8_e4m3fn, and their scales, float32 [E / 128, T].
 
     Gates and units, [T, 2, E], of a SwiGLU (arXiv:2002.05202) are multiplied first, as plain JAX
     does: silu of a gate is rounded to the dtype of x, and so is its product with the unit.
+    interpret: parameters of Pallas' interpreter; None on a GPU.
 
     Raises:
       ValueError: what `refuses` says.
@@ -57,18 +59,19 @@ def fp8_rounding(x: Array) -> tuple[Array, Array]:
         if n == EIGHT or (T % n == 0 and T // n * (E // TERMS) >= MIN_BLOCKS)
     )  # fmt: skip
     return plgpu.kernel(
-        functools.partial(_kernel, tokens),
+        functools.partial(_kernel, tokens, interpret is None),
         out_type=(
             jax.ShapeDtypeStruct((T, E), E4M3), jax.ShapeDtypeStruct((E // TERMS, T), jnp.float32)
         ),
         grid=(T // tokens, E // TERMS), grid_names=("tokens", "group"),
         kernel_name="fp8_rounding",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True), interpret=interpret,
     )(x)  # fmt: skip
 
 
-def _kernel(tokens: int, x: Ref, numbers: Ref, scales: Ref) -> None:
-    pdl.begin()
+def _kernel(tokens: int, is_device: bool, x: Ref, numbers: Ref, scales: Ref) -> None:
+    if is_device:  # an interpreter of kernels knows no launches
+        pdl.begin()
     group = lax.axis_index("group")
     rows = pl.ds(lax.axis_index("tokens") * tokens, tokens)
     terms = pl.ds(group * TERMS, TERMS)
