@@ -85,7 +85,9 @@ def test_parts_of_sums_equal_those_of_plain_jax(
         args = batch, x, weight, bias if has_bias else None, cache, 0, parts
         return jax.jit(lambda: short_conv.convolve(candidates, *args, note=told.append))()
 
-    kernel = functools.partial(short_conv.one_token, interpret=interpreted())
+    # What stands in for stores of threads writes what it has read of others' places.
+    how = interpreted(detect_races=False)
+    kernel = functools.partial(short_conv.one_token, interpret=how)
     kernels = short_conv.KERNELS[0]._replace(run=kernel), *short_conv.PLAIN
     (got, after), (want, expected) = run(kernels), run(short_conv.PLAIN)
     assert [one.name for one in told] == ["conv_step", "plain JAX"]

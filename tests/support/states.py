@@ -32,9 +32,14 @@ def batch_of(rows: list[tuple[int, int, int]], T: int, B: int, query_len: int = 
     )  # fmt: skip
 
 
-def interpreted() -> Any:
-    """Returns how kernels run here: on a GPU as they are."""
-    return pallas.InterpretGPUParams() if jax.default_backend() == "cpu" else None
+def interpreted(*, detect_races: bool = True) -> Any:
+    """Returns how kernels run here: on a GPU as they are.
+
+    detect_races: JAX 0.12 raises where threads use memory without order, 0.11 says so.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    return pallas.InterpretGPUParams(detect_races=detect_races)
 
 
 def sized(*sizes: int, dtype: Any = jnp.float32) -> Any:
