@@ -24,6 +24,7 @@ from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
+from jaxrunner.kernels_pallas.quantized.quantized_tile import free_slots
 from jaxrunner.types import Array
 
 TILE = 128  # tokens, and outputs, of a tile
@@ -88,13 +89,25 @@ class _Static(NamedTuple):
 
     def window(self, step: Index) -> Index:
         """Returns which window of scales a step of a block is in."""
-        return lax.div(step, self.steps) * -(-self.steps // WINDOW) + lax.div(
-            lax.rem(step, self.steps), WINDOW
-        )
+        turn, rest = lax.div(step, self.steps), lax.rem(step, self.steps)
+        return turn * -(-self.steps // WINDOW) + lax.div(rest, WINDOW)
 
     def rounds(self, team: Array) -> Array:
         """Returns how many pieces of work a cluster has."""
         return lax.div(self.items - team + self.clusters - 1, self.clusters)
+
+
+class _Held(NamedTuple):
+    """What lies in shared memory."""
+
+    x_smem: Ref  # [stages, TILE, TERMS]
+    w_smem: Ref  # [stages, TILE, TERMS]
+    out_smem: Ref  # [CONSUMERS, ROWS, TILE]
+    own: Ref  # [WINDOWS, WINDOW, TILE]: scales of tokens
+    shared: Ref  # [WINDOWS, LINE]: of weights
+    full: Barrier
+    free: Barrier
+    told: Barrier  # that scales are there
 
 
 class _Item(NamedTuple):
@@ -134,8 +147,8 @@ def fp8_blocks(
 
     With several parts, which are to be added up: [parts, T, F].
     x_scale: [E / 128, T], float32, of each token, as `fp8_rounding` returns it; scale: [F / run,
-    E / 128], float32, of runs of outputs. interpret: parameters of Pallas' interpreter, which knows
-    no clusters; None on a GPU.
+    E / 128], float32, of runs of outputs. interpret: parameters of Pallas' interpreter; None on a
+    GPU.
 
     Raises:
       ValueError: what `refuses` says, or `config.parts` do not divide the sums.
@@ -161,7 +174,7 @@ def fp8_blocks(
             own=plgpu.SMEM((WINDOWS, WINDOW, TILE), jnp.float32),
             shared=plgpu.SMEM((WINDOWS, LINE), jnp.float32),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
-            free=_free(s),
+            free=free_slots(s.stages, CONSUMERS, s.cluster),
             told=plgpu.Barrier(num_arrivals=2, num_barriers=WINDOWS),
         ),
         grid=(s.clusters,), grid_names=("team",), num_threads=CONSUMERS + 1, thread_name="wg",
@@ -193,19 +206,10 @@ def _fit(T: int, E: int, F: int, scales: int, size: int, c: TuningConfig) -> _St
     )
 
 
-def _free(s: _Static) -> Any:
-    if s.cluster == 1:
-        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.stages)
-    return plgpu.ClusterBarrier(
-        collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=s.stages
-    )
-
-
 def _kernel(
-    s: _Static, is_device: bool, x: Ref, x_scale: Ref, w: Ref, scale: Ref, out: Ref, *, x_smem: Ref,
-    w_smem: Ref, out_smem: Ref, own: Ref, shared: Ref, full: Barrier, free: Barrier, told: Barrier,
-) -> None:  # fmt: skip
-    wg, team = lax.axis_index("wg"), lax.axis_index("team")
+    s: _Static, is_device: bool, x: Ref, x_scale: Ref, w: Ref, scale: Ref, out: Ref, **smem: Any
+) -> None:
+    held, wg, team = _Held(**smem), lax.axis_index("wg"), lax.axis_index("team")
     item = functools.partial(s.item, team, lax.axis_index("peer") if s.cluster > 1 else 0)
     rounds = s.rounds(team)
 
@@ -213,23 +217,19 @@ def _kernel(
     def _() -> None:
         if is_device:  # an interpreter of kernels knows no registers, and no launches
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-        tiles, barriers = (x_smem, w_smem, out_smem, own, shared), (full, free, told)
-        one = functools.partial(_compute, s, wg, item, out, *tiles, *barriers)
-        lax.fori_loop(0, rounds, one, None)
+        lax.fori_loop(0, rounds, functools.partial(_compute, s, wg, item, out, held), None)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == CONSUMERS)
     def _() -> None:
         if is_device:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        sources, scales = (x, w, x_scale, scale), (own, shared)
-        _fetch(s, is_device, rounds, item, *sources, x_smem, w_smem, *scales, full, free, told)
+        _fetch(s, is_device, rounds, item, x, x_scale, w, scale, held)
 
 
 def _fetch(
-    s: _Static, is_device: bool, rounds: Array, item: Callable[[Array], _Item], x: Ref, w: Ref,
-    x_scale: Ref, scale: Ref, x_smem: Ref, w_smem: Ref, own: Ref, shared: Ref, full: Barrier,
-    free: Barrier, told: Barrier,
+    s: _Static, is_device: bool, rounds: Array, item: Callable[[Array], _Item], x: Ref,
+    x_scale: Ref, w: Ref, scale: Ref, held: _Held,
 ) -> None:  # fmt: skip
     """Copies tokens and weights, step by step of each tile, and scales of several steps."""
     both: dict[str, Any] = dict(collective_axes="peer") if s.cluster > 1 else {}
@@ -242,12 +242,12 @@ def _fetch(
     def weights(step: Index) -> None:
         at, n, slot = place(step)
         source = w.at[pl.ds(at.outputs * TILE, TILE), pl.ds(n * TERMS, TERMS)]
-        mosaic.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot], **of_weights)
+        mosaic.copy_gmem_to_smem(source, held.w_smem.at[slot], held.full.at[slot], **of_weights)
 
     def tokens(step: Index) -> None:
         at, n, slot = place(step)
         source = x.at[pl.ds(at.tokens * TILE, TILE), pl.ds(n * TERMS, TERMS)]
-        mosaic.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot], **of_tokens)
+        mosaic.copy_gmem_to_smem(source, held.x_smem.at[slot], held.full.at[slot], **of_tokens)
 
     def scales(step: Index) -> None:
         (at, n, _), slot = place(step), lax.rem(s.window(step), WINDOWS)
@@ -255,13 +255,13 @@ def _fetch(
         @pl.when(lax.rem(lax.rem(step, s.steps), WINDOW) == 0)
         def copy() -> None:
             source = x_scale.at[pl.ds(n, WINDOW), pl.ds(at.tokens * TILE, TILE)]
-            mosaic.copy_gmem_to_smem(source, own.at[slot], told.at[slot])
+            mosaic.copy_gmem_to_smem(source, held.own.at[slot], held.told.at[slot])
             line = pl.ds(n - lax.rem(n, ALIGNED), LINE)
             source = scale.at[lax.div(at.outputs, s.run), line]
-            mosaic.copy_gmem_to_smem(source, shared.at[slot], told.at[slot])
+            mosaic.copy_gmem_to_smem(source, held.shared.at[slot], held.told.at[slot])
 
     def wait(step: Array) -> None:
-        mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
+        mosaic.barrier_wait(held.free.at[lax.rem(step, s.stages)])
 
     each(0, s.stages, weights)
     if is_device:
@@ -274,29 +274,30 @@ def _fetch(
 
 
 def _compute(
-    s: _Static, wg: Array, item: Callable[[Array], _Item], out: Ref, x_smem: Ref, w_smem: Ref,
-    out_smem: Ref, own: Ref, shared: Ref, full: Barrier, free: Barrier, told: Barrier, turn: Array,
+    s: _Static, wg: Array, item: Callable[[Array], _Item], out: Ref, held: _Held, turn: Array,
     _: None,
 ) -> None:  # fmt: skip
     """Sums up 64 tokens of a tile."""
-    layout, mine, place = plgpu.Layout.WGMMA, pl.ds(wg * ROWS, ROWS), out_smem.at[wg]
+    layout, mine, place = plgpu.Layout.WGMMA, pl.ds(wg * ROWS, ROWS), held.out_smem.at[wg]
     at = item(turn)
 
     def body(step: Array, total: Array) -> Array:
         number, entry = turn * s.steps + step, lax.rem(step, WINDOW)
         slot, window = lax.rem(number, s.stages), lax.rem(s.window(number), WINDOWS)
-        pl.when(entry == 0)(lambda: mosaic.barrier_wait(told.at[window]))
-        mosaic.barrier_wait(full.at[slot])
-        scale = mosaic.load(own.at[window, entry, mine], layout=layout.reduce(1), optimized=False)
+        pl.when(entry == 0)(lambda: mosaic.barrier_wait(held.told.at[window]))
+        mosaic.barrier_wait(held.full.at[slot])
+        scale = mosaic.load(
+            held.own.at[window, entry, mine], layout=layout.reduce(1), optimized=False
+        )
         begin = at.part * s.steps + step - entry
-        scale = scale * shared[window, lax.rem(begin, ALIGNED) + entry]
+        scale = scale * held.shared[window, lax.rem(begin, ALIGNED) + entry]
 
         def multiply(acc: Ref) -> Array:
-            mosaic.wgmma(acc, x_smem.at[slot, mine], w_smem.at[slot].T)
+            mosaic.wgmma(acc, held.x_smem.at[slot, mine], held.w_smem.at[slot].T)
             return acc[...]
 
         y = pl.run_scoped(multiply, mosaic.ACC((ROWS, TILE), jnp.float32))
-        mosaic.barrier_arrive(free.at[slot])
+        mosaic.barrier_arrive(held.free.at[slot])
         wide = plgpu.layout_cast(lax.broadcast_in_dim(scale, (ROWS, TILE), [0]), layout)
         return total + y * wide
 

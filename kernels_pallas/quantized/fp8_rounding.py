@@ -18,10 +18,11 @@ from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.quantized.fp8_blocks import E4M3, TERMS
 from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.quantization.activations import LEAST
+from jaxrunner.quantization.scheme import CODES
 from jaxrunner.types import Array
 
-LARGEST = 448.0  # number of e4m3
-LEAST = 1e-12  # of a scale: a token of zeros has none
+LARGEST = CODES["float8_e4m3fn"].most
 MIN_BLOCKS = 256  # of the grid, where so many can be: two a multiprocessor
 MAX_TOKENS, EIGHT = 64, 8  # of a block of the grid
 # Half a warp has the terms of a scale, eight a thread: what it reads at once.

@@ -171,7 +171,7 @@ def quantized_tile(
             ),
             kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
             full=plgpu.Barrier(num_arrivals=1 + c.terms // PIECE, num_barriers=s.stages),
-            free=_free(s),
+            free=free_slots(s.stages, s.c.groups, s.c.cluster),
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
             read=plgpu.Barrier(num_arrivals=c.groups),
         ),
@@ -182,11 +182,12 @@ def quantized_tile(
     )(x, weight, scale)  # fmt: skip
 
 
-def _free(s: _Static) -> Any:
-    if s.c.cluster == 1:
-        return plgpu.Barrier(num_arrivals=s.c.groups, num_barriers=s.stages)
+def free_slots(stages: int, readers: int, cluster: int) -> Any:
+    """Returns barriers by which the readers of each block of a cluster say that they have read."""
+    if cluster == 1:
+        return plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
     return plgpu.ClusterBarrier(
-        collective_axes=("peer",), num_arrivals=s.c.groups, num_barriers=s.stages
+        collective_axes=("peer",), num_arrivals=readers, num_barriers=stages
     )
 
 
