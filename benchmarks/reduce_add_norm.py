@@ -28,6 +28,7 @@ from jaxrunner.bench.workloads import machine
 from jaxrunner.device import xla_options
 from jaxrunner.kernels_pallas.products import peer_rows
 from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
+from jaxrunner.kernels_pallas.products.peer_rows import Peers
 from jaxrunner.kernels_pallas.products.reduce_add_norm import reduce_add_norm, refuses
 from jaxrunner.parallel.mesh import TENSOR
 
@@ -47,7 +48,7 @@ def by_psum(x: Any, parts: Any, weight: Any, places: Any) -> tuple[jax.Array, ja
 
 def by_kernel(x: Any, parts: Any, weight: Any, places: Any) -> tuple[jax.Array, jax.Array]:
     """In one kernel."""
-    return reduce_add_norm(x, parts, weight, places, eps=1e-5)
+    return reduce_add_norm(x, parts, weight, Peers(places, *x.shape), eps=1e-5)
 
 
 def chain(step: Step, calls: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -94,12 +95,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     mesh = Mesh(np.array(jax.devices()), (TENSOR,))
-    exchange = peer_rows.make(mesh, TENSOR, args.len)
+    exchange = peer_rows.make(mesh, TENSOR, max(args.tokens), args.len)
     rng, sizes = np.random.default_rng(0), [(P, T) for P in args.parts for T in args.tokens]
     result: dict[str, Any] = dict(machine(), devices=mesh.size, us_of_a_call={})
     for P, T in sizes:
         given = inputs(mesh, rng, P, T, args.len, exchange.places)
-        if why := refuses(given[0], given[1][0], given[2], given[3][0]):
+        if why := refuses(given[0], given[1][0], given[2], Peers(given[3][0], T, args.len)):
             print(f"{P} parts of {T} tokens: {why}")
             continue
         with ThreadPoolExecutor(4) as pool:

@@ -123,7 +123,7 @@ def test_memory_for_rows_is_planned_and_made_anew_for_a_fork_and_a_restart(saved
     folder, want = saved
     with small_checkpoint.start(folder, tensor_parallel_size=2) as llm:
         runner = llm.engine.runner
-        bytes_of = peer_rows.num_bytes(2, 24)
+        bytes_of = peer_rows.num_bytes(2, runner.program.peer_rows, 24)
         weights = sum(x.nbytes // 2 for x in jax.tree.leaves(runner.params))
         assert llm.memory_plan.weights >= bytes_of
         assert llm.memory_plan.weights - bytes_of < 2 * weights
@@ -201,14 +201,14 @@ def test_jax_and_the_driver_are_asked(driver, monkeypatch):
     [
         (4096, (), None, None),
         (4096, (4,), None, None),
-        (2048, (), None, "memory for rows of 4096, got 2048"),
+        (2048, (), None, "memory is for 64 rows of 4096, got 8 of 2048"),
         (4096, (), 1, "norms no residual before it is added"),
     ],
 )
 def test_which_sums_the_kernel_serves(E, parts, end, why):
     def asked(x: Any, parts: Any, weight: Any, places: Any) -> Any:
         residual, more = device_parts(parts, x.dtype), () if end is None else (weight,)
-        return KERNEL.refuses(x, residual, Peers(places, 4096), weight, 1e-5, False, *more)
+        return KERNEL.refuses(x, residual, Peers(places, 64, 4096), weight, 1e-5, False, *more)
 
     said: list[Any] = []
     shapes = (8, E), (*parts, 8, E), (E,)

@@ -83,7 +83,7 @@ def _with_peers(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(params: tuple[Any, Array], *args: Any, program: Program, **static: Any) -> Any:
         own, places = params
         make: Any = program.ops  # `parallel.tensor.all_reduced`
-        ops = functools.partial(make, peers=Peers(places[0], program.dims["E"]))
+        ops = functools.partial(make, peers=Peers(places[0], program.peer_rows, program.dims["E"]))
         return function(own, *args, program=replace(program, ops=ops), **static)
 
     return run

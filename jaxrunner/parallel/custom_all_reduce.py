@@ -96,7 +96,7 @@ def _reduce(
     x: Array, residual: DeviceParts, peers: Peers, weight: Array, eps: float,
     one_more: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    args = x, residual.parts, weight, peers.places
+    args = x, residual.parts, weight, peers
     return reduce_add_norm.reduce_add_norm(*args, eps=eps, one_more=one_more)
 
 
@@ -106,9 +106,7 @@ def _refuses(
 ) -> str | None:  # fmt: skip
     if end is not None:
         return "norms no residual before it is added"
-    if x.shape[-1] != peers.E:
-        return f"has memory for rows of {peers.E}, got {x.shape[-1]}"
-    return reduce_add_norm.refuses(x, residual.parts, weight, peers.places)
+    return reduce_add_norm.refuses(x, residual.parts, weight, peers)
 
 
 KERNEL = Operation("reduce_add_norm", _reduce, _refuses)

@@ -76,5 +76,6 @@ class RunnerWeights(abc.ABC):
 
 
 def _exchange_of(program: Program) -> peer_rows.Exchange | None:
-    peers = program.peers
-    return None if peers is None else peer_rows.make(peers, TENSOR, program.dims["E"])
+    if (peers := program.peers) is None:
+        return None
+    return peer_rows.make(peers, TENSOR, program.peer_rows, program.dims["E"])

@@ -156,7 +156,8 @@ class SizeCosts:
         """Bytes of a device for the rows of others."""
         if (peers := self.program.peers) is None:
             return 0
-        return peer_rows.num_bytes(peers.shape[TENSOR], self.program.dims["E"])
+        num, program = peers.shape[TENSOR], self.program
+        return peer_rows.num_bytes(num, program.peer_rows, program.dims["E"])
 
 
 def plan_memory(

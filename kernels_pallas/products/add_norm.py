@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import mosaic, pdl
-from jaxrunner.kernels_pallas.mosaic import Barrier, Layout, Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -125,11 +125,12 @@ def cut_rows(E: int, width: int = TuningConfig.width) -> tuple[int, int, int]:
 
 def kernel(
     body: Callable[..., None], T: int, cut: tuple[int, int, int], dtype: DTypeLike,
-    num_norms: int = 1, *, name: str,
+    num_norms: int = 1, *, blocks: int | None = None, name: str,
 ) -> Callable[..., tuple[Array, Array]]:  # fmt: skip
     """Returns a kernel of a block a row, which makes two arrays, [T, *cut]: a sum and its norm.
 
     body: gets both behind its inputs, then the sums and the barriers of `normed`, for each norm.
+    blocks: fewer than rows, each of which serves several.
     """
     row, (groups, warps, _) = jax.ShapeDtypeStruct((T, *cut), dtype), cut
     return plgpu.kernel(
@@ -139,7 +140,7 @@ def kernel(
             plgpu.SMEM((num_norms, groups, warps), jnp.float32),
             plgpu.Barrier(num_arrivals=groups, num_barriers=num_norms),
         ),
-        grid=(T,),
+        grid=(blocks or T,),
         grid_names=("row",),
         num_threads=groups,
         thread_name="group",
@@ -149,7 +150,7 @@ def kernel(
 
 
 def normed(
-    x: Array, weight: Array, group: Array, part_smem: Ref, barriers: Barrier, nth: int = 0, *,
+    x: Array, weight: Array, group: Array, part_smem: Ref, barriers: Barrier, nth: Index = 0, *,
     eps: float, one_more: bool,
 ) -> Array:  # fmt: skip
     """Returns the norm of a warpgroup's part of a row, [warps, width]; a block's nth norm."""

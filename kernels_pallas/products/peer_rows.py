@@ -37,7 +37,8 @@ from jaxrunner.kernels_pallas import lanes, mosaic
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
-MAX_ROWS = 256  # of a call: all of them are on the chip at once, on all devices
+MAX_ROWS = 16384  # of a call
+FEW_ROWS = 256  # that are sent to each of many devices; a ring sends a device less of more rows
 MAX_GROUPS = 8  # warpgroups that share a row
 ITEM_BYTES = 2  # of a number that is sent, bfloat16 or float16
 HEAD_BYTES = MAX_ROWS * MAX_GROUPS * 4  # turns, before the rows
@@ -57,10 +58,16 @@ class Peers(NamedTuple):
     """Where devices write rows of E numbers, as a kernel of one of N devices takes it."""
 
     places: Array  # [N + 2, 2], its own of `Exchange`
+    rows: int  # of a call, at most
     E: int
 
 
-def make(mesh: Mesh, axis: str, E: int) -> Exchange:
+def rows_for(num: int, num_tokens: int) -> int:
+    """Returns how many rows `num` devices exchange, of steps of so many tokens at most."""
+    return min(num_tokens, MAX_ROWS if num == 2 else FEW_ROWS)
+
+
+def make(mesh: Mesh, axis: str, rows: int, E: int) -> Exchange:
     """Returns memory for rows of E numbers among the devices of an axis of a mesh.
 
     All calls that use it must have rows of that E: places follow each other at that distance.
@@ -74,7 +81,7 @@ def make(mesh: Mesh, axis: str, E: int) -> Exchange:
             f"{mesh.size} devices: sum them by psum"
         )
     num, names = mesh.shape[axis], PartitionSpec(mesh.axis_names)
-    words = num_bytes(num, E) // 4
+    words = num_bytes(num, rows, E) // 4
     fill = jax.jit(
         lambda: jnp.full((mesh.size, words), 0xFFFFFFFF, jnp.uint32),
         out_shardings=NamedSharding(mesh, names),
@@ -99,9 +106,9 @@ def abstract_places(mesh: Mesh, axis: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((mesh.size, mesh.shape[axis] + 2, 2), jnp.uint32, sharding=at)
 
 
-def num_bytes(num: int, E: int) -> int:
+def num_bytes(num: int, rows: int, E: int) -> int:
     """Returns the bytes of each of `num` devices for rows of E numbers."""
-    return HEAD_BYTES + MAX_ROWS * 2 * num * E * ITEM_BYTES
+    return HEAD_BYTES + rows * 2 * (num - 1) * E * ITEM_BYTES
 
 
 def region(places: Ref, row: Array, group: Array, E: int) -> tuple[Array, Array]:
@@ -121,7 +128,7 @@ def region(places: Ref, row: Array, group: Array, E: int) -> tuple[Array, Array]
         return mgpu.FragmentedArray.splat(turn, (), is_signed=True)
 
     turn = read(places, row, group)
-    return turn, (2 * row + (turn & 1)) * (num * E * ITEM_BYTES) + HEAD_BYTES
+    return turn, (2 * row + (turn & 1)) * ((num - 1) * E * ITEM_BYTES) + HEAD_BYTES
 
 
 def end(places: Ref, row: Array, group: Array, turn: Array) -> None:
@@ -168,20 +175,22 @@ def exchange(
         step = 4 * size * utils.WARPGROUP_SIZE
         slot = groups * part_bytes
 
-        def of(peer: ir.Value | int, source: ir.Value) -> list[ir.Value]:
-            """Returns the addresses of the chunks that come from a device, at a peer."""
-            base = arith.addi(offset, arith.muli(source, mgpu.c(slot, i32)))
-            base = arith.addi(_address(places, peer), arith.extui(_i64(), base))
+        def of(peer: ir.Value | int, source: ir.Value, target: ir.Value) -> list[ir.Value]:
+            """Returns the addresses of the chunks that come from a rank, at a peer of a rank."""
+            behind = arith.cmpi(arith.CmpIPredicate.ugt, source, target)  # none is its own
+            nth = arith.subi(source, arith.extui(i32, behind))
+            base = arith.extui(_i64(), arith.addi(offset, arith.muli(nth, mgpu.c(slot, i32))))
+            base = arith.addi(_address(places, peer), base)
             return [arith.addi(base, mgpu.c(step * i, _i64())) for i in range(len(chunks))]
 
         for distance in range(1, num):
             peer = arith.addi(rank, mgpu.c(distance, i32))
             peer = arith.remui(peer, mgpu.c(num, i32))
-            for address, chunk in zip(of(peer, rank), chunks, strict=True):
+            for address, chunk in zip(of(peer, rank, peer), chunks, strict=True):
                 _store(address, chunk)
         sources = [mgpu.c(source, i32) for source in range(num)]
         others = [arith.cmpi(arith.CmpIPredicate.ne, rank, source) for source in sources]
-        addresses = [of(num, source) for source in sources]
+        addresses = [of(num, source, rank) for source in sources]
 
         def read() -> list[ir.Value]:
             return [

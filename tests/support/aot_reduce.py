@@ -13,18 +13,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from jaxrunner.device.xla_options import GRAPH
+from jaxrunner.kernels_pallas.products.peer_rows import Peers
 from jaxrunner.kernels_pallas.products.reduce_add_norm import reduce_add_norm
 from jaxrunner.parallel.mesh import TENSOR
 from tests.support.aot import DEVICE
 
 CALLS, OWN = 3, PartitionSpec(TENSOR)
-CASES = ((2, 8, 1, 4096, "bfloat16"), (4, 256, 4, 4096, "float32"), (8, 64, 1, 8192, "bfloat16"))
+CASES = (
+    (2, 8, 1, 4096, "bfloat16"), (4, 256, 4, 4096, "float32"), (8, 64, 1, 8192, "bfloat16"),
+    (2, 8192, 1, 4096, "bfloat16"), (2, 1024, 4, 8192, "float32"),
+)  # fmt: skip
 
 
 def chain(x: jax.Array, parts: jax.Array, weight: jax.Array, places: jax.Array) -> jax.Array:
     """Makes several calls, each on what the one before gave."""
     for _ in range(CALLS):
-        x, _ = reduce_add_norm(x, parts[0], weight, places[0], eps=1e-5)
+        x, _ = reduce_add_norm(x, parts[0], weight, Peers(places[0], *x.shape), eps=1e-5)
     return x
 
 
