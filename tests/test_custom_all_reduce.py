@@ -19,7 +19,6 @@ from jaxrunner.ops.plain import add_rms_norm
 from jaxrunner.parallel import custom_all_reduce, requirements
 from jaxrunner.parallel.custom_all_reduce import KERNEL, DeviceParts, device_parts, refuses
 from jaxrunner.parallel.mesh import TENSOR, mesh_of
-from jaxrunner.programs import build
 from tests.support import data_ranks, small_checkpoint, small_llm, tiny
 
 ENGINE = tiny.engine_config()
@@ -71,7 +70,7 @@ def kernel(monkeypatch) -> Kernel:
     made = Kernel()
     monkeypatch.setattr(custom_all_reduce, "KERNEL", Operation("stand-in", made.run))
     monkeypatch.setattr(
-        build, "refuses_peers", lambda config, *_: None if mesh_of(config) else "no mesh"
+        custom_all_reduce, "refuses", lambda config, *_: None if mesh_of(config) else "no mesh"
     )
     return made
 
@@ -101,13 +100,13 @@ def test_tokens_are_those_of_one_device(saved, kernel, devices):
     folder, want = saved
     with small_checkpoint.start(folder, **devices) as llm:
         assert small_checkpoint.tokens(llm) == want
-        assert "sums of few rows over devices: reduce_add_norm\n" in llm.report()
+        assert "sums over devices: reduce_add_norm\n" in llm.report()
     assert kernel.num_tokens
 
 
 @pytest.mark.devices(2)
 def test_sums_that_the_kernel_refuses_are_psums(saved, monkeypatch):
-    monkeypatch.setattr(build, "refuses_peers", lambda *_: None)
+    monkeypatch.setattr(custom_all_reduce, "refuses", lambda *_: None)
     folder, want = saved
     with small_checkpoint.start(folder, tensor_parallel_size=2) as llm:
         assert small_checkpoint.tokens(llm) == want

@@ -1,4 +1,4 @@
-"""Sums of few rows over the devices of a process, in the kernel that adds and norms them.
+"""Sums of rows over the devices of a process, in the kernel that adds and norms them.
 
 Devices write into each other's memory (`kernels_pallas.products.peer_rows`), whose addresses
 programs take beside the weights. Sums that the kernel does not serve are psums. vLLM has a custom
@@ -8,9 +8,10 @@ all-reduce for the same sums.
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas.products import reduce_add_norm
+from jaxrunner.kernels_pallas.products import peer_rows, reduce_add_norm
 from jaxrunner.kernels_pallas.products.peer_rows import Peers
 from jaxrunner.model import Ops
 from jaxrunner.operation import Note, Operation, run_first
@@ -21,6 +22,8 @@ from jaxrunner.parallel.stages import stages_of
 from jaxrunner.program.program import Program
 from jaxrunner.pytree import leaf, pytree, static
 from jaxrunner.types import Array
+
+FEW_ROWS = 256  # of more than two devices, whose latency counts
 
 
 @pytree
@@ -49,7 +52,7 @@ def refuses(config: ModelConfig, engine: EngineConfig, backend: str) -> str | No
 
     backend: of attention, as `EngineConfig.attention_backend` names them.
     """
-    meshes = [mesh for stage in stages_of(config) or (config,) if (mesh := mesh_of(stage))]
+    meshes = _meshes_of(config)
     if not meshes or meshes[0].shape[TENSOR] == 1:
         return "wants several devices"
     if backend != "mosaic_gpu":
@@ -67,15 +70,32 @@ def refuses(config: ModelConfig, engine: EngineConfig, backend: str) -> str | No
     return None
 
 
+def num_rows(config: ModelConfig, engine: EngineConfig, backend: str) -> int:
+    """Returns the tokens of a step, at most, whose rows devices write into each other's memory.
+
+    0 where `refuses`, whose arguments these are, says why. Each of N devices sends a row N - 1
+    times, and by a ring of psum's 2 (N - 1) / N times.
+    """
+    if refuses(config, engine, backend) is not None:
+        return 0
+    num = _meshes_of(config)[0].shape[TENSOR]
+    return min(engine.max_num_batched_tokens, peer_rows.MAX_ROWS if num == 2 else FEW_ROWS)
+
+
+def _meshes_of(config: ModelConfig) -> list[Mesh]:
+    """Returns the mesh of a model, or those of its stages."""
+    return [mesh for stage in stages_of(config) or (config,) if (mesh := mesh_of(stage))]
+
+
 def report(program: Program, backend: str) -> str:
-    """Returns the line of `LLM.report` on sums of few rows; "" for one device."""
+    """Returns the line of `LLM.report` on sums over devices; "" for one device."""
     mesh = program.mesh
     if mesh is None or mesh.shape[TENSOR] == 1:
         return ""
     chosen = "reduce_add_norm"
-    if not program.has_peers:
+    if not program.peer_rows:
         chosen = f"psum, as {chosen} {refuses(program.config, program.engine, backend)}"
-    return f"sums of few rows over devices: {chosen}\n"
+    return f"sums over devices: {chosen}\n"
 
 
 def add_norm(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxrunner.caches.cache_group import CacheGroup, PoolSizes, cache_groups, layer_groups
 from jaxrunner.caches.interleave import interleave_of, token_dims
 from jaxrunner.config import EngineConfig, ModelConfig
-from jaxrunner.kernels_pallas.products.peer_rows import rows_for
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.saved_layers import LayerWeight
 from jaxrunner.lora.saved_modules import embed_tokens, score_rows, weights_of
@@ -45,7 +44,7 @@ class Program:
     lora: tuple[Product, ...] = ()  # products that adapters may change
     saved: tuple[tuple[str, str], ...] = ()  # fields that adapters may replace, and their modules
     saved_layers: tuple[LayerWeight, ...] = ()  # layers behind a pooling that they may replace
-    has_peers: bool = False  # whether devices write into each other's memory
+    peer_rows: int = 0  # tokens of a step, at most, whose rows devices write to each other
 
     @property
     def extra_args(self) -> list[str]:
@@ -77,13 +76,7 @@ class Program:
     @property
     def peers(self) -> jax.sharding.Mesh | None:
         """The mesh whose devices write into each other's memory; None where none do."""
-        return self.mesh if self.has_peers else None
-
-    @property
-    def peer_rows(self) -> int:
-        """Tokens of a step, at most, whose rows they write."""
-        num = 0 if self.peers is None else self.peers.shape[TENSOR]
-        return rows_for(num, self.engine.max_num_batched_tokens)
+        return self.mesh if self.peer_rows else None
 
     @property
     def num_ranks(self) -> int:

@@ -25,7 +25,7 @@ from jaxrunner.ops.adapters.adapted import adapted
 from jaxrunner.ops.attention import gains_short
 from jaxrunner.ops.backends import Choice, choose_ops
 from jaxrunner.parallel.context import deal_out
-from jaxrunner.parallel.custom_all_reduce import refuses as refuses_peers
+from jaxrunner.parallel.custom_all_reduce import num_rows
 from jaxrunner.parallel.mesh import check_one_rank, mesh_of, num_ranks
 from jaxrunner.parallel.pipeline import check_drafts, refuse
 from jaxrunner.parallel.placement import declared
@@ -84,7 +84,7 @@ class Built(NamedTuple):
         tables = [(table.name, table.dims) for table in model.tables]
         drafts = speculator and speculator._replace(propose=_given(speculator.propose), tables=())
         context = names, tables, drafts, program.config, program.engine
-        context += self.choice.name, self.params, program.has_peers
+        context += self.choice.name, self.params, program.peer_rows
         devices = None if program.mesh is None else program.mesh.devices.flat
         return ProgramCache(self.cache_dir, context, devices)
 
@@ -137,7 +137,7 @@ def build(
     num_drafts = 0 if speculator is None else speculator.num_drafts
     program = Program(
         model, model_config, config, choice.ops, rules, num_drafts, sample, products, saved, layers,
-        has_peers=refuses_peers(model_config, config, choice.name) is None,
+        peer_rows=num_rows(model_config, config, choice.name),
     )  # fmt: skip
     check_names(program.tables)
     # Nothing is known of code that is not ours.

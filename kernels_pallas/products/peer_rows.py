@@ -38,7 +38,6 @@ from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.types import Array
 
 MAX_ROWS = 16384  # of a call
-FEW_ROWS = 256  # that are sent to each of many devices; a ring sends a device less of more rows
 MAX_GROUPS = 8  # warpgroups that share a row
 ITEM_BYTES = 2  # of a number that is sent, bfloat16 or float16
 HEAD_BYTES = MAX_ROWS * MAX_GROUPS * 4  # turns, before the rows
@@ -60,11 +59,6 @@ class Peers(NamedTuple):
     places: Array  # [N + 2, 2], its own of `Exchange`
     rows: int  # of a call, at most
     E: int
-
-
-def rows_for(num: int, num_tokens: int) -> int:
-    """Returns how many rows `num` devices exchange, of steps of so many tokens at most."""
-    return min(num_tokens, MAX_ROWS if num == 2 else FEW_ROWS)
 
 
 def make(mesh: Mesh, axis: str, rows: int, E: int) -> Exchange:

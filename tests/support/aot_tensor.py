@@ -38,7 +38,7 @@ SIZES = dict(
 LINKED = DEVICE.replace("ecc_enabled", "device_interconnect_info { active_links: 18 } ecc_enabled")
 
 
-def compile_steps(num: int, rows: int, steps: int, *, has_peers: bool) -> None:
+def compile_steps(num: int, rows: int, steps: int, *, peer_rows: int) -> None:
     """Compiles the program of so many steps, of so many rows, on so many devices."""
     fake = topologies.get_topology_desc(
         platform="cuda", target_config=LINKED, topology=f"1x1x{num}"
@@ -48,7 +48,7 @@ def compile_steps(num: int, rows: int, steps: int, *, has_peers: bool) -> None:
     model, config = shard(*read, mesh)
     engine = tiny.engine_config(**ENGINE, max_num_seqs=256, num_decode_steps=steps)
     program = Program(
-        model, config, engine, all_reduced(fused), RULES, sample=sample_tokens, has_peers=has_peers
+        model, config, engine, all_reduced(fused), RULES, sample=sample_tokens, peer_rows=peer_rows
     )
     params = jax.eval_shape(lambda: pytree.zeros(model.params, program.dims))
     at = shardings(model.params, program.dims, mesh)
@@ -61,7 +61,7 @@ def compile_steps(num: int, rows: int, steps: int, *, has_peers: bool) -> None:
 
 if __name__ == "__main__":
     num, rows, steps = map(int, sys.argv[1:4])
-    compile_steps(num, rows, steps, has_peers=sys.argv[4] == "peers")
+    compile_steps(num, rows, steps, peer_rows=8192 if sys.argv[4] == "peers" else 0)
     (dump,) = Path(sys.argv[5]).glob("*step.thunk_sequence_after_thunk_passes.txt")
     text = dump.read_text()
     # What is in a graph, or in something asynchronous, is indented.
