@@ -27,7 +27,7 @@ HEAD = """# Features together
 
 Every two features were asked of one request, in batches with the requests of the other pairs: `+`,
 both had their effect, and each token is the one that the rules draw from logits computed without
-engine, cache and neighbours; `r`, refused, with a message below; `.`, both are values of one field.
+engine, cache and neighbours; `r`, refused, with a message below; `.`, both set one field.
 On the diagonal is one feature, which changed what was answered (`priority` only when).
 `python tests/test_features.py` made this file, and `pytest tests/test_features.py` compares it.
 """
