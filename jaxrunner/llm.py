@@ -19,7 +19,6 @@ from jaxrunner.engine.completions import Completions
 from jaxrunner.engine.llm_names import LLMNames
 from jaxrunner.engine.loglikelihood import Loglikelihood, TokenScores, loglikelihood, score
 from jaxrunner.engine.metrics import draft_counts
-from jaxrunner.engine.output_processor import RequestState
 from jaxrunner.engine.progress import Bar
 from jaxrunner.engine.replicas import Replicas, engines_of, make_engine
 from jaxrunner.engine.requested_prompts import overridden, read_adapters, read_requested
@@ -198,16 +197,11 @@ class LLM(PoolingMethods, LLMNames):
 
         An output has one completion, as `output_kind` says: its new tokens (the default) or all of
         its tokens so far; or, once, all finished completions of the prompt. The last output of a
-        prompt has `finished` set.
+        prompt has `finished` set. Prompts are queued when the first output is asked for.
         """
         params, most = self._or_defaults(sampling_params), self._max_logprobs
         requested = read_requested(prompts, params, priority, lora_request, max_logprobs=most)
-        groups: list[list[RequestState]] = []
-        try:
-            self.completions.queue(requested, into=groups, on_error=on_error)
-            yield from self.completions.stream(groups)
-        finally:
-            self.completions.drop(state for group in groups for state in group)
+        return self.completions.queue_and_stream(requested, on_error=on_error)
 
     @checked(llm_arguments.CHAT, elsewhere=llm_arguments.PROMPTS_ELSEWHERE)
     def chat(

@@ -33,7 +33,6 @@ def test_no_other_sizes_take_less(num_buckets: int, seed: int):
     others = itertools.combinations(sizes[:-1], min(num_buckets, 8) - 1)
     best = min(cost((*some, sizes[-1]), steps, seconds) for some in others)
     assert got.seconds == pytest.approx(best)
-    assert got.least_seconds == pytest.approx(sum(n * seconds(s) for s, n in steps.items()))
 
 
 def test_the_default_of_a_gpu_is_near_the_best_for_even_traffic():
@@ -42,7 +41,7 @@ def test_the_default_of_a_gpu_is_near_the_best_for_even_traffic():
     default, best = [size for size in GPU_SIZES if 1 < size <= 256], plan(steps, seconds, 6)
     assert len(default) == len(best.sizes) == 6
     lost = [cost(sizes, steps, seconds) / best.seconds for sizes in (default, powers(8, 256, 2))]
-    assert best.least_seconds < best.seconds and 1 <= lost[0] < 1.03 and lost[1] > 1.1
+    assert 1 <= lost[0] < 1.03 and lost[1] > 1.1
 
 
 def test_times_are_linear_between_and_beyond():

@@ -75,6 +75,15 @@ def test_a_stream_tells_completions_apart(llm):
             assert [i for t in told for i in t.token_ids] == completion.token_ids
 
 
+def test_a_stream_reads_its_arguments_when_it_is_called(llm):
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    stream = llm.stream("import ", params)
+    params.max_tokens = 1
+    assert sum(len(output.outputs[0].token_ids) for output in stream) == 6
+    with pytest.raises(TypeError, match="sampling_params must be a SamplingParams"):
+        llm.stream("import ", 3)
+
+
 def test_all_completions_of_an_aborted_request_end(llm):
     stream = llm.stream([TEXT], SamplingParams(n=3, max_tokens=60, ignore_eos=True))
     first = next(stream)

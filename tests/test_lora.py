@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from jaxrunner import LoRARequest
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.beam import BeamSearchParams
 from jaxrunner.engine.snapshots.snapshot import restore_engine, save_engine
 from jaxrunner.models.llama import llama
 from jaxrunner.worker.worker import Worker
 from tests.outside import checkpoint, float64_llama
-from tests.support import lora, tiny
+from tests.support import features, lora, tiny
 
 SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(architectures=["LlamaForCausalLM"])
 KINDS: dict[str, dict[str, Any]] = {
@@ -156,6 +157,16 @@ def test_prefixes_are_of_one_adapter_and_of_its_last_version(llm, saved):
     want = tokens(base, prompt, 5)
     assert cached(None) == (0, want) and cached(None) == (16, want)
     assert cached(requests[0])[0] == 0 and llm.remove_lora(7)
+
+
+def test_a_refused_request_loads_no_adapter(llm, saved):
+    _, _, requests, _ = saved
+    ruled = SamplingParams(max_tokens=4, structured_outputs=features.GRAMMAR)
+    loaded = llm.list_loras()
+    more = LoRARequest("refused", 77, requests[0].lora_path)
+    with pytest.raises(ValueError, match="structured_outputs needs the tokenizer"):
+        llm.engine.add("refused", [1, 2, 3], ruled, lora_request=more)
+    assert llm.list_loras() == loaded and not llm.engine.has_unfinished
 
 
 def test_an_adapter_is_merged_and_the_weights_come_back_to_the_bit(llm, saved):

@@ -14,7 +14,6 @@ from jaxrunner.models.llama import llama
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import with_logits_fn
 from jaxrunner.speculators.draft_model import draft_model
-from tests.outside.glm4 import glm4
 from tests.outside.int8_linear import int8_llama
 from tests.outside.lookup import lookup
 from tests.outside.recurrent import recurrent
@@ -76,7 +75,7 @@ def test_a_llama_with_one_thing_of_others_is_not_kept(tmp_path, name):
     assert not other.is_ours and other.cache is None and other.task is None
 
 
-@pytest.mark.parametrize("model", [glm4, recurrent, int8_llama], ids=["glm4", "recurrent", "int8"])
+@pytest.mark.parametrize("model", [recurrent, int8_llama], ids=["recurrent", "int8"])
 def test_families_of_others_are_not_kept(tmp_path, model):
     other = built(tmp_path, model, model.read(Settings(SETTINGS)))
     assert not other.is_ours and other.cache is None

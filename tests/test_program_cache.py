@@ -221,6 +221,13 @@ def test_the_folder_stays_small(tmp_path):
     assert cache.load((key, 0), spec.args, spec.out) is None
 
 
+def test_a_file_that_another_process_removes_is_passed_over(tmp_path):
+    (tmp_path / f"gone{SUFFIX}").symlink_to(tmp_path / "nowhere")
+    cache = ProgramCache(tmp_path, [])
+    cache._write(cache._path("key"), b"data")
+    assert cache._path("key").read_bytes() == b"data"
+
+
 def test_folders_by_name(tmp_path):
     assert find_folder(None) is None
     assert find_folder(str(tmp_path)) == tmp_path

@@ -1,6 +1,7 @@
 """What a host asks of an engine: wrong arguments are named, and change nothing."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 import itertools
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.engine.engine import Engine
+from jaxrunner.engine.request_check import new_request
 from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
+from jaxrunner.slot_table import SlotTable
 from tests.support import features, tiny
 from tests.support.tiny_engine import PROMPTS, drain, engine
 
@@ -186,3 +189,19 @@ def test_weights_are_not_given_to_an_engine_that_has_ended():
     e.close()
     with pytest.raises(RuntimeError, match="this engine is closed: build another one"):
         e.update_params(weights)
+
+
+def test_no_text_of_a_salt_passes_for_an_adapter_or_a_value():
+    """Requests share cached blocks only with equal salts."""
+    program, heat = engine().runner.program, SlotTable("heat", object, None, ("heat",))
+    of = replace(program, model=program.model._replace(tables=(heat,)))
+    warm = SamplingParams(max_tokens=4, extra_args={"heat": 1.0})
+    asked: list[dict[str, Any]] = [
+        dict(), dict(lora_id=5), dict(params=warm), dict(cache_salt="lora 5 "),
+        dict(cache_salt="[('heat', 1.0)]"), dict(cache_salt="5"), dict(lora_id=5, cache_salt="5"),
+    ]  # fmt: skip
+    salts = [
+        new_request("a", PROMPTS[0], how.pop("params", FREE), of=of, **how).cache_salt
+        for how in asked
+    ]
+    assert salts[0] == b"" and len(set(salts)) == len(salts)

@@ -234,11 +234,6 @@ def test_engine_that_cannot_hold_one_request_is_refused():
         make(6, windows=(9,), max_model_len=64)
 
 
-def test_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match=r"policy must be one of .*, got 'lifo': choose one"):
-        make(policy="lifo")
-
-
 @pytest.mark.parametrize(
     ("request_id", "prompt", "max_tokens", "text"),
     [

@@ -27,7 +27,6 @@ from jaxrunner.worker import sizing
 from jaxrunner.worker.memory_plan import Device
 from jaxrunner.worker.program_memory import ProgramMemory, latents, mixer
 from tests.outside import checkpoint, recurrent, resized_blocks
-from tests.outside.glm4 import glm4
 from tests.outside.int8_linear import int8_llama
 from tests.support import tiny
 from tests.support.lowering import NEW, cuda, lowers
@@ -180,13 +179,12 @@ def test_kernels_are_asked_about_each_group_that_they_read(monkeypatch):
 @pytest.mark.parametrize("size", [Bucket(32, 32, 1), Bucket(64, 5)], ids=["decode", "mixed"])
 def test_kernels_serve_layers_of_others(size):
     """Attention and norms run in them; products do not where weights are of another kind."""
-    rope = dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=0.5))
     engine = EngineConfig(
         max_model_len=64, num_blocks=64, block_size=64, dtype="bfloat16", kv_dtype="bfloat16"
     )
     attention = "decode_attention" if size.query_len else "prefill_attention"
-    for model, more in ((glm4, rope), (recurrent.recurrent, {}), (int8_llama, {})):
-        config = model.read(Settings(LARGE | dict(intermediate_size=256) | more))
+    for model in (recurrent.recurrent, int8_llama):
+        config = model.read(Settings(LARGE | dict(intermediate_size=256)))
         params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
         program = Program(model, config, engine, fused, RULES)
         with cuda():

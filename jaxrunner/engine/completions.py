@@ -35,10 +35,7 @@ class Completions:
     """All unfinished completions of an engine, with their texts and outputs."""
 
     def __init__(
-        self,
-        engine: Engine | Replicas,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: Iterable[int],
+        self, engine: Engine | Replicas, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         # Some checkpoints have -1 for no EOS.
@@ -51,14 +48,9 @@ class Completions:
 
     @phase("add")
     def add(
-        self,
-        prompt: ParsedPrompt,
-        params: SamplingParams,
-        *,
-        into: list[RequestState],
-        on_error: str = "raise",
-        **kwargs: Any,
-    ) -> None:
+        self, prompt: ParsedPrompt, params: SamplingParams, *, into: list[RequestState],
+        on_error: str = "raise", **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Queues the `n` completions of a prompt; `kwargs` go to `Engine.add`.
 
         into: gains the completions before they are queued, so that an interrupt can `drop` them.
@@ -101,12 +93,9 @@ class Completions:
 
     @deferred
     def _add(
-        self,
-        state: RequestState,
-        token_ids: Sequence[int],
-        params: SamplingParams,
+        self, state: RequestState, token_ids: Sequence[int], params: SamplingParams,
         kwargs: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         if params.seed is not None:
             params = replace(params, seed=(params.seed + state.index) % 2**64)
         own = self.tokenizer and self.tokenizer.eos_token_id  # the first is no `stop_reason`
@@ -185,6 +174,17 @@ class Completions:
             state = self._states.get(request.request_id)
             if state is not None and state.update(request, tokens):
                 self.engine.finish([request.request_id], "stop")
+
+    def queue_and_stream(
+        self, requested: Iterable[RequestedPrompt], *, on_error: str
+    ) -> Iterator[RequestOutput]:
+        """Queues prompts and streams their completions, from when the first one is asked for."""
+        groups: list[list[RequestState]] = []
+        try:
+            self.queue(requested, into=groups, on_error=on_error)
+            yield from self.stream(groups)
+        finally:
+            self.drop(_all(groups))
 
     def stream(self, groups: Sequence[Sequence[RequestState]]) -> Iterator[RequestOutput]:
         """Steps until all completions have ended, and yields their new tokens."""

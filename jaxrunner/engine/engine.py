@@ -113,6 +113,7 @@ class Engine(Steps, Stateful):
             lora_id=0 if adapter is None else adapter.lora_int_id,
         )  # fmt: skip
         check_among(request, self.unfinished)
+        self.grammars.check(request.params)
         self.worker.take_lora(adapter)  # once nothing else can refuse the request
         self.queue(request)
         return request

@@ -111,12 +111,13 @@ class LLMNames(NotHere):
     @checked(SLEEP)
     @functools.wraps(Lifecycle.sleep)
     def sleep(self, level: int = 1) -> None:
-        if self.engine.has_unfinished:
-            raise RuntimeError("requests are at work: finish or abort them, then sleep")
-        self.engine.drain()
-        while self.engine.step():
-            pass  # reads steps of requests that have ended
-        self.engine.worker.sleep(level)
+        with self.completions.lock:
+            if self.engine.has_unfinished:
+                raise RuntimeError("requests are at work: finish or abort them, then sleep")
+            self.engine.drain()
+            while self.engine.step():
+                pass  # reads steps of requests that have ended
+            self.engine.worker.sleep(level)
 
     def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
         """Changes settings that are not compiled in; see `Lifecycle.update_config`.

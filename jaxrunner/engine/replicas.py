@@ -103,6 +103,7 @@ class Replicas:
         of_each = [engine.unfinished for engine in self.engines]
         home = next((i for i, of in enumerate(of_each) if not related.isdisjoint(of)), None)
         check_among(request, {} if home is None else of_each[home])
+        self.engines[home or 0].grammars.check(request.params)
         self.worker.take_lora(adapter)  # once nothing else can refuse the request
         if home is not None:
             self.engines[home].queue(request)

@@ -12,10 +12,9 @@ from jaxrunner.program.bucket import MAX_STOP_IDS
 from jaxrunner.program.program import Program
 from jaxrunner.scheduling.request import FINISH_REASONS, NEVER, Request
 from jaxrunner.scheduling.stop import stop_ids
-from jaxrunner.slot_table import cache_salt
+from jaxrunner.slot_table import cache_salt as salt_of_tables
 from jaxrunner.text.prompts import check_prompt
 
-REPLAYED = b" with given routes"  # in the salt of requests that have some
 _ID = Bound(str)
 _TEXT = Bound(str, optional=True)
 _EOS = Bound(int, 0, 2**31 - 1)
@@ -53,6 +52,7 @@ def new_request(
     _check_by_rules(params, of)
     start = _first_scored(params, prompt_logprobs_start)
     eos = _read_eos(eos_token_ids)
+    salts = of.config.cache_salt(len(prompt)), salt_of_tables(of.model.tables, params)
     request = Request(
         request_id=validate("request_id", request_id, _ID),
         prompt_token_ids=prompt,
@@ -62,9 +62,7 @@ def new_request(
         stop_ids=stop_ids(params, eos, most=MAX_STOP_IDS),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         priority=validate("priority", priority, _PRIORITY),
-        cache_salt=_salt(
-            _model_salt(of, len(prompt), params, lora_id), validate("cache_salt", cache_salt, _TEXT)
-        ),
+        cache_salt=_salt(*salts, lora_id, validate("cache_salt", cache_salt, _TEXT)),
         lora_id=lora_id,
         cache_limit=0 if params.skip_reading_prefix_cache else start - 1,
         prefix_from=prefix_from,
@@ -82,7 +80,7 @@ def _first_scored(params: SamplingParams, asked: int | None) -> int:
 def _replaying(request: Request, routed_experts: Any, of: Program) -> Request:
     """Returns a request whose prompt given experts compute, and which shares no keys."""
     given = check_given(routed_experts, len(request.prompt_token_ids), of.config)
-    salt = request.cache_salt + REPLAYED
+    salt = _salt(request.cache_salt, "with given routes")
     return replace(request, given_routes=given, cache_salt=salt, cache_limit=0)
 
 
@@ -145,13 +143,6 @@ def check_reason(reason: str, stop_reason: int | str | None) -> None:
         raise TypeError(f"stop_reason must be a token id, a text or None, got {shown(stop_reason)}")
 
 
-def _model_salt(of: Program, prompt_len: int, params: SamplingParams, lora_id: int) -> bytes:
-    """Returns what keys depend on besides tokens."""
-    salt, rows = of.config.cache_salt(prompt_len), cache_salt(of.model.tables, params)
-    rows = b"lora %d %s" % (lora_id, rows) if lora_id else rows
-    return b"%d %s %s" % (len(salt), salt, rows) if rows else salt
-
-
 def _read_eos(eos_token_ids: Iterable[int]) -> list[int]:
     """Returns ids that end a request."""
     # A tokenizer may have more ids than the model: those beyond it are never sampled.
@@ -166,8 +157,6 @@ def _check_by_rules(params: SamplingParams, of: Program) -> None:
             rule.row(params, params.seed or 0)
 
 
-def _salt(of_model: bytes, of_user: str | None) -> bytes:
-    """Returns what names blocks apart, so that no text of a user's can pass for the model's."""
-    return (
-        of_model if of_user is None else b"%d %s %s" % (len(of_model), of_model, of_user.encode())
-    )
+def _salt(*parts: Any) -> bytes:
+    """Returns what keys depend on besides tokens, b"" for nothing; other parts, another salt."""
+    return repr(parts).encode() if any(parts) else b""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.errors import of_foreign_code
 from jaxrunner.scheduling.request import GrammarOutput, Request, SchedulerOutput, Status
 
@@ -20,7 +21,8 @@ class StructuredOutputManager:
         in_step: whether other processes schedule the same requests, so that `ready` waits for all.
         """
         self._in_step = in_step
-        self.make_compiler, self._compiler = make_compiler, None
+        self.make_compiler = make_compiler
+        self._compiler: Any = None
         self.requests: dict[str, Request] = {}  # whose grammar is not compiled yet
         self._futures: dict[str, Future] = {}
 
@@ -29,19 +31,24 @@ class StructuredOutputManager:
         """Requests whose grammar is not compiled yet."""
         return len(self.requests)
 
-    def submit(self, request: Request) -> None:
-        """Starts compiling a request's grammar, in another thread.
+    def check(self, params: SamplingParams) -> None:
+        """Makes the compiler, if it is the first grammar.
 
         Raises:
           ValueError: there is no tokenizer to compile it for, or llguidance is not installed.
         """
+        if params.structured_outputs is None or self._compiler is not None:
+            return
         if self.make_compiler is None:
             raise ValueError(
                 "structured_outputs needs the tokenizer of the model: leave skip_tokenizer_init "
                 "out, or give the engine a GrammarCompiler"
             )
-        if self._compiler is None:
-            self._compiler = self._made_compiler(self.make_compiler)
+        self._compiler = self._made_compiler(self.make_compiler)
+
+    def submit(self, request: Request) -> None:
+        """Starts compiling a request's grammar, in another thread; raises as `check`."""
+        self.check(request.params)
         future = self._compiler.submit(request.params.structured_outputs)
         self.requests[request.request_id], self._futures[request.request_id] = request, future
 

@@ -141,7 +141,10 @@ class ProgramCache:
             Path(file.name).unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
-        files = [(p, p.stat()) for p in self._folder.glob(f"*{SUFFIX}")]
+        files = []
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):  # another process makes room too
+                files.append((path, path.stat()))
         total = size + sum(stat.st_size for _, stat in files)
         for path, stat in sorted(files, key=lambda pair: pair[1].st_mtime):
             if total <= self._max_bytes:

@@ -14,11 +14,10 @@ import numpy as np
 
 
 class Plan(NamedTuple):
-    """Sizes of buckets, ascending, and what all steps take with them, and with no padding."""
+    """Sizes of buckets, ascending, and what all steps take with them."""
 
     sizes: tuple[int, ...]
     seconds: float
-    least_seconds: float
 
 
 def plan(steps: Mapping[int, int], seconds: Callable[[int], float], num_buckets: int) -> Plan:
@@ -57,7 +56,7 @@ def plan(steps: Mapping[int, int], seconds: Callable[[int], float], num_buckets:
         if j > 0:
             chosen.append(sizes[j - 1])
             j = int(choice[j])
-    return Plan(tuple(reversed(chosen)), float(best[-1]), float((times * np.diff(upto)).sum()))
+    return Plan(tuple(reversed(chosen)), float(best[-1]))
 
 
 def interpolate(times: Mapping[int, float]) -> Callable[[int], float]:

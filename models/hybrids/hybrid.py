@@ -82,15 +82,14 @@ class Params(llama.Params):
     layers: tuple[Any, ...] = each("Y")
 
 
-def read_attends(
-    settings: Settings, default: Sequence[str], other: str, key: str = "layer_types"
-) -> tuple[bool, ...]:
+def read_attends(settings: Settings, default: Sequence[str], other: str) -> tuple[bool, ...]:
     """Returns which layers attend; the others are called `other` in the config.
 
     Raises:
       ValueError: there are other kinds, or too few layers.
     """
-    num, kinds = settings.size("num_hidden_layers"), settings.each(key, str, [*default])
+    key, num = "layer_types", settings.size("num_hidden_layers")
+    kinds = settings.each(key, str, [*default])
     if len(kinds) != num or not set(kinds) <= {FULL, other}:
         raise ValueError(f"{key} must name {FULL} or {other} for {num} layers, got {shown(kinds)}")
     return tuple(kind == FULL for kind in kinds)

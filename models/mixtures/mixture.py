@@ -204,16 +204,14 @@ def sources(
 OF_EXPERTS = ("router", "experts", "shared_gate_up", "shared_down", "shared_gate")
 
 
-def router_source(
-    c: MixtureConfig, name: str, *, bias: str = "bias", choice_bias: str = "e_score_correction_bias"
-) -> Router:
+def router_source(c: MixtureConfig, name: str) -> Router:
     """Returns the sources of a router whose tensors' names begin with `name`."""
     X = c.router.num_experts
     return host_value(
         Router,
         weight=Source.whole(f"{name}.weight", X, c.hidden_size),
-        bias=Source.whole(f"{name}.{bias}", X) if c.router_bias else None,
-        choice_bias=Source.whole(f"{name}.{choice_bias}", X) if c.choice_bias else None,
+        bias=Source.whole(f"{name}.bias", X) if c.router_bias else None,
+        choice_bias=Source.whole(f"{name}.e_score_correction_bias", X) if c.choice_bias else None,
         replayed=None,
     )
 
