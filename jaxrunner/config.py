@@ -115,7 +115,6 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0  # most tokens of a request in a step; 0 for no limit
     async_depth: int = 2  # launches before the oldest is read
     num_decode_steps: int = 1  # steps of one launch, where all requests decode
-    growth: int = 2  # ratio of one default bucket to the next
     kv_dtype: str = "float32"  # in JAX's name
     dtype: str = "float32"
     seed: int = 0
@@ -147,7 +146,7 @@ class EngineConfig:
                 )
         limit = Bound(float, 1e-3, 2**30, optional=True)
         validate("step_timeout_s", self.step_timeout_s, limit)
-        for name in ("enforce_eager", "disable_custom_all_reduce"):
+        for name in ("enable_prefix_caching", "enforce_eager", "disable_custom_all_reduce"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         check_checkpoints(self)
@@ -256,7 +255,7 @@ def read_dtype(settings: Settings) -> str:
 
 
 def read_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
-    """Returns the ids of a special token: none, one, or a list in the file.
+    """Returns the ids of a special token: none, one, or a list in the file, which has -1 for none.
 
     Raises:
       ValueError: a value is no id.
@@ -264,6 +263,17 @@ def read_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
     value = settings.take(key, (int, list), [])
     ids = tuple(value) if isinstance(value, list) else (value,)
     for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < MAX_ID:
+        if type(token_id) is not int or not -1 <= token_id < MAX_ID:
             raise ValueError(f"{key} must be ids from 0 to {MAX_ID - 1}, got {shown(token_id)}")
-    return ids
+    return tuple(token_id for token_id in ids if token_id >= 0)
+
+
+def read_over_0(key: str, value: float) -> float:
+    """Returns a value of `key`.
+
+    Raises:
+      ValueError: it is not over 0.
+    """
+    if value <= 0:
+        raise ValueError(f"{key} must be over 0, got {value}")
+    return value

@@ -49,26 +49,32 @@ class Linear:
         return multiply(x, self.weight, self.bias, axes=self.num_in)
 
 
+def precision_of(x: Array) -> jax.lax.Precision | None:
+    """Returns the precision of products of x.
+
+    In float32 none is traded for speed: greedy tokens must not depend on the device.
+    """
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
 def per_head(axes: str, x: Array, weight: Array, part: slice) -> Array:
     """Multiplies x, [T, H, ...], with a part of each head's weight, [outputs, H, inputs].
 
     axes: the einsum's; part: the slice of the outputs.
     """
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(axes, x, weight[part], precision=precision)
+    return jnp.einsum(axes, x, weight[part], precision=precision_of(x))
 
 
 def multiply(x: Array, weight: Array, bias: Array | None = None, *, axes: int = 1) -> Array:
     """Multiplies the last `axes` axes of x, [..., *inputs], with those of weight.
 
-    weight: [*outputs, *inputs]; bias: [*outputs]. In float32 no precision is traded for speed:
-    greedy tokens must not depend on the device.
+    weight: [*outputs, *inputs]; bias: [*outputs].
     """
     rows, out = x.shape[: x.ndim - axes], weight.shape[: weight.ndim - axes]
     size = math.prod(weight.shape[weight.ndim - axes :])
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contracted = ((1,), (1,)), ((), ())
     # As matrices, since XLA copies weights with more axes, transposed, in every step.
     y = jax.lax.dot_general(
-        x.reshape(-1, size), weight.reshape(-1, size), (((1,), (1,)), ((), ())), precision=precision
+        x.reshape(-1, size), weight.reshape(-1, size), contracted, precision=precision_of(x)
     ).reshape(*rows, *out)
     return y if bias is None else y + jnp.broadcast_to(bias, y.shape)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.interleave import Part
 from jaxrunner.indexing import find_rows, take
+from jaxrunner.linear import precision_of
 from jaxrunner.model import AttentionSpec
 from jaxrunner.types import Array, Batch, LayerCache
 
@@ -126,7 +127,7 @@ def online_softmax(
     per_chunk = max(1, chunk // S)
     C = per_chunk * S
     blocks = jnp.pad(blocks, ((0, 0), (0, -M % per_chunk)), mode="edge")
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    precision = precision_of(q)
 
     def read(kv: Array, scale: Array | None, i: Array) -> Array:
         ids = jax.lax.dynamic_slice_in_dim(blocks, i * per_chunk, per_chunk, axis=1)
@@ -204,7 +205,7 @@ def _dense_with_sinks(qkv: list[Array], spec: AttentionSpec) -> Array:
     """Does what `dense_attention` does of q, [N, L, H, D], where sinks take weight, too."""
     q, k, v = qkv
     N, L, H, D = q.shape
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    precision = precision_of(q)
     grouped = q.reshape(N, L, k.shape[2], -1, D)
     scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, k, precision=precision)
     scores = scores.astype(jnp.float32).reshape(N, H, L, L) * spec.scale

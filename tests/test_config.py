@@ -171,7 +171,7 @@ def test_each_layer_has_its_window(family, changes, want):
 
 
 @pytest.mark.parametrize(
-    ("value", "want"), [(..., ()), (None, ()), (5, (5,)), ([5, 7], (5, 7)), ([], ())]
+    ("value", "want"), [(..., ()), (None, ()), (-1, ()), (5, (5,)), ([5, 7, -1], (5, 7)), ([], ())]
 )
 def test_end_tokens_are_none_one_or_several(value, want):
     assert read(eos_token_id=value).eos_token_ids == want
@@ -269,6 +269,7 @@ REFUSED = {
         dict(eos_token_id=[5, 2**31]),
         r"eos_token_id must be ids from 0 to 2147483647, got 2147483648",
     ),
+    "an end token below -1": (dict(eos_token_id=-2), r"eos_token_id must be ids from 0 .*, got -2"),
     "architectures of no strings": (
         dict(architectures=[["LlamaForCausalLM"]]),
         r"architectures\[0\] must be str, got \['LlamaForCausalLM'\]",

@@ -29,7 +29,6 @@ INTERNAL = dict(
     devices="`tensor_parallel_size` and its like choose them",
     beside="the devices of replicas beside, which `data_parallel_size` makes",
     rules="`logits_fn` adds one",
-    growth="`token_buckets` and `decode_buckets` are the sizes themselves",
     kv_dtype="`kv_cache_dtype`, in JAX's name",
 )
 

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "factors": (
         "phi 4 mini",
         dict(rope_parameters=dense_families.LONG | dict(long_factor=[1.0])),
-        r"long_factor must be 3 factors over 0, got \[1\.0\]",
+        r"long_factor must be 3 factors of 1e-9 to 1e9, got \[1\.0\]",
     ),
     "turned layers": ("smollm 3", dict(no_rope_layers=[1]), "must have a number for 2 layers"),
     "norms of queries": ("command r", dict(use_qk_norm=True), "use_qk_norm=True is not supported"),

@@ -67,6 +67,8 @@ TENSORS: dict[str, tuple[Any, str]] = {
              "which stands for the model's own, and the engine has no room for it: add 'lm_head'"),
     "a number for a name": (named(3), "has the tensor 3, which is no lora_A or lora_B"),
     "texts": (lambda tensors: tensors | {A: tensors[A].astype("U9")}, "which holds no floats, got"),
+    "two for one": (lambda tensors: tensors | {f"{UP}.lora_B.default.weight": tensors[B]},
+                    rf"has the tensors '{B}' and '{UP}\.lora_B\.default\.weight' for one weight"),
     "none": (lambda tensors: {}, "has no lora_A and lora_B: save the adapter again"),
     "half": (lambda tensors: {A: tensors[A]}, "has one of lora_A and lora_B alone of model.layers"),
     "no product": (lambda tensors: {n.replace("up_proj", "norm"): t for n, t in tensors.items()},

@@ -168,6 +168,9 @@ def test_what_has_no_room_is_refused_by_name(saved):
             add(rest | {name: tensors[name][:5]}, modules_to_save=["lm_head"])
         with pytest.raises(ValueError, match="lm_head of the adapter holds values that are NaN or"):
             add(rest | {name: tensors[name] * np.nan}, modules_to_save=["lm_head"])
+        twice = f"has the tensors '{name}' and '{HEAD}' for one weight: take one of them out"
+        with pytest.raises(ValueError, match=twice):
+            add(rest | {HEAD: tensors[name]})
         add(rest, modules_to_save=None)  # PEFT saves these by itself too
     with checkpoint.start(folder, **SIZES | dict(lora_modules_to_save=[])) as llm:
         assert size - llm.memory_plan.weights == 3 * (64 * 24 * 4) + 3

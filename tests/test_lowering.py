@@ -64,7 +64,7 @@ def test_what_the_host_alone_reads_changes_no_program():
         return spec_of(tiny.runner(**changes), KEY)
 
     other = dict(
-        token_buckets=(8, 32), decode_buckets=(2,), growth=3, num_decode_steps=2, async_depth=1,
+        token_buckets=(8, 32), decode_buckets=(2,), num_decode_steps=2, async_depth=1,
         policy="priority", enable_prefix_caching=False, long_prefill_token_threshold=3, seed=1,
         step_timeout_s=7.0,
     )  # fmt: skip

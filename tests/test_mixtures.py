@@ -122,7 +122,8 @@ SETTINGS = dict(
         (dict(expert_choice=True), "1 unknown setting: expert_choice=True"),
         (GPT_OSS | dict(swiglu_limit=9.0), "swiglu_limit=9.0 is not supported, only 7.0"),
         (GPT_OSS | dict(layer_types=["full_attention"]), "layer_types must name full_attention or"),
-        (GRANITE | dict(logits_scaling=0), "logits_scaling divides the logits, so it must not"),
+        (GRANITE | dict(logits_scaling=-2), r"logits_scaling must be over 0, got -2\.0"),
+        (GRANITE | dict(residual_multiplier=0), r"residual_multiplier must be over 0, got 0\.0"),
         (
             GLM | dict(topk_group=4, n_group=3),
             "topk_group=4 groups, of n_group=3 equal groups",

@@ -1,5 +1,7 @@
 """Rotary frequencies are Hugging Face's, and parameters that give nonsense are refused."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,9 @@ from tests.support.checkpoints import NEEDS_TORCH, TINY
 DIM = 20
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)  # fmt: skip
+LONG = dict(rope_type="longrope", original_max_position_embeddings=32, short_factor=[1.0] * 10,
+            long_factor=[2] * 10)  # fmt: skip
+SHORT = r"short_factor must be 10 factors of 1e-9 to 1e9, got \["
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 SCALINGS = {
     "default": dict(rope_type="default"),
@@ -110,6 +115,23 @@ REFUSED = {
         dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=32),
         r"original_max_position_embeddings=32 is not supported, only 64",
     ),
+    "mscale below 0": (
+        dict(rope_type="yarn", factor=math.e, mscale=1.0, mscale_all_dim=-10.0),
+        r"mscale=1\.0 and mscale_all_dim=-10\.0 must be over 0, or 0 for none",
+    ),
+    "beta_fast 0": (YARN | dict(beta_fast=0.0), r"beta_fast must be over 0, got 0\.0"),
+    "beta_slow 0": (YARN | dict(beta_slow=-1.0), r"beta_slow must be over 0, got -1\.0"),
+    "no gain": (YARN | dict(attention_factor=0.0), r"attention_factor must be over 0, got 0\.0"),
+    "long, gain below 0": (LONG | dict(attention_factor=-1.0), r"attention_factor must be over 0"),
+    "long, factor below 0": (LONG | dict(factor=-3.0), r"factor must be over 0, got -3\.0"),
+    "old length 1": (
+        LONG | dict(original_max_position_embeddings=1),
+        r"'original_max_position_embeddings' must be at least 2, got 1",
+    ),
+    **{
+        f"a factor {value!s:.5}": (LONG | dict(short_factor=[value] * 10), SHORT)
+        for value in (None, "1", True, float("nan"), 0.0, -1, 1e-300, 10**400)
+    },
     "unknown key": (
         dict(rope_type="linear", factor=2.0, beta_fast=32.0),
         r"rope_parameters: 1 unknown setting: beta_fast=32\.0.*'factor': 2\.0\}\}$",
@@ -121,6 +143,11 @@ REFUSED = {
 def test_scalings_that_we_do_not_honour_are_refused(parameters, match):
     with pytest.raises(ValueError, match=match):
         read_rope(parameters)
+
+
+def test_factors_may_be_integers():
+    long = read_rope(LONG).long
+    assert long is not None and long.inv_freq[0] == 0.5
 
 
 def test_a_partial_rotation_is_refused_where_old_files_say_it():

@@ -8,7 +8,7 @@ INSTEAD: dict[str, str] = {
     "init_weight_transfer_engine": _WEIGHTS,
     "enqueue": "stream answers prompts as others come, and Engine.add queues one",
     "wait_for_completion": "stream answers prompts as others come, and Engine.step runs them",
-    "get_encoder_timing_stats": "there are no encoders",
+    "get_encoder_timing_stats": "there are no encoders of images",
     "get_cache_block_size_bytes": "get_kv_cache_spec of worker.worker.Worker tells page_size_bytes",
     "initialize_cache": "initialize_from_config of worker.worker.Worker makes the caches",
     "set_tokenizer": "LLM(tokenizer=...) takes a folder or a Tokenizer",

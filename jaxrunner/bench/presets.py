@@ -38,8 +38,8 @@ GPU_ENGINE = dict(
     max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, gpu_memory_utilization=0.85,
     token_buckets=(128, 512, 1024, 2048, 4096, 8192),
 )  # fmt: skip
-# A launch costs the host about as much as a step of few bits the GPU.
-FEW_BITS = GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8)
+# A launch costs the host about as much as a step of few bits the GPU, or of a small model.
+SEVERAL_STEPS = GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8)
 
 LLAMA8B = _config("LlamaForCausalLM", "llama", "4096 14336 32 32 8 128256", head_dim=128,
                   rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False)  # fmt: skip
@@ -49,23 +49,22 @@ _GPTQ = dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=Tr
 
 PRESETS = {
     "llama8b": Preset(LLAMA8B, GPU_ENGINE),
-    "llama8b_fp8": Preset(LLAMA8B | dict(quantization_config=_FP8_BLOCKS), FEW_BITS),
+    "llama8b_fp8": Preset(LLAMA8B | dict(quantization_config=_FP8_BLOCKS), SEVERAL_STEPS),
     "llama8b_fp8_block_inputs": Preset(
         LLAMA8B | dict(quantization_config=_FP8_BLOCKS | dict(activation_scheme="dynamic")),
-        FEW_BITS,
+        SEVERAL_STEPS,
     ),
     "llama8b_fp8_inputs": Preset(LLAMA8B | dict(quantization_config=_FP8_INPUTS), GPU_ENGINE),
-    "llama8b_4bit": Preset(LLAMA8B | dict(quantization_config=_GPTQ), FEW_BITS),
+    "llama8b_4bit": Preset(LLAMA8B | dict(quantization_config=_GPTQ), SEVERAL_STEPS),
     "llama70b": Preset(  # for several GPUs
-        _config("LlamaForCausalLM", "llama", "8192 28672 80 64 8 128256", head_dim=128,
-                rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
+        LLAMA8B | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                       num_attention_heads=64),
         GPU_ENGINE,
     ),
     "qwen06b": Preset(
         _config("Qwen3ForCausalLM", "qwen3", "1024 3072 28 16 8 151936", head_dim=128,
                 rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),
-        # A launch costs the host more than a step the GPU.
-        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
+        SEVERAL_STEPS,
     ),
     "qwen3_30b_a3b": Preset(
         _config("Qwen3MoeForCausalLM", "qwen3_moe", "2048 6144 48 32 4 151936", head_dim=128,
@@ -73,7 +72,7 @@ PRESETS = {
                 num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
                 norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
         # The many small kernels of a step of one request take the host longer than the GPU.
-        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
+        SEVERAL_STEPS,
     ),
     "deepseek_v2_lite": Preset(
         _config("DeepseekV2ForCausalLM", "deepseek_v2", "2048 10944 27 16 16 102400",
@@ -86,7 +85,7 @@ PRESETS = {
                 moe_intermediate_size=1408, first_k_dense_replace=1, moe_layer_freq=1,
                 topk_method="greedy", scoring_func="softmax", norm_topk_prob=False, n_group=1,
                 topk_group=1, routed_scaling_factor=1.0),
-        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
+        SEVERAL_STEPS,
     ),
     "gemma3_12b": Preset(
         _config("Gemma3ForCausalLM", "gemma3_text", "3840 15360 48 16 8 262208", head_dim=256,
@@ -106,7 +105,7 @@ PRESETS = {
                 num_local_experts=64, num_experts_per_tok=6, shared_intermediate_size=1024,
                 attention_multiplier=1 / 128, embedding_multiplier=12, logits_scaling=6,
                 residual_multiplier=0.22),
-        GPU_ENGINE | dict(decode_buckets=(1, 8, 32, 64, 128, 256), num_decode_steps=8),
+        SEVERAL_STEPS,
     ),
     "qwen35_9b": Preset(  # texts
         _config("Qwen3_5ForCausalLM", "qwen3_5_text", "4096 12288 32 16 4 248320", head_dim=256,

@@ -43,8 +43,8 @@ def step_buckets(
     gains_short: whether steps of a uniform bucket are.
     """
     R, T = config.max_num_seqs, config.max_num_batched_tokens
-    rows = config.decode_buckets or powers(1, R, config.growth)
-    sizes = config.token_buckets or powers(min(16, T), T, config.growth)
+    rows = config.decode_buckets or powers(1, R)
+    sizes = config.token_buckets or powers(min(16, T), T)
     K = 0 if speculator is None else speculator.num_drafts
     adaptive = speculator is not None and speculator.adaptive
     if adaptive:
@@ -115,9 +115,9 @@ def _up_to(last: int, sizes: Sequence[int]) -> list[int]:
     return [size for size in sizes if size < last] + [last]
 
 
-def powers(first: int, last: int, growth: int) -> list[int]:
-    """Returns `first` times powers of `growth` below `last`, then `last`."""
+def powers(first: int, last: int) -> list[int]:
+    """Returns `first` times powers of two below `last`, then `last`."""
     sizes = [first]
     while sizes[-1] < last:
-        sizes.append(min(growth * sizes[-1], last))
+        sizes.append(min(2 * sizes[-1], last))
     return sizes

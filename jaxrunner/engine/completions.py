@@ -38,8 +38,7 @@ class Completions:
         self, engine: Engine | Replicas, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        # Some checkpoints have -1 for no EOS.
-        self.eos_token_ids = frozenset(token for token in eos_token_ids if token >= 0)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._states: dict[str, RequestState] = {}
         self._num_named = 0
         self.lock = threading.RLock()  # several threads may generate: each step serves all

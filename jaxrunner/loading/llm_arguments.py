@@ -102,7 +102,7 @@ SPELLED: dict[str, dict[Any, Any]] = {
     "seed": {None: 0},
 }
 _OUT = "leave it out"
-_ONE_DEVICE = (
+_ONE_PROCESS = (
     f"one process runs the model; {_OUT}, or set tensor_parallel_size or data_parallel_size for "
     "several devices"
 )
@@ -116,12 +116,15 @@ _GRAMMARS = "llguidance compiles every grammar; see StructuredOutputsParams"
 ELSEWHERE: dict[str, Elsewhere] = {
     **dict.fromkeys(
         ("nnodes", "prefill_context_parallel_size"),
-        Elsewhere(_ONE_DEVICE, (1, None)),
+        Elsewhere(_ONE_PROCESS, (1, None)),
     ),
-    "distributed_executor_backend": Elsewhere(_ONE_DEVICE, (None, "uni")),
-    "max_parallel_loading_workers": Elsewhere(_ONE_DEVICE),
-    "ray_workers_use_nsight": Elsewhere(_ONE_DEVICE, (False,)),
-    "cpu_offload_gb": Elsewhere(_ONE_DEVICE, (0, 0.0, None)),
+    "distributed_executor_backend": Elsewhere(_ONE_PROCESS, (None, "uni")),
+    "max_parallel_loading_workers": Elsewhere(_ONE_PROCESS),
+    "ray_workers_use_nsight": Elsewhere(_ONE_PROCESS, (False,)),
+    "cpu_offload_gb": Elsewhere(
+        f"weights stay on the device; {_OUT}, or set tensor_parallel_size or quantization",
+        (0, 0.0, None),
+    ),
     "swap_space": Elsewhere(
         f"a preempted request is computed again, no cache is swapped; {_OUT}", (0, 0.0, None)
     ),

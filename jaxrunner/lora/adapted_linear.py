@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.indexing import take
+from jaxrunner.linear import precision_of
 from jaxrunner.ops.grouping import cut_tiles, group
 from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array
@@ -117,8 +118,7 @@ def delta_per_head(x: Array, stack: Stack, place: Array, part: slice, *, up: boo
 
 
 def _einsum(axes: str, x: Array, y: Array) -> Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(axes, x, y, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(axes, x, y, precision=precision_of(x), preferred_element_type=jnp.float32)
 
 
 def tile_rows(num_tokens: int, places: int) -> int:
@@ -129,5 +129,5 @@ def tile_rows(num_tokens: int, places: int) -> int:
 
 
 def _dot(x: Array, y: Array, dims: Any, dtype: Any) -> Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = precision_of(x)
     return jax.lax.dot_general(x, y, dims, precision, preferred_element_type=dtype)

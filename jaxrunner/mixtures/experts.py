@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.linear import precision_of
 from jaxrunner.operation import Operation
 from jaxrunner.ops.grouping import cut_tiles, group
 from jaxrunner.pytree import leaf, pytree, static
@@ -156,16 +157,15 @@ def weighted_sum(rows: Array, routes: Routes) -> Array:
 
 def _product(x: Array, weight: Array) -> Array:
     """Multiplies x, [rows, in], with weight, [out, in]. Returns [rows, out], float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contracted = ((1,), (1,)), ((), ())
     return jax.lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        x, weight, contracted, precision=precision_of(x), preferred_element_type=jnp.float32
     )
 
 
 def _ragged(x: Array, weights: Array, sizes: Array) -> Array:
     """Multiplies runs of x, [rows, in], with one weight each, [X, out, in]; returns float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.ragged_dot(
-        x, jnp.swapaxes(weights, 1, 2), sizes, precision=precision,
+        x, jnp.swapaxes(weights, 1, 2), sizes, precision=precision_of(x),
         preferred_element_type=jnp.float32,
     )  # fmt: skip

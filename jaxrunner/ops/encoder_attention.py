@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrunner.indexing import take
 from jaxrunner.kernels_pallas.reference import capped
+from jaxrunner.linear import precision_of
 from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.types import Array, Batch
@@ -46,7 +47,7 @@ def attention(
     T, H, D = q.shape
     K, B, Q = k.shape[1], batch.seq_lens.shape[0], min(tile, T)
     assert spec.chunk_size is None, "chunks look back alone"
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    precision = precision_of(q)
     tokens_IQ = jnp.arange(-(-T // Q) * Q).reshape(-1, Q)
     row_IQ = batch.row.at[tokens_IQ].get(mode="fill", fill_value=B)
     pos_IQ = take(batch.inputs.positions, tokens_IQ)

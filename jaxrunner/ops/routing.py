@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.linear import precision_of
 from jaxrunner.mixtures.experts import Routes
 from jaxrunner.pytree import leaf, pytree
 from jaxrunner.types import Array
@@ -67,9 +68,8 @@ def with_routes(params: Any, routed_experts: Array) -> Any:
 def scores_of(w: Router, x: Array) -> Array:
     """Returns the router's logits of x, [T, E]: [T, X], float32."""
     # Products of two numbers of 16 bits are exact in float32.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     logits = jax.lax.dot_general(
-        x, w.weight, (((1,), (1,)), ((), ())), precision=precision,
+        x, w.weight, (((1,), (1,)), ((), ())), precision=precision_of(x),
         preferred_element_type=jnp.float32,
     )  # fmt: skip
     return logits if w.bias is None else logits + w.bias.astype(jnp.float32)[None]

@@ -24,7 +24,7 @@ from jaxrunner.types import Array, Inputs
 
 # Fields of `EngineConfig` that choose programs and when they run, and are not compiled in.
 HOST_ONLY = (
-    "token_buckets", "decode_buckets", "growth", "num_decode_steps", "async_depth", "policy",
+    "token_buckets", "decode_buckets", "num_decode_steps", "async_depth", "policy",
     "enable_prefix_caching", "long_prefill_token_threshold", "seed", "max_cpu_loras",
     "step_timeout_s",
 )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.linear import precision_of
 from jaxrunner.operation import Operation
 from jaxrunner.pytree import leaf, pytree, static
 from jaxrunner.quantization import sorted_inputs
@@ -14,7 +15,7 @@ from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.scheme import CODES, Scheme
 from jaxrunner.types import Array
 
-E8M0_BIAS, FLOAT32_MANTISSA = 127, 23
+E8M0_BIAS = 127
 
 
 @pytree
@@ -141,10 +142,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 def _dot(x: Array, weight: Array) -> Array:
     """Multiplies x, [..., inputs], with weight, [outputs, inputs], into float32."""
-    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(
-        x, weight, contracted, precision=exact, preferred_element_type=jnp.float32
+        x, weight, contracted, precision=precision_of(x), preferred_element_type=jnp.float32
     )
 
 

@@ -114,7 +114,7 @@ def init(pair: Pair, train: HeadTraining, target: Params) -> State:
     # The target's logits read what it gives. A copy, because steps consume it.
     norm = jnp.array(target.norm, jnp.float32)
     params = dataclasses.replace(params, norm=norm)
-    return State(params, _optimizer(train).init(params))
+    return State(params, adamw(train).init(params))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -140,7 +140,7 @@ def step(
         return (losses * weights).sum() / weights.sum(), losses
 
     (loss, losses), grads = jax.value_and_grad(weighted, has_aux=True)(state.params)
-    updates, optimizer = _optimizer(train).update(grads, state.optimizer, state.params)
+    updates, optimizer = adamw(train).update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     return State(params, optimizer), jnp.concatenate([loss[None], losses])
 
@@ -169,10 +169,3 @@ def draft_losses(
         given, asked = given[:, : L - 1 - i].astype(jnp.float32), wanted[:, 1 + i :]
         losses.append(-(asked * jax.nn.log_softmax(given, -1)).sum(-1).mean())
     return jnp.stack(losses)
-
-
-def _optimizer(train: HeadTraining) -> optax.GradientTransformation:
-    return adamw(
-        steps=train.steps, peak_rate=train.peak_rate, warmup=train.warmup,
-        weight_decay=train.weight_decay, clip=train.clip,
-    )  # fmt: skip

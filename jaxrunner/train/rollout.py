@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.config import ModelConfig
+from jaxrunner.linear import precision_of
 from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.models.llama import llama
 from jaxrunner.ops.backends import dense
@@ -75,7 +76,7 @@ def stepwise(step: Array) -> Ops:
         keys, values = (write(c, x[:, :, None]) for c, x in zip(cache, (k, v), strict=True))
         (B, H, D), K = q.shape, k.shape[1]
         seen = spec.sees(step[None], jnp.arange(keys.shape[2]))
-        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        precision = precision_of(q)
         q_BKGD = q.reshape(B, K, H // K, D)
         scores = jnp.einsum("bkgd,bksd->bkgs", q_BKGD, keys, precision=precision)
         scores = scores.astype(jnp.float32) * spec.scale

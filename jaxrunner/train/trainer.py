@@ -118,7 +118,7 @@ def init(config: ModelConfig, train: TrainConfig) -> Training:
 
     params = pytree.build(make, llama.params, config.dims | {"param": jnp.float32})
     average = jax.tree.map(jnp.copy, params)
-    return Training(params, _optimizer(train).init(params), average)
+    return Training(params, adamw(train).init(params), average)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -139,7 +139,7 @@ def step(
         return jax.vmap(one)(windows, jax.random.split(drop_key, train.batch)).mean()
 
     loss, grads = jax.value_and_grad(mean_loss)(state.params)
-    updates, optimizer = _optimizer(train).update(grads, state.optimizer, state.params)
+    updates, optimizer = adamw(train).update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     seen = index.astype(jnp.float32)
     decay = jnp.minimum(train.average, (1 + seen) / (10 + seen))
@@ -225,23 +225,14 @@ def _losses(config: ModelConfig, params: Any, windows: Array) -> Array:
     return jax.vmap(functools.partial(token_losses, config, params))(windows)
 
 
-def _optimizer(train: TrainConfig) -> optax.GradientTransformation:
-    return adamw(
-        steps=train.steps, peak_rate=train.peak_rate, warmup=train.warmup,
-        weight_decay=train.weight_decay, clip=train.clip,
-    )  # fmt: skip
-
-
-def adamw(
-    *, steps: int, peak_rate: float, warmup: int, weight_decay: float, clip: float
-) -> optax.GradientTransformation:
+def adamw(train: Any) -> optax.GradientTransformation:
     """Returns AdamW with a warm-up, a cosine and clipped gradients, by their global norm; matrices
-    alone decay."""
-    steps, last = max(steps, warmup + 1), 0.02 * peak_rate
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak_rate, warmup, steps, last)
+    alone decay. train: has the fields of `TrainConfig` that are read here."""
+    steps, peak = max(train.steps, train.warmup + 1), train.peak_rate
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, train.warmup, steps, 0.02 * peak)
 
     def matrices(params: Any) -> Any:
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
-    adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(clip), adam)
+    adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=train.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(train.clip), adam)

@@ -1,4 +1,4 @@
-"""vLLM's worker by its method names, on one device, for a scheduler of your own.
+"""vLLM's worker by its method names, on the devices of one process, for a scheduler of your own.
 
 worker = Worker("path/to/checkpoint", max_num_seqs=16)
 worker.init_device()

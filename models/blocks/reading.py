@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrunner.api.validation import shown
+from jaxrunner.config import read_over_0
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models.blocks import forward
@@ -98,17 +99,6 @@ def read_scale(settings: Settings, key: str, default: float = 1.0) -> float:
       ValueError: it is not over 0.
     """
     return read_over_0(key, settings.take(key, float, default))
-
-
-def read_over_0(key: str, value: float) -> float:
-    """Returns a value of `key`.
-
-    Raises:
-      ValueError: it is not over 0.
-    """
-    if value <= 0:
-        raise ValueError(f"{key} must be over 0, got {value}")
-    return value
 
 
 def rope_sizes(settings: Settings, head_dim: int = 0) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.mixtures.experts import Experts
 from jaxrunner.model import AttentionSpec, Ops, Source
 from jaxrunner.models import llama
+from jaxrunner.models.blocks.reading import read_scale
 from jaxrunner.models.llama import Turn
 from jaxrunner.models.mixtures.mixture import (
     FeedForward,
@@ -80,15 +81,8 @@ def read(settings: Settings) -> GraniteMoeConfig:
 
 
 def read_multipliers(settings: Settings) -> dict[str, float]:
-    """Returns the scalars of a config.
-
-    Raises:
-      ValueError: logits would be divided by 0.
-    """
-    found = {name: settings.take(name, float, 1.0) for name in MULTIPLIERS}
-    if not found["logits_scaling"]:
-        raise ValueError("logits_scaling divides the logits, so it must not be 0")
-    return found
+    """Returns the scalars of a config; raises as `read_scale`."""
+    return {name: read_scale(settings, name) for name in MULTIPLIERS}
 
 
 def logits(config: GraniteMoeConfig, params: Any, hidden: Array) -> Array:

@@ -37,7 +37,7 @@ ENTRIES: dict[str, Callable[[], Entry]] = {
     "engine_told": engines.Told,
     "runner": runners.Runner,
     "worker": workers.Keywords,
-    "worker_steps": workers.MultiStepBucket,
+    "worker_steps": workers.Steps,
     "snapshots": snapshots.Snapshots,
     "weight_folders": snapshots.Weights,
     "checkpoints": files.Checkpoints,

@@ -48,7 +48,7 @@ SIZES: dict[str, Kind] = dict(
     block_size=size(1, 64, 10**9), num_blocks=size(1, 512, 10**12, None),
     token_buckets=BUCKETS, decode_buckets=BUCKETS, enable_prefix_caching=flag(),
     policy=one_of("fcfs", "priority"), async_depth=size(1, 8, 10**9),
-    num_decode_steps=size(1, 8, 10**9), growth=size(2, 8, 10**9),
+    num_decode_steps=size(1, 8, 10**9),
     kv_cache_dtype=Kind(lambda v: None if isinstance(v, str) else False, (3, None, "FP8", True)),
     logprobs_mode=one_of("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     nan_policy=one_of("error", "raise", "ignore"), enforce_eager=flag(),
@@ -97,8 +97,8 @@ ROOM: dict[str, Kind] = dict(
     gpu_memory_utilization=real(0.001, 1, None),
 )
 ALL = LOADING | SIZES | OWN | MORE
-# Those beside what has bounds are a function and one of `EngineConfig` alone.
-assert {*ALL, *ROOM} == llm_arguments.LLM.keys() | {"logits_fn", "growth"}
+# What has no bounds is a function.
+assert {*ALL, *ROOM} == llm_arguments.LLM.keys() | {"logits_fn"}
 
 
 def _open(**fields: Any) -> None:

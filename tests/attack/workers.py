@@ -100,7 +100,7 @@ def worker() -> Worker:
     return made
 
 
-class MultiStepBucket(Runner):
+class Steps(Runner):
     """`Worker.execute_model` and `sample_tokens` with scheduler outputs that lie."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """An adapter's files, its settings, and the low ranks that it has."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 import math
 from pathlib import Path
 import re
@@ -59,7 +59,7 @@ def read_adapter(
       ValueError: a setting or a tensor that is not supported; names it.
     """
     _check_config(config, source)
-    parts: dict[str, dict[str, np.ndarray]] = {}
+    parts, names = dict[str, dict[str, np.ndarray]](), dict[tuple[str, str], str]()
     for name, tensor in tensors.items():
         found = PART.fullmatch(name.removeprefix(PREFIX)) if isinstance(name, str) else None
         if found is None or getattr(tensor, "ndim", 0) != 2:
@@ -67,7 +67,9 @@ def read_adapter(
                 f"{source} has the tensor {shown(name)}, which is no lora_A or lora_B of a product:"
                 " only these are supported, make the adapter without it"
             )
-        parts.setdefault(found["module"], {})[found["part"]] = read_floats(tensor, source, name)
+        module, part = found["module"], found["part"]
+        check_one(names, (module, part), name, source)
+        parts.setdefault(module, {})[part] = read_floats(tensor, source, name)
     if not parts:
         raise ValueError(f"{source} has no lora_A and lora_B: save the adapter again")
     made = {}
@@ -84,6 +86,19 @@ def read_adapter(
             )
         made[module] = LowRank(of["A"], of["B"] * np.float32(scale))
     return made
+
+
+def check_one(names: dict[Any, str], weight: Hashable, name: str, source: str) -> None:
+    """Notes in `names` which tensor a weight is read from.
+
+    Raises:
+      ValueError: another tensor stands for that weight too; names both.
+    """
+    if (other := names.setdefault(weight, name)) != name:
+        raise ValueError(
+            f"{source} has the tensors {other!r:.200} and {name!r:.200} for one weight: take one "
+            "of them out"
+        )
 
 
 def read_floats(tensor: Any, source: str, name: str) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.api.validation import shown
-from jaxrunner.loading.peft.adapter import PREFIX, read_floats
+from jaxrunner.loading.peft.adapter import PREFIX, check_one, read_floats
 from jaxrunner.lora.module_names import by_names_of_model
 
 
@@ -20,9 +20,11 @@ def take_saved(
     for. Returns the config and the tensors without them, and theirs, [V, E], by field.
 
     Raises:
-      ValueError: an engine has no room for one, or one that the config names is missing.
+      ValueError: an engine has no room for one, one is there twice, or one that the config names
+        is missing.
     """
     config, rest, found = dict(config), dict[str, Any](), dict[str, np.ndarray]()
+    names = dict[str, str]()
     fields = {module: field for field, module in known.items()}
     for name, tensor in tensors.items():
         module = name.removeprefix(PREFIX).removesuffix(".weight") if isinstance(name, str) else ""
@@ -30,6 +32,7 @@ def take_saved(
         if own not in fields:
             rest[name] = tensor
         elif fields[own] in held:
+            check_one(names, own, name, source)
             found[fields[own]] = read_floats(tensor, source, name)
         else:
             raise ValueError(

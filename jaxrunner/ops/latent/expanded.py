@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.indexing import find_rows, take
 from jaxrunner.kernels_pallas.attention import prefill_attention as kernel
+from jaxrunner.linear import precision_of
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Operation
 from jaxrunner.ops.latent.attention import unlike
@@ -75,8 +76,7 @@ def _heads(latents: Array, up: Array, spec: AttentionSpec, width: int) -> LayerC
     rank = spec.value_dim or 0
     latent_WSR, turned_WSD = latents[..., :rank], latents[:, None, :, rank:]
     num_still = width - turned_WSD.shape[-1]
-    precision = jax.lax.Precision.HIGHEST if up.dtype == jnp.float32 else None
-    product = functools.partial(jnp.einsum, "wsr,ohr->whso", latent_WSR, precision=precision)
+    product = functools.partial(jnp.einsum, "wsr,ohr->whso", latent_WSR, precision=precision_of(up))
     still, values = product(up[:num_still]), product(up[num_still:])
     turned = jnp.broadcast_to(turned_WSD, (*still.shape[:3], turned_WSD.shape[-1]))
     padding = (*((0, 0),) * 3, (0, width - values.shape[-1]))
