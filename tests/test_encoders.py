@@ -73,7 +73,9 @@ def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
         tmp_path, **pooling.WHOLE, skip_tokenizer_init=False, tokenizer=tokenizer
     ) as llm:
         outputs = llm.score("abc", ["de", "f a"])
-        (swapped,) = llm.score(["de"], ["abc"], pooling_params=PoolingParams(use_activation=False))
+        raw = PoolingParams(use_activation=False)
+        (swapped,) = llm.score(["de"], ["abc"], pooling_params=raw)
+        (cut,) = llm.score("abc", "de", pooling_params=raw, truncate_prompt_tokens=7)
     for second, output in zip(["de", "f a"], outputs, strict=True):
         found = tokenizer.inner.encode("abc", second)
         types = torch_ids(found.type_ids)
@@ -83,6 +85,11 @@ def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
     found = tokenizer.inner.encode("de", "abc")
     (want,) = pooling.scores(module, found.ids, token_type_ids=torch_ids(found.type_ids))
     np.testing.assert_allclose(swapped.outputs.score, want, rtol=1e-5, atol=1e-5)
+    found = tokenizer.inner.encode("abc", "de")
+    ids, types = found.ids[-7:], found.type_ids[-7:]
+    (want,) = pooling.scores(module, ids, token_type_ids=torch_ids(types))
+    assert cut.prompt_token_ids == ids and set(types) == {0, 1} and len(found.ids) > 7
+    np.testing.assert_allclose(cut.outputs.score, want, rtol=1e-5, atol=1e-5)
 
 
 def torch_ids(ids):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
@@ -184,6 +185,17 @@ def test_what_has_no_use_but_to_generate_is_not_pooled():
 def test_parameters_that_cannot_be(make, kind, words):
     with pytest.raises(kind, match=words):
         make()
+
+
+def test_fields_are_checked_when_they_are_set_and_kept_as_they_are_read():
+    params = PoolingParams(dimensions=4)
+    for name, value in dict(use_activation="no", truncate_prompt_tokens=0, task="sing").items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            setattr(params, name, value)
+    params.dimensions = 3
+    assert params == PoolingParams(dimensions=3)
+    given: Any = (i for i in (np.int64(1), 2))
+    assert PoolerConfig(returned_token_ids=given).returned_token_ids == (1, 2)
 
 
 MAX = dict(pooling_mode_max_tokens=True)

@@ -48,7 +48,7 @@ def test_answers_are_those_of_transformers(ours, theirs):
     assert sorted(theirs.all_special_ids) == ours.all_special_ids
     assert sorted(theirs.all_special_tokens) == sorted(ours.all_special_tokens)
     assert ours.convert_ids_to_tokens(5) == theirs.convert_ids_to_tokens(5)
-    assert ours.decode(300) == theirs.decode([300])
+    assert ours.decode(300) == ours.decode(np.int64(300)) == theirs.decode([300])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -93,6 +93,7 @@ def test_conversations_are_rendered_as_by_transformers(ours, theirs):
         (lambda t: t.convert_tokens_to_ids([3]), r"tokens\[0\] must be a string"),
         (lambda t: t.decode(["a"]), r"ids must be token ids or one, got \['a'\]: pass integers"),
         (lambda t: t.decode(1.5), "ids must be token ids or one, got 1.5"),
+        (lambda t: t.decode([65.5]), r"ids must be token ids or one, got \[65.5\]"),
         (lambda t: t.apply_chat_template(3), "messages must be a list of dicts, got int"),
         (lambda t: t.apply_chat_template(TALK, tokenize=3), "tokenize must be True or False"),
         (lambda t: t.apply_chat_template(TALK), "chat_template is missing from the checkpoint"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from jaxrunner.heads.dense import DenseConfig
 from jaxrunner.hf_config import Settings
 
-GELUS = {"gelu": "gelu", "silu": "silu", "relu": "relu", "tanh": "tanh"}
+ACTIVATIONS = ("gelu", "silu", "relu", "tanh")
 
 
 def classifier(base: str, settings: Settings, width: int) -> tuple[str, tuple[DenseConfig, ...]]:
@@ -24,11 +24,11 @@ def classifier(base: str, settings: Settings, width: int) -> tuple[str, tuple[De
         inner = DenseConfig("classifier.dense", width, width, activation="tanh")
         return "CLS", (inner, DenseConfig("classifier.out_proj", width, num))
     if base == "ModernBertModel":
-        settings.expect("classifier_activation", *GELUS)
+        settings.expect("classifier_activation", *ACTIVATIONS)
         inner = DenseConfig(
             "head.dense", width, width,
             bias=settings.take("classifier_bias", bool, False),
-            activation=GELUS[settings.take("classifier_activation", str, "gelu")],
+            activation=settings.take("classifier_activation", str, "gelu"),
             norm="head.norm",
             norm_bias=settings.take("norm_bias", bool, False),
             eps=settings.take("norm_eps", float, 1e-5),

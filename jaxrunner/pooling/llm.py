@@ -187,9 +187,10 @@ class PoolingMethods:
         many = many[:count]  # none of no prompt
         if truncate is not None:
             many = [replace(one, truncate_prompt_tokens=truncate) for one in many]
-        asked = [
-            _sampling(*x, config) for x in zip(many, firsts or [None] * len(many), strict=True)
-        ]
+        asked = [_sampling(one, config) for one in many]
+        if firsts is not None:
+            max_len = self.engine.config.max_model_len
+            asked = [_of_pair(*x, max_len) for x in zip(asked, prompts, firsts, strict=True)]
         queued = read_requested(prompts, asked, None, adapters)
         late = [one.late_interaction_params for one in many]
         late_interaction.check(self.queries, late, config.task)
@@ -234,12 +235,19 @@ def _check(params: Any, config: PooledConfig) -> None:
     steps.check(params, steps=config.steps, **sizes)
 
 
-def _sampling(params: PoolingParams, first: int | None, config: PooledConfig) -> PooledRequest:
+def _of_pair(request: PooledRequest, prompt: Any, first: int | None, max_len: int) -> PooledRequest:
+    """Returns a request which says how many tokens that are read are of the first text."""
+    if first is None:
+        return request
+    num_cut = max(0, len(prompt["prompt_token_ids"]) - request.most_prompt_tokens(max_len))
+    return replace(request, extra_args=dict(first_segment_len=float(max(0, first - num_cut))))
+
+
+def _sampling(params: PoolingParams, config: PooledConfig) -> PooledRequest:
     """Returns the engine's request: one token, whose step returns the pooled array."""
     skip = params.skip_reading_prefix_cache
-    extra = None if first is None else dict(first_segment_len=float(first))
     return PooledRequest(
-        max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra,
+        max_tokens=1, temperature=0.0, detokenize=False,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         # Poolings over all tokens need all of them computed.
         skip_reading_prefix_cache=True if config.pooling != "LAST" else skip,

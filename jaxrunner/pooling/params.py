@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxrunner.api.sampling_params import SamplingParams
@@ -48,8 +48,8 @@ class PoolingParams:
     late_interaction_params: LateInteractionParams | None = None  # of `token_embed`
 
     def __post_init__(self):
-        for name, bound in BOUNDS.items():
-            setattr(self, name, validate(name, getattr(self, name), bound))
+        values = {name: validate(name, getattr(self, name), of) for name, of in BOUNDS.items()}
+        vars(self).update(values)
         _check_task(self.task)
         late = self.late_interaction_params
         if late is not None and not isinstance(late, LateInteractionParams):
@@ -67,6 +67,13 @@ class PoolingParams:
     def activates(self) -> bool | None:
         """Whether the model's activation runs; None for its default."""
         return self.normalize if self.use_activation is None else self.use_activation
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field; where that is refused, nothing changes."""
+        if len(vars(self)) < len(self.__dataclass_fields__):
+            super().__setattr__(name, value)
+        else:
+            vars(self).update(vars(replace(self, **{name: value})))
 
     def clone(self) -> "PoolingParams":
         """Returns a copy, whose fields may be set."""
@@ -98,7 +105,7 @@ class PoolerConfig:
     def __post_init__(self):
         for name, bound in BOUNDS.items():
             if name in vars(self):
-                validate(name, getattr(self, name), bound)
+                object.__setattr__(self, name, validate(name, getattr(self, name), bound))
         _check_task(self.task)
         _check_activation(self.normalize, self.use_activation)
         validate("pooling_type", self.pooling_type, Bound(str, optional=True))

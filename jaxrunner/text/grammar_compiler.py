@@ -89,7 +89,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Ends the threads and processes, those of a compilation under way after it."""
-        self._close()
+        with self._lock:  # a trial is kept before, or not at all
+            self._close()
 
     def __len__(self) -> int:
         """The grammars that are kept."""
@@ -128,12 +129,16 @@ class GrammarCompiler:
 
     def _trial_error(self, source: str) -> str:
         """Returns why a process of its own could not compile the grammar."""
-        trial = self._idle.pop() if self._idle else Trial(self._setup)
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        trial = Trial(self._setup) if idle is None else idle
         error = trial.error(source)
-        if trial.died or not self._close.alive:
+        with self._lock:
+            keeps = self._close.alive and not trial.died
+            if keeps:
+                self._idle.append(trial)
+        if not keeps:
             trial.close()
-        else:
-            self._idle.append(trial)
         return error
 
 

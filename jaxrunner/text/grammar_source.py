@@ -21,7 +21,8 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         return matcher.grammar_from_lark(ebnf.to_lark(params.grammar or ""))
     if params.kind == "choice":
         # One terminal: alternatives of a rule are limited to 2000.
-        choices = " | ".join(json.dumps(c, ensure_ascii=False) for c in params.choice or ())
+        texts = (json.dumps(c, ensure_ascii=False) for c in params.choice or ())
+        choices = " | ".join(texts).replace("\x7f", r"\u007f")  # which the lexer refuses as it is
         return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern or WHITESPACE
     # All four, so that no `x-guidance` in a schema decides them.

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 import functools
 import json
+import numbers
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +142,10 @@ class Tokenizer(HuggingFaceNames):
         Raises:
           TypeError: there is another thing among them; or what `join` does.
         """
-        some: Any = [ids] if isinstance(ids, int) else ids
+        some: Any = [ids] if isinstance(ids, numbers.Integral) else ids
         some = None if isinstance(ids, bytes | bytearray) else some  # whose numbers are no tokens
         try:
-            known = [int(i) for i in some if i in self]
+            known = [i for i in map(operator.index, some) if i in self]
         except Exception as error:  # of whatever object it is
             raise TypeError(
                 f"ids must be token ids or one, got {shown(ids)}: pass integers"
