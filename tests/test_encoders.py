@@ -75,7 +75,9 @@ def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
         outputs = llm.score("abc", ["de", "f a"])
         raw = PoolingParams(use_activation=False)
         (swapped,) = llm.score(["de"], ["abc"], pooling_params=raw)
-        (cut,) = llm.score("abc", "de", pooling_params=raw, truncate_prompt_tokens=7)
+        cuts = [
+            llm.score("abc", "de", pooling_params=raw, truncate_prompt_tokens=k)[0] for k in (7, 2)
+        ]
     for second, output in zip(["de", "f a"], outputs, strict=True):
         found = tokenizer.inner.encode("abc", second)
         types = torch_ids(found.type_ids)
@@ -86,10 +88,11 @@ def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
     (want,) = pooling.scores(module, found.ids, token_type_ids=torch_ids(found.type_ids))
     np.testing.assert_allclose(swapped.outputs.score, want, rtol=1e-5, atol=1e-5)
     found = tokenizer.inner.encode("abc", "de")
-    ids, types = found.ids[-7:], found.type_ids[-7:]
-    (want,) = pooling.scores(module, ids, token_type_ids=torch_ids(types))
-    assert cut.prompt_token_ids == ids and set(types) == {0, 1} and len(found.ids) > 7
-    np.testing.assert_allclose(cut.outputs.score, want, rtol=1e-5, atol=1e-5)
+    for k, kinds, cut in zip((7, 2), ({0, 1}, {1}), cuts, strict=True):
+        ids, types = found.ids[-k:], found.type_ids[-k:]
+        (want,) = pooling.scores(module, ids, token_type_ids=torch_ids(types))
+        assert cut.prompt_token_ids == ids and set(types) == kinds and len(found.ids) > k
+        np.testing.assert_allclose(cut.outputs.score, want, rtol=1e-5, atol=1e-5)
 
 
 def torch_ids(ids):

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+import contextlib
 import sys
+import threading
 import time
 from typing import Any
+import weakref
 
 import numpy as np
 import pytest
@@ -175,6 +178,55 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(vocab):
     assert small.compiler.submit(StructuredOutputsParams(choice=["first"])).done()
     assert not small.compiler.submit(StructuredOutputsParams(choice=["no 0"])).done()
     small.compiler.close()
+
+
+class Met(list):
+    """Idle trials, where two threads that look for one have looked before either takes it."""
+
+    both = threading.Barrier(2)
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        with contextlib.suppress(threading.BrokenBarrierError):  # the other one is kept away
+            self.both.wait(0.5)
+        return found
+
+
+class Left(list):
+    """Idle trials, whose compiler is closed while one is put back."""
+
+    closing = threading.Thread()
+
+    def append(self, trial: Any) -> None:
+        self.closing.start()
+        self.closing.join(0.5)
+        super().append(trial)
+
+
+def watched(vocab: Vocab, kind: type[list]) -> Vocab:
+    """Returns a compiler that keeps its trials, of which one is idle, in a list of a kind."""
+    made = grammars.vocab_of(vocab.tokenizer.inner)
+    assert not failure(made, choice=["first"])
+    found: Any = made.compiler._close.detach()
+    _, close, (pool, idle), _ = found
+    made.compiler._idle = kind(idle)
+    made.compiler._close = weakref.finalize(made.compiler, close, pool, made.compiler._idle)
+    return made
+
+
+def test_two_compilations_never_take_one_trial(vocab):
+    small = watched(vocab, Met)
+    futures = [small.compiler.submit(StructuredOutputsParams(choice=[text])) for text in "ab"]
+    assert [reason(future) for future in futures] == ["", ""]
+    small.compiler.close()
+
+
+def test_no_trial_outlives_its_compiler(vocab):
+    small = watched(vocab, Left)
+    Left.closing = threading.Thread(target=small.compiler.close)
+    assert not failure(small, choice=["last"])
+    Left.closing.join()
+    assert not small.compiler._idle
 
 
 def test_requests_with_one_grammar_share_no_state(vocab):

@@ -193,6 +193,8 @@ def test_fields_are_checked_when_they_are_set_and_kept_as_they_are_read():
         with pytest.raises((TypeError, ValueError), match=name):
             setattr(params, name, value)
     params.dimensions = 3
+    with pytest.raises(AttributeError, match="dimensions cannot be deleted: set it to its default"):
+        del params.dimensions
     assert params == PoolingParams(dimensions=3)
     given: Any = (i for i in (np.int64(1), 2))
     assert PoolerConfig(returned_token_ids=given).returned_token_ids == (1, 2)

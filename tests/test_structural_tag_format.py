@@ -28,6 +28,7 @@ vocab = pytest.fixture(scope="module")(grammars.small_vocab)
     "given, good, bad",
     [
         (dict(type="const_string", value='a "b"\n'), ['a "b"\n'], ["a", ""]),
+        (dict(type="const_string", value="a\x7f"), ["a\x7f"], ["a"]),
         (dict(type="regex", pattern="a/b|\\/\n"), ["a/b", "/\n"], ["a", "a/b/"]),
         (dict(type="grammar", grammar='root ::= "}" x\nx ::= [0-9]+'), ["}12"], ["12", "}"]),
         (dict(type="grammar", grammar="start: /[a-z]/"), ["q"], ["qq"]),

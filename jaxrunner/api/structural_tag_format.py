@@ -205,7 +205,7 @@ def _kind(given: dict[str, Any]) -> Any:
 
 
 def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # the lexer refuses it
 
 
 def _escaped(pattern: str) -> str:

@@ -75,6 +75,10 @@ class PoolingParams:
         else:
             vars(self).update(vars(replace(self, **{name: value})))
 
+    def __delattr__(self, name: str) -> None:
+        """Refuses to take a field away."""
+        raise AttributeError(f"{name} cannot be deleted: set it to its default")
+
     def clone(self) -> "PoolingParams":
         """Returns a copy, whose fields may be set."""
         return copy.copy(self)

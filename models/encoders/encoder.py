@@ -59,7 +59,7 @@ class EncoderParams(Params):
 
 @pytree
 class Segments:
-    """Of a request, how many of its tokens are of the first of two texts; 0 for all of them."""
+    """Of a request, how many of its tokens are of the first of two texts; -1 for all of them."""
 
     first_len: Array = leaf("R")
 
@@ -67,7 +67,7 @@ class Segments:
 def segments_of(request: Any) -> Segments:
     """Returns a request's row."""
     given = dict(request.params.extra_args or ())
-    return host_value(Segments, first_len=int(given.get("first_segment_len", 0)))
+    return host_value(Segments, first_len=int(given.get("first_segment_len", -1)))
 
 
 SEGMENTS = SlotTable("segments", Segments, segments_of, extra_args=("first_segment_len",))
@@ -82,7 +82,7 @@ def embed(config: EncoderConfig, params: EncoderParams, inputs: Inputs) -> Array
     if params.types is None:
         return x
     first_len = inputs.tables[SEGMENTS.name].first_len
-    second = (first_len > 0) & (inputs.positions >= first_len)
+    second = (first_len >= 0) & (inputs.positions >= first_len)
     return x + params.types[second.astype(jnp.int32) if config.num_types > 1 else 0 * first_len]
 
 
