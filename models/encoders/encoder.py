@@ -59,15 +59,15 @@ class EncoderParams(Params):
 
 @pytree
 class Segments:
-    """Of a request, how many of its tokens are of the first of two texts; -1 for all of them."""
+    """Where the second of two texts begins in a request, plus one; 0 where there is no second."""
 
-    first_len: Array = leaf("R")
+    second_from: Array = leaf("R")
 
 
 def segments_of(request: Any) -> Segments:
     """Returns a request's row."""
     given = dict(request.params.extra_args or ())
-    return host_value(Segments, first_len=int(given.get("first_segment_len", -1)))
+    return host_value(Segments, second_from=int(given.get("first_segment_len", -1)) + 1)
 
 
 SEGMENTS = SlotTable("segments", Segments, segments_of, extra_args=("first_segment_len",))
@@ -81,9 +81,9 @@ def embed(config: EncoderConfig, params: EncoderParams, inputs: Inputs) -> Array
         return forward.NORMS["layer"](x, norm.norm_weight, norm.norm_bias, config.rms_norm_eps)
     if params.types is None:
         return x
-    first_len = inputs.tables[SEGMENTS.name].first_len
-    second = (first_len >= 0) & (inputs.positions >= first_len)
-    return x + params.types[second.astype(jnp.int32) if config.num_types > 1 else 0 * first_len]
+    second_from = inputs.tables[SEGMENTS.name].second_from
+    second = (second_from > 0) & (inputs.positions >= second_from - 1)
+    return x + params.types[second.astype(jnp.int32) if config.num_types > 1 else 0 * second_from]
 
 
 def layers(
