@@ -277,3 +277,12 @@ def read_over_0(key: str, value: float) -> float:
     if value <= 0:
         raise ValueError(f"{key} must be over 0, got {value}")
     return value
+
+
+def read_scale(settings: Settings, key: str, default: float = 1.0) -> float:
+    """Returns the value of a scale.
+
+    Raises:
+      ValueError: it is not over 0.
+    """
+    return read_over_0(key, settings.take(key, float, default))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.api.validation import shown
-from jaxrunner.config import read_over_0
+from jaxrunner.config import read_scale
 from jaxrunner.hf_config import Settings
 from jaxrunner.types import Array, Inputs
 
@@ -229,8 +229,8 @@ def _yarn(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -
     def dim_of(turns: float) -> float:
         return dim * math.log(old_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dim_of(_over_0(scaling, "beta_fast", 32.0))
-    high = dim_of(_over_0(scaling, "beta_slow", 1.0))
+    low = dim_of(read_scale(scaling, "beta_fast", 32.0))
+    high = dim_of(read_scale(scaling, "beta_slow", 1.0))
     if scaling.take("truncate", bool, True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -245,14 +245,14 @@ def _yarn(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -
             f"mscale={mscale} and mscale_all_dim={mscale_all} must be over 0, or 0 for none"
         )
     usual = gain(mscale) / gain(mscale_all) if mscale and mscale_all else gain(1.0)
-    scale = _over_0(scaling, "attention_factor", usual)
+    scale = read_scale(scaling, "attention_factor", usual)
     return inv_freq * ((1 - slowed) + slowed / factor), {"scale": scale}
 
 
 def _longrope(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: int) -> Scaled:
     """LongRoPE: a factor for each pair, one set for short sequences and one for long ones."""
     pairs, old_len = len(inv_freq), scaling.size(OLD_LEN, max_len, least=2)
-    factor = _over_0(scaling, "factor", max_len / old_len)
+    factor = read_scale(scaling, "factor", max_len / old_len)
     gain = math.sqrt(1 + math.log(factor) / math.log(old_len)) if factor > 1 else 1.0
     sets = []
     for name in ("short_factor", "long_factor"):
@@ -263,11 +263,7 @@ def _longrope(scaling: Settings, inv_freq: np.ndarray, theta: float, max_len: in
         base = np.float32(theta) ** (np.arange(0, 2 * pairs, 2, dtype=np.float32) / (2 * pairs))
         sets.append(1 / (np.asarray(factors, np.float32) * base))
     long = Long(_floats(sets[1]), old_len)
-    return sets[0], {"scale": _over_0(scaling, "attention_factor", gain), "long": long}
-
-
-def _over_0(scaling: Settings, key: str, default: float) -> float:
-    return read_over_0(key, scaling.take(key, float, default))
+    return sets[0], {"scale": read_scale(scaling, "attention_factor", gain), "long": long}
 
 
 def _factor(scaling: Settings) -> float:

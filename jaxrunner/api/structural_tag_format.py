@@ -139,7 +139,7 @@ class _Lines:
         if kind == "tag":
             own = [given["end"]] if isinstance(given["end"], str) else given["end"]
             inner = self.rule(given["content"], own if any(own) else ends)
-            body = f"{_text(given['begin'])} {inner}"
+            body = f"{lark_string(given['begin'])} {inner}"
             return self.add(f"{body} {self._any(ends)}" if any(own) else body)
         if kind == "sequence":
             *first, last = given["elements"]
@@ -156,7 +156,7 @@ class _Lines:
         """Returns what a format is that no free text ends."""
         kind = _kind(given)
         if kind == "const_string":
-            return _text(given["value"])
+            return lark_string(given["value"])
         if kind == "regex":
             return self.add(f"/{_escaped(given['pattern'])}/")
         if kind == "grammar":
@@ -171,7 +171,8 @@ class _Lines:
 
     def _separated(self, given: dict[str, Any]) -> str:
         one = self.add(" | ".join(self.rule(tag, ()) for tag in given["tags"]))
-        more = "" if given.get("stop_after_first") else f"({_text(given['separator'])} {one})*"
+        between = lark_string(given["separator"])
+        more = "" if given.get("stop_after_first") else f"({between} {one})*"
         return f"({one} {more})" + "?" * (not given.get("at_least_one"))
 
     def _triggered(self, given: dict[str, Any], ends: Sequence[str]) -> str:
@@ -181,7 +182,7 @@ class _Lines:
             tags = [tag for tag in given["tags"] if tag["begin"].startswith(trigger)]
             rests = [self.rule(tag | {"begin": tag["begin"][len(trigger) :]}, ()) for tag in tags]
             if rests:
-                said = self.add(f"TEXT {_text(trigger)}", lazy=True)
+                said = self.add(f"TEXT {lark_string(trigger)}", lazy=True)
                 calls.append(f"{said} ({' | '.join(rests)})")
         call, end, last = self.add(" | ".join(calls)), self._any(ends), self._free(ends)
         if not given.get("at_least_one"):
@@ -196,7 +197,7 @@ class _Lines:
         return self.add(f"TEXT {self._any(ends)}", lazy=True) if ends else "TEXT"
 
     def _any(self, ends: Sequence[str]) -> str:
-        return f"({' | '.join(map(_text, ends))})" if ends else ""
+        return f"({' | '.join(map(lark_string, ends))})" if ends else ""
 
 
 def _kind(given: dict[str, Any]) -> Any:
@@ -204,7 +205,8 @@ def _kind(given: dict[str, Any]) -> Any:
     return given.get("type", "tag" if "begin" in given else None)
 
 
-def _text(text: str) -> str:
+def lark_string(text: str) -> str:
+    """Returns a text as a string of llguidance's Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # the lexer refuses it
 
 

@@ -1,9 +1,9 @@
 """Translates `StructuredOutputsParams` to grammars of llguidance. Knows no JAX."""
 
-import json
 from typing import Any
 
 from jaxrunner.api import ebnf, structural_tag
+from jaxrunner.api.structural_tag_format import lark_string
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
 from jaxrunner.text import grammar_trial
 
@@ -21,8 +21,7 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         return matcher.grammar_from_lark(ebnf.to_lark(params.grammar or ""))
     if params.kind == "choice":
         # One terminal: alternatives of a rule are limited to 2000.
-        texts = (json.dumps(c, ensure_ascii=False) for c in params.choice or ())
-        choices = " | ".join(texts).replace("\x7f", r"\u007f")  # which the lexer refuses as it is
+        choices = " | ".join(map(lark_string, params.choice or ()))
         return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern or WHITESPACE
     # All four, so that no `x-guidance` in a schema decides them.

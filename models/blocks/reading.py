@@ -92,15 +92,6 @@ def read_cap(settings: Settings, key: str, default: float | None = None) -> floa
     return read_over_0(key, cap) if cap else None
 
 
-def read_scale(settings: Settings, key: str, default: float = 1.0) -> float:
-    """Returns the value of a scale.
-
-    Raises:
-      ValueError: it is not over 0.
-    """
-    return read_over_0(key, settings.take(key, float, default))
-
-
 def rope_sizes(settings: Settings, head_dim: int = 0) -> tuple[int, int]:
     """Returns what a rotation is read for: the size of heads, and the longest sequence.
 

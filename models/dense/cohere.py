@@ -1,5 +1,6 @@
 """Command R: attention and MLP read one LayerNorm; Command R7B (Cohere 2) has windows and NoPE."""
 
+from jaxrunner.config import read_scale
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
 from jaxrunner.models.blocks.reading import (
@@ -8,7 +9,6 @@ from jaxrunner.models.blocks.reading import (
     no_ropes,
     read_block,
     read_kinds,
-    read_scale,
     rope_sizes,
 )
 from jaxrunner.models.rope import read_rope

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from jaxrunner.config import read_scale
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig, Names
-from jaxrunner.models.blocks.reading import block, read_block, read_cap, read_kinds, read_scale
+from jaxrunner.models.blocks.reading import block, read_block, read_cap, read_kinds
 from jaxrunner.models.rope import read_rope, read_two_ropes
 from jaxrunner.models.text_config import text_settings
 

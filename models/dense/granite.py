@@ -1,8 +1,9 @@
 """Granite 3: Llama with scales of embeddings, scores, residuals and logits. arXiv:2403.03466."""
 
+from jaxrunner.config import read_scale
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig
-from jaxrunner.models.blocks.reading import block, read_block, read_scale
+from jaxrunner.models.blocks.reading import block, read_block
 
 
 def read(settings: Settings) -> BlockConfig:

@@ -1,8 +1,9 @@
 """Ministral 3: Mistral whose queries grow with the position, past the length of training."""
 
+from jaxrunner.config import read_over_0
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.blocks.description import BlockConfig
-from jaxrunner.models.blocks.reading import SLIDING, block, read_block, read_over_0
+from jaxrunner.models.blocks.reading import SLIDING, block, read_block
 
 LEN = "original_max_position_embeddings"
 

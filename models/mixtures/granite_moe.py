@@ -4,11 +4,11 @@ from dataclasses import dataclass
 import functools
 from typing import Any
 
+from jaxrunner.config import read_scale
 from jaxrunner.hf_config import Settings
 from jaxrunner.mixtures.experts import Experts
 from jaxrunner.model import AttentionSpec, Ops, Source
 from jaxrunner.models import llama
-from jaxrunner.models.blocks.reading import read_scale
 from jaxrunner.models.llama import Turn
 from jaxrunner.models.mixtures.mixture import (
     FeedForward,
