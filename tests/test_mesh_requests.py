@@ -17,12 +17,21 @@ from tests.support.crowd import answers, logprobs
 from tests.support.failing import HOWS, nth
 
 pytestmark = pytest.mark.slow
-MODEL: dict[str, Any] = small_checkpoint.SETTINGS | dict(num_key_value_heads=2)
+MODEL: dict[str, Any] = small_checkpoint.SETTINGS | dict(
+    num_key_value_heads=2, num_hidden_layers=4
+)
 TWO = ParallelConfig(tensor_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
+SEVERAL = dict(num_decode_steps=2)  # which pipelines refuse
 MESHES = {
-    "tensor 2, pipeline 2": ParallelConfig(2, 2),
-    "tensor 2, context 2": ParallelConfig(4, interleave=Interleave(2, 1)),
+    "tensor 2": (TWO, SEVERAL),
+    "tensor 4": (ParallelConfig(4), {}),
+    "tensor 8": (ParallelConfig(8), SEVERAL),
+    "pipeline 4": (ParallelConfig(pipeline_parallel_size=4), {}),
+    "tensor 2, pipeline 2": (ParallelConfig(2, 2), {}),
+    "tensor 2, pipeline 4": (ParallelConfig(2, 4), {}),
+    "tensor 4, context 2": (ParallelConfig(4, interleave=Interleave(2, 1)), {}),
+    "tensor 8, context 4": (ParallelConfig(8, interleave=Interleave(4, 1)), SEVERAL),
 }
 
 
@@ -44,11 +53,13 @@ def wanted(folder):
     return answers(engine(folder, ParallelConfig(), num_blocks=60), 1)
 
 
-@pytest.mark.devices(4)
-@pytest.mark.parametrize("parallel", MESHES.values(), ids=MESHES.keys())
-def test_every_rule_gives_the_tokens_of_one_device(folder, wanted, parallel):
+@pytest.mark.devices(8)
+@pytest.mark.parametrize(("parallel", "sizes"), MESHES.values(), ids=MESHES.keys())
+def test_every_rule_gives_the_tokens_of_one_device(folder, wanted, parallel, sizes):
     num_blocks = 17 // parallel.interleave.parts
-    e, aborted = engine(folder, parallel, num_blocks=num_blocks), {3, 8, 9, 15, 20}
+    e, aborted = engine(folder, parallel, num_blocks=num_blocks, **sizes), {3, 8, 9, 15, 20}
+    e.warm_up(all_rules=True)
+    e.runner.programs.strict = True  # nothing is compiled later
     got = answers(e, 1, aborted=aborted)
     assert e.scheduler.num_preemptions and any(r.num_cached_tokens for r in got)
     for one, want in zip(got, wanted, strict=True):
