@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jax import monitoring
 import numpy as np
 import pytest
 
@@ -36,7 +37,7 @@ class Driver:
         self.tensors = {0: base}  # by id of adapter
         self.asked: dict[str, Asked] = {}  # unfinished
         self.heads = [self.rng.integers(61, size=n).tolist() for n in (5, 9, 12)]
-        self.num_added, self.seen = 0, dict.fromkeys((*ACTIONS, "compared", "mixed"), 0)
+        self.num_added, self.seen = 0, dict.fromkeys((*ACTIONS, "compared", "mixed", "updated"), 0)
 
     def run(self, num_steps: int) -> None:
         """Steps, then lets all requests end."""
@@ -79,6 +80,7 @@ class Driver:
         for asked in self.asked.values():
             if asked.request.lora_id == lora_id and asked.num_compared is None:
                 asked.num_compared = len(asked.request.output_token_ids)
+                self.seen["updated"] += asked.num_compared > 0
         adapter = LoRARequest(f"{lora_id}", lora_id, lora_tensors=made[0], lora_config=made[1])
         assert self.engine.worker.add_lora(adapter) == (lora_id not in self.tensors)
         self.tensors[lora_id] = lora.merge(self.base, *made)
@@ -141,13 +143,21 @@ def test_tokens_are_those_of_merged_models_whatever_comes_and_goes(
     tmp_path: Any, num_steps: int, drive_steps: int
 ):
     num_steps = max(num_steps, drive_steps)
-    base = checkpoint.write(tmp_path, llama, SETTINGS)
+    base, compiled = checkpoint.write(tmp_path, llama, SETTINGS), []
     sizes = dict(enable_lora=True, max_loras=PLACES, max_lora_rank=8, num_decode_steps=2)
-    with checkpoint.start(tmp_path, **sizes, num_blocks=14) as llm:
+    with checkpoint.start(tmp_path, **sizes, num_blocks=14, warm_up=True) as llm:
         driver = Driver(llm.engine, base, num_steps)
         for _ in IDS:
             driver.add_or_update()
-        driver.run(num_steps)
+        llm.engine.runner.programs.strict = True  # nothing is compiled any more, nor by JAX itself
+        monitoring.register_event_duration_secs_listener(
+            lambda event, *_, **__: compiled.append(event) if "compile" in event else None
+        )
+        try:
+            driver.run(num_steps)
+        finally:
+            monitoring.clear_event_listeners()
+        assert not compiled
         assert min(driver.seen.values()) > 0 and driver.seen["compared"] > num_steps
         assert llm.engine.scheduler.num_preemptions or num_steps < 1000
         assert llm.list_loras() == driver.tensors.keys() - {0}
