@@ -36,14 +36,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Moe", FEW | dict(norm_topk_prob=True)),
     "qwen3, dense layers, windows": ("Qwen3Moe", FEW | dict(
         mlp_only_layers=[1], attention_bias=True, use_sliding_window=True, sliding_window=5)),
+    "qwen3, every second layer": ("Qwen3Moe", FEW | dict(decoder_sparse_step=2)),
     "qwen2": ("Qwen2Moe", FEW | WIDE | dict(
         shared_expert_intermediate_size=20, use_sliding_window=True, sliding_window=5)),
+    "qwen2, dense layers, no biases": ("Qwen2Moe", FEW | WIDE | dict(
+        shared_expert_intermediate_size=20, decoder_sparse_step=2, norm_topk_prob=True,
+        qkv_bias=False)),
     "mixtral": ("Mixtral", LOCAL | dict(sliding_window=7)),
+    "mixtral, no window": ("Mixtral", LOCAL | dict(sliding_window=None)),
     "olmoe": ("Olmoe", WIDE | dict(num_experts=6, clip_qkv=1.5)),
-    "olmoe, one key": ("Olmoe", WIDE | dict(num_experts=6, num_key_value_heads=1)),
+    "olmoe, one key": ("Olmoe", WIDE | dict(
+        num_experts=6, num_key_value_heads=1, norm_topk_prob=True)),
     "granite": ("GraniteMoe", LOCAL | WIDE | dict(
         embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
         logits_scaling=2.0, tie_word_embeddings=True)),
+    "granite, biases, own head": ("GraniteMoe", LOCAL | WIDE | dict(
+        logits_scaling=2.0, attention_bias=True, tie_word_embeddings=False)),
     "glm4": ("Glm4Moe", GLM | dict(use_qk_norm=True, n_group=3, topk_group=2)),
     "glm4, biases, all experts": ("Glm4Moe", GLM | dict(attention_bias=True)),
     "deepseek v2": ("DeepseekV2", LATENT | dict(
