@@ -49,6 +49,7 @@ def test_two_processes_give_the_tokens_of_one(checkpoint, tmp_path):
     assert want[4][:4] == [32, 33, 33, 32]  # ABBA, as its grammar wants
     for one in told:
         assert one["tokens"] == one["after a sleep"] == one["reloaded"] == one["saved"] == want
+        assert one["with drafts, steps, context"] == want
         assert one["report"].startswith("devices: 4 x cpu, tensor 4\n")
         warm_up, own, drafts, three = one["refused"]
         assert re.match("warm_up='background' wants a mesh of one process", warm_up)

@@ -118,8 +118,13 @@ def main(checkpoint: str, saved_in: str) -> dict[str, Any]:
         told["refused"].append(refused(orbax_io.save, own, dict(x=np.arange(3))))
         told["together"] = [refused(together, llm.engine.runner.program.mesh, one_fails(error))
                             for error in (FileNotFoundError, KeyError)]  # fmt: skip
-    drafts = dict(method="draft_model", model=checkpoint, num_speculative_tokens="auto")
-    told["refused"].append(refused(LLM, checkpoint, **sizes, speculative_config=drafts))
+    drafts: dict[str, Any] = dict(method="draft_model", model=checkpoint)
+    auto = drafts | dict(num_speculative_tokens="auto")
+    told["refused"].append(refused(LLM, checkpoint, **sizes, speculative_config=auto))
+    drafts |= dict(num_speculative_tokens=2)
+    others = dict(decode_context_parallel_size=2, num_decode_steps=2, speculative_config=drafts)
+    with LLM(checkpoint, **sizes, **others) as llm:
+        told["with drafts, steps, context"] = answers(llm)
     told["refused"].append(refused(LLM, checkpoint, **sizes | dict(tensor_parallel_size=3)))
     return told
 
