@@ -1,7 +1,7 @@
 """Checkpoints of families that adapters are tried on, and what an `LLM` answers with one."""
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +21,17 @@ PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (11, 5,
 SOURCES: dict[str, Any] = dict(dense=dense_families, mixture=mixtures, hybrid=hybrids)
 
 
+NEAR = 1e-4  # of logits in float32
+
+
+class Answer(NamedTuple):
+    """The tokens after a prompt, and the logits of each, [tokens, V]."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: np.ndarray
+
+
 def saved(kind: str, variant: str, folder: Any) -> Any:
     """Writes the checkpoint of a variant; returns its module of transformers."""
     if kind == "mixture":
@@ -32,33 +43,32 @@ def saved(kind: str, variant: str, folder: Any) -> Any:
     return SOURCES[kind].save(variant, folder)
 
 
-def answers(llm: LLM, adapter: LoRARequest | None) -> list[list[tuple[int, float]]]:
-    """Returns the tokens of each answer with their logits, in order."""
+def answers(llm: LLM, adapters: LoRARequest | list[LoRARequest | None] | None) -> list[Answer]:
+    """Returns what prompts are answered with: one adapter is of all, several are of one each."""
     params = SamplingParams(
-        temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0
+        temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=-1
     )
     asked = [dict(prompt_token_ids=ids) for ids in PROMPTS]
-    outputs = llm.generate(asked, params, lora_request=adapter, use_tqdm=False)
+    outputs = llm.generate(asked, params, lora_request=adapters, use_tqdm=False)
     assert not [output.error for output in outputs if output.error]
     told: list[Any] = [output.outputs[0] for output in outputs]
+    rows = [[[one[i].logprob for i in range(len(one))] for one in of.logprobs] for of in told]
     return [
-        [(token, one[token].logprob) for token, one in zip(of.token_ids, of.logprobs, strict=True)]
-        for of in told
+        Answer(prompt, list(of.token_ids), np.array(own))
+        for prompt, of, own in zip(PROMPTS, told, rows, strict=True)
     ]
 
 
-def tokens(told: list[list[tuple[int, float]]]) -> list[list[int]]:
+def tokens(told: list[Answer]) -> list[list[int]]:
     """Returns the tokens of each answer."""
-    return [[token for token, _ in pairs] for pairs in told]
+    return [answer.tokens for answer in told]
 
 
-def check_likeliest(module: Any, told: list[list[tuple[int, float]]]) -> None:
-    """Holds greedy tokens and their logits against a module of transformers."""
-    for prompt, pairs in zip(PROMPTS, told, strict=True):
-        output, got = [token for token, _ in pairs], np.array([logit for _, logit in pairs])
+def check_logits(module: Any, told: list[Answer]) -> None:
+    """Holds greedy tokens and the logits of all tokens against a module of transformers."""
+    for prompt, output, got in told:
         with torch.no_grad():
             logits = module(torch.tensor([[*prompt, *output[:-1]]]), use_cache=False).logits[0]
         rows = logits.float().numpy()[len(prompt) - 1 :]
-        near = 1e-3 * np.abs(rows).max()
-        assert (rows[range(len(output)), output] >= rows.max(1) - near).all()
-        np.testing.assert_allclose(got, rows[range(len(output)), output], rtol=0, atol=near)
+        np.testing.assert_allclose(got, rows, rtol=0, atol=NEAR)
+        assert (rows[range(len(output)), output] >= rows.max(1) - NEAR).all()
