@@ -1,0 +1,101 @@
+"""A request's logits are the same bits whatever else is in its batch, in each bucket."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, SamplingParams
+
+TOKENS, ROWS, NEW = (16, 64, 256), (1, 4, 16), 5
+SIZES: dict[str, Any] = dict(
+    load_format="dummy", skip_tokenizer_init=True, max_num_seqs=16, max_num_batched_tokens=256,
+    token_buckets=TOKENS, decode_buckets=ROWS, max_model_len=288, block_size=16, num_blocks=80,
+    enable_prefix_caching=False, warm_up=False, cache_dir=None,
+)  # fmt: skip
+# Hidden, expert and head dimensions, those of latents, and of their rotated part.
+SMALL, SERVED = (36, 20, 8, 10, 4), (512, 256, 128, 128, 64)
+FAMILIES = "Qwen3Moe", "GptOss", "DeepseekV3"
+
+
+def settings(family: str, E: int, F: int, D: int, rank: int, rotated: int) -> dict[str, Any]:
+    """Returns the keys of a `config.json`."""
+    common: dict[str, Any] = dict(
+        architectures=[f"{family}ForCausalLM"], vocab_size=320, hidden_size=E, intermediate_size=F,
+        num_hidden_layers=2, num_attention_heads=8, num_experts_per_tok=4,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    if family == "DeepseekV3":
+        return common | dict(
+            n_routed_experts=16, n_shared_experts=1, moe_intermediate_size=F, n_group=4,
+            topk_group=2, first_k_dense_replace=1, routed_scaling_factor=2.5, q_lora_rank=None,
+            kv_lora_rank=rank, qk_nope_head_dim=D, qk_rope_head_dim=rotated, v_head_dim=D,
+            num_key_value_heads=8,
+        )  # fmt: skip
+    common |= dict(num_key_value_heads=2, head_dim=D)
+    if family == "GptOss":
+        return common | dict(num_local_experts=16, sliding_window=24)
+    return common | dict(num_experts=16, moe_intermediate_size=F, norm_topk_prob=True)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "Qwen3Moe",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:]),
+        *(pytest.param(f"{family}, kernels", marks=pytest.mark.gpu) for family in FAMILIES),
+    ],
+)
+def llm(request, tmp_path_factory):
+    family, by_kernels, _ = request.param.partition(", kernels")
+    folder = tmp_path_factory.mktemp("mixture")
+    values = settings(family, *(SERVED if by_kernels else SMALL))
+    (folder / "config.json").write_text(json.dumps(values))
+    with LLM(folder, **SIZES, dtype="bfloat16" if by_kernels else "float32") as made:
+        if by_kernels:
+            told = [one for of in made.operations().values() for one in of]
+            assert {one.name for one in told if one.operation == "experts"} == {"grouped_mlp"}
+        yield made
+
+
+def tell(llm: LLM, prompts: list[list[int]], at: int, num_others: int) -> np.ndarray:
+    """Returns the logprobs, [N, V], of the prompt `at`. num_others: new tokens of each other."""
+    given: Any = [dict(prompt_token_ids=ids) for ids in prompts]
+    counts = [NEW if i == at else num_others for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, logprobs=-1)
+              for n in counts]  # fmt: skip
+    out: Any = llm.generate(given, params, use_tqdm=False)[at].outputs[0]
+    return np.array([[row[token].logprob for token in sorted(row)] for row in out.logprobs])
+
+
+def buckets(llm: LLM) -> set[int]:
+    """Returns the buckets of all steps since the last call, by their tokens; less than 0 decode."""
+    found = set()
+    for query_len, counts in llm.runner.traffic.items():
+        sizes = ROWS if query_len else TOKENS
+        found |= {min(size for size in sizes if size >= n) * (-1) ** query_len for n in counts}
+        counts.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bucket", "num_tokens", "few", "many", "num_others"),
+    [
+        ((16, 4), 9, [2], [2, 3, 2], NEW),
+        ((64, 16), 40, [3] * 4, [1] * 15, NEW),
+        ((256, 1), 200, [], [40, 10], 1),
+    ],
+    ids=["few tokens", "many requests", "many tokens"],
+)
+def test_logprobs_are_the_same_bits(bucket, num_tokens, few, many, num_others, llm):
+    """First with few others or none; then behind others whose tokens crowd the same experts."""
+    rng = np.random.default_rng(0)
+    own, *others = (rng.integers(1, 300, n).tolist() for n in (num_tokens, *few))
+    buckets(llm)
+    want = tell(llm, [own, *others], 0, num_others)
+    assert buckets(llm) == {bucket[0], -bucket[1]}
+    got = tell(llm, [*([7] * n for n in many), own], len(many), num_others)
+    assert buckets(llm) == {bucket[0], -bucket[1]}
+    assert want.shape == (NEW, 320)
+    np.testing.assert_array_equal(got, want)
