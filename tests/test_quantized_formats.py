@@ -1,5 +1,6 @@
 """Formats of quantised checkpoints: what is loaded, and what a product of it gives."""
 
+import importlib
 import re
 
 import jax
@@ -18,6 +19,8 @@ from tests.support.quantized_formats import FORMATS
 from tests.support.rounded_inputs import rounded
 
 E = SETTINGS["hidden_size"]
+# All but actorder="group", which the library of compressed-tensors has dropped.
+KNOWN_TO_LIBRARY = [n for n in FORMATS if n.startswith("compressed") and not n.endswith(", order")]
 
 
 def load(folder, settings, tensors, **kwargs):
@@ -75,6 +78,24 @@ def test_transformers_means_the_same_by_blocks_and_by_mxfp4(tmp_path):
     scale = torch.tensor(tensors[f"{name}_scale"])[None]
     wanted = mxfp4.convert_moe_packed_tensors(packed, scale, dtype=torch.float32)[0].T
     np.testing.assert_array_equal(few.down.values(), wanted)
+
+
+@pytest.mark.parametrize("format_", KNOWN_TO_LIBRARY)
+def test_compressed_tensors_means_the_same(tmp_path, format_):
+    torch = pytest.importorskip("torch")
+    library = pytest.importorskip("compressed_tensors", reason="install the hf extra")
+    config = FORMATS[format_][0]
+    few, own = load_few(tmp_path, format_).down, "model.layers.0.mlp.down_proj."
+    stored = importlib.import_module("safetensors.torch").load_file(tmp_path / "model.safetensors")
+    kind = library.compressors.BaseCompressor.get_value_from_registry(config["format"])
+    (scheme,) = library.QuantizationConfig.model_validate(config).config_groups.values()
+    module = {
+        name.removeprefix(own): tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        for name, tensor in stored.items()
+        if name.startswith(own)
+    }
+    wanted = kind.decompress(module, scheme)["weight"].float()
+    np.testing.assert_array_equal(few.values(), wanted)
 
 
 @pytest.mark.parametrize("format_", ["gptq v1", "compressed int8 channels"])

@@ -97,6 +97,18 @@ def test_logits_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: 
     np.testing.assert_allclose(got, want, rtol=0, atol=close * want.std())
 
 
+@pytest.mark.parametrize(
+    "format_", ["compressed fp8 tensor, static", "compressed fp8 channels, by token"]
+)
+def test_logits_are_those_of_compressed_tensors(tmp_path: Any, format_: str):
+    """Which reads config.json and all tensors, and rounds inputs; int8 ones it divides by 127.5."""
+    pytest.importorskip("compressed_tensors", reason="install the hf extra")
+    got, _, _ = ours(tmp_path, format_, DENSE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    want = run(model.eval())
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * want.std())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format_", OF_EXPERTS)
 def test_logits_of_mixtures_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: str):
