@@ -5,6 +5,7 @@ products as these say.
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
 from jaxrunner.quantization.scheme import Activation
 from tests.support import quantized
-from tests.support.quantized_formats import FORMATS
+from tests.support.quantized_formats import FORMATS, compressed, gptq
 from tests.support.rounded_inputs import rounded
 
 torch: Any = pytest.importorskip("torch")
@@ -45,12 +46,64 @@ ROUNDED = {
     "compressed fp8 blocks, by group": Activation(E4M3, group=32),
     "compressed int8 channels, by token": Activation("int8"),
 }
+PACKED = FORMATS["compressed packed 4 bits"][0]["config_groups"]["group_0"]
+EIGHT = FORMATS["compressed packed 8 bits"][0]["config_groups"]["group_0"]
+# By name: a format, more of quantization_config, the modules that it means, and how these are held
+# where they are no floats.
+EXCLUDED: dict[str, tuple[str, dict[str, Any], str, Any]] = {
+    "fp8, modules": (
+        "fp8 blocks across heads, ragged",
+        dict(modules_to_not_convert=["lm_head", "model.layers.0.self_attn", "down_proj"]),
+        r"0\.self_attn|down_proj", None,
+    ),
+    "fp8, layers": (
+        "fp8 blocks across heads, ragged",
+        dict(ignored_layers=[f"model.layers.1.mlp.{x}_proj" for x in ("gate", "up")]),
+        r"1\.mlp\.(gate|up)", None,
+    ),
+    "awq, parts of names": (
+        "awq", dict(modules_to_not_convert=["ers.1.self", "down"]), r"1\.self_attn|down_proj", None,
+    ),
+    "gptq, excluded": (
+        "gptq v1", dict(dynamic={"-:.*down_proj": {}, r"-:model\.layers\.0\.self_attn": {}}),
+        r"0\.self_attn|down_proj", None,
+    ),
+    "gptq, bits of modules": (
+        "gptq v1", dict(dynamic={r"+:.*\.mlp\.": dict(bits=8, group_size=16, sym=False)}),
+        r"\.mlp\.", functools.partial(gptq, bits=8, size=16, sym=False, v1=True),
+    ),
+    "gptq, modules of a block": (
+        "gptq v1", dict(modules_in_block_to_quantize=[
+            [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.down_proj"],
+        ]),
+        r"o_proj|gate_proj|up_proj", None,
+    ),
+    "compressed, targets": (
+        "compressed packed 4 bits",
+        dict(config_groups=dict(group_0=PACKED | dict(targets=["re:.*self_attn"]))),
+        r"\.mlp\.", None,
+    ),
+    "compressed, two groups": (
+        "compressed packed 4 bits",
+        dict(config_groups=dict(
+            group_0=PACKED, group_1=EIGHT | dict(targets=[r"re:.*1\.mlp\.down_proj"])
+        )),
+        r"1\.mlp\.down_proj",
+        functools.partial(compressed, bits=8, size=0, zero=False, ordered=False),
+    ),
+    "compressed, ignored": (
+        "compressed packed 4 bits", dict(ignore=["lm_head", "model.layers.0.mlp.down_proj"]),
+        r"0\.mlp\.down_proj", None,
+    ),
+}  # fmt: skip
 OF_EXPERTS = [name for name in FORMATS if name not in ROUNDED]  # whose inputs no module reads
 
 
-def ours(folder: Any, format_: str, dims: dict[str, Any]) -> tuple[np.ndarray, Any, Any]:
+def ours(
+    folder: Any, format_: str, dims: dict[str, Any], change: Any = lambda *made: made
+) -> tuple[np.ndarray, Any, Any]:
     """Returns the logits of a checkpoint, its tensors, and the float weights that are meant."""
-    settings, tensors, floats = quantized.written(format_, dims)
+    settings, tensors, floats = change(*quantized.written(format_, dims))
     quantized.save(folder, settings, tensors)
     model, config = read_quantized(settings, "config.json")
     params = load_params(folder, model, config, dtype="float32", progress=False)
@@ -95,6 +148,25 @@ def test_logits_are_those_of_what_the_weights_stand_for(tmp_path: Any, format_: 
         want = run(model)
         assert abs(want - plain).max() > 0.1 * want.std()
     np.testing.assert_allclose(got, want, rtol=0, atol=close * want.std())
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_a_list_of_modules_says_which_are_quantised_and_how(tmp_path: Any, name: str):
+    format_, asked, part, writer = EXCLUDED[name]
+
+    def change(settings: Any, tensors: Any, floats: Any) -> Any:
+        """Has `part` of the modules as floats, or as another writer makes them."""
+        held = settings["quantization_config"] | asked
+        own = {at: shape for at, shape in quantized.modules(DENSE).items() if re.search(part, at)}
+        kept = {at: x for at, x in tensors.items() if at.rpartition(".")[0] not in own}
+        made = meant = {f"{at}.weight": floats[f"{at}.weight"] for at in own}
+        if writer is not None:
+            made, meant = quantized.with_few({}, own, writer)
+        return settings | dict(quantization_config=held), kept | made, floats | meant
+
+    got, _, floats = ours(tmp_path / "few", format_, DENSE, change)
+    want = run(reference(tmp_path / "float", DENSE, floats))
+    np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE * want.std())
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ BAD_SETTINGS = {
     "gptq ragged": (of(GPTQ, group_size=48), "GPTQ of 4 bits wants inputs in groups of 48, and"),
     "gptq dynamic": (of(GPTQ, dynamic={"+:up": {"rank": 2}}), "unknown setting: rank=2"),
     "gptq dynamic bits": (of(GPTQ, dynamic={".*": {"bits": 2}}), "bits must be one of [4, 8]"),
+    "gptq modules": (
+        of(GPTQ, modules_in_block_to_quantize=[["self_attn.q_proj"], [3]]),
+        "modules_in_block_to_quantize must hold names of modules or lists of them, got [['self_",
+    ),
     "no groups": (group(config_groups={}), "config_groups must say how modules are quantised, got"),
     "no weights": (group(dict(weights=None)), "weights must say how they are quantised, got none"),
     "nvfp4": (group(format="nvfp4-pack-quantized"), "format must be one of ('naive-quantized',"),

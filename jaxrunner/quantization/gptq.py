@@ -22,9 +22,8 @@ SKIP, TAKE = "-:", "+:"  # before a pattern of `dynamic`
 # How it was quantised, and which program did: of no account to who reads it.
 ORIGIN = """damp_percent static_groups true_sequential dataset model_seqlen block_name_to_quantize
     module_name_preceding_first_block batch_size pad_token_id use_exllama max_input_length
-    exllama_config cache_block_outputs modules_in_block_to_quantize model_name_or_path
-    model_file_base_name meta tokenizer backend use_cuda_fp16 pack_dtype quant_method
-    mse hyb_act act_group_aware""".split()
+    exllama_config cache_block_outputs model_name_or_path model_file_base_name meta tokenizer
+    backend use_cuda_fp16 pack_dtype quant_method mse hyb_act act_group_aware""".split()
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class GPTQ:
     version: str
     lm_head: bool
     dynamic: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()  # patterns and overrides
+    in_blocks: tuple[str, ...] = ()  # ends of names of modules; () for all
     name: str = "gptq"
     stacks: Scheme | None = None
 
@@ -54,6 +54,7 @@ class GPTQ:
             desc_act=settings.take("desc_act", bool, False), sym=settings.take("sym", bool, True),
             version=_read_version(settings), lm_head=settings.take("lm_head", bool, False),
             dynamic=_read_dynamic(settings.take("dynamic", dict, {})),
+            in_blocks=_read_in_blocks(settings),
         )  # fmt: skip
         settings.finish()
         return read._checked()
@@ -69,7 +70,10 @@ class GPTQ:
 
     def of(self, module: str) -> "GPTQ | None":
         """Returns the settings of a module; None where it is left as it is."""
-        if is_named(module, (HEAD,)) and not self.lm_head:
+        if is_named(module, (HEAD,)):
+            if not self.lm_head:
+                return None
+        elif self.in_blocks and not module.endswith(self.in_blocks):
             return None
         for text, changes in self.dynamic:
             if pattern(text.removeprefix(SKIP).removeprefix(TAKE)).match(module):
@@ -186,6 +190,20 @@ def _read_version(settings: Settings) -> str:
             "program that quantised it, in hf_overrides"
         )
     return next(iter(found.values()), V1)
+
+
+def _read_in_blocks(settings: Settings) -> tuple[str, ...]:
+    """Reads which modules of a layer are quantised: names, or lists of those quantised at once.
+
+    Raises:
+      ValueError: there is another value among them.
+    """
+    key = "modules_in_block_to_quantize"
+    given = settings.take(key, list, [])
+    names = [name for one in given for name in (one if isinstance(one, list) else [one])]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{key} must hold names of modules or lists of them, got {shown(given)}")
+    return tuple(names)
 
 
 def _read_dynamic(rules: dict[str, Any]) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:

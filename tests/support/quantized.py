@@ -68,7 +68,7 @@ def written(
                 f"model.layers.{i}.self_attn.{x}_norm": (settings["head_dim"],) for x in "qk"
             }
     floats = {f"{name}.weight": checkpoint.weight(name, shape) for name, shape in shapes.items()}
-    return settings | dict(quantization_config=config), *_with_few(floats, few, writer)
+    return settings | dict(quantization_config=config), *with_few(floats, few, writer)
 
 
 def written_by_sources(
@@ -88,14 +88,10 @@ def written_by_sources(
         for name, shape in pairs
         if name not in few
     }
-    return settings | dict(quantization_config=config), *_with_few(floats, few, writer)
+    return settings | dict(quantization_config=config), *with_few(floats, few, writer)
 
 
-def crc(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def _with_few(
+def with_few(
     floats: dict[str, np.ndarray], few: dict[str, tuple[int, int]], writer: Writer
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns tensors with those of modules, and floats with what these stand for."""
@@ -107,6 +103,10 @@ def _with_few(
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in made.items()}
         floats[f"{name}.weight"] = weight
     return tensors, floats
+
+
+def crc(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
