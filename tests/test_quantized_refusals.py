@@ -144,15 +144,37 @@ def test_a_users_wish_that_a_checkpoint_cannot_meet_is_refused():
         read_quantized(odd, "config.json")
 
 
-def nan(tensor):
-    changed = tensor.copy()
-    changed.flat[0] = np.nan
-    return changed
+def first(value):
+    """Returns what sets the first value of a tensor, in its bytes where they are of 8 bits."""
+
+    def change(tensor):
+        changed = tensor.copy()
+        of = changed.view(np.uint8) if changed.itemsize == 1 else changed
+        of.flat[0] = value
+        return changed
+
+    return change
+
+
+nan = first(np.nan)
 
 
 BAD_TENSORS = {
     "a block's scale": (BLOCK, {f"{UP}.weight_scale_inv": nan}, "1 of 12 scales that are NaN"),
     "a group's scale": (AWQ, {f"{UP}.scales": nan}, f"{UP}.scales holds 1 of 192 scales that are"),
+    "a negative scale": (BLOCK, {f"{UP}.weight_scale_inv": first(-1)}, "1 of 12 scales that are"),
+    "a channel's scale": (
+        "compressed fp8 channels, by token", {f"{UP}.weight_scale": first(-1)}, "or not over 0"
+    ),
+    "a tensor's scale": (
+        "fp8 tensor, dynamic", {f"{UP}.weight_scale": np.zeros_like}, f"{UP}.weight_scale holds 1 "
+    ),
+    "an integer's scale": (
+        "compressed int8 channels", {f"{UP}.weight_scale": np.zeros_like}, "infinite or all 0: do"
+    ),
+    "scales of zero": (GPTQ, {f"{UP}.scales": np.zeros_like}, f"{UP}.scales holds 192 of 192 sca"),
+    "a code": (BLOCK, {f"{UP}.weight": first(0x7F)}, f"{UP}.weight holds NaN: download the check"),
+    "a negative code": ("fp8 tensor, dynamic", {f"{UP}.weight": first(0xFF)}, "weight holds NaN"),
     "an exponent": (
         "compressed mxfp4", {f"{UP}.weight_scale": lambda x: x * 0 + 255}, "scales that are NaN"
     ),
@@ -171,7 +193,7 @@ BAD_TENSORS = {
     ),
     "inputs of scale 0": (
         "fp8 tensor, static", {f"{DOWN}.input_scale": lambda x: x * 0},
-        "input_scale of model.layers.0.mlp.down_proj must be over 0, got 0.0",
+        f"{DOWN}.input_scale holds 1 of 1 scales that are NaN, infinite or not over 0",
     ),
     "a shape": (
         "compressed packed 4 bits", {f"{UP}.weight_shape": lambda x: x[::-1].copy()},
@@ -211,6 +233,15 @@ def test_a_damaged_tensor_is_refused_by_name(tmp_path, what):
 def read(folder, settings):
     model, config = read_quantized(settings, "config.json")
     return load_params(folder, model, config, dtype="float32", progress=False)
+
+
+def test_scales_that_programs_do_write_are_read(tmp_path):
+    """Negative ones of integers, as of AutoRound, and those that float16 rounds to 0."""
+    settings, tensors, _ = quantized.written(GPTQ)
+    scales = tensors[f"{DOWN}.scales"]
+    scales[0, :2] = -0.25, 0
+    scale = read(quantized.save(tmp_path, settings, tensors), settings).layers[0].down.scale
+    np.testing.assert_array_equal(scale, scales.T.astype(np.float32))
 
 
 def test_a_zero_point_past_8_bits_is_refused(tmp_path):

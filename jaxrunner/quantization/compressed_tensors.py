@@ -9,10 +9,10 @@ from jaxrunner.config import DTYPES
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.compressed_group import Group, read_group
-from jaxrunner.quantization.fp8 import float_numbers, input_scale
+from jaxrunner.quantization.fp8 import float_numbers, input_scale, without_nan
 from jaxrunner.quantization.modules import PATTERN, pattern, read_names
 from jaxrunner.quantization.packed import WORD, unpacked
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite, read_permutation
+from jaxrunner.quantization.placing import Arrays, Placing, build, good_scales, read_permutation
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 
@@ -119,9 +119,9 @@ def _scale_shape(group: Group, shape: tuple[int, int], scheme: Scheme) -> tuple[
 def _scales(placing: Placing, group: Group, parts: Arrays) -> np.ndarray:
     names = tuple(f"{module}.weight_scale" for module in placing.modules)
     if placing.held.scheme.scale == "uint8":
-        finite([np.where(part == E8M0_NAN, np.nan, 1) for part in parts], names)
+        good_scales([np.where(part == E8M0_NAN, np.nan, 1) for part in parts], names)
         return placing.scales(parts)
-    parts = finite(parts, names)
+    parts = good_scales(parts, names, signed=group.code.startswith("int"))
     rows = placing.held.scheme.block[0]
     if group.strategy == "tensor":
         ones = zip(parts, placing.shapes, strict=True)
@@ -177,4 +177,4 @@ def _of_bytes(placing: Placing, parts: Arrays) -> np.ndarray:
 
 def _of_numbers(placing: Placing, parts: Arrays) -> np.ndarray:
     count = len(placing.modules)
-    return placing.numbers(parts[:count], parts[count:])
+    return placing.numbers(without_nan(placing, parts[:count]), parts[count:])

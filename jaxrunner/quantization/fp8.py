@@ -10,7 +10,7 @@ from jaxrunner.config import DTYPES
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import HEAD, is_named, read_names
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite
+from jaxrunner.quantization.placing import Arrays, Placing, build, good_scales
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
 
@@ -92,31 +92,50 @@ class Fp8:
 def float_numbers(placing: Placing) -> Source:
     """Returns the source of weights that are stored as the numbers that we hold."""
     source, kind = placing.source, (placing.held.weight.dtype.name,)
-    return source._replace(dtypes=(kind,) * len(source.names))
+    join = functools.partial(_numbers, placing)
+    return source._replace(join=join, dtypes=(kind,) * len(source.names))
+
+
+def without_nan(placing: Placing, parts: Arrays) -> Arrays:
+    """Returns each module's numbers as they are.
+
+    Raises:
+      ValueError: there is NaN among numbers in e4m3; names the tensor.
+    """
+    if placing.held.scheme.code == E4M3:
+        for name, part in zip(placing.source.names, parts, strict=True):
+            # 0x7f and 0xff, the largest bytes of each sign: looking for these allocates nothing.
+            if 0x7F in (part.view(np.int8).max(), part.view(np.uint8).max() & 0x7F):
+                raise ValueError(f"{name} holds NaN: download the checkpoint again")
+    return parts
 
 
 def input_scale(placing: Placing, shape: tuple[int, ...]) -> Source:
     """Returns the source of a scale of inputs that the checkpoint has."""
-    names, held = placing.modules, placing.held.input_scale
-    assert held is not None
+    names, held = tuple(f"{module}.input_scale" for module in placing.modules), placing.held
+    assert held.input_scale is not None
+    stack = held.input_scale.shape
 
     def join(parts: Arrays) -> np.ndarray:
-        scales = [part.reshape(()) for part in finite(parts, names)]
-        for name, scale in zip(names, scales, strict=True):
-            if not scale > 0:
-                raise ValueError(f"input_scale of {name} must be over 0, got {scale}")
-        return placing.shared(scales, "input_scale", names, held.shape)
+        scales = [part.reshape(()) for part in good_scales(parts, names)]
+        return placing.shared(scales, "input_scale", placing.modules, stack)
 
     return placing.tensors("input_scale", join, *[shape] * len(names), dtypes=DTYPES)
 
 
+def _numbers(placing: Placing, parts: Arrays) -> np.ndarray:
+    return placing.source.join(without_nan(placing, parts))
+
+
 def _per_tensor(placing: Placing, parts: Arrays) -> np.ndarray:
     """Returns scales of outputs, of those of whole tensors."""
-    pairs = zip(finite(parts, placing.modules), placing.shapes, strict=True)
+    names = tuple(f"{module}.weight_scale" for module in placing.modules)
+    pairs = zip(good_scales(parts, names), placing.shapes, strict=True)
     return placing.scales([np.full((rows, 1), part.reshape(())) for part, (rows, _) in pairs])
 
 
 def _by_blocks(placing: Placing, rows: int, parts: Arrays) -> np.ndarray:
     """Returns scales of runs, of those of blocks."""
-    pairs = zip(finite(parts, placing.modules), placing.shapes, strict=True)
+    names = tuple(f"{module}.weight_scale_inv" for module in placing.modules)
+    pairs = zip(good_scales(parts, names), placing.shapes, strict=True)
     return placing.scales([np.repeat(part, rows, axis=0)[:n] for part, (n, _) in pairs])

@@ -8,7 +8,7 @@ import numpy as np
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Source
 from jaxrunner.quantization.modules import read_names
-from jaxrunner.quantization.placing import Arrays, Placing, build, finite
+from jaxrunner.quantization.placing import Arrays, Placing, build, good_scales
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 
@@ -67,5 +67,5 @@ def _joined(placing: Placing, name: str, parts: Arrays) -> np.ndarray:
     """Returns bytes, [X, out, runs, ...], with their outputs where the family has them."""
     (stored,) = parts
     if stored.ndim == 3:  # exponents
-        finite([np.where(stored == E8M0_NAN, np.nan, 1)], (name,))
+        good_scales([np.where(stored == E8M0_NAN, np.nan, 1)], (name,))
     return placing.source.join([np.swapaxes(stored.reshape(*stored.shape[:2], -1), 1, 2)])

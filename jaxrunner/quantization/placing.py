@@ -140,20 +140,24 @@ def whole(parts: Arrays, what: str, names: tuple[str, ...]) -> np.ndarray:
     return parts[0]
 
 
-def finite(parts: Arrays, names: tuple[str, ...]) -> Arrays:
+def good_scales(parts: Arrays, names: tuple[str, ...], *, signed: bool = False) -> Arrays:
     """Returns scales in float32.
 
+    signed: whether one may be negative, as of programs that use all integers from -8 to 7, or 0, to
+    which float16 rounds those of very small weights.
+
     Raises:
-      ValueError: one is NaN or infinite; names its tensor.
+      ValueError: one is NaN, infinite or not over 0, or all are 0; names their tensor.
     """
+    parts = [part.astype(np.float32, copy=False) for part in parts]
     for name, part in zip(names, parts, strict=True):
-        bad = part.size - np.count_nonzero(np.isfinite(part))
-        if bad:
+        good = np.isfinite(part) & (part.any() if signed else part > 0)
+        if bad := part.size - np.count_nonzero(good):
             raise ValueError(
-                f"{name} holds {bad} of {part.size} scales that are NaN or infinite: download the "
-                "checkpoint again"
+                f"{name} holds {bad} of {part.size} scales that are NaN, infinite or "
+                f"{'all 0' if signed else 'not over 0'}: download the checkpoint again"
             )
-    return [part.astype(np.float32, copy=False) for part in parts]
+    return parts
 
 
 def build(held: QuantizedLinear, bias: Any, **leaves: Any) -> QuantizedLinear:
@@ -200,7 +204,7 @@ def read_scales(placing: Placing, parts: Arrays) -> np.ndarray:
     """Returns the leaf `scale` of tensors `scales`, [groups, outputs], as AWQ and GPTQ store them.
 
     Raises:
-      ValueError: one is NaN or infinite.
+      ValueError: one is NaN or infinite, or all are 0.
     """
     names = tuple(f"{module}.scales" for module in placing.modules)
-    return placing.scales([part.T for part in finite(parts, names)])
+    return placing.scales([part.T for part in good_scales(parts, names, signed=True)])
