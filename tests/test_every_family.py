@@ -1,8 +1,9 @@
-"""Every decoder of the registry and most of its variants against transformers, in one form.
+"""Every decoder of the registry and all of its variants against transformers, in one form.
 
-16 prompts at once, 64 new tokens each, of requests that are preempted; then some from cached
-prefixes, and in shorter chunks. Each token is the likeliest one after those before it, which is by
-induction what `generate` gives, and logprobs are those of logits in float64.
+16 prompts at once, 64 new tokens each, of requests that are preempted; then, unless the variant is
+like another one, some from cached prefixes, and in shorter chunks. Each token is the likeliest one
+after those before it, or as near to that as the tolerance, which is by induction what `generate`
+gives, and logprobs are those of logits in float64.
 """
 
 from collections.abc import Iterator
@@ -15,20 +16,19 @@ import scipy.special
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.caches.window import SlidingWindow
-from jaxrunner.check import compare as check
 from jaxrunner.hf_config import Settings, read_json
 from jaxrunner.models.registry import FAMILIES, read_model
 from tests.support import executables, pooling
 from tests.support.every_family import ALIKE, CASES, logits
 
-LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 33, 40, 51, 60)
+LENGTHS = (60, 51, 40, 33, 31, 23, 17, 16, 13, 9, 8, 7, 5, 3, 2, 1)
 PROMPTS = [np.random.default_rng(n).integers(1, 61, n).tolist() for n in LENGTHS]
 NEW_TOKENS, FEW = 64, 6
 # Of logprobs in float32, of logits up to about 10. Where two tokens are nearer in float64, either
 # is the likeliest: what follows is compared with what follows the one that is told.
-# Where transformers' own float32 is far from float64 too (gated delta nets: 1.8e-4), ours may be
-# a few times as far, within a bound.
-TOLERANCE, TIMES_THEIRS, MOST = 1e-4, 3, 2.5e-4
+TOLERANCE = 1e-4
+# Transformers' own float32 of these is up to 1.8e-4 from float64.
+DELTA_NETS, OF_DELTA_NETS = ("Qwen3Next", "Qwen3_5"), 2.5e-4
 SIZES: dict[str, Any] = dict(
     skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=8,
     max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), decode_buckets=(16,),
@@ -98,18 +98,8 @@ class Answers:
             np.testing.assert_allclose(logprobs, rows, atol=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ALIKE)
-def test_logits_of_variants_are_those_of_transformers(variant, tmp_path):
-    module = CASES[variant].save(tmp_path)
-    (got,) = check.ours(tmp_path, PROMPTS[-1:], None)
-    (want,) = logits(module.double(), PROMPTS[-1:], [LENGTHS[-1]])
-    np.testing.assert_allclose(got.logits, want, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize(
-    "variant",
-    [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in CASES if v not in ALIKE],
+    "variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in CASES]
 )
 def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     case = CASES[variant]
@@ -118,23 +108,23 @@ def test_tokens_and_logits_are_those_of_transformers(variant, tmp_path):
     sizes: dict[str, Any] = SIZES | dict(num_blocks=num_blocks)
     if variant in KEPT.values():
         sizes |= CHECKPOINTS
+    # Prompts of a later run have a part of their answers, so that prefixes end at various places.
+    cuts = [0 if by_length else 3 * i for i in range(len(PROMPTS))][::-1]
     with LLM(tmp_path, **sizes) as llm:
         told = Answers(llm, PROMPTS, NEW_TOKENS)
         assert llm.engine.scheduler.num_preemptions
-        # Prompts again, with a part of their answers, so that prefixes end at various places.
-        cuts = [0 if by_length else 3 * i for i in range(len(PROMPTS))]
-        parts = [p + new[:cut] for p, new, cut in zip(PROMPTS, told.tokens, cuts, strict=True)]
-        Answers(llm, parts[-1:], 1)  # or windows, of few blocks, would hold others' tokens
-        again = Answers(llm, parts[::-1], FEW)
-        assert again.cached[0] >= 32 * llm.engine.config.enable_prefix_caching
-    with LLM(tmp_path, **sizes, long_prefill_token_threshold=16) as llm:
-        in_chunks = Answers(llm, PROMPTS, FEW)
+        runs = [(told, [0] * len(PROMPTS))]
+        if variant not in ALIKE:
+            parts = [p + new[:cut] for p, new, cut in zip(PROMPTS, told.tokens, cuts, strict=True)]
+            Answers(llm, parts[:1], 1)  # or windows, of few blocks, would hold others' tokens
+            runs.append((Answers(llm, parts, FEW), cuts))
+            assert runs[-1][0].cached[0] >= 32 * llm.engine.config.enable_prefix_caching
+    if variant not in ALIKE:
+        with LLM(tmp_path, **sizes, long_prefill_token_threshold=16) as llm:
+            runs.append((Answers(llm, PROMPTS, FEW), [0] * len(PROMPTS)))
     texts = [prompt + new for prompt, new in zip(PROMPTS, told.tokens, strict=True)]
-    theirs = logits(module, texts, [*LENGTHS])
     exact = logits(module.double(), texts, [*LENGTHS])
-    errors = [abs(a - b).max() for a, b in zip(theirs, exact, strict=True)]
-    tolerance = min(max(TOLERANCE, TIMES_THEIRS * max(errors)), MOST)
-    exact = [rows[start - 1 : -1] for rows, start in zip(exact, LENGTHS, strict=True)]
-    told.check(exact, tolerance)
-    in_chunks.check(exact, tolerance)
-    again.check([rows[cut:] for rows, cut in zip(exact, cuts, strict=True)][::-1], tolerance)
+    tolerance = OF_DELTA_NETS if case.architecture.startswith(DELTA_NETS) else TOLERANCE
+    for answers, skipped in runs:
+        starts = zip(exact, LENGTHS, skipped, strict=True)
+        answers.check([rows[start + cut - 1 : -1] for rows, start, cut in starts], tolerance)

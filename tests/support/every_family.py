@@ -48,8 +48,8 @@ def _save_plain(variant: str, folder: Path) -> Any:
 
 
 CASES = dict(_cases())
-# Those that differ from others of their family in sizes, weights, norms or angles alone,
-# which their logits show.
+# Those that differ from others of their family in sizes, weights, norms or angles alone: their
+# tokens show these, without prefixes and chunks.
 ALIKE = (
     "llama, tied",
     "llama, biases",
