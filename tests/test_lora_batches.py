@@ -1,4 +1,4 @@
-"""Batches of no adapter up to eight, and new weights of the model beneath them."""
+"""Batches of no adapter up to eight, hundreds on the host, and new weights beneath them."""
 
 import functools
 from typing import Any
@@ -82,3 +82,18 @@ def test_adapters_stay_beside_new_weights_of_the_model(llm, saved, requests, alo
     assert got == [wanted(*of) for of in zip(tensors, PROMPTS, strict=True)] != alone
     llm.update_params(old)
     assert answers(llm, PROMPTS, requests) == alone
+
+
+def test_of_hundreds_on_the_host_the_one_needed_least_recently_gives_way(saved):
+    folder, base, _ = saved
+    made = {i: lora.make(base, i, rank=1 + i % 4, targets=["q_proj"]) for i in range(1, 201)}
+    with checkpoint.start(folder, **{**SIZES, "max_loras": 2}) as llm:
+        for i, of in made.items():
+            assert llm.add_lora(LoRARequest(f"{i}", i, lora_tensors=of[0], lora_config=of[1]))
+        assert llm.list_loras() == made.keys()
+        adapters = llm.engine.runner.adapters
+        assert adapters is not None
+        for i, there in (7, {7}), (150, {7, 150}), (7, {7, 150}), (33, {7, 33}), (200, {33, 200}):
+            got = answers(llm, PROMPTS[:1], LoRARequest(f"{i}", i))
+            assert got == [wanted(lora.merge(base, *made[i]), PROMPTS[0])]
+            assert {*adapters.places} - {0} == there

@@ -11,6 +11,7 @@ from jaxrunner.config import EngineConfig
 from jaxrunner.lora.device_adapters import DeviceAdapters
 from jaxrunner.lora.module_names import by_names_of_model
 from jaxrunner.models.llama import llama
+from jaxrunner.models.mixtures.qwen3_moe import qwen3_moe
 from jaxrunner.scheduling.request import NewRequest
 from jaxrunner.worker.worker import Worker
 from tests.outside import checkpoint
@@ -46,6 +47,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "bias": (dict(bias="all"), "bias='all' is not supported, only 'none'"),
     "DoRA": (dict(use_dora=True), "'use_dora'=True is not supported: running without it would"),
     "experts": (dict(target_parameters=["x"]), r"'target_parameters'=\['x'\] is not supported"),
+    "more layers": (dict(layer_replication=[[0, 1], [0, 1]]), "'layer_replication'=.* is not supp"),
     "PiSSA": (dict(init_lora_weights="pissa_niter_4"), "changes the base model's weights too"),
     "rsLoRA": (dict(use_rslora=1), "use_rslora must be true or false"),
     "patterns": (dict(rank_pattern=[3]), r"rank_pattern must map patterns to numbers, got \[3\]"),
@@ -65,6 +67,8 @@ TENSORS: dict[str, tuple[Any, str]] = {
                    "which is no lora_A or lora_B of a product: only these are supported"),
     "head": (named("lm_head.weight"),
              "which stands for the model's own, and the engine has no room for it: add 'lm_head'"),
+    "ranks of the head": (lambda tensors: {n.replace(UP, "lm_head"): t for n, t in tensors.items()},
+                          r"changes \['lm_head'\], which are no products of a layer of this model"),
     "a number for a name": (named(3), "has the tensor 3, which is no lora_A or lora_B"),
     "texts": (lambda tensors: tensors | {A: tensors[A].astype("U9")}, "which holds no floats, got"),
     "two for one": (lambda tensors: tensors | {f"{UP}.lora_B.default.weight": tensors[B]},
@@ -93,6 +97,22 @@ def test_an_adapter_that_is_not_supported_is_refused_by_name(llm, saved, name):
     with pytest.raises(ValueError, match=match):
         llm.add_lora(request(saved[1], change, **config))
     assert not llm.list_loras()
+
+
+def test_routers_and_experts_have_no_adapters(tmp_path):
+    settings = SETTINGS | dict(
+        architectures=["Qwen3MoeForCausalLM"], num_experts=3, num_experts_per_tok=2,
+        moe_intermediate_size=12, norm_topk_prob=True,
+    )  # fmt: skip
+    base = checkpoint.write(tmp_path, qwen3_moe, settings)
+    with checkpoint.start(tmp_path, enable_lora=True, max_lora_rank=8) as llm:
+        for part in ("gate", "experts.1.up_proj"):
+            module = f"model.layers.1.mlp.{part}"
+            weight, targets = f"{module}.weight", [part.rpartition(".")[2]]
+            made = lora.make({weight: base[weight]}, 1, targets=targets)
+            asked = LoRARequest("x", 1, lora_tensors=made[0], lora_config=made[1])
+            with pytest.raises(ValueError, match=rf"changes \['{module}'\], which are no products"):
+                llm.add_lora(asked)
 
 
 def test_names_of_modules_say_one_of_the_model():

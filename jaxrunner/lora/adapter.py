@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrunner.api.validation import shown
 from jaxrunner.lora.product import Product
 from jaxrunner.lora.products import Places
 
-MOST_NAMED = 3  # modules in a message
+MOST_NAMED, MOST_SHOWN = 3, 100  # modules in a message, and characters of each
 
 
 class LowRank(NamedTuple):
@@ -64,9 +63,10 @@ def pack(
     """
     known = {module for product in products for module in product.modules}
     if unknown := sorted(modules.keys() - known):
+        named = [name[:MOST_SHOWN] for name in unknown[:MOST_NAMED]]
         raise ValueError(
-            f"the adapter changes {shown(unknown[:MOST_NAMED])}, which are no products of a layer "
-            f"of this model: it may change {sorted(known)[:MOST_NAMED]} and others like them"
+            f"the adapter changes {named}, which are no products of a layer of this model: it may "
+            f"change {sorted(known)[:MOST_NAMED]} and others like them"
         )
     found = {}
     for product in products:
