@@ -78,9 +78,11 @@ EXCLUDED: dict[str, tuple[str, dict[str, Any], str, Any]] = {
         ]),
         r"o_proj|gate_proj|up_proj", None,
     ),
-    "compressed, targets": (
+    "compressed, targets, actorder static": (
         "compressed packed 4 bits",
-        dict(config_groups=dict(group_0=PACKED | dict(targets=["re:.*self_attn"]))),
+        dict(config_groups=dict(group_0=PACKED | dict(
+            targets=["re:.*self_attn"], weights=PACKED["weights"] | dict(actorder="static"),
+        ))),
         r"\.mlp\.", None,
     ),
     "compressed, two groups": (

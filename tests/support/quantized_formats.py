@@ -263,12 +263,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         ),
         of(compressed, bits=4, size=32, zero=True, ordered=False),
     ),
-    "compressed packed 4 bits, runs of a static order": (
-        _compressed(
-            "pack-quantized", _weights(4, "int", "group", group_size=32, actorder="static")
-        ),
-        of(compressed, bits=4, size=32, zero=False, ordered=False),
-    ),
     "compressed packed 4 bits, zero points, order": (
         _compressed(
             "pack-quantized",
