@@ -1,5 +1,6 @@
 """Encoders against transformers: hidden states and classes of texts, whatever is beside them."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,14 @@ EVERY = {"pooling_type": "ALL"}
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow) if "Roberta" in name else name
-        for name in pooling.ENCODERS
+        for name in (*pooling.ENCODERS, "BertForMaskedLM", "RobertaForMaskedLM")
     ],
 )
 def test_every_token_sees_its_whole_text_and_no_other(tmp_path, name):
-    module = pooling.save(tmp_path, name)
+    module = pooling.save(tmp_path, name).base_model
     with pooling.start(tmp_path, **pooling.WHOLE, pooler_config=EVERY) as llm:
         outputs = llm.encode(pooling.prompts(PROMPTS))
+        assert llm.memory_plan.kv == 0
     for ids, output in zip(PROMPTS, outputs, strict=True):
         want = pooling.unit(pooling.hidden(module, ids))
         np.testing.assert_allclose(output.outputs.data, want, atol=1e-5)
@@ -110,21 +112,36 @@ def write_modules(folder, modules, **files):
         (folder / at / "config.json").write_text(json.dumps(config))
 
 
-def test_sentence_transformers_files_say_what_comes_behind_the_model(tmp_path):
-    module = pooling.save(tmp_path, "BertModel")
-    modules = [("Transformer", ""), ("Pooling", "one"), ("Dense", "two"), ("Normalize", "three")]
-    tanh = dict(in_features=36, out_features=10, activation_function="torch.nn.Tanh")
-    mean = dict(pooling_mode_cls_token=False, pooling_mode_mean_tokens=True)
-    write_modules(tmp_path, enumerate(modules), one=mean, two=tanh)
-    weight = np.random.default_rng(0).normal(size=(10, 36)).astype(np.float32)
-    bias = np.random.default_rng(1).normal(size=10).astype(np.float32)
-    tensors = {"linear.weight": weight, "linear.bias": bias}
-    safetensors.numpy.save_file(tensors, tmp_path / "two" / "model.safetensors")
+@pytest.mark.parametrize(
+    ("name", "widths", "activation"),
+    [("BertModel", [36, 10], "Tanh"), ("Gemma3TextModel", [36, 50, 20], "Identity")],
+    ids=["a layer with a bias", "two layers, as of EmbeddingGemma"],
+)
+def test_sentence_transformers_files_say_what_comes_behind_the_model(
+    tmp_path, name, widths, activation
+):
+    module, has_bias = pooling.save(tmp_path, name), activation == "Tanh"
+    files: dict[str, Any] = dict(pool=dict(pooling_mode_mean_tokens=True))
+    layers, draw = [], np.random.default_rng(0).normal
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        files[f"dense_{i}"] = dict(in_features=inputs, out_features=outputs, bias=has_bias,
+                                   activation_function=f"torch.nn.{activation}")  # fmt: skip
+        weight = draw(size=(outputs, inputs)).astype(np.float32)
+        layers.append((weight, has_bias * draw(size=outputs).astype(np.float32)))
+    kinds = ["Pooling", *["Dense"] * len(layers), "Normalize"]
+    modules = [("Transformer", ""), *zip(kinds, [*files, "norm"], strict=True)]
+    write_modules(tmp_path, enumerate(modules), **files)
+    for i, (weight, bias) in enumerate(layers):
+        tensors = {"linear.weight": weight} | ({"linear.bias": bias} if has_bias else {})
+        safetensors.numpy.save_file(tensors, tmp_path / f"dense_{i}" / "model.safetensors")
     with pooling.start(tmp_path, **pooling.WHOLE) as llm:
         outputs = llm.embed(pooling.prompts(PROMPTS))
         a, b = (np.array(output.outputs.embedding) for output in outputs[2:4])
     for ids, output in zip(PROMPTS, outputs, strict=True):
-        want = np.tanh(weight @ pooling.hidden(module, ids).mean(0) + bias)
+        want = pooling.hidden(module, ids).mean(0)
+        for weight, bias in layers:
+            want = weight @ want + bias
+        want = np.tanh(want) if has_bias else want
         np.testing.assert_allclose(output.outputs.embedding, pooling.unit(want), atol=1e-5)
     assert abs(a @ b) < 0.999
 

@@ -27,11 +27,8 @@ def sim(query, document):
 def colbert(tmp_path_factory):
     """Returns an LLM of a BERT with a product behind each token, and what makes a text's arrays."""
     folder = tmp_path_factory.mktemp("colbert")
-    module = pooling.save(folder, "BertModel")
-    file, tokenizer = folder / "model.safetensors", pooling.tokenizer()
-    weight = np.random.default_rng(0).normal(size=(WIDTH, 36)).astype(np.float32)
-    own = {"linear.weight": weight}
-    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
+    module, weight = pooling.save_colbert(folder, "BertModel", WIDTH)
+    tokenizer = pooling.tokenizer()
     options = dict(skip_tokenizer_init=False, tokenizer=tokenizer)
     asked = dict(hf_overrides=dict(architectures=["HF_ColBERT"]))
 
@@ -138,14 +135,19 @@ def test_pairs_of_any_lengths_are_compared_in_batches(monkeypatch, most):
 
 
 @pytest.mark.parametrize(
-    ("name", "files"), [("HF_ColBERT", "a product"), ("ColBERTModernBertModel", "modules")]
+    ("name", "base", "files"),
+    [
+        ("HF_ColBERT", "ModernBertModel", "a product"),
+        ("ColBERTModernBertModel", "ModernBertModel", "modules"),
+        ("HF_ColBERT", "RobertaModel", "a product"),
+        pytest.param("HF_ColBERT", "XLMRobertaModel", "a product", marks=pytest.mark.slow),
+    ],
 )
-def test_a_colbert_may_be_a_modernbert(tmp_path, name, files):
+def test_a_colbert_may_be_another_encoder(tmp_path, name, base, files):
     """Its product is a tensor of its own, or a Dense layer that modules.json names."""
-    module = pooling.save(tmp_path, "ModernBertModel")
-    weight = np.random.default_rng(0).normal(size=(WIDTH, 36)).astype(np.float32)
-    file = tmp_path / "model.safetensors"
+    module, weight = pooling.save_colbert(tmp_path, base, WIDTH)
     if files == "modules":
+        module.save_pretrained(tmp_path)  # without the tensor
         (tmp_path / "1_Dense").mkdir()
         dense = dict(in_features=36, out_features=WIDTH, bias=False,
                      activation_function="torch.nn.modules.linear.Identity")  # fmt: skip
@@ -156,9 +158,6 @@ def test_a_colbert_may_be_a_modernbert(tmp_path, name, files):
         safetensors.numpy.save_file(
             {"linear.weight": weight}, tmp_path / "1_Dense" / "model.safetensors"
         )
-    else:
-        own = {"linear.weight": weight}
-        safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
     asked = dict(hf_overrides=dict(architectures=[name]))
     with pooling.start(tmp_path, **pooling.WHOLE | asked) as llm:
         outputs = llm.encode(pooling.prompts(PROMPTS))

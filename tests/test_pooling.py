@@ -12,7 +12,8 @@ from tests.support.pooling import PROMPTS
 def embedder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     module = pooling.save(folder, "Qwen3Model")
-    with pooling.start(folder) as llm:
+    options = dict(skip_tokenizer_init=False, tokenizer=pooling.tokenizer())
+    with pooling.start(folder, **options) as llm:
         yield module, llm, folder
 
 
@@ -56,6 +57,14 @@ def test_the_last_tokens_of_a_prompt_that_is_cut(embedder):
     (output,) = llm.embed(pooling.prompts([PROMPTS[4]]), truncate_prompt_tokens=9)
     want = pooling.unit(pooling.hidden(module, PROMPTS[4][-9:])[-1])
     np.testing.assert_allclose(output.outputs.embedding, want, atol=1e-5)
+
+
+def test_the_score_of_a_pair_is_the_cosine_of_its_texts(embedder):
+    module, llm, _ = embedder
+    texts, encode = ["abc", "de", "f a"], pooling.tokenizer().encode
+    one, *others = (pooling.unit(pooling.hidden(module, encode(text))[-1]) for text in texts)
+    scores = [output.outputs.score for output in llm.score(texts[0], texts[1:])]
+    np.testing.assert_allclose(scores, [one @ other for other in others], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["MEAN", pytest.param("CLS", marks=pytest.mark.slow), "ALL"])

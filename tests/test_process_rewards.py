@@ -15,20 +15,18 @@ TAG = 7
 TEXTS = [[*ids[:3], TAG, *ids[3:], TAG] for ids in PROMPTS]  # two steps each
 
 
-@pytest.fixture(scope="module")
-def rewarding(tmp_path_factory):
-    """Two layers behind a Qwen2, on every token. Returns its folder and what scores a text."""
-    folder = tmp_path_factory.mktemp("qwen2")
+def save(folder, architecture, num_labels):
+    """Writes a Qwen2 with two layers behind every token. Returns what scores a text."""
     module = pooling.save(folder, "Qwen2Model")
     file = folder / "model.safetensors"
     draw, own = np.random.default_rng(0).normal, {}
-    for name, shape in {"0": (36, 36), "2": (2, 36)}.items():
+    for name, shape in {"0": (36, 36), "2": (num_labels, 36)}.items():
         # Of the size that trained layers have: rewards of a few units.
         own[f"score.{name}.weight"] = draw(size=shape, scale=0.1).astype(np.float32)
         own[f"score.{name}.bias"] = draw(size=shape[0]).astype(np.float32)
     safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["Qwen2ForProcessRewardModel"]
+    config["architectures"] = [architecture]
     (folder / "config.json").write_text(json.dumps(config))
     module = module.double()
 
@@ -36,12 +34,22 @@ def rewarding(tmp_path_factory):
         x = pooling.hidden(module, ids) @ own["score.0.weight"].T + own["score.0.bias"]
         return np.maximum(x, 0) @ own["score.2.weight"].T + own["score.2.bias"]
 
-    return folder, scores
+    return scores
 
 
-def test_rewards_of_each_token(rewarding):
-    folder, scores = rewarding
-    with pooling.start(folder) as llm:
+@pytest.fixture(scope="module")
+def rewarding(tmp_path_factory):
+    """Returns the folder of a checkpoint, and what scores a text."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    return folder, save(folder, "Qwen2ForProcessRewardModel", 2)
+
+
+@pytest.mark.parametrize(
+    "architecture, num_labels", [("Qwen2ForProcessRewardModel", 2), ("Qwen2ForRewardModel", 1)]
+)
+def test_rewards_of_each_token(tmp_path, architecture, num_labels):
+    scores = save(tmp_path, architecture, num_labels)
+    with pooling.start(tmp_path) as llm:
         outputs = llm.reward(pooling.prompts(PROMPTS))
         assert llm.get_supported_tasks() == ("token_classify",)
     for ids, output in zip(PROMPTS, outputs, strict=True):

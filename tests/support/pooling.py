@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import tokenizers
 
 from jaxrunner import LLM
@@ -65,6 +66,15 @@ def save(folder: Path, name: str, **changes: Any) -> Any:
         torch.nn.init.normal_(weight, mean=1.0 if norm else 0.0, std=0.2 if norm else 0.3)
     module.save_pretrained(folder)
     return module
+
+
+def save_colbert(folder: Path, name: str, width: int) -> tuple[Any, np.ndarray]:
+    """Writes an encoder with a product behind each token. Returns its module and the product."""
+    module, file = save(folder, name), folder / "model.safetensors"
+    weight = np.random.default_rng(0).normal(size=(width, 36)).astype(np.float32)
+    own = {"linear.weight": weight}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | own, file)
+    return module, weight
 
 
 def start(folder: Path, **options: Any) -> LLM:
