@@ -48,7 +48,8 @@ class Config(LatentConfig):
 
 def read(settings: Settings) -> Config:
     """Reads config.json."""
-    return Config(**vars(read_v2(settings)) | dict(windows=(None, None, WINDOW, None)))
+    own: dict[str, Any] = dict(windows=(None, None, WINDOW, None))
+    return Config(**vars(read_v2(settings)) | own)
 
 
 def sources(config: Config) -> Params:
