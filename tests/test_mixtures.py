@@ -1,11 +1,14 @@
 """Mixtures of experts: a trainer's logits, devices, weights, and what is refused."""
 
+import copy
 import functools
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 
@@ -16,12 +19,15 @@ from jaxrunner.loading.declared import abstract_params
 from jaxrunner.loading.loader import LoadConfig, load
 from jaxrunner.loading.weights import save_checkpoint
 from jaxrunner.models.registry import read_model
+from jaxrunner.ops.backends import dense
+from jaxrunner.ops.routing import choose, load_balancing_loss
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.parallel.tensor import shard
+from jaxrunner.types import Inputs
 from jaxrunner.worker.memory_plan import num_bytes
 from tests.support.mixture_answers import PROMPTS, SIZES, greedy, logits_of, run, tokens, variants
 
-pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
+torch = pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the reference needs transformers")
 
 
@@ -56,6 +62,46 @@ def test_logits_equal_those_in_float64(variant, saved):
     want = logits_of(made.model.double(), ids)
     made.model.float()
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "deepseek v3", "gpt-oss"])
+def test_gradients_are_those_of_pytorch(variant, saved, tmp_path):
+    """Of weights by their names in checkpoints; with the auxiliary loss where transformers has it.
+
+    DeepSeek-V3's has none, and a bias that no gradient reaches.
+    """
+    made, ids, coef = saved(variant), PROMPTS[-1], 0.0 if variant == "deepseek v3" else 0.5
+    module, loaded = copy.deepcopy(made.model).double(), load(made.folder)
+    module.router_aux_loss_coef = coef
+    told, labels = dict(output_router_logits=True) if coef else {}, torch.tensor([ids])
+    theirs = module(labels, labels=labels, **told).loss
+    theirs.backward()
+    for weight in module.parameters():
+        weight.data.copy_(weight.grad)
+    module.float().save_pretrained(tmp_path / "theirs")
+    params = loaded.read_params(progress=False)
+    both = jax.value_and_grad(functools.partial(loss, loaded, jnp.asarray(ids), coef))
+    ours, grads = jax.jit(both)(params)
+    assert float(ours) == pytest.approx(theirs.item(), abs=1e-4)
+    save_checkpoint(tmp_path, loaded.model, loaded.config, grads, {})
+    got, want = (load_file(f / "model.safetensors") for f in (tmp_path, tmp_path / "theirs"))
+    for name, grad in want.items():
+        expected = 0 * grad if "correction" in name else grad
+        np.testing.assert_allclose(
+            got[name], expected, atol=1e-4 * np.abs(grad).max(), err_msg=name
+        )
+
+
+def loss(loaded, ids, aux_loss_coef, params):
+    """Returns the mean loss of the tokens behind the first, and the auxiliary one of all layers."""
+    model, config = loaded.model, loaded.config
+    inputs = Inputs(ids, jnp.arange(ids.size), jnp.full(ids.size, ids.size))
+    x, none = model.embed(config, params, inputs), (None,) * config.num_hidden_layers
+    extras = tuple(f"router_logits.{i}" for i, sparse in enumerate(config.sparse) if sparse)
+    hidden, _, told = model.layers(config, params, x, none, inputs, dense(1), extras=extras)
+    logits, routers = model.logits(config, params, hidden), jnp.concatenate([*told.values()])
+    wrong = optax.softmax_cross_entropy_with_integer_labels(logits[:-1], ids[1:]).mean()
+    return wrong + aux_loss_coef * load_balancing_loss(routers, choose(config.router, routers))
 
 
 @pytest.mark.slow
