@@ -1,8 +1,6 @@
 """gpt-oss with experts in MXFP4, which stay in 4 bits."""
 
-from dataclasses import replace
 import json
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,25 +11,13 @@ from jaxrunner import LLM
 from jaxrunner.loading.loader import load
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import save_checkpoint
-from jaxrunner.mixtures.experts import Experts
-from jaxrunner.quantization.quantized_config import plain_config
-from tests.support.mixture_answers import PROMPTS, SIZES, greedy, run, tokens
+from tests.support.mixture_answers import PROMPTS, SIZES, greedy, logits_of, run, tokens
 
 pytest.importorskip("torch", reason="the reference needs PyTorch: install the hf extra")
+transformers = pytest.importorskip("transformers", reason="the reference needs transformers")
 mixtures = pytest.importorskip("tests.support.mixtures", reason="it needs transformers")
 
 MXFP4 = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
-
-
-def widened(params):
-    """Returns weights whose experts are the numbers that those of 4 bits stand for."""
-
-    def one(layer):
-        few = layer.experts
-        products = {name: getattr(few, name).values() for name in ("gate_up", "down")}
-        return replace(layer, experts=Experts(**vars(few) | products))
-
-    return replace(params, layers=tuple(map(one, params.layers)))
 
 
 def wider(tensors):
@@ -41,45 +27,44 @@ def wider(tensors):
 
 
 @pytest.mark.slow
-def test_experts_in_4_bits_are_read(tmp_path):
-    """gpt-oss as it is published: the weights are the products of the numbers in its files."""
+def test_experts_in_4_bits_are_those_of_transformers(tmp_path):
+    """gpt-oss as it is published, which transformers dequantises: weights, and 12 tokens each."""
     mixtures.model("gpt-oss").save_pretrained(tmp_path)
     tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= dict(hidden_size=64, intermediate_size=32, quantization_config=MXFP4)
     for name, shape in wider(tensors).items():
-        tensors[name] = rng.normal(size=shape).astype(np.float32)
-    want = {}
+        tensors[name] = 0.3 * rng.normal(size=shape).astype(np.float32)
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         X, inner, out = tensors.pop(name).shape
-        codes = rng.integers(0, 16, (X, out, inner // 32, 32), np.uint8)
-        scales = rng.integers(115, 130, (X, out, inner // 32), np.uint8)
-        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        tensors[f"{name}_scales"] = scales
-        sign, exponent, half = codes >> 3, codes >> 1 & 3, codes & 1
-        value = np.where(exponent == 0, half / 2, 2.0 ** (exponent - 1.0) * (1 + half / 2))
-        value = (1 - 2.0 * sign) * value * 2.0 ** (scales[..., None] - 127.0)
-        want[name] = value.reshape(X, out, inner)
-    save_file(tensors, tmp_path / "model.safetensors")
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (X, out, inner // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(122, 127, (X, out, inner // 32), np.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", dict(format="pt"))
     (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.GptOssForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    theirs.set_experts_implementation("eager")  # others have no float64
     loaded = load(tmp_path)
-    for i, layer in enumerate(loaded.read_params(progress=False).layers):
-        at = f"model.layers.{i}.mlp.experts."
-        gate_up = want[f"{at}gate_up_proj"]
-        down, both = layer.experts.down, layer.experts.gate_up
+    for layer, own in zip(
+        loaded.read_params(progress=False).layers, theirs.model.layers, strict=True
+    ):
+        both, down = layer.experts.gate_up, layer.experts.down
         assert down.weight.dtype == both.weight.dtype == np.uint8  # two numbers each
-        np.testing.assert_array_equal(down.values(), want[f"{at}down_proj"])
+        gate_up, want = (
+            w.detach().numpy().swapaxes(1, 2)
+            for w in (own.mlp.experts.gate_up_proj, own.mlp.experts.down_proj)
+        )
+        np.testing.assert_array_equal(down.values(), want)
         np.testing.assert_array_equal(both.values()[:, 0], gate_up[:, ::2])
         np.testing.assert_array_equal(both.values()[:, 1], gate_up[:, 1::2])
-    ids = jnp.asarray(PROMPTS[5])
-    got = run(loaded.model, loaded.config, loaded.read_params(progress=False), ids)
-    floats = plain_config(loaded.config), widened(loaded.read_params(progress=False))
-    np.testing.assert_allclose(got, run(loaded.model, *floats, ids), atol=1e-4, rtol=1e-4)
-    sizes: dict[str, Any] = SIZES | dict(max_num_seqs=1, decode_buckets=(1,))
-    with LLM(str(tmp_path), **sizes) as llm:
-        (output,) = tokens(greedy(llm, [PROMPTS[5]], 4))
-    logits = run(loaded.model, *floats, jnp.asarray(PROMPTS[5] + output))
-    assert output == logits[len(PROMPTS[5]) - 1 : -1].argmax(-1).tolist()
+    with LLM(str(tmp_path), **SIZES) as llm:
+        found = tokens(greedy(llm, PROMPTS, 12))
+    theirs.double()
+    for prompt, new in zip(PROMPTS, found, strict=True):
+        logits = logits_of(theirs, prompt + new)[len(prompt) - 1 : -1]
+        assert new == logits.argmax(-1).tolist()
+    ids = PROMPTS[-1]
+    got = run(loaded.model, loaded.config, loaded.read_params(progress=False), jnp.asarray(ids))
+    np.testing.assert_allclose(got, logits_of(theirs, ids), atol=1e-4)
     name = "model.layers.1.mlp.experts.down_proj_scales"
     save_file(tensors | {name: np.full_like(tensors[name], 255)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name} holds .* scales that are NaN"):
