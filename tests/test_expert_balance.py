@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.mixtures.placement import imbalance, in_turn, place
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.worker.expert_balance import gather, move, placement_of
@@ -228,6 +229,19 @@ def test_rows_are_gathered_from_all_devices():
         (dict(eplb_config=dict(window=3)), r"eplb_config may have .*, got \['window'\]"),
         (dict(eplb_config=dict(window_size=0)), r"eplb_config.window_size=0 is out of range"),
         (dict(eplb_config=dict(step_interval=9)), r"window_size=1000 is over step_interval=9"),
+        (
+            dict(eplb_config=dict(use_async=True)),
+            "=True is not supported: experts move between two",
+        ),
+        (dict(eplb_config=dict(policy="x")), "policy='x' is not supported: DeepSeek's is the one"),
+        (
+            dict(eplb_config=dict(log_balancedness_interval=9)),
+            "log_balancedness_interval=9 is not supported: log_balancedness logs each placement",
+        ),
+        (
+            dict(eplb_config=dict(communicator="nixl")),
+            "'nixl' is not supported: a compiled program",
+        ),
         (dict(tensor_parallel_size=1), "num_redundant_experts=2 are copies for other devices"),
         (dict(enable_eplb=False), "eplb_config is of enable_eplb=True: set it, or leave this out"),
     ],
@@ -237,6 +251,11 @@ def test_what_cannot_be_is_refused(folder, changes, words):
     asked["enable_return_routed_experts"] = False
     with pytest.raises(ValueError, match=words):
         LLM(folder, **asked)
+
+
+def test_what_is_built_in_may_be_asked_for():
+    asked = dict(use_async=False, policy="default", log_balancedness_interval=1, communicator=None)
+    assert EplbConfig.read(asked) == EplbConfig()
 
 
 def test_a_dense_model_has_no_loads():
