@@ -8,6 +8,7 @@ import pytest
 
 from jaxrunner.check.compare import DIFFERENT, EQUAL, NOT_COMPARED, main
 from tests.support import dense_families, pooling
+from tests.support.every_family import CASES
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,22 @@ def test_a_family_is_equal(folder, capsys):
     assert main([str(folder), "--lengths", "3", "30"]) == EQUAL
     shown = capsys.readouterr().out
     assert "equal: all within 0.0001 of transformers" in shown and "layer 1" in shown
+
+
+# The first variant of each architecture; a model with states is checked in the usual suite.
+FIRST = {case.architecture: name for name, case in [*CASES.items()][::-1]}
+del FIRST["MiMoForCausalLM"]  # which transformers does not have
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[pytest.mark.slow] * (v != "qwen 3.5")) for v in FIRST.values()],
+    ids=FIRST.keys(),
+)
+def test_every_family_is_equal(variant, tmp_path, capsys):
+    CASES[variant].save(tmp_path)
+    assert main([str(tmp_path), "--lengths", "5", "40"]) == EQUAL
+    assert "layer 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,15 @@ from jaxrunner.pytree import zeros
 from jaxrunner.slot_table import partition
 from jaxrunner.types import Array, Batch, Inputs
 
+UNMAPPED = ("Mistral3ForConditionalGeneration",)  # which AutoModelForCausalLM does not know
 SCORED = "ForSequenceClassification", "ForTokenClassification"
 
 
 def reference(values: Mapping[str, Any], config: ModelConfig) -> str:
     """Returns the class of transformers for a checkpoint whose config.json holds `values`."""
-    if not isinstance(config, PooledConfig):
-        return "AutoModelForCausalLM"
     (name, *_) = values.get("architectures") or [""]
+    if not isinstance(config, PooledConfig):
+        return name if name in UNMAPPED else "AutoModelForCausalLM"
     return f"AutoModel{next((kind for kind in SCORED if name.endswith(kind)), '')}"
 
 

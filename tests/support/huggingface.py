@@ -34,5 +34,6 @@ def save(variant: str, folder: Path) -> Any:
     """Writes a variant's checkpoint. Returns its module."""
     made = model(variant)
     made.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(families.settings(variant)))
+    settings = families.settings(variant) | dict(model_type=made.config.model_type)
+    (folder / "config.json").write_text(json.dumps(settings))
     return made
