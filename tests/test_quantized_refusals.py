@@ -164,7 +164,7 @@ BAD_TENSORS = {
     "a group's scale": (AWQ, {f"{UP}.scales": nan}, f"{UP}.scales holds 1 of 192 scales that are"),
     "a negative scale": (BLOCK, {f"{UP}.weight_scale_inv": first(-1)}, "1 of 12 scales that are"),
     "a channel's scale": (
-        "compressed fp8 channels, by token", {f"{UP}.weight_scale": first(-1)}, "or not over 0"
+        "compressed fp8 channels, by token", {f"{UP}.weight_scale": first(-1)}, "negative or all 0"
     ),
     "a tensor's scale": (
         "fp8 tensor, dynamic", {f"{UP}.weight_scale": np.zeros_like}, f"{UP}.weight_scale holds 1 "
@@ -193,7 +193,7 @@ BAD_TENSORS = {
     ),
     "inputs of scale 0": (
         "fp8 tensor, static", {f"{DOWN}.input_scale": lambda x: x * 0},
-        f"{DOWN}.input_scale holds 1 of 1 scales that are NaN, infinite or not over 0",
+        f"{DOWN}.input_scale holds 1 of 1 scales that are NaN, infinite, negative or all 0",
     ),
     "a shape": (
         "compressed packed 4 bits", {f"{UP}.weight_shape": lambda x: x[::-1].copy()},

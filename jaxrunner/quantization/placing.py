@@ -143,19 +143,19 @@ def whole(parts: Arrays, what: str, names: tuple[str, ...]) -> np.ndarray:
 def good_scales(parts: Arrays, names: tuple[str, ...], *, signed: bool = False) -> Arrays:
     """Returns scales in float32.
 
-    signed: whether one may be negative, as of programs that use all integers from -8 to 7, or 0, to
-    which float16 rounds those of very small weights.
+    signed: whether one may be negative, as of programs that use all integers from -8 to 7. Some may
+    be 0, to which float16 rounds those of very small weights.
 
     Raises:
-      ValueError: one is NaN, infinite or not over 0, or all are 0; names their tensor.
+      ValueError: one is NaN, infinite or negative, or all are 0; names their tensor.
     """
     parts = [part.astype(np.float32, copy=False) for part in parts]
     for name, part in zip(names, parts, strict=True):
-        good = np.isfinite(part) & (part.any() if signed else part > 0)
+        good = np.isfinite(part) & part.any() & (signed | (part >= 0))
         if bad := part.size - np.count_nonzero(good):
             raise ValueError(
-                f"{name} holds {bad} of {part.size} scales that are NaN, infinite or "
-                f"{'all 0' if signed else 'not over 0'}: download the checkpoint again"
+                f"{name} holds {bad} of {part.size} scales that are NaN, infinite"
+                f"{'' if signed else ', negative'} or all 0: download the checkpoint again"
             )
     return parts
 
