@@ -17,9 +17,7 @@ from tests.support.crowd import answers, logprobs
 from tests.support.failing import HOWS, nth
 
 pytestmark = pytest.mark.slow
-MODEL: dict[str, Any] = small_checkpoint.SETTINGS | dict(
-    num_key_value_heads=2, num_hidden_layers=4
-)
+MODEL: dict[str, Any] = small_checkpoint.SETTINGS | dict(num_key_value_heads=2, num_hidden_layers=4)
 TWO = ParallelConfig(tensor_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 SEVERAL = dict(num_decode_steps=2)  # which pipelines refuse
