@@ -122,8 +122,8 @@ def main(checkpoint: str, saved_in: str) -> dict[str, Any]:
     auto = drafts | dict(num_speculative_tokens="auto")
     told["refused"].append(refused(LLM, checkpoint, **sizes, speculative_config=auto))
     drafts |= dict(num_speculative_tokens=2)
-    others = dict(decode_context_parallel_size=2, num_decode_steps=2, speculative_config=drafts)
-    with LLM(checkpoint, **sizes, **others) as llm:
+    others: dict[str, Any] = dict(decode_context_parallel_size=2, num_decode_steps=2)
+    with LLM(checkpoint, **sizes, **others, speculative_config=drafts) as llm:
         told["with drafts, steps, context"] = answers(llm)
     told["refused"].append(refused(LLM, checkpoint, **sizes | dict(tensor_parallel_size=3)))
     return told
