@@ -17,6 +17,7 @@ from jaxrunner.scheduling.request import Request
 from jaxrunner.speculators.drafter import Drafted
 from tests.outside.lookup import lookup
 from tests.support import features, tiny
+from tests.support.compilations import compilations
 from tests.support.drafters import DRAFTERS, joined, with_itself_or_none, with_ngrams
 
 MAX_LEN = 48
@@ -269,12 +270,9 @@ def test_no_request_compiles_anything_after_warm_up():
     sizes = tiny.engine_config(**LOADS["adaptive"].sizes)
     e = Engine(model, config, sizes, params, make_compiler=features.ParityCompiler)
     e.warm_up(all_rules=True)
-    programs, rng, compiled = e.runner.programs, np.random.default_rng(0), []
+    programs, rng = e.runner.programs, np.random.default_rng(0)
     warm, programs.strict = len(programs.ledger), True
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
-    )
-    try:
+    with compilations() as compiled:
         for i in range(60):
             usual = SamplingParams(temperature=float(i % 4 == 0), max_tokens=12, seed=i)
             given = usual if i % 2 else features.random_params(rng)
@@ -285,6 +283,4 @@ def test_no_request_compiles_anything_after_warm_up():
                 e.abort([f"{i}"])
         while e.has_unfinished:
             e.step()
-    finally:
-        jax.monitoring.clear_event_listeners()
     assert (compiled, len(programs.ledger)) == ([], warm) and e.scheduler.num_preemptions

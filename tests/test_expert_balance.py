@@ -13,6 +13,7 @@ from jaxrunner.mixtures.eplb_config import EplbConfig
 from jaxrunner.mixtures.placement import imbalance, in_turn, place
 from jaxrunner.parallel.mesh import make_mesh
 from jaxrunner.worker.expert_balance import gather, move, placement_of
+from tests.support.compilations import compilations
 
 pytest.importorskip("torch", reason="the checkpoints need PyTorch: install the hf extra")
 pytest.importorskip("transformers", reason="the checkpoints need transformers")
@@ -147,14 +148,8 @@ def test_a_placement_compiles_nothing(folder):
     """Once the LLM is warm; not the first one, and not those behind it."""
     sizes: dict[str, Any] = SIZES | TWO | dict(warm_up=True, max_model_len=64, num_blocks=64)
     with LLM(folder, **sizes, enable_eplb=True, eplb_config=EPLB) as llm:
-        compiled: list[str] = []
-        jax.monitoring.register_event_duration_secs_listener(
-            lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
-        )
-        try:
+        with compilations() as compiled:
             ask(llm)
-        finally:
-            jax.monitoring.clear_event_listeners()
         assert llm.engine.balance.num_moves >= 3 and compiled == []
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from jaxrunner.runner.model_runner import ModelRunner
 from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 from tests.support import features, tiny
+from tests.support.compilations import compilations
 
 NUM_REQUESTS = 120
 # What `LLM` alone acts on.
@@ -54,12 +54,9 @@ def test_hundreds_of_requests_compile_nothing():
     )  # fmt: skip
     engine.warm_up(all_rules=True)
     programs = engine.runner.programs
-    warm, programs.strict, compiled = len(programs.ledger), True, []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration_secs, **_: compiled.append(event) if "compile" in event else None
-    )
+    warm, programs.strict = len(programs.ledger), True
     requests, aborted = [], set()
-    try:
+    with compilations() as compiled:
         for i in range(NUM_REQUESTS):
             params = any_params(rng)
             changed |= {name for name in NAMES if getattr(params, name) != getattr(USUAL, name)}
@@ -74,8 +71,6 @@ def test_hundreds_of_requests_compile_nothing():
                 engine.step()
         while engine.has_unfinished:
             engine.step()
-    finally:
-        jax.monitoring.clear_event_listeners()
     assert (compiled, len(programs.ledger)) == ([], warm)
     assert changed == NAMES
     reasons = Counter(request.finish_reason for request in requests)

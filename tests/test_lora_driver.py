@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jax import monitoring
 import numpy as np
 import pytest
 
@@ -13,6 +12,7 @@ from jaxrunner.models.llama import llama
 from jaxrunner.scheduling.request import Request
 from tests.outside import checkpoint, float64_llama
 from tests.support import lora
+from tests.support.compilations import compilations
 
 SETTINGS: dict[str, Any] = checkpoint.LLAMA | dict(architectures=["LlamaForCausalLM"])
 IDS = range(1, 6)
@@ -143,20 +143,15 @@ def test_tokens_are_those_of_merged_models_whatever_comes_and_goes(
     tmp_path: Any, num_steps: int, drive_steps: int
 ):
     num_steps = max(num_steps, drive_steps)
-    base, compiled = checkpoint.write(tmp_path, llama, SETTINGS), []
+    base = checkpoint.write(tmp_path, llama, SETTINGS)
     sizes = dict(enable_lora=True, max_loras=PLACES, max_lora_rank=8, num_decode_steps=2)
     with checkpoint.start(tmp_path, **sizes, num_blocks=14, warm_up=True) as llm:
         driver = Driver(llm.engine, base, num_steps)
         for _ in IDS:
             driver.add_or_update()
         llm.engine.runner.programs.strict = True  # nothing is compiled any more, nor by JAX itself
-        monitoring.register_event_duration_secs_listener(
-            lambda event, *_, **__: compiled.append(event) if "compile" in event else None
-        )
-        try:
+        with compilations() as compiled:
             driver.run(num_steps)
-        finally:
-            monitoring.clear_event_listeners()
         assert not compiled
         assert min(driver.seen.values()) > 0 and driver.seen["compared"] > num_steps
         assert llm.engine.scheduler.num_preemptions or num_steps < 1000
