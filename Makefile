@@ -8,7 +8,6 @@ UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 CUDA = $(shell if $(has_gpu); then [ "$$($(driver))" -ge 13 ] 2>/dev/null && echo cuda13 || echo cuda12; fi)
 WORKERS = $(shell if $(has_gpu); then echo 0; else echo 2; fi) # processes; a GPU is not shared
 TORCH := torch==2.13.0
-REFERENCES := 'peft>=0.18' 'compressed-tensors>=0.20' # beside transformers
 # The references run on the CPU: its build of PyTorch is a tenth of the size.
 TORCH_BUILD := $(if $(filter Darwin,$(shell uname)),,+cpu)
 
@@ -92,6 +91,6 @@ $(VENV)/.references: $(VENV)/.dev
 	@echo "Installing lm-eval, and what runs the notebooks"
 	@$(call install,$(call project,$(CUDA) dev eval notebook))
 	@if $(PY) -c 'import torch, transformers' 2>/dev/null; \
-	then $(call install,accelerate) || true; $(call install,$(REFERENCES)) || true; touch $@; else \
+	then $(call install,accelerate) || true; $(call install,$(call project,$(CUDA) hf)) || true; touch $@; else \
 	  echo "PyTorch for the CPU cannot be installed here: tests against transformers WILL BE SKIPPED."; \
 	  echo "To run them: $(PY) -m pip install torch transformers"; fi
