@@ -132,6 +132,7 @@ class EngineConfig:
     lora_modules_to_save: tuple[str, ...] = ()  # embedding and head that adapters may have instead
     # Whether devices leave all of their sums to XLA. Not in `repr`, as a snapshot fits both.
     disable_custom_all_reduce: bool = field(default=False, repr=False)
+    batch_invariant: bool = False  # whether bits of a request depend on no other of a step's size
 
     def __post_init__(self):
         counts = ("max_model_len", "num_blocks", "block_size", "max_num_seqs",
@@ -146,7 +147,8 @@ class EngineConfig:
                 )
         limit = Bound(float, 1e-3, 2**30, optional=True)
         validate("step_timeout_s", self.step_timeout_s, limit)
-        for name in ("enable_prefix_caching", "enforce_eager", "disable_custom_all_reduce"):
+        flags = "enable_prefix_caching", "enforce_eager", "disable_custom_all_reduce"
+        for name in (*flags, "batch_invariant"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         check_checkpoints(self)

@@ -52,7 +52,8 @@ def llm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     values = settings(family, *(SERVED if by_kernels else SMALL))
     (folder / "config.json").write_text(json.dumps(values))
-    with LLM(folder, **SIZES, dtype="bfloat16" if by_kernels else "float32") as made:
+    more = dict(dtype="bfloat16", batch_invariant=True) if by_kernels else dict(dtype="float32")
+    with LLM(folder, **SIZES, **more) as made:
         if by_kernels:
             told = [one for of in made.operations().values() for one in of]
             assert {one.name for one in told if one.operation == "experts"} == {"grouped_mlp"}

@@ -145,7 +145,9 @@ def test_kernels_of_a_profile_are_those_between_marks():
     streams = [dict(event(name, 0, tid, "M"), name="thread_name") for name, tid in
                (("Stream #7(Compute)", 7), ("XLA Modules", 8))]  # fmt: skip
     launches = [event("b", 6), event("mark", 1), event("mark", 4), event("a", 2), event("a", 3)]
-    found = device_time.by_call([*streams, *launches, event("module", 5, 8), event("c", 7)])
+    before = [event("mark", -3), event("a", -2), event("a", 1.5), event("a", 4.5)]  # fill the cache
+    events = [*streams, *launches, *before, event("module", 5, 8), event("c", 7)]
+    found = device_time.by_call(events)
     assert found == [{"a": [2.0, 3.0]}, {"b": [6.0], "c": [7.0]}]
     assert device_time.median_us([*found, {"a": [4.0]}]) == 5.0
     assert device_time.median_us([*found, {"a": [4.0]}], "b") == 5.0  # of 5, 6 and 4

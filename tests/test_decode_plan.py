@@ -1,6 +1,7 @@
 """Decode attention's plan: who reads which keys."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +9,23 @@ import numpy as np
 import pytest
 
 from jaxrunner.kernels_pallas.attention.decode_attention import decode_attention
-from jaxrunner.kernels_pallas.attention.decode_plan import CLUSTER, TuningConfig, cluster_of, plan
+from jaxrunner.kernels_pallas.attention.decode_plan import (
+    BATCH_INVARIANT,
+    CLUSTER,
+    DEFAULT,
+    TuningConfig,
+    cluster_of,
+    plan,
+)
 from jaxrunner.kernels_pallas.attention.query_rows import tile_of
 from tests.support.lowering import lowers
 
 HEADS, TABLE = 8, 256
 
 
-@functools.partial(jax.jit, static_argnames=("cluster", "window"))
-def planned(lens, blocks, num, *, cluster, window):
-    sizes = (9, HEADS, 64, 128), window, TuningConfig()
+@functools.partial(jax.jit, static_argnames=("cluster", "window", "config"))
+def planned(lens, blocks, num, *, cluster, window, config=DEFAULT):
+    sizes = (9, HEADS, 64, 128), window, config
     several = dict(query_len=4, cluster=cluster)
     return plan(lens, blocks, *sizes, skip_empty=True, num_tokens=num, **several)
 
@@ -53,6 +61,47 @@ def test_items_read_each_tile_once(B: int, cluster: int, window: int | None):
             assert cluster != CLUSTER or mine.size <= cluster
             busy = mine[first[mine] < last[mine]]
             assert (block[busy] == blocks[r, first[busy]]).all()
+
+
+@pytest.mark.parametrize("window", [None, 300], ids=["all keys", "window"])
+@pytest.mark.parametrize("B, cluster", [(1, 1), (2, 8), (8, 1), (40, 1)])
+def test_rows_may_be_cut_by_their_own_length_alone(B: int, cluster: int, window: int | None):
+    rng = np.random.default_rng(0)
+    own, blocks, new = 5000, jnp.zeros((B, TABLE), jnp.int32), jnp.ones(B, jnp.int32)
+    sizes: dict[str, Any] = dict(cluster=cluster, window=window, config=BATCH_INVARIANT)
+    found = set()
+    for most in (60, 1100, 16000):
+        lens = rng.integers(0, most, B).astype(np.int32)
+        at = rng.integers(B)
+        lens[at] = own
+        items = planned(jnp.asarray(lens), blocks, new, **sizes)
+        row, first, last, *_, parts = map(np.asarray, items)
+        found.add((*first[row == at], *last[row == at], *parts[row == at]))
+        for r in range(B):  # each tile is read once
+            tiles = [t for i in np.flatnonzero(row == r) for t in range(first[i], last[i])]
+            start = 0 if window is None else max(int(lens[r]) - window - 3, 0) // 64
+            assert tiles == list(range(start, -(-int(lens[r]) // 64)))
+    assert len(found) == 1
+    assert cluster_of((12 * 4, 32, 128), (9, HEADS, 64, 128), (12, 128), None, 4, DEFAULT) == 2
+    assert (
+        cluster_of((12 * 4, 32, 128), (9, HEADS, 64, 128), (12, 128), None, 4, BATCH_INVARIANT) == 1
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [4, 16, 64])
+def test_a_row_s_bits_do_not_depend_on_the_others(B: int):
+    (H, K, D, S), own = (32, HEADS, 128, 64), 3000
+    keys, rng = jax.random.split(jax.random.key(0), 3), np.random.default_rng(0)
+    q = jax.random.normal(keys[0], (B, H, D), jnp.bfloat16)
+    k, v = (jax.random.normal(key, (TABLE, K, S, D), jnp.bfloat16) for key in keys[1:])
+    blocks = jnp.asarray(rng.integers(0, TABLE, (B, 64)), jnp.int32)
+    run = functools.partial(decode_attention, scale=D**-0.5, config=BATCH_INVARIANT)
+    found = []
+    for most in (40, 1000, 4000):
+        lens = jnp.asarray(rng.integers(1, most, B), jnp.int32).at[1].set(own)
+        found.append(np.asarray(run(q, k, v, blocks, lens)[1].view(jnp.uint16)))
+    np.testing.assert_array_equal(found[1:], found[:1] * 2)
 
 
 @pytest.mark.parametrize("rows", [9, 12, 16])

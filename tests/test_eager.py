@@ -43,6 +43,8 @@ def test_kernels_are_no_choice_where_nothing_is_compiled():
         )
     with pytest.raises(ValueError, match="disable_custom_all_reduce must be True or False, got 1"):
         tiny.engine_config(disable_custom_all_reduce=1)
+    with pytest.raises(ValueError, match="batch_invariant must be True or False, got 'yes'"):
+        tiny.engine_config(batch_invariant="yes")
     with pytest.raises(ValueError, match="enable_prefix_caching must be True or False, got 'no'"):
         tiny.engine_config(enable_prefix_caching="no")
     with pytest.raises(ValueError, match="enforce_eager must be True or False, got 1"):

@@ -10,8 +10,16 @@ import pytest
 
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.kernels_pallas.attention import latent_reference
-from jaxrunner.kernels_pallas.attention.latent_decode import latent_decode, refuses
-from jaxrunner.kernels_pallas.attention.latent_shares import of_part, share_out
+from jaxrunner.kernels_pallas.attention.latent_decode import (
+    TuningConfig,
+    latent_decode,
+    refuses,
+)
+from jaxrunner.kernels_pallas.attention.latent_shares import (
+    of_part,
+    share_out,
+    share_out_alone,
+)
 from jaxrunner.model import AttentionSpec
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent.attention import LATENT_ATTENTION
@@ -56,6 +64,50 @@ def test_blocks_read_each_tile_once_in_equal_shares(B, num_ctas):
         assert (s.last - s.first).max() == -(-tiles.sum() // num_ctas)
 
 
+@pytest.mark.parametrize("B", [1, 6, 200])
+def test_rows_may_be_shared_out_by_their_own_length_alone(B):
+    rng, longest = np.random.default_rng(0), 100
+    found = set()
+    for most in (3, 70, 6000):
+        lens = np.where(rng.random(B) < 0.2, 0, rng.integers(1, most, B))
+        at = rng.integers(B)
+        lens[at] = 6000
+        s = jax.tree.map(np.asarray, share_out_alone(jnp.asarray(lens), 64, 132, longest))
+        tiles = np.maximum(-(-lens // 64), 1)
+        np.testing.assert_array_equal(s.end - s.start, tiles)
+        for row in range(B):
+            mine = np.flatnonzero((s.row == row) & (s.first < s.last))
+            assert (s.num_rows[mine] == 1).all() and (s.head[mine] == mine[0]).all()
+            assert (np.diff(mine) == 1).all() and s.first[mine[0]] == s.start[row]
+            assert (s.first[mine[1:]] == s.last[mine[:-1]]).all() and s.last[mine[-1]] == s.end[row]
+            if row == at:
+                found.add((*(s.last[mine] - s.first[mine]),))
+        assert (s.num_rows[s.first >= s.last] == 0).all()
+    assert len(found) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [4, 64])
+def test_a_row_s_bits_do_not_depend_on_the_others(B):
+    rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0))
+    q, latents = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, ((B, 16, 576), (99, 64, 576)), strict=True)
+    )
+    blocks = jnp.asarray(rng.integers(0, 99, (B, 64)), jnp.int32)
+    run = functools.partial(
+        latent_decode, scale=0.1, rank=512, config=TuningConfig(batch_invariant=True)
+    )
+    found = []
+    for most in (40, 1000, 4000):
+        lens = jnp.asarray(rng.integers(1, most, B), jnp.int32).at[1].set(3000)
+        found.append(np.asarray(run(q, latents, blocks, lens)[1].view(jnp.uint16)))
+        plain = latent_decode(q, latents, blocks, lens, scale=0.1, rank=512)[1]
+        got = jax.lax.bitcast_convert_type(found[-1], jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_allclose(got, plain.astype(jnp.float32), atol=0.02)
+    np.testing.assert_array_equal(found[1:], found[:1] * 2)
+
+
 def shaped(H=16, D=576, S=64, dtype="bfloat16", kept="bfloat16"):
     return jax.ShapeDtypeStruct((2, H, D), dtype), jax.ShapeDtypeStruct((9, S, D), kept)
 
@@ -91,7 +143,12 @@ def test_the_kernel_serves_heads_of_models(H):
 @pytest.mark.parametrize("case", ["prefill", "mixed, with cached prefixes"])
 def test_tokens_of_prompts_are_rows_of_the_kernel(case, monkeypatch):
     """The kernel's oracle stands for it; what prompts attend to is that of plain JAX."""
-    monkeypatch.setattr(latent_attention.latent_decode, "latent_decode", oracles.latent_decode)
+
+    def stand_in(*args, config, **sizes):
+        assert config == TuningConfig()
+        return oracles.latent_decode(*args, **sizes)
+
+    monkeypatch.setattr(latent_attention.latent_decode, "latent_decode", stand_in)
     problem, spec = Problem(case, "float32"), AttentionSpec(0, None, 0.3, value_dim=5)
     q, new = jnp.asarray(problem.q), jnp.asarray(problem.k[:, 0])
     cache = LatentCache(jnp.nan_to_num(problem.cache[0][:, 0]), None)

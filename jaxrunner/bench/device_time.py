@@ -12,24 +12,32 @@ import jax
 import jax.numpy as jnp
 
 Kernels: TypeAlias = dict[str, list[float]]  # microseconds of each launch, by the kernel's name
-MARK = 1 << 26  # float32 numbers that a mark reads and writes, several times what a cache holds
+ROWS, NUMBERS = 1 << 12, 1 << 14  # float32 numbers that are read, several times what a cache holds
 
 
 def profiled(calls: Sequence[Callable[[], Any]]) -> list[Kernels]:
     """Makes calls one after the other, and returns the kernels that each has launched.
 
     Each call is to launch some, and to have been made before: what compiles is not left out. Before
-    each, a kernel of a name of its own, the mark, empties the cache.
+    each come a kernel of a name of its own, the mark, and a sum whose numbers fill the cache. Were
+    they written, a call would have to wait until the cache has stored them.
 
     Raises:
       RuntimeError: the profile has no kernels, or not those of each call.
     """
-    numbers, mark = jnp.ones(MARK, jnp.float32), jax.jit(lambda x: jnp.arctan2(x, x))
-    jax.block_until_ready(mark(numbers))
+    numbers = jnp.ones((ROWS, NUMBERS), jnp.float32)
+    mark, fill = jax.jit(lambda x: jnp.arctan2(x, x)), jax.jit(lambda x: x.sum(1))
+
+    def nothing() -> None:
+        return None
+
+    jax.block_until_ready((mark(numbers[0]), fill(numbers)))
+    row = jax.block_until_ready(numbers[0])
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for call in calls:
-                mark(numbers)
+            for call in (nothing, *calls):
+                mark(row)
+                jax.block_until_ready(fill(numbers))
                 jax.block_until_ready(call())
         (path,) = Path(folder).glob("plugins/profile/*/*.trace.json.gz")
         found = by_call(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
@@ -42,7 +50,10 @@ def profiled(calls: Sequence[Callable[[], Any]]) -> list[Kernels]:
 
 
 def by_call(events: Iterable[dict[str, Any]]) -> list[Kernels]:
-    """Returns the kernels of each call in a trace's events, between marks; the first is a mark."""
+    """Returns the kernels of each call in a trace's events, between marks; the first is a mark.
+
+    Behind the first mark is what each call has before its own, and nothing else.
+    """
     events = list(events)
     streams = {
         (event["pid"], event["tid"]) for event in events
@@ -50,12 +61,16 @@ def by_call(events: Iterable[dict[str, Any]]) -> list[Kernels]:
     }  # fmt: skip
     launches = [e for e in events if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams]
     launches.sort(key=lambda event: event["ts"])
-    found: list[Kernels] = []
+    groups: list[list[dict[str, Any]]] = []
     for event in launches:
         if event["name"] == launches[0]["name"]:
-            found.append({})
+            groups.append([])
         else:
-            found[-1].setdefault(event["name"], []).append(event["dur"])
+            groups[-1].append(event)
+    found: list[Kernels] = [{} for _ in groups[1:]]
+    for kernels, own in zip(found, groups[1:], strict=True):
+        for event in own[len(groups[0]) :]:
+            kernels.setdefault(event["name"], []).append(event["dur"])
     return found
 
 

@@ -76,6 +76,7 @@ SIZES: dict[str, Bound] = {
     "max_cpu_loras": Bound(int, 1, 2**20, optional=True),
     "lora_modules_to_save": Bound(str, each=True, most=2),
     "disable_custom_all_reduce": FLAG,
+    "batch_invariant": FLAG,
 }
 TEXTS: dict[str, Bound] = {
     "tokenizer": Bound(str, optional=True, also=(Path, Tokenizer)),

@@ -1,6 +1,7 @@
 """Chooses implementations of attention over the paged cache, by the rows of a batch."""
 
 from dataclasses import replace
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,12 @@ from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.attention import decode_attention as decode
 from jaxrunner.kernels_pallas.attention import prefill_attention as prefill
 from jaxrunner.kernels_pallas.attention import rope_write
-from jaxrunner.kernels_pallas.attention.decode_plan import DEFAULT, cluster_of
+from jaxrunner.kernels_pallas.attention.decode_plan import (
+    BATCH_INVARIANT,
+    DEFAULT,
+    TuningConfig,
+    cluster_of,
+)
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation
@@ -24,13 +30,16 @@ from jaxrunner.program.program import Program
 from jaxrunner.types import Array, Batch, LayerCache
 
 
-def _decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
+def _decode(
+    config: TuningConfig, batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec
+) -> Array:
     Q, num = batch.query_len, None
     if Q > 1:  # a row's tokens are its last; its first place has one if any has, and else 0
         num = batch.seq_lens - batch.inputs.positions[::Q]
     rows = rows_of(batch, spec, cache.k.shape[2])
     args = q, cache.k, cache.v, rows.blocks, rows.seq_lens
-    return decode.decode_attention(*args, query_len=Q, num_tokens=num, **_sizes(cache, spec))
+    sizes = dict(query_len=Q, num_tokens=num, config=config) | _sizes(cache, spec)
+    return decode.decode_attention(*args, **sizes)
 
 
 def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> str | None:
@@ -43,7 +52,9 @@ def _refuses_decode(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSp
     )
 
 
-def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Array:
+def _mixed(
+    config: TuningConfig, batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec
+) -> Array:
     """Runs decodes through their kernel, other rows through the other.
 
     The runner lays decodes out first: row b of them is token b.
@@ -55,7 +66,7 @@ def _mixed(batch: Batch, q: Array, cache: LayerCache, spec: AttentionSpec) -> Ar
     out = prefill.into(q, cache.k, cache.v, table, start, jnp.where(one, 0, lens), **sizes)
     n = min(T, B)
     own = q[:n], cache.k, cache.v, table[:n], jnp.where(one, lens, 0)[:n]
-    decode.decode_attention(*own, skip_empty=True, into=out, **sizes)
+    decode.decode_attention(*own, skip_empty=True, into=out, config=config, **sizes)
     return jax.freeze(out)[:T].reshape(q.shape)
 
 
@@ -70,7 +81,12 @@ def gains_short(program: Program, bucket: Bucket) -> bool:
     """Whether decode attention of a bucket is faster if no request is longer than `SHORT_LEN`."""
     model, engine, mesh = program.config, program.engine, program.mesh
     rows, longest = bucket.num_rows, engine.max_model_len
-    if longest <= SHORT_LEN or engine.scaled or interleave_of(model).parts > 1:
+    if (
+        longest <= SHORT_LEN
+        or engine.scaled
+        or engine.batch_invariant
+        or interleave_of(model).parts > 1
+    ):
         return False
     if program.num_ranks > 1 or num_stages(model) > 1:
         return False
@@ -107,12 +123,17 @@ def _sizes(cache: LayerCache, spec: AttentionSpec) -> dict[str, Any]:
     return own | scales
 
 
-# (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, [T, H, D].
-ATTENTION = (
-    Operation("decode_attention", _decode, _refuses_decode),
-    Operation("prefill_attention", _mixed, _refuses_mixed),
-    Operation("plain JAX", reference.attend),
-)
+def _candidates(config: TuningConfig) -> tuple[Operation, ...]:
+    return (
+        Operation("decode_attention", functools.partial(_decode, config), _refuses_decode),
+        Operation("prefill_attention", functools.partial(_mixed, config), _refuses_mixed),
+        Operation("plain JAX", reference.attend),
+    )
+
+
+# (batch, q [T, H, D], cache, spec) -> causal attention over each token's request, [T, H, D]; and
+# the same, where the order of a request's sums does not depend on the others of a step.
+ATTENTION, BATCH_INVARIANT_ATTENTION = map(_candidates, (DEFAULT, BATCH_INVARIANT))
 
 
 def _fused_write(

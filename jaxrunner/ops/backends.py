@@ -20,7 +20,12 @@ from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
 from jaxrunner.ops import cpu_attention, experts, products, routing
 from jaxrunner.ops.adapters import low_rank
-from jaxrunner.ops.attention import ATTENTION, ROTATE_WRITE, refuses_kernels
+from jaxrunner.ops.attention import (
+    ATTENTION,
+    BATCH_INVARIANT_ATTENTION,
+    ROTATE_WRITE,
+    refuses_kernels,
+)
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
@@ -113,21 +118,28 @@ def _plain(
     )  # fmt: skip
 
 
-def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
-    """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses."""
+def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) -> Ops:
+    """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses.
+
+    batch_invariant: whether the bits of a row must not depend on the lengths of others.
+    """
+    attention, latents = ATTENTION, latent_attention.LATENT_ATTENTION
+    if batch_invariant:
+        attention = BATCH_INVARIANT_ATTENTION
+        latents = latent_attention.BATCH_INVARIANT_LATENT_ATTENTION
 
     def attend(q: Array, k: Array, v: Array, cache: Any, spec: AttentionSpec) -> tuple[Array, Any]:
         cache = reference.write_kv(batch, k, v, cache, spec.group)
-        return run_first("attention", ATTENTION, batch, q, cache, spec, note=note), cache
+        return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def rotate_attend(
         qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec
     ) -> tuple[Array, Any]:
         args = batch, qkv, heads, cache, spec.group
         q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)
-        return run_first("attention", ATTENTION, batch, q, cache, spec, note=note), cache
+        return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
-    latent = latent_attention.LATENT_ATTENTION, batch, note
+    latent = latents, batch, note
     attend_latent = functools.partial(
         latent_attention.attend_latent, *latent, prompts=expanded.PROMPTS
     )
@@ -146,6 +158,9 @@ def fused(batch: Batch, *, note: Note = unnoted) -> Ops:
         adapters=low_rank.KERNELS,
         **_states(batch, short_conv.KERNELS, STATES, note),
     )
+
+
+BATCH_INVARIANT = functools.partial(fused, batch_invariant=True)
 
 
 def _norm_kernel(
@@ -189,7 +204,8 @@ def choose_ops(model: ModelConfig, engine: EngineConfig) -> Choice:
         shape = engine.max_num_seqs, model.vocab_size
         logits = jax.ShapeDtypeStruct(shape, jnp.dtype(engine.dtype))
         sample = sampler.sample_tokens if sampler.refuses(logits, sampler.DEFAULT) is None else None
-        return Choice("mosaic_gpu", fused, "it serves this model on this device", sample)
+        ops = BATCH_INVARIANT if engine.batch_invariant else fused
+        return Choice("mosaic_gpu", ops, "it serves this model on this device", sample)
     if wanted == "mosaic_gpu":
         raise ValueError(f"attention_backend='mosaic_gpu' {reason}: use 'auto' or 'reference'")
     return Choice("reference", paged, f"mosaic_gpu {reason}")

@@ -19,16 +19,20 @@ CLUSTER = 8  # CTAs: the most that a cluster may have
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Sizes that change speed alone."""
+    """How keys are cut: what changes speed, and the order of sums."""
 
     block_kv: int = 64  # keys of a tile
     stages: int = 2  # tiles in flight
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
     least: int = 2  # tiles of a part: as many as are in flight from its start
     cluster: int = 24  # tiles of a row, at most, that a cluster of 8 CTAs reads; 0 for no clusters
+    # Whether a row is cut by its own length and the number of rows alone, not by the others'
+    # lengths, so that its sums are in one order; then parts have no more than `most` tiles.
+    batch_invariant: bool = False
+    most: int = 32
 
 
-DEFAULT = TuningConfig()
+DEFAULT, BATCH_INVARIANT = TuningConfig(), TuningConfig(batch_invariant=True)
 
 
 class Items(NamedTuple):
@@ -74,10 +78,18 @@ def plan(
         order = jnp.where(mine, rows[None], 0).sum(1, dtype=jnp.int32)
         tiles, first, seq_lens = tiles[order], first[order], seq_lens[order]
         num_tokens, blocks = num_tokens[order], blocks[order]
+    num_items = B if cluster == CLUSTER else B + slots - 1
     share = (tiles.sum() + slots * cluster - 1) // (slots * cluster)
+    alone = config.batch_invariant and cluster == 1  # of a cluster of 8 each row is one in any case
+    if alone:
+        least, longest = max(1, slots // B), -(-blocks.shape[1] * S // config.block_kv)
+        num_items = B * min(max(least, -(-longest // config.most)), MAX_PARTS)
+        share = (tiles + least - 1) // least
     # A merge takes longer the more parts there are, and a part the more tiles it has.
     share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
     share = jnp.maximum(share, config.least) * cluster
+    if alone:
+        share = jnp.minimum(share, config.most)
     if cluster > 1:
         # Rows are whole where parts would need two turns, and always in clusters of 8.
         longest = jnp.maximum(tiles.max(), 1)
@@ -86,7 +98,6 @@ def plan(
         share = jnp.where(whole, longest, share)
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
     parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS // cluster)
-    num_items = B if cluster == CLUSTER else B + slots - 1
     item = jnp.arange(num_items, dtype=jnp.int32)
     # Comparisons of all with all, where a search or a scatter would be many launches.
     end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
@@ -132,4 +143,5 @@ def cluster_of(
         return 1
     if most <= config.cluster * config.block_kv and room >= 2 * CLUSTER and D % (8 * CLUSTER) == 0:
         return CLUSTER
-    return 2 if room == 2 and query_len > 1 and config.cluster else 1
+    two = query_len > 1 and config.cluster and not config.batch_invariant
+    return 2 if room == 2 and two else 1

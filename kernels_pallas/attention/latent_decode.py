@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.attention.latent_merge import Parts, merge
-from jaxrunner.kernels_pallas.attention.latent_shares import share_out
+from jaxrunner.kernels_pallas.attention.latent_shares import share_out, share_out_alone
 from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT, LOG2_E, NOTHING, full
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put, put_heads
@@ -37,10 +37,11 @@ COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=mgpu.Loweri
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Sizes that change speed alone."""
+    """Sizes that change speed, and how keys are cut."""
 
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that copies
     num_ctas: int = 132  # one for each multiprocessor of an H200
+    batch_invariant: bool = False  # whether rows are cut by their number and their longest length
 
 
 class _Static(NamedTuple):
@@ -91,7 +92,12 @@ def latent_decode(
     heads, tiles, half = min(H, ROWS), -(-H // ROWS), rank // 2
     rows = -(-heads // 8) * 8
     s = _Static(heads, rows, tiles, half, tiles > 1, scale, config.registers)
-    shares = share_out(seq_lens, KEYS, max(1, config.num_ctas // tiles))
+    num_ctas = max(1, config.num_ctas // tiles)
+    if config.batch_invariant:
+        longest = -(-blocks.shape[1] * latents.shape[1] // KEYS)
+        shares = share_out_alone(seq_lens, KEYS, num_ctas, longest)
+    else:
+        shares = share_out(seq_lens, KEYS, num_ctas)
     C = shares.first.shape[0]
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, H, rank), dtype))
     parts = Parts(

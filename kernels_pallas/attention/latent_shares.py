@@ -1,4 +1,4 @@
-"""The keys that each block of latent decode's grid reads: equal runs of the tiles of all rows.
+"""The keys that each block of latent decode's grid reads: equal runs of the tiles of rows.
 
 A run starts and ends where it may, so at most two of a block's rows are in parts: the one that an
 earlier block began, and the one that a later block goes on with. Found on the device, once a step.
@@ -42,6 +42,27 @@ def share_out(seq_lens: Array, block_kv: int, num_ctas: int) -> Shares:
     row = jnp.minimum(find_rows(end, first), length.shape[0] - 1)
     num_rows = jnp.where(first < last, find_rows(end, last - 1) - row + 1, 0)
     return Shares(start, end, length, first, last, row, num_rows, start[row] // share)
+
+
+def share_out_alone(seq_lens: Array, block_kv: int, num_ctas: int, longest: int) -> Shares:
+    """Shares keys out as `share_out` does, but each row by itself, which starts a block's run.
+
+    longest: tiles of a row, at most. Runs are of so many tiles that the longest rows would be as
+    many runs as twice `num_ctas` has room for, so where a row is cut depends on B alone.
+    """
+    length = seq_lens.astype(jnp.int32)
+    B = length.shape[0]
+    runs = max(1, min(2 * num_ctas // B, longest))  # of a row, at most
+    share = -(-longest // runs)
+    tiles = jnp.maximum((length + block_kv - 1) // block_kv, 1)
+    own, rows = (tiles + share - 1) // share, jnp.arange(B)
+    behind = jnp.where(rows[:, None] >= rows[None], own[None], 0).sum(1, dtype=jnp.int32)
+    start = (behind - own) * share
+    first = jnp.arange(B * runs, dtype=jnp.int32) * share
+    row = jnp.minimum(find_rows(behind * share, first), B - 1)
+    last = jnp.minimum(first + share, (start + tiles)[row])
+    num_rows = (first < last).astype(jnp.int32)
+    return Shares(start, start + tiles, length, first, last, row, num_rows, start[row] // share)
 
 
 def of_part(head: Array, part: Array) -> Array:

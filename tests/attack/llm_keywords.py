@@ -74,7 +74,7 @@ MORE: dict[str, Kind] = dict(
     max_logprobs=integer(-1, 2**30, None), override_generation_config=MAPPING,
     long_prefill_token_threshold=integer(0, 2**30), tensor_parallel_size=COUNT,
     data_parallel_size=COUNT, pipeline_parallel_size=COUNT, decode_context_parallel_size=COUNT,
-    disable_custom_all_reduce=flag(),
+    disable_custom_all_reduce=flag(), batch_invariant=flag(),
     cp_kv_cache_interleave_size=size(1, 1, 2**16), enable_expert_parallel=SOME, enable_eplb=SOME,
     all2all_backend=Kind(
         lambda v: v == "allgather_reducescatter" if type(v) is str else False,

@@ -92,8 +92,8 @@ def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
     """Returns y, [T, N] or parts of it, with what adapters add: rounded once more."""
     if y.ndim == 3:
         return y.at[0].set(_added(y[0], x, stack, place))
-    more = delta(x, stack, place, y.dtype)
-    return (y.astype(jnp.float32) + more.astype(jnp.float32)).astype(y.dtype)
+    # XLA's product adds to what is there, and rounds once, where it is told no wider sum.
+    return y + delta(x, stack, place, y.dtype)
 
 
 def _units(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.latent import LatentCache
 from jaxrunner.kernels_pallas.attention import latent_decode, latent_reference
+from jaxrunner.kernels_pallas.attention.latent_decode import TuningConfig
 from jaxrunner.linear import per_head
 from jaxrunner.model import AttentionSpec
 from jaxrunner.operation import Note, Operation, run_first
@@ -71,13 +72,16 @@ def absorbed(
     return per_head("thr,vhr->thv", out_THR, up, slice(num_still, None))
 
 
-def _decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> Array:
+def _decode(
+    config: TuningConfig, batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec
+) -> Array:
     blocks, lens, rank = batch.blocks[spec.group], batch.seq_lens, spec.value_dim or 0
     if batch.query_len != 1:  # a token of a prompt, or a draft, is a row that ends with it
         in_a_row = batch.row < lens.shape[0]
         blocks = blocks[jnp.minimum(batch.row, lens.shape[0] - 1)]
         lens = jnp.where(in_a_row, batch.inputs.positions + 1, 0)
-    return latent_decode.latent_decode(q, cache.latents, blocks, lens, scale=spec.scale, rank=rank)
+    sizes: Any = dict(scale=spec.scale, rank=rank, config=config)
+    return latent_decode.latent_decode(q, cache.latents, blocks, lens, **sizes)
 
 
 def _refuses_decode(batch: Batch, q: Array, cache: LatentCache, spec: AttentionSpec) -> str | None:
@@ -113,4 +117,7 @@ PLAIN = (
     ),
     Operation("plain JAX", latent_reference.attend),
 )
-LATENT_ATTENTION = (Operation("latent_decode", _decode, _refuses_decode), *PLAIN)
+LATENT_ATTENTION, BATCH_INVARIANT_LATENT_ATTENTION = (
+    (Operation("latent_decode", functools.partial(_decode, config), _refuses_decode), *PLAIN)
+    for config in (TuningConfig(), TuningConfig(batch_invariant=True))
+)
