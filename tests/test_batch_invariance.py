@@ -52,7 +52,9 @@ def llm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     values = settings(family, *(SERVED if by_kernels else SMALL))
     (folder / "config.json").write_text(json.dumps(values))
-    more = dict(dtype="bfloat16", batch_invariant=True) if by_kernels else dict(dtype="float32")
+    more: dict[str, Any] = dict(dtype="float32")
+    if by_kernels:
+        more = dict(dtype="bfloat16", batch_invariant=True)
     with LLM(folder, **SIZES, **more) as made:
         if by_kernels:
             told = [one for of in made.operations().values() for one in of]

@@ -96,7 +96,7 @@ def test_a_row_s_bits_do_not_depend_on_the_others(B: int):
     q = jax.random.normal(keys[0], (B, H, D), jnp.bfloat16)
     k, v = (jax.random.normal(key, (TABLE, K, S, D), jnp.bfloat16) for key in keys[1:])
     blocks = jnp.asarray(rng.integers(0, TABLE, (B, 64)), jnp.int32)
-    run = functools.partial(decode_attention, scale=D**-0.5, config=BATCH_INVARIANT)
+    run = jax.jit(functools.partial(decode_attention, scale=D**-0.5, config=BATCH_INVARIANT))
     found = []
     for most in (40, 1000, 4000):
         lens = jnp.asarray(rng.integers(1, most, B), jnp.int32).at[1].set(own)

@@ -95,16 +95,15 @@ def test_a_row_s_bits_do_not_depend_on_the_others(B):
         for key, shape in zip(keys, ((B, 16, 576), (99, 64, 576)), strict=True)
     )
     blocks = jnp.asarray(rng.integers(0, 99, (B, 64)), jnp.int32)
-    run = functools.partial(
-        latent_decode, scale=0.1, rank=512, config=TuningConfig(batch_invariant=True)
-    )
+    attend = functools.partial(latent_decode, scale=0.1, rank=512)
+    alone = jax.jit(functools.partial(attend, config=TuningConfig(batch_invariant=True)))
     found = []
     for most in (40, 1000, 4000):
         lens = jnp.asarray(rng.integers(1, most, B), jnp.int32).at[1].set(3000)
-        found.append(np.asarray(run(q, latents, blocks, lens)[1].view(jnp.uint16)))
-        plain = latent_decode(q, latents, blocks, lens, scale=0.1, rank=512)[1]
-        got = jax.lax.bitcast_convert_type(found[-1], jnp.bfloat16).astype(jnp.float32)
-        np.testing.assert_allclose(got, plain.astype(jnp.float32), atol=0.02)
+        own = alone(q, latents, blocks, lens)[1]
+        want = jax.jit(attend)(q, latents, blocks, lens)[1]
+        np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (own, want)), atol=0.04)
+        found.append(np.asarray(own.view(jnp.uint16)))
     np.testing.assert_array_equal(found[1:], found[:1] * 2)
 
 
