@@ -38,7 +38,7 @@ def _decode(
         num = batch.seq_lens - batch.inputs.positions[::Q]
     rows = rows_of(batch, spec, cache.k.shape[2])
     args = q, cache.k, cache.v, rows.blocks, rows.seq_lens
-    sizes = _sizes(cache, spec) | dict(query_len=Q, num_tokens=num, config=config)
+    sizes = _sizes(cache, spec) | dict[str, Any](query_len=Q, num_tokens=num, config=config)
     return decode.decode_attention(*args, **sizes)
 
 
