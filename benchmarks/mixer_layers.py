@@ -2,7 +2,7 @@
 
 python benchmarks/mixer_layers.py granite4_h_tiny qwen35_9b --out FILE
 
-Microseconds a call by JAX's profiler, of a mixer alone, from an empty L2 cache, with weights of one
+Microseconds a call by JAX's profiler, of a mixer alone, an L2 cache full of others, weights of one
 deviation. Programs are few and small: they compile in seconds, where those of a whole model take a
 minute.
 """

@@ -132,7 +132,7 @@ class EngineConfig:
     lora_modules_to_save: tuple[str, ...] = ()  # embedding and head that adapters may have instead
     # Whether devices leave all of their sums to XLA. Not in `repr`, as a snapshot fits both.
     disable_custom_all_reduce: bool = field(default=False, repr=False)
-    batch_invariant: bool = False  # whether bits of a request depend on no other of a step's size
+    batch_invariant: bool = False  # bits of a request do not go by the others of its steps
 
     def __post_init__(self):
         counts = ("max_model_len", "num_blocks", "block_size", "max_num_seqs",

@@ -1,12 +1,20 @@
 """A request's logits are the same bits whatever else is in its batch, in each bucket."""
 
+from dataclasses import replace
 import json
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM, SamplingParams, embedded
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.runner import model_runner
+from jaxrunner.step import prepare_inputs
+from jaxrunner.types import Plan, Writes
+from tests.support.request_table import table
 
 TOKENS, ROWS, NEW = (16, 64, 256), (1, 4, 16), 5
 SIZES: dict[str, Any] = dict(
@@ -102,3 +110,50 @@ def test_logprobs_are_the_same_bits(bucket, num_tokens, few, many, num_others, l
     assert buckets(llm) == {bucket[0], -bucket[1]}
     assert want.shape == (NEW, 320)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (dict(tensor_parallel_size=2), "wants sums on one device, got 2 devices that sum together"),
+        (dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
+         "wants one token of a request a step, speculative_config drafts more"),
+    ],
+)  # fmt: skip
+def test_what_goes_by_all_requests_is_refused(sizes, words):
+    with pytest.raises(ValueError, match=f"batch_invariant=True {words}"):
+        LLM(str(embedded.PATH), max_model_len=64, batch_invariant=True, **sizes)
+
+
+def test_a_step_is_one_with_adapters_whether_or_not_a_request_has_one(monkeypatch):
+    asked, choose = [], model_runner.choose
+
+    def chosen(*args: Any, lora: bool, **more: Any) -> Any:
+        asked.append(lora)
+        return choose(*args, lora=lora, **more)
+
+    monkeypatch.setattr(model_runner, "choose", chosen)
+    sizes: dict[str, Any] = dict(max_model_len=64, num_blocks=16, max_num_seqs=2, warm_up=False)
+    for batch_invariant in (False, True):
+        with LLM(
+            str(embedded.PATH), enable_lora=True, batch_invariant=batch_invariant, **sizes
+        ) as llm:
+            llm.generate("def", SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+        assert asked and set(asked) == {batch_invariant}
+        asked.clear()
+
+
+def test_a_request_that_has_ended_keeps_its_place_in_a_step():
+    """Decodes of a mixed step are its first rows, also behind one that the host takes to go on."""
+    sizes: dict[str, Any] = dict(total_len=[9, 9, 9, 5], num_computed=[8, 8, 8, 0])
+    none = Writes(*(jnp.zeros(0, jnp.int32),) * 3)
+    plan = Plan(jnp.arange(4, dtype=jnp.int32), jnp.array([1, 1, 1, 5], jnp.int32), (none,))
+    requests = table(**sizes)
+    ended = replace(requests, done=jnp.array([True, False, False, False]))
+    of = jax.jit(prepare_inputs, static_argnums=(2, 3))
+    (want, _), (got, rows) = (of(x, plan, Bucket(16, 4, 0), ((32, 4),)) for x in (requests, ended))
+    assert want.query_start.tolist() == got.query_start.tolist() == [0, 1, 2, 3, 8]
+    assert got.row.tolist() == [4, *want.row.tolist()[1:]]
+    assert got.seq_lens.tolist() == [0, 9, 9, 5]
+    assert rows.samples.tolist() == [False, True, True, True]

@@ -152,6 +152,10 @@ def test_kernels_of_a_profile_are_those_between_marks():
     assert device_time.median_us([*found, {"a": [4.0]}]) == 5.0
     assert device_time.median_us([*found, {"a": [4.0]}], "b") == 5.0  # of 5, 6 and 4
     assert device_time.by_call(streams) == []
+    with pytest.raises(
+        RuntimeError, match=r"wants \['a'\] before each call, got \['b', 'c'\]: try"
+    ):
+        device_time.by_call(event for event in events if event["ts"] != 4.5)
 
 
 def test_a_profile_without_a_gpu_is_refused():

@@ -251,8 +251,6 @@ def test_an_llm_drafts_and_sleeps_and_keeps_more_tokens_in_as_many_bytes(tmp_pat
          r"cp_kv_cache_interleave_size=2 is of tokens that are dealt out to devices: leave it out"),
         (dict(tensor_parallel_size=4, decode_context_parallel_size=2, block_size=16,
               dcp_kv_cache_interleave_size=12), r"=12 must divide block_size=16: change one of th"),
-        (dict(tensor_parallel_size=4, decode_context_parallel_size=2, batch_invariant=True),
-         r"batch_invariant=True wants whole keys on each device, decode_context_parallel_size=2"),
         (dict(prefill_context_parallel_size=2), r"prefill_context_parallel_size=2 is not suppor"),
     ],
 )  # fmt: skip

@@ -75,6 +75,7 @@ def test_rows_may_be_cut_by_their_own_length_alone(B: int, cluster: int, window:
         at = rng.integers(B)
         lens[at] = own
         items = planned(jnp.asarray(lens), blocks, new, **sizes)
+        assert items.row.size <= cluster * max(4 * B, TuningConfig().num_ctas // HEADS)
         row, first, last, *_, parts = map(np.asarray, items)
         found.add((*first[row == at], *last[row == at], *parts[row == at]))
         for r in range(B):  # each tile is read once

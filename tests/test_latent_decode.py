@@ -18,7 +18,7 @@ from jaxrunner.kernels_pallas.attention.latent_decode import (
 from jaxrunner.kernels_pallas.attention.latent_shares import (
     of_part,
     share_out,
-    share_out_alone,
+    shares_of,
 )
 from jaxrunner.model import AttentionSpec
 from jaxrunner.ops.latent import attention as latent_attention
@@ -72,7 +72,10 @@ def test_rows_may_be_shared_out_by_their_own_length_alone(B):
         lens = np.where(rng.random(B) < 0.2, 0, rng.integers(1, most, B))
         at = rng.integers(B)
         lens[at] = 6000
-        s = jax.tree.map(np.asarray, share_out_alone(jnp.asarray(lens), 64, 132, longest))
+        found_of, whole = shares_of(jnp.asarray(lens), 64, 132, longest, True)
+        s = jax.tree.map(np.asarray, found_of)
+        assert s.first.size % B == 0 and s.first.size <= max(B, 2 * 132)
+        assert whole == (s.first.size == B)
         tiles = np.maximum(-(-lens // 64), 1)
         np.testing.assert_array_equal(s.end - s.start, tiles)
         for row in range(B):
@@ -87,7 +90,7 @@ def test_rows_may_be_shared_out_by_their_own_length_alone(B):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("B", [4, 64])
+@pytest.mark.parametrize("B", [4, 64, 300])
 def test_a_row_s_bits_do_not_depend_on_the_others(B):
     rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0))
     q, latents = (

@@ -13,9 +13,9 @@ what one token more costs a batch that decodes together; beside it stands its fl
 such a step has to move over 4.8 TB/s, with the formula as `decode_floor`. With `--speculative` an
 EAGLE head of dummy weights drafts, and so many tokens a step are taken as right. With `--lora` each
 request has one of so many adapters of a rank, on all products. `--kernels` profiles kernels on a
-GPU, by default all, else those whose names begin so, and no model; the L2 cache is emptied before
-each call. What `--engine` sets of `LLM` goes over the preset's. The part `embed` goes alone: its
-model pools.
+GPU, by default all, else those whose names begin so, and no model; the L2 cache is full of other
+numbers before each call. What `--engine` sets of `LLM` goes over the preset's. The part `embed` is
+alone: its model pools.
 """
 
 import argparse

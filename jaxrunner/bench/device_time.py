@@ -53,6 +53,9 @@ def by_call(events: Iterable[dict[str, Any]]) -> list[Kernels]:
     """Returns the kernels of each call in a trace's events, between marks; the first is a mark.
 
     Behind the first mark is what each call has before its own, and nothing else.
+
+    Raises:
+      RuntimeError: a call has not.
     """
     events = list(events)
     streams = {
@@ -67,10 +70,15 @@ def by_call(events: Iterable[dict[str, Any]]) -> list[Kernels]:
             groups.append([])
         else:
             groups[-1].append(event)
-    found: list[Kernels] = [{} for _ in groups[1:]]
-    for kernels, own in zip(found, groups[1:], strict=True):
-        for event in own[len(groups[0]) :]:
+    before = [event["name"] for event in groups[0]] if groups else []
+    found: list[Kernels] = []
+    for own in groups[1:]:
+        if (names := [event["name"] for event in own])[: len(before)] != before:
+            raise RuntimeError(f"a profile wants {before} before each call, got {names}: try again")
+        kernels: Kernels = {}
+        for event in own[len(before) :]:
             kernels.setdefault(event["name"], []).append(event["dur"])
+        found.append(kernels)
     return found
 
 

@@ -201,7 +201,7 @@ def rows_of(batch: Batch, spec: AttentionSpec, block_size: int) -> Rows:
     if batch.query_len:
         row, chunk = jnp.arange(B), jnp.maximum(lens - 1, 0) // C
         return Rows(start, lens - chunk * C, _tables(blocks, row, chunk, C // block_size))
-    num = start[1:] - start[:-1]
+    num = jnp.where(lens > 0, start[1:] - start[:-1], 0)
     first = lens - num  # the position of each row's first token
     parts = jnp.where(num > 0, (lens - 1) // C - first // C + 1, 0)
     ends, index = jnp.cumsum(parts), jnp.arange(2 * B + T // C)  # as many parts at most

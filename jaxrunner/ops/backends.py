@@ -121,12 +121,14 @@ def _plain(
 def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) -> Ops:
     """Kernels over the paged cache of `batch`; plain JAX for the steps that a kernel refuses.
 
-    batch_invariant: whether the bits of a row must not depend on the lengths of others.
+    batch_invariant: whether the bits of a row must not depend on others of a batch.
     """
     attention, latents = ATTENTION, latent_attention.LATENT_ATTENTION
+    prompts = expanded.PROMPTS
     if batch_invariant:
         attention = BATCH_INVARIANT_ATTENTION
         latents = latent_attention.BATCH_INVARIANT_LATENT_ATTENTION
+        prompts = ()  # whose keys are made where there is room for those of all rows
 
     def attend(q: Array, k: Array, v: Array, cache: Any, spec: AttentionSpec) -> tuple[Array, Any]:
         cache = reference.write_kv(batch, k, v, cache, spec.group)
@@ -139,9 +141,8 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
-    latent = latents, batch, note
     attend_latent = functools.partial(
-        latent_attention.attend_latent, *latent, prompts=expanded.PROMPTS
+        latent_attention.attend_latent, latents, batch, note, prompts=prompts
     )
     return Ops(
         attend=attend,

@@ -67,8 +67,7 @@ def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choic
     """Returns the layer operations of an engine whose config shares out tokens.
 
     Raises:
-      ValueError: the block size is no multiple of the interleave, a layer keeps no KV blocks, or
-        bits are to depend on a request alone.
+      ValueError: the block size is no multiple of the interleave, or a layer keeps no KV blocks.
     """
     parts, size = interleave = interleave_of(config)
     if parts == 1:
@@ -79,11 +78,6 @@ def deal_out(choice: Choice, config: ModelConfig, engine: EngineConfig) -> Choic
         raise ValueError(
             f"decode_context_parallel_size={parts} deals out keys and values, "
             f"{config.architecture} has {others[0]}: leave it out"
-        )
-    if engine.batch_invariant:
-        raise ValueError(
-            f"batch_invariant=True wants whole keys on each device, decode_context_parallel_size="
-            f"{parts} deals them out: leave one of them out"
         )
     if engine.block_size % size:
         raise ValueError(

@@ -33,6 +33,7 @@ from jaxrunner.parallel.processes import check_own
 from jaxrunner.parallel.tensor import ShardedConfig, all_reduced
 from jaxrunner.program.bucket import Bucket
 from jaxrunner.program.program import Program
+from jaxrunner.programs.batch_invariance import check_batch_invariant
 from jaxrunner.programs.program_cache import ProgramCache, is_ours, jax_keeps_its_own
 from jaxrunner.quantization.quantized_config import plain_config
 from jaxrunner.rule import Rule
@@ -151,6 +152,7 @@ def build(
 def _check_together(model: Model, model_config: ModelConfig, config: EngineConfig) -> None:
     """Checks that model, devices and sizes of an engine go together; raises as `build`."""
     mesh, speculator = mesh_of(model_config), model.speculator
+    check_batch_invariant(model, model_config, config)
     if reads_whole(model_config.cache_kinds):
         _check_whole(config)
     if mesh is not None:

@@ -218,7 +218,8 @@ class ModelRunner(RunnerPrograms):
         new, counts = output.scheduled_new_reqs, output.num_scheduled_tokens
         for request in new:
             self.requests.add(request)
-        lora = self._admit_adapters(new, counts)
+        engine = self.program.engine
+        lora = self._admit_adapters(new, counts) or (engine.batch_invariant and engine.enable_lora)
         blocks = self.requests.append_blocks(output.new_block_ids)
         none: tuple[list, ...] = tuple([] for _ in blocks)
         req_ids = tuple(sorted(counts, key=counts.__getitem__))  # stable: decodes come first

@@ -15,6 +15,7 @@ MAX_PARTS = 64  # that a request is split into
 MAX_HEAD_DIM = 128  # of what clusters read: of 256 a multiprocessor has room for one CTA
 MAX_BOX = 4096  # numbers of a part that CTAs of a cluster receive, so that two CTAs fit
 CLUSTER = 8  # CTAs: the most that a cluster may have
+LONG = 4  # parts of the longest row where there are as many rows as the chip has room for
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class TuningConfig:
     num_ctas: int = 264  # that run at a time: two a multiprocessor of an H200
     least: int = 2  # tiles of a part: as many as are in flight from its start
     cluster: int = 24  # tiles of a row, at most, that a cluster of 8 CTAs reads; 0 for no clusters
-    # Whether a row is cut by its own length and the number of rows alone, not by the others'
-    # lengths, so that its sums are in one order; then parts have no more than `most` tiles.
+    # Whether a row is cut by its own length and the number of rows, not by the lengths of others,
+    # so that its sums are in one order.
     batch_invariant: bool = False
-    most: int = 32
+    most: int = 32  # tiles of a part then, more where rows may be over `LONG` times as long
 
 
 DEFAULT, BATCH_INVARIANT = TuningConfig(), TuningConfig(batch_invariant=True)
@@ -80,16 +81,20 @@ def plan(
         num_tokens, blocks = num_tokens[order], blocks[order]
     num_items = B if cluster == CLUSTER else B + slots - 1
     share = (tiles.sum() + slots * cluster - 1) // (slots * cluster)
-    alone = config.batch_invariant and cluster == 1  # of a cluster of 8 each row is one in any case
-    if alone:
-        least, longest = max(1, slots // B), -(-blocks.shape[1] * S // config.block_kv)
-        num_items = B * min(max(least, -(-longest // config.most)), MAX_PARTS)
+    most = None
+    if config.batch_invariant and cluster == 1:  # of a cluster of 8 each row is one in any case
+        least, longest = min(max(1, slots // B), MAX_PARTS), blocks.shape[1] * S
+        if window is not None:
+            longest = min(longest, window + query_len - 1 + config.block_kv)
+        longest = -(-longest // config.block_kv)
+        num_parts = max(least, min(LONG, -(-longest // config.most)))  # of a row, at most
+        num_items, most = B * num_parts, max(config.most, -(-longest // num_parts))
         share = (tiles + least - 1) // least
     # A merge takes longer the more parts there are, and a part the more tiles it has.
     share = jnp.maximum(share, jnp.ceil(jnp.sqrt(tiles) / 2).astype(jnp.int32))
     share = jnp.maximum(share, config.least) * cluster
-    if alone:
-        share = jnp.minimum(share, config.most)
+    if most is not None:
+        share = jnp.minimum(share, most)
     if cluster > 1:
         # Rows are whole where parts would need two turns, and always in clusters of 8.
         longest = jnp.maximum(tiles.max(), 1)

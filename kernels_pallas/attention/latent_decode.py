@@ -6,8 +6,8 @@ for the other one in the place of the tile's rotated numbers, which nobody needs
 softmax of one tile runs beside the products of the next and of the last one (after FlashMLA,
 https://github.com/deepseek-ai/FlashMLA). A third warpgroup copies.
 
-All blocks of the grid have the same number of tiles (`latent_shares`); rows that are cut are merged
-by a second kernel (`latent_merge`).
+All blocks of the grid have the same number of tiles (`latent_shares`), unless rows are cut one by
+one (`batch_invariant`); rows that are cut are merged by a second kernel (`latent_merge`).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.attention.latent_merge import Parts, merge
-from jaxrunner.kernels_pallas.attention.latent_shares import share_out, share_out_alone
+from jaxrunner.kernels_pallas.attention.latent_shares import shares_of
 from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT, LOG2_E, NOTHING, full
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put, put_heads
@@ -41,7 +41,9 @@ class TuningConfig:
 
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that copies
     num_ctas: int = 132  # one for each multiprocessor of an H200
-    batch_invariant: bool = False  # whether rows are cut by their number and their longest length
+    # Whether a row is cut by the number of rows and by the longest that there may be, not by the
+    # lengths of others, so that its sums are in one order.
+    batch_invariant: bool = False
 
 
 class _Static(NamedTuple):
@@ -93,16 +95,13 @@ def latent_decode(
     rows = -(-heads // 8) * 8
     s = _Static(heads, rows, tiles, half, tiles > 1, scale, config.registers)
     num_ctas = max(1, config.num_ctas // tiles)
-    if config.batch_invariant:
-        longest = -(-blocks.shape[1] * latents.shape[1] // KEYS)
-        shares = share_out_alone(seq_lens, KEYS, num_ctas, longest)
-    else:
-        shares = share_out(seq_lens, KEYS, num_ctas)
+    longest = -(-blocks.shape[1] * latents.shape[1] // KEYS)
+    shares, whole = shares_of(seq_lens, KEYS, num_ctas, longest, config.batch_invariant)
     C = shares.first.shape[0]
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, H, rank), dtype))
     parts = Parts(
         *(
-            jax.empty_ref(jax.ShapeDtypeStruct((2 * C, H, width), jnp.float32))
+            jax.empty_ref(jax.ShapeDtypeStruct((1 if whole else 2 * C, H, width), jnp.float32))
             for width in (rank, 8)
         )
     )
@@ -114,7 +113,8 @@ def latent_decode(
         grid=(C, tiles), grid_names=("cta", "tile"), num_threads=3, thread_name="wg",
         kernel_name="latent_decode", compiler_params=COMPILER,
     )(queries, latents, blocks.astype(jnp.int32), *shares, out, *parts)  # fmt: skip
-    merge(parts, shares, out)
+    if not whole:
+        merge(parts, shares, out)
     return jax.freeze(out)
 
 

@@ -1,4 +1,4 @@
-"""The keys that each block of latent decode's grid reads: equal runs of the tiles of rows.
+"""The keys that each block of latent decode's grid reads: equal runs of the tiles of all rows.
 
 A run starts and ends where it may, so at most two of a block's rows are in parts: the one that an
 earlier block began, and the one that a later block goes on with. Found on the device, once a step.
@@ -44,16 +44,24 @@ def share_out(seq_lens: Array, block_kv: int, num_ctas: int) -> Shares:
     return Shares(start, end, length, first, last, row, num_rows, start[row] // share)
 
 
-def share_out_alone(seq_lens: Array, block_kv: int, num_ctas: int, longest: int) -> Shares:
-    """Shares keys out as `share_out` does, but each row by itself, which starts a block's run.
+def shares_of(
+    seq_lens: Array, block_kv: int, num_ctas: int, longest: int, batch_invariant: bool
+) -> tuple[Shares, bool]:
+    """Returns what `share_out` or `share_out_alone` does, and whether no row can be in parts."""
+    if not batch_invariant:
+        return share_out(seq_lens, block_kv, num_ctas), False
+    runs = max(1, min(2 * num_ctas // seq_lens.shape[0], longest))
+    return share_out_alone(seq_lens, block_kv, runs, longest), runs == 1
 
-    longest: tiles of a row, at most. Runs are of so many tiles that the longest rows would be as
-    many runs as twice `num_ctas` has room for, so where a row is cut depends on B alone.
+
+def share_out_alone(seq_lens: Array, block_kv: int, runs: int, longest: int) -> Shares:
+    """Shares keys out as `share_out` does, but gives each of B rows `runs` blocks of its own.
+
+    A block has a `runs`th of the tiles of the longest row that there may be, or what a row has
+    left, so where a row is cut does not depend on others.
     """
     length = seq_lens.astype(jnp.int32)
-    B = length.shape[0]
-    runs = max(1, min(2 * num_ctas // B, longest))  # of a row, at most
-    share = -(-longest // runs)
+    B, share = length.shape[0], -(-longest // runs)
     tiles = jnp.maximum((length + block_kv - 1) // block_kv, 1)
     own, rows = (tiles + share - 1) // share, jnp.arange(B)
     behind = jnp.where(rows[:, None] >= rows[None], own[None], 0).sum(1, dtype=jnp.int32)

@@ -89,10 +89,12 @@ def _per_head(ops: Ops, places: Any, axes: str, x: Array, w: Any, part: slice) -
 
 
 def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
-    """Returns y, [T, N] or parts of it, with what adapters add: rounded once more."""
+    """Returns y, [T, N] or parts of it, with what adapters add.
+
+    XLA's GEMM of the second product adds to y, and rounds once; else that product is rounded first.
+    """
     if y.ndim == 3:
         return y.at[0].set(_added(y[0], x, stack, place))
-    # XLA's product adds to what is there, and rounds once, where it is told no wider sum.
     return y + delta(x, stack, place, y.dtype)
 
 
