@@ -178,7 +178,7 @@ def prepare_inputs(
     """
     T, B = bucket.num_tokens, bucket.num_rows
     num_tokens = jnp.where(take(requests.done, plan.slot), 0, plan.num_tokens)
-    # Rows of a uniform bucket are each one tile of attention; decodes of others are the first rows.
+    # Each row of a uniform bucket is a tile of attention; in others ended requests keep a place.
     width = jnp.full_like(num_tokens, bucket.query_len) if bucket.query_len else plan.num_tokens
     query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(width)])
     start = query_start[:-1]

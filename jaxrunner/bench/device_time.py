@@ -28,14 +28,11 @@ def profiled(calls: Sequence[Callable[[], Any]]) -> list[Kernels]:
     numbers = jnp.ones((ROWS, NUMBERS), jnp.float32)
     mark, fill = jax.jit(lambda x: jnp.arctan2(x, x)), jax.jit(lambda x: x.sum(1))
 
-    def nothing() -> None:
-        return None
-
-    jax.block_until_ready((mark(numbers[0]), fill(numbers)))
-    row = jax.block_until_ready(numbers[0])
+    row = numbers[0]
+    jax.block_until_ready((mark(row), fill(numbers)))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for call in (nothing, *calls):
+            for call in (lambda: None, *calls):
                 mark(row)
                 jax.block_until_ready(fill(numbers))
                 jax.block_until_ready(call())

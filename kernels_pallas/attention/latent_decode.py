@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.attention.latent_merge import Parts, merge
-from jaxrunner.kernels_pallas.attention.latent_shares import shares_of
+from jaxrunner.kernels_pallas.attention.latent_shares import share_out
 from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT, LOG2_E, NOTHING, full
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put, put_heads
@@ -94,10 +94,10 @@ def latent_decode(
     heads, tiles, half = min(H, ROWS), -(-H // ROWS), rank // 2
     rows = -(-heads // 8) * 8
     s = _Static(heads, rows, tiles, half, tiles > 1, scale, config.registers)
-    num_ctas = max(1, config.num_ctas // tiles)
-    longest = -(-blocks.shape[1] * latents.shape[1] // KEYS)
-    shares, whole = shares_of(seq_lens, KEYS, num_ctas, longest, config.batch_invariant)
+    longest = -(-blocks.shape[1] * latents.shape[1] // KEYS) if config.batch_invariant else None
+    shares = share_out(seq_lens, KEYS, max(1, config.num_ctas // tiles), longest)
     C = shares.first.shape[0]
+    whole = config.batch_invariant and C == B  # no row can be in parts
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, H, rank), dtype))
     parts = Parts(
         *(

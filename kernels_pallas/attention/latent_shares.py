@@ -25,52 +25,34 @@ class Shares(NamedTuple):
     head: Array  # [C] the block that has the first tile of `row`
 
 
-def share_out(seq_lens: Array, block_kv: int, num_ctas: int) -> Shares:
+def share_out(seq_lens: Array, block_kv: int, num_ctas: int, longest: int | None = None) -> Shares:
     """Shares the keys of rows with `seq_lens`, [B], out among `num_ctas` blocks.
+
+    longest: tiles of a row, at most, where rows are not to be cut by the lengths of others. Then
+    each has as many blocks of its own as twice `num_ctas` has for B rows, one at least, and C is B
+    times that. None for equal runs.
 
     An empty row has a tile, too, in which it sees nothing: its result is zeros.
     """
     length = seq_lens.astype(jnp.int32)
-    tiles = jnp.maximum((length + block_kv - 1) // block_kv, 1)
-    rows = jnp.arange(length.shape[0])
+    B, tiles = length.shape[0], jnp.maximum((length + block_kv - 1) // block_kv, 1)
+    if longest is None:
+        C, places = num_ctas, tiles
+        share = (tiles.sum(dtype=jnp.int32) + C - 1) // C
+    else:
+        runs = max(1, min(2 * num_ctas // B, longest))
+        C, share = B * runs, -(-longest // runs)
+        places = (tiles + share - 1) // share * share  # so that the next row starts a run
+    rows = jnp.arange(B)
     # Comparisons of all with all, where a running sum would be a launch of its own.
-    end = jnp.where(rows[:, None] >= rows[None], tiles[None], 0).sum(1, dtype=jnp.int32)
-    start, total = end - tiles, tiles.sum(dtype=jnp.int32)
-    share = (total + num_ctas - 1) // num_ctas
-    first = jnp.arange(num_ctas, dtype=jnp.int32) * share
-    last = jnp.minimum(first + share, total)
-    row = jnp.minimum(find_rows(end, first), length.shape[0] - 1)
-    num_rows = jnp.where(first < last, find_rows(end, last - 1) - row + 1, 0)
+    behind = jnp.where(rows[:, None] >= rows[None], places[None], 0).sum(1, dtype=jnp.int32)
+    start = behind - places
+    end = start + tiles
+    first = jnp.arange(C, dtype=jnp.int32) * share
+    row = jnp.minimum(find_rows(behind, first), B - 1)
+    last = jnp.minimum(first + share, end[-1] if longest is None else end[row])
+    num_rows = jnp.where(first < last, find_rows(behind, last - 1) - row + 1, 0)
     return Shares(start, end, length, first, last, row, num_rows, start[row] // share)
-
-
-def shares_of(
-    seq_lens: Array, block_kv: int, num_ctas: int, longest: int, batch_invariant: bool
-) -> tuple[Shares, bool]:
-    """Returns what `share_out` or `share_out_alone` does, and whether no row can be in parts."""
-    if not batch_invariant:
-        return share_out(seq_lens, block_kv, num_ctas), False
-    runs = max(1, min(2 * num_ctas // seq_lens.shape[0], longest))
-    return share_out_alone(seq_lens, block_kv, runs, longest), runs == 1
-
-
-def share_out_alone(seq_lens: Array, block_kv: int, runs: int, longest: int) -> Shares:
-    """Shares keys out as `share_out` does, but gives each of B rows `runs` blocks of its own.
-
-    A block has a `runs`th of the tiles of the longest row that there may be, or what a row has
-    left, so where a row is cut does not depend on others.
-    """
-    length = seq_lens.astype(jnp.int32)
-    B, share = length.shape[0], -(-longest // runs)
-    tiles = jnp.maximum((length + block_kv - 1) // block_kv, 1)
-    own, rows = (tiles + share - 1) // share, jnp.arange(B)
-    behind = jnp.where(rows[:, None] >= rows[None], own[None], 0).sum(1, dtype=jnp.int32)
-    start = (behind - own) * share
-    first = jnp.arange(B * runs, dtype=jnp.int32) * share
-    row = jnp.minimum(find_rows(behind * share, first), B - 1)
-    last = jnp.minimum(first + share, (start + tiles)[row])
-    num_rows = (first < last).astype(jnp.int32)
-    return Shares(start, start + tiles, length, first, last, row, num_rows, start[row] // share)
 
 
 def of_part(head: Array, part: Array) -> Array:
