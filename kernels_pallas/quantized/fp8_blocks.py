@@ -2,10 +2,10 @@
 
 Tensor cores sum 128 terms of fp8 up with some 14 bits; each of these sums is multiplied with the
 scale of its token and that of its block of weights, and added to others in float32. A block of the
-grid takes one tile of 128 tokens and 128 outputs after another: one warpgroup copies, two compute
-64 tokens each, so that one multiplies while the other adds. The two blocks of a cluster have tiles
-beside each other and share the weights of both, or the tokens. Neighbours in time share weights or
-tokens in the L2 cache. DeepSeek-V3, arXiv:2412.19437.
+grid takes one tile of 128 or 192 tokens and 128 outputs after another: one warpgroup copies, two or
+three compute 64 tokens each, so that one multiplies while another adds. The two blocks of a cluster
+have tiles beside each other and share the weights of both, or the tokens. Neighbours in time share
+weights or tokens in the L2 cache. DeepSeek-V3, arXiv:2412.19437.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized.quantized_tile import free_slots
 from jaxrunner.types import Array
 
-TILE = 128  # tokens, and outputs, of a tile
+TILE = 128  # outputs of a tile
 TERMS = 128  # that share a scale
-CONSUMERS = TILE // ROWS
-REGISTERS = 232, 40  # of a thread that computes, and of one that copies
+# By the warpgroups that compute: registers of their threads and of those that copy; time of a tile.
+REGISTERS, PACE = {2: (232, 40), 3: (152, 40)}, {2: 2.0, 3: 2.65}
 MAX_PARTS = 8
 WINDOW = 8  # steps whose scales are copied at once, more than there are stages; fewer end a tile
 WINDOWS = 3  # in shared memory: one is read, a short one may follow, and the next is on its way
@@ -43,6 +43,7 @@ E4M3 = jnp.float8_e4m3fn
 class TuningConfig:
     """Sizes that change speed alone, but for the order of a sum in parts."""
 
+    groups: int = 0  # warpgroups that have 64 tokens of a tile each; 0: those that are done first
     num_ctas: int = 132  # at most: an H200's
     stages: int = 6  # steps that are in shared memory
     together: int = 8  # tiles of tokens that are taken for one tile of outputs after another
@@ -53,6 +54,7 @@ class TuningConfig:
 class _Static(NamedTuple):
     """The compile-time parameters of the kernel."""
 
+    groups: int  # of warpgroups that compute
     tokens: int  # tiles
     outputs: int  # tiles
     steps: int  # of a part
@@ -63,6 +65,11 @@ class _Static(NamedTuple):
     parts: int
     cluster: int  # blocks
     of_tokens: bool  # its blocks have tiles of tokens beside each other, and share weights
+
+    @property
+    def height(self) -> int:
+        """Tokens of a tile."""
+        return self.groups * ROWS
 
     @property
     def wide(self) -> tuple[int, int]:
@@ -80,9 +87,9 @@ class _Static(NamedTuple):
         tokens, outputs = self.wide
         number, size = team + turn * self.clusters, self.together * outputs
         part, number = lax.div(number, tokens * outputs), lax.rem(number, tokens * outputs)
-        first, rest = lax.div(number, size), lax.rem(number, size)
-        one = first * self.together + lax.rem(rest, self.together)
-        other = lax.div(rest, self.together)
+        first, rest = lax.div(number, size) * self.together, lax.rem(number, size)
+        together = jnp.minimum(tokens - first, self.together)
+        one, other = first + lax.rem(rest, together), lax.div(rest, together)
         if self.of_tokens:
             return _Item(one * self.cluster + peer, other, part)
         return _Item(one, other * self.cluster + peer, part)
@@ -100,10 +107,10 @@ class _Static(NamedTuple):
 class _Held(NamedTuple):
     """What lies in shared memory."""
 
-    x_smem: Ref  # [stages, TILE, TERMS]
+    x_smem: Ref  # [stages, height, TERMS]
     w_smem: Ref  # [stages, TILE, TERMS]
-    out_smem: Ref  # [CONSUMERS, ROWS, TILE]
-    own: Ref  # [WINDOWS, WINDOW, TILE]: scales of tokens
+    out_smem: Ref  # [groups, ROWS, TILE]
+    own: Ref  # [WINDOWS, WINDOW, height]: scales of tokens
     shared: Ref  # [WINDOWS, LINE]: of weights
     full: Barrier
     free: Barrier
@@ -166,18 +173,18 @@ def fp8_blocks(
         functools.partial(_kernel, s, interpret is None),
         out_type=jax.ShapeDtypeStruct((T, F) if c.parts == 1 else (c.parts, T, F), dtype),
         scratch_types=dict(
-            x_smem=plgpu.SMEM((s.stages, TILE, TERMS), E4M3, transforms=layout),
+            x_smem=plgpu.SMEM((s.stages, s.height, TERMS), E4M3, transforms=layout),
             w_smem=plgpu.SMEM((s.stages, TILE, TERMS), E4M3, transforms=layout),
             out_smem=plgpu.SMEM(
-                (CONSUMERS, ROWS, TILE), dtype, transforms=mosaic.tiled(128 // size, size)
+                (s.groups, ROWS, TILE), dtype, transforms=mosaic.tiled(128 // size, size)
             ),
-            own=plgpu.SMEM((WINDOWS, WINDOW, TILE), jnp.float32),
+            own=plgpu.SMEM((WINDOWS, WINDOW, s.height), jnp.float32),
             shared=plgpu.SMEM((WINDOWS, LINE), jnp.float32),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
-            free=free_slots(s.stages, CONSUMERS, s.cluster),
+            free=free_slots(s.stages, s.groups, s.cluster),
             told=plgpu.Barrier(num_arrivals=2, num_barriers=WINDOWS),
         ),
-        grid=(s.clusters,), grid_names=("team",), num_threads=CONSUMERS + 1, thread_name="wg",
+        grid=(s.clusters,), grid_names=("team",), num_threads=s.groups + 1, thread_name="wg",
         cluster=(s.cluster,) if s.cluster > 1 else (),
         cluster_names=("peer",) if s.cluster > 1 else (),
         kernel_name="fp8_blocks", compiler_params=COMPILER, interpret=interpret,
@@ -191,18 +198,30 @@ def num_parts(T: int, E: int, F: int, num_ctas: int = TuningConfig.num_ctas) -> 
     return min(parts, key=lambda n: -(-tiles * n // num_ctas) / n)
 
 
+def num_groups(T: int, F: int, config: TuningConfig) -> int:
+    """Returns how many warpgroups are best to compute: those that are done first, of equals few."""
+    return min(
+        PACE,
+        key=lambda n: -(-(-(-T // (n * ROWS)) * (F // TILE) * config.parts) // config.num_ctas)
+        * PACE[n],
+    )
+
+
 def _fit(T: int, E: int, F: int, scales: int, size: int, c: TuningConfig) -> _Static:
     """Shares the work out; size: bytes of a number of the output."""
-    tokens, outputs, steps = -(-T // TILE), F // TILE, E // (TERMS * c.parts)
+    groups = c.groups or num_groups(T, F, c)
+    height = groups * ROWS
+    tokens, outputs, steps = -(-T // height), F // TILE, E // (TERMS * c.parts)
     of_tokens = tokens % c.cluster == 0
     cluster = c.cluster if of_tokens or outputs % c.cluster == 0 else 1
-    left = SMEM_BYTES - TILE * TILE * size - WINDOWS * 4 * (WINDOW * TILE + LINE)
+    left = SMEM_BYTES - height * TILE * size - WINDOWS * 4 * (WINDOW * height + LINE)
+    stages = min(c.stages, left // ((height + TILE) * TERMS), steps)
     s = _Static(
-        tokens, outputs, steps, outputs // scales, min(c.stages, left // (2 * TILE * TERMS), steps),
-        0, 1, c.parts, cluster, of_tokens,
+        groups, tokens, outputs, steps, outputs // scales, stages, 0, 1, c.parts, cluster,
+        of_tokens,
     )  # fmt: skip
     return s._replace(
-        clusters=min(s.items, c.num_ctas // cluster), together=math.gcd(c.together, s.wide[0])
+        clusters=min(s.items, c.num_ctas // cluster), together=min(c.together, s.wide[0])
     )
 
 
@@ -213,17 +232,17 @@ def _kernel(
     item = functools.partial(s.item, team, lax.axis_index("peer") if s.cluster > 1 else 0)
     rounds = s.rounds(team)
 
-    @pl.when(wg < CONSUMERS)
+    @pl.when(wg < s.groups)
     def _() -> None:
         if is_device:  # an interpreter of kernels knows no registers, and no launches
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[s.groups][0], action="increase")
         lax.fori_loop(0, rounds, functools.partial(_compute, s, wg, item, out, held), None)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(wg == CONSUMERS)
+    @pl.when(wg == s.groups)
     def _() -> None:
         if is_device:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[s.groups][1], action="decrease")
         _fetch(s, is_device, rounds, item, x, x_scale, w, scale, held)
 
 
@@ -246,7 +265,7 @@ def _fetch(
 
     def tokens(step: Index) -> None:
         at, n, slot = place(step)
-        source = x.at[pl.ds(at.tokens * TILE, TILE), pl.ds(n * TERMS, TERMS)]
+        source = x.at[pl.ds(at.tokens * s.height, s.height), pl.ds(n * TERMS, TERMS)]
         mosaic.copy_gmem_to_smem(source, held.x_smem.at[slot], held.full.at[slot], **of_tokens)
 
     def scales(step: Index) -> None:
@@ -254,7 +273,7 @@ def _fetch(
 
         @pl.when(lax.rem(lax.rem(step, s.steps), WINDOW) == 0)
         def copy() -> None:
-            source = x_scale.at[pl.ds(n, WINDOW), pl.ds(at.tokens * TILE, TILE)]
+            source = x_scale.at[pl.ds(n, WINDOW), pl.ds(at.tokens * s.height, s.height)]
             mosaic.copy_gmem_to_smem(source, held.own.at[slot], held.told.at[slot])
             line = pl.ds(n - lax.rem(n, ALIGNED), LINE)
             source = scale.at[lax.div(at.outputs, s.run), line]
@@ -307,5 +326,5 @@ def _compute(
     place[...] = total.astype(out.dtype)
     plgpu.commit_smem()
     target = out if s.parts == 1 else out.at[at.part]
-    target = target.at[pl.ds(at.tokens * TILE + wg * ROWS, ROWS), pl.ds(at.outputs * TILE, TILE)]
+    target = target.at[pl.ds(at.tokens * s.height + wg * ROWS, ROWS), pl.ds(at.outputs * TILE, TILE)]
     mosaic.copy_smem_to_gmem(place, target)
