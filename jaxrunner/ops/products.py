@@ -182,6 +182,7 @@ LINEAR = (Operation("gemv", _gemv, _refuses_gemv), Operation("matmul", _matmul, 
 PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 BESIDE_EXPERTS = (
     Operation("glu", _glu_mlp, _refuses_glu),
+    quantized_products.FP8_MLP,
     Operation("two products, units in fp8", _rounded_mlp, _refuses_rounded_mlp),
     Operation("two products", _two_products),
 )

@@ -15,9 +15,12 @@ from jaxrunner.kernels_pallas.quantized import (
     quantized_matmul,
     quantized_mlp,
 )
-from jaxrunner.kernels_pallas.quantized.fp8_blocks import TERMS
+from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
+from jaxrunner.kernels_pallas.quantized.fp8_gates import refuses as refuses_fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import refuses as refuses_rounding
+from jaxrunner.kernels_pallas.quantized.fp8_tiles import TERMS, TuningConfig
+from jaxrunner.kernels_pallas.quantized.fp8_tiles import refuses as refuses_fp8
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
 from jaxrunner.quantization import sorted_inputs
@@ -135,19 +138,31 @@ def _refuses_fp8(x: Array, w: QuantizedLinear) -> str | None:
 
 def _fp8_blocks(x: Array, w: QuantizedLinear) -> Array:
     """Multiplies fp8 with fp8, which share scales by runs of inputs."""
-    y = _of_rounded(x.reshape(x.shape[0], -1), w, 1, x.dtype)
+    y = _of_rounded(_rounding(x), w, 1, x.dtype)
     return w.outputs(y, None, x.dtype)
 
 
 def _fp8_blocks_parts(x: Array, w: QuantizedLinear) -> Array:
-    return _of_rounded(x.reshape(x.shape[0], -1), w, _num_parts(x.shape[0], w), jnp.float32)
+    return _of_rounded(_rounding(x), w, _num_parts(x.shape[0], w), jnp.float32)
 
 
-def _of_rounded(x: Array, w: QuantizedLinear, parts: int, dtype: Any) -> Array:
-    """Multiplies tokens, or gates and units of tokens, that are rounded first."""
-    numbers, x_scale = fp8_rounding(x)
-    config = fp8_blocks.TuningConfig(parts=parts)
-    return fp8_blocks.fp8_blocks(numbers, x_scale, *matrices(w), dtype=dtype, config=config)
+def _rounding(x: Array) -> tuple[Array, Array]:
+    return fp8_rounding(x.reshape(x.shape[0], -1))
+
+
+def _of_rounded(
+    rounded: tuple[Array, Array], w: QuantizedLinear, parts: int, dtype: Any
+) -> Array:
+    config = TuningConfig(parts=parts)
+    return fp8_blocks.fp8_blocks(*rounded, *matrices(w), dtype=dtype, config=config)
+
+
+def _of_units(units: tuple[Array, Array], w: QuantizedLinear, dtype: Any) -> Array:
+    """Returns [T, *outputs], or parts of it, [parts, T, E] in float32."""
+    parts = _num_parts(units[0].shape[0], w)
+    if parts > 1 and w.bias is None:
+        return _of_rounded(units, w, parts, jnp.float32)
+    return w.outputs(_of_rounded(units, w, 1, dtype), None, dtype)
 
 
 def of_gates(both: Array, w: QuantizedLinear) -> Array:
@@ -155,11 +170,7 @@ def of_gates(both: Array, w: QuantizedLinear) -> Array:
 
     Returns [T, *outputs], or parts of it, [parts, T, E] in float32.
     """
-    T = both.shape[0]
-    parts, flat = _num_parts(T, w), both.reshape(T, 2, -1)
-    if parts > 1 and w.bias is None:
-        return _of_rounded(flat, w, parts, jnp.float32)
-    return w.outputs(_of_rounded(flat, w, 1, both.dtype), None, both.dtype)
+    return _of_units(fp8_rounding(both.reshape(both.shape[0], 2, -1)), w, both.dtype)
 
 
 def refuses_gates(x: Array, w: Weights, activation: str) -> str | None:
@@ -192,13 +203,34 @@ def _refuses_fp8_blocks(x: Shaped, w: QuantizedLinear) -> str | None:
         return "wants inputs that are held as they come"
     if x.shape[0] < FEWEST:
         return f"is for at least {FEWEST} tokens, got {x.shape[0]}"
-    E, (weight, scale, *_) = math.prod(x.shape[1:]), jax.eval_shape(matrices, w)
-    tokens = jax.ShapeDtypeStruct((x.shape[0], E), x.dtype)
-    if (reason := refuses_rounding(tokens)) is not None:
+    tokens = jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype)
+    return refuses_rounding(tokens) or refuses_fp8(*_sides(tokens, w))
+
+
+def _sides(tokens: Shaped, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped, Shaped]:
+    """Returns the shapes of tokens, [T, E], in fp8, of their scales, and of weights and theirs."""
+    (T, E), (weight, scale, *_) = tokens.shape, jax.eval_shape(matrices, w)
+    x_scale = jax.ShapeDtypeStruct((E // TERMS, T), jnp.float32)
+    return jax.ShapeDtypeStruct((T, E), E4M3), x_scale, weight, scale
+
+
+def _fp8_mlp(
+    x: Array, gate_up: QuantizedLinear, down: QuantizedLinear, activation: str, note: Note
+) -> Array:
+    units = fp8_gates(*_rounding(x), *matrices(gate_up), dtype=x.dtype)
+    return _of_units(units, down, x.dtype)
+
+
+def _refuses_fp8_mlp(
+    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+) -> str | None:
+    if (reason := refuses_gates(x, down, activation)) is not None:
         return reason
-    numbers = jax.ShapeDtypeStruct(tokens.shape, E4M3)
-    x_scale = jax.ShapeDtypeStruct((E // TERMS, x.shape[0]), jnp.float32)
-    return fp8_blocks.refuses(numbers, x_scale, weight, scale)
+    if not isinstance(gate_up, QuantizedLinear) or gate_up.num_in != 1:
+        return "wants weights of few bits with one axis of inputs"
+    if (reason := _refuses_fp8_blocks(x, gate_up) or _unlike(gate_up, in_parts=True)) is not None:
+        return reason
+    return refuses_fp8_gates(*_sides(x, gate_up))
 
 
 def _whole_mlp(
@@ -234,6 +266,7 @@ OF_FP8_BLOCKS_IN_PARTS = Operation(
     "fp8_blocks in parts", _fp8_blocks_parts, _refuses_fp8_blocks_parts
 )
 MLP = Operation("quantized_mlp", _whole_mlp, _refuses_whole_mlp)
+FP8_MLP = Operation("two products in fp8", _fp8_mlp, _refuses_fp8_mlp)
 OF_FP8 = Operation("fp8 product", _fp8_product, _refuses_fp8)
 TILES = Operation("quantized_tile", _tiles, _refuses_tiles)
 TILES_IN_PARTS = Operation("quantized_tile in parts", _tiles_parts, _refuses_tiles_parts)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas.cases.case import Case
 from jaxrunner.kernels_pallas.cases.quantized_case import few_bits
-from jaxrunner.kernels_pallas.quantized.fp8_blocks import TuningConfig, fp8_blocks
+from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks
+from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
+from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.types import Array
 
@@ -34,6 +36,19 @@ def fp8_products(T: int, E: int, F: int, run: int = 128, **sizes: Any) -> Case:
     return Case("fp8_blocks", name, make, run_it, 2.0 * T * E * F, "TFLOP/s", {})
 
 
+def fp8_units(T: int, E: int, F: int, run: int = 128, **sizes: Any) -> Case:
+    """Units of T tokens, [T, F], of gates and units in fp8, as floats again."""
+    config = TuningConfig(**sizes)
+
+    def run_it(*args: Array) -> Array:
+        numbers, scale = fp8_gates(*args, config=config)
+        return numbers.astype(jnp.float32) * jnp.repeat(scale.T, 128, 1)
+
+    name = ", ".join([f"{T} x {E} x {F}", *(f"{key} {value}" for key, value in sizes.items())])
+    make = fp8_products(T, E, 2 * F, run).make
+    return Case("fp8_gates", name, make, run_it, 4.0 * T * E * F, "TFLOP/s", {})
+
+
 def roundings(*shape: int) -> Case:
     """Tokens, [T, E], or gates and units of tokens, [T, 2, E], that are rounded."""
 
@@ -47,11 +62,14 @@ def roundings(*shape: int) -> Case:
 FP8 = (
     fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256), fp8_products(256, 384, 256),
     fp8_products(512, 5120, 1024, parts=2, num_ctas=8), fp8_products(64, 2048, 256, parts=4),
+    fp8_products(1096, 512, 384, groups=3, num_ctas=6),
+    fp8_units(304, 512, 384), fp8_units(72, 1024, 256, 256), fp8_units(512, 640, 128, num_ctas=4),
 )  # fmt: skip
 BENCH_FP8 = (
     *(fp8_products(8192, E, F) for E, F in ((4096, 6144), (4096, 28672), (14336, 4096))),
     *(fp8_products(T, 4096, F) for T in (64, 256) for F in (6144, 28672)),
     *(fp8_products(64, E, 4096, parts=4) for E in (4096, 14336)),
     *(fp8_products(256, E, 4096, parts=2) for E in (4096, 14336)),
+    *(fp8_units(T, 4096, 14336) for T in (64, 256, 8192)),
     *(roundings(T, *shape) for T in (64, 256, 8192) for shape in ((4096,), (2, 14336))),
 )  # fmt: skip

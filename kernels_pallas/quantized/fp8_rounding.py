@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Layout, Ref, Shaped
-from jaxrunner.kernels_pallas.quantized.fp8_blocks import E4M3, TERMS
+from jaxrunner.kernels_pallas.quantized.fp8_tiles import E4M3, TERMS
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.quantization.activations import LEAST
 from jaxrunner.quantization.scheme import CODES
@@ -81,10 +81,20 @@ def _kernel(tokens: int, is_device: bool, x: Ref, numbers: Ref, scales: Ref) -> 
         wide = load(x.at[rows, terms]).astype(jnp.float32)
     else:
         gate, unit = (load(x.at[rows, i, terms]).astype(jnp.float32) for i in range(2))
-        gate = (gate / (1 + jnp.exp(-gate))).astype(x.dtype).astype(jnp.float32)
-        wide = (gate * unit).astype(x.dtype).astype(jnp.float32)
-    largest = jnp.maximum(wide, -wide).max(1)
-    scale = jnp.maximum(largest / LARGEST, LEAST)
-    by_term = plgpu.layout_cast(lax.broadcast_in_dim(scale, (tokens, TERMS), [0]), LAYOUT)
-    put(numbers.at[rows, terms], (wide / by_term).astype(E4M3))
+        wide = swiglu(gate, unit, x.dtype)
+    found, scale = rounded(wide, LAYOUT)
+    put(numbers.at[rows, terms], found)
     put(scales.at[group, rows], scale)
+
+
+def swiglu(gate: Array, unit: Array, dtype: jnp.dtype) -> Array:
+    """Returns units of gates, all in float32, rounded to `dtype` where plain JAX rounds them."""
+    gate = (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32)
+    return (gate * unit).astype(dtype).astype(jnp.float32)
+
+
+def rounded(wide: Array, layout: Layout) -> tuple[Array, Array]:
+    """Returns 128 terms a token, [tokens, 128] in float32, in fp8, and their scales, [tokens]."""
+    scale = jnp.maximum(jnp.maximum(wide, -wide).max(1) / LARGEST, LEAST)
+    by_term = plgpu.layout_cast(lax.broadcast_in_dim(scale, wide.shape, [0]), layout)
+    return (wide / by_term).astype(E4M3), scale

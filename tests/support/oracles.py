@@ -110,6 +110,14 @@ def fp8_blocks(x, x_scale, weight, scale):
     return whole @ few_bits(weight, scale, code="float8_e4m3fn").T
 
 
+def fp8_gates(x, x_scale, weight, scale):
+    gate, unit = np.split(wide(jnp.asarray(fp8_blocks(x, x_scale, weight, scale), jnp.bfloat16)), 2, -1)
+    gate = wide(jnp.asarray(gate / (1 + np.exp(-gate)), jnp.bfloat16))
+    units = wide(jnp.asarray(gate * unit, jnp.bfloat16)).reshape(len(x), -1, 128)
+    own = np.maximum(np.abs(units).max(-1, keepdims=True) / 448, 1e-12)
+    return (wide(jnp.asarray(units / own, jnp.float8_e4m3fn)) * own).reshape(len(x), -1)
+
+
 def quantized_mlp(x, gate_up, gate_up_scale, down, down_scale, *, code):
     both = quantized_matmul(x, gate_up, gate_up_scale, code=code)
     gate, up = np.split(both, 2, -1)
