@@ -5,7 +5,7 @@ Flags of the config cover the families that differ by a bias, a norm or a window
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxrunner.models.sources import (
     packed_source,
     product_source,
 )
+from jaxrunner.ops.rounded_tokens import reads_rounded
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -83,6 +84,13 @@ class Params:
     layers: tuple[Layer, ...] = each("Y")
 
 
+class Norm(NamedTuple):
+    """A norm before attention, and the weights of a product that alone reads it, where told."""
+
+    weight: Array
+    readers: tuple[Any, ...] = ()
+
+
 def embed(config: DecoderConfig, params: Params, inputs: Inputs) -> Array:
     """Returns the embeddings of the tokens, [T, E]."""
     return params.embed[inputs.token_ids]
@@ -128,9 +136,11 @@ def layers(
     turn, caches, found = turn or rotation(config.rope, inputs), [], {}
     chosen = params.layers[first:last]
     # Each layer ends with the norm of the next one, which adds what the layer gives to x.
-    norms = *(w.attn_norm for w in chosen[1:]), params.norm
-    x, h = ops.add_norm(x, jnp.zeros_like(x), chosen[0].attn_norm, eps)
-    for i, (w, norm, cache) in enumerate(zip(chosen, norms, kv, strict=True), first):
+    norms = [Norm(w.attn_norm, _readers(w, Attention.attend)) for w in chosen]
+    norms.append(Norm(params.norm, norms[-1].readers))  # else the last layer were another one
+    zeros = jnp.zeros_like(x)
+    x, h = ops.add_norm(x, zeros, norms[0].weight, eps, readers=norms[0].readers)
+    for i, (w, norm, cache) in enumerate(zip(chosen, norms[1:], kv, strict=True), first):
         found[f"residual.{i}"] = x
         spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
         x, h, cache, told = layer(x, h, w, norm, cache, turn, spec=spec)
@@ -138,6 +148,8 @@ def layers(
         found |= {f"{name}.{i}": array for name, array in told.items()}
     if last == num:
         found[f"residual.{num}"] = x
+        if norms[-1].readers:  # who reads hidden states reads them as they are
+            _, h = ops.add_norm(x, zeros, params.norm, eps)
     if unknown := sorted(set(extras) - set(found)):
         raise ValueError(f"extras {unknown} are none of these layers': take some of {[*found]}")
     return (h if last == num else x), tuple(caches), {name: found[name] for name in extras}
@@ -150,14 +162,26 @@ def logits(config: DecoderConfig, params: Params, hidden: Array) -> Array:
 
 
 def _layer(
-    config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Any, norm: Array, cache: Any,
+    config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Any, norm: Norm, cache: Any,
     turn: Turn, *, spec: AttentionSpec,
 ) -> tuple[Array, Array, Any, dict[str, Array]]:  # fmt: skip
     """Runs a layer on h, the norm of x. Returns the next x, its norm, the cache, and extras."""
     residual, cache = w.attend(config, ops, h, turn, cache, spec)
-    x, h = ops.add_norm(x, residual, w.mlp_norm, config.rms_norm_eps)
+    of_mlp, eps = _readers(w, Mlp.feed_forward), config.rms_norm_eps
+    x, h = ops.add_norm(x, residual, w.mlp_norm, eps, readers=of_mlp)
     residual, told = w.feed_forward(config, ops, h)
-    return *ops.add_norm(x, residual, norm, config.rms_norm_eps), cache, told
+    return *ops.add_norm(x, residual, norm.weight, eps, readers=norm.readers), cache, told
+
+
+def _readers(w: Any, method: Any) -> tuple[Any, ...]:
+    """Returns the weights that alone read what a layer's attention or MLP is given.
+
+    None where its class has another method for it, or where they read it as it is.
+    """
+    if getattr(type(w), method.__name__, None) is not method:
+        return ()
+    reader = w.qkv if method is Attention.attend else w.gate_up
+    return (reader,) if reads_rounded(reader) else ()
 
 
 def read_decoder(

@@ -11,17 +11,13 @@ import pytest
 
 from jaxrunner.kernels_pallas.cases.fp8_case import fp8_products
 from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks, num_groups, num_parts
-from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.linear import Linear
 from jaxrunner.ops import products
-from jaxrunner.ops.quantized_products import (
-    OF_FP8_BLOCKS,
-    OF_FP8_BLOCKS_IN_PARTS,
-    of_gates,
-    refuses_gates,
-)
+from jaxrunner.ops.fp8_products import BLOCKS as OF_FP8_BLOCKS
+from jaxrunner.ops.fp8_products import IN_PARTS as OF_FP8_BLOCKS_IN_PARTS
+from jaxrunner.ops.fp8_products import of_gates, refuses_gates
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
@@ -70,6 +66,8 @@ def test_the_oracle_of_the_kernel_is_what_plain_jax_computes():
         ((64, 1152, 512), dict(num_ctas=2)),  # clusters share tokens
         ((72, 384, 128), {}),  # no cluster, rows of scales that are padded
         ((64, 2048, 256), dict(parts=8)),  # parts that begin between the places of copies
+        # Three warpgroups, and a last run of tiles that is shorter than others.
+        ((520, 512, 256), dict(groups=3, num_ctas=4, together=2)),
     ],
 )
 def test_the_kernel_computes_what_its_oracle_does(
@@ -191,6 +189,12 @@ def test_the_kernel_refuses_parts_that_do_not_divide_its_sums():
         fp8_blocks(x, scale, x[:1].repeat(256, 0), jnp.ones((2, 2)), config=TuningConfig(parts=4))
 
 
+def test_warpgroups_are_those_that_end_first():
+    best = functools.partial(num_groups, config=TuningConfig())
+    for F in 4096, 6144, 28672:  # by measurement
+        assert best(8192, F) == 3 and best(64, F) == best(256, F) == 2
+
+
 @pytest.mark.parametrize(("tokens", "terms", "outputs"), [(64, 14336, 4096), (256, 4096, 4096)])
 def test_parts_leave_fewer_multiprocessors_idle(tokens: int, terms: int, outputs: int):
     parts = num_parts(tokens, terms, outputs)
@@ -237,5 +241,5 @@ def test_an_mlp_in_fp8_rounds_its_units_as_they_come():
         lambda x, gate_up, down: products.mlp(x, gate_up, down, note=found.append),
         jax.ShapeDtypeStruct((64, 512), jnp.bfloat16), gate_up, down,
     )  # fmt: skip
-    assert {one.name for one in found} == {"two products, units in fp8", "fp8_blocks"}
+    assert {one.name for one in found} == {"two products in fp8"}
     assert y.shape[-2:] == (2, 128)

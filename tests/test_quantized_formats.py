@@ -11,7 +11,7 @@ import pytest
 from jaxrunner.linear import Linear
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
-from jaxrunner.ops import products, quantized_products
+from jaxrunner.ops import fp8_products, products, quantized_products
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.support import quantized
 from tests.support.quantized import SETTINGS
@@ -145,7 +145,7 @@ def test_what_runs_a_product_is_told_with_the_reason(tmp_path):
     assert {chosen.name for chosen in found} == {"plain JAX", "two products"}
     reason = "wants weights that are Linear, got QuantizedLinear"
     known = (*quantized_products.WHOLE, *quantized_products.IN_PARTS, quantized_products.MLP)
-    own = {one.name for one in known} | {"two products, units in fp8"}
+    own = {one.name for one in known} | {"two products, units in fp8", fp8_products.MLP.name}
     assert {why for one in found for name, why in one.refused.items() if name not in own} == {
         reason
     }

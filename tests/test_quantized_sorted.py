@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrunner.operation import unnoted
-from jaxrunner.ops import products
-from jaxrunner.ops.quantized_products import MATMUL, OF_FP8_BLOCKS, TILES, matrices
+from jaxrunner.ops import fp8_products, products
+from jaxrunner.ops.quantized_products import MATMUL, TILES
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Scheme
 from tests.support.lowering import cuda, lowers
@@ -77,7 +77,7 @@ def test_what_is_not_served_is_refused_in_words():
     for one in MATMUL, TILES:
         assert one.refuses(shaped(64, 1024), ragged) == "wants whole groups of inputs"
     blocks = weights(replace(BOTH_IN_BLOCKS, has_order=True))
-    assert OF_FP8_BLOCKS.refuses(shaped(512, 1024), blocks) == AS_THEY_COME
+    assert fp8_products.BLOCKS.refuses(shaped(512, 1024), blocks) == AS_THEY_COME
 
 
 @pytest.mark.parametrize("axes", [(256,), (4, 64)], ids=["inputs", "heads"])
@@ -93,7 +93,7 @@ def test_kernels_take_inputs_and_scales_in_one_order(axes, size):
         None, None, Scheme("int8", (1, size), has_zero=True, has_order=True), len(axes),
     )  # fmt: skip
     x = rng.normal(size=(5, *axes)).astype(np.float32)
-    (tokens, _), of_weights = w.inputs(jnp.asarray(x)), matrices(w)
+    (tokens, _), of_weights = w.inputs(jnp.asarray(x)), w.matrices()
     numbers, *of_runs = (np.asarray(a, np.float32) for a in of_weights)
     scale, zero = (np.repeat(a, size, axis=1) for a in of_runs)
     want = np.asarray(tokens) @ ((numbers - zero) * scale).T

@@ -1,6 +1,6 @@
 """Chooses the implementations of a layer's operations, and says why others do not run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -26,9 +26,11 @@ from jaxrunner.ops.attention import (
     ROTATE_WRITE,
     refuses_kernels,
 )
+from jaxrunner.ops.fp8_products import add_norm_of
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
+from jaxrunner.ops.rounded_tokens import reads_rounded
 from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program.program import engine_groups
@@ -108,12 +110,15 @@ def _plain(
         run_experts = functools.partial(experts.experts, note=note, plain=True)
         run_route = functools.partial(experts.route, batch, note=note, plain=True)
 
+    def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Array]:
+        return add_rms_norm(*args)
+
     def _only(operation: str, run: Callable[..., Any], *args: Any) -> Any:
         return run_first(operation, (Operation("plain JAX", run),), *args, note=note)
 
     return Ops(
         attend=attend, rotate_attend=rotate_attend, attend_latent=attend_latent, linear=linear,
-        project=linear, mlp=mlp, route=run_route, experts=run_experts, add_norm=add_rms_norm,
+        project=linear, mlp=mlp, route=run_route, experts=run_experts, add_norm=add_norm,
         norm_heads=norm_heads, batch=batch, **states,
     )  # fmt: skip
 
@@ -141,6 +146,11 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
+    def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Any]:
+        of_fp8 = [w for w in readers if reads_rounded(w)]
+        rounded = (add_norm_of(of_fp8),) if of_fp8 and len(of_fp8) == len(readers) else ()
+        return run_first("add_norm", (*rounded, *ADD_NORM), *args, note=note)
+
     attend_latent = functools.partial(
         latent_attention.attend_latent, latents, batch, note, prompts=prompts
     )
@@ -154,7 +164,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         route=functools.partial(experts.route, batch, note=note),
         experts=functools.partial(experts.experts, note=note),
         norm_heads=norm_heads,
-        add_norm=functools.partial(run_first, "add_norm", ADD_NORM, note=note),
+        add_norm=add_norm,
         batch=batch,
         adapters=low_rank.KERNELS,
         **_states(batch, short_conv.KERNELS, STATES, note),

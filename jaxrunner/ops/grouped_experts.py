@@ -9,7 +9,6 @@ from jaxrunner.kernels_pallas.quantized import quantized_grouped
 from jaxrunner.kernels_pallas.quantized.quantized_grouped import Few
 from jaxrunner.mixtures.experts import Experts, ExpertWeights, Routes
 from jaxrunner.operation import Operation
-from jaxrunner.ops.quantized_products import matrices
 from jaxrunner.ops.routing import Router, RouterConfig
 from jaxrunner.quantization.quantized_experts import QuantizedExperts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
@@ -137,7 +136,7 @@ def _products(w: QuantizedExperts) -> tuple[QuantizedLinear, QuantizedLinear]:
 
 def _matrices(w: QuantizedLinear, bias: Array | None) -> Few:
     """Returns the weights of all experts as matrices."""
-    weight, scale, *zero = matrices(w)
+    weight, scale, *zero = w.matrices()
     column = None if bias is None else bias.reshape(-1, 1)
     return Few(weight, scale, zero[0] if zero else None, column)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.products import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
-from jaxrunner.ops import quantized_products
+from jaxrunner.ops import fp8_products, quantized_products
 from jaxrunner.ops.plain import glu, multiply_parts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -160,13 +160,13 @@ def _refuses_glu(
 
 def _rounded_mlp(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
     assert isinstance(down, QuantizedLinear)
-    return quantized_products.of_gates(_gate_up(x, gate_up, note), down)
+    return fp8_products.of_gates(_gate_up(x, gate_up, note), down)
 
 
 def _refuses_rounded_mlp(
     x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
 ) -> str | None:
-    return quantized_products.refuses_gates(x, down, activation)
+    return fp8_products.refuses_gates(x, down, activation)
 
 
 def _two_products(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
@@ -182,7 +182,7 @@ LINEAR = (Operation("gemv", _gemv, _refuses_gemv), Operation("matmul", _matmul, 
 PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 BESIDE_EXPERTS = (
     Operation("glu", _glu_mlp, _refuses_glu),
-    quantized_products.FP8_MLP,
+    fp8_products.MLP,
     Operation("two products, units in fp8", _rounded_mlp, _refuses_rounded_mlp),
     Operation("two products", _two_products),
 )

@@ -55,6 +55,17 @@ class QuantizedLinear:
             y = w.scaled(_dot(x, w.weight.reshape(-1, x.shape[-1]).astype(dtype)))
         return w.outputs(y, x_scale, dtype)
 
+    def matrices(self) -> tuple[Array, ...]:
+        """Returns weights, scales and, if any, zero points as matrices."""
+        outputs = self.weight.ndim - self.num_in
+        weight = self.weight.reshape(math.prod(self.weight.shape[:outputs]), -1)
+        scale = self.scale.reshape(math.prod(self.scale.shape[:outputs]), -1)
+        zeros = () if self.zero is None else (self.zero.reshape(scale.shape),)
+        if self.permutation is None:
+            return weight, scale, *zeros
+        size, own = self.scheme.block[1], sorted_inputs.own_groups
+        return weight, *(own(a, self.num_inputs, size, self.across) for a in (scale, *zeros))
+
     @property
     def num_inputs(self) -> int:
         """The inputs of its product."""

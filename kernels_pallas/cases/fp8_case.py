@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas.cases.case import Case
 from jaxrunner.kernels_pallas.cases.quantized_case import few_bits
+from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
-from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
+from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.types import Array
 
 
@@ -41,12 +42,35 @@ def fp8_units(T: int, E: int, F: int, run: int = 128, **sizes: Any) -> Case:
     config = TuningConfig(**sizes)
 
     def run_it(*args: Array) -> Array:
-        numbers, scale = fp8_gates(*args, config=config)
-        return numbers.astype(jnp.float32) * jnp.repeat(scale.T, 128, 1)
+        return _floats(*fp8_gates(*args, config=config))
 
     name = ", ".join([f"{T} x {E} x {F}", *(f"{key} {value}" for key, value in sizes.items())])
     make = fp8_products(T, E, 2 * F, run).make
     return Case("fp8_gates", name, make, run_it, 4.0 * T * E * F, "TFLOP/s", {})
+
+
+def rounded_norms(T: int, E: int, parts: int = 0) -> Case:
+    """Norms of tokens, [T, E], and of what is added to them first, as floats again."""
+
+    def make(seed: int) -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        x, weight = (
+            jax.random.normal(key, shape, jnp.bfloat16)
+            for key, shape in zip(keys[:2], ((T, E), (E,)), strict=True)
+        )
+        shape, dtype = ((parts, T, E), jnp.float32) if parts else ((T, E), jnp.bfloat16)
+        return x, jax.random.normal(keys[2], shape, dtype), weight
+
+    def run_it(*args: Array) -> tuple[Array, Array]:
+        total, *both = add_norm_fp8(*args, eps=1e-5)
+        return total, _floats(*both)
+
+    name, moved = f"{T} x {E}, {parts or 'no'} parts", T * E * (5.0 + (4.0 * parts or 2.0))
+    return Case("add_norm_fp8", name, make, run_it, moved, "TB/s", dict(eps=1e-5))
+
+
+def _floats(numbers: Array, scale: Array) -> Array:
+    return (numbers.astype(jnp.float32) * jnp.repeat(scale.T, 128, 1)).astype(jnp.bfloat16)
 
 
 def roundings(*shape: int) -> Case:
@@ -63,6 +87,7 @@ FP8 = (
     fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256), fp8_products(256, 384, 256),
     fp8_products(512, 5120, 1024, parts=2, num_ctas=8), fp8_products(64, 2048, 256, parts=4),
     fp8_products(1096, 512, 384, groups=3, num_ctas=6),
+    rounded_norms(72, 4096), rounded_norms(16, 2048, 3), rounded_norms(8, 5120, 1),
     fp8_units(304, 512, 384), fp8_units(72, 1024, 256, 256), fp8_units(512, 640, 128, num_ctas=4),
 )  # fmt: skip
 BENCH_FP8 = (
@@ -71,5 +96,6 @@ BENCH_FP8 = (
     *(fp8_products(64, E, 4096, parts=4) for E in (4096, 14336)),
     *(fp8_products(256, E, 4096, parts=2) for E in (4096, 14336)),
     *(fp8_units(T, 4096, 14336) for T in (64, 256, 8192)),
+    rounded_norms(64, 4096, 4), rounded_norms(8192, 4096),
     *(roundings(T, *shape) for T in (64, 256, 8192) for shape in ((4096,), (2, 14336))),
 )  # fmt: skip

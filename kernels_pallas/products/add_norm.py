@@ -5,7 +5,7 @@ warp sums up a part of the row, and the warps add their sums up in shared memory
 reduction over warps has one scratch for all warpgroups: several at once would race.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 import math
@@ -179,20 +179,24 @@ def _kernel(
     norm = partial(
         normed, group=group, part_smem=part_smem, barriers=barriers, eps=eps, one_more=one_more
     )
-    x, parts = load(x_ref.at[row, group]), residual_ref.shape[0]
-    residual = (load(residual_ref.at[part, row, group]) for part in range(parts))
+    x = load(x_ref.at[row, group])
+    residual = [load(residual_ref.at[part, row, group]) for part in range(residual_ref.shape[0])]
     if has_end:
         whole = reduce(jnp.add, (part.astype(jnp.float32) for part in residual))
         x += norm(whole.astype(x.dtype), load(rest[0].at[group]), nth=1)
-    elif parts > 1 or residual_ref.dtype == jnp.float32:
-        wide = (part.astype(jnp.float32) for part in residual)
-        total = sum(wide, x.astype(jnp.float32))
-        x = (total + _added(row, group, load, *rest) if rest else total).astype(x.dtype)
     else:
-        x += next(residual)
+        x = added(x, residual, _added(row, group, load, *rest) if rest else None)
     weight = load(weight_ref.at[group])
     put(total_ref.at[row, group], x)
     put(out_ref.at[row, group], norm(x, weight))
+
+
+def added(x: Array, residual: Sequence[Array], more: Array | None = None) -> Array:
+    """Returns x with a residual, or parts of it, and more; of parts in float32, then rounded."""
+    if len(residual) == 1 and residual[0].dtype != jnp.float32:
+        return x + residual[0]
+    total = sum((part.astype(jnp.float32) for part in residual), x.astype(jnp.float32))
+    return (total if more is None else total + more).astype(x.dtype)
 
 
 def _added(

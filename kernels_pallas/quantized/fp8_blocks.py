@@ -15,7 +15,15 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import fp8_tiles
-from jaxrunner.kernels_pallas.quantized.fp8_tiles import TERMS, TILE, Held, Item, Tiles, TuningConfig
+from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
+    DEFAULT,
+    TERMS,
+    TILE,
+    Held,
+    Item,
+    Tiles,
+    TuningConfig,
+)
 from jaxrunner.types import Array
 
 MAX_PARTS = 8
@@ -24,7 +32,7 @@ PACE = {2: 2.0, 3: 2.65}  # by the warpgroups that compute: time that a tile tak
 
 def fp8_blocks(
     x: Array, x_scale: Array, weight: Array, scale: Array, *, dtype: Any = jnp.bfloat16,
-    config: TuningConfig = TuningConfig(), interpret: Any = None,
+    config: TuningConfig = DEFAULT, interpret: Any = None,
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times weight, [F, E], both in float8_e4m3fn: [T, F] in `dtype`.
 

@@ -18,7 +18,15 @@ from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import fp8_tiles
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import rounded, swiglu
-from jaxrunner.kernels_pallas.quantized.fp8_tiles import E4M3, TILE, Held, Item, Tiles, TuningConfig
+from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
+    DEFAULT,
+    E4M3,
+    TILE,
+    Held,
+    Item,
+    Tiles,
+    TuningConfig,
+)
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -37,7 +45,7 @@ def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | 
 
 def fp8_gates(
     x: Array, x_scale: Array, weight: Array, scale: Array, *, dtype: Any = jnp.bfloat16,
-    config: TuningConfig = TuningConfig(), interpret: Any = None,
+    config: TuningConfig = DEFAULT, interpret: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the units of x, [T, E], in float8_e4m3fn, [T, F], and their scales, [F / 128, T].
 

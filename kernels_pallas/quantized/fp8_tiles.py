@@ -15,7 +15,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -49,6 +48,9 @@ class TuningConfig:
     together: int = 8  # tiles of tokens that are taken for one tile of outputs after another
     cluster: int = 2  # blocks that share weights or tokens, where their tiles can be halved
     parts: int = 1  # of a sum
+
+
+DEFAULT = TuningConfig()
 
 
 class Item(NamedTuple):

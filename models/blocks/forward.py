@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrunner.caches.cache_group import layer_groups
 from jaxrunner.kernels_pallas.reference import capped
-from jaxrunner.linear import Linear
+from jaxrunner.linear import Linear, Weights
 from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.weights import Layer, Norm, Params
@@ -98,14 +98,18 @@ def _layer(
     turn: tuple[Array, Array, Array | None], *, spec: AttentionSpec,
 ) -> tuple[Array, Addend, Any]:  # fmt: skip
     """Runs a layer on x + addend. Returns the next x, what it is to gain, and the cache."""
-    x, h = _add_norm(config, ops, x, addend, w.attn_norm)
+    of_attn = () if config.post_norm else (w.qkv,)
+    if config.parallel and w.mlp_norm is None:
+        of_attn = *of_attn, w.gate_up
+    x, h = _add_norm(config, ops, x, addend, w.attn_norm, of_attn)
     x = h if config.post_norm else x
     out, cache = _attend(config, ops, h, w, cache, turn, spec)
     attended = _scaled(config, Addend(ops.project(out, w.o), w.attn_end_norm), x)
     if config.parallel:
         h = h if w.mlp_norm is None else _normed(config, x, w.mlp_norm)
     else:
-        x, h = _add_norm(config, ops, x, attended, w.mlp_norm)
+        of_mlp = () if config.post_norm else (w.gate_up,)
+        x, h = _add_norm(config, ops, x, attended, w.mlp_norm, of_mlp)
         x = h if config.post_norm else x
     added = _scaled(config, Addend(_mlp(config, ops, h, w), w.mlp_end_norm), x)
     if config.parallel:
@@ -143,13 +147,17 @@ def _mlp(config: BlockConfig, ops: Ops, h: Array, w: Layer) -> Array:
 
 
 def _add_norm(
-    config: BlockConfig, ops: Ops, x: Array, addend: Addend, norm: Norm | None
-) -> tuple[Array, Array]:
-    """Returns x + addend and its norm, which is itself where there is none."""
+    config: BlockConfig, ops: Ops, x: Array, addend: Addend, norm: Norm | None,
+    readers: tuple[Weights, ...] = (),
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns x + addend and its norm, which is itself where there is none.
+
+    readers: as of `Ops.add_norm`.
+    """
     if norm is not None and config.norm in ("rms", ONE_MORE):
         ends = () if addend.end is None else (addend.end.norm_weight,)
         how = norm.norm_weight, config.rms_norm_eps, config.norm == ONE_MORE, *ends
-        return ops.add_norm(x, addend.residual, *how)
+        return ops.add_norm(x, addend.residual, *how, readers=readers)
     total = x + _whole(config, addend, x)
     return total, total if norm is None else _normed(config, total, norm)
 

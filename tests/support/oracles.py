@@ -111,11 +111,25 @@ def fp8_blocks(x, x_scale, weight, scale):
 
 
 def fp8_gates(x, x_scale, weight, scale):
-    gate, unit = np.split(wide(jnp.asarray(fp8_blocks(x, x_scale, weight, scale), jnp.bfloat16)), 2, -1)
+    gate, unit = np.split(
+        wide(jnp.asarray(fp8_blocks(x, x_scale, weight, scale), jnp.bfloat16)), 2, -1
+    )
     gate = wide(jnp.asarray(gate / (1 + np.exp(-gate)), jnp.bfloat16))
-    units = wide(jnp.asarray(gate * unit, jnp.bfloat16)).reshape(len(x), -1, 128)
-    own = np.maximum(np.abs(units).max(-1, keepdims=True) / 448, 1e-12)
-    return (wide(jnp.asarray(units / own, jnp.float8_e4m3fn)) * own).reshape(len(x), -1)
+    return rounded(wide(jnp.asarray(gate * unit, jnp.bfloat16)))
+
+
+def add_norm_fp8(x, residual, weight, *, eps):
+    total, _ = add_rms_norm(x, residual, weight, eps=eps)
+    # A norm is rounded before it is multiplied by the weight, which a scale shows.
+    normed = wide(jnp.asarray(rms_norm(total, 1, eps), x.dtype)) * wide(weight)
+    return total, rounded(wide(jnp.asarray(normed, x.dtype)))
+
+
+def rounded(x):
+    """Rounds x, [T, E], to fp8, 128 terms by a scale of their own."""
+    terms = x.reshape(len(x), -1, 128)
+    scale = np.maximum(np.abs(terms).max(-1, keepdims=True) / 448, 1e-12)
+    return (wide(jnp.asarray(terms / scale, jnp.float8_e4m3fn)) * scale).reshape(x.shape)
 
 
 def quantized_mlp(x, gate_up, gate_up_scale, down, down_scale, *, code):

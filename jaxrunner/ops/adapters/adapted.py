@@ -55,13 +55,14 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
         return project(run_first("units", (*ops.adapters.units, UNITS), *args, note=note), down)
 
     def add_norm(
-        x: Array, residual: Any, weight: Array, eps: float, one_more: bool = False, *end: Array
-    ) -> tuple[Array, Array]:
+        x: Array, residual: Any, weight: Array, eps: float, one_more: bool = False, *end: Array,
+        **readers: Any,
+    ) -> tuple[Array, Array]:  # fmt: skip
         if not isinstance(residual, AdaptedParts):
-            return ops.add_norm(x, residual, weight, eps, one_more, *end)
+            return ops.add_norm(x, residual, weight, eps, one_more, *end, **readers)
         more = LowRank(residual.low, residual.b[0], residual.place)
         if norm_kernel.refuses(x, residual.parts, weight, more, *end) is not None:
-            return ops.add_norm(x, residual.all(), weight, eps, one_more, *end)
+            return ops.add_norm(x, residual.all(), weight, eps, one_more, *end, **readers)
         return norm_kernel.add_rms_norm(x, residual.parts, weight, more, eps=eps, one_more=one_more)
 
     per_head = functools.partial(_per_head, ops, places)

@@ -1,0 +1,35 @@
+"""Tokens that come rounded to fp8 from the norm before a product."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrunner.pytree import leaf, pytree, static
+from jaxrunner.quantization.quantized_linear import QuantizedLinear
+from jaxrunner.quantization.scheme import Activation
+from jaxrunner.types import Array
+
+ROUNDING = Activation("float8_e4m3fn", group=128)
+
+
+@pytree
+class RoundedTokens:
+    """Stands for a norm, [T, E], that only products read which round it to fp8 by 128 terms.
+
+    `Ops.linear` and `Ops.mlp` take it of the weights that `add_norm` was told as its readers, and
+    ask it for its shape and dtype.
+    """
+
+    numbers: Array = leaf("T E", jnp.float8_e4m3fn)
+    scale: Array = leaf("groups T", jnp.float32)
+    dtype: Any = static()  # of the norm
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the norm."""
+        return self.numbers.shape
+
+
+def reads_rounded(w: Any) -> bool:
+    """Whether the product of weights rounds its inputs so."""
+    return isinstance(w, QuantizedLinear) and w.scheme.activation == ROUNDING
