@@ -1,5 +1,6 @@
 """Norms and gated units that come rounded to fp8 from the kernels that make them."""
 
+from dataclasses import replace
 import functools
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.support import oracles
 from tests.support.lowering import cuda, lowers
 from tests.support.quantized_shapes import BOTH_IN_BLOCKS, FP8, mlp_weights, shaped, weights
 from tests.support.states import interpreted
+
+NO_STEP: Any = None  # nothing attends
 
 
 def floats(numbers: Any, scale: Any) -> np.ndarray:
@@ -53,14 +56,14 @@ def test_units_are_those_of_both_products(sizes: tuple[int, ...], config: dict[s
 def test_norms_are_rounded_as_they_are_made(sizes: tuple[int, ...]):
     args = rounded_norms(*sizes).make(0)
     run = functools.partial(add_norm_fp8, eps=1e-5, interpret=interpreted())
-    total, *both = jax.jit(run)(*args)
+    total, numbers, scale = jax.jit(run)(*args)
     whole, normed = oracles.add_rms_norm(*args, eps=1e-5)
     assert far(oracles.wide(total), whole) < 4e-3
-    holds_rounded(*both, normed)
+    holds_rounded(numbers, scale, normed)
 
 
 def holds_rounded(numbers: Any, scale: Any, normed: np.ndarray) -> None:
-    """Holds numbers to what a norm is in fp8: where it is computed XLA may round less than asked."""
+    """Holds numbers to what a norm is in fp8: XLA may round less on the way than asked."""
     largest = np.abs(normed).reshape(len(normed), -1, 128).max(-1).T
     np.testing.assert_allclose(scale, largest / 448, rtol=2**-7)
     assert (np.abs(oracles.wide(numbers)).reshape(*largest.T.shape, 128).max(-1) == 448).all()
@@ -71,9 +74,9 @@ def holds_rounded(numbers: Any, scale: Any, normed: np.ndarray) -> None:
 def test_a_norm_by_one_more_is_rounded_too():
     x, residual, weight = rounded_norms(8, 1024).make(0)
     run = functools.partial(add_norm_fp8, eps=1e-5, one_more=True, interpret=interpreted())
-    _, *both = jax.jit(run)(x, residual, weight)
+    _, numbers, scale = jax.jit(run)(x, residual, weight)
     _, normed = oracles.add_rms_norm(x, residual, weight, eps=1e-5, one_more=True)
-    holds_rounded(*both, normed)
+    holds_rounded(numbers, scale, normed)
 
 
 @lowers
@@ -108,7 +111,7 @@ def test_other_norms_are_refused(x: tuple[int, int], weight: int, words: str):
 def chosen(run: Any, *args: Any) -> dict[str, str]:
     """Returns which implementation is chosen for each operation of a function of `ops`."""
     found: list[Any] = []
-    ops = fused(None, note=found.append)  # type: ignore[arg-type]  # no step: nothing attends
+    ops = fused(NO_STEP, note=found.append)
     with cuda():
         jax.eval_shape(functools.partial(run, ops), *args)
     return {one.operation: one.name for one in found}
@@ -121,8 +124,7 @@ def norm_and_mlp(ops: Any, x: Any, norm: Any, gate_up: Any, down: Any) -> Any:
 
 
 BLOCKS = mlp_weights(BOTH_IN_BLOCKS)
-WITH_BIAS = QuantizedLinear(*jax.tree.leaves(BLOCKS[0])[:2], None, None, None,
-                            shaped(2, 14336), BOTH_IN_BLOCKS)  # fmt: skip
+WITH_BIAS = replace(BLOCKS[0], bias=shaped(2, 14336))
 BY_TOKEN = Scheme(FP8, activation=Activation(FP8))
 
 
@@ -168,10 +170,11 @@ def test_a_norm_and_products_are_those_of_kernels_apart(num: int):
                      zip(keys[1:], ((2, 512, 1024), (1024, 512)), strict=True))  # fmt: skip
 
     def apart(x: Any, norm: Any, gate_up: Any, down: Any) -> Any:
-        x, h = fused(None).add_norm(x, x, norm, 1e-5)  # type: ignore[arg-type]
+        x, h = fused(NO_STEP).add_norm(x, x, norm, 1e-5)
         return fp8_products.of_gates(fp8_products.BLOCKS.run(h, gate_up), down), x
 
-    got, total = jax.jit(functools.partial(norm_and_mlp, fused(None)))(x, norm, gate_up, down)  # type: ignore[arg-type]
+    run = functools.partial(norm_and_mlp, fused(NO_STEP))
+    got, total = jax.jit(run)(x, norm, gate_up, down)
     want, other = jax.jit(apart)(x, norm, gate_up, down)
     np.testing.assert_array_equal(oracles.wide(total), oracles.wide(other))
     got, want = (oracles.wide(y).reshape(-1, num, 1024).sum(0) for y in (got, want))

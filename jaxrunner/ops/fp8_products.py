@@ -48,8 +48,9 @@ def add_norm_of(readers: Sequence[QuantizedLinear]) -> Operation:
         x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
         end: Array | None = None,
     ) -> tuple[Array, RoundedTokens]:  # fmt: skip
-        total, *both = add_norm_fp8.add_norm_fp8(x, residual, weight, eps=eps, one_more=one_more)
-        return total, RoundedTokens(*both, x.dtype)
+        how: Any = dict(eps=eps, one_more=one_more)
+        total, numbers, scale = add_norm_fp8.add_norm_fp8(x, residual, weight, **how)
+        return total, RoundedTokens(numbers, scale, x.dtype)
 
     def refuses(
         x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,

@@ -1,6 +1,6 @@
 """Tokens that come rounded to fp8 from the norm before a product."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 
@@ -30,6 +30,6 @@ class RoundedTokens:
         return self.numbers.shape
 
 
-def reads_rounded(w: Any) -> bool:
+def reads_rounded(w: Any) -> TypeGuard[QuantizedLinear]:
     """Whether the product of weights rounds its inputs so."""
     return isinstance(w, QuantizedLinear) and w.scheme.activation == ROUNDING
