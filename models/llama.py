@@ -3,7 +3,7 @@
 Flags of the config cover the families that differ by a bias, a norm or a window.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -136,9 +136,7 @@ def layers(
     turn, caches, found = turn or rotation(config.rope, inputs), [], {}
     chosen = params.layers[first:last]
     # Each layer ends with the norm of the next one, which adds what the layer gives to x.
-    norms = [Norm(w.attn_norm, _readers(w, Attention.attend)) for w in chosen]
-    norms.append(Norm(params.norm, norms[-1].readers))  # else the last layer were another one
-    zeros = jnp.zeros_like(x)
+    norms, zeros = _norms(params, chosen), jnp.zeros_like(x)
     x, h = ops.add_norm(x, zeros, norms[0].weight, eps, readers=norms[0].readers)
     for i, (w, norm, cache) in enumerate(zip(chosen, norms[1:], kv, strict=True), first):
         found[f"residual.{i}"] = x
@@ -171,6 +169,12 @@ def _layer(
     x, h = ops.add_norm(x, residual, w.mlp_norm, eps, readers=of_mlp)
     residual, told = w.feed_forward(config, ops, h)
     return *ops.add_norm(x, residual, norm.weight, eps, readers=norm.readers), cache, told
+
+
+def _norms(params: Params, chosen: Sequence[Any]) -> list[Norm]:
+    """Returns norms before each layer, and behind the last, which so is traced like the others."""
+    norms = [Norm(w.attn_norm, _readers(w, Attention.attend)) for w in chosen]
+    return [*norms, Norm(params.norm, norms[-1].readers)]
 
 
 def _readers(w: Any, method: Any) -> tuple[Any, ...]:
