@@ -25,7 +25,7 @@ from jaxrunner.models.sources import (
     packed_source,
     product_source,
 )
-from jaxrunner.ops.rounded_tokens import reads_rounded
+from jaxrunner.ops.rounded_tokens import told_readers
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -85,10 +85,10 @@ class Params:
 
 
 class Norm(NamedTuple):
-    """A norm before attention, and the weights of a product that alone reads it, where told."""
+    """A norm before attention, and what `Ops.add_norm` is told of who reads it."""
 
     weight: Array
-    readers: tuple[Any, ...] = ()
+    told: dict[str, Any]
 
 
 def embed(config: DecoderConfig, params: Params, inputs: Inputs) -> Array:
@@ -137,7 +137,7 @@ def layers(
     chosen = params.layers[first:last]
     # Each layer ends with the norm of the next one, which adds what the layer gives to x.
     norms, zeros = _norms(params, chosen), jnp.zeros_like(x)
-    x, h = ops.add_norm(x, zeros, norms[0].weight, eps, readers=norms[0].readers)
+    x, h = ops.add_norm(x, zeros, norms[0].weight, eps, **norms[0].told)
     for i, (w, norm, cache) in enumerate(zip(chosen, norms[1:], kv, strict=True), first):
         found[f"residual.{i}"] = x
         spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
@@ -146,7 +146,7 @@ def layers(
         found |= {f"{name}.{i}": array for name, array in told.items()}
     if last == num:
         found[f"residual.{num}"] = x
-        if norms[-1].readers:  # who reads hidden states reads them as they are
+        if norms[-1].told:  # who reads hidden states reads them as they are
             _, h = ops.add_norm(x, zeros, params.norm, eps)
     if unknown := sorted(set(extras) - set(found)):
         raise ValueError(f"extras {unknown} are none of these layers': take some of {[*found]}")
@@ -166,26 +166,25 @@ def _layer(
     """Runs a layer on h, the norm of x. Returns the next x, its norm, the cache, and extras."""
     residual, cache = w.attend(config, ops, h, turn, cache, spec)
     of_mlp, eps = _readers(w, Mlp.feed_forward), config.rms_norm_eps
-    x, h = ops.add_norm(x, residual, w.mlp_norm, eps, readers=of_mlp)
+    x, h = ops.add_norm(x, residual, w.mlp_norm, eps, **of_mlp)
     residual, told = w.feed_forward(config, ops, h)
-    return *ops.add_norm(x, residual, norm.weight, eps, readers=norm.readers), cache, told
+    return *ops.add_norm(x, residual, norm.weight, eps, **norm.told), cache, told
 
 
 def _norms(params: Params, chosen: Sequence[Any]) -> list[Norm]:
     """Returns norms before each layer, and behind the last, which so is traced like the others."""
     norms = [Norm(w.attn_norm, _readers(w, Attention.attend)) for w in chosen]
-    return [*norms, Norm(params.norm, norms[-1].readers)]
+    return [*norms, Norm(params.norm, norms[-1].told)]
 
 
-def _readers(w: Any, method: Any) -> tuple[Any, ...]:
-    """Returns the weights that alone read what a layer's attention or MLP is given.
+def _readers(w: Any, method: Any) -> dict[str, Any]:
+    """Returns the weights that alone read what a layer's attention or MLP is given, as `readers`.
 
-    None where its class has another method for it, or where they read it as it is.
+    Nothing where its class has another method for it, or where they read it as it is.
     """
     if getattr(type(w), method.__name__, None) is not method:
-        return ()
-    reader = w.qkv if method is Attention.attend else w.gate_up
-    return (reader,) if reads_rounded(reader) else ()
+        return {}
+    return told_readers(w.qkv if method is Attention.attend else w.gate_up)
 
 
 def read_decoder(

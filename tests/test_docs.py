@@ -142,17 +142,20 @@ def keywords(function: Callable) -> list[str]:
     return [p.name for p in known if p.kind is not p.VAR_KEYWORD and p.name != "self"]
 
 
+REGISTERED = dict(FAMILIES)  # while tests are collected, before some register others
+
+
 def test_every_family_has_a_row():
     """Decoders in the one page, encoders in the other; a row's names may end alike."""
     rows = re.findall(r"^\| (`\w+`[^|]*) \|", read("docs/models.md"), re.M)
     named = " ".join(rows)
     assert "and both `...ForConditionalGeneration`" in named
-    decoders = [name for name, model in FAMILIES.items() if model.samples]
+    decoders = [name for name, model in REGISTERED.items() if model.samples]
     both = {f"{name.removesuffix('ForCausalLM')}ForConditionalGeneration" for name in decoders}
     missing = [n for n in decoders if f"`{n}`" not in named and n not in both]
     assert not missing and len(rows) > 35
     encoders = read("docs/pooling_models.md")
-    stems = [n.removesuffix("Model") for n, m in FAMILIES.items() if not m.samples]
+    stems = [n.removesuffix("Model") for n, m in REGISTERED.items() if not m.samples]
     assert all(f"`{stem}`" in encoders or f"`{stem}Model`" in encoders for stem in stems)
 
 

@@ -33,3 +33,9 @@ class RoundedTokens:
 def reads_rounded(w: Any) -> TypeGuard[QuantizedLinear]:
     """Whether the product of weights rounds its inputs so."""
     return isinstance(w, QuantizedLinear) and w.scheme.activation == ROUNDING
+
+
+def told_readers(*weights: Any) -> dict[str, Any]:
+    """Returns `readers` of `Ops.add_norm` where all round their inputs so, else nothing: then an
+    `add_norm` without it does."""
+    return dict(readers=weights) if weights and all(map(reads_rounded, weights)) else {}

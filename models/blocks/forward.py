@@ -26,6 +26,7 @@ from jaxrunner.ops.plain import (
     summed,
     unpacked,
 )
+from jaxrunner.ops.rounded_tokens import told_readers
 from jaxrunner.types import Array, Inputs
 
 
@@ -157,7 +158,7 @@ def _add_norm(
     if norm is not None and config.norm in ("rms", ONE_MORE):
         ends = () if addend.end is None else (addend.end.norm_weight,)
         how = norm.norm_weight, config.rms_norm_eps, config.norm == ONE_MORE, *ends
-        return ops.add_norm(x, addend.residual, *how, readers=readers)
+        return ops.add_norm(x, addend.residual, *how, **told_readers(*readers))
     total = x + _whole(config, addend, x)
     return total, total if norm is None else _normed(config, total, norm)
 
