@@ -134,7 +134,8 @@ class Ops:
         of what SiLU makes of the sums, [T, G, n] each.
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
         `StateCache` on over tokens, as a `Recurrence` says.
-    linear: (x [T, *inputs], w) -> [T, *outputs].
+    linear: (x [T, *inputs], w) -> [T, *outputs]. x is `RoundedTokens` where an `add_norm` of the
+        same operations made it so for w; so it may be for `mlp`.
     per_head: (axes, x [T, H, ...], w [outputs, H, inputs], part) -> an einsum with `part` of the
         outputs of weights that a class names as its `per_head`.
     plain_linear: (x [T, E], w) -> [T, outputs], of so few outputs that no kernel is asked.
@@ -152,7 +153,7 @@ class Ops:
         or their dtype. With `one_more` norms are by 1 + weight, in float32. end: [E], weight of an
         RMSNorm of the residual before it is added; callers leave it out where there is none.
         readers: weights whose products, by `linear` or as `gate_up` of `mlp`, are all that reads
-        the norm, which may then be `RoundedTokens`.
+        the norm, which may then be `RoundedTokens`; given where all round their inputs alone.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
     adapters: kernels of products with adapters.
@@ -167,13 +168,13 @@ class Ops:
     attend_latent: AttendLatent
     convolve: Convolve
     recur: Callable[[Recurrence, Any, StateCache | None, int], tuple[Array, StateCache | None]]
-    linear: Callable[[Array, Weights], Array]
+    linear: Callable[[Any, Weights], Array]
     project: Callable[[Array, Weights], Array]
     mlp: Callable[..., Array]
     route: Callable[[RouterConfig, Router, Array], Routes]
     experts: Callable[[Array, Routes, ExpertWeights], Array]
     norm_heads: Callable[[Array, Array, float], Array]
-    add_norm: Callable[..., tuple[Array, Array]]
+    add_norm: Callable[..., tuple[Array, Any]]
     plain_linear: Callable[[Array, Weights], Array] = lambda x, w: w.product(x)
     per_head: Callable[[str, Array, Array, slice], Array] = per_head
     batch: Batch | None = None

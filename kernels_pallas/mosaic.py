@@ -24,6 +24,9 @@ TOO_OLD = (
     f"wants JAX 0.11 or later, got {jax.__version__}" if jax.__version_info__ < (0, 11) else None
 )
 Layout: TypeAlias = Any  # how an array lies in registers; the class of all layouts is private
+# Whether each warpgroup gets the registers that it asks for. JAX 0.12 compiles by libnvJitLink
+# where it finds it, which gives all threads as many.
+OWN_REGISTERS = jax.__version_info__ < (0, 12)
 
 
 class At(Protocol[Part]):

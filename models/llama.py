@@ -25,7 +25,7 @@ from jaxrunner.models.sources import (
     packed_source,
     product_source,
 )
-from jaxrunner.ops.rounded_tokens import told_readers
+from jaxrunner.ops.rounded_tokens import RoundedTokens, told_readers
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -84,8 +84,8 @@ class Params:
     layers: tuple[Layer, ...] = each("Y")
 
 
-class Norm(NamedTuple):
-    """A norm before attention, and what `Ops.add_norm` is told of who reads it."""
+class NextNorm(NamedTuple):
+    """The norm that a layer ends with, and what `Ops.add_norm` is told of who reads it."""
 
     weight: Array
     told: dict[str, Any]
@@ -131,22 +131,22 @@ def layers(
     num, eps = config.num_hidden_layers, config.rms_norm_eps
     groups = layer_groups(config.cache_kinds)
     last = num if last is None else last
-    # One jit for all layers: equal layers are traced once.
-    layer = jax.jit(functools.partial(layer or _layer, config, ops), static_argnames="spec")
+    run = jax.jit(functools.partial(layer or _layer, config, ops), static_argnames="spec")
     turn, caches, found = turn or rotation(config.rope, inputs), [], {}
     chosen = params.layers[first:last]
     # Each layer ends with the norm of the next one, which adds what the layer gives to x.
-    norms, zeros = _norms(params, chosen), jnp.zeros_like(x)
+    norms, zeros = _norms(params, chosen, told=layer is None), jnp.zeros_like(x)
     x, h = ops.add_norm(x, zeros, norms[0].weight, eps, **norms[0].told)
     for i, (w, norm, cache) in enumerate(zip(chosen, norms[1:], kv, strict=True), first):
         found[f"residual.{i}"] = x
         spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
-        x, h, cache, told = layer(x, h, w, norm, cache, turn, spec=spec)
+        end = norm if layer is None else norm.weight
+        x, h, cache, told = run(x, h, w, end, cache, turn, spec=spec)
         caches.append(cache)
         found |= {f"{name}.{i}": array for name, array in told.items()}
     if last == num:
         found[f"residual.{num}"] = x
-        if norms[-1].told:  # who reads hidden states reads them as they are
+        if isinstance(h, RoundedTokens):  # nobody reads hidden states so
             _, h = ops.add_norm(x, zeros, params.norm, eps)
     if unknown := sorted(set(extras) - set(found)):
         raise ValueError(f"extras {unknown} are none of these layers': take some of {[*found]}")
@@ -160,7 +160,7 @@ def logits(config: DecoderConfig, params: Params, hidden: Array) -> Array:
 
 
 def _layer(
-    config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Any, norm: Norm, cache: Any,
+    config: DecoderConfig, ops: Ops, x: Array, h: Array, w: Any, norm: NextNorm, cache: Any,
     turn: Turn, *, spec: AttentionSpec,
 ) -> tuple[Array, Array, Any, dict[str, Array]]:  # fmt: skip
     """Runs a layer on h, the norm of x. Returns the next x, its norm, the cache, and extras."""
@@ -171,17 +171,16 @@ def _layer(
     return *ops.add_norm(x, residual, norm.weight, eps, **norm.told), cache, told
 
 
-def _norms(params: Params, chosen: Sequence[Any]) -> list[Norm]:
-    """Returns norms before each layer, and behind the last, which so is traced like the others."""
-    norms = [Norm(w.attn_norm, _readers(w, Attention.attend)) for w in chosen]
-    return [*norms, Norm(params.norm, norms[-1].told)]
+def _norms(params: Params, chosen: Sequence[Any], *, told: bool) -> list[NextNorm]:
+    """Returns the norms before layers, and, told the same, behind them, so that all layers are
+    equal; told: whether of readers."""
+    norms = [NextNorm(w.attn_norm, _readers(w, Attention.attend) if told else {}) for w in chosen]
+    return [*norms, NextNorm(params.norm, norms[-1].told)]
 
 
 def _readers(w: Any, method: Any) -> dict[str, Any]:
-    """Returns the weights that alone read what a layer's attention or MLP is given, as `readers`.
-
-    Nothing where its class has another method for it, or where they read it as it is.
-    """
+    """Returns the weights that alone read what a layer's attention or MLP is given, as `readers`;
+    nothing where its class has another method for it, or where they read it as it is."""
     if getattr(type(w), method.__name__, None) is not method:
         return {}
     return told_readers(w.qkv if method is Attention.attend else w.gate_up)

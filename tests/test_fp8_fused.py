@@ -9,18 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrunner import pytree
+from jaxrunner.device.operations import operations
+from jaxrunner.device.program_key import Key
 from jaxrunner.kernels_pallas.cases.fp8_case import fp8_units, rounded_norms
+from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS
 from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.linear import Linear
+from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.ops import fp8_products
 from jaxrunner.ops.backends import fused
 from jaxrunner.ops.rounded_tokens import RoundedTokens
+from jaxrunner.program.bucket import Bucket
+from jaxrunner.program.program import Program
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
-from tests.support import oracles
+from jaxrunner.sampling import RULES
+from tests.support import oracles, tiny
 from tests.support.lowering import cuda, lowers
 from tests.support.quantized_shapes import BOTH_IN_BLOCKS, FP8, mlp_weights, shaped, weights
 from tests.support.states import interpreted
@@ -95,6 +103,14 @@ def test_other_gates_are_refused(x: Any, x_scale: Any, weight: Any, words: str):
 
 
 @lowers
+@pytest.mark.parametrize("config", [dict(parts=2), dict(groups=3)])
+def test_gates_are_summed_whole_and_by_two_warpgroups(config: dict[str, int]):
+    args = fp8_units(64, 256, 128).make(0)
+    with pytest.raises(ValueError, match="fp8_gates wants parts=1 and groups=2, or 0, got parts="):
+        fp8_gates(*args, config=TuningConfig(**config))
+
+
+@lowers
 @pytest.mark.parametrize(
     ("x", "weight", "words"),
     [
@@ -126,6 +142,7 @@ def norm_and_mlp(ops: Any, x: Any, norm: Any, gate_up: Any, down: Any) -> Any:
 
 BLOCKS = mlp_weights(BOTH_IN_BLOCKS)
 WITH_BIAS = replace(BLOCKS[0], bias=shaped(2, 14336))
+BOTH = "two products in fp8" if OWN_REGISTERS else "two products, units in fp8"
 BY_TOKEN = Scheme(FP8, activation=Activation(FP8))
 
 
@@ -133,8 +150,8 @@ BY_TOKEN = Scheme(FP8, activation=Activation(FP8))
 @pytest.mark.parametrize(
     ("tokens", "gate_up", "down", "names"),
     [
-        (64, *BLOCKS, ("add_norm_fp8", "two products in fp8")),
-        (8192, *BLOCKS, ("add_norm_fp8", "two products in fp8")),
+        (64, *BLOCKS, ("add_norm_fp8", BOTH)),
+        (8192, *BLOCKS, ("add_norm_fp8", BOTH)),
         (8, *BLOCKS, ("add_rms_norm", "two products")),
         (64, WITH_BIAS, BLOCKS[1], ("add_norm_fp8", "two products, units in fp8")),
         (64, BLOCKS[0], mlp_weights(BY_TOKEN)[1], ("add_norm_fp8", "two products")),
@@ -164,18 +181,20 @@ def test_weights_that_read_floats_get_floats():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num", [64, 200, 1024])
 def test_kernels_make_what_those_apart_do(num: int):
-    """Each of the same tokens: a neighbour in fp8 is 6% away, and what follows shows it."""
+    """Each kernel of the same tokens, as a neighbour in fp8 is 6% away and changes what follows."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, norm = (jax.random.normal(keys[0], shape, jnp.bfloat16) for shape in ((num, 1024), (1024,)))
     gate_up, down = real(keys[1], 2, 512, 1024), real(keys[2], 1024, 512)
     run = functools.partial(norm_and_mlp, fused(NO_STEP))
     y, total = jax.jit(run)(x, norm, gate_up, down)
-    assert y.shape[-2:] == (num, 1024) and np.isfinite(oracles.wide(y)).all()
     other, h = jax.jit(lambda *args: fused(NO_STEP).add_norm(*args, 1e-5))(x, x, norm)
     np.testing.assert_array_equal(oracles.wide(total), oracles.wide(other))
     of_norm = jax.jit(functools.partial(add_norm_fp8, eps=1e-5))(x, x, norm)[1:]
     rounded = jax.jit(fp8_rounding)(h)
     assert far(floats(*of_norm), floats(*rounded)) < 0.02
+    units = floats(*jax.jit(fp8_gates)(*of_norm, *gate_up.matrices()))
+    want = units @ oracles.few_bits(*down.matrices(), code=FP8).T
+    assert far(oracles.wide(y).reshape(-1, num, 1024).sum(0), want) < 0.01
     units = jax.jit(fp8_gates)(*rounded, *gate_up.matrices())
     both = jax.jit(fp8_products.BLOCKS.run)(h, gate_up)
     assert far(floats(*units), floats(*jax.jit(fp8_rounding)(both))) < 0.02
@@ -186,3 +205,39 @@ def real(key: jax.Array, *shape: int) -> QuantizedLinear:
     weight = jax.random.normal(key, shape, jnp.bfloat16).astype(FP8)
     scale = jnp.full((*shape[:-2], shape[-2] // 128, shape[-1] // 128), 2.0**-5)
     return QuantizedLinear(weight, scale, None, None, None, None, BOTH_IN_BLOCKS)
+
+
+SIZES = dict(
+    hidden_size=1024, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=128, num_hidden_layers=2, vocab_size=61, max_position_embeddings=128,
+)  # fmt: skip
+FALCON = dict(
+    mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16,
+    mamba_d_conv=4, mamba_chunk_size=16, attention_in_multiplier=1.3,
+)  # fmt: skip
+ROUNDED = dict(
+    quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic"
+)
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("name", "more", "names"),
+    [
+        ("Llama", {}, {"add_norm_fp8", "add_rms_norm"}),  # the latter of hidden states
+        ("Phi3", {}, {"add_norm_fp8", "add_rms_norm"}),
+        ("Olmo2", {}, {"add_rms_norm"}),  # layers norm what they give
+        ("FalconH1", FALCON, {"add_rms_norm"}),  # layers scale what they multiply
+    ],
+)
+@pytest.mark.parametrize("bucket", [Bucket(64, 64, 1), Bucket(128, 8)])
+def test_layers_are_given_what_they_read(name: str, more: Any, names: set[str], bucket: Bucket):
+    settings = SIZES | more | dict(architectures=[f"{name}ForCausalLM"])
+    model, config = read_quantized(settings | dict(quantization_config=ROUNDED), "a test")
+    engine = tiny.engine_config(
+        block_size=64, dtype="bfloat16", kv_dtype="bfloat16", max_num_batched_tokens=128
+    )
+    params = pytree.abstract(model.params, config.dims | dict(param=jnp.dtype("bfloat16")))
+    with cuda():
+        told = operations(Program(model, config, engine, fused, RULES), params, Key("step", bucket))
+    assert {one.name for one in told if one.operation == "add_norm"} == names

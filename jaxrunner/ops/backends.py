@@ -147,9 +147,13 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Any]:
-        of_fp8 = [w for w in readers if reads_rounded(w)]
-        rounded = (add_norm_of(of_fp8),) if of_fp8 and len(of_fp8) == len(readers) else ()
-        return run_first("add_norm", (*rounded, *ADD_NORM), *args, note=note)
+        rounded = [w for w in readers if reads_rounded(w)]
+        known = (
+            (add_norm_of(rounded), *ADD_NORM)
+            if readers and len(rounded) == len(readers)
+            else ADD_NORM
+        )
+        return run_first("add_norm", known, *args, note=note)
 
     attend_latent = functools.partial(
         latent_attention.attend_latent, latents, batch, note, prompts=prompts

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas.mosaic import Shaped
+from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS, Shaped
 from jaxrunner.kernels_pallas.quantized import add_norm_fp8, fp8_blocks
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_gates import refuses as refuses_fp8_gates
@@ -25,13 +25,13 @@ from jaxrunner.types import Array
 FEWEST = 64  # tokens: for fewer, weights are widened as they are read
 
 
-def _blocks(x: Array, w: QuantizedLinear) -> Array:
+def _blocks(x: Array | RoundedTokens, w: QuantizedLinear) -> Array:
     """Multiplies fp8 with fp8, which share scales by runs of inputs."""
     y = _of_rounded(_rounding(x), w, 1, x.dtype)
     return w.outputs(y, None, x.dtype)
 
 
-def _in_parts(x: Array, w: QuantizedLinear) -> Array:
+def _in_parts(x: Array | RoundedTokens, w: QuantizedLinear) -> Array:
     return _of_rounded(_rounding(x), w, _num_parts(x.shape[0], w), jnp.float32)
 
 
@@ -131,7 +131,11 @@ def _sides(tokens: Shaped, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped, 
 
 
 def _mlp(
-    x: Array, gate_up: QuantizedLinear, down: QuantizedLinear, activation: str, note: Note
+    x: Array | RoundedTokens,
+    gate_up: QuantizedLinear,
+    down: QuantizedLinear,
+    activation: str,
+    note: Note,
 ) -> Array:
     units = fp8_gates(*_rounding(x), *gate_up.matrices(), dtype=x.dtype)
     return _of_units(units, down, x.dtype)
@@ -146,6 +150,8 @@ def _refuses_mlp(
         return "wants weights of few bits with one axis of inputs"
     if gate_up.bias is not None:
         return "wants gates without bias"
+    if not OWN_REGISTERS:
+        return "wants JAX 0.11, whose compiler gives warpgroups registers of their own"
     return _refuses(x, gate_up) or refuses_fp8_gates(*_sides(x, gate_up))
 
 

@@ -36,6 +36,8 @@ def reads_rounded(w: Any) -> TypeGuard[QuantizedLinear]:
 
 
 def told_readers(*weights: Any) -> dict[str, Any]:
-    """Returns `readers` of `Ops.add_norm` where all round their inputs so, else nothing: then an
-    `add_norm` without it does."""
+    """Returns `readers` for `Ops.add_norm` where all round their inputs so, else nothing.
+
+    So an `add_norm` that knows no readers serves all other weights.
+    """
     return dict(readers=weights) if weights and all(map(reads_rounded, weights)) else {}

@@ -100,15 +100,15 @@ def report(program: Program, backend: str) -> str:
 
 def add_norm(
     ops: Ops, peers: Peers | None, note: Note, x: Array, residual: Any, weight: Array, *how: Any,
-    **readers: Any,
+    **told: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns as `Ops.add_norm`, whose arguments behind `weight` are `how`; sums `DeviceParts`."""
 
     def by_psum(x: Array, residual: DeviceParts, peers: Peers, *how: Any) -> tuple[Array, Array]:
-        return ops.add_norm(x, residual.astype(x.dtype), *how, **readers)
+        return ops.add_norm(x, residual.astype(x.dtype), *how, **told)
 
     if not isinstance(residual, DeviceParts):
-        return ops.add_norm(x, residual, weight, *how, **readers)
+        return ops.add_norm(x, residual, weight, *how, **told)
     known = KERNEL, Operation("psum, add_norm", by_psum)
     return run_first("all-reduce, add_norm", known, x, residual, peers, weight, *how, note=note)
 

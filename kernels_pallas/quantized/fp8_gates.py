@@ -2,7 +2,8 @@
 
 A tile of `fp8_tiles` has 128 gates and what they gate of the same tokens, so that SwiGLU, and the
 scale that 128 units share, are found in registers, and neither product is written. The units come
-out as `fp8_rounding` makes them of both products: the numbers that the next product multiplies.
+out as `fp8_rounding` makes them of both products, but for an approximate exponential: the numbers
+that the next product multiplies.
 """
 
 import functools
@@ -54,12 +55,15 @@ def fp8_gates(
     Pallas' interpreter; None on a GPU. SwiGLU: arXiv:2002.05202.
 
     Raises:
-      ValueError: what `refuses` says.
+      ValueError: what `refuses` says, or sums in parts or by other warpgroups are asked for.
     """
     (T, E), F = x.shape, weight.shape[0] // 2
     if why := refuses(x, x_scale, weight, scale):
         raise ValueError(f"fp8_gates {why}")
-    s = fp8_tiles.fit(T, E, F, 2 * F // scale.shape[0], GROUPS, 1, config, halves=2)
+    if config.parts != 1 or config.groups not in (0, GROUPS):
+        given = f"parts={config.parts} and groups={config.groups}"
+        raise ValueError(f"fp8_gates wants parts=1 and groups={GROUPS}, or 0, got {given}")
+    s = fp8_tiles.fit(T, E, F, 2 * F // scale.shape[0], GROUPS, TILE + 4, config, halves=2)
     return plgpu.kernel(
         functools.partial(_kernel, s, jnp.dtype(dtype), interpret is None),
         out_type=(

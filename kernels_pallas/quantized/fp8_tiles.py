@@ -29,7 +29,8 @@ from jaxrunner.types import Array
 
 TILE = 128  # outputs of a tile
 TERMS = 128  # that share a scale
-# By the warpgroups that compute: registers of their threads and of those that copy.
+# By the warpgroups that compute: registers of their threads and of those that copy. With fewer for
+# either, `fp8_gates` has numbers in memory.
 REGISTERS = {2: (216, 72), 3: (152, 40)}
 WINDOW = 8  # steps whose scales are copied at once, more than there are stages; fewer end a tile
 WINDOWS = 3  # in shared memory: one is read, a short one may follow, and the next is on its way
@@ -156,12 +157,13 @@ def padded(scale: Array) -> Array:
 def fit(
     T: int, E: int, F: int, run: int, groups: int, size: int, c: TuningConfig, halves: int = 1
 ) -> Tiles:
-    """Shares the work out. run: outputs that share a scale; size: bytes of a written number."""
+    """Shares the work out. run: outputs that share a scale; size: bytes of a token that a tile
+    writes."""
     height = groups * ROWS
     tokens, outputs, steps = -(-T // height), F // TILE, E // (TERMS * c.parts)
     of_tokens = tokens % c.cluster == 0
     cluster = c.cluster if of_tokens or outputs % c.cluster == 0 else 1
-    left = SMEM_BYTES - height * TILE * size - WINDOWS * 4 * (WINDOW * height + halves * LINE)
+    left = SMEM_BYTES - height * size - WINDOWS * 4 * (WINDOW * height + halves * LINE)
     stages = min(c.stages, left // ((height + halves * TILE) * TERMS), steps)
     s = Tiles(
         groups, tokens, outputs, steps, run // TILE, stages, 0, 1, c.parts, cluster, of_tokens,

@@ -11,7 +11,7 @@ from jaxrunner.model import AttentionSpec, Ops
 from jaxrunner.models import llama
 from jaxrunner.models.hybrids.hybrid import Params
 from jaxrunner.models.hybrids.mamba2 import Mixer
-from jaxrunner.models.llama import Norm, Turn
+from jaxrunner.models.llama import Turn
 from jaxrunner.ops.plain import summed, unpacked
 from jaxrunner.ops.routing import Router, scores_of
 from jaxrunner.pytree import leaf, nested, pytree
@@ -106,9 +106,9 @@ def layers(
 
 
 def _layer(
-    config: Any, ops: Ops, x: Array, h: Array, w: Any, norm: Norm, cache: Any,
+    config: Any, ops: Ops, x: Array, h: Array, w: Any, norm: Array, cache: Any,
     turn: Turn, *, spec: AttentionSpec,
 ) -> tuple[Array, Array, Any, dict[str, Array]]:  # fmt: skip
     """Runs a layer on h, the norm of x. Returns the next x, its norm, the cache, and extras."""
     residual, cache, told = w.run(config, ops, h, cache, spec)
-    return *ops.add_norm(x, residual, norm.weight, config.rms_norm_eps), cache, told
+    return *ops.add_norm(x, residual, norm, config.rms_norm_eps), cache, told

@@ -96,7 +96,7 @@ def layers(
 ) -> tuple[Array, tuple[Any, ...], dict[str, Array]]:  # fmt: skip
     """Runs layers `first` to `last` as `llama.layers` does, with norms by 1 + w."""
     add_norm = ops.add_norm
-    ops = replace(ops, add_norm=lambda *given, **readers: add_norm(*given, True, **readers))
+    ops = replace(ops, add_norm=lambda *given, **told: add_norm(*given, True, **told))
     return llama.layers(config, params, x, kv, inputs, ops, first=first, last=last, extras=extras)
 
 

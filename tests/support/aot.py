@@ -17,6 +17,7 @@ from jaxrunner.bench.presets import PRESETS
 from jaxrunner.device.program_spec import program_spec
 from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.cases.catalog import TESTS
+from jaxrunner.kernels_pallas.cases.fp8_case import fp8_products, fp8_units
 from jaxrunner.kernels_pallas.sampling.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
@@ -53,6 +54,8 @@ KERNELS = (
     "quantized_mlp", "fp8_blocks", "fp8_gates", "add_norm_fp8", "latent_decode", "sample_tokens",
     "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step", "state_chunks",
 )  # fmt: skip
+# Whose tiles have more of what registers hold than those of the first cases.
+LARGE = fp8_units(8192, 4096, 14336), fp8_products(8192, 4096, 6144)
 MODEL = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=512, intermediate_size=1024,
     num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
@@ -121,7 +124,7 @@ def main(folder: Path) -> None:
     """Compiles a case of each kernel, then steps; `folder` gets XLA's dumps."""
     firsts = [next(case for case in TESTS if case.kernel == kernel) for kernel in KERNELS]
     several = next(case for case in TESTS if case.options.get("query_len") == 4)
-    for case in (*firsts, several):
+    for case in (*firsts, several, *LARGE):
         jax.jit(case.run).lower(*placed(jax.eval_shape(lambda c=case: c.make(0)))).compile()
     found = []
     for key, num_drafts in (

@@ -56,13 +56,13 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
 
     def add_norm(
         x: Array, residual: Any, weight: Array, eps: float, one_more: bool = False, *end: Array,
-        **readers: Any,
+        **told: Any,
     ) -> tuple[Array, Array]:  # fmt: skip
         if not isinstance(residual, AdaptedParts):
-            return ops.add_norm(x, residual, weight, eps, one_more, *end, **readers)
+            return ops.add_norm(x, residual, weight, eps, one_more, *end, **told)
         more = LowRank(residual.low, residual.b[0], residual.place)
         if norm_kernel.refuses(x, residual.parts, weight, more, *end) is not None:
-            return ops.add_norm(x, residual.all(), weight, eps, one_more, *end, **readers)
+            return ops.add_norm(x, residual.all(), weight, eps, one_more, *end, **told)
         return norm_kernel.add_rms_norm(x, residual.parts, weight, more, eps=eps, one_more=one_more)
 
     per_head = functools.partial(_per_head, ops, places)
