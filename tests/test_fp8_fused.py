@@ -37,7 +37,7 @@ NO_STEP: Any = None  # nothing attends
 
 
 def floats(numbers: Any, scale: Any) -> np.ndarray:
-    return oracles.wide(numbers) * np.repeat(np.asarray(scale).T, 128, 1)
+    return oracles.wide(numbers) * np.repeat(np.asarray(scale).T[: len(numbers)], 128, 1)
 
 
 def far(got: np.ndarray, want: np.ndarray) -> float:
@@ -57,6 +57,8 @@ def far(got: np.ndarray, want: np.ndarray) -> float:
 def test_units_are_those_of_both_products(sizes: tuple[int, ...], config: dict[str, int]):
     args = fp8_units(*sizes).make(0)
     run = functools.partial(fp8_gates, config=TuningConfig(**config), interpret=interpreted())
+    # Mosaic copies a part of a row without regard to its end, which an interpreter heeds.
+    assert jax.eval_shape(run, *args)[1].shape[1] % 128 == 0
     assert far(floats(*jax.jit(run)(*args)), oracles.fp8_gates(*args)) < 3e-3
 
 

@@ -175,6 +175,7 @@ def test_other_products_are_refused_in_words(tokens: int, dtype: Any, scheme: Sc
         ((8, 256, FP8), (2, 8, jnp.bfloat16), (256, 256), "scales in float32, got bfloat16"),
         ((8, 256, FP8), (2, 8, jnp.float32), (192, 256), "outputs of 128, got 256 and 192"),
         ((8, 256, FP8), (1, 8, jnp.float32), (256, 256), r"a scale for 128 terms, got \(1, 8\)"),
+        ((16, 256, FP8), (2, 8, jnp.float32), (256, 256), r"scales of 16 tokens, .*\(2, 8\)"),
     ],
 )
 def test_the_kernel_refuses_in_words(x: Any, x_scale: Any, weight: Any, words: str):

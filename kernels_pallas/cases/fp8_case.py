@@ -70,7 +70,7 @@ def rounded_norms(T: int, E: int, parts: int = 0) -> Case:
 
 
 def _floats(numbers: Array, scale: Array) -> Array:
-    return numbers.astype(jnp.float32) * jnp.repeat(scale.T, 128, 1)
+    return numbers.astype(jnp.float32) * jnp.repeat(scale.T[: len(numbers)], 128, 1)
 
 
 def roundings(*shape: int) -> Case:

@@ -38,9 +38,9 @@ def fp8_blocks(
     """Returns x, [T, E], times weight, [F, E], both in float8_e4m3fn: [T, F] in `dtype`.
 
     With several parts, which are to be added up: [parts, T, F].
-    x_scale: [E / 128, T], float32, of each token, as `fp8_rounding` returns it; scale: [F / run,
-    E / 128], float32, of runs of outputs. interpret: parameters of Pallas' interpreter; None on a
-    GPU.
+    x_scale: [E / 128, T or more], float32, of each token, as `fp8_rounding` and `fp8_gates` return
+    it; scale: [F / run, E / 128], float32, of runs of outputs. interpret: parameters of Pallas'
+    interpreter; None on a GPU.
 
     Raises:
       ValueError: what `fp8_tiles.refuses` says, or `config.parts` do not divide the sums.

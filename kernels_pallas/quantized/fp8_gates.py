@@ -35,8 +35,8 @@ GROUPS = 2  # warpgroups that compute: two sums fill the registers of their thre
 
 
 def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | None:
-    """Says why x, [T, E], [E / 128, T], weight, [2 * F, E], and scale, [2 * F / run, E / 128], are
-    not served, or None."""
+    """Says why x, [T, E], x_scale, [E / 128, T or more], weight, [2 * F, E], and scale,
+    [2 * F / run, E / 128], are not served, or None."""
     if (reason := fp8_tiles.refuses(x, x_scale, weight, scale)) is not None:
         return reason
     if weight.shape[0] % (2 * TILE):
@@ -48,8 +48,10 @@ def fp8_gates(
     x: Array, x_scale: Array, weight: Array, scale: Array, *, dtype: Any = jnp.bfloat16,
     config: TuningConfig = DEFAULT, interpret: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Returns the units of x, [T, E], in float8_e4m3fn, [T, F], and their scales, [F / 128, T].
+    """Returns the units of x, [T, E], in float8_e4m3fn, [T, F], and scales, [F / 128, T or more].
 
+    The latter are of whole tiles of tokens, as Mosaic copies a part of one row without regard to
+    the row's end.
     weight: [2 * F, E] in float8_e4m3fn, gates first; x_scale and scale: as `fp8_blocks` takes them.
     dtype: what products, activations and units are rounded to on the way. interpret: parameters of
     Pallas' interpreter; None on a GPU. SwiGLU: arXiv:2002.05202.
@@ -67,7 +69,8 @@ def fp8_gates(
     return plgpu.kernel(
         functools.partial(_kernel, s, jnp.dtype(dtype), interpret is None),
         out_type=(
-            jax.ShapeDtypeStruct((T, F), E4M3), jax.ShapeDtypeStruct((F // TILE, T), jnp.float32)
+            jax.ShapeDtypeStruct((T, F), E4M3),
+            jax.ShapeDtypeStruct((F // TILE, s.tokens * s.height), jnp.float32),
         ),
         scratch_types=fp8_tiles.scratch(s) | dict(
             out_smem=plgpu.SMEM((s.groups, ROWS, TILE), E4M3, transforms=mosaic.tiled(TILE, 1)),

@@ -129,8 +129,8 @@ class Held(NamedTuple):
 
 
 def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | None:
-    """Says why x, [T, E], [E / 128, T], weight, [F, E], and scale, [F / run, E / 128], are not
-    served, or None."""
+    """Says why x, [T, E], x_scale, [E / 128, T or more], weight, [F, E], and scale, [F / run,
+    E / 128], are not served, or None."""
     (T, E), F = x.shape, weight.shape[0]
     if TOO_OLD is not None:
         return TOO_OLD
@@ -142,8 +142,10 @@ def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | 
         return f"wants sums of a multiple of {TERMS} terms and outputs of {TILE}, got {E} and {F}"
     if T % 8:
         return f"wants tokens in multiples of 8, got {T}"
-    if x_scale.shape != (E // TERMS, T) or scale.shape[1] != E // TERMS:
+    if x_scale.shape[0] != E // TERMS or scale.shape[1] != E // TERMS:
         return f"wants a scale for {TERMS} terms, got {x_scale.shape} and {scale.shape}"
+    if x_scale.shape[1] < T or x_scale.shape[1] % ALIGNED:
+        return f"wants scales of {T} tokens, or more in fours, got {x_scale.shape}"
     if F % scale.shape[0] or F // scale.shape[0] % TILE:
         return f"wants a scale for a multiple of {TILE} outputs, got {scale.shape[0]} for {F}"
     return None
