@@ -6,7 +6,9 @@ from typing import Any
 from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.caches.full import FullAttention
 from jaxrunner.caches.window import SlidingWindow
-from jaxrunner.models.rope import Rope
+from jaxrunner.config import read_dtype, read_token_ids
+from jaxrunner.hf_config import Settings
+from jaxrunner.models.rope import Rope, read_rope
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,58 @@ class DecoderConfig:
     def cache_salt(self, prompt_len: int) -> bytes:
         """What, besides the tokens before it, a cached key depends on."""
         return self.rope.cache_salt(prompt_len)
+
+
+def read_decoder(
+    settings: Settings, *, head_dim: int = 0, partial_rotary: float | None = None, **flags: Any
+) -> DecoderConfig:
+    """Reads what all Llama-like decoders have in common; `flags` are the family's own fields.
+
+    `head_dim` is the family's default, 0 where it is derived from the hidden size.
+    partial_rotary: the `turned` of `read_rope`.
+    """
+    fields = read_sizes(settings, head_dim)
+    settings.expect("hidden_act", "silu", "swish")
+    max_len = fields["max_position_embeddings"]
+    fields["rope"] = read_rope(settings, fields["head_dim"], max_len, turned=partial_rotary)
+    settings.finish()
+    return DecoderConfig(**fields | flags)
+
+
+def read_sizes(settings: Settings, head_dim: int = 0, eps: float = 1e-6) -> dict[str, Any]:
+    """Returns what decoders of all kinds have in common: fields of a `DecoderConfig`, not `rope`.
+
+    `head_dim` is as for `read_decoder`, `eps` what norms have where the config does not say.
+
+    Raises:
+      ValueError: a size that other ones contradict, or a setting that is not supported; names it.
+    """
+    heads = settings.size("num_attention_heads")
+    kv_heads = settings.size("num_key_value_heads", heads)
+    hidden, layers = settings.size("hidden_size"), settings.size("num_hidden_layers")
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
+        )
+    settings.expect("pretraining_tp", 1)
+    settings.expect("quantization_config", None)
+    bos, eps = read_token_ids(settings, "bos_token_id"), settings.take("rms_norm_eps", float, eps)
+    if not 0 <= eps < 1:
+        raise ValueError(f"rms_norm_eps must be from 0 to 1, got {eps}: it keeps a norm from zero")
+    return dict(
+        architecture=settings.take("architectures", list, ["?"])[0],
+        vocab_size=settings.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=settings.size("intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=settings.size("head_dim", head_dim or hidden // heads),
+        max_position_embeddings=settings.size("max_position_embeddings"),
+        rms_norm_eps=eps,
+        windows=(None,) * layers,
+        tie_word_embeddings=settings.take("tie_word_embeddings", bool, False),
+        dtype=read_dtype(settings),
+        eos_token_ids=read_token_ids(settings, "eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+    )

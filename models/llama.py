@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.caches.cache_group import layer_groups
-from jaxrunner.config import read_dtype, read_token_ids
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm, Source
-from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.rope import read_rope, rotation
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
+from jaxrunner.models.rope import rotation
 from jaxrunner.models.sources import (
     linear_source,
     mlp_sources,
@@ -129,18 +128,18 @@ def layers(
       ValueError: there is no such extra among these layers; names it.
     """
     num, eps = config.num_hidden_layers, config.rms_norm_eps
-    groups = layer_groups(config.cache_kinds)
-    last = num if last is None else last
+    groups, last = layer_groups(config.cache_kinds), num if last is None else last
     run = jax.jit(functools.partial(layer or _layer, config, ops), static_argnames="spec")
     turn, caches, found = turn or rotation(config.rope, inputs), [], {}
     chosen = params.layers[first:last]
-    # Each layer ends with the norm of the next one, which adds what the layer gives to x.
+    # Each layer ends with the norm of the next one, which adds what the layer gives to x. One jit
+    # is for all of them: equal layers are traced once.
     norms, zeros = _norms(params, chosen, told=layer is None), jnp.zeros_like(x)
+    ends = norms[1:] if layer is None else [norm.weight for norm in norms[1:]]
     x, h = ops.add_norm(x, zeros, norms[0].weight, eps, **norms[0].told)
-    for i, (w, norm, cache) in enumerate(zip(chosen, norms[1:], kv, strict=True), first):
+    for i, (w, end, cache) in enumerate(zip(chosen, ends, kv, strict=True), first):
         found[f"residual.{i}"] = x
         spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
-        end = norm if layer is None else norm.weight
         x, h, cache, told = run(x, h, w, end, cache, turn, spec=spec)
         caches.append(cache)
         found |= {f"{name}.{i}": array for name, array in told.items()}
@@ -172,73 +171,22 @@ def _layer(
 
 
 def _norms(params: Params, chosen: Sequence[Any], *, told: bool) -> list[NextNorm]:
-    """Returns the norms before layers, and, told the same, behind them, so that all layers are
-    equal; told: whether of readers."""
+    """Returns the norms before layers, and behind the last one, which is told the same.
+
+    So all layers are equal. told: whether of their readers.
+    """
     norms = [NextNorm(w.attn_norm, _readers(w, Attention.attend) if told else {}) for w in chosen]
     return [*norms, NextNorm(params.norm, norms[-1].told)]
 
 
 def _readers(w: Any, method: Any) -> dict[str, Any]:
-    """Returns the weights that alone read what a layer's attention or MLP is given, as `readers`;
-    nothing where its class has another method for it, or where they read it as it is."""
+    """Returns the weights that alone read what a layer's attention or MLP is given, as `readers`.
+
+    Nothing where its class has another method for it, or where they read it as it is.
+    """
     if getattr(type(w), method.__name__, None) is not method:
         return {}
     return told_readers(w.qkv if method is Attention.attend else w.gate_up)
-
-
-def read_decoder(
-    settings: Settings, *, head_dim: int = 0, partial_rotary: float | None = None, **flags: Any
-) -> DecoderConfig:
-    """Reads what all Llama-like decoders have in common; `flags` are the family's own fields.
-
-    `head_dim` is the family's default, 0 where it is derived from the hidden size.
-    partial_rotary: the `turned` of `read_rope`.
-    """
-    fields = read_sizes(settings, head_dim)
-    settings.expect("hidden_act", "silu", "swish")
-    max_len = fields["max_position_embeddings"]
-    fields["rope"] = read_rope(settings, fields["head_dim"], max_len, turned=partial_rotary)
-    settings.finish()
-    return DecoderConfig(**fields | flags)
-
-
-def read_sizes(settings: Settings, head_dim: int = 0, eps: float = 1e-6) -> dict[str, Any]:
-    """Returns what decoders of all kinds have in common: fields of a `DecoderConfig`, not `rope`.
-
-    `head_dim` is as for `read_decoder`, `eps` what norms have where the config does not say.
-
-    Raises:
-      ValueError: a size that other ones contradict, or a setting that is not supported; names it.
-    """
-    heads = settings.size("num_attention_heads")
-    kv_heads = settings.size("num_key_value_heads", heads)
-    hidden, layers = settings.size("hidden_size"), settings.size("num_hidden_layers")
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
-        )
-    settings.expect("pretraining_tp", 1)
-    settings.expect("quantization_config", None)
-    bos, eps = read_token_ids(settings, "bos_token_id"), settings.take("rms_norm_eps", float, eps)
-    if not 0 <= eps < 1:
-        raise ValueError(f"rms_norm_eps must be from 0 to 1, got {eps}: it keeps a norm from zero")
-    return dict(
-        architecture=settings.take("architectures", list, ["?"])[0],
-        vocab_size=settings.size("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=settings.size("intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=settings.size("head_dim", head_dim or hidden // heads),
-        max_position_embeddings=settings.size("max_position_embeddings"),
-        rms_norm_eps=eps,
-        windows=(None,) * layers,
-        tie_word_embeddings=settings.take("tie_word_embeddings", bool, False),
-        dtype=read_dtype(settings),
-        eos_token_ids=read_token_ids(settings, "eos_token_id"),
-        bos_token_id=bos[0] if bos else None,
-    )
 
 
 def read(settings: Settings) -> DecoderConfig:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from jaxrunner.hf_config import Settings
-from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import llama, read_decoder
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
+from jaxrunner.models.llama import llama
 from jaxrunner.models.qwen2 import read_windows
 
 MTP = "model.mtp_layers."  # the prefix of their tensors

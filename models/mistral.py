@@ -1,8 +1,8 @@
 """Mistral: Llama with a sliding window. arXiv:2310.06825."""
 
 from jaxrunner.hf_config import Settings
-from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import llama, read_decoder
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
+from jaxrunner.models.llama import llama
 
 
 def read(settings: Settings) -> DecoderConfig:

@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5: Llama with biased query, key and value. arXiv:2407.10671."""
 
 from jaxrunner.hf_config import Settings
-from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import llama, read_decoder
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
+from jaxrunner.models.llama import llama
 from jaxrunner.models.windows import layer_windows
 
 

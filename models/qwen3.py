@@ -1,8 +1,8 @@
 """Qwen3: Llama with a norm on each query and key. arXiv:2505.09388."""
 
 from jaxrunner.hf_config import Settings
-from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import llama, read_decoder
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
+from jaxrunner.models.llama import llama
 from jaxrunner.models.qwen2 import read_windows
 
 

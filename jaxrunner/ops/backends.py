@@ -30,7 +30,6 @@ from jaxrunner.ops.fp8_products import add_norm_of
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
-from jaxrunner.ops.rounded_tokens import reads_rounded
 from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
 from jaxrunner.program.program import engine_groups
@@ -147,12 +146,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Any]:
-        rounded = [w for w in readers if reads_rounded(w)]
-        known = (
-            (add_norm_of(rounded), *ADD_NORM)
-            if readers and len(rounded) == len(readers)
-            else ADD_NORM
-        )
+        known = (add_norm_of(readers), *ADD_NORM) if readers else ADD_NORM
         return run_first("add_norm", known, *args, note=note)
 
     attend_latent = functools.partial(

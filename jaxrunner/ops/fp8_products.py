@@ -41,7 +41,7 @@ def _rounding(x: Array | RoundedTokens) -> tuple[Array, Array]:
     return fp8_rounding(x.reshape(x.shape[0], -1))
 
 
-def add_norm_of(readers: Sequence[QuantizedLinear]) -> Operation:
+def add_norm_of(readers: Sequence[Weights]) -> Operation:
     """Returns the `add_norm` whose norm is rounded to fp8, as all that read it would round it."""
 
     def run(
@@ -57,6 +57,8 @@ def add_norm_of(readers: Sequence[QuantizedLinear]) -> Operation:
         end: Array | None = None,
     ) -> str | None:  # fmt: skip
         for w in readers:
+            if not isinstance(w, QuantizedLinear):
+                return "wants weights of few bits"
             if (reason := _refuses(x, w)) is not None:
                 return reason
         if end is not None:

@@ -1,6 +1,6 @@
 """Tokens that come rounded to fp8 from the norm before a product."""
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -30,14 +30,13 @@ class RoundedTokens:
         return self.numbers.shape
 
 
-def reads_rounded(w: Any) -> TypeGuard[QuantizedLinear]:
-    """Whether the product of weights rounds its inputs so."""
-    return isinstance(w, QuantizedLinear) and w.scheme.activation == ROUNDING
-
-
 def told_readers(*weights: Any) -> dict[str, Any]:
     """Returns `readers` for `Ops.add_norm` where all round their inputs so, else nothing.
 
     So an `add_norm` that knows no readers serves all other weights.
     """
-    return dict(readers=weights) if weights and all(map(reads_rounded, weights)) else {}
+
+    def rounds(w: Any) -> bool:
+        return isinstance(w, QuantizedLinear) and w.scheme.activation == ROUNDING
+
+    return dict(readers=weights) if weights and all(map(rounds, weights)) else {}

@@ -13,8 +13,8 @@ from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm, Source
-from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import layer_sources, read_decoder
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
+from jaxrunner.models.llama import layer_sources
 from jaxrunner.models.rope import rotation
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.speculators.drafter import Drafter, Target, own_or_shared_embed

@@ -12,8 +12,7 @@ from jaxrunner.api.validation import shown
 from jaxrunner.caches.cache_group import CacheKind
 from jaxrunner.config import ModelConfig
 from jaxrunner.hf_config import Settings
-from jaxrunner.models.decoder_config import DecoderConfig
-from jaxrunner.models.llama import read_decoder
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
 from jaxrunner.models.qwen2 import read_windows
 
 ARCHITECTURES = (

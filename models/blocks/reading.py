@@ -11,7 +11,7 @@ from jaxrunner.models.blocks import forward
 from jaxrunner.models.blocks.description import BlockConfig
 from jaxrunner.models.blocks.sources import sources
 from jaxrunner.models.blocks.weights import Params
-from jaxrunner.models.llama import read_sizes
+from jaxrunner.models.decoder_config import read_sizes
 from jaxrunner.models.rope import Rope, no_rope, read_rope
 
 MAX_LEN = "max_position_embeddings"

@@ -9,7 +9,7 @@ from typing import Any
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import Model
 from jaxrunner.models import llama
-from jaxrunner.models.decoder_config import DecoderConfig
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
 from jaxrunner.models.hybrids.hybrid import Hybrid, Mixing, Params, layered
 from jaxrunner.models.hybrids.mamba2 import Mixer, MixerConfig, mixer_sources, read_mixer
 from jaxrunner.models.llama import Layer, Mlp
@@ -51,7 +51,7 @@ def read(settings: Settings) -> BambaConfig:
         attends=tuple(i in full for i in range(num)), state=mixer.state, mixer=mixer
     )
     biases = dict(qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
-    return BambaConfig(**vars(llama.read_decoder(settings, partial_rotary=0.5, **biases)) | own)
+    return BambaConfig(**vars(read_decoder(settings, partial_rotary=0.5, **biases)) | own)
 
 
 def sources(config: BambaConfig) -> Params:

@@ -13,7 +13,7 @@ from jaxrunner.caches.full import FullAttention
 from jaxrunner.hf_config import Settings
 from jaxrunner.model import AttentionSpec, Model, Ops, RopeAndNorm
 from jaxrunner.models import llama
-from jaxrunner.models.decoder_config import DecoderConfig
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
 from jaxrunner.models.hybrids.bamba import NAMES
 from jaxrunner.models.hybrids.mamba2 import Mixer, MixerConfig, mixer_sources, read_mixer
 from jaxrunner.models.llama import Turn
@@ -131,7 +131,7 @@ def read(settings: Settings) -> FalconH1Config:
     own["mixer"] = replace(read_mixer(settings, inner), norm=norm, scales=scales, into=into)
     bias = settings.take("attention_bias", bool, False)
     flags = dict(qkv_bias=bias, o_bias=bias, mlp_bias=settings.take("mlp_bias", bool, False))
-    return FalconH1Config(**vars(llama.read_decoder(settings, **flags)) | own)
+    return FalconH1Config(**vars(read_decoder(settings, **flags)) | own)
 
 
 def _read_scales(settings: Settings, key: str, num: int) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.linear import Linear
 from jaxrunner.model import AttentionSpec, Model, Ops, Source
 from jaxrunner.models import llama
-from jaxrunner.models.decoder_config import DecoderConfig
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
 from jaxrunner.models.hybrids.hybrid import FULL, Hybrid, Normed, Params, layered, read_attends
 from jaxrunner.models.llama import Layer, Mlp, Turn
 from jaxrunner.models.sources import conv_source, linear_source, mlp_sources, norm_sources, renamed
@@ -88,7 +88,7 @@ def read(settings: Settings) -> Lfm2Config:
         intermediate_size=_read_units(settings),
         conv_bias=conv_bias,
     )
-    decoder = llama.read_decoder(settings, qk_norm=True)
+    decoder = read_decoder(settings, qk_norm=True)
     return Lfm2Config(**vars(decoder) | own)
 
 

@@ -17,7 +17,7 @@ from jaxrunner.linear import Linear
 from jaxrunner.mixtures.experts import Experts, Routes
 from jaxrunner.model import Model, Ops, Source
 from jaxrunner.models import llama
-from jaxrunner.models.decoder_config import DecoderConfig
+from jaxrunner.models.decoder_config import DecoderConfig, read_decoder
 from jaxrunner.models.llama import Attention, attention_sources
 from jaxrunner.models.sources import linear_source, mlp_sources
 from jaxrunner.ops.plain import summed
@@ -137,7 +137,7 @@ def read_mixture(
     """
     layers, size = settings.size("num_hidden_layers"), settings.size(units)
     _check_router(router)
-    dense = llama.read_decoder(settings, head_dim=head_dim, partial_rotary=partial_rotary)
+    dense = read_decoder(settings, head_dim=head_dim, partial_rotary=partial_rotary)
     sparse = sparse or (True,) * layers
     own = dict(router=router, moe_intermediate_size=size, sparse=sparse)
     if all(sparse):  # no layer has an MLP of the other size
