@@ -1,5 +1,8 @@
 """What products with weights of few bits run through on a GPU, and what kernels refuse."""
 
+import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -7,9 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas.quantized import quantized_mlp
+from jaxrunner.kernels_pallas.quantized import (
+    quantized_matmul as quantized_matmul_module,
+)
+from jaxrunner.kernels_pallas.quantized import (
+    quantized_mlp,
+)
 from jaxrunner.kernels_pallas.quantized.quantized_fit import FEWEST, fit, multiply
-from jaxrunner.kernels_pallas.quantized.quantized_matmul import MAX_PARTS, quantized_matmul, refuses
+from jaxrunner.kernels_pallas.quantized.quantized_matmul import (
+    MAX_PARTS,
+    TOKENS,
+    quantized_matmul,
+    refuses,
+)
 from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.operation import Operation
 from jaxrunner.ops import products
@@ -123,6 +136,32 @@ def test_tiles_do_not_serve_other_shapes(shape, words):
     assert words in str(fit(x, weight, scale, "int8"))
     with pytest.raises(ValueError, match=f"quantized_tile .*{words}"):
         jax.eval_shape(lambda *args: multiply(*args, code="int8"), x, weight, scale)
+
+
+@lowers
+@pytest.mark.parametrize("code", [FP8, "int4"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (384, 1792)])
+def test_what_a_block_of_few_tokens_holds_fits_shared_memory(monkeypatch, outputs, inputs, code):
+    held: list[Any] = []
+
+    def kernel(body: Any, *, out_type: Any, scratch_types: Any, **_: Any) -> Any:
+        held.append(scratch_types)
+        return lambda *_: jnp.zeros(out_type.shape, out_type.dtype)
+
+    x, weight, scale = matrices(1, outputs, inputs, code)
+    monkeypatch.setattr(quantized_matmul_module.plgpu, "kernel", kernel)
+    for tokens, most, zeros in itertools.product(TOKENS, (1, MAX_PARTS), (False, True)):
+        zero = (jax.ShapeDtypeStruct(scale.shape, jnp.int8),) * zeros
+        x = shaped(tokens, inputs)
+        if refuses(x, weight, scale, code, most):
+            assert tokens > 48  # of which a step is too long
+            continue
+        run = functools.partial(quantized_matmul, code=code, max_parts=most, dtype=jnp.float32)
+        jax.eval_shape(run, x, weight, scale, *zero)
+        arrays = [one for one in held[-1] if hasattr(one, "dtype")]
+        size = sum(math.prod(one.shape) * jnp.dtype(one.dtype).itemsize for one in arrays)
+        assert size <= 226 * 1024, (tokens, most, zeros)  # of 227 KiB, barriers need some
+    assert len(held) > len(TOKENS) * 3
 
 
 def test_an_fp8_product_is_that_of_plain_jax():

@@ -173,6 +173,11 @@ TESTS: tuple[Case, ...] = (
     quantized_products(64, 1024, 352, "int4", group=128, zero=True),
     quantized_products(128, 768, 64, "float4_e2m1fn", group=256, max_parts=8),
     quantized_products(256, 2048, 512, "int8", max_parts=8),
+    # Sums whose last copy is in part of no steps; of fewer steps than warpgroups.
+    quantized_products(8, 896, 256, "float8_e4m3fn", run=128, group=128),
+    quantized_products(8, 1792, 192, "int4", group=128, zero=True),
+    quantized_products(1, 384, 128, "float8_e4m3fn", run=128, group=128),
+    quantized_products(16, 4096, 4096, "float8_e4m3fn", run=128, group=128, max_parts=8),
     quantized_mlps(1, 4096, 7168, "int4", group=128),
     quantized_mlps(8, 4096, 7168, "float8_e4m3fn", run=128, group=128),
     quantized_mlps(24, 4096, 1024, "int8"), quantized_mlps(32, 4096, 1024, "float8_e4m3fn"),

@@ -24,8 +24,8 @@ from jaxrunner.kernels_pallas.mixtures import expert_tile
 from jaxrunner.kernels_pallas.mixtures.expert_tile import ACTIVATIONS, activate, by_token
 from jaxrunner.kernels_pallas.mixtures.group_tokens import LEAST, Groups
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.products import grid_barrier
-from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.products import copies, grid_barrier
+from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS, STEP
 from jaxrunner.kernels_pallas.stores import put_columns, put_routed
 from jaxrunner.types import Array
@@ -260,13 +260,13 @@ def _fetch(
     total = half + s.second.rounds(s, ring.block, count) * s.second.steps
     ahead = jnp.minimum(half + s.stages, total)
     weights, tokens = ring.copies(s.first, 0, x, gate_up)
-    each(0, half, ring.wait, weights, tokens)
+    copies.each(0, half, ring.wait, weights, tokens)
     weights, tokens = ring.copies(s.second, half, units, down)
-    each(half, ahead, ring.wait, weights)
+    copies.each(half, ahead, ring.wait, weights)
     mosaic.barrier_wait(told)
     grid_barrier.wait(counter)
-    each(half, ahead, tokens)
-    each(ahead, total, ring.wait, weights, tokens)
+    copies.each(half, ahead, tokens)
+    copies.each(ahead, total, ring.wait, weights, tokens)
 
 
 def _compute(

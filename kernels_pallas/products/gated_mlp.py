@@ -8,7 +8,6 @@ Weights are on their way before the kernel that makes the tokens has ended, so i
 kernel which makes the weights.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 import functools
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.products import grid_barrier
+from jaxrunner.kernels_pallas.products import copies, grid_barrier
 from jaxrunner.kernels_pallas.products.matmul import (
     COMPILER,
     ROWS,
@@ -232,30 +231,15 @@ def _fetch(
     def second_tokens(step: Index) -> None:
         ring.copy_tokens(step, units.at[:, terms(start + step)])
 
-    for step in range(s.stages):
-        (first_weights if step < s.first else second_weights)(step)
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    for step in range(min(s.stages, s.first)):
-        first_tokens(step)
-    each(s.stages, s.first, ring.wait, first_weights, first_tokens)
+    copies.begin(min(s.stages, s.first), 2 * s.units * STEP * 2, first_weights, first_tokens)
+    copies.each(s.first, s.stages, second_weights)
+    copies.each(s.stages, s.first, ring.wait, first_weights, first_tokens)
     ahead = min(s.first + s.stages, total)
-    each(max(s.first, s.stages), ahead, ring.wait, second_weights)
+    copies.each(max(s.first, s.stages), ahead, ring.wait, second_weights)
     mosaic.barrier_wait(told)
     grid_barrier.wait(counter)
-    each(s.first, ahead, second_tokens)
-    each(ahead, total, ring.wait, second_weights, second_tokens)
-
-
-def each(first: Index, last: Index, *actions: Callable[[Array], None]) -> None:
-    """Does all of some steps."""
-
-    def body(step: Array, _: None) -> None:
-        for act in actions:
-            act(step)
-        return _
-
-    lax.fori_loop(first, last, body, None)
+    copies.each(s.first, ahead, second_tokens)
+    copies.each(ahead, total, ring.wait, second_weights, second_tokens)
 
 
 def _compute(

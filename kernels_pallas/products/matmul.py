@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
+from jaxrunner.kernels_pallas.products import copies
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -166,40 +167,29 @@ def _fetch(
     def terms(step: Index) -> Any:
         return pl.ds(lax.rem(step, s.steps) * STEP, STEP)
 
-    def weights(step: Index, slot: Index) -> None:
+    def slot(step: Index) -> Array:
+        return lax.rem(step, s.stages)
+
+    def weights(step: Index) -> None:
         n, at, width = tile(lax.div(step, s.steps)), terms(step), s.tile // s.halves
         rows = pl.ds(n * width, width)
         for i in range(s.halves):
             source = w.at[rows, at] if s.activation is None else w.at[i, rows, at]
-            target = w_smem.at[slot, pl.ds(i * width, width)]
-            mosaic.copy_gmem_to_smem(source, target, full.at[slot])
+            target = w_smem.at[slot(step), pl.ds(i * width, width)]
+            mosaic.copy_gmem_to_smem(source, target, full.at[slot(step)])
 
-    def tokens(step: Index, slot: Index) -> None:
-        source, target = x.at[:, terms(step)], x_smem.at[slot]
-        mosaic.copy_gmem_to_smem(source, target, full.at[slot], collective_axes="peer")
+    def tokens(step: Index) -> None:
+        source, target = x.at[:, terms(step)], x_smem.at[slot(step)]
+        mosaic.copy_gmem_to_smem(source, target, full.at[slot(step)], collective_axes="peer")
 
-    for slot in range(s.stages):
-        weights(slot, slot)
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    for slot in range(s.stages):
-        tokens(slot, slot)
+    def wait(step: Index) -> None:
+        mosaic.barrier_wait(free.at[slot(step)])
 
-    def body(step: Array, _: None) -> None:
-        slot = lax.rem(step, s.stages)
-        mosaic.barrier_wait(free.at[slot])
-        weights(step, slot)
-        tokens(step, slot)
-        return _
-
-    def drain(step: Array, _: None) -> None:
-        mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
-        return _
-
+    copies.begin(s.stages, s.tile * STEP * w.dtype.itemsize, weights, tokens)
     total = rounds * s.steps
-    lax.fori_loop(s.stages, total, body, None)
+    copies.each(s.stages, total, wait, weights, tokens)
     # A block may not end while its peer still tells it that a slot is free.
-    lax.fori_loop(total, total + s.stages, drain, None)
+    copies.each(total, total + s.stages, wait)
 
 
 def _compute(

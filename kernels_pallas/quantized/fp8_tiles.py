@@ -20,9 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.products import copies
+from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized.quantized_tile import free_slots
 from jaxrunner.types import Array
@@ -266,14 +267,12 @@ def _fetch(
     def wait(step: Array) -> None:
         mosaic.barrier_wait(held.free.at[lax.rem(step, s.stages)])
 
-    each(0, s.stages, weights)
-    if is_device:
-        pdl.begin()
-    each(0, s.stages, tokens, scales)
+    size = s.halves * TILE * TERMS
+    copies.begin(s.stages, size, weights, tokens, scales, is_device=is_device)
     total = rounds * s.steps
-    each(s.stages, total, wait, weights, tokens, scales)
+    copies.each(s.stages, total, wait, weights, tokens, scales)
     # A block may not end while its peer still tells it that a slot is free.
-    each(total, total + s.stages, wait)
+    copies.each(total, total + s.stages, wait)
 
 
 def _sums(s: Tiles, wg: Array, at: Item, turn: Array, held: Held) -> list[Array]:

@@ -26,7 +26,8 @@ from jaxrunner.kernels_pallas.mixtures.expert_tile import ACTIVATIONS, by_token
 from jaxrunner.kernels_pallas.mixtures.group_tokens import Groups
 from jaxrunner.kernels_pallas.mixtures.grouped_mlp import POWERS
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.products import copies
+from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import widen, widen_tile
 from jaxrunner.kernels_pallas.quantized.quantized_sums import PIECE, Form, Held, Sum, exact, rounded
@@ -299,12 +300,8 @@ def _fetch(s: _Static, block: Array, at: dict[str, Ref], held: Held) -> None:
     def wait(step: Array) -> None:
         mosaic.barrier_wait(held.free.at[lax.rem(step, f.stages)])
 
-    each(0, ahead, weights)
-    if not s.activation:
-        plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    each(0, ahead, tokens)
-    each(ahead, total, wait, weights, tokens)
+    copies.begin(ahead, HALVES * ROWS * width, weights, tokens)
+    copies.each(ahead, total, wait, weights, tokens)
 
 
 def _compute(

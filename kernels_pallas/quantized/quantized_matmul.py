@@ -3,7 +3,8 @@
 Weights are the tall operand: a block of the grid takes some of their rows and some terms of the
 sum, one warpgroup copies them and the tokens into shared memory, step by step, and four others
 widen them in registers (`widen`) and multiply. Each of these has 64 rows, or every second or
-fourth step of the same ones; then their sums are added up. A sum of terms that share a scale is
+fourth step of the same ones; then their sums are added up. The steps that they take at a time are
+copied at once: fewer copies of longer pieces of rows. A sum of terms that share a scale is
 multiplied with it in float32, so weights are as exact as they are stored.
 """
 
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.products import copies
+from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import widen
 from jaxrunner.kernels_pallas.quantized.quantized_steps import (
@@ -38,6 +40,7 @@ from jaxrunner.types import Array
 
 TOKENS = 1, *range(8, 65, 8)  # of a block; more are several blocks
 MAX_PARTS = 8
+LEAST = 4  # stages, of steps that are copied at once
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,15 @@ def _fit(
     steps, chunk = E // terms, max(8, min(T, TOKENS[-1]))
 
     def cost(rows: int, parts: int) -> tuple[float, int]:
-        """Bytes that a multiprocessor reads: of weights, and of tokens from a nearer memory."""
+        """Bytes that a multiprocessor reads: of weights, and of tokens from a nearer memory.
+
+        And of parts, a row of which one reads that adds them up. Rows that a warpgroup computes
+        for nothing count as half.
+        """
         turns = -(-F // rows * parts * -(-T // chunk) // config.num_ctas)
-        turn = rows * STEP + chunk * terms * 2
-        return turns * (steps // parts) * turn, parts
+        counted = (rows + rows // _height(rows) * ROWS) // 2
+        turn = counted * STEP + chunk * terms * 2
+        return turns * (steps // parts) * turn + (parts > 1) * parts * F * 4, parts
 
     sizes = [
         (cost(rows, parts), rows, parts)
@@ -110,13 +118,19 @@ def _fit(
     _, rows, parts = min(sizes)
     size, group = rows * STEP + chunk * terms * 2, 0 if whole else E // scale[1]
     s = Steps(code, chunk, rows // _height(rows), steps // parts, F // scale[0], group, rows)
-    left = SMEM_BYTES - (CONSUMERS - s.groups) * ROWS * chunk * 4 - ROWS * STEP - 2048
+    left = SMEM_BYTES - (CONSUMERS - s.groups) * ROWS * chunk * 4 - 2048
     left -= CONSUMERS * 4 * s.window.size * (1 + has_zero)
-    stages = min(config.stages, left // size)
-    stages -= stages % s.turns  # a place is of one warpgroup's steps for ever
-    if not stages:
+
+    def held(wide: int) -> int:
+        """Steps that fit: a place is of the same warpgroups' steps for ever."""
+        fit = min(config.stages, (left - s.spare * wide * STEP) // size)
+        return fit - fit % s.turns
+
+    at_once = held(s.turns) >= LEAST * s.turns and s.steps >= s.turns
+    wide = s.turns if at_once else 1
+    if not held(wide):
         return f"wants shared memory for a step of {size} bytes, has {left}"
-    return _Static(s._replace(stages=stages), F // rows, parts)
+    return _Static(s._replace(wide=wide, stages=held(wide) // wide), F // rows, parts)
 
 
 def _height(rows: int) -> int:
@@ -154,12 +168,15 @@ def quantized_matmul(
         out_type=jax.ShapeDtypeStruct(shape, dtype or x.dtype),
         scratch_types=[
             # A warpgroup reads 64 rows: behind its own are those of another.
-            plgpu.SMEM((own.stages * own.place + ROWS, STEP), weight.dtype, transforms=layout[0]),
-            plgpu.SMEM((own.stages, own.T, own.terms), x.dtype, transforms=layout[1]),
+            plgpu.SMEM(
+                (own.stages * own.place + own.spare, own.wide * STEP), weight.dtype,
+                transforms=layout[0],
+            ),
+            plgpu.SMEM((own.stages, own.T, own.wide * own.terms), x.dtype, transforms=layout[1]),
             plgpu.SMEM((s.writers, ROWS, own.T) if s.writers else (1, 8, 8), jnp.float32),
             plgpu.SMEM((CONSUMERS, 1 + len(zeros), own.window.size), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=own.stages),
-            plgpu.Barrier(num_arrivals=own.groups, num_barriers=own.stages),
+            plgpu.Barrier(num_arrivals=own.readers, num_barriers=own.stages),
             plgpu.Barrier(num_arrivals=max(s.writers, 1)),
         ],
         grid=(-(-T // own.T), s.parts, s.tiles), grid_names=("chunk", "part", "tile"),
@@ -214,24 +231,26 @@ def _fetch(
     s: Steps, chunk: Array, part: Array, tile: Array, x: Ref, w: Ref, w_smem: Ref, x_smem: Ref,
     full: Barrier, free: Barrier,
 ) -> None:  # fmt: skip
-    """Copies weights and tokens, step by step."""
+    """Copies weights and tokens, some steps at a time."""
+    start, total = part * s.steps, s.copies
 
-    def wait(step: Array) -> None:
-        mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
+    def wait(copy: Array) -> None:
+        mosaic.barrier_wait(free.at[lax.rem(copy, s.stages)])
 
-    def weights(step: Index) -> None:
-        slot, terms = lax.rem(step, s.stages), pl.ds((part * s.steps + step) * STEP, STEP)
+    def columns(copy: Index, each: int) -> Any:
+        return pl.ds((start + copy * s.wide) * each, s.wide * each)
+
+    def weights(copy: Index) -> None:
+        slot = lax.rem(copy, s.stages)
+        source = w.at[pl.ds(tile * s.place, s.place), columns(copy, STEP)]
         target = w_smem.at[pl.ds(slot * s.place, s.place)]
-        mosaic.copy_gmem_to_smem(w.at[pl.ds(tile * s.place, s.place), terms], target, full.at[slot])
+        mosaic.copy_gmem_to_smem(source, target, full.at[slot])
 
-    def tokens(step: Index) -> None:
-        slot, terms = lax.rem(step, s.stages), s.terms
-        source = x.at[pl.ds(chunk * s.T, s.T), pl.ds((part * s.steps + step) * terms, terms)]
+    def tokens(copy: Index) -> None:
+        slot = lax.rem(copy, s.stages)
+        source = x.at[pl.ds(chunk * s.T, s.T), columns(copy, s.terms)]
         mosaic.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot])
 
-    ahead = min(s.stages, s.steps)
-    each(0, ahead, weights)
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    each(0, ahead, tokens)
-    each(ahead, s.steps, wait, weights, tokens)
+    ahead = min(s.stages, total)
+    copies.begin(ahead, s.place * STEP * s.wide, weights, tokens)
+    copies.each(ahead, total, wait, weights, tokens)

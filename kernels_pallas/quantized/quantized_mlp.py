@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.products import grid_barrier
-from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.products import copies, grid_barrier
+from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import widen
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import refuses_numbers
@@ -241,19 +241,15 @@ def _fetch(s: _Static, block: Array, tile: Array, part: Array, given: _Given, ri
     def wait(step: Index) -> None:
         mosaic.barrier_wait(ring.free.at[slot(step)])
 
-    early = min(stages, first)
-    each(0, early, first_weights)
-    each(early, stages, second_weights)
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    each(0, early, first_tokens)
-    each(stages, first, wait, first_weights, first_tokens)
+    copies.begin(min(stages, first), 2 * units * STEP, first_weights, first_tokens)
+    copies.each(first, stages, second_weights)
+    copies.each(stages, first, wait, first_weights, first_tokens)
     ahead = min(first + stages, total)
-    each(max(first, stages), ahead, wait, second_weights)
+    copies.each(max(first, stages), ahead, wait, second_weights)
     mosaic.barrier_wait(ring.told)
     grid_barrier.wait(given.counter)
-    each(first, ahead, second_tokens)
-    each(ahead, total, wait, second_weights, second_tokens)
+    copies.each(first, ahead, second_tokens)
+    copies.each(ahead, total, wait, second_weights, second_tokens)
 
 
 def _compute(

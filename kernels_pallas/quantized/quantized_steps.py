@@ -44,7 +44,8 @@ class Steps(NamedTuple):
     place: int  # rows of a step in shared memory
     gap: int = 0  # rows of the matrix from gates to what they gate; 0 where there are none
     units: int = 0  # gates of a block
-    stages: int = 0
+    wide: int = 1  # steps that lie side by side in shared memory and are copied at once
+    stages: int = 0  # of as many
 
     @property
     def packed(self) -> int:
@@ -70,6 +71,21 @@ class Steps(NamedTuple):
     def turns(self) -> int:
         """Warpgroups that have the same rows, and steps in turn."""
         return CONSUMERS // self.groups
+
+    @property
+    def spare(self) -> int:
+        """Rows that a warpgroup reads behind its own."""
+        return ROWS - self.place // self.groups
+
+    @property
+    def copies(self) -> int:
+        """Copies of a part, each of `wide` steps; of the last, steps behind the part are unread."""
+        return -(-self.steps // self.wide)
+
+    @property
+    def readers(self) -> int:
+        """Warpgroups that read a stage."""
+        return self.groups * self.wide
 
     @property
     def window(self) -> Window:
@@ -123,15 +139,22 @@ class Own(NamedTuple):
         less = (less / widen.FACTOR[self.s.code]).astype(jnp.bfloat16)
         return plgpu.layout_cast(lax.broadcast_in_dim(less, (ROWS, TERMS), [0]), layout)
 
+    @property
+    def column(self) -> Array:
+        """Which of the steps of a stage is the warpgroup's."""
+        return lax.rem(self.turn, self.s.wide)
+
     def read(self, w_smem: Ref, slot: Array) -> list[Array]:
         """Reads a step's weights, [ROWS, n] in bytes; or gates, [ROWS / 2, n], and the others."""
         s, first = self.s, slot * self.s.place
+        mine = pl.ds(self.column * STEP, STEP) if s.wide > 1 else slice(None)
         if s.gap:
             starts, num = [self.group * (ROWS // 2) + i * s.units for i in range(2)], ROWS // 2
         else:
             starts, num = [self.group * (s.place // s.groups)], ROWS
         return [
-            widen.load_weights(w_smem.at[pl.ds(first + start, num)], s.packed) for start in starts
+            widen.load_weights(w_smem.at[pl.ds(first + start, num), mine], s.packed)
+            for start in starts
         ]
 
 
@@ -140,9 +163,10 @@ def sums(
 ) -> list[Array]:
     """Returns the sums of a warpgroup's steps for its rows, [ROWS, columns] of some tokens each.
 
-    begin: which step of the ring is the part's first. Rows of gates are the first eight of sixteen.
+    begin: which stage of the ring is the first. Rows of gates are the first eight of sixteen.
     """
     s = own.s
+    side = own.column * s.terms if s.wide > 1 else 0
     pieces, size, columns = s.terms // TERMS // s.sums, TERMS // s.packed, s.columns
 
     def nothing() -> Array:
@@ -150,7 +174,7 @@ def sums(
 
     def one(index: Array, totals: list[Array]) -> list[Array]:
         s.window.refill(index, own.fill)
-        slot = lax.rem(begin + own.turn + index * s.turns, s.stages)
+        slot = lax.rem(begin + lax.div(own.turn + index * s.turns, s.wide), s.stages)
         mosaic.barrier_wait(full.at[slot])
         raw = own.read(w_smem, slot)
         for i in range(s.sums):
@@ -166,7 +190,7 @@ def sums(
             for n, total in enumerate(totals):
                 y = total if scales is None else nothing()
                 for j, value in enumerate(values, i * pieces):
-                    tokens, terms = pl.ds(n * columns, columns), pl.ds(j * TERMS, TERMS)
+                    tokens, terms = pl.ds(n * columns, columns), pl.ds(side + j * TERMS, TERMS)
                     x = widen.load_tokens(x_smem.at[slot, tokens, terms])
                     y = widen.multiply(y, value, x)
                 found.append(y if scales is None else total + y * scales)

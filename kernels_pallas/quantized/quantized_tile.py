@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
-from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES, each
+from jaxrunner.kernels_pallas.products import copies
+from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import widen, widen_tile
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import refuses_numbers
@@ -266,14 +267,11 @@ def _fetch(
     def wait(step: Array) -> None:
         mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
 
-    each(0, s.stages, weights)
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    each(0, s.stages, tokens)
+    copies.begin(s.stages, s.rows * s.c.terms // s.packed, weights, tokens)
     total = rounds * s.steps
-    each(s.stages, total, wait, weights, tokens)
+    copies.each(s.stages, total, wait, weights, tokens)
     # A block may not end while its peer still tells it that a slot is free.
-    each(total, total + s.stages, wait)
+    copies.each(total, total + s.stages, wait)
 
 
 def _finish(

@@ -196,11 +196,15 @@ def _int8(word: ir.Value, i: int, power: ir.Value) -> ir.Value:
 
 
 def _int4(word: ir.Value, i: int, power: ir.Value) -> ir.Value:
-    """Two halves of a byte, which are 8 more than the numbers: a 64th of each, as `_int8`."""
+    """Two halves of a byte, which are 8 more than the numbers: a 64th of each, as `_int8`.
+
+    All low halves of a word are cut out at once, and all high ones. The sign of a low half is 0.
+    """
     return _asm(
         word,
-        f"prmt.b32 a0, $1, 0, {0x4040 | i << 8 | i:#06x};"
-        "and.b32 a0, a0, 0x00f0000f;"
+        "and.b32 a0, $1, 0x0f0f0f0f;"
+        "and.b32 a1, $1, 0xf0f0f0f0;"
+        f"prmt.b32 a0, a0, a1, {0x8480 + 0x1111 * i:#06x};"
         "mov.b32 a1, 0xbe00be00;"  # -8 / 64
         "fma.rn.bf16x2 $0, a0, $2, a1;",
         power,

@@ -1,0 +1,42 @@
+"""Copies of a product's weights and tokens into shared memory, step by step of its sum."""
+
+from collections.abc import Callable
+
+from jax import lax
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas import pdl
+from jaxrunner.kernels_pallas.mosaic import Index
+from jaxrunner.types import Array
+
+EARLY = 32 * 1024  # bytes of weights that a block asks for before the kernel before has ended
+
+
+def begin(
+    num: Index, size: int, weights: Callable[[Array], None], *others: Callable[[Array], None],
+    is_device: bool = True,
+) -> None:  # fmt: skip
+    """Starts the copies of a block's first `num` steps, of `size` bytes of weights each.
+
+    Those of `EARLY` bytes of weights do not wait for the kernel that makes what others copy. More
+    would have that come late, as copies are served one after the other.
+    is_device: an interpreter of kernels knows no launches to wait for.
+    """
+    most = max(1, EARLY // size)
+    early = min(num, most) if isinstance(num, int) else jnp.minimum(num, most)
+    each(0, early, weights)
+    if is_device:
+        pdl.begin()
+    each(0, early, *others)
+    each(early, num, weights, *others)
+
+
+def each(first: Index, last: Index, *actions: Callable[[Array], None]) -> None:
+    """Does all of some steps."""
+
+    def body(step: Array, _: None) -> None:
+        for act in actions:
+            act(step)
+        return _
+
+    lax.fori_loop(first, last, body, None)
