@@ -6,16 +6,12 @@ import math
 from typing import Any
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas.quantized import (
-    quantized_matmul as quantized_matmul_module,
-)
-from jaxrunner.kernels_pallas.quantized import (
-    quantized_mlp,
-)
+from jaxrunner.kernels_pallas.quantized import quantized_mlp
 from jaxrunner.kernels_pallas.quantized.quantized_fit import FEWEST, fit, multiply
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import (
     MAX_PARTS,
@@ -149,7 +145,7 @@ def test_what_a_block_of_few_tokens_holds_fits_shared_memory(monkeypatch, output
         return lambda *_: jnp.zeros(out_type.shape, out_type.dtype)
 
     x, weight, scale = matrices(1, outputs, inputs, code)
-    monkeypatch.setattr(quantized_matmul_module.plgpu, "kernel", kernel)
+    monkeypatch.setattr(plgpu, "kernel", kernel)
     for tokens, most, zeros in itertools.product(TOKENS, (1, MAX_PARTS), (False, True)):
         zero = (jax.ShapeDtypeStruct(scale.shape, jnp.int8),) * zeros
         x = shaped(tokens, inputs)

@@ -231,7 +231,8 @@ def _fetch(
     def second_tokens(step: Index) -> None:
         ring.copy_tokens(step, units.at[:, terms(start + step)])
 
-    copies.begin(min(s.stages, s.first), 2 * s.units * STEP * 2, first_weights, first_tokens)
+    size = 2 * s.units * STEP * gate_up.dtype.itemsize
+    copies.begin(min(s.stages, s.first), size, first_weights, first_tokens)
     copies.each(s.first, s.stages, second_weights)
     copies.each(s.stages, s.first, ring.wait, first_weights, first_tokens)
     ahead = min(s.first + s.stages, total)

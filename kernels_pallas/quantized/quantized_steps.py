@@ -140,14 +140,14 @@ class Own(NamedTuple):
         return plgpu.layout_cast(lax.broadcast_in_dim(less, (ROWS, TERMS), [0]), layout)
 
     @property
-    def column(self) -> Array:
+    def column(self) -> Index:
         """Which of the steps of a stage is the warpgroup's."""
-        return lax.rem(self.turn, self.s.wide)
+        return lax.rem(self.turn, self.s.wide) if self.s.wide > 1 else 0
 
     def read(self, w_smem: Ref, slot: Array) -> list[Array]:
         """Reads a step's weights, [ROWS, n] in bytes; or gates, [ROWS / 2, n], and the others."""
         s, first = self.s, slot * self.s.place
-        mine = pl.ds(self.column * STEP, STEP) if s.wide > 1 else slice(None)
+        mine = pl.ds(self.column * STEP, STEP)
         if s.gap:
             starts, num = [self.group * (ROWS // 2) + i * s.units for i in range(2)], ROWS // 2
         else:
@@ -166,7 +166,7 @@ def sums(
     begin: which stage of the ring is the first. Rows of gates are the first eight of sixteen.
     """
     s = own.s
-    side = own.column * s.terms if s.wide > 1 else 0
+    side = own.column * s.terms
     pieces, size, columns = s.terms // TERMS // s.sums, TERMS // s.packed, s.columns
 
     def nothing() -> Array:
