@@ -2,42 +2,35 @@
 
 from typing import Any
 
-from jaxrunner.scheduling.chunk_budget import MAX_HELD, ChunkBudget
+from jaxrunner.scheduling.chunk_budget import STEPS, ChunkBudget
 from tests.support.scheduling import make, new, step
 
 
-def test_prefills_fill_a_size():
+def test_prompts_are_spread_over_steps():
     budget = ChunkBudget((16, 64, 256), 256)
-    assert budget.next(num_decodes=10, num_due=100) == 64
-    assert budget.next(num_decodes=10, num_due=1000) == 256
-    assert budget.next(num_decodes=0, num_due=5) == 256  # nothing to wait with
-
-
-def test_prefills_wait_until_they_fill_a_size_or_long_enough():
-    budget = ChunkBudget((16, 64, 256), 256)
-    assert [budget.next(100, 150) for _ in range(MAX_HELD)] == [100] * MAX_HELD
-    assert budget.next(100, 150) == 256  # padded: it fills none that holds the decodes too
-    assert budget.next(100, 150) == 100
-    assert budget.next(80, 300) == 256
+    assert budget.spread(num_decodes=10, num_due=10 + STEPS * 6) == 16
+    assert budget.spread(num_decodes=10, num_due=10 + STEPS * 6 + 1) == 64
+    assert budget.spread(num_decodes=0, num_due=5) == 16
+    assert budget.spread(num_decodes=100, num_due=101) == 256
+    assert budget.spread(num_decodes=0, num_due=10_000) == 256
 
 
 def test_sizes_over_the_most_are_none():
-    assert ChunkBudget((16, 512), 256).next(2, 600) == 16
+    assert ChunkBudget((16, 512), 256).spread(20, 600) == 256
 
 
 def test_decodes_with_many_drafts_are_held_to_the_most():
-    assert ChunkBudget((16, 32), 32).next(num_decodes=40, num_due=60) == 32
+    assert ChunkBudget((16, 32), 32).spread(num_decodes=40, num_due=60) == 32
 
 
-def test_a_waiting_prompt_is_computed_after_some_steps():
-    scheduler, _ = make(max_num_seqs=4, max_num_batched_tokens=16, step_sizes=(8, 16))
-    for name in "abc":
-        scheduler.add(new(name, 2, max_tokens=29))
-    step(scheduler)
-    scheduler.add(new("d", 2, max_tokens=20))
-    scheduler.add(new("e", 2, max_tokens=20))
-    waits = next(i for i in range(20) if "d" in step(scheduler).num_scheduled_tokens)
-    assert waits == MAX_HELD
+def test_requests_that_end_together_let_others_start_one_after_the_other():
+    sizes = (8, 16, 64)
+    scheduler, _ = make(200, max_num_seqs=4, max_num_batched_tokens=64, step_sizes=sizes)
+    for name in "abcdefghi":
+        scheduler.add(new(name, 15, max_tokens=3))
+    while (num := scheduler.num_waiting) > 4:
+        assert sum(step(scheduler).num_scheduled_tokens.values()) == 8
+        assert scheduler.num_waiting >= num - 1
 
 
 def test_nothing_waits_while_there_is_a_slot_for_all():

@@ -68,9 +68,9 @@ def check_whole(e: Engine) -> None:
     ("name", "n", "changes", "lens"),
     [
         ("step", 0, {}, [0]),
-        ("step", 3, dict(async_depth=1), [2, 2, 2, 1]),
-        ("step", 3, dict(async_depth=3), [2, 2, 2, 1]),
-        ("multi_step", 1, dict(num_decode_steps=3), [7, 4]),
+        ("step", 3, dict(async_depth=1), [2, 2, 2, 1, 1]),
+        ("step", 3, dict(async_depth=3), [2, 2, 2, 1, 1]),
+        ("multi_step", 1, dict(num_decode_steps=3), [7, 1]),
     ],
     ids=["the first", "sync", "three ahead", "3 steps a launch"],
 )

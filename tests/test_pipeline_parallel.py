@@ -19,7 +19,7 @@ from jaxrunner.programs.program_table import ProgramTable
 from jaxrunner.runner.step_check import StepCheck
 from jaxrunner.speculators.ngram import ngram
 from jaxrunner.worker.worker import Worker
-from tests.support import small_checkpoint, tiny
+from tests.support import failing, small_checkpoint, tiny
 from tests.support.crowd import QWEN, answers, engine, logprobs, requests
 
 LLM_SIZES: dict[str, Any] = dict(
@@ -154,6 +154,32 @@ def test_each_stage_has_a_step_of_max_num_seqs_requests(weights):
     check.take(tiny.scheduled({}, new))
     with pytest.raises(ValueError, match="has 4 requests, max_num_seqs=3: schedule fewer in a st"):
         check.take(tiny.scheduled(dict.fromkeys("abcd", 1)))
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("how", ["before the launch", "after the donation"])
+def test_a_launch_in_its_thread_that_fails_ends_the_requests_of_its_step_alone(
+    weights, monkeypatch, how
+):
+    e, params = engine(weights, 2), SamplingParams(max_tokens=6, temperature=0)
+    want = [r.output_token_ids for r in run_all(e, params)]
+    with monkeypatch.context() as patch:
+        failed = failing.programs(patch, failing.nth(3, "step"), lambda: how)
+        got = run_all(e, params)
+    assert failed == ["step"]
+    words = [str(r.error) for r in got if r.error]
+    assert len(words) == 2 and all("RESOURCE_EXHAUSTED" in word for word in words)
+    for request, tokens in zip(got, want, strict=True):
+        assert request.error or request.output_token_ids == tokens
+    assert [r.output_token_ids for r in run_all(e, params)] == want
+
+
+def run_all(e, params):
+    """Returns four requests that have ended, of which two are in a step."""
+    made = [e.add(f"{i}", [7 * i + 1, 2, 3 + i], params) for i in range(4)]
+    while e.has_unfinished:
+        e.step()
+    return made
 
 
 @pytest.mark.devices(4)

@@ -55,6 +55,7 @@ class Steps(abc.ABC):
         self._unsampled: SchedulerOutput | None = None
         self._gained: NewTokens = []  # read, and not yet returned
         self._nan_error: FloatingPointError | None = None  # raised by `take_gained`
+        self._recovered: BaseException | None = None  # the last error that ended requests
         self.waiting_since_s = 0.0  # when the last step was launched or read, by `perf_counter`
 
     @property
@@ -140,7 +141,8 @@ class Steps(abc.ABC):
         except BaseException as error:
             while self._in_flight:  # launched before the failure, so their outputs may be intact
                 self._read()
-            self._recover(scheduled, error)
+            if error is not self._recovered:  # not the launch of an earlier step, see `Launched`
+                self._recover(scheduled, error)
             return False
         self.waiting_since_s = time.perf_counter()  # after the launch, which may have compiled
         return bool(scheduled.num_scheduled_tokens) if self._in_flight else self._sample()
@@ -226,6 +228,7 @@ class Steps(abc.ABC):
           BaseException: `error`, if it is one of `errors.FATAL` or programs are `strict`.
         """
         logger.error("a step failed", exc_info=error)
+        self._recovered = error
         self._in_flight.clear()
         self._unsampled = None
         self._end(scheduled.requests, dict.fromkeys(scheduled.requests, of_step(error)))

@@ -86,6 +86,24 @@ class PipelineState:
     kv: tuple[Any, ...] = each("stages")  # caches of each stage's layers
     tables: tuple[dict[str, Any], ...] = each("stages")
     sampled: tuple[Sampled, ...] = each("steps")  # oldest first; no slot is in two of them
+    # The launch of the newest step's last stage while it is under way, see `settled`: a future.
+    launch: Any = static(default=None)
+
+    def settled(self) -> "PipelineState":
+        """Returns the state behind the launch that is under way; raises what that raised.
+
+        It returns the state of the last stage, the packed output and what the others write down.
+        """
+        if self.launch is None:
+            return self
+        part, _, outcomes = self.launch.result()
+        *earlier, newest = self.sampled
+        newest = replace(newest, outcomes=outcomes)
+        return replace(self.put(-1, part), sampled=(*earlier, newest), launch=None)
+
+    def without_launch(self) -> "PipelineState":
+        """Returns the state before the launch that is under way, which may have consumed it."""
+        return self if self.launch is None else replace(self, sampled=(), launch=None)
 
     def part(self, i: int) -> State:
         """Returns the state of one stage; without caches where this one has none."""

@@ -2,7 +2,8 @@
 
 Hidden states go from device to device, and so do the tokens that the last stage samples. Each other
 stage writes these into its requests (`receive`) just before its next step of one of them. Steps of
-other requests are launched in between, and wait for no token.
+other requests are launched in between, and wait for no token. A thread launches the last stage, so
+that the host plans the next step meanwhile.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from jaxrunner.parallel.stages import (
 from jaxrunner.program.bucket import SampleSize
 from jaxrunner.program.program import Program
 from jaxrunner.program.shapes import output_spec
+from jaxrunner.programs.launch_thread import Launched, LaunchThread
 from jaxrunner.programs.program_table import ProgramTable
 from jaxrunner.programs.stage_tables import StageTables
 
@@ -54,6 +56,7 @@ class PipelinePrograms(StageTables):
             self._came, self._goes = links_of(program.config)
             last: Any = program.config
             self._post = Post(last.shards[-1].mesh.devices.flat[0].process_index)
+        self._thread = LaunchThread() if has_all and self._before else None
         self._run: dict[str, Callable[..., Any]] = dict(
             step=self._step, forward=self._forward, sample=self._sample, admit=self._admit,
             propose=self._propose, copy=self._copy, prompt_logprobs=self._prompt_logprobs,
@@ -123,11 +126,28 @@ class PipelinePrograms(StageTables):
         state, x, rows = self._stages(size, params, state, vector, ())
         if self._last is None:
             return self._awaits(state, rows, SampleSize(size.num_rows))
-        part, packed, outcome = self._last[Key("step", size)](
-            params[-1], state.part(-1), vector, *x
-        )
+        run, part = self._last[Key("step", size)], state.part(-1)
+        if self._thread is not None:
+            launch = self._thread.submit(lambda: self._launch(run, params[-1], part, vector, x))
+            state = replace(state, sampled=(*state.sampled, rows), launch=launch)
+            return state, Launched(launch, of=lambda returned: returned[1])
+        part, packed, outcome = run(params[-1], part, vector, *x)
         told = self._told(packed), SampleSize(size.num_rows)
         return self._sent(state.put(-1, part), rows, outcome, told), told[0]
+
+    def _launch(
+        self, run: Callable[..., Any], params: Any, part: Any, vector: np.ndarray, x: tuple
+    ) -> tuple[Any, jax.Array, tuple[Outcome, ...]]:
+        """Launches the last stage of a step, and the copies of what it samples."""
+        part, packed, outcome = run(params, part, vector, *x)
+        packed.copy_to_host_async()
+        return part, packed, self._to_others(outcome)
+
+    def _to_others(self, outcome: Outcome) -> tuple[Outcome, ...]:
+        """Returns what the last stage sampled on the devices of each other stage."""
+        return tuple(
+            jax.device_put(outcome, at) for at, _ in zip(self._at, self._before, strict=False)
+        )
 
     def _forward(
         self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, *x: jax.Array
@@ -188,10 +208,8 @@ class PipelinePrograms(StageTables):
             rows = replace(rows, told=told)
         elif not self._before:
             return state
-        sent = tuple(
-            jax.device_put(outcome, at) for at, _ in zip(self._at, rows.rows, strict=False)
-        )
-        return replace(state, sampled=(*state.sampled, replace(rows, outcomes=sent)))
+        rows = replace(rows, outcomes=self._to_others(outcome))
+        return replace(state, sampled=(*state.sampled, rows))
 
     def _admit(self, size: Any, state: PipelineState, packed: np.ndarray) -> PipelineState:
         """Writes new requests; drops tokens on their way to earlier requests in these slots."""

@@ -32,8 +32,12 @@ def not_awaited_at_exit(owner: Stateful) -> None:
 @atexit.register
 def _wait() -> None:
     for owner in list(_alive):
-        # `vars`, as reading `state` would create it.
-        for x in jax.tree.leaves(vars(owner).get("state")):
-            with contextlib.suppress(Exception):  # of a failed step, which nobody reads any more
+        if "_state" not in vars(owner):
+            continue  # reading `state` would create it
+        arrays: list[Any] = []
+        with contextlib.suppress(Exception):  # of a failed step, which nobody reads any more
+            arrays = jax.tree.leaves(owner.state)
+        for x in arrays:
+            with contextlib.suppress(Exception):
                 if not x.is_deleted():
                     x.block_until_ready()

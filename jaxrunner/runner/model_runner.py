@@ -9,6 +9,7 @@ builds a grammar mask while the forward pass runs.
 
 from collections import Counter
 from collections.abc import Sequence
+import contextlib
 import copy
 from dataclasses import replace
 import functools
@@ -24,7 +25,7 @@ from jaxrunner.device.program_spec import step_key
 from jaxrunner.loading import orbax_io
 from jaxrunner.lora.device_adapters import device_adapters
 from jaxrunner.parallel.placement import place
-from jaxrunner.parallel.stages import is_last
+from jaxrunner.parallel.stages import PipelineState, is_last
 from jaxrunner.program.bucket import MultiStepBucket, SampleSize
 from jaxrunner.program.shapes import output_spec
 from jaxrunner.program.state import make_state
@@ -77,16 +78,30 @@ class ModelRunner(RunnerPrograms):
         self._token_heads = tuple(head.name for head in of_tokens)
         awaited_at_exit(self)
 
-    @functools.cached_property
+    @property
     def state(self) -> Any:
         """The device state. Allocated when first used, after the programs are compiled, as XLA's
-        autotuner needs buffers."""
-        return make_state(self.program)
+        autotuner needs buffers. Waits for a launch that is under way, and raises what that does."""
+        self._settle()
+        if "_state" not in vars(self):
+            self._state = make_state(self.program)
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state = state
+
+    def _settle(self) -> None:
+        """Waits for a launch that is under way, and raises what that does, once."""
+        if isinstance(state := vars(self).get("_state"), PipelineState):
+            self._state = state.without_launch()
+            self._state = state.settled()
 
     def close(self) -> None:
         """Frees the device memory of the state."""
         self.programs.close()
-        pytree.delete(vars(self).get("state"))  # made when first used
+        state, self._state = vars(self).get("_state"), None  # made when first used
+        pytree.delete(state)
         if self.adapters is not None:
             self.adapters.sleep()
         self._closed = True
@@ -113,6 +128,8 @@ class ModelRunner(RunnerPrograms):
         self.requests, self._forwarded = make_requests(self.program), None
         self._check = self._check and StepCheck(self.program, self.adapters)
         self.connect()
+        with contextlib.suppress(Exception):  # of a launch, which may have consumed it
+            self._settle()
         if not pytree.is_alive(self.state):
             pytree.delete(self.state)
             # Waits, as the error of a failed device would otherwise come later.

@@ -12,12 +12,13 @@ from jaxrunner.errors import NO_CHOICE, NO_NUMBER, StepTimeout
 from jaxrunner.parallel.stage_link import Told
 from jaxrunner.parallel.time_limit import arrives_within
 from jaxrunner.program.bucket import Bucket, MultiStepBucket, SampleSize
+from jaxrunner.programs.launch_thread import Launched
 from jaxrunner.runner.phases import phase
 from jaxrunner.scheduling.request import Request
 from jaxrunner.types import Logprobs
 
 NewTokens = list[tuple[Request, list[int]]]  # requests that gained tokens or ended, with these
-AWAITED = jax.Array, Told  # types of outputs that may still be on their way to the host
+AWAITED = jax.Array, Told, Launched  # types of outputs that may still be on their way to the host
 
 
 class Work(NamedTuple):
@@ -141,7 +142,7 @@ class StepHandle:
         """Whether the device has done the step, so that `get` at most waits for a copy."""
         return all(cast(Any, x).is_ready() for x in self._arrays())
 
-    def _arrays(self) -> list[jax.Array | Told]:
+    def _arrays(self) -> list[jax.Array | Told | Launched]:
         arrays: list[Any] = [self._packed, self._drafts, *(packed for _, packed in self._scores)]
         return [x for x in arrays if isinstance(x, AWAITED)]
 

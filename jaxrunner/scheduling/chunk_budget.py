@@ -1,25 +1,23 @@
-"""The token budget of a step, chosen among the compiled sizes to reduce padding.
+"""The token budget of a step, chosen among the compiled sizes.
 
-While more requests wait than there are slots, few prompts start in a step, and most of its size
-would be padding. So prefills wait some steps until they fill a size, and then fill it exactly.
+While more requests wait than there are slots, prompts are spread over steps: requests that end
+together let as many start, and one long step would hold up all that decode, and each stage of a
+pipeline but one. A size is filled exactly, so a step of many requests has little padding.
 Otherwise padding matters on devices with few cores: a prompt is cut into the steps that take the
 least time together.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 import functools
 
 from jaxrunner.scheduling.request import Request
 from jaxrunner.scheduling.request_queue import RequestQueue
 
-MAX_HELD = 4  # the most steps that a prefill waits
-WORTH, ENOUGH = 3.0, 1.5  # least size over the number of decodes, at once and after waiting
+STEPS = 8  # over which prompts are spread
 
 
 class ChunkBudget:
-    """Chooses each step's tokens. Of four policies simulated on one mixed load (512 requests of
-    32 to 1024 tokens, answers of 32 to 512, 256 at a time) this one padded least."""
+    """Chooses each step's tokens."""
 
     def __init__(self, sizes: Sequence[int], most: int, step_cost: int = 0, interval: int = 0):
         """sizes: padded sizes of steps with a prefill; most: tokens of any step.
@@ -28,17 +26,13 @@ class ChunkBudget:
         """
         self._sizes, self._most = sorted(size for size in sizes if size <= most), most
         self.step_cost, self._interval = step_cost, interval
-        # Steps that a prefill has waited, by turn: a step of another turn neither ends nor counts.
-        self._num_held = Counter[int]()
 
     def of(
-        self, due: Sequence[Request], waiting: RequestQueue, num_slots: int, most_drafts: int,
-        *, turn: int = 0,
-    ) -> int:  # fmt: skip
+        self, due: Sequence[Request], waiting: RequestQueue, num_slots: int, most_drafts: int
+    ) -> int:
         """Returns the most tokens of a step whose requests verify `most_drafts` each.
 
         due: running requests. num_slots: for requests of `waiting`.
-        turn: of a pipeline's steps; those of another turn are of other requests.
         """
         fits = len(waiting) <= num_slots
         if fits and not self.step_cost:
@@ -52,24 +46,19 @@ class ChunkBudget:
         num_due = sum(counts) + sum(lengths)
         num_drafts = sum(min(most_drafts, request.num_drafts) for request in due)
         sizes = counts.count(1) + num_drafts, num_due + num_drafts
-        return self.least_padded(*sizes) if fits else self.next(*sizes, turn)
+        return self.least_padded(*sizes) if fits else self.spread(*sizes)
 
-    def next(self, num_decodes: int, num_due: int, turn: int = 0) -> int:
-        """Returns the most tokens of the next step.
+    def spread(self, num_decodes: int, num_due: int) -> int:
+        """Returns the least size that holds all decodes and one of `STEPS` parts of other tokens.
 
         num_decodes: requests that are due one token, and their drafts. num_due: all tokens that
         could be computed, those of new requests with a slot included.
         """
-        size = max((size for size in self._sizes if size <= num_due), default=0)
-        hold = num_decodes < num_due and size < WORTH * num_decodes
-        hold = hold and self._num_held[turn] < MAX_HELD
-        self._num_held[turn] = self._num_held[turn] + 1 if hold else 0
-        if hold:
-            return min(num_decodes, self._most)  # with drafts they may be more
-        return size if size > ENOUGH * num_decodes else self._most
+        least = num_decodes + -(-(num_due - num_decodes) // STEPS)
+        return next((size for size in self._sizes if size >= least), self._most)
 
     def least_padded(self, num_decodes: int, num_due: int) -> int:
-        """Returns what `next` does where no request waits for another one's slot."""
+        """Returns what `spread` does where no request waits for another one's slot."""
         sizes = tuple(size for size in self._sizes if size > num_decodes)
         if not sizes or num_decodes >= num_due:
             return self._most

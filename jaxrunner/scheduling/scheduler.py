@@ -267,8 +267,7 @@ class Scheduler(Stateful):
         """Returns the most tokens of a step whose requests verify `most_drafts` each."""
         if self.chunks is None:
             return self.max_num_batched_tokens
-        turn = 0 if self.turns is None else self.turns.index
-        return self.chunks.of(due, self.waiting, free, most_drafts, turn=turn)
+        return self.chunks.of(due, self.waiting, free, most_drafts)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> int:
         """Preempts a running request. Returns the tokens that it had in this step."""

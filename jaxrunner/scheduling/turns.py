@@ -18,12 +18,6 @@ class Turns:
         self._num, self._now = num, 0
         self._last: dict[Request, int] = {}  # the turn of each one's last step
 
-    @property
-    def index(self) -> int:
-        """Which of the turns the last step had, 0 to `num` - 1: its requests are due in the next
-        step of the same index."""
-        return self._now % self._num
-
     def next(self, running: Sequence[Request], num_new: int) -> tuple[list[Request], int]:
         """Returns the running requests of the next step, and how many may start in it.
 

@@ -1,0 +1,49 @@
+"""A thread that launches: in order, with what a launch raises, and gone with its owner."""
+
+import gc
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.programs.launch_thread import Launched, LaunchThread
+
+
+def test_launches_run_in_the_order_of_their_calls():
+    thread, ran, go = LaunchThread(), list[int](), threading.Event()
+    futures = [thread.submit(lambda i=i: (go.wait(), ran.append(i))) for i in range(5)]
+    assert ran == []
+    go.set()
+    [future.result(timeout=9) for future in futures]
+    assert ran == [0, 1, 2, 3, 4]
+
+
+def test_an_output_is_read_once_its_launch_has_returned():
+    thread, go = LaunchThread(), threading.Event()
+    launch = thread.submit(lambda: (go.wait(), jnp.arange(3)))
+    out = Launched(launch, of=lambda returned: returned[1])
+    out.copy_to_host_async()
+    assert not out.is_ready()
+    go.set()
+    np.testing.assert_array_equal(np.asarray(out), [0, 1, 2])
+    assert out.is_ready()
+
+
+def test_who_reads_the_output_gets_what_the_launch_raised():
+    thread = LaunchThread()
+    out = Launched(thread.submit(lambda: 1 // 0), of=lambda returned: returned)
+    with pytest.raises(ZeroDivisionError):
+        np.asarray(out)
+    assert out.is_ready()  # else a read would wait for it until its time is over
+    assert thread.submit(lambda: 7).result(timeout=9) == 7  # the next launch runs
+
+
+def test_the_thread_ends_with_its_owner():
+    before = set(threading.enumerate())
+    thread = LaunchThread()
+    (own,) = set(threading.enumerate()) - before
+    del thread
+    gc.collect()
+    own.join(timeout=9)
+    assert not own.is_alive()
