@@ -62,7 +62,7 @@ def test_the_largest_size_serves_until_the_others_are_there(gate, monkeypatch):
     gate.clear()
     engine, usual = make(num_decode_steps=3), sys.getswitchinterval()
     engine.warm_up(background=True)
-    assert "state" in vars(engine.runner)  # a device that has no room says so now
+    assert "_state" in vars(engine.runner)  # a device that has no room says so now
     engine.runner.programs.strict = True
     keys = used(engine, monkeypatch)
     assert "; 3 more to come" in engine.runner.programs.report()

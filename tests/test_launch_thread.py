@@ -1,12 +1,15 @@
 """A thread that launches: in order, with what a launch raises, and gone with its owner."""
 
 import gc
+import sys
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrunner.device import switch_interval
 from jaxrunner.programs.launch_thread import Launched, LaunchThread
 
 
@@ -37,6 +40,22 @@ def test_who_reads_the_output_gets_what_the_launch_raised():
         np.asarray(out)
     assert out.is_ready()  # else a read would wait for it until its time is over
     assert thread.submit(lambda: 7).result(timeout=9) == 7  # the next launch runs
+
+
+def test_the_switch_interval_is_short_while_launches_are_under_way():
+    usual, thread, go = sys.getswitchinterval(), LaunchThread(), threading.Event()
+    launches = [thread.submit(go.wait), thread.submit(lambda: 1 // 0)]
+    with switch_interval.short_switch_interval():  # while a program is lowered, too
+        assert sys.getswitchinterval() == pytest.approx(switch_interval.INTERVAL_S)
+        go.set()
+        launches[0].result(timeout=9)
+        assert isinstance(launches[1].exception(timeout=9), ZeroDivisionError)
+        assert sys.getswitchinterval() == pytest.approx(switch_interval.INTERVAL_S)
+    thread.submit(lambda: None).result(timeout=9)
+    end_s = time.monotonic() + 9
+    while sys.getswitchinterval() != pytest.approx(usual) and time.monotonic() < end_s:
+        time.sleep(1e-3)
+    assert sys.getswitchinterval() == pytest.approx(usual)
 
 
 def test_the_thread_ends_with_its_owner():
