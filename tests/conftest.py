@@ -30,7 +30,8 @@ import pytest
 from safetensors.flax import load_file, save_file
 
 from jaxrunner import embedded
-from jaxrunner.device import lowering, parts
+from jaxrunner.device import lowering
+from jaxrunner.device.parts import cutting
 from tests.support import executables
 
 # Splits the CPU alone: on a machine with a GPU the tests see its devices as they are.
@@ -47,7 +48,7 @@ if hasattr(libc := ctypes.CDLL(None), "mallopt"):
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
 
 # Equal layers are compiled once, and sampling once for programs of as many requests.
-parts.LEAST_CALLS, parts.MOST_REST = 2, 20
+cutting.LEAST_CALLS, cutting.MOST_REST = 2, 20
 
 # `jaxrunner.lm_eval` cannot be imported without lm-eval, so neither can its tests.
 collect_ignore_glob = [] if find_spec("lm_eval") else ["test_lm_eval*.py"]
@@ -116,7 +117,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture
 def whole(monkeypatch):
     """Leaves programs whole, as a GPU runs them."""
-    monkeypatch.setattr(parts, "LEAST_CALLS", 12)
+    monkeypatch.setattr(cutting, "LEAST_CALLS", 12)
     lowering._lower.cache_clear()
     yield
     lowering._lower.cache_clear()

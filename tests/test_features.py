@@ -19,7 +19,7 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.outputs import CompletionOutput, RequestOutput
 from jaxrunner.api.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from jaxrunner.api.structured_outputs import StructuredOutputsParams
-from jaxrunner.device.parts import LoweredParts, Parts
+from jaxrunner.device.parts.parts import LoweredParts, Parts
 from tests.support.token_oracle import PROMPT, L, N, Oracle, V
 
 DOCS = Path(__file__).parents[1] / "docs" / "features.md"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.device import lowering, parts
+from jaxrunner.device import lowering
 from jaxrunner.device.lowering import Build, LoweringProcess, lower, lowering_task
+from jaxrunner.device.parts import parts
 from jaxrunner.device.program_spec import usual_spec
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama

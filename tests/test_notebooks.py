@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxrunner.device import parts
+from jaxrunner.device.parts import cutting
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -44,7 +44,7 @@ SHORTER = {
     },
 }  # fmt: skip
 # As in `conftest.py`: XLA compiles one layer.
-QUICK = f"from jaxrunner.device import parts\nparts.LEAST_CALLS = {parts.LEAST_CALLS}"
+QUICK = f"from jaxrunner.device.parts import cutting\ncutting.LEAST_CALLS = {cutting.LEAST_CALLS}"
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
-from jaxrunner.device import parts
+from jaxrunner.device.parts import cutting, parts
 from jaxrunner.device.program_key import Key
 from jaxrunner.program.bucket import Bucket
 from jaxrunner.programs.program_table import LOADED
@@ -54,7 +54,7 @@ def test_caches_are_updated_in_place():
 
 @jax.jit
 def repeated(x, scale):
-    for _ in range(parts.LEAST_OPERATIONS):
+    for _ in range(cutting.LEAST_OPERATIONS):
         x = jnp.sin(x) * scale
     return x, x.sum()
 
@@ -70,10 +70,10 @@ def chain(x, kept, spare, *, num):
 
 @pytest.mark.parametrize("more, is_cut", [(-1, False), (0, True), (3, True)])
 def test_a_program_is_cut_at_calls_that_are_many(more, is_cut):
-    num = parts.LEAST_CALLS + more
+    num = cutting.LEAST_CALLS + more
     args = np.arange(4.0, dtype=np.float32), np.full(4, 0.5, np.float32), np.ones(4, np.float32)
     traced = jax.jit(chain, static_argnames="num", donate_argnames="spare").trace(*args, num=num)
-    lowered = parts.cut(traced)
+    lowered = cutting.cut(traced)
     assert (lowered is not None) == is_cut
     if lowered is None:
         return
@@ -88,37 +88,37 @@ def test_a_program_is_cut_at_calls_that_are_many(more, is_cut):
 def test_what_nobody_reads_is_left_out():
     def unread(x):
         jnp.sort(x)
-        for _ in range(parts.LEAST_CALLS):
+        for _ in range(cutting.LEAST_CALLS):
             x, _ = repeated(x, 2.0)
         return x
 
-    lowered = parts.cut(jax.jit(unread).trace(np.ones(3, np.float32)))
+    lowered = cutting.cut(jax.jit(unread).trace(np.ones(3, np.float32)))
     assert lowered is not None and len(lowered.compile({}).told[0]) == 1  # the call alone
 
 
 def test_a_program_with_much_between_its_calls_is_whole():
     def between(x):
-        for _ in range(parts.LEAST_CALLS + parts.MOST_REST):
+        for _ in range(cutting.LEAST_CALLS + cutting.MOST_REST):
             x = repeated(x, 1.5)[0] + 1
         return x
 
-    assert parts.cut(jax.jit(between).trace(np.ones(3, np.float32))) is None
+    assert cutting.cut(jax.jit(between).trace(np.ones(3, np.float32))) is None
 
 
 def sampled(x, *, num):
     """Equal calls, then equations of a scope that are the same whatever `num`."""
     for _ in range(num):
         x, _ = repeated(x, 2.0)
-    with jax.named_scope(parts.SCOPES[0]):
+    with jax.named_scope(cutting.SCOPES[0]):
         return jnp.sort(x) + x.sum()
 
 
 def test_sampling_is_compiled_once_for_programs_of_as_many_rows():
     x = np.arange(4.0, dtype=np.float32)
     programs = []
-    for num in (parts.LEAST_CALLS, parts.LEAST_CALLS + 1):
+    for num in (cutting.LEAST_CALLS, cutting.LEAST_CALLS + 1):
         traced = jax.jit(sampled, static_argnames="num").trace(x, num=num)
-        lowered = parts.cut(traced)
+        lowered = cutting.cut(traced)
         assert lowered is not None
         programs.append(lowered.compile({}))
         np.testing.assert_allclose(programs[-1](x), sampled(x, num=num), rtol=1e-5)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
-from jaxrunner.device import parts
 from jaxrunner.device.build import Build
+from jaxrunner.device.parts import cutting
 
 # JAX's settings that change how a function is traced: a lowering process gets its parent's.
 SETTINGS = (
@@ -64,7 +64,7 @@ def _lower(spec: Spec, treedef: Any) -> Build:
     traced = jitted.trace(*args, **dict(spec.static))
     if jax.default_backend() != "cpu":
         return Build(traced.lower(), dict(spec.options))
-    return Build(parts.cut(traced) or traced.lower(), {})  # the options are of GPUs
+    return Build(cutting.cut(traced) or traced.lower(), {})  # the options are of GPUs
 
 
 def run_eagerly(spec: Spec, *args: Any) -> Any:

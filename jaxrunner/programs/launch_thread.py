@@ -66,4 +66,4 @@ class Launched:
         return failed or cast(Any, self._of(self._launch.result())).is_ready()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self._of(self._launch.result()))
+        return np.asarray(self._of(self._launch.result()), dtype)

@@ -23,8 +23,8 @@ import jax
 import jax.extend
 from jaxlib import version, xla_client
 
-from jaxrunner.device import executables
 from jaxrunner.device.lowering import SETTINGS
+from jaxrunner.device.parts import executables
 
 MAGIC, SUFFIX = b"jaxrunner executable 1\n", ".executable"
 NOTE = ".json"  # suffix of notes about executables that are not kept

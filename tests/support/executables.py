@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 
-from jaxrunner.device import lowering, parts
+from jaxrunner.device import lowering
+from jaxrunner.device.parts import parts
 
 
 def forget() -> None:

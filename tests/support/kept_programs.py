@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrunner import pytree
-from jaxrunner.device import lowering, parts
+from jaxrunner.device import lowering
+from jaxrunner.device.parts import parts
 from jaxrunner.engine.engine import Engine
 from jaxrunner.hf_config import Settings
 from jaxrunner.models.llama import llama

@@ -1,102 +1,26 @@
-"""A program in parts, for a CPU, where compiling is slow: equal parts are compiled once.
+"""Cuts a program into parts, for a CPU, where compiling is slow.
 
 XLA inlines or copies every call of a jitted function, so a step of 30 equal layers takes 30 times
 as long to compile as one layer. Here the jaxpr is cut at these calls. The equations before the
-calls, the called function, and the equations behind them become one executable each, and a run
-launches the layers one by one. A launch costs about 30 us, little beside a layer of a large model.
-Sampling is a part too: it is equal in all programs with as many rows, whatever their tokens.
+calls, the called function, and the equations behind them become one executable each. Sampling is a
+part too: it is equal in all programs with as many rows, whatever their tokens.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-import functools
-import hashlib
+from collections.abc import Sequence
 import itertools
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 import numpy as np
 
-from jaxrunner.device.build import Build
+from jaxrunner.device.parts.parts import Launch, LoweredParts, Part, Wiring
 
 # Least number of equal calls, and of operations in each, for which cutting is worth it.
 LEAST_CALLS, LEAST_OPERATIONS = 12, 10
 MOST_REST = 5  # parts other than calls and sampling; with more, launches cost more than is saved
 SCOPES = "draw", "finish"  # of sampling, as `jax.named_scope` has them
-
-
-class Launch(NamedTuple):
-    """One launch of a part. Values are numbered as in `Wiring`."""
-
-    program: int  # index of the part's executable
-    takes: tuple[int, ...]  # its arguments
-    gives: tuple[int, ...]  # its results
-    last: tuple[int, ...]  # values that no later launch reads
-
-
-class Wiring(NamedTuple):
-    """How values go from part to part. The first values are the arguments, then the constants."""
-
-    launches: tuple[Launch, ...]  # in their order
-    num_values: int
-    results: tuple[int, ...]  # values that the program returns
-
-
-class Part(NamedTuple):
-    """The part of a program that one executable is compiled from."""
-
-    jaxpr: Any  # a `ClosedJaxpr`
-    donated: tuple[int, ...]  # indices of its donated arguments
-
-
-class LoweredParts:
-    """Lowered parts; stands for a `jax.stages.Lowered`."""
-
-    def __init__(self, parts: Iterable[Part], wiring: Wiring, constants: Sequence[Any], out: Any):
-        self._lowered = [_lower(part) for part in parts]
-        self._rest = wiring, constants, out
-
-    def compile(self, options: dict[str, str]) -> "Parts":
-        """Compiles each part, unless another program has compiled an equal one."""
-        builds = [_first(_PartBuild(lowered, options)) for lowered in self._lowered]
-        return Parts([build.executable for build in builds], *self._rest)
-
-
-class Parts:
-    """Compiled parts; called as the whole program would be."""
-
-    def __init__(self, programs: list[Any], wiring: Wiring, constants: Sequence[Any], out: Any):
-        """constants: values behind the arguments. out: the structure of what a call returns."""
-        self._programs, self._wiring, self._out = programs, wiring, out
-        self._constants = tuple(constants)
-
-    def __call__(self, *args: Any) -> Any:
-        """Launches the parts in their order."""
-        values: list[Any] = [*jax.tree.leaves(args), *self._constants]
-        values += [None] * (self._wiring.num_values - len(values))
-        for program, takes, gives, last in self._wiring.launches:
-            given = self._programs[program](*[values[i] for i in takes])
-            for i, value in zip(gives, given, strict=True):
-                values[i] = value
-            for i in last:
-                values[i] = None
-        return jax.tree.unflatten(self._out, [values[i] for i in self._wiring.results])
-
-    def memory_analysis(self) -> Any:
-        """Returns the bytes of the largest part, as XLA's analysis of a whole program has them."""
-        names = "temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"
-        found = [program.memory_analysis() for program in self._programs]
-        if None in found:
-            return None
-        largest = max(found, key=lambda m: sum(getattr(m, name) for name in names[:2]))
-        return SimpleNamespace(**{name: getattr(largest, name) for name in names})
-
-    @property
-    def told(self) -> tuple[list[Any], Wiring, Sequence[Any]]:
-        """The executables, how they hang together, and the constants."""
-        return self._programs, self._wiring, self._constants
 
 
 def cut(traced: Any) -> LoweredParts | None:
@@ -268,31 +192,3 @@ def _in_place(jaxpr: Any, given: set[int]) -> tuple[int, ...]:
             room[kind] -= 1
             kept.append(at)
     return tuple(kept)
-
-
-class _PartBuild(Build):
-    """A lowered part, which equals others that XLA would compile to the same."""
-
-    def __init__(self, lowered: Any, options: dict[str, str]):
-        super().__init__(lowered, options)
-        text = hashlib.sha256(lowered.as_text().encode()).digest()
-        self._key = text, tuple(sorted(options.items()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _PartBuild) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-@functools.lru_cache(maxsize=512)
-def _first(build: _PartBuild) -> _PartBuild:
-    """Returns the first of equal parts, which is compiled for all of them."""
-    return build
-
-
-def _lower(part: Part) -> Any:
-    avals = (v.aval for v in part.jaxpr.jaxpr.invars)
-    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    function = core.jaxpr_as_fun(part.jaxpr)
-    return jax.jit(function, donate_argnums=part.donated, keep_unused=True).lower(*specs)

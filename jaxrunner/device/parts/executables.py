@@ -10,7 +10,7 @@ from jax.experimental import serialize_executable
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.device.parts import Launch, Parts, Wiring
+from jaxrunner.device.parts.parts import Launch, Parts, Wiring
 
 MAGIC = b"parts\n"  # before several serialised executables
 
