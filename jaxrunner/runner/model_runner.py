@@ -94,8 +94,11 @@ class ModelRunner(RunnerPrograms):
     def _settle(self) -> None:
         """Waits for a launch that is under way, and raises what that does, once."""
         if isinstance(state := vars(self).get("_state"), PipelineState):
-            self._state = state.without_launch()
-            self._state = state.settled()
+            try:
+                self._state = state.settled()
+            except Exception:
+                self._state = state.without_launch()
+                raise
 
     def close(self) -> None:
         """Frees the device memory of the state."""
