@@ -146,7 +146,7 @@ def test_tokens_are_those_of_merged_models_whatever_comes_and_goes(
     base = checkpoint.write(tmp_path, llama, SETTINGS)
     sizes = dict(enable_lora=True, max_loras=PLACES, max_lora_rank=8, num_decode_steps=2)
     with checkpoint.start(tmp_path, **sizes, num_blocks=14, warm_up=True) as llm:
-        driver = Driver(llm.engine, base, num_steps)
+        driver = Driver(llm.engine, base, seed=num_steps + 2)
         for _ in IDS:
             driver.add_or_update()
         llm.engine.runner.programs.strict = True  # nothing is compiled any more, nor by JAX itself

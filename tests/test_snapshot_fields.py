@@ -7,8 +7,8 @@ from tests.support import tiny
 
 # What follows from model and sizes, belongs to a process, or is an owner itself.
 NOT_SAVED = dict(
-    engine="_drafts _gained _in_flight _nan_error _unsampled balance config grammars model_config "
-    "pools routes runner scheduler status waiting_since_s worker",
+    engine="_drafts _gained _in_flight _nan_error _recovered _unsampled balance config grammars "
+    "model_config pools routes runner scheduler status waiting_since_s worker",
     scheduler="_most_drafts _most_tokens adaptive admission chunks max_model_len "
     "max_num_batched_tokens max_num_seqs num_drafts tables turns waiting",
     waiting="policy",
